@@ -87,8 +87,8 @@ class Prompt:
 
 def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> Prompt:
     """The first tokens of the prompt. Raises UserError if it is empty or too long."""
-    given = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
-    parts = [given] if config.segments is None else given.split(config.segments)
+    text = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
+    parts = [text] if config.segments is None else text.split(config.segments)
     encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
     ids = [id_ for part in encoded for id_ in part]
     segments = [n for n, part in enumerate(encoded) for _ in part][:MOST_TOKENS]
@@ -97,7 +97,7 @@ def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> P
     notes = []
     if len(ids) > MOST_TOKENS:
         notes.append(f"The first {MOST_TOKENS} of {len(ids)} tokens are shown.")
-    return Prompt(given, ids[:MOST_TOKENS], segments if config.segments else None, notes)
+    return Prompt(text, ids[:MOST_TOKENS], segments if config.segments else None, notes)
 
 
 @torch.no_grad()
@@ -132,7 +132,7 @@ def about(
     model: GPT, config: ExplainConfig, prompt: Prompt, pieces: list[bytes], source: str
 ) -> About:
     c = model.config
-    chosen, spec = model.attention(prompt.segments is not None, (1, len(prompt.ids)))
+    _, spec, chosen = model.plan(grad=False, segments=prompt.segments is not None)[0]
     return {
         "source": source,
         "n_layer": c.n_layer,

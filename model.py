@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,7 +28,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import Choices, Policy, Resolution, Ring, Spec
+from attention import Phase, Plan, Plans, Policy, Ring, Spec
+from attention.machine.system import autocast_dtype
 from core.loss import Head
 from core.settings import check_fields
 
@@ -77,8 +79,7 @@ class GPTConfig:
                 raise ValueError("attention_window is empty")
             if len(several) == 1:  # equal models have equal configs
                 object.__setattr__(self, "attention_window", several[0])
-        for layer in range(self.n_layer):
-            self.spec("float32", layer)  # checks n_kv_head, attention_window and dropout
+        self.specs(Phase("cpu", "float32"))  # checks n_kv_head, attention_window and dropout
 
     @property
     def head_dim(self) -> int:
@@ -97,17 +98,16 @@ class GPTConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer: several are repeated, and the last layer takes the last one."""
-        given = self.attention_window
-        several = given if isinstance(given, tuple) else (given,)
+        window = self.attention_window
+        several = window if isinstance(window, tuple) else (window,)
         layers = [*(several[i % len(several)] for i in range(self.n_layer - 1)), several[-1]]
         # As wide as every sequence is None: then kernels without a window can run it.
         return tuple(None if w is None or w >= self.block_size else w for w in layers)
 
-    def spec(self, dtype: str, layer: int = 0, *, training: bool = True, **asked: Any) -> Spec:
-        """The attention that a layer requests."""
-        dropout = self.dropout if training else 0.0
-        asked = {"window": self.windows[layer], "dropout": dropout, **asked}
-        return Spec(self.n_head, self.kv_heads, self.head_dim, dtype, **asked)
+    def specs(self, phase: Phase) -> list[Spec]:
+        """The attention that each layer requests in a phase."""
+        heads = self.n_head, self.kv_heads, self.head_dim
+        return [phase.spec(*heads, window, self.dropout) for window in self.windows]
 
 
 class Norm(nn.Module):
@@ -120,16 +120,14 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if config.bias is True and not rms else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype:
-            return self.normed(x, self.weight, self.bias)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):  # it would cast x to float32 on CUDA
-            return self.normed(x, self.weight.to(x.dtype), bias)
-
-    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.rms:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        weight, same = self.weight.to(x.dtype), x.dtype == self.weight.dtype
+        bias: Tensor | None = self.bias
+        # Where dtypes differ, autocast would cast x to float32 on CUDA.
+        with nullcontext() if same else torch.autocast(x.device.type, enabled=False):
+            if self.rms:
+                return F.rms_norm(x, weight.shape, weight, self.eps)
+            bias = bias if bias is None or same else bias.to(x.dtype)
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 def rope_rates(config: GPTConfig, device: torch.device) -> Tensor:
@@ -166,10 +164,8 @@ class CausalSelfAttention(nn.Module):
         self.k_norm = Norm(config, D, rms=True) if config.qk_norm else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(
-        self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None, rope: Rope = None,
-        cache: Cache = None,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None,
+                rope: Rope = None, cache: Cache = None) -> Tensor:  # fmt: skip
         qkv = self.c_attn(x)  # (B, T, (H + 2 * Hkv) * D)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=2)
         q, k, v = (t.unflatten(2, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H or Hkv, D)
@@ -227,11 +223,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.policy = config, policy
         # Set by the program that runs the model:
-        self.compiled = False  # inside torch.compile: the kernel is chosen for that
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
         self.ring: Ring | None = None  # context parallelism: idx is a shard of each sequence
-        self.choices = Choices(config.attention_backend, policy)
+        self.plans = Plans(config.attention_backend, policy, config.specs, config.block_size)
         learned = config.position == "learned"
         self.transformer: Any = nn.ModuleDict({
             "wte": nn.Embedding(config.vocab_size, config.n_embd),
@@ -249,10 +244,8 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None, segments: Tensor | None = None,
-        cache: Cache = None,
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    def forward(self, idx: Tensor, targets: Tensor | None = None, segments: Tensor | None = None,
+                cache: Cache = None) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """Token ids (B, T) int64 -> (logits (B, T, V), None), or with targets (None, loss).
 
         Targets (B, T) int64 are the next tokens; -1 is ignored. The loss is the mean cross entropy
@@ -271,35 +264,42 @@ class GPT(nn.Module):
             cache: a step of a KV cache (inference/cache.py): its tokens come before idx, which is
                 appended. It has its own positions and segments.
         """
-        (B, T), device, ring, kind, page_size = idx.shape, idx.device, self.ring, "none", None
-        if cache is None:
-            if (size := self.config.block_size) < T and not ring:
-                raise ValueError(f"{T} tokens do not fit into block_size {size}")
-            pos = ring.positions(T, size - 1, device) if ring else torch.arange(T, device=device)
-        elif segments is not None:
+        if cache is not None and segments is not None:
             raise ValueError("segments cannot be passed with a cache, which has its own")
-        else:
-            kind, page_size = cache.kind, cache.page_size
-            pos, segments = cache.positions(T), cache.segments
-        kernels = self.attentions(segments is not None, (B, T), kind, page_size)
-
-        x, rope = self.transformer.wte(idx), None  # (B, T, C)
-        if self.config.position == "learned":
-            x = x + self.transformer.wpe(pos)  # (T, C) or (B, T, C)
-        else:  # of each position and pair of channels, (T, 1, D / 2) or (B, T, 1, D / 2)
-            angles = pos[..., None, None] * rope_rates(self.config, device)
-            rope = angles.cos(), angles.sin()
-        if self.residual_autocast and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = self.transformer.drop(x)
-        for i, (block, (chosen, spec)) in enumerate(zip(self.transformer.h, kernels, strict=True)):
-            attend = ring.attend(chosen.backend) if ring and spec.lse else chosen.backend.attend
+        pos = self.positions(idx) if cache is None else cache.positions(idx.shape[1])
+        segments = segments if cache is None else cache.segments
+        x, rope = self.embed(idx, pos)
+        plan = self.plans.look_up(self.phase(segments is not None, cache), len(idx))
+        for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):
+            if spec.lse and self.ring:
+                attend = self.ring.attend(chosen.backend)
             if self.gradient_checkpointing and self.training and cache is None:
                 x = checkpoint(block, x, attend, spec, segments, rope, use_reentrant=False)
             else:
-                layer = cache.layer(i) if cache is not None else None
+                layer = None if cache is None else cache.layer(i)
                 x = block(x, attend, spec, segments, rope, layer)
         return self.transformer.ln_f(x)
+
+    def positions(self, idx: Tensor) -> Tensor:
+        """Positions (T,) of tokens (B, T) without a cache."""
+        T, size = idx.shape[1], self.config.block_size
+        if self.ring:
+            return self.ring.positions(T, size - 1, idx.device)
+        if size < T:
+            raise ValueError(f"{T} tokens do not fit into block_size {size}")
+        return torch.arange(T, device=idx.device)
+
+    def embed(self, idx: Tensor, pos: Tensor) -> tuple[Tensor, Rope]:
+        """Embeddings (B, T, C), and with RoPE the angles of each position and pair of channels."""
+        x, rope = self.transformer.wte(idx), None
+        if self.config.position == "learned":
+            x = x + self.transformer.wpe(pos)
+        else:  # (T, 1, D / 2) or (B, T, 1, D / 2)
+            angles = pos[..., None, None] * rope_rates(self.config, idx.device)
+            rope = angles.cos(), angles.sin()
+        if self.residual_autocast:
+            x = x.to(autocast_dtype(x.device.type) or x.dtype)
+        return self.transformer.drop(x), rope
 
     def head(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., V) logits."""
@@ -311,42 +311,14 @@ class GPT(nn.Module):
         own = self.lm_head.weight
         return self.transformer.wte.weight if own is None else own
 
-    def attention(self, *args: Any, **options: Any) -> tuple[Resolution, Spec]:
-        """The kernel of the first layer: attentions()[0]."""
-        return self.attentions(*args, **options)[0]
+    def phase(self, segments: bool = False, cache: Cache = None) -> Phase:
+        """The phase of a forward pass that begins now."""
+        weight, shared = self.transformer.wte.weight, bool(self.ring) and cache is None
+        return Phase.now(weight, self.training, segments, cache, shared)
 
-    def attentions(
-        self, segments: bool = False, shape: tuple[int, int] | None = None, cache: str = "none",
-        page_size: int | None = None, compiled: bool = False,
-    ) -> list[tuple[Resolution, Spec]]:  # fmt: skip
-        """Each layer's kernel for this phase, device and dtype: chosen once, then remembered.
-
-        Call it once before torch.compile, which cannot trace the choice. `shape`: batch size and
-        length of the sequences (None: 1, block_size); the other arguments as in Spec.
-        """
-        weight = self.transformer.wte.weight
-        device, dtype = weight.device, weight.dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
-        compiled = compiled or self.compiled or torch.compiler.is_compiling()
-        asked: Any = dict(training=self.training, grad=torch.is_grad_enabled(), segments=segments,
-                          compiled=compiled, cache=cache, page_size=page_size,
-                          lse=bool(self.ring) and cache == "none")  # fmt: skip
-        # NOTE Dynamo recompiles whenever a Spec is added to a dict it has read: keep the key plain.
-        here = str(device), dtype, *asked.values()
-        keys = [(window, *here) for window in self.config.windows]
-        most = min(self.config.block_size, 2**14)  # Llama permits more than a probe should take
-        B, T = shape or (1, most)
-        # With a cache nearly all calls decode: one query, and in the end block_size keys.
-        full = (B, T, T) if cache == "none" else (B, 1, most)
-        phase = f" with the {cache} cache" if cache != "none" else " without gradients"
-        for layer, key in enumerate(keys):
-            if key not in self.choices.known:
-                spec = self.config.spec(str(dtype).removeprefix("torch."), layer, **asked)
-                choose = self.choices.choose  # `disable` imports torch._dynamo: a second
-                choose = torch.compiler.disable(choose) if compiled else choose
-                choose(key, spec, device, full, phase)
-        return [self.choices.known[key] for key in keys]
+    def plan(self, B: int = 1, ranks: attention.Ranks | None = None, **changes: Any) -> Plan:
+        """Choose each layer's kernel for a phase in advance: as phase(), with `changes`."""
+        return self.plans.plan(self.phase()._replace(**changes), B, ranks)
 
     @torch.no_grad()
     def generate(
@@ -386,12 +358,12 @@ class GPT(nn.Module):
         if self.config.position == "learned":
             kept = self.transformer.wpe.weight.detach()[:block_size].clone()
             self.transformer["wpe"] = nn.Embedding.from_pretrained(kept, freeze=False)
-        self.config = replace(self.config, block_size=block_size)
+        config = self.config = replace(self.config, block_size=block_size)
+        self.plans = Plans(config.attention_backend, self.policy, config.specs, block_size)
 
     @classmethod
-    def from_pretrained(
-        cls, source: str, override_args: dict[str, object] | None = None, **changes: Any
-    ) -> GPT:
+    def from_pretrained(cls, source: str, override_args: dict[str, object] | None = None,
+                        **changes: Any) -> GPT:  # fmt: skip
         """Load a model of checkpoint/families.py: a folder of transformers, or a name on the hub.
         override_args (as in nanoGPT) and changes are GPTConfig fields to replace."""
         from checkpoint import load_hf

@@ -74,7 +74,6 @@ ALIASES = {"attn_implementation": "attention_backend"}
 if __name__ == "__main__":  # --help and errors before torch takes its seconds
     read_early(SampleConfig, sys.argv[1:], aliases=ALIASES)
 
-import torch
 
 import attention
 import checkpoint
@@ -109,8 +108,7 @@ def load(config: SampleConfig, **changes: Any) -> tuple[GPT, data.Tokenizer]:
         int8.convert(model, head)
     # Logs the kernel before any text.
     kind = config.kv_cache if config.kv_cache in ("dynamic", "paged") else "none"
-    with torch.no_grad():
-        model.attention(False, None, kind, 16 if kind == "paged" else None)
+    model.plan(grad=False, cache=kind, page_size=16 if kind == "paged" else None)
     return model, tokenizer_of(config, source, model.config.vocab_size)
 
 
@@ -134,13 +132,13 @@ def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> data.Tok
 
 def prompts(config: SampleConfig) -> list[str]:
     """The prompts of --start and --prompts."""
-    given = [_read(s.removeprefix("FILE:")) if s.startswith("FILE:") else s for s in config.start]
+    texts = [_read(s.removeprefix("FILE:")) if s.startswith("FILE:") else s for s in config.start]
     if config.prompts is not None:
         lines = [line for line in _read(config.prompts).splitlines() if line.strip()]
         if not lines:
             raise UserError(f"no prompt in {config.prompts}")
-        given += lines
-    return given or ["\n"]
+        texts += lines
+    return texts or ["\n"]
 
 
 def _read(path: str) -> str:
@@ -170,12 +168,12 @@ def main(argv: list[str]) -> int:
     """Continue every prompt; returns the exit code."""
     show_log()
     config = read(SampleConfig, argv, aliases=ALIASES).settings
-    given = prompts(config)
+    starts = prompts(config)
     try:
         model, tokenizer = load(config)
     except attention.BackendUnavailable as e:
         raise UserError(str(e)) from e
-    writer = writer_of(config, model, tokenizer, given)
+    writer = writer_of(config, model, tokenizer, starts)
     code = written = 0
     with _open(config.out or os.devnull) as out:
         steps = writer.steps()
@@ -199,9 +197,9 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def writer_of(c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, given: list[str]) -> Writer:
+def writer_of(c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, prompts: list[str]) -> Writer:
     texts: list[Text] = []
-    for prompt in given:
+    for prompt in prompts:
         ids = encode(prompt, tokenizer, model.config.block_size)
         for _ in range(c.num_samples):
             texts.append(Text(prompt, ids, c.seed + len(texts)))

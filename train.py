@@ -144,6 +144,7 @@ import data
 from attention import Policy, Resolution
 from core import parallel, runtime
 from core.distributed import DistInfo
+from core.loss import IGNORE
 from core.metrics import Meter, Metrics
 from core.optimizer import build_optimizer, learning_rate, update
 from core.runtime import Setup
@@ -212,11 +213,10 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     else:
         torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
-    with setup.autocast:  # the kernel of each phase is chosen here: torch.compile cannot trace it
-        kernel, _ = model.attention(shape=(config.batch_size, T))
-        with torch.no_grad():
-            model.eval().attention(shape=(config.batch_size, T))
-        model.train()
+    compiled = bool(setup.compile) and config.parallel == "ddp"  # fsdp compiles block by block
+    phase: Any = {"dtype": config.dtype, "compiled": compiled}
+    kernel = model.plan(config.batch_size, distributed, **phase)[0].chosen
+    model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
     module: nn.Module = model  # FSDP has changed it in place
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
@@ -283,8 +283,6 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     stop, kernel = runtime.StopSignal(), run.attention
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
-    # Gradients are averaged evenly over processes, which may have different numbers of sequences.
-    share = parallel.loss_weight(run.model.ring, T) * distributed.data_size / run.global_batch
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
     began, began_step = runtime.now(device), run.step
     for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
@@ -292,10 +290,9 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         lr = learning_rate(run.step, config)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
-        weight = share * len(x)
         x, y = parallel.shard_batch(run.model.ring, x, y)
         loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
-                          run.micro_steps, config.grad_clip, found_inf, weight=weight)  # fmt: skip
+                          run.micro_steps, config.grad_clip, found_inf)  # fmt: skip
         run.step += 1
         if run.step == warm_step:
             distributed.limit(config.hang_timeout)  # until here it was half an hour, to compile
@@ -364,13 +361,17 @@ def evaluate(run: Run, metrics: Metrics | None = None) -> float:
     run.model.eval()
     with run.setup.autocast:
         for split, tokens in run.splits.items():
-            total, n = torch.zeros((), device=device), 0
+            total = torch.zeros((), device=device)
+            targets = torch.zeros((), dtype=torch.int64, device=device)
             for x, y, counted in data.eval_batches(tokens, T, iters, B, *distributed.data, device):
-                _, loss = run.module(*parallel.shard_batch(run.model.ring, x, y))
-                total += loss * counted * parallel.loss_weight(run.model.ring, T)
-                n += counted
-            summed, sequences = distributed.sum([float(total), n])
-            losses[split] = summed / sequences
+                x, y = parallel.shard_batch(run.model.ring, x, y)
+                mean = run.module(x, y)[1]
+                if counted:
+                    n = (y != IGNORE).sum()
+                    total += torch.where(n == 0, 0.0, mean * n)
+                    targets += n
+            summed, n_targets = distributed.sum([float(total), float(targets)])
+            losses[split] = summed / n_targets if n_targets else math.nan
     parallel.reshard(run.model)
     run.model.train()
     train_loss, val_loss = losses["train"], losses["val"]
@@ -390,8 +391,9 @@ def sample(run: Run) -> None:
     torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
     torch.manual_seed(run.config.seed)
     start = torch.tensor([[int(run.splits["train"][0])]], device=run.setup.device)
+    alone.eval().plan(grad=False, dtype=run.config.dtype)
     with run.setup.autocast:
-        tokens = alone.eval().generate(start, n, temperature=0.8, top_k=200)[0]
+        tokens = alone.generate(start, n, temperature=0.8, top_k=200)[0]
     text = data.from_meta(run.meta["tokenizer"]).decode(tokens.tolist()).strip()
     print(f"--- a sample of {n} tokens ---\n{text}", flush=True)
 
@@ -410,27 +412,28 @@ def train_step(
     clip: float,
     found_inf: Tensor,
     mark: Callable[[str], None] = lambda part: None,
-    weight: float = 1.0,
 ) -> Tensor:
     """One step of training: forward and backward of each micro-batch, clip, update.
 
     Args:
         module: the model: plain, compiled, DDP or FSDP.
-        x, y: (micro_steps * B, T) int64, token ids and their successors.
+        x, y: (micro_steps * B, T) int64, token ids and their successors (IGNORE: no target).
         mark: called with "forward", "backward", "update" and "end" (benchmarks).
-        weight: of this process's mean loss in the average over processes.
 
     Returns:
-        mean loss in nats per token, float32 (). On a GPU nothing here waits for the device.
+        loss in nats per token, float32 (): its average over processes is the mean over all targets
+        of the step. On a GPU nothing here waits for the device.
     """
     loss = torch.zeros((), device=x.device)
-    micro_batches = zip(x.tensor_split(micro_steps), y.tensor_split(micro_steps), strict=True)
-    for i, (mx, my) in enumerate(micro_batches):
+    xs, ys = x.tensor_split(micro_steps), y.tensor_split(micro_steps)
+    weights = parallel.loss_weights(module, torch.stack([(my != IGNORE).sum() for my in ys]))
+    for i, (mx, my, weight) in enumerate(zip(xs, ys, weights, strict=True)):
         # Processes average their gradients once, in the backward pass of the last micro-step.
         with parallel.no_sync(module) if i < micro_steps - 1 else nullcontext():
             mark("forward")
             with autocast:
-                part = module(mx, my)[1] * (weight * len(mx) / len(x))
+                # Without targets the mean is NaN.
+                part = torch.where(weight == 0, 0.0, module(mx, my)[1] * weight)
                 # A loss that is not finite makes the gradients NaN: every process sees it.
                 part = part * torch.where(part.isfinite(), 1.0, torch.nan)
             mark("backward")

@@ -6,7 +6,7 @@ import sys
 
 from . import hf
 from .caps import Backend, BackendUnavailable, Caps, Partial, Refusal, Resolution
-from .choose import Choices, fastest
+from .choose import fastest
 from .flash_api import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -18,9 +18,21 @@ from .flash_api import (
     use,
 )
 from .machine.flash_impl import use_flash_impl
+from .plan import Call, Phase, Plan, Plans
 from .probing import probe
 from .ring import Ring
-from .select import BACKENDS, RULES, announce, check_name, get, is_file, packages, resolve, select
+from .select import (
+    BACKENDS,
+    RULES,
+    Ranks,
+    announce,
+    check_name,
+    get,
+    is_file,
+    packages,
+    resolve,
+    select,
+)
 from .spec import Machine, Policy, Spec, visible
 
 __all__ = [
@@ -28,11 +40,15 @@ __all__ = [
     "RULES",
     "Backend",
     "BackendUnavailable",
+    "Call",
     "Caps",
-    "Choices",
     "Machine",
     "Partial",
+    "Phase",
+    "Plan",
+    "Plans",
     "Policy",
+    "Ranks",
     "Refusal",
     "Resolution",
     "Ring",

@@ -75,14 +75,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def spec_of(asked: argparse.Namespace, dtype: str) -> Spec:
+def spec_of(args: argparse.Namespace, dtype: str) -> Spec:
     """The requested attention. Raises ValueError if the options are inconsistent."""
-    cache = asked.kv_cache
+    cache = args.kv_cache
     return Spec(
-        asked.n_head, asked.n_kv_head or asked.n_head, asked.head_dim, dtype, asked.window,
-        asked.dropout, asked.segments, grad=not asked.inference and cache == "none", cache=cache,
-        compiled=asked.compiled, page_size=asked.page_size or (256 if cache == "paged" else None),
-        scale=asked.scale, softcap=asked.softcap, sinks=asked.sinks, lse=asked.lse,
+        args.n_head, args.n_kv_head or args.n_head, args.head_dim, dtype, args.window,
+        args.dropout, args.segments, grad=not args.inference and cache == "none", cache=cache,
+        compiled=args.compiled, page_size=args.page_size or (256 if cache == "paged" else None),
+        scale=args.scale, softcap=args.softcap, sinks=args.sinks, lse=args.lse,
     )  # fmt: skip
 
 
@@ -96,47 +96,47 @@ def heading(machine: Machine, spec: Spec, shape: Shape) -> str:
     (B, Tq, Tk), software = shape, f"torch {machine.torch}"
     if machine.capability:
         software = f"compute capability {dotted(machine.capability)}, {software}"
-    request = f"batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}" + ", deterministic" * (
-        machine.deterministic
-    )
+    request = f"batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}"
+    if machine.deterministic:
+        request += ", deterministic"
     return f"{machine.name} ({machine.device}), {software}\n{request}"
 
 
-def run(asked: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Explain one backend, or measure all. Raises ValueError for inconsistent options."""
-    if min(asked.batch_size or 1, asked.seq_len) < 1:
+    if min(args.batch_size or 1, args.seq_len) < 1:
         raise ValueError("--batch_size and --seq_len must be at least 1")
-    if asked.machine and (asked.device != "auto" or asked.backend == "fastest"):
+    if args.machine and (args.device != "auto" or args.backend == "fastest"):
         raise ValueError("--as describes a machine: --device and fastest need a real one")
-    if asked.deterministic:
+    if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
-    if asked.machine:
-        needed = packages(asked.backend or "")
-        described = describe(asked.machine, torch.__version__.partition("+")[0], needed)
-        machine = replace(described, deterministic=asked.deterministic)
+    if args.machine:
+        needed = packages(args.backend or "")
+        described = describe(args.machine, torch.__version__.partition("+")[0], needed)
+        machine = replace(described, deterministic=args.deterministic)
     else:
         mps = "mps" if torch.backends.mps.is_available() else "cpu"
         best = "cuda" if torch.cuda.is_available() else mps
-        device = torch.device(best if asked.device == "auto" else asked.device)
+        device = torch.device(best if args.device == "auto" else args.device)
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"--device={device}: not found on this machine")
         machine = Machine.here(str(device))
-    spec = spec_of(asked, asked.dtype or best_dtype(machine))
-    batch_size = asked.batch_size or (16 if machine.device == "cuda" else 1)
-    shape = batch_size, asked.seq_len if spec.cache == "none" else 1, asked.seq_len
-    policy = Policy(hub_kernels=asked.hub_kernels, mps_sdpa=asked.allow_mps_sdpa)
+    spec = spec_of(args, args.dtype or best_dtype(machine))
+    batch_size = args.batch_size or (16 if machine.device == "cuda" else 1)
+    shape = batch_size, args.seq_len if spec.cache == "none" else 1, args.seq_len
+    policy = Policy(hub_kernels=args.hub_kernels, mps_sdpa=args.allow_mps_sdpa)
     head = heading(machine, spec, shape)
-    if asked.machine:
+    if args.machine:
         head += "\nNothing was run: the backends declare this, all optional packages installed."
-    if asked.backend and asked.machine:
-        print(head, resolve(asked.backend, spec, machine, policy), sep="\n\n")
-    elif asked.backend == "fastest":
+    if args.backend and args.machine:
+        print(head, resolve(args.backend, spec, machine, policy), sep="\n\n")
+    elif args.backend == "fastest":
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
         print(fastest(spec, device, shape, policy))
-    elif asked.backend:
-        print(select(asked.backend, spec, device, policy))
-    elif asked.machine:
+    elif args.backend:
+        print(select(args.backend, spec, device, policy))
+    elif args.machine:
         found = [(b, *admit(b.name, spec, machine, policy)[1:]) for b in BACKENDS.values()]
         rows = [Row(b.name, b.title, tuple(why)) for b, why in found]
         print(head, table(rows, modes=[]), sep="\n\n")

@@ -1,9 +1,9 @@
-"""The choice of a kernel, remembered by each model and, for "fastest", on disk.
+"""The rule "fastest": every backend is timed at the run's shape (machine/timing.py).
 
-"fastest" times every backend at the run's shape (machine/timing.py) and takes the fastest if it
-beats the choice of "auto" by 2 %. With torch.distributed rank 0 measures for all. fastest.json in
-~/.cache/nanoattn ($XDG_CACHE_HOME, $NANOATTN_CACHE) holds the names, by the versions of this
-package and torch, the device, the Spec and the shape. A remembered name must pass the probe.
+The fastest is taken if it beats the choice of "auto" by 2 %. Of several processes rank 0 measures
+for all. fastest.json in ~/.cache/nanoattn ($XDG_CACHE_HOME, $NANOATTN_CACHE) holds the names, by
+the versions of this package and torch, the device, the Spec and the shape. A remembered name must
+pass the probe.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 
 from .caps import BackendUnavailable, Resolution
+from .machine.apart import apart
 from .machine.flash_impl import flash_impl
 from .machine.system import cache_folder, write_at_once
 from .machine.timing import Row, Shape, measure, table
-from .select import BACKENDS, announce, select
+from .select import BACKENDS, Ranks, select
 from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
@@ -32,72 +32,45 @@ MARGIN = 0.02  # a backend must be this much faster than auto's choice
 TOO_SLOW = 5.0  # times the best so far: not timed further
 
 
-class Choices:
-    """The resolutions of one backend name, by the caller's key."""
-
-    def __init__(self, name: str, policy: Policy) -> None:
-        self.name, self.policy = name, policy
-        self.known: dict[Hashable, tuple[Resolution, Spec]] = {}
-
-    def choose(
-        self, key: Hashable, spec: Spec, device: str | torch.device, shape: Shape, phase: str = ""
-    ) -> Resolution:
-        """Choose the kernel for `spec`, announce it, and remember it under `key`.
-
-        Args:
-            shape: sequences, queries and keys of a call: "fastest" measures at it.
-            phase: announced after the backend's name if the Spec is for inference.
-
-        Raises:
-            BackendUnavailable: refused, with no fallback left or allowed.
-        """
-        B, Tq, Tk = shape
-        if self.name == "fastest" and (Tq == Tk or not spec.grad):
-            chosen = fastest(spec, device, shape, self.policy)
-        else:
-            chosen = select(self.name, spec, device, self.policy, shape=(B, Tk))
-        announce(chosen, "" if spec.grad else phase)
-        self.known[key] = chosen, spec
-        return chosen
-
-
 def fastest(
-    spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy()
-) -> Resolution:
+    spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(),
+    ranks: Ranks | None = None,
+) -> Resolution:  # fmt: skip
     """The fastest backend here, remembered or measured, which takes seconds.
-
-    Call it under the same autocast as the run.
 
     Args:
         shape: sequences, queries and keys: (B, T, T) in training, (B, 1, T) for decoding with a
             cache.
+        ranks: processes that call this together.
 
     Raises:
         BackendUnavailable: "auto" finds no backend that can run.
     """
     assert not spec.grad or shape[1] == shape[2], shape
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return find_fastest(spec, device, shape, policy)
-    # A key-value store, not a broadcast: rank 0 may call this alone, to write a sample.
-    store = dist.distributed_c10d._get_default_store()
-    question = f"nanoattn/fastest/{spec!r}/{shape}"
-    if dist.get_rank():
-        return take(store.get(question).decode(), spec, device, shape, policy)
-    name = "auto"  # what the other ranks use if this fails, rather than wait
+    if ranks is None:
+        return apart(device, lambda: find_fastest(spec, device, shape, policy))
+    name = "auto"
+    if ranks.rank == 0:
+        with suppress(BackendUnavailable):  # then every rank refuses
+            name = find_fastest(spec, device, shape, policy).backend.name
+    name = ranks.gather(name)[0]
     try:
-        chosen = find_fastest(spec, device, shape, policy)
-        name = chosen.backend.name
-    finally:
-        store.set(question, name)
-    return chosen
+        return take(name, spec, device, shape, policy, ranks)
+    except BackendUnavailable as e:
+        if name == "auto" or not policy.fallback:
+            raise
+        if ranks.rank == 0:
+            log.warning(f"fastest: {name} of rank 0 does not run on every rank ({e})")
+        return take("auto", spec, device, shape, policy, ranks)
 
 
 def take(
-    name: str, spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
-) -> Resolution:
+    name: str, spec: Spec, device: str | torch.device, shape: Shape, policy: Policy,
+    ranks: Ranks | None = None,
+) -> Resolution:  # fmt: skip
     # Only auto falls back, not a measured name.
     strict = replace(policy, fallback=name == "auto")
-    chosen = select(name, spec, device, strict, shape=(shape[0], shape[2]))
+    chosen = select(name, spec, device, strict, shape=(shape[0], shape[2]), ranks=ranks)
     return replace(chosen, requested="fastest")
 
 
@@ -107,8 +80,8 @@ def find_fastest(
     request = spec, device, shape, policy
     machine, file = Machine.here(str(device)), cache_folder() / "fastest.json"
     version = sys.modules[__name__.partition(".")[0]].__version__
-    here = machine.name, machine.deterministic, torch.get_num_threads(), flash_impl()
-    key = repr((version, torch.__version__, here, spec, shape, policy))
+    machine_key = machine.name, machine.deterministic, torch.get_num_threads(), flash_impl()
+    key = repr((version, torch.__version__, machine_key, spec, shape, policy))
     known = remembered(file)
     if (name := known.get(key, "")) in BACKENDS:  # a file is never run from here
         try:

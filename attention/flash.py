@@ -72,25 +72,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     window = (package.unbounded, package.unbounded)
     if spec.window is not None and (spec.window < k.shape[1] or cache is not None):
         window = (spec.window - 1, 0)
-    asked: dict[str, object] = {"causal": True, "window_size": window, "softmax_scale": spec.scale}
+    options: dict[str, object] = {
+        "causal": True,
+        "window_size": window,
+        "softmax_scale": spec.scale,
+    }
     if spec.softcap is not None:
-        asked["softcap"] = spec.softcap
+        options["softcap"] = spec.softcap
     if sinks is not None:  # only 4 has them; it takes no float64
-        asked["learnable_sink"] = sinks.float().contiguous()
+        options["learnable_sink"] = sinks.float().contiguous()
     if cache is not None:
         assert segments is None, "these caches have no segments"
-        return _from_cache(flash, q, k, v, cache, package, asked)
-    asked["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        return _from_cache(flash, q, k, v, cache, package, options)
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if package.dropout:
-        asked["dropout_p"] = spec.dropout
+        options["dropout_p"] = spec.dropout
     if segments is not None:
-        return _varlen(flash, q, k, v, segments, asked)
-    return _tensor(flash.flash_attn_func(q, k, v, **asked))
+        return _varlen(flash, q, k, v, segments, options)
+    return _tensor(flash.flash_attn_func(q, k, v, **options))
 
 
 @not_compiled
 def _varlen(
-    flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, asked: dict[str, object]
+    flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: dict[str, object]
 ) -> Tensor:
     found = runs(segments, q.shape[1])
     q_THD, k_THD, v_THD = (t.flatten(0, 1) for t in (q, k, v))
@@ -98,13 +102,13 @@ def _varlen(
         k_THD, v_THD = k_THD[found.keys], v_THD[found.keys]
     ends = {"cu_seqlens_q": found.cu_q, "cu_seqlens_k": found.cu_k}
     longest = {"max_seqlen_q": found.max_q, "max_seqlen_k": found.max_k}
-    out = flash.flash_attn_varlen_func(q_THD, k_THD, v_THD, **ends, **longest, **asked)
+    out = flash.flash_attn_varlen_func(q_THD, k_THD, v_THD, **ends, **longest, **options)
     return _tensor(out).unflatten(0, q.shape[:2])
 
 
 def _from_cache(
     flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
-    package: Package, asked: dict[str, object],
+    package: Package, options: dict[str, object],
 ) -> Tensor:  # fmt: skip
     # Queries are aligned with the end: the length is start + Tq even if a row has fewer tokens.
     # Past its end the kernel reads the null page, or zeros, which only padding sees.
@@ -112,14 +116,14 @@ def _from_cache(
     seen = cache.start + Tq
     if isinstance(cache, PagedView):
         table = F.pad(cache.page_table, (0, (Tq - 1) // k.shape[1] + 1))
-        asked["page_table" if package.kvcache is None else package.kvcache] = table
+        options["page_table" if package.kvcache is None else package.kvcache] = table
     else:
         if Tq > 1:
             k, v = (F.pad(t, (0, 0, 0, 0, 0, Tq)) for t in (k, v))
         seen = seen.clamp(max=k.shape[1])  # a row that has ended keeps counting
     if package.kvcache is None:
-        return _tensor(flash.flash_attn_varlen_func(q, k, v, seqused_k=seen, **asked))
-    return _tensor(flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=seen, **asked))
+        return _tensor(flash.flash_attn_varlen_func(q, k, v, seqused_k=seen, **options))
+    return _tensor(flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=seen, **options))
 
 
 # --- in parts (caps.Partial) ---
@@ -154,10 +158,10 @@ def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segme
     if (found := band(Tq, Tk, offset, spec.window)) is not None:
         I, J, *sides = found
         causal, window = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
-        asked = {"causal": causal, "window_size": window, package.lse: True}
-        given = (t if t.stride(-1) == 1 else t.contiguous() for t in (q[:, I], k[:, J], v[:, J]))
+        options = {"causal": causal, "window_size": window, package.lse: True}
+        inputs = (t if t.stride(-1) == 1 else t.contiguous() for t in (q[:, I], k[:, J], v[:, J]))
         out[:, I], L[..., I] = _load(package).flash_attn_func(
-            *given, softmax_scale=spec.softmax_scale, softcap=spec.softcap or 0.0, **asked
+            *inputs, softmax_scale=spec.softmax_scale, softcap=spec.softcap or 0.0, **options
         )[:2]
     return out, L
 

@@ -21,6 +21,8 @@ doubling of its length. Rows that see no key give zeros, as in flash-attn, and a
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,8 +31,9 @@ import torch
 from torch import Tensor
 
 from .caps import Backend
-from .choose import Choices
 from .function import attention
+from .machine.apart import outside_a_trace
+from .plan import Plans
 from .probing import LONG
 from .select import check_name
 from .spec import Policy, Spec
@@ -40,7 +43,7 @@ HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata")
 REFUSED = ("alibi_slopes", "attention_chunk", "cache_leftpad", "cu_seqlens_k_new", "cu_seqlens_q",
            "k_descale", "max_seqlen_q", "q_descale", "qv", "rotary_cos", "rotary_seqlens",
            "rotary_sin", "seqused_k", "seqused_q", "v_descale")  # fmt: skip
-_choices = Choices("auto", Policy())
+_plans = Plans("auto")
 
 
 def use(backend: str = "auto", policy: Policy = Policy()) -> None:
@@ -49,9 +52,9 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> None:
     Raises:
         ValueError: unknown name.
     """
-    global _choices
+    global _plans
     check_name(backend)
-    _choices = Choices(backend, policy)
+    _plans = Plans(backend, policy)
 
 
 @dataclass(frozen=True)
@@ -308,25 +311,36 @@ def _kernel(
     if window is not None and cache != "paged" and window >= Tk:
         window = None  # it hides nothing: then kernels without a window can run it
     compiled = torch.compiler.is_compiling()
-    asked = {
-        "window": window, "dropout": request.dropout, "segments": segments, "grad": grad,
-        "cache": cache, "compiled": compiled, "page_size": page_size, "scale": request.scale,
-        "softcap": request.softcap, "lse": request.lse,
-    }  # fmt: skip
+    # In the order of Spec's fields.
+    asked = (
+        window, request.dropout, segments, grad, cache, compiled, page_size, request.scale,
+        request.softcap, False, request.lse,
+    )  # fmt: skip
     heads = q.shape[-2], k.shape[-2], q.shape[-1]
+    dtype, device = str(q.dtype).removeprefix("torch."), str(q.device)
     size = 0 if compiled else max(Tk, LONG).bit_length()  # a longer call is probed at its length
-    key = q.device.type, q.device.index, q.dtype, *heads, size, *asked.values()
-    if key not in _choices.known:
-        choose = torch.compiler.disable(_choose) if compiled else _choose
-        choose(key, q, heads, asked, (q.shape[0], Tq, Tk))
-    chosen, spec = _choices.known[key]
-    return chosen.backend, spec
+    key: tuple[Any, ...] = (device, size, *heads, dtype, *asked)
+    if compiled:
+        # index(): a size may be symbolic here.
+        key = tuple(
+            operator.index(n) if isinstance(n, int) and not isinstance(n, bool) else n for n in key
+        )
+        _plan_in_trace(*key)
+    if key not in _plans.known:
+        _plan(key, (q.shape[0], Tq, Tk))
+    call = _plans.known[key][0]
+    return call.chosen.backend, call.spec
 
 
-def _choose(key: object, q: Tensor, heads: tuple[int, int, int], asked: dict[str, Any],
-            shape: tuple[int, int, int]) -> None:  # fmt: skip
-    spec = Spec(*heads, str(q.dtype).removeprefix("torch."), **asked)
-    _choices.choose(key, spec, q.device, shape, " (flash_attn functions)")
+def _plan(key: Sequence[Any], shape: tuple[int, int, int]) -> None:
+    device, _, *fields = key
+    _plans.make(tuple(key), [Spec(*fields)], device, shape, " (flash_attn functions)")
+
+
+@outside_a_trace
+def _plan_in_trace(*key: Any) -> None:
+    if key not in _plans.known:
+        _plan(key, (1, LONG, LONG))
 
 
 def _returned(out: Tensor, L: Tensor | None, probs: bool, lse: bool) -> Any:

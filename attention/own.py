@@ -36,7 +36,7 @@ def load(path: str) -> Backend:
     except (Exception, SystemExit) as e:  # whatever the file raises
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
-        hint = "; import nanoattn instead" * (getattr(e, "name", "") == "attention")
+        hint = "; import nanoattn instead" if getattr(e, "name", "") == "attention" else ""
         text = f"line {line}: {type(e).__name__}: {first_line(e)}{hint}"
         raise invalid(path, text) from e
     backend = getattr(module, "BACKEND", None)

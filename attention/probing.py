@@ -92,7 +92,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
                     leak = leakage(run, inputs, seg, quiet)
             except Exception as e:
                 return Probe((f"it failed in the probe ({type(e).__name__}: {first_line(e)})",))
-    names = ["out after a prefix"] * (len(out) > 1 and not spec.grad)
+    names = ["out after a prefix"] if len(out) > 1 and not spec.grad else []
     names += ["out", "dq", "dk", "dv", "dsinks"][: len(out) - len(names)]
     all_three = [[x.double().cpu() for x in xs] for xs in (out, plain, truth)]
     # The sinks' gradient sums over both sequences: it belongs to the large scores.
@@ -104,9 +104,9 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     why = _wrong(found) or [f"{text}, on large scores" for text in _wrong(large)]
     if not why and leak != 0:
         why = [f"a later token moves earlier outputs, by up to {leak:.2g}"]
-    most = [d for d in found if not d.where and d.size]
-    o = next(d for d in most if d.name == "out")
-    g = max((d for d in most if d.name[0] == "d"), key=lambda d: d.off / d.allowed, default=None)
+    largest = [d for d in found if not d.where and d.size]
+    o = next(d for d in largest if d.name == "out")
+    g = max((d for d in largest if d.name[0] == "d"), key=lambda d: d.off / d.allowed, default=None)
     proof: Proof = {
         "error": o.off / o.size,
         "allowed": o.allowed / o.size,
@@ -151,8 +151,8 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
         except Exception as e:
             return (f"it failed at {T:,} tokens ({type(e).__name__}: {first_line(e)})",)
         got[0] = got[0] if cached else got[0][:, rows]
-        given = [q, k, v, dout, *sinks]
-        plain, truth = (_rows(given, seg, spec, rows, exact) for exact in (False, True))
+        inputs = [q, k, v, dout, *sinks]
+        plain, truth = (_rows(inputs, seg, spec, rows, exact) for exact in (False, True))
     names = ["out", "dq", "dk", "dv", "dsinks"][: len(got)]
     all_three = ([x.double().cpu() for x in xs] for xs in (got, plain, truth))
     found = _deviations(names, *all_three, dtype=q.dtype, scale=1)
@@ -267,13 +267,15 @@ def _inputs(
     """q, k, v as slices of one tensor, the output's gradient, any sinks; segments."""
     dtype = getattr(torch, spec.dtype)
     B, H, Hkv, D = 2, spec.n_head, spec.n_kv_head, spec.head_dim
-    qkv = torch.randn(B, T, (H + 2 * Hkv) * D, generator=draw)
+    qkv = torch.randn(B, T, (H + 2 * Hkv) * D, generator=draw, dtype=torch.float32)
     qkv[1, :, : H * D] *= LARGE
     qkv = qkv.to(device, dtype)
     q, k, v = (t.unflatten(2, (-1, D)) for t in qkv.split([H * D, Hkv * D, Hkv * D], dim=2))
     seg = (torch.arange(T) >= T // 3).int().expand(B, T).contiguous() if spec.segments else None
-    dout = torch.randn(B, Tq, H, D, generator=draw).to(device, dtype)
-    sinks = [torch.randn(H, generator=draw).add(3).to(device, dtype)] if spec.sinks else []
+    dout = torch.randn(B, Tq, H, D, generator=draw, dtype=torch.float32).to(device, dtype)
+    sinks = []
+    if spec.sinks:
+        sinks = [torch.randn(H, generator=draw, dtype=torch.float32).add(3).to(device, dtype)]
     return [q[:, T - Tq :], k, v, dout, *sinks], None if seg is None else seg.to(device)
 
 

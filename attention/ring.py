@@ -78,12 +78,6 @@ class Ring:
         cut = F.pad(t, filling, value=pad).split(c, dim=1)
         return torch.cat([cut[a] for a in self.chunks(self.rank)], dim=1)
 
-    def weight(self, T: int) -> float:
-        """The weight of this process's mean in the mean over all T tokens."""
-        c = -(-T // (2 * self.size))
-        here = sum(max(0, min(c, T - a * c)) for a in self.chunks(self.rank))
-        return here * self.size / T
-
     def gather(self, t: Tensor, T: int) -> Tensor:
         """The whole (B, T, ...) of each process's part t (B, T_r, ...): the inverse of shard()."""
         parts = [t.contiguous()]

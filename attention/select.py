@@ -9,18 +9,21 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Protocol, TypeVar
 
 import torch
 
 from . import flash, flex, manual, own, paged, sdpa, sdpa_bmm, tiled, triton_flash
 from .caps import Backend, BackendUnavailable, Refusal, Resolution
-from .probing import LONG, probe, wrong_at
+from .machine.apart import apart
+from .probing import LONG, Probe, probe, wrong_at
 from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
+T = TypeVar("T")
 
 # A new kernel is a file with a BACKEND, imported above and listed here.
 BACKENDS: dict[str, Backend] = {
@@ -103,7 +106,7 @@ def admit(
         return backend.prebuilt, []
     why = backend.why_not(spec, machine)
     on_metal = machine.device == "mps" and backend.name in ("sdpa", "sdpa_math")
-    return backend, why + [MPS_GUARD] * (on_metal and not policy.mps_sdpa)
+    return backend, [*why, MPS_GUARD] if on_metal and not policy.mps_sdpa else why
 
 
 def resolve(
@@ -123,8 +126,9 @@ def resolve(
     failed, order = failed or {}, PREFERENCE[machine.device]
     if name in RULES:
         # On a CPU with matrix units the other backward is faster, but Dynamo does not trace it.
-        batched = machine.matrix_units and spec.grad and not spec.compiled
-        names = ["sdpa_bmm"] * batched + [*order]
+        names = [*order]
+        if machine.matrix_units and spec.grad and not spec.compiled:
+            names.insert(0, "sdpa_bmm")
     else:
         after = get(name).fallback
         names = [name, *([after] if after else []), *order] if policy.fallback else [name]
@@ -148,28 +152,90 @@ def resolve(
 # --- select and announce ---
 
 
+class Ranks(Protocol):
+    """Processes that choose together: each calls gather() with its own value."""
+
+    @property
+    def rank(self) -> int: ...
+    def gather(self, value: T, /) -> list[T]: ...  # of every process, in order of rank
+
+
 def select(
     name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
-    shape: tuple[int, int] | None = None,
+    shape: tuple[int, int] | None = None, ranks: Ranks | None = None,
 ) -> Resolution:  # fmt: skip
     """Resolve `name` on this machine, falling back until a backend passes the probe.
 
     Args:
         shape: batch size and tokens in a sequence; if known, that length is probed too.
+        ranks: processes that call this together. All take the first backend that each accepts.
     """
-    machine = Machine.here(str(device))
+    return apart(device, lambda: _select(name, spec, device, policy, shape, ranks))
+
+
+def _select(
+    name: str, spec: Spec, device: str | torch.device, policy: Policy,
+    shape: tuple[int, int] | None, ranks: Ranks | None,
+) -> Resolution:  # fmt: skip
+    if torch.device(device).type == "meta":  # shapes only
+        return Resolution(name, manual.BACKEND)
+    machine, T = Machine.here(str(device)), shape[1] if shape else 0
+    rule, dropped = name, dict[str, tuple[str, ...]]()
     failed: dict[str, tuple[str, ...]] = {}
+    tried = Probe()
+
+    def refusals(picked: str) -> tuple[str, ...]:
+        """Every reason why the backend cannot run here; empty if it passes the probe."""
+        nonlocal tried
+        named = rule not in RULES and get(rule).name == picked  # a file has its path only
+        backend, why = admit(rule if named else picked, spec, machine, policy)
+        if why:
+            return tuple(why)
+        tried = probe(backend, spec, device)
+        if not tried.why and T > LONG and backend.name not in REFERENCES:
+            return wrong_at(backend, spec, device, T)
+        return tried.why
+
     while True:
-        chosen = resolve(name, spec, machine, policy, failed=failed)
-        tried = probe(chosen.backend, spec, device)
-        why, T = tried.why, shape[1] if shape else 0
-        if not why and T > LONG and chosen.backend.name not in REFERENCES:
-            why = wrong_at(chosen.backend, spec, device, T)
-        if not why:
+        error = None
+        try:
+            chosen = resolve(rule, spec, machine, policy, failed=failed)
+            picks = gather(ranks, (chosen.backend.name, ""))
+        except BackendUnavailable as e:
+            error, picks = e, gather(ranks, ("", str(e)))
+        if any(text for _, text in picks):
+            if error and all(text for _, text in picks):
+                raise error
+            why = by_rank([[text] if text else [] for _, text in picks])
+            if not policy.fallback or rule != name:
+                raise BackendUnavailable("; ".join(why))
+            rule, dropped = "auto", {name: why}  # a file that only some ranks can load
+            continue
+        names = dict.fromkeys(picked for picked, _ in picks)
+        answers = gather(ranks, {picked: refusals(picked) for picked in names})
+        refused = {picked: by_rank([answer[picked] for answer in answers]) for picked in names}
+        if len(names) == 1 and not any(refused.values()):
+            chosen = replace(chosen, requested=name, rejected={**dropped, **chosen.rejected})
             warn(chosen)
             note = math_note(chosen.backend, spec, shape) if "math" in tried.kernels else ""
             return replace(chosen, kernels=tried.kernels, note=note, proof=tried.proof)
-        failed[chosen.backend.name] = why
+        failed |= {picked: why for picked, why in refused.items() if why}
+
+
+def gather(ranks: Ranks | None, value: T) -> list[T]:
+    return [value] if ranks is None else ranks.gather(value)
+
+
+def by_rank(answers: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The reasons of all ranks, with the ranks that gave each; without if all did."""
+    who: dict[str, list[str]] = {}
+    for rank, reasons in enumerate(answers):
+        for reason in reasons:
+            who.setdefault(reason, []).append(str(rank))
+    return tuple(
+        reason if len(n) == len(answers) else f"rank {', '.join(n)}: {reason}"
+        for reason, n in who.items()
+    )
 
 
 def math_note(backend: Backend, spec: Spec, shape: tuple[int, int] | None) -> str:

@@ -109,13 +109,15 @@ class Spec:
 
     def __str__(self) -> str:
         """The options that differ from the defaults: "4 heads over 2 of 32, float32, window 9"."""
-        groups = f" over {self.n_kv_head}" * (self.n_kv_head != self.n_head)
+        groups = f" over {self.n_kv_head}" if self.n_kv_head != self.n_head else ""
         parts = [f"{self.n_head} heads{groups} of {self.head_dim}", self.dtype]
         for name in ("window", "dropout", "scale", "softcap"):
             parts += [f"{name} {value:g}"] if (value := getattr(self, name)) else []
         parts += [name for name in ("segments", "sinks", "lse", "compiled") if getattr(self, name)]
         if self.cache != "none":
-            parts.append(f"{self.cache} cache" + f" of {self.page_size}" * bool(self.page_size))
+            parts.append(
+                f"{self.cache} cache" + (f" of {self.page_size}" if self.page_size else "")
+            )
         return ", ".join([*parts, "training" if self.grad else "inference"])
 
     @property

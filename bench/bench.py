@@ -55,7 +55,7 @@ class Bench:
         """Return the content of the record; `why`: the reason if it is incomplete."""
         model, rounds = self.model, self.config.rounds
         none = sum(r["status"] == "stopped" for r in table)
-        why = why or self.stop.why or "the time limit was reached" * bool(none)
+        why = why or self.stop.why or ("the time limit was reached" if none else "")
         content = {
             "mode": self.mode,
             "seconds": time.perf_counter() - self.began,
@@ -75,8 +75,8 @@ class Bench:
         content["answers"] = tables.answers(content)
         if why:
             few = sum(r["status"] == "ok" and len(r["rounds"]) < rounds for r in table)
-            missing = [f"{none} of {len(table)} rows were not measured"] * bool(none)
-            missing += [f"{few} have fewer than {rounds} rounds"] * bool(few)
+            missing = [f"{none} of {len(table)} rows were not measured"] if none else []
+            missing += [f"{few} have fewer than {rounds} rounds"] if few else []
             content["incomplete"] = "; ".join([why, *missing])
         return content
 

@@ -77,7 +77,7 @@ def heading(row: Row, part: Part) -> str:
         window = "" if window == "none" else window
         words = [part["hf"]["name"]] if "hf" in part else []
         words += [f"{m.n_layer} layers", f"{m.n_embd} wide", f"{H} heads"]
-    words[-1] += f" ({Hkv} for keys)" * (Hkv != H)
+    words[-1] += f" ({Hkv} for keys)" if Hkv != H else ""
     more = {f"window {window}": window, part["machine"]["dtype"]: True}
     if row["mode"] != "kernel":
         more = {
@@ -131,8 +131,10 @@ def trust(row: Row, part: Part) -> list[str]:
 def doubts(part: Part) -> str:
     if part["format"] != records.FORMAT:
         return f"{OLD}: causality not tested"
-    found = ["incomplete"] * (not part.get("complete", True))
-    found += ["uncommitted code"] * bool(part["dirty"]) or ["no commit"] * (not part["commit"])
+    found = ["incomplete"] if not part.get("complete", True) else []
+    found += (["uncommitted code"] if part["dirty"] else []) or (
+        ["no commit"] if not part["commit"] else []
+    )
     return ", ".join(found)
 
 
@@ -149,7 +151,7 @@ def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], dic
             remarks[f"[{name}][{number}]"] = doubt
         for part in records.parts(content):
             about = part["machine"]["about"]
-            link = f"[{part['date'][:10]}{'*' * bool(doubt)}][{number}]"
+            link = f"[{part['date'][:10]}{'*' if doubt else ''}][{number}]"
             machine = machines.setdefault(about, f"M{len(machines) + 1}")
             for row in (r for r in part["rows"] if r["status"] == "ok"):
                 mode, at = row["mode"], work(row, part)

@@ -166,8 +166,8 @@ class Ours(Candidate):
         self.scaler, self.model = scaler, self.job.model()
         self.optimizer = build_optimizer(self.model, config, device)
         with self.setup.autocast:
-            shape = (config.batch_size, config.block_size)
-            self.to_train, _ = self.model.attention(shape=shape)
+            plan = self.model.plan(config.batch_size, compiled=bool(self.setup.compile))
+            self.to_train = plan[0].chosen
         self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
         self.found_inf = torch.zeros((), device=device)  # 1 at a gradient that is not finite
         self.title = self.to_train.backend.title
@@ -186,9 +186,8 @@ class Ours(Candidate):
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         if cache is None:
             return [self.to_train]
-        with torch.no_grad():
-            page = 16 if cache == "paged" else None
-            return [self.model.attention(cache=cache, page_size=page)[0]]
+        page = 16 if cache == "paged" else None
+        return [self.model.plan(grad=False, cache=cache, page_size=page)[0].chosen]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
         how = (self.run, self.optimizer, self.scaler, self.setup.autocast)

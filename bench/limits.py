@@ -34,15 +34,19 @@ def too_long(bench: Bench, name: str, point: Json, found: Mapping[Key, Outcome])
     config, alone = bench.config, "T" in point
     cuda, named = bench.device.startswith("cuda"), name in config.backends
     if bench.mode == "decode":
-        return "too slow on a GPU; name it in --backends" * (name in LONGEST and cuda and not named)
+        return (
+            "too slow on a GPU; name it in --backends"
+            if name in LONGEST and cuda and not named
+            else ""
+        )
     if bench.mode == "converge" and name == "manual":
         return ""
     compiled = not alone and (cuda if config.train.compile is None else config.train.compile)
     T = point["T"] if alone else config.train.block_size
     longest = (COMPILED if compiled else LONGEST).get(name, T)
     if longest < T and not (named and (config.lengths or not alone)):
-        how = "as a compiled step " * compiled + f"beyond {longest:,} tokens"
-        return f"left out {how}: name it in --backends" + ", and --lengths" * alone
+        how = ("as a compiled step " if compiled else "") + f"beyond {longest:,} tokens"
+        return f"left out {how}: name it in --backends" + (", and --lengths" if alone else "")
     for (other, where), outcome in found.items():
         took, at = outcome.warm.get("call_s", 0.0), outcome.warm.get("point", {})
         if other != name or took < SURE or not alone or bool(at["window"]) != bool(point["window"]):

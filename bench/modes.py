@@ -180,7 +180,7 @@ def specs(bench: Bench) -> list[Json]:
     """Return the fields of the Specs in this run; a backend that supports none is not started."""
     model = bench.model
     own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
-    own |= model.layers[0] if bench.hf else {"window": model.spec("float32").window}
+    own |= model.layers[0] if bench.hf else {"window": model.windows[0]}
     if bench.mode == "decode":
         asked = [{**own, "grad": False, "cache": cache} for cache in bench.config.kv_caches]
         return [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in asked]

@@ -119,7 +119,7 @@ class Worker:
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             how += ", as Linux does when memory runs out"
-        return Failure("died", [f"its process died ({how}){': ' * bool(last)}{last}"])
+        return Failure("died", [f"its process died ({how}){': ' if last else ''}{last}"])
 
     def close(self) -> None:
         """End the process and all that it started."""

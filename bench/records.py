@@ -118,9 +118,11 @@ def facts(content: Json) -> list[tuple[str, str]]:
     software = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
     software += "".join(f", {k} {m[k]}" for k in ("driver", "cuda") if m[k])
     fresh = content.get("fresh_rounds", False)
-    rounds = f"{s['rounds']} rounds" + ", each in new processes" * fresh
+    rounds = f"{s['rounds']} rounds" + (", each in new processes" if fresh else "")
     if mode == "converge":  # without warm-up: every step counts
-        rounds = f"{s['steps']} steps" + f", {s.get('seeds')} seeds" * (s.get("seeds", 1) > 1)
+        rounds = f"{s['steps']} steps" + (
+            f", {s.get('seeds')} seeds" if s.get("seeds", 1) > 1 else ""
+        )
     warm_up = {
         "train": f"; warm-up: a first step and {s['warm_up_steps']} more",
         "kernel": "; warm-up: a call, and another in each round",
@@ -129,7 +131,8 @@ def facts(content: Json) -> list[tuple[str, str]]:
     found = {
         "command": content["command"],
         "date": content["date"],
-        "commit": (content["commit"] or "none")[:10] + " (with changes)" * bool(content["dirty"]),
+        "commit": (content["commit"] or "none")[:10]
+        + (" (with changes)" if content["dirty"] else ""),
         "device": m["about"],
         "software": f"{software}, python {m['python']}, {m['system']}",
     }

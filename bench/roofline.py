@@ -67,7 +67,9 @@ def work(
     a = 4 if dtype == "float32" else 2
     made = flops.matrices(config)
     W, S = sum(m * n for m, n, _ in made), sum(m + n for m, n, _ in made)
-    P = flops.n_params(config) + T * C * (config.position == "learned") + V * C * (not config.tied)
+    P = flops.n_params(config)
+    P += T * C if config.position == "learned" else 0
+    P += 0 if config.tied else V * C
     keys = sum(flops.mean_keys(T, w) for w in config.windows) / config.n_layer
     found = {
         "linear": Work(6 * N * L * W, L * (3 * a * N * S + micro * W * (2 * a + 4))),

@@ -64,7 +64,7 @@ def abilities(caps: Caps) -> dict[str, str]:
         "segments": yes[caps.segments],
         "scores": ", ".join(n for n in ("scale", "softcap", "sinks") if getattr(caps, n)) or "-",
         "dropout": f"multiples of {step:g}" if step else yes[caps.dropout],
-        "backward": yes[caps.grad] + ", not deterministic" * unordered,
+        "backward": yes[caps.grad] + (", not deterministic" if unordered else ""),
         "parts": "yes" if caps.lse and caps.lse_segments else "no segments" if caps.lse else "-",
         "caches": caches if "none" in caps.caches else f"only {caches}",
     }

@@ -44,7 +44,7 @@ def kernel_names(row: Row) -> str:
 def spread(row: Row) -> str:
     if row["spread"] is None:
         return "1 round"
-    return f"{number(row['q1_ms'])} to {number(row['q3_ms'])}" + " noisy" * row["noisy"]
+    return f"{number(row['q1_ms'])} to {number(row['q3_ms'])}" + (" noisy" if row["noisy"] else "")
 
 
 def name_of(row: Row) -> str:
@@ -53,7 +53,9 @@ def name_of(row: Row) -> str:
 
 
 def cache(row: Row) -> str:
-    return row["point"]["cache"] + " with a processor" * row["point"].get("processor", False)
+    return row["point"]["cache"] + (
+        " with a processor" if row["point"].get("processor", False) else ""
+    )
 
 
 Column = tuple[str, Callable[[Row], str]]
@@ -136,7 +138,12 @@ def profile(found: Json) -> Cells:
     for i, p in enumerate(found["parts"]):
         times = [number(p["ms"]), percent(p["share"]), number(p["roofline_ms"]), number(p["times"])]
         lines.append(
-            [p["part"], *times, number(p["over_ms"]) + " (largest gap)" * (i == 0), p["limit"]]
+            [
+                p["part"],
+                *times,
+                number(p["over_ms"]) + (" (largest gap)" if i == 0 else ""),
+                p["limit"],
+            ]
         )
     least = found["ceiling"]["ms"]
     times = found["ms"] / least
@@ -174,7 +181,7 @@ def missing(rows: list[Row]) -> Cells:
             seen.setdefault(key, []).append(name_of(row))
     lines = []
     for (name, status, why), places in seen.items():
-        at = f" ({'; '.join(places)})" * (status != "unavailable")
+        at = f" ({'; '.join(places)})" if status != "unavailable" else ""
         lines.append([name, status + at, why])
     return ["backend", "status", "why"], lines
 
@@ -246,7 +253,7 @@ def fastest(rows: list[Row]) -> list[str]:
     for of, by_length in groups.items():
         wins = [(winner(by_length[T]), T) for T in sorted(by_length)]
         firsts = [(name, next(run)[1]) for name, run in groupby(wins, key=lambda win: win[0])]
-        parts = [name + f" from {T:,} tokens on" * bool(T) for name, T in firsts]
+        parts = [name + (f" from {T:,} tokens on" if T else "") for name, T in firsts]
         said.append(f"{of}: {', then '.join(parts)}")
     return said
 
@@ -259,12 +266,12 @@ def winner(rows: list[Row]) -> str:
 
     def name(row: Row) -> str:
         cache = row["point"].get("cache")
-        return row["backend"] + f" with cache {cache}" * bool(cache)
+        return row["backend"] + (f" with cache {cache}" if cache else "")
 
     best = min(rows, key=lambda r: r["ms"] / r.get("tokens_a_step", 1))
     level = (name(r) for r in rows if r is not best and differ(ms(best), ms(r)) is False)
     others = ", ".join(dict.fromkeys(level))
-    return name(best) + f" (level: {others})" * bool(others)
+    return name(best) + (f" (level: {others})" if others else "")
 
 
 def exact(content: Json) -> str:

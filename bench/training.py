@@ -229,7 +229,7 @@ class Training:
         parts = {**found.ms, "gaps": gaps}
         return {
             "steps": steps,
-            "by": "modules" + ", not compiled" * self.compiled,
+            "by": "modules" + (", not compiled" if self.compiled else ""),
             "of": "kernels" if kernels else "operators",
             "plain_ms": plain / steps,
             "seen_ms": seen / steps,

@@ -167,10 +167,10 @@ def gathered(model: GPT) -> GPT:
 
 def resumed(loaded: Loaded[C]) -> Loaded[C]:
     """The newest checkpoint's settings, overridden by the given ones. Raises UserError."""
-    given: Any = loaded.settings
-    saved = store.load(store.latest(given.out_dir))
-    before: Any = saved.read("train", type(given))
-    changes = {name: getattr(given, name) for name in (*loaded.origins, "out_dir")}
+    settings: Any = loaded.settings
+    saved = store.load(store.latest(settings.out_dir))
+    before: Any = saved.read("train", type(settings))
+    changes = {name: getattr(settings, name) for name in (*loaded.origins, "out_dir")}
     # A run that started from other weights has their sizes, not those in its settings.
     backend = {k: v for k, v in changes.items() if k == "attention_backend"}
     model, names = saved.config(**backend), (*SHAPE, "attention_window", "attention_backend")
@@ -198,21 +198,21 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
             f"--lr_decay_iters={decay_end} is before --max_iters={merged.max_iters}: the last "
             f"{merged.max_iters - decay_end} steps train at the minimum learning rate"
         )
-    origins = {f.name: str(saved.folder) for f in fields(given)} | loaded.origins
+    origins = {f.name: str(saved.folder) for f in fields(settings)} | loaded.origins
     return Loaded(merged, origins)
 
 
 def restarted(loaded: Loaded[C], distributed: DistInfo) -> Loaded[C]:
     """The settings to resume if this torchrun job wrote the newest checkpoint, else `loaded`."""
-    given: Any = loaded.settings
+    settings: Any = loaded.settings
     if (job := distributed.job) is None:
         return loaded
-    found = store.folders(given.out_dir) if distributed.main else []
+    found = store.folders(settings.out_dir) if distributed.main else []
     if not distributed.gather(bool(found) and store.load(found[-1]).state.get("job") == job)[0]:
         return loaded
     distributed.say("restarted by torchrun: resuming from the last checkpoint")
     origins = {**loaded.origins, "init_from": "restart"}
-    return resumed(Loaded(replace(given, init_from="resume"), origins))
+    return resumed(Loaded(replace(settings, init_from="resume"), origins))
 
 
 def resume_command(out_dir: str, distributed: DistInfo) -> str:
@@ -246,7 +246,7 @@ def build_model(loaded: Loaded[Any], meta: Json) -> GPT:
             f"tokenizer than --dataset={config.dataset} (vocabulary of {V}); prepare it again, for "
             f"a model's own tokenizer with --tokenizer={source}"
         )
-    for name in (*SHAPE, "vocab_size", *["block_size"] * resuming):
+    for name in (*SHAPE, "vocab_size", *(["block_size"] if resuming else [])):
         have, want = getattr(model.config, name), getattr(config, name)
         if name == "n_kv_head":
             have, want = model.config.kv_heads, want or model.config.n_head

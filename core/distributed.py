@@ -51,9 +51,11 @@ class DistInfo:
             return cls(device=device)
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-            if here > gpus:  # raised on all ranks: rank 0 prints it
-                raise UserError(f"--nproc_per_node={here} needs {here} GPUs, found {gpus}")
+            local_size, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+            if local_size > gpus:  # raised on all ranks: rank 0 prints it
+                raise UserError(
+                    f"--nproc_per_node={local_size} needs {local_size} GPUs, found {gpus}"
+                )
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         slow = timedelta(seconds=SLOW_S)
@@ -99,13 +101,13 @@ class DistInfo:
     @property
     def launcher(self) -> str:
         """Start of the command for this many processes; on several nodes each needs it."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         if self.world_size == 1:
             return "python"
-        if here == self.world_size:
-            return f"torchrun --standalone --nproc_per_node={here}"
+        if local_size == self.world_size:
+            return f"torchrun --standalone --nproc_per_node={local_size}"
         first = f"{os.environ['MASTER_ADDR']}:29400"
-        return (f"torchrun --nnodes={self.world_size // here} --nproc_per_node={here} "
+        return (f"torchrun --nnodes={self.world_size // local_size} --nproc_per_node={local_size} "
                 f"--rdzv_backend=c10d --rdzv_endpoint={first}")  # fmt: skip
 
     @property

@@ -158,9 +158,9 @@ def mfu(
     config: Sizes, T: int, tokens_per_second: float, peak: Peak, devices: int = 1
 ) -> tuple[float, float]:
     """(mfu, mfu_causal), each a fraction of the peak of all devices."""
-    full, causal = (flops_per_token(config, T, causal=c) for c in (False, True))
+    mfu, causal = (flops_per_token(config, T, causal=c) for c in (False, True))
     per_flop = tokens_per_second / (peak.tflops * 1e12 * devices)
-    return full * per_flop, causal * per_flop
+    return mfu * per_flop, causal * per_flop
 
 
 @dataclass(frozen=True)

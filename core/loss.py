@@ -17,6 +17,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.machine.system import autocast_dtype
+
 IGNORE = -1  # an ignored target (ignore_index)
 
 Switch = Callable[[], AbstractContextManager[object]]
@@ -62,9 +64,7 @@ def linear_cross_entropy(
         float32 () (float64 for float64 inputs), in nats; NaN, with zero gradients, if all targets
         are ignored, as F.cross_entropy.
     """
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = autocast_dtype(x.device.type) or x.dtype
     # ctx.needs_input_grad is True under no_grad too, where the gradients would be wasted.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(x, weight, targets, dtype, want_grad, matmul_switch)

@@ -108,7 +108,7 @@ class Meter:
         """Print the peak rate and the least time of the remaining steps."""
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, self.max_iters - step)  # s
         long = self.distributed.device.type == "cpu" and at_peak > 86400
-        hint = "; config/train_shakespeare_cpu.py takes minutes" * long
+        hint = "; config/train_shakespeare_cpu.py takes minutes" if long else ""
         self.distributed.say(
             f"peak: {self.peak}\n{self.tokens:,} tokens a step, {self.max_iters:,} steps: at the "
             f"peak rate {duration(at_peak)}, in practice more{hint}"
@@ -161,8 +161,8 @@ class Meter:
 
 def duration(seconds: float) -> str:
     """For people: '40 s', '12 min', '3.5 h', '9.1 days', '2.5 years'."""
-    for unit, size, most in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48), ("days", 86400, 730)):
-        if seconds < size * most:
+    for unit, size, limit in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48), ("days", 86400, 730)):
+        if seconds < size * limit:
             digits = 0 if unit in ("s", "min") else 1
             return f"{seconds / size:.{digits}f} {unit}"
     return f"{seconds / (86400 * 365.25):,.1f} years"

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -43,12 +44,9 @@ def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
     if distributed.world_size == 1:
         return module
     # PyTorch cuts a compiled graph at the borders of the buckets, to send one while the rest of
-    # backward runs. Some releases cannot cut our loss, an autograd.Function (PyTorch issue 104674).
-    if isinstance(module, torch._dynamo.OptimizedModule):
-        from torch._dynamo.backends.distributed import DDPOptimizer
-
-        if "has_higher_order_op" in DDPOptimizer.compile_fn.__code__.co_names:
-            torch._dynamo.config.optimize_ddp = False
+    # backward runs. Before 2.6 it cannot cut our loss, an autograd.Function (issue 137481).
+    if torch.__version__ < "2.6":
+        torch._dynamo.config.optimize_ddp = False
     device = distributed.device
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(
@@ -120,9 +118,22 @@ def shard_batch(ring: Ring | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor
     return (x, y) if ring is None else (ring.shard(x, 0), ring.shard(y, IGNORE))
 
 
-def loss_weight(ring: Ring | None, T: int) -> float:
-    """Weight of this process's mean loss in its ring: N times its share of the T tokens."""
-    return ring.weight(T) if ring else 1.0
+def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
+    """Weight of each micro-batch's mean loss: its targets over those of the step in all processes.
+
+    Times the number of processes, over which the module's gradients are averaged.
+
+    Args:
+        targets: (micro_steps,) int64, number of targets of each micro-batch of this process.
+
+    Returns:
+        float32 (micro_steps,); NaN if no process has a target.
+    """
+    total, processes = targets.sum(), 1
+    if isinstance(module, DistributedDataParallel) or is_sharded(module):
+        dist.all_reduce(total)
+        processes = dist.get_world_size()
+    return targets * processes / total
 
 
 def no_sync(module: object) -> AbstractContextManager[None]:

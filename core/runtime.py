@@ -33,9 +33,11 @@ def pick_device(wanted: str) -> torch.device:
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if wanted == "auto":
         return torch.device("cuda" if cuda else "mps" if mps else "cpu")
-    here = ["cpu"] + ["mps"] * mps + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    if wanted not in here and not (wanted == "cuda" and cuda):
-        raise UserError(f"device {wanted!r} not found; available: {', '.join(here)}")
+    available = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if mps:
+        available.insert(1, "mps")
+    if wanted not in available and not (wanted == "cuda" and cuda):
+        raise UserError(f"device {wanted!r} not found; available: {', '.join(available)}")
     device = torch.device(wanted)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # Triton launches its kernels on the current device
@@ -138,7 +140,6 @@ class Setup:
     def place(self, model: M, cast: bool = False) -> M:
         """Move the model to the device; cast=True converts its weights to `dtype` (inference)."""
         model = model.to(self.device, self.dtype if cast else None)
-        model.compiled = self.compile.on  # type: ignore[assignment]
         if self.device.type == "cpu":
             if self.onednn or not (self.compile or cast):
                 cpu_matmul.convert(model, self.onednn.on)
@@ -165,11 +166,14 @@ class Setup:
 
     def report(self, processes: int) -> list[str]:
         """Lines to print: device, dtype, oneDNN, compilation."""
-        count = f"{processes} process" + "es" * (processes > 1)
-        dtype, mode = dtype_name(self.dtype), f" (mode {self.compile_mode})" * self.compile.on
+        count = f"{processes} process" + ("es" if processes > 1 else "")
+        dtype = dtype_name(self.dtype)
+        mode = f" (mode {self.compile_mode})" if self.compile.on else ""
         lines = [f"device: {self.device} ({describe(self.device)}), {dtype}, {count}"]
-        lines += [f"dtype: {dtype} ({self.why_dtype})"] * bool(self.why_dtype)
-        lines += [f"oneDNN for float32 products: {self.onednn}"] * (self.device.type == "cpu")
+        if self.why_dtype:
+            lines.append(f"dtype: {dtype} ({self.why_dtype})")
+        if self.device.type == "cpu":
+            lines.append(f"oneDNN for float32 products: {self.onednn}")
         return [*lines, f"compile: {self.compile}{mode}"]
 
 
@@ -226,8 +230,8 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     import resource
 
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def keep_freed_memory() -> bool:

@@ -64,8 +64,8 @@ class Loaded(Generic[T]):
 
 def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
     """Return one checked instance of cls from sys.argv[1:]; for `options` see gather()."""
-    given, origins = gather(cls, argv, **options)
-    return Loaded(_build(cls, given), origins)
+    values, origins = gather(cls, argv, **options)
+    return Loaded(_build(cls, values), origins)
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
@@ -128,8 +128,8 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
     hints = _hints(cls)
     if unknown := ", ".join(repr(name) for name in mapping if name not in hints):
         raise UserError(f"{origin}: unknown settings {unknown} (written by another version?)")
-    given = {k: check(hints[k], value, f"{origin}: {k}") for k, value in mapping.items()}
-    return _build(cls, given, f"{origin}: ")
+    values = {k: check(hints[k], value, f"{origin}: {k}") for k, value in mapping.items()}
+    return _build(cls, values, f"{origin}: ")
 
 
 def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
@@ -222,8 +222,10 @@ def _split(
             if not rest:
                 raise UserError(f"--{name}: expected a value, write --{name}=...")
             text = rest.pop(0)
-        files += [text] * (name == "config")
-        options += [(name, text)] * (name not in ("config", "h", "help"))
+        if name == "config":
+            files.append(text)
+        elif name not in ("h", "help"):
+            options.append((name, text))
     return files, options
 
 

@@ -168,12 +168,12 @@ def prepare_shakespeare(
 
 
 def tokenizer_of(config: PrepareConfig) -> Tokenizer:
-    given = config.tokenizer
-    if given is not None and not Path(given).exists():
+    path = config.tokenizer
+    if path is not None and not Path(path).exists():
         raise UserError(
-            f"--tokenizer={given}: no such folder or file (names on the hub are not supported)"
+            f"--tokenizer={path}: no such folder or file (names on the hub are not supported)"
         )
-    return GPT2Tokenizer() if given is None else FileTokenizer.read(Path(given))
+    return GPT2Tokenizer() if path is None else FileTokenizer.read(Path(path))
 
 
 def dtype_for(vocab_size: int) -> np.dtype:

@@ -138,7 +138,7 @@ def strip_markdown(play: str) -> str:
             if re.fullmatch(r"[A-Z][a-zA-Z']+", previous) and speeches[-1][-1] == previous:
                 name_parts.insert(0, speeches[-1].pop())  # "Ghost", then "**of BUCKINGHAM**"
             speeches.append([" ".join(name_parts)])
-    spoken = [[f"{s[0]}:"] * bool(s[0]) + s[1:] for s in speeches if len(s) > 1]
+    spoken = [([f"{s[0]}:"] if s[0] else []) + s[1:] for s in speeches if len(s) > 1]
     return "\n\n".join(map("\n".join, spoken)) + "\n"
 
 

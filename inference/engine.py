@@ -194,16 +194,13 @@ class _Batch(Decoder[Row]):
 
     def _new_cache(self) -> DynamicCache | StaticCache:
         model, config = self.model, self.model.config
-        # The prefill of a static cache is plain attention.
-        kind = "dynamic" if self.kv_cache == "dynamic" else "none"
-        _, spec = model.attention(False, (self.B, self.T), kind)
         device, L = self.device, config.n_layer
         if self.kv_cache == "dynamic":
             limit, windows = self.block_size, config.windows
             return DynamicCache(L, max_len=limit, windows=windows, pad=self.pad, device=device)
         # Rounded up, so that other lengths reuse the compiled graphs.
         max_len = bucket(min(self.T + self.max_new_tokens, self.block_size), self.block_size)
-        dtype, heads = getattr(torch, spec.dtype), (config.kv_heads, config.head_dim)
+        dtype, heads = getattr(torch, model.phase().dtype), (config.kv_heads, config.head_dim)
         key = self.B, max_len, dtype, device
         static = _idle.setdefault(model, {}).pop(key, None) if self.compile else None
         if static is not None:
@@ -214,7 +211,7 @@ class _Batch(Decoder[Row]):
                                      dtype=dtype, device=device)  # fmt: skip
         if self.compile:
             self.lent[key] = static
-            model.attention(False, (self.B, 1), "static", compiled=True)  # not traceable
+            model.plan(self.B, cache="static", compiled=True)
             for t in (*static.k, *static.v, static.start, static.count):
                 torch._dynamo.mark_static_address(t, guard=False)  # a CUDA graph writes there
         return static

@@ -137,7 +137,7 @@ class _Server(Decoder[_Row]):
         self.slots = slots
         if n_pages is None:
             n_pages = enough_pages(model, [self.block_size] * slots, 0, slots, page_size)
-        config, (_, spec) = model.config, model.attention(False, None, "paged", page_size)
+        config = model.config
         sizes = {window: n_pages for window in config.windows}
         for window in sizes:
             if window is not None:
@@ -151,7 +151,7 @@ class _Server(Decoder[_Row]):
             n_pages=sizes,
             windows=config.windows,
             page_size=page_size,
-            dtype=getattr(torch, spec.dtype),
+            dtype=getattr(torch, model.phase().dtype),
             device=self.device,
         )
         self.pool, self.stats = self.cache.pool, self.options.stats

@@ -242,8 +242,8 @@ def test_a_config_is_made_without_running_it(tmp_path: Path, capsys) -> None:
     GPTConfig(attention_backend=str(tmp_path / "of_another_machine.py"))
     model = GPT(config)
     assert capsys.readouterr().out == ""
-    chosen, _ = model.attention()  # here its kernel is chosen
-    assert chosen.backend.name == "mine" and capsys.readouterr().out == "it ran\n"
+    plan = model.plan()  # here its kernel is chosen
+    assert plan[0].chosen.backend.name == "mine" and capsys.readouterr().out == "it ran\n"
 
 
 def saved(folder: Path, path: str, **more: Any) -> GPTConfig:
@@ -266,7 +266,7 @@ def test_a_checkpoint_runs_no_file(tmp_path: Path, caplog, capsys) -> None:
     assert there.config() == replace(config, attention_backend="auto")
     assert f"--attention_backend={path}" in caplog.text
     with torch.no_grad():
-        there.model().attention()
+        there.model().plan()
     assert capsys.readouterr().out == ""
     assert there.config(attention_backend=path) == config
 

@@ -173,7 +173,6 @@ def test_a_compiled_graph_calls_it_as_an_operator(T: int) -> None:
 
     with torch.no_grad():
         want = model(idx)[0]
-        model.attention(compiled=True)
         got = torch.compile(model, backend=compiler, fullgraph=True)(idx)[0]
     (graph,) = graphs
     called = [n for n in graph.graph.nodes if "nanoattn.linear" in str(n.target)]

@@ -223,7 +223,7 @@ def test_a_refused_backend_is_told():
     for refused in about["refused"]:
         assert refused["name"] in text and all(why in text for why in refused["why"])
     strict = tiny(attention_backend="flash_attn_3")
-    strict.choices.policy = Policy(fallback=False)
+    strict.plans.policy = Policy(fallback=False)
     with pytest.raises(ValueError, match="flash_attn_3"):
         explained(strict, made("plain")[1])
 

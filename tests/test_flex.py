@@ -155,8 +155,8 @@ def test_the_model_compiles_into_one_graph(by, graphs) -> None:
         models.append(GPT(asked, Policy(fallback=False)).eval())
     idx, segments = torch.randint(0, 64, (2, 200)), packed(2, 200)
     with torch.no_grad():
-        models[0].compiled = True
-        assert models[0].attention(segments=True)[0].backend.name == "flex"
+        plan = models[0].plan(segments=True, compiled=True)
+        assert plan[0].chosen.backend.name == "flex"
         before = graphs()
         got = torch.compile(models[0], fullgraph=True, backend=by)(idx, None, segments)[0]
         assert graphs() == before + 1

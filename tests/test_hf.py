@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from attention import BackendUnavailable, Policy, Spec, hf, visible
@@ -354,6 +356,58 @@ def test_packed_texts_that_the_mask_joins_are_refused() -> None:
         model(IDS, position_ids=at, attention_mask=torch.ones_like(IDS), use_cache=False)
     with torch.no_grad():
         model(IDS, position_ids=at, use_cache=False)  # transformers separates them in the mask
+        at, mask = torch.arange(20)[None], causal(20)[:, None]
+        model(IDS, position_ids=at, attention_mask=mask)
+        at.numpy()[:, 9:] -= 9
+        with pytest.raises(BackendUnavailable, match="position_ids"):
+            model(IDS, position_ids=at, attention_mask=mask)
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor | None]] = {  # position_ids of a 2-D mask
+    "generate()": lambda m: (m.cumsum(-1) - 1).masked_fill(m == 0, 1),
+    "clamped": lambda m: (m.cumsum(-1) - 1).clamp(min=0),
+    "minus the mask": lambda m: m.cumsum(-1) - m,
+    "0 for padding": lambda m: (m.cumsum(-1) - 1) * m,
+    "of the places": lambda m: torch.arange(20).expand(2, -1),
+    "of the places, once": lambda m: torch.arange(20)[None],
+    "the model's own": lambda m: None,
+    "three texts": lambda m: torch.arange(20).remainder(8).expand(2, -1),
+}
+OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attention_heads": 4,
+       "num_hidden_layers": 2, "vocab_size": 61, "pad_token_id": 1, "init_std": 0.3}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "opt"])
+def test_positions_of_padding_do_not_matter(name: str) -> None:
+    """Equal to eager attention, or refused where the positions of real tokens restart."""
+    if VERSION < OWN_MASK and name in ("gpt2", "opt"):
+        pytest.skip(f"{name} makes its mask itself in transformers {transformers.__version__}")
+    changes = OPT if name == "opt" else {}
+    own, ours = (build(name, how, **changes) for how in ("eager", "nanoattn:manual"))
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        form=st.sampled_from([*FORMS]), lengths=st.tuples(*[st.integers(1, 20)] * 2),
+        left=st.booleans(), masked=st.booleans(), dtype=st.sampled_from([torch.int32, torch.int64]),
+    )  # fmt: skip
+    def check(form: str, lengths: tuple[int, int], left: bool, masked: bool, dtype: Any) -> None:
+        places = torch.arange(20).flip(0) if left else torch.arange(20)
+        mask = (places < torch.tensor(lengths)[:, None]).long()
+        at, asked = FORMS[form](mask), {"attention_mask": mask if masked else None}
+        real = mask.bool() if masked else torch.ones_like(mask).bool()
+        restarts = False
+        if at is not None:
+            asked["position_ids"] = at = at.to(dtype)
+            restarts = bool(((at.diff() <= 0) & real[:, 1:] & real[:, :-1]).any())
+        with torch.no_grad():
+            if restarts:
+                with pytest.raises(BackendUnavailable, match="position_ids"):
+                    ours(IDS, **asked)
+                return
+            got, want = (model(IDS, **asked).logits[real] for model in (ours, own))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+    check()
 
 
 # --- refusals ---
@@ -400,6 +454,17 @@ def test_a_model_with_attention_classes_of_its_own_is_refused(name: str) -> None
     sizes |= {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
     with pytest.raises(BackendUnavailable, match=f"nanoattn:auto.*{name}"):
         build(name, "nanoattn:auto", **sizes)
+
+
+def test_each_kernel_of_a_layer_has_its_own_calls() -> None:
+    model = build("llama", "nanoattn:manual")
+    if not hasattr(model, "set_attn_implementation"):
+        pytest.skip(f"transformers {transformers.__version__} has no set_attn_implementation()")
+    for backend in ("manual", "tiled", "manual", "tiled", "tiled"):
+        model.set_attn_implementation(f"nanoattn:{backend}")
+        run(model, "full")
+    for layer in hf.report(model):
+        assert {chosen.backend.name: n for _, chosen, n in layer.ran} == {"manual": 2, "tiled": 3}
 
 
 def test_falling_back_may_be_forbidden_and_the_report_names_it() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
-from attention import BACKENDS, BackendUnavailable, Machine, Policy
+from attention import BACKENDS, BackendUnavailable, Machine, Phase, Policy
 from core import loss as loss_module
 from core.loss import IGNORE, linear_cross_entropy
 from core.settings import UserError
@@ -374,7 +374,7 @@ def segments() -> Tensor:
 
 def runs_here(name: str, model: GPT, with_segments: bool = False) -> bool:
     dtype = str(model.transformer.wte.weight.dtype).removeprefix("torch.")
-    spec = model.config.spec(dtype, segments=with_segments)
+    spec = model.config.specs(Phase("cpu", dtype, segments=with_segments))[0]
     return not BACKENDS[name].why_not(spec, HERE)
 
 
@@ -401,7 +401,7 @@ def test_every_backend_gives_the_same_loss_and_gradients(name, shape, segmented,
     plain.load_state_dict(model.state_dict())
     truth = copy.deepcopy(plain).double()
     got, yardstick, exact = (gradients(m, *data) for m in (model, plain, truth))
-    assert model.attention(segmented)[0].backend.name == name
+    assert model.plan(segments=segmented)[0].chosen.backend.name == name
     assert exact[0].dtype == torch.float64
     assert_within(got[0], yardstick[0], exact[0], dtype, 2)
     for n, grad in got[1].items():
@@ -409,7 +409,7 @@ def test_every_backend_gives_the_same_loss_and_gradients(name, shape, segmented,
 
 
 def names_here(**asked: Any) -> list[str]:
-    spec = TINY.spec("float32", **asked)
+    spec = TINY.specs(Phase("cpu", "float32", **asked))[0]
     return [name for name, b in BACKENDS.items() if not b.why_not(spec, HERE)]
 
 
@@ -534,8 +534,6 @@ def test_compile_takes_the_whole_graph(name, compiler, autocast, segmented, fres
     data = tokens(), tokens(seed=1), segments() if segmented else None
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         want = gradients(model, *data)
-        model.compiled = True
-        model.attention(segmented)  # the probe cannot be traced
         compiled = torch.compile(model, fullgraph=True, backend=compiler)
         model.zero_grad()
         _, loss = compiled(*data)

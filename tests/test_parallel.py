@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import shutil
@@ -15,6 +16,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import train
 from attention import Policy, Ring
@@ -306,6 +308,68 @@ def between(rank: int, n: int) -> tuple[str, str, bool]:
 @pytest.mark.slow
 def test_an_evaluation_leaves_nothing_gathered_and_blocks_are_compiled() -> None:
     assert processes.run(between, 2) == [("Parameter", "DTensor", True)] * 2
+
+
+# --- the weight of a loss ---
+
+UNMASKED = [0, 2, 6, 11]  # of 11 sequences the first n have no targets, and so no part of each
+
+
+def stepped(rank: int, n: int) -> dict[str, Any]:
+    """Loss, gradients and flag of a step of 11 sequences, by kind of sharing and number masked."""
+    device, found = torch.device("cpu"), {}
+    everyone = DistInfo(device, rank, n, dist.group.WORLD if n > 1 else None)
+    setup = Setup.of(device, "float32")
+    kinds = ["ddp", "fsdp", "ddp ring", "fsdp ring"] if n > 1 else ["whole", "micro"]
+    for kind, masked in itertools.product(kinds, UNMASKED):
+        torch.manual_seed(masked)
+        model = GPT(GPTConfig(13, 65, 1, 2, 16, attention_backend="tiled")).double()
+        x, y = torch.randint(65, (2, 11, 13))
+        y[torch.rand(y.shape) < torch.rand(11, 1)] = -1
+        y[:masked], y[:, : masked // 2] = -1, -1  # of a ring the first rank holds the beginning
+        module: Any = model
+        if "fsdp" in kind:
+            parallel.shard(model, everyone, setup, None)
+        if "ring" in kind:
+            model.ring = Ring(dist.group.WORLD)
+            x, y = parallel.shard_batch(model.ring, x, y)
+        else:
+            x, y = (t.tensor_split(n)[rank] for t in (x, y))
+        if "ddp" in kind:
+            module = parallel.replicate(model, everyone)
+        grads: list[torch.Tensor] = []
+
+        def mark(part: str, model: Any = model, grads: Any = grads) -> None:
+            if part == "update":
+                grads.extend(parallel.whole(p.grad).flatten() for p in model.parameters())
+
+        config: Any = train.TrainConfig()
+        bad, clip = torch.zeros(()), 0.0
+        if kind == "whole":
+            loss = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), ignore_index=-1)
+            loss.backward()
+            mark("update")
+            bad += loss.isnan()
+        else:
+            loss = train.train_step(
+                module, build_optimizer(model, config, device), setup.scaler(), setup.autocast,
+                x, y, 2, clip, bad, mark,
+            )  # fmt: skip
+        found[f"{kind} {masked}"] = everyone.sum([loss.item() / n]), torch.cat(grads), bool(bad)
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5))])
+def test_every_target_counts_once(n: int) -> None:
+    """Whatever is masked, the step is that of the whole batch; without targets it is refused."""
+    want = stepped(0, 1)
+    for found in processes.run(stepped, n) if n > 1 else [want]:
+        for key, (loss, grads, bad) in found.items():
+            whole, whole_grads, nan = want[f"whole {key.rpartition(' ')[2]}"]
+            assert bad == nan == (key.endswith("11")), key
+            assert loss == pytest.approx(whole, rel=1e-6, nan_ok=True), key
+            if not bad:
+                torch.testing.assert_close(grads, whole_grads, rtol=1e-6, atol=1e-8, msg=key)
 
 
 # --- how a step is divided ---

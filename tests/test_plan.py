@@ -125,7 +125,7 @@ def stepped(
     how: Any = SimpleNamespace(learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
     optimizer = build_optimizer(model, how, torch.device("cpu"))
     with autocast(dtype):
-        model.attention(shape=(batch, model.config.block_size))
+        model.plan(batch)
     for _ in range(2):  # the first makes the moments
         optimizer.zero_grad(set_to_none=True)
         if added:
@@ -323,7 +323,7 @@ def ring_step(rank: int, n: int, model: GPTConfig, dtype: str, checkpointing: bo
     try:
         x = real.ring.shard(tokens(model, 2))
         with autocast(dtype):
-            real.attention(shape=tuple(x.shape))  # its probe sends messages too
+            real.plan(len(x))  # its probe sends messages too
         messages.clear()
         with autocast(dtype):
             real(x, x)[1].backward()

@@ -191,7 +191,7 @@ def test_bfloat16_weights(trained):
     config = sample.SampleConfig(out_dir=str(trained), device="cpu", dtype="bfloat16")
     model, _ = sample.load(config)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert model.attention()[1].dtype == "bfloat16"
+    assert model.phase().dtype == "bfloat16"
     (text,) = text_of(*of(trained, "--dtype=bfloat16", "--kv_cache=static"))
     assert len(text) == 41
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable, Resolution
-from ..choose import Choices
 from ..machine.flash_impl import flash_impl
+from ..plan import Plans
 from ..select import BACKENDS, RULES, get
 from ..spec import Policy, Spec
 from ..views import kept
@@ -86,7 +86,7 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
         _made[name] = key
         # Both read tensors on the host, so each call is a graph break in a compiled model.
         untraced = torch.compiler.disable
-        AttentionInterface.register(key, untraced(partial(_attend, Choices(name, policy))))
+        AttentionInterface.register(key, untraced(partial(_attend, Plans(name, policy))))
         AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
         for model in OWN_CLASSES:
             with suppress(ImportError, AttributeError):  # a version without this model or table
@@ -193,32 +193,32 @@ def _proof(
     return proof
 
 
-def _check_packing(position_ids: Tensor, proof: Proof) -> None:
+def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> None:
     """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts.
 
-    Checked once for each mask.
+    Checked once for each mask that _mask() made: it synchronizes with the device.
     """
-    version = None if position_ids.is_inference() else position_ids._version
-    # Weak references: positions may live for the whole training, with a new proof each step.
-    known = [r for r in getattr(position_ids, "_nanoattn", []) if r[0]() is not None]
-    if any(r() is proof and v == version for r, v in known):
+    if isinstance(mask, Mask) and mask.checked is position_ids:
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
-    if proof.segments is not None:
-        at = proof.segments[:, -position_ids.shape[1] :].to(position_ids.device)
+    if proof.texts is not None:
+        at = proof.texts[:, -position_ids.shape[1] :].to(position_ids.device)
         begins = begins & (at[:, 1:] == at[:, :-1]) & (at[:, 1:] != 0)
     if bool(begins.any()):
         raise ValueError("position_ids restart within a row, but the mask joins the two texts")
-    position_ids._nanoattn = [*known, (ref(proof), version)]  # type: ignore[attr-defined]
+    if isinstance(mask, Mask):
+        mask.checked = position_ids
 
 
 # --- the call of a layer ---
 
-_ran: WeakKeyDictionary[torch.nn.Module, dict[Spec, tuple[Resolution, int]]] = WeakKeyDictionary()
+# Of each layer the number of calls, by Spec, requested name and kernel.
+_Calls = dict[tuple[object, ...], tuple[Spec, Resolution, int]]
+_ran: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
 
 def _attend(
-    choices: Choices, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
     attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     is_causal: bool | None = None, output_attentions: bool | None = None,
@@ -262,7 +262,7 @@ def _attend(
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         proof = _proof(attention_mask, sliding_window, causal, Tq, Tk)
         if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == Tq > 1:
-            _check_packing(position_ids, proof)
+            _check_packing(position_ids, proof, attention_mask)
         learned = [t for t in (query, key, value, s_aux) if t is not None and t.requires_grad]
         grad = torch.is_grad_enabled() and bool(learned)
         spec = Spec(
@@ -273,12 +273,13 @@ def _attend(
             scale=scaling, softcap=softcap, sinks=s_aux is not None,
         )  # fmt: skip
     except ValueError as e:
-        who = f"{implementation(choices.name)} refuses {type(module).__name__}"
+        who = f"{implementation(plans.name)} refuses {type(module).__name__}"
         raise BackendUnavailable(f"{who}: {e}") from None
 
-    chosen = _choose(choices, spec, device, (B, Tq, proof.end))
+    chosen = _choose(plans, spec, device, (B, Tq, proof.end))
     ran = _ran.setdefault(module, {})
-    ran[spec] = chosen, ran.get(spec, (chosen, 0))[1] + 1
+    call = spec, chosen.requested, chosen.backend.name, chosen.kernels
+    ran[call] = spec, chosen, ran[call][2] + 1 if call in ran else 1
     # Views: a static cache is longer than its contents.
     k_BTHD, v_BTHD = (t.transpose(1, 2)[:, : proof.end] for t in (key, value))
     options: dict[str, Tensor] = {} if s_aux is None else {"sinks": s_aux}
@@ -290,16 +291,13 @@ def _attend(
 
 
 def _choose(
-    choices: Choices, spec: Spec, device: torch.device, shape: tuple[int, int, int]
+    plans: Plans, spec: Spec, device: torch.device, shape: tuple[int, int, int]
 ) -> Resolution:
     key = spec, device, torch.are_deterministic_algorithms_enabled(), flash_impl()
-    if key in choices.known:
-        return choices.known[key][0]
-    # In a probe, the hooks of activation checkpointing would recompute the layer.
-    own_graph = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-    phase = " with a cache" if spec.cache != "none" else " without gradients"
-    with own_graph, torch.autocast(device.type, enabled=False):
-        return choices.choose(key, spec, device, shape, phase)
+    if key not in plans.known:
+        phase = " with a cache" if spec.cache != "none" else " without gradients"
+        plans.make(key, [spec], device, shape, phase)
+    return plans.known[key][0].chosen
 
 
 # --- the report ---
@@ -337,7 +335,7 @@ def report(model: torch.nn.Module) -> Report:
     """
     found = {n: m for n, m in model.named_modules() if m in _ran or "Attention" in type(m).__name__}
     inner = [n for n in found if not any(o.startswith(f"{n}.") for o in found)]
-    layers = [Layer(n, tuple((s, *x) for s, x in _ran.get(found[n], {}).items())) for n in inner]
+    layers = [Layer(n, tuple(_ran.get(found[n], {}).values())) for n in inner]
     if not any(layer.ran for layer in layers):
         raise RuntimeError(
             f"none of the {len(layers)} attention layers of {type(model).__name__} has run through "

@@ -28,7 +28,8 @@ class Proof:
     queries: int
     end: int
     window: int | None = None
-    segments: Tensor | None = None  # (B, end) int32; 0 is padding
+    segments: Tensor | None = None  # (B, end) int32; 0 is padding; None: causal is enough
+    texts: Tensor | None = None  # the same, with right padding too; None: all keys are one text
 
     def effective(self, window: int | None) -> int | None:
         """Return the window, or None if it masks nothing."""
@@ -43,6 +44,7 @@ class Mask(Tensor):
 
     proof: Proof
     asked_by = "nanoattn"  # attn_implementation
+    checked: Tensor | None = None  # position_ids that fit it
 
     @staticmethod
     def of(proof: Proof, asked_by: str, shape: tuple[int, ...]) -> Mask:
@@ -117,7 +119,7 @@ def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None) -
                 broken = (earlier[:, :-1] != 0) & (earlier[:, 1:] == 0)  # padding follows a token
                 if segments is not None and bool(broken.any()):
                     raise ValueError("padding between tokens: a segment must be one run")
-                return Proof(Tq, end, w, segments)
+                return Proof(Tq, end, w, segments, ids)
     b, i, j = differs.nonzero()[0].tolist()
     sees, known = "sees" if seen[b, i, j] else "misses", f"window {window}" if window else "causal"
     raise ValueError(f"not just {known} and segments: query {i} of row {b} {sees} key {j}")

@@ -175,8 +175,8 @@ def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
     """
     words = _words(text)
     fit = [m for m in KNOWN if _words(m.name) - MAKERS <= words]
-    most = max((len(_words(m.name)) for m in fit), default=0)
-    fit = [m for m in fit if len(_words(m.name)) == most]
+    n_words = max((len(_words(m.name)) for m in fit), default=0)
+    fit = [m for m in fit if len(_words(m.name)) == n_words]
     fit = fit or [m for m in KNOWN if words and words <= _words(m.name)]
     if not fit:
         raise ValueError(f"unknown machine {text!r}; known: {', '.join(m.name for m in KNOWN)}")

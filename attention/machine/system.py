@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import metadata
@@ -119,36 +118,34 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-@contextlib.contextmanager
-def profiled(names: list[str]) -> Iterator[None]:
-    """Append to `names` the operators and device kernels that run in the block."""
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype to which autocast casts on this kind of device; None if it is off."""
     import torch
 
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with no_stderr():
-        profiler = torch.profiler.profile(activities=activities)
-        profiler.__enter__()
-    try:
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    finally:
-        with no_stderr():
-            profiler.__exit__(None, None, None)
-    names += [e.key for e in profiler.key_averages()]
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 @contextlib.contextmanager
-def no_stderr() -> Iterator[None]:
-    """Silence file descriptor 2: PyTorch 2.13's profiler prints 'USDT: ... profiler_start'."""
-    sys.stderr.flush()
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
+def profiled(names: list[str]) -> Iterator[None]:
+    """Append to `names` the operators and device kernels that this thread runs in the block.
+
+    PyTorch has one profiler with device kernels in a process. If it is in use, or without CUDA,
+    only operators are recorded, by the one of each thread.
+    """
+    import torch
+    from torch.autograd import profiler, profiler_legacy
+
+    if not torch.cuda.is_available() or profiler._is_profiler_enabled:
+        with profiler_legacy.profile() as legacy:
+            yield
+        names += dict.fromkeys(e.name for e in legacy.function_events or ())
+        return
+    # Else torch 2.13 prints "USDT: ... profiler_start". Read when a process first profiles.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as kineto:
         yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)
+        torch.cuda.synchronize()
+    names += [e.key for e in kineto.key_averages()]

@@ -190,19 +190,19 @@ def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     attend = Ring().attend(backend) if spec.lse else backend.attend
 
-    def forward(given: Inputs) -> Tensor:
+    def forward(inputs: Inputs) -> Tensor:
         sizes = [H * D, Hkv * D, Hkv * D]
-        q, k, v = (t.unflatten(2, (-1, D)) for t in given.qkv.split(sizes, dim=2))
-        if given.past is not None:
-            k, v = given.past
-        more = {} if given.sinks is None else {"sinks": given.sinks}
-        out = attend(q, k, v, spec, segments=given.segments, cache=given.view, **more)
+        q, k, v = (t.unflatten(2, (-1, D)) for t in inputs.qkv.split(sizes, dim=2))
+        if inputs.past is not None:
+            k, v = inputs.past
+        more = {} if inputs.sinks is None else {"sinks": inputs.sinks}
+        out = attend(q, k, v, spec, segments=inputs.segments, cache=inputs.view, **more)
         return out.flatten(2)
 
     run = forward
     if spec.compiled:
         run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
-    names = ["qkv"] + ["sinks"] * spec.sinks
+    names = ["qkv"] + (["sinks"] if spec.sinks else [])
     leaves = {name: getattr(inputs, name).detach().requires_grad_(spec.grad) for name in names}
     given = inputs._replace(**leaves)
 

@@ -102,14 +102,14 @@ def combine_kernel(
     l = tl.load(L + at * splits + s, mask=s < splits, other=0.0)
     inside = (s < splits) & (d < HEAD_DIM)
     O = tl.load(Partial + (at * splits + s) * HEAD_DIM + d, mask=inside, other=0.0)
-    most = tl.max(m, axis=0, keep_dims=True)
+    m_max = tl.max(m, axis=0, keep_dims=True)
     if Sinks is not None:
         sink = tl.load(Sinks + at % H) * LOG2_E
-        most = tl.maximum(most, sink)
-    weight = tl.exp2(m - most)
+        m_max = tl.maximum(m_max, sink)
+    weight = tl.exp2(m - m_max)
     total = tl.sum(weight * l, axis=0, keep_dims=True)
     if Sinks is not None:
-        total += tl.exp2(sink - most)
+        total += tl.exp2(sink - m_max)
     total = tl.where(total == 0, 1.0, total)  # no key is seen: zeros
     out = tl.sum(weight * O, axis=0, keep_dims=True) / total
     tl.store(Out + at * HEAD_DIM + d, out.to(Out.dtype.element_ty), mask=d < HEAD_DIM)

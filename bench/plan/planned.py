@@ -71,7 +71,7 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
     ]
     if several:
         links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {at.node} GPUs"
-        links += f", network {network / 1e9:,.4g} GB/s a GPU" * between
+        links += f", network {network / 1e9:,.4g} GB/s a GPU" if between else ""
         said += [f"{links}, each way", f"       ({server.source})"] if server else [links]
     return at, [*said, f"computing: its roofline, with matmuls at {at.products:,.4g} TFLOP/s"]
 
@@ -80,13 +80,13 @@ def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
     """Return every way to run the job on `gpus` GPUs."""
     if gpus > at.node and gpus % at.node:
         raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
-    one = (config.train.context_parallel,) * (config.train.context_parallel > 1)
+    one = (config.train.context_parallel,) if config.train.context_parallel > 1 else ()
     option = "--context_parallels" if config.context_parallels else "--context_parallel"
     for N in (asked := config.context_parallels or one):
         if gpus % N:
             raise UserError(f"{option}: rings of {N} do not divide --gpus={gpus}")
     rings = asked or tuple(N for N in CONTEXTS if gpus % N == 0)
-    ways = ["ddp"] + ["fsdp"] * (gpus > 1) + ["hybrid"] * (gpus > at.node)
+    ways = ["ddp"] + (["fsdp"] if gpus > 1 else []) + (["hybrid"] if gpus > at.node else [])
     return [Plan(job, at, way, gpus, N) for way in ways for N in rings]
 
 
@@ -106,7 +106,7 @@ def run(config: BenchConfig) -> int:
     print(
         f"PLANNED, not measured: {model.n_layer} layers, {model.n_embd:,} wide, on {config.gpu}\n"
         f"{sequences:,} x {model.block_size:,} tokens a step, at most {job.batch:,} sequences in a "
-        f"micro-batch, {at.dtype}{', gradient checkpointing' * job.checkpointing}\n"
+        f"micro-batch, {at.dtype}{', gradient checkpointing' if job.checkpointing else ''}\n"
         f"vocabulary: {vocab_size:,} ({source})"
     )
     print(*said, "formulas, and what they leave out: docs/PLAN.md", sep="\n")
@@ -115,12 +115,13 @@ def run(config: BenchConfig) -> int:
         made = [row(p) for p in ways]
         content += made
         bad = [r for r in made if "why" in r]
-        print(end="\n" * bool(bad))
+        if bad:
+            print()
         for r in bad:
             print(f"{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}: {r['why']}")
         good = [r for r in made if "why" not in r]
         for title, cells in sections(good) if good else ():
-            print(f"\n{n:,} GPU{'s' * (n > 1)}, planned: {title}\n{tables.markdown(cells)}")
+            print(f"\n{n:,} GPU{'s' if n > 1 else ''}, planned: {title}\n{tables.markdown(cells)}")
     if config.json:
         print(json.dumps({"mode": "plan", "planned": True, "gpu": config.gpu, "rows": content}))
     return 0

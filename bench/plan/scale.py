@@ -85,8 +85,10 @@ def block_shapes(m: GPTConfig) -> list[tuple[int, int]]:
 def root_shapes(m: GPTConfig) -> list[tuple[int, int]]:
     """Return the same for the embeddings and the last norm."""
     C, norm = m.n_embd, flops.norm_vectors(m)
-    tables = [m.vocab_size] * (1 if m.tied else 2) + [m.block_size] * (m.position == "learned")
-    return [*((rows, C) for rows in tables), *[(C, 1)] * norm]
+    tables = [m.vocab_size] if m.tied else 2 * [m.vocab_size]
+    if m.position == "learned":
+        tables.append(m.block_size)
+    return [*((rows, C) for rows in tables), *([(C, 1)] if norm else [])]
 
 
 def part(shapes: list[tuple[int, int]], ranks: int) -> int:
@@ -169,7 +171,8 @@ class Plan:
         norms = 2 * (r * C + 8 + a * C)  # input, mean and 1/std; the matmul's input
         Q = m.n_head * m.head_dim
         attention = a * (Q + 2 * K) + a * Q + 4 * m.n_head  # q, k, v; out; L
-        attention += a * (Q + K) * (m.position == "rope")  # before they are rotated
+        if m.position == "rope":
+            attention += a * (Q + K)  # before they are rotated
         ends = 8 + (r * C + 8) + a * C  # token, last norm, gradient of the loss
         wide = 4 if m.mlp == "swiglu" else 2  # gate, value, silu, product; or GELU's in and out
         return norms + attention + a * wide * m.hidden, ends
@@ -328,7 +331,7 @@ class Plan:
         shares = self.gpus // self.context
         if (least := self.job.sequences // shares) < self.micro:
             few = f"{self.job.sequences:,} sequences a step are too few for {shares:,} shares"
-            return few + f" in {self.micro} micro-batches" * (least > 0)
+            return few + (f" in {self.micro} micro-batches" if least > 0 else "")
         if self.shard > 1 and self.at.dtype == "float16":
             return "fsdp does not support float16 (no loss scaling)"
         return ""

@@ -71,8 +71,8 @@ def parameters(model: nn.Module) -> int:
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(N, K) in any float -> q (N, K) int8 and scale (N,) bfloat16."""
     w = weight.detach().float()
-    most = w.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * 2**16)
-    scale = (most / 127).bfloat16()  # off by 1/256 at most, and 127 * (1 + 1/256) rounds to 127
+    largest = w.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * 2**16)
+    scale = (largest / 127).bfloat16()  # off by 1/256 at most, and 127 * (1 + 1/256) rounds to 127
     return (w / scale.float()[:, None]).round_().to(torch.int8), scale
 
 

@@ -54,20 +54,20 @@ def several(got: object, n: int, function: str) -> tuple[Tensor, ...]:
 
 
 def same(
-    got: object, want: Tensor, what: str, given: str = "", mistakes: Mapping[str, Tensor] = {}
+    got: object, want: Tensor, what: str, case: str = "", mistakes: Mapping[str, Tensor] = {}
 ) -> None:
     """Assert that `got` equals `want` up to rounding; `mistakes`: hints for wrong values."""
-    assert isinstance(got, Tensor), f"{what} must be a tensor, got {type(got).__name__}, {given}"
+    assert isinstance(got, Tensor), f"{what} must be a tensor, got {type(got).__name__}, {case}"
     assert (got.shape, got.dtype) == (want.shape, want.dtype), (
         f"{what} must have shape {tuple(want.shape)} and dtype {want.dtype}, got "
-        f"{tuple(got.shape)} and {got.dtype}, {given}"
+        f"{tuple(got.shape)} and {got.dtype}, {case}"
     )
     wrong = torch.nonzero(~close(got.detach(), want)).tolist()
     if wrong:
         at = tuple(wrong[0])
         hints = [f". {why}" for why, x in mistakes.items() if close(got.detach(), x).all()]
         raise AssertionError(
-            f"{what}{list(at)} is {got[at].item():.4g}, expected {want[at].item():.4g}, {given}"
+            f"{what}{list(at)} is {got[at].item():.4g}, expected {want[at].item():.4g}, {case}"
             + "".join(hints[:1])
         )
 

@@ -50,6 +50,6 @@ def check(answer: ModuleType) -> None:
             "Divide the scores by sqrt(D), not by D": (K @ q / D).softmax(0) @ V,
             "Sum the values, not the keys": s.softmax(0) @ K,
         }
-        given = f"T = {T}, D = {D}"
+        case = f"T = {T}, D = {D}"
         got = answer.attend(q.clone(), K.clone(), V.clone())
-        same(got, s.softmax(0) @ V, "attend(q, K, V)", given, mistakes)
+        same(got, s.softmax(0) @ V, "attend(q, K, V)", case, mistakes)

@@ -51,20 +51,20 @@ def backward_block(dout, q, k, v, out, L, offset):
 def check(answer: ModuleType) -> None:
     never = -math.inf
     both = torch.tensor([[[1.0], [6.0]], [[5.0], [-2.0]]])  # O and O_new
-    for case in (((1.0, 1.0), (1.0, 3.0)), ((1000.0, -900.0), (1001.0, -901.0)),
+    for parts in (((1.0, 1.0), (1.0, 3.0)), ((1000.0, -900.0), (1001.0, -901.0)),
                  ((2.0, never), (never, 0.5)), ((never, 1.0), (never, 1.0))):  # fmt: skip
-        L = torch.tensor(case)
+        L = torch.tensor(parts)
         O = both.masked_fill(L[..., None] == never, 0)
-        given = f"L = {case[0]}, L_new = {case[1]}"
+        case = f"L = {parts[0]}, L_new = {parts[1]}"
         want_L = L.logsumexp(0)
         shares = torch.exp(L - want_L).nan_to_num()[..., None]
         inputs = (t.clone() for pair in zip(O, L) for t in pair)
         got = several(answer.join(*inputs), 2, "join()")
         overflow = {"exp(L) overflows above 88: use logaddexp": L.exp().sum(0).log()}
-        same(got[1], want_L, "L", given, overflow)
-        assert not got[0].isnan().any(), f"O is NaN, {given}: -inf - (-inf) is NaN"
+        same(got[1], want_L, "L", case, overflow)
+        assert not got[0].isnan().any(), f"O is NaN, {case}: -inf - (-inf) is NaN"
         mistakes = {"Weight each by its share, exp(L - L_of_both)": O.mean(0)}
-        same(got[0], (shares * O).sum(0), "O", given, mistakes)
+        same(got[0], (shares * O).sum(0), "O", case, mistakes)
     check_block(answer)
 
 

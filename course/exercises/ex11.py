@@ -54,17 +54,17 @@ def check(answer: ModuleType) -> None:
 
         q, k = torch.randn(2, 5, D, generator=draw)
         at = torch.tensor([0, 1, 5, 6, 30])
-        given = f"positions = {at.tolist()}, D = {D}, theta = {theta:g}"
+        case = f"positions = {at.tolist()}, D = {D}, theta = {theta:g}"
         neighbors = turned(q.unflatten(1, (-1, 2)).mT.flatten(1), at)  # pairs 2 i and 2 i + 1
         mistakes = {
             "Turn from the first channel of a pair to the second": turned(q, -at),
             "The exponent is -2 i / D": turned(q, at, rates.sqrt()),
             "A pair is channels i and i + D / 2": neighbors.unflatten(1, (2, -1)).mT.flatten(1),
         }
-        same(answer.rotate(q.clone(), at, theta), turned(q, at), "rotate()", given, mistakes)
+        same(answer.rotate(q.clone(), at, theta), turned(q, at), "rotate()", case, mistakes)
         near = answer.rotate(q, at, theta) @ answer.rotate(k, at, theta).T
         far = answer.rotate(q, at + 100, theta) @ answer.rotate(k, at + 100, theta).T
-        assert torch.allclose(near, far, atol=1e-3), f"q · k changes if all move by 100, {given}"
+        assert torch.allclose(near, far, atol=1e-3), f"q · k changes if all move by 100, {case}"
 
         keys, q = turned(k, torch.arange(5)), q[:2]
         first, want = (turned(q, torch.arange(2) + n) @ keys.T / D**0.5 for n in (0, 3))

@@ -45,9 +45,9 @@ def check(answer: ModuleType) -> None:
     for Tq, Tk, window, seg in CASES:
         segments = None if seg is None else torch.tensor(seg)
         got = answer.mask(Tq, Tk, window, segments)
-        given = f"mask({Tq}, {Tk}, window={window}, segments={seg})"
+        case = f"mask({Tq}, {Tk}, window={window}, segments={seg})"
         assert isinstance(got, Tensor) and got.dtype == torch.bool and got.shape == (Tq, Tk), (
-            f"{given} must return a bool tensor ({Tq}, {Tk})"
+            f"{case} must return a bool tensor ({Tq}, {Tk})"
         )
         want = truth(Tq, Tk, Tk - Tq, window, segments)
         mistakes = {
@@ -57,7 +57,7 @@ def check(answer: ModuleType) -> None:
         }
         why = next((f". {why}" for why, mask in mistakes.items() if mask.equal(got)), "")
         wrong = torch.nonzero(got != want).tolist()
-        assert not wrong, f"{given} is wrong at {wrong[0]}{why}"
+        assert not wrong, f"{case} is wrong at {wrong[0]}{why}"
 
 
 def truth(Tq: int, Tk: int, offset: int, window: int | None, segments: Tensor | None) -> Tensor:

@@ -45,7 +45,7 @@ CASES = {
 
 def check(answer: ModuleType) -> None:
     draw = torch.Generator().manual_seed(0)
-    for given, (H, Hkv, seen) in CASES.items():
+    for case, (H, Hkv, seen) in CASES.items():
         Tq, Tk = seen.shape
         shapes = ((Tq, H, 4), (Tk, Hkv, 4), (Tk, Hkv, 4), (Tq, H, 4))
         q, k, v, dout = (torch.randn(*shape, generator=draw) for shape in shapes)
@@ -60,12 +60,12 @@ def check(answer: ModuleType) -> None:
             "The mask is missing": attention(q, k, v, torch.ones_like(seen)),
         }
         out = answer.attention(*(t.clone() for t in (q, k, v)), seen.clone())
-        same(out, want, "out", given, mistakes)
+        same(out, want, "out", case, mistakes)
         assert out.requires_grad, "no gradient flows: do not use .detach(), no_grad() or numpy"
         got = torch.autograd.grad(out, leaves, dout, allow_unused=True)
         for name, grad, w in zip(("dq", "dk", "dv"), got, torch.autograd.grad(want, leaves, dout)):
             nan = {"Softmax of a row of -inf is NaN: give it finite numbers": w * torch.nan}
-            same(grad, w, name, given, nan)
+            same(grad, w, name, case, nan)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:

@@ -81,26 +81,26 @@ def check(answer: ModuleType) -> None:
     for Tq, Tk, B_r, B_c in CASES:
         memory, offset = Memory(Tq, Tk, B_r, B_c), Tk - Tq
         answer.forward(memory.load, memory.store, [*memory.rows], [*memory.cols], offset)
-        given = f"Tq = {Tq}, Tk = {Tk}, B_r = {B_r}, B_c = {B_c}"
+        case = f"Tq = {Tq}, Tk = {Tk}, B_r = {B_r}, B_c = {B_c}"
         queries, keys = torch.arange(Tq)[:, None], torch.arange(Tk)
         seen = visible(queries, keys, offset)
         want, top_left = formula(memory, seen), formula(memory, visible(queries, keys))
         no_scale = formula(memory, seen, scale=1.0)
         for i, I in enumerate(memory.rows):
-            assert i in memory.out, f"block {i} of the output is not stored, {given}"
-            assert not memory.out[i].isnan().any(), f"O_{i} is NaN, {given}: l may be 0"
+            assert i in memory.out, f"block {i} of the output is not stored, {case}"
+            assert not memory.out[i].isnan().any(), f"O_{i} is NaN, {case}: l may be 0"
             mistakes = {
                 "Query i sees key j where j <= i + offset, not j <= i": top_left[I],
                 "Divide the scores by sqrt(D)": no_scale[I],
             }
-            same(memory.out[i], want[I], f"O_{i}", given, mistakes)
-            assert memory.loads[i, "Q", i] == 1, f"load block {i} of Q once, {given}"
+            same(memory.out[i], want[I], f"O_{i}", case, mistakes)
+            assert memory.loads[i, "Q", i] == 1, f"load block {i} of Q once, {case}"
             for n, name in product(range(len(memory.cols)), "KV"):
                 got = memory.loads[i, name, n]
                 need = int(not wholly_masked(I, memory.cols[n], offset, None))
                 assert got == need, (
                     f"block {n} of {name} was loaded {got} times for block {i} of Q, expected "
-                    f"{need}, {given}. Skip a tile, before loading it, if no query sees a key of it"
+                    f"{need}, {case}. Skip a tile, before loading it, if no query sees a key of it"
                 )
 
 

@@ -50,7 +50,7 @@ def check(answer: ModuleType) -> None:
         draw = torch.Generator().manual_seed(10 * Tq + Tk)
         shapes = ((R, Tq, 4), (Tk, 4), (Tk, 4), (R, Tq, 4))
         q, k, v, dout = (torch.randn(*shape, generator=draw) for shape in shapes)
-        given = f"R = {R}, Tq = {Tq}, Tk = {Tk}, block = {block}"
+        case = f"R = {R}, Tq = {Tq}, Tk = {Tk}, block = {block}"
         leaves = [t.requires_grad_() for t in (q, k, v)]
         S = q @ k.T / math.sqrt(4)
         seen = torch.arange(Tk) <= torch.arange(Tq)[:, None] + Tk - Tq
@@ -70,9 +70,9 @@ def check(answer: ModuleType) -> None:
                 {},
             )
         for name, g, w, wrong in zip(("dq", "dk", "dv"), got, want, mistakes):
-            same(g, w, name, given, wrong)
+            same(g, w, name, case, wrong)
         assert Tk < 12 or made.numbers < R * Tq * Tk, (
-            f"a tensor of {made.numbers} numbers was made, as many as P has, {given}: compute the "
+            f"a tensor of {made.numbers} numbers was made, as many as P has, {case}: compute the "
             "scores of one block of keys at a time"
         )
 

@@ -66,7 +66,7 @@ def check(answer: ModuleType) -> None:
         draw = torch.Generator().manual_seed(Tq)
         q, k, v = (torch.randn(T, D, generator=draw) for T in (Tq, Tk, Tk))
         k *= 1 + torch.arange(Tk)[:, None] // BLOCK  # the maximum of a row grows block by block
-        given = f"Tq = {Tq}, Tk = {Tk}, D = {D}, BLOCK_M = BLOCK_N = {BLOCK}"
+        case = f"Tq = {Tq}, Tk = {Tk}, D = {D}, BLOCK_M = BLOCK_N = {BLOCK}"
         guarded = []
         for x in (q, k, v, torch.zeros_like(q), torch.zeros(Tq)):
             around = x.new_full((len(x) + 2 * GUARD, *x.shape[1:]), torch.nan).to(device)
@@ -78,10 +78,10 @@ def check(answer: ModuleType) -> None:
         answer.forward[grid](*inner, Tq, Tk, scale, D=D, BLOCK_M=BLOCK, BLOCK_N=BLOCK)
         for name, x in zip("QKVOL", guarded):
             outside = torch.cat([x[:GUARD], x[-GUARD:]])
-            assert outside.isnan().all(), f"a store outside {name}, {given}: use mask=i < Tq"
+            assert outside.isnan().all(), f"a store outside {name}, {case}: use mask=i < Tq"
         out, L = (x.cpu() for x in inner[3:])
         assert not out.isnan().any(), (
-            f"O is NaN, {given}. Memory after the last row holds NaN: loads need a mask"
+            f"O is NaN, {case}. Memory after the last row holds NaN: loads need a mask"
         )
         S = scale * q @ k.T
         seen = torch.arange(Tk) <= torch.arange(Tq)[:, None] + Tk - Tq
@@ -93,5 +93,5 @@ def check(answer: ModuleType) -> None:
             "Divide O_i by l_i": P @ v,
             "Use tl.exp2: scale has the factor log2(e)": torch.softmax(S, dim=1) @ v,
         }
-        same(out, P @ v / l, "O", given, mistakes)
-        same(L, (m + l.log2())[:, 0], "L", given, {"L is m_i + log2(l_i)": m[:, 0]})
+        same(out, P @ v / l, "O", case, mistakes)
+        same(L, (m + l.log2())[:, 0], "L", case, {"L is m_i + log2(l_i)": m[:, 0]})

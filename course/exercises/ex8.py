@@ -64,19 +64,19 @@ def check(answer: ModuleType) -> None:
     for S, block, threshold in cases:
         V = torch.randint(1, 9, (S.shape[1], 1), generator=draw).float()
         got = several(answer.attend(S.clone(), V.clone(), block, threshold), 3, "attend()")
-        given = f"S of shape {tuple(S.shape)}, block = {block}, threshold = {threshold}"
-        given = f"S = {S.tolist()}, threshold = {threshold}" if S.numel() < 12 else given
+        case = f"S of shape {tuple(S.shape)}, block = {block}, threshold = {threshold}"
+        case = f"S = {S.tolist()}, threshold = {threshold}" if S.numel() < 12 else case
         P = torch.exp2(S - S.amax(1, keepdim=True))
         L = S.amax(1) + P.sum(1).log2()
         assert not isinstance(got[0], Tensor) or got[0].isfinite().all(), (
-            f"out is not finite, {given}: compare the maximum with the m that was kept, not with "
+            f"out is not finite, {case}: compare the maximum with the m that was kept, not with "
             "the maximum of the block before"
         )
-        same(got[0], P @ V / P.sum(1, keepdim=True), "out", given)
-        same(got[1], L, "L", given)
+        same(got[0], P @ V / P.sum(1, keepdim=True), "out", case)
+        same(got[1], L, "L", case)
         want = count(S, block, threshold)
         first = ". The first block has nothing to rescale" if got[2] == want + len(S) else ""
-        assert int(got[2]) == want, f"rescaled is {int(got[2])}, expected {want}, {given}{first}"
+        assert int(got[2]) == want, f"rescaled is {int(got[2])}, expected {want}, {case}{first}"
 
 
 def count(S: Tensor, block: int, threshold: float) -> int:

@@ -53,7 +53,7 @@ def check(answer: ModuleType) -> None:
         draw = torch.Generator().manual_seed(length)
         k_pages, v_pages = torch.randn(2, 7, 4, 2, generator=draw)
         q, page_table = torch.tensor([2.0, 1.0]), torch.tensor(table, dtype=torch.int32)
-        given = f"page_table = {table}, page_size = 4, length = {length}"
+        case = f"page_table = {table}, page_size = 4, length = {length}"
         k, v = (pages[page_table.long()].flatten(0, 1) for pages in (k_pages, v_pages))
         in_order = (pages[:3].flatten(0, 1)[:length] for pages in (k_pages, v_pages))
         stored = -(-length // 4) * 4
@@ -62,14 +62,14 @@ def check(answer: ModuleType) -> None:
             "Read the last page only up to `length`": of(q, k[:stored], v[:stored]),
         }
         want = of(q, k[:length], v[:length])
-        same(answer.attend(q, k_pages, v_pages, page_table, length), want, "out", given, mistakes)
+        same(answer.attend(q, k_pages, v_pages, page_table, length), want, "out", case, mistakes)
         other = torch.ones(7, 4, dtype=torch.bool)
         for j in range(length):
             other[table[j // 4], j % 4] = False
         k_pages[other] = v_pages[other] = torch.nan
         got = answer.attend(q, k_pages, v_pages, page_table, length)
         assert not got.isnan().any(), (
-            f"out is NaN if unused places hold NaN, {given}: read nothing behind `length`"
+            f"out is NaN if unused places hold NaN, {case}: read nothing behind `length`"
         )
     check_mfu(answer)
 

@@ -42,20 +42,20 @@ def draw(words: Sequence[str]) -> str:
     if name not in FIGURES:
         raise UserError(f"no figure {name!r}; there are {', '.join(FIGURES)}")
     known = inspect.signature(FIGURES[name]).parameters
-    given = {}
+    options = {}
     for word in rest:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not equals or key not in known:
             takes = ", ".join(f"--{p.name}={p.default}" for p in known.values()) or "no options"
             raise UserError(f"{name} takes {takes}; got {word}")
         try:
-            given[key] = ast.literal_eval(value)
+            options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             raise UserError(f"--{key} must be a number, a list or None, got {value}") from None
         is_size = not isinstance(known[key].default, float)
-        if is_size and isinstance(given[key], int) and given[key] < 1:
+        if is_size and isinstance(options[key], int) and options[key] < 1:
             raise UserError(f"{name} takes {key} at least 1, got {value}")
-    return FIGURES[name](**given)
+    return FIGURES[name](**options)
 
 
 if __name__ == "__main__":

@@ -134,14 +134,16 @@ def tiles(
     trace = traced(spec, Tq, Tk, B_r, B_c)
     n_rows, n_cols = len(tiled.blocks(Tq, B_r)), len(tiled.blocks(Tk, B_c))
     read, written = tiled_bytes(trace, spec, Tq)
-    told = [
+    caption = [
         f"{len(trace)} of {n_rows * n_cols} tiles are visited. "
         f"Read: {read:,} bytes, written: {written:,}."
     ]
     if Tq == Tk:
         read, written = manual_bytes(spec, Tq)
-        told.append(f"The formula in three passes (S, P, O) reads {read:,} and writes {written:,}.")
-    return drawing(*grid(trace, n_rows, n_cols)) + "\n\n" + " ".join(told)
+        caption.append(
+            f"The formula in three passes (S, P, O) reads {read:,} and writes {written:,}."
+        )
+    return drawing(*grid(trace, n_rows, n_cols)) + "\n\n" + " ".join(caption)
 
 
 def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128, 256)) -> str:

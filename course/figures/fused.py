@@ -125,9 +125,9 @@ SHOWN = ("manual", "tiled", "sdpa", "nanogpt")
 def mfu_of_a_record() -> str:
     """Page 9: MFU, step by step, from a record of bench_mfu.py."""
     content = json.loads((ROOT / TRAINING / "record.json").read_text(encoding="utf-8"))
-    asked = content["settings"]
+    settings = content["settings"]
     names = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "bias")
-    config = GPTConfig(vocab_size=content["vocab_size"], **{n: asked[n] for n in names})
+    config = GPTConfig(vocab_size=content["vocab_size"], **{n: settings[n] for n in names})
     N, T = flops.n_params(config), config.block_size
     pairs = 12 * config.n_layer * config.n_head * config.head_dim
     peak = content["machine"]["peak_tflops"]

@@ -1,0 +1,63 @@
+"""Run a function apart from whatever surrounds its caller.
+
+PyTorch keeps its modes per thread: hooks of saved tensors, autocast, functorch's levels, fake
+tensors and other dispatch modes, the default device, inference mode, tracers and the operators that
+a profiler records. A new thread begins without any of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
+
+_lock = threading.Lock()
+_inside = threading.local()
+
+
+def apart(device: str | torch.device, function: Callable[[], T]) -> T:
+    """Return function() from a new thread, one at a time.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, which would break.
+    """
+    import torch
+
+    if getattr(_inside, "now", False):  # a kernel that calls attention, too
+        return function()
+    on = torch.device(device)
+    if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "no kernel was chosen before this CUDA graph is captured: call model.plan(), or the "
+            "function once with these shapes, before the capture"
+        )
+    result: Future[T] = Future()
+
+    def run() -> None:
+        _inside.now = True
+        try:
+            with _lock:
+                if on.type == "cuda":
+                    torch.cuda.set_device(on)
+                result.set_result(function())
+        except BaseException as e:
+            result.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result.result()
+
+
+def outside_a_trace(function: F) -> F:
+    """Let torch.compile call a function of constants while it traces, instead of tracing it.
+
+    As torch.compiler.assume_constant_result, without its import of torch._dynamo (1 s).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

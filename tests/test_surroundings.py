@@ -1,0 +1,265 @@
+"""A first call chooses its kernel: nothing around it disturbs the choice, or notices it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import attention as flash_attn
+from attention import BACKENDS
+from model import GPT, GPTConfig
+
+T, H, D = 9, 4, 16
+Function = Callable[[Tensor], Tensor]
+
+
+def dense(q: Tensor) -> Tensor:
+    return flash_attn.flash_attn_func(q, q[:, :, :2], q[:, :, 2:], causal=True)
+
+
+def windowed(q: Tensor) -> Tensor:
+    return flash_attn.flash_attn_func(q, q, q, causal=True, window_size=(2, 0))
+
+
+def with_lse(q: Tensor) -> Tensor:
+    out, L = flash_attn.flash_attn_func(q, q, q, causal=True, return_softmax_lse=True)
+    return out * L.detach().transpose(1, 2)[..., None]
+
+
+def cached(q: Tensor) -> Tensor:
+    k, v = (torch.zeros(len(q), 2 * T, H, D, device=q.device, dtype=q.dtype) for _ in range(2))
+    return flash_attn.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=3, causal=True)
+
+
+def ragged(q: Tensor) -> Tensor:
+    ends = torch.tensor([0, 4, T], dtype=torch.int32, device=q.device)
+    one = q.flatten(0, 1)[:T]
+    return flash_attn.flash_attn_varlen_func(one, one, one, ends, ends, T, T, causal=True)
+
+
+CALLS: list[Function] = [dense, windowed, with_lse, cached, ragged]
+
+
+def in_context(enter: Callable[[], Any]) -> Callable[[Function, Tensor], Tensor]:
+    def call(f: Function, q: Tensor) -> Tensor:
+        with enter():
+            return f(q)
+
+    return call
+
+
+def in_checkpoint(f: Function, q: Tensor) -> Tensor:
+    q = q.clone().requires_grad_()
+    out: Tensor = checkpoint(f, q, use_reentrant=False)
+    if out.requires_grad:
+        out.sum().backward()  # runs f again
+        assert q.grad is not None and q.grad.isfinite().all()
+    return out.detach()
+
+
+def in_hooks(f: Function, q: Tensor) -> Tensor:
+    packed: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = f(q.clone().requires_grad_())
+    assert all(len(t) <= 64 for t in packed if t.dim() == 4)  # none of the probe's
+    return out.detach()
+
+
+def under_grad(f: Function, q: Tensor) -> Tensor:
+    _, out = torch.func.grad(lambda q: ((out := f(q)).sum(), out), has_aux=True)(q)
+    return out
+
+
+def under_vmap(f: Function, q: Tensor) -> Tensor:
+    return torch.func.vmap(f)(q[None])[0]
+
+
+def with_default_device(f: Function, q: Tensor) -> Tensor:
+    with torch.device("meta"):
+        return f(q)
+
+
+def with_default_dtype(f: Function, q: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return f(q)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def while_profiled(f: Function, q: Tensor) -> Tensor:
+    with torch.profiler.profile() as profile:
+        torch.ones(3).exp()
+        out = f(q)
+        torch.ones(3).tan()
+    assert {"aten::exp", "aten::tan"} <= {e.key for e in profile.key_averages()}
+    return out
+
+
+def in_a_graph(f: Function, q: Tensor) -> Tensor:
+    if f is ragged:
+        return f(q)  # its lengths are read on the host
+    torch.compiler.reset()
+    compiled: Function = torch.compile(f, fullgraph=True, backend="eager")
+    return compiled(q)
+
+
+SURROUNDINGS = {
+    "autocast": in_context(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "checkpoint": in_checkpoint,
+    "hooks": in_hooks,
+    "no_grad": in_context(torch.no_grad),
+    "inference": in_context(torch.inference_mode),
+    "default device": with_default_device,
+    "default dtype": with_default_dtype,
+    "profiler": while_profiled,
+    "FLOP counter": in_context(lambda: FlopCounterMode(display=False)),
+    "func.grad": under_grad,
+    "vmap": under_vmap,
+    "fullgraph": in_a_graph,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_choice() -> Any:
+    yield
+    flash_attn.use()
+
+
+@pytest.mark.parametrize("around", SURROUNDINGS)
+@pytest.mark.parametrize("f", CALLS, ids=lambda f: f.__name__)
+def test_a_first_call_is_the_same_in_all_surroundings(f: Function, around: str) -> None:
+    q = torch.randn(2, T, H, D, generator=torch.Generator().manual_seed(0))
+    if f in (cached, ragged) and around in ("func.grad", "vmap"):
+        pytest.skip("a function without gradients, and one whose lengths are data")
+    for name in ("auto", "manual", "tiled"):
+        if name == "tiled" and (around == "fullgraph" or f is cached):
+            continue  # a graph break, and no static cache
+        flash_attn.use(name)
+        want = f(q)
+        flash_attn.use(name)
+        state = torch.get_rng_state()
+        got = SURROUNDINGS[around](f, q)
+        assert got.dtype == q.dtype
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("f", CALLS, ids=lambda f: f.__name__)
+def test_tensors_without_values_give_shapes(f: Function) -> None:
+    q = torch.randn(2, T, H, D)
+    want = f(q)
+    flash_attn.use("auto")
+    metas = [q.to("meta")]
+    with FakeTensorMode():
+        metas.append(torch.empty(q.shape))
+        outs = [f(q) for q in metas]
+    assert all((out.shape, out.dtype) == (want.shape, want.dtype) for out in outs)
+
+
+def test_threads_choose_once_and_get_the_same() -> None:
+    q = torch.randn(2, 300, H, D)
+    want = windowed(q)
+    flash_attn.use("auto")
+    outs: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: outs.append(windowed(q))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outs) == 6 and all(torch.equal(out, want) for out in outs)
+
+
+def test_a_planned_model_is_copied_pickled_moved_and_exported() -> None:
+    model = GPT(GPTConfig(32, 64, 2, 2, n_embd=16, attention_window=(None, 8))).eval()
+    idx = torch.arange(10)[None]
+    model.plan(grad=False)
+    want = model(idx)[0]
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(other(idx)[0], want)
+    exported = torch.export.export(model, (idx,)).module()
+    whole = torch.compile(model, fullgraph=True, backend="eager")
+    for call in (exported, whole):
+        torch.testing.assert_close(call(idx)[0], want)
+    torch.testing.assert_close(model.double()(idx)[0].float(), want)
+    assert model.to("meta")(idx.to("meta"))[0].shape == want.shape
+
+
+KERNEL = """
+import os
+from nanoattn import BACKENDS, Backend, Caps
+{}
+def attend(q, k, v, spec, *, segments=None, cache=None):
+    {}
+    return BACKENDS["manual"].attend(q, k, v, spec, segments=segments)
+BACKEND = Backend("mine", "mine", attend, (Caps(),), fallback="tiled")
+"""
+FAILS = "if os.environ.get('RANK') == '1': raise RuntimeError('no kernel image')"
+RUN = """
+import logging, sys, torch.distributed as dist
+from core.distributed import DistInfo
+from model import GPT, GPTConfig
+from attention import BackendUnavailable, Policy
+logging.basicConfig(format="%(message)s")
+ranks = DistInfo.join("cpu")
+for fallback in (True, False):
+    config = GPTConfig(32, 64, 1, 2, n_embd=16, attention_backend=sys.argv[1])
+    try:
+        plan = GPT(config, Policy(fallback=fallback)).plan(2, ranks)
+        took = plan[0].chosen.backend.name
+    except BackendUnavailable as e:
+        took = f"refused: {e}"
+    for rank, name in enumerate(ranks.gather(took)):
+        ranks.say(f"rank {rank} took {name}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("broken, instead", [(("", FAILS), "tiled"), ((FAILS, ""), "sdpa")])
+def test_ranks_take_the_first_kernel_that_each_accepts(
+    tmp_path: Path, broken: tuple[str, str], instead: str
+) -> None:
+    """A kernel file that fails on rank 1, when it is called and when it is loaded."""
+    file, script = tmp_path / "mine.py", tmp_path / "run.py"
+    file.write_text(KERNEL.format(*broken))
+    script.write_text(RUN)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(script), str(file)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": "."},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [f"rank 0 took {instead}", f"rank 1 took {instead}"]
+    assert all("refused" in line and "no kernel image" in line for line in lines[2:])
+    assert done.stderr.count("rank 1:") == 1 and "no kernel image" in done.stderr
+
+
+def test_the_kernels_of_this_machine_are_named() -> None:
+    """Also while somebody else profiles."""
+    spec = flash_attn.Spec(2, 2, 16, "float32")
+    with torch.profiler.profile():
+        inside = flash_attn.select("sdpa", spec, "cpu")
+    assert inside.backend is BACKENDS["sdpa"] and inside.kernels == ("flash (CPU)",)
