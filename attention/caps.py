@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from .machine.system import UNKNOWN_VERSION
 from .spec import DTYPES, Machine, Spec
@@ -160,8 +161,9 @@ class Partial:
 
 
 def checked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make attend() raise ValueError for tensors that contradict the Spec. A compiled step was
-    checked before it was traced."""
+    """Make attend() raise ValueError for tensors that contradict the Spec or one another, and
+    compute in the inputs' dtype whatever autocast says. A compiled step was checked before it was
+    traced."""
     if getattr(attend, "checked", False):
         return attend
 
@@ -170,26 +172,100 @@ def checked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         import torch
 
         if not torch.compiler.is_compiling():
-            H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
-            right = q.dim() == k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
-            same = q.dtype == k.dtype == v.dtype == getattr(torch, spec.dtype)
-            if not (right and same and k.shape == v.shape):
-                _refuse(q, k, v, spec)
-        return attend(q, k, v, spec, **options)
+            dtype, given = getattr(torch, spec.dtype), map(options.get, OPTIONS)
+            if wrong := _contradiction(q, k, v, spec, dtype, *given):
+                raise ValueError(wrong)
+        with no_autocast(q):
+            return attend(q, k, v, spec, **options)
 
     call.checked = True  # type: ignore[attr-defined]
     return call
 
 
-def _refuse(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> NoReturn:
-    got = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (q, k, v))
-    wanted = f"{spec.n_head}, {spec.n_kv_head} and {spec.n_kv_head} heads of {spec.head_dim}"
-    swapped = q.dim() == 4 and q.shape[1] == spec.n_head and q.shape[2] != spec.n_head
-    hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)" if swapped else ""
-    raise ValueError(
-        f"q, k and v must be (batch, tokens, heads, head_dim) with {wanted} in {spec.dtype}, as "
-        f"the Spec says; got {got}{hint}"
-    )
+OPTIONS = ("segments", "cache", "sinks")  # arguments of attend()
+INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
+
+
+def no_autocast(t: Tensor) -> AbstractContextManager[object]:
+    """Operators on t's device keep their inputs' dtype."""
+    import torch
+
+    device = t.device.type  # autocast does not know "meta"
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
+def _contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
+                   segments: Tensor | None, cache: Any, sinks: Tensor | None) -> str:  # fmt: skip
+    """What is wrong with attend()'s arguments, in words; "" if nothing is."""
+    H, Hkv, D, on = spec.n_head, spec.n_kv_head, spec.head_dim, q.device
+    fits = q.dim() == 4 and k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
+    if not (fits and q.dtype == k.dtype == v.dtype == dtype):
+        swapped = q.dim() == 4 and q.shape[1] == H and q.shape[2] != H
+        hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)"
+        return (
+            f"q, k and v must be (batch, tokens, heads, head_dim) with {H}, {Hkv} and {Hkv} heads "
+            f"of {D} in {spec.dtype}, as the Spec says; got {shape_of(q)}, {shape_of(k)}, "
+            f"{shape_of(v)}{hint if swapped else ''}"
+        )
+    if k.shape != v.shape:
+        return f"v must have k's shape {tuple(k.shape)}, got {shape_of(v)}"
+    if not on == k.device == v.device:
+        return f"q, k and v must be on one device, got {on}, {k.device} and {v.device}"
+    B, kind = q.shape[0], "none" if cache is None else cache.kind
+    if kind != (spec.cache if spec.cache in ("static", "paged") else "none"):
+        return (
+            f"cache must be a view of the Spec's '{spec.cache}' cache, got {type(cache).__name__}"
+        )
+    if kind == "paged" and k.shape[1] != spec.page_size:
+        return f"k and v must be pages of {spec.page_size} tokens, got {shape_of(k)}"
+    if kind != "paged" and k.shape[0] != B:
+        return f"k and v must have q's batch of {B}, got {shape_of(k)}"
+    if kind == "static" and cache.length != k.shape[1]:
+        return f"cache.length must be k's {k.shape[1]} positions, got {cache.length}"
+    for name, t in (("segments", segments), ("sinks", sinks)):
+        if (t is not None) != getattr(spec, name):
+            return f"{name} must agree with {name}={getattr(spec, name)} in the Spec, got {t}"
+    integers: list[tuple[str, Any, tuple[int, ...]]] = []
+    if cache is None:
+        integers += [("segments", segments, (B, k.shape[1]))] if spec.segments else []
+    elif segments is not None:
+        return f"segments must be None with a view of a cache, got {shape_of(segments)}"
+    else:
+        integers += [("cache.start", cache.start, (B,)), ("cache.count", cache.count, (B,))]
+        if kind == "paged":
+            integers.append(("cache.page_table", cache.page_table, (B, -1)))
+    for name, t, shape in integers:
+        if wrong := no_integers(t, shape, on):
+            return f"{name} must be {wrong}"
+    if sinks is not None and not (
+        sinks.shape == (H,) and sinks.is_floating_point() and sinks.device == on
+    ):
+        return f"sinks must be floating point ({H},) on {on}, got {shape_of(sinks)}"
+    return ""
+
+
+def no_integers(
+    t: Any, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...] = INTEGERS
+) -> str:
+    """What is expected and what t is, unless it is a tensor of integers of this shape (-1: any
+    size), on this device."""
+    import torch
+
+    if isinstance(t, torch.Tensor) and str(t.dtype)[6:] in dtypes and t.device == on:
+        sizes = tuple(-1 if n == -1 else m for n, m in zip(shape, t.shape))
+        if sizes == shape and t.dim() == len(shape):
+            return ""
+    return f"{shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}"
+
+
+def shape_of(t: Any) -> str:
+    """A tensor as "(2, 3) float32 on cpu", anything else as it prints itself."""
+    import torch
+
+    if not isinstance(t, torch.Tensor):
+        return repr(t)
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
 @dataclass(frozen=True)
@@ -214,6 +290,8 @@ class Backend:
     fullgraph: bool = True  # torch.compile traces it without a graph break
     partial: Partial | None = None  # present if Caps.lse
     prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
+    varlen: tuple[str, ...] = ()  # devices where it reads each segment as a sequence of its own:
+    # NaN in one does not reach another. Elsewhere masked keys are multiplied by 0.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attend", checked(self.attend))

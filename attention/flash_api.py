@@ -21,20 +21,24 @@ doubling of its length. Rows that see no key give zeros, as in flash-attn, and a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from . import manual, tiled
 from .blocks import WithLSE
-from .caps import Backend
+from .caps import Backend, no_autocast, no_integers, shape_of
 from .choose import Choices
 from .probing import LONG
 from .select import check_name
-from .spec import Policy, Spec
-from .views import PagedView, StaticView, kept
+from .spec import DTYPES, Policy, Spec
+from .views import PagedView, StaticView, kept, not_compiled, symbolic
 
 HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata")
 REFUSED = ("alibi_slopes", "attention_chunk", "cache_leftpad", "cu_seqlens_k_new", "cu_seqlens_q",
@@ -71,7 +75,16 @@ class Request:
     ) -> Request:  # fmt: skip
         """Raise ValueError for what is not supported. `others` are HINTS, or REFUSED unless None,
         False or 0."""
-        left, right = (-1 if side is None else side for side in window)
+        sides = list(window) if isinstance(window, (tuple, list)) else []
+        if len(sides) != 2 or not all(n is None or _is_a(Integral, n) for n in sides):
+            _wrong("window_size", "a pair of integers", window)
+        if not (_is_a(Real, dropout) and 0 <= dropout < 1):
+            _wrong("dropout_p", "in [0, 1)", dropout)
+        if scale is not None and not (_is_a(Real, scale) and 0 < scale < math.inf):
+            _wrong("softmax_scale", "positive", scale)
+        if softcap is not None and not (_is_a(Real, softcap) and 0 <= softcap < math.inf):
+            _wrong("softcap", "positive, or 0 for none", softcap)
+        left, right = (-1 if side is None else int(side) for side in sides)
         if not causal and right != 0 and Tq != 1:
             raise ValueError(
                 f"causal=False with window_size={window} is not supported: attention here is "
@@ -83,6 +96,13 @@ class Request:
             if name in REFUSED and (isinstance(value, Tensor) or value):
                 raise ValueError(f"{name} is not supported")
         return cls(dropout, scale, left + 1 if left >= 0 else None, softcap or None, lse)
+
+    def spec(self, q: Tensor, k: Tensor, segments: bool) -> Spec:
+        return Spec(
+            q.shape[-2], k.shape[-2], q.shape[-1], str(q.dtype)[6:], window=self.window,
+            dropout=self.dropout, segments=segments, scale=self.scale, softcap=self.softcap,
+            lse=self.lse,
+        )  # fmt: skip
 
 
 def flash_attn_func(
@@ -102,7 +122,9 @@ def flash_attn_func(
     Raises:
         ValueError: an argument that is not supported, or tensors of another layout.
     """
-    _check(q, k, v, 4, "(batch, tokens, heads, head_dim)")
+    _check(q, k, v)
+    if len(k) != len(q):
+        _wrong("k", f"of q's batch of {len(q)}", k)
     _check_deterministic(deterministic, q)
     lse = return_attn_probs or return_softmax_lse
     request = Request.of(q.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, lse,
@@ -112,13 +134,13 @@ def flash_attn_func(
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_func() with kv (B, Tk, 2, Hkv, D)."""
-    k, v = kv.unbind(-3)
+    k, v = _unpacked("kv", kv, 2, "batch, tokens")
     return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_func() with qkv (B, T, 3, H, D)."""
-    q, k, v = qkv.unbind(-3)
+    q, k, v = _unpacked("qkv", qkv, 3, "batch, tokens")
     return flash_attn_func(q, k, v, *args, **options)
 
 
@@ -142,44 +164,55 @@ def flash_attn_varlen_func(
     Returns:
         (total_q, H, D); softmax_lse is (H, total_q) float32.
     """
-    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu.dtype != torch.int32 or cu.dim() != 1:
-            raise ValueError(f"{name} must be (sequences + 1,) int32, got {_is(cu)}")
-    _check(q, k, v, 3, "(total tokens, heads, head_dim)", pages=block_table is not None)
+    _check(q, k, v, varlen=True, paged=block_table is not None)
+    _integers("cu_seqlens_q", cu_seqlens_q, (-1,), q.device, ("int32",))
+    N = len(cu_seqlens_q) - 1
+    _integers("cu_seqlens_k", cu_seqlens_k, (N + 1,), q.device, ("int32",))
+    if N < 0:
+        _wrong("cu_seqlens_q", "(sequences + 1,)", cu_seqlens_q)
+    if block_table is not None:
+        _integers("block_table", block_table, (N, -1), q.device)
     _check_deterministic(deterministic, q)
     lse = return_attn_probs or return_softmax_lse
-    ends_q, ends_k = _ends(cu_seqlens_q), _ends(cu_seqlens_k)
-    lengths_q, lengths_k = ([b - a for a, b in pairwise(e)] for e in (ends_q, ends_k))
-    longest = max(lengths_q, default=0)
-    request = Request.of(longest, dropout_p, softmax_scale, causal, window_size, softcap, lse,
-                         alibi_slopes=alibi_slopes, **fa3)  # fmt: skip
+    shared = (dropout_p, softmax_scale, causal, window_size, softcap, lse)
+    others = {"alibi_slopes": alibi_slopes, **fa3}
+    square = cu_seqlens_q is cu_seqlens_k and block_table is None
+    if _shape_only(q) or (square and torch.compiler.is_compiling()):
+        request = Request.of(max_seqlen_q, *shared, **others)
+        segments = _segments(cu_seqlens_q, len(q)) if square else None
+        k, v = (t.flatten(0, -3)[None] for t in (k, v))
+        out, L = _dense(q[None], k, v, request, segments)
+        return _returned(out[0], None if L is None else L[0], return_attn_probs, lse)
+    lengths_q = _lengths("cu_seqlens_q", cu_seqlens_q, len(q))
+    lengths_k = _lengths("cu_seqlens_k", cu_seqlens_k, len(k) if block_table is None else None)
+    request = Request.of(max(lengths_q, default=0), *shared, **others)
     if block_table is not None:
-        k, v = (_unpaged(pages, block_table, lengths_k) for pages in (k, v))
-    for name, total, t in (("cu_seqlens_q", ends_q[-1], q), ("cu_seqlens_k", ends_k[-1], k)):
-        if total != len(t):
-            raise ValueError(f"{name} ends at {total}, but there are {len(t)} tokens")
-    alike = len(set(lengths_q)) == len(set(lengths_k)) == 1
-    if alike and lengths_q[0] and lengths_k[0]:  # a batch
-        n = len(lengths_q)
-        q, k, v = (t.unflatten(0, (n, -1)) for t in (q, k, v))
+        room, longest = block_table.shape[1] * k.shape[1], max(lengths_k, default=0)
+        if longest > room:
+            _wrong("cu_seqlens_k", f"of at most {room} tokens a row of block_table", longest)
+        past = (b - a for a, b in zip(lengths_q, lengths_k))
+        skip = [_unseen(n, request.window, k.shape[1]) for n in past]
+        if _on_host(block_table) is not None:
+            _check_pages(block_table, k, skip, lengths_k, lengths_k)
+        k, v = (_unpaged(pages, block_table, skip, lengths_k) for pages in (k, v))
+        lengths_k = [n - m for n, m in zip(lengths_k, skip)]
+    if len(set(zip(lengths_q, lengths_k))) <= 1:  # a batch
+        a, b = (lengths_q[0], lengths_k[0]) if N else (0, 0)
+        q, k, v = (t.unflatten(0, (N, n)) for t, n in ((q, a), (k, b), (v, b)))
         out, L = _dense(q, k, v, request)
         L = None if L is None else L.transpose(0, 1).flatten(1)
         return _returned(out.flatten(0, 1), L, return_attn_probs, lse)
-    if lengths_q == lengths_k:  # one row, each sequence a segment
-        out, L = _dense(q[None], k[None], v[None], request, _segments(cu_seqlens_q, len(q)))
-        return _returned(out[0], None if L is None else L[0], return_attn_probs, lse)
-    parts = [
-        _dense(q_i[None], k_i[None], v_i[None], request)
-        for q_i, k_i, v_i in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
-    ]
-    out = torch.cat([out[0] for out, _ in parts])
-    L = torch.cat([L[0] for _, L in parts if L is not None], dim=1) if lse else None
-    return _returned(out, L, return_attn_probs, lse)
+    if lengths_q == lengths_k and q.is_cuda and block_table is None and not lse:
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+        if q.device.type in _kernel(q[None], k[None], request, segments=True, grad=grad)[0].varlen:
+            segments = _segments(cu_seqlens_q, len(q))
+            return _dense(q[None], k[None], v[None], request, segments)[0][0]
+    return _returned(*_texts(q, k, v, lengths_q, lengths_k, request), return_attn_probs, lse)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_varlen_func() with kv (total_k, 2, Hkv, D)."""
-    k, v = kv.unbind(-3)
+    k, v = _unpacked("kv", kv, 2, "tokens")
     return flash_attn_varlen_func(q, k, v, *args, **options)
 
 
@@ -187,7 +220,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Any:
     """flash_attn_varlen_func() with qkv (total, 3, H, D)."""
-    q, k, v = qkv.unbind(-3)
+    q, k, v = _unpacked("qkv", qkv, 3, "tokens")
     ends, longest = cu_seqlens, max_seqlen
     return flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, *args, **options)
 
@@ -216,68 +249,103 @@ def flash_attn_with_kvcache(
     Returns:
         (B, Tq, H, D), or with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
     """
-    _check(q, k_cache, v_cache, 4, "(batch, tokens, heads, head_dim)")
-    (B, Tq), table = q.shape[:2], page_table if block_table is None else block_table
+    _check(q, k_cache, v_cache, ("k_cache", "v_cache"))
+    (B, Tq), (n_rows, size, *heads), on = q.shape[:2], k_cache.shape, q.device
     request = Request.of(
         Tq, 0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
         rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
         alibi_slopes=alibi_slopes, **fa3,
     )  # fmt: skip
+    table = page_table if block_table is None else block_table
     if table is not None and (cache_seqlens is None or cache_batch_idx is not None):
         raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
+    if block_table is not None and page_table is not None:
+        raise ValueError("page_table is block_table's other name: pass one of them")
+    n_new = _check_new(k, v, k_cache, B)
+    room = size  # of a row
     if table is not None:
-        table = table.clamp(min=0)  # -1 marks an absent page
-    before = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
-    start = torch.as_tensor(before, dtype=torch.int32, device=q.device).expand(B)
-    rows = torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx
-    if (k is None) != (v is None):
-        raise ValueError("k and v, the new tokens, are passed together")
+        _integers("block_table", table, (B, -1), on)
+        room = table.shape[1] * size
+    elif cache_batch_idx is not None:
+        _integers("cache_batch_idx", cache_batch_idx, (B,), on)
+        chosen = _on_host(cache_batch_idx) or []
+        if any(not 0 <= row < n_rows for row in chosen) or (n_new and len(set(chosen)) < B):
+            once = ", each once, since k and v are written" if n_new else ""
+            _wrong("cache_batch_idx", f"in 0 .. {n_rows - 1}{once}", chosen)
+    elif n_rows < B:
+        _wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
+    before: Any = size if cache_seqlens is None else cache_seqlens
+    if isinstance(before, Tensor):
+        _integers("cache_seqlens", before, (B,), on)
+    elif not _is_a(Integral, before):
+        _wrong("cache_seqlens", f"an integer or int32 ({B},)", before)
+    # None: on the device, where the host does not look.
+    lengths = _on_host(before) if isinstance(before, Tensor) else [int(before)] * B
+    for n in lengths or ():
+        if not 0 <= n <= room - n_new:
+            new = f", less {n_new} new ones" if n_new else ""
+            _wrong("cache_seqlens", f"in 0 .. {room} tokens{new}", n)
+    if _shape_only(q):
+        k = v = k_cache.new_empty(B, room, *heads)
+        out, L = _dense(q, k, v, request)
+        return (out, L) if request.lse else out
+    start = torch.as_tensor(before, dtype=torch.int32, device=on).expand(B)
+    total, start = start + n_new, start + n_new - Tq
+    on_host = return_softmax_lse or (table is None and not q.is_cuda)
+    ends = total.tolist() if on_host and lengths is None else [n + n_new for n in lengths or ()]
+    skip = [0 if table is None else _unseen(n - Tq, request.window, size) for n in ends]
+    if table is not None and lengths is not None and _on_host(table) is not None:
+        _check_pages(table, k_cache, skip, ends, lengths if n_new else ends)
+    # The kernel is chosen before anything is written: it may be refused.
+    if on_host or not q.numel():
+        for n in {n - m for m, n in zip(skip, ends) if n and Tq}:
+            _kernel(q, k_cache[:1, :1].expand(1, n, *heads), request)
+    else:
+        cache, pages = ("static", None) if table is None else ("paged", size)
+        backend, spec = _kernel(q, k_cache, request, cache=cache, page_size=pages)
+
+    rows = torch.arange(B, device=on) if cache_batch_idx is None else cache_batch_idx
+    table = None if table is None else table.clamp(min=0)  # -1 marks an absent page
     if k is not None and v is not None:
-        at = start[:, None] + torch.arange(k.shape[1], device=q.device)
+        at = (total - n_new)[:, None] + torch.arange(n_new, device=on)
         row, slot = rows[:, None], at
         if table is not None:
-            size = k_cache.shape[1]
             row, slot = table.gather(1, (at // size).long()), at % size
         k_cache[row.long(), slot.long()] = k
         v_cache[row.long(), slot.long()] = v
-        start = start + k.shape[1]
-    total, start = start, start - Tq
     if cache_batch_idx is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
     elif table is None:
         k_cache, v_cache = k_cache[:B], v_cache[:B]
-    if return_softmax_lse or (table is None and not q.is_cuda):
-        return _host_rows(q, k_cache, v_cache, total.tolist(), table, request)
-    blind = start[:, None] + torch.arange(Tq, device=q.device) < 0  # queries before every key
+    if on_host or not q.numel():
+        out, L = _host_rows(q, k_cache, v_cache, skip, ends, table, request)
+        return (out, L) if request.lse else out
+    blind = start[:, None] + torch.arange(Tq, device=on) < 0  # queries before every key
+    view: PagedView | StaticView = StaticView(start, torch.full_like(start, Tq), size)
     if table is not None:
-        backend, spec = _kernel(q, k_cache, request, cache="paged", page_size=k_cache.shape[1])
-        view: PagedView | StaticView = PagedView(table, start, torch.full_like(start, Tq))
-    else:
-        backend, spec = _kernel(q, k_cache, request, cache="static")
-        view = StaticView(start, torch.full_like(start, Tq), k_cache.shape[1])
+        view = PagedView(table, start, torch.full_like(start, Tq))
     out = backend.attend(q, k_cache, v_cache, spec, cache=view)
     return out.masked_fill(blind[..., None, None], 0)
 
 
 def _host_rows(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: list[int], table: Tensor | None,
-    request: Request,
-) -> Any:  # fmt: skip
-    """Attention to rows whose lengths the host knows: it reads only their keys."""
-    if table is None and len(set(lengths)) == 1:
-        n = lengths[0]
-        out, L = _dense(q, k_cache[:, :n], v_cache[:, :n], request)
-    else:
-        rows = []
-        for b, n in enumerate(lengths):
-            if table is None:
-                k, v = k_cache[b, :n], v_cache[b, :n]
-            else:
-                k, v = (_unpaged(pages, table[b : b + 1], [n]) for pages in (k_cache, v_cache))
-            rows.append(_dense(q[b : b + 1], k[None], v[None], request))
-        out = torch.cat([out for out, _ in rows])
-        L = torch.cat([L for _, L in rows if L is not None]) if request.lse else None
-    return (out, L) if request.lse else out
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, skip: list[int], ends: list[int],
+    table: Tensor | None, request: Request,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """_dense() of rows whose lengths the host knows: it reads only their keys."""
+    if not q.numel():
+        return _dense(q, k_cache[:, :0], v_cache[:, :0], request)
+    if table is None and len(set(ends)) == 1:
+        return _dense(q, k_cache[:, : ends[0]], v_cache[:, : ends[0]], request)
+    rows = []
+    for b, (m, n) in enumerate(zip(skip, ends)):
+        if table is None:
+            k, v = k_cache[b, :n], v_cache[b, :n]
+        else:
+            k, v = (_unpaged(pages, table[b : b + 1], [m], [n]) for pages in (k_cache, v_cache))
+        rows.append(_dense(q[b : b + 1], k[None], v[None], request))
+    L = torch.cat([L for _, L in rows if L is not None]) if request.lse else None
+    return torch.cat([out for out, _ in rows]), L
 
 
 # --- what all functions call ---
@@ -287,16 +355,69 @@ def _dense(
     q: Tensor, k: Tensor, v: Tensor, request: Request, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """out (B, Tq, H, D), and the log-sum-exp (B, H, Tq) float32 if requested."""
-    if not (q.shape[1] and k.shape[1]):
-        out = q * 0 + 0 * (k.sum() + v.sum())  # keeps the graph
+    if not (q.numel() and k.numel()):
+        # Zeros, whatever q holds, that keep the graph.
+        out = torch.where(q.new_zeros((), dtype=torch.bool), q, 0) + k[:0].sum() + v[:0].sum()
         L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
         return out, L if request.lse else None
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    backend, spec = _kernel(q, k, request, segments=segments is not None, grad=grad)
+    if _shape_only(q):
+        backend = tiled.BACKEND if request.lse else manual.BACKEND
+        spec = request.spec(q, k, segments is not None)
+    else:
+        backend, spec = _kernel(q, k, request, segments=segments is not None, grad=grad)
     if not request.lse:
         return backend.attend(q, k, v, spec, segments=segments), None
-    out, L = WithLSE.apply(q, k, v, segments, spec, backend.partial)
+    with no_autocast(q):
+        out, L = WithLSE.apply(q, k, v, segments, spec, backend.partial)
     return out, L.float()
+
+
+def _texts(
+    q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_k: list[int], request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """out (total_q, H, D) and the log-sum-exp (H, total_q) of texts of any lengths.
+
+    Nearly equal ones are a batch, padded with zeros on the right, where a causal query does not
+    look: no mask, and NaN in one text does not reach another, as it does through a masked key.
+    """
+    outs = [q] * len(lengths_q)
+    Ls: list[Tensor] = [q] * len(lengths_q)
+    texts = [t.split(n) for t, n in ((q, lengths_q), (k, lengths_k), (v, lengths_k))]
+    for rows in _similar(lengths_q, lengths_k):
+        q, k, v = (_padded([of[i] for i in rows]) for of in texts)
+        out, L = _dense(q, k, v, request)
+        n = out.shape[1]
+        # Not slices: the gradient of each would be of the batch's size.
+        sizes = [size for i in rows for size in (lengths_q[i], n - lengths_q[i])]
+        for b, (i, part) in enumerate(zip(rows, out.flatten(0, 1).split(sizes)[::2])):
+            outs[i] = part
+            Ls[i] = part if L is None else L[b, :, : lengths_q[i]]
+    return torch.cat(outs), torch.cat(Ls, dim=1) if request.lse else None
+
+
+def _similar(lengths_q: list[int], lengths_k: list[int]) -> Iterator[list[int]]:
+    """The numbers of the texts in groups of one len_k - len_q, the longest last and at most 32
+    tokens or a quarter longer than the first."""
+    key = [(b - a, a) for a, b in zip(lengths_q, lengths_k)]
+    rows: list[int] = []
+    for i in sorted(range(len(key)), key=key.__getitem__):
+        if rows:
+            offset, first = key[rows[0]]
+            full = key[i][1] > first + max(32, first // 4)
+            if full or key[i][0] != offset or not min(first, lengths_k[rows[0]]):
+                yield rows
+                rows = []
+        rows.append(i)
+    yield rows
+
+
+def _padded(texts: list[Tensor]) -> Tensor:
+    """(texts, length of the last, H, D), with zeros behind each."""
+    n = len(texts[-1])
+    zeros = texts[0].new_zeros(n - len(texts[0]), *texts[0].shape[1:])
+    pieces = [piece for t in texts for piece in (t, zeros[: n - len(t)])]
+    return torch.cat(pieces).unflatten(0, (len(texts), n)) if len(texts) > 1 else texts[0][None]
 
 
 def _kernel(
@@ -335,6 +456,7 @@ def _returned(out: Tensor, L: Tensor | None, probs: bool, lse: bool) -> Any:
     return (out, L) if lse else out
 
 
+@not_compiled
 @kept
 def _ends(cu_seqlens: Tensor) -> list[int]:
     return cu_seqlens.tolist()  # waits for the device, once per tensor
@@ -347,28 +469,120 @@ def _segments(cu_seqlens: Tensor, total: int) -> Tensor:
     return numbers.repeat_interleave(cu_seqlens.diff(), output_size=total)[None]
 
 
-def _unpaged(pages: Tensor, table: Tensor, lengths: list[int]) -> Tensor:
-    """(sum of lengths, Hkv, D), the first tokens of each row's pages (pages, page_size, Hkv, D)."""
+def _unpaged(pages: Tensor, table: Tensor, skip: list[int], lengths: list[int]) -> Tensor:
+    """(sum of lengths - skip, Hkv, D), each row's tokens after the first `skip`, which fill whole
+    pages, from pages (pages, page_size, Hkv, D)."""
     size = pages.shape[1]
-    rows = zip(table.clamp(min=0), lengths, strict=True)
-    return torch.cat([pages[row[: -(-n // size)]].flatten(0, 1)[:n] for row, n in rows])
+    rows = zip(table, skip, lengths, strict=True)
+    tokens = [pages[row[m // size : -(-n // size)]].flatten(0, 1)[: n - m] for row, m, n in rows]
+    return torch.cat(tokens) if tokens else pages.flatten(0, 1)[:0]
 
 
-def _is(t: Tensor) -> str:
-    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+def _unseen(past: int, window: int | None, size: int) -> int:
+    """Tokens before the first page that queries from position `past` on see."""
+    return 0 if window is None else max(0, past - window + 1) // size * size
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str, pages: bool = False) -> None:
-    same = k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1]
-    if (
-        not same
-        or q.dim() != dims
-        or k.dim() != (4 if pages else dims)
-        or q.shape[-2] % k.shape[-2]
-    ):
-        raise ValueError(
-            f"q, k and v must be {layout} of one dtype, got {_is(q)}, {_is(k)}, {_is(v)}"
-        )
+# --- arguments ---
+
+INDICES = ("int32", "int64")
+
+
+def _wrong(name: str, expected: str, got: object) -> NoReturn:
+    raise ValueError(f"{name} must be {expected}, got {shape_of(got)}")
+
+
+def _is_a(kind: type, value: object) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _integers(
+    name: str, t: object, shape: tuple[int, ...], on: torch.device, dtypes: Any = INDICES
+) -> None:
+    if why := no_integers(t, shape, on, dtypes):
+        raise ValueError(f"{name} must be {why}")
+
+
+def _shape_only(t: Tensor) -> bool:
+    """True for meta and fake tensors: no kernel runs, or could."""
+    return symbolic(t) and not torch.compiler.is_compiling()
+
+
+def _on_host(t: Tensor) -> list[Any] | None:
+    return None if symbolic(t) or t.device.type != "cpu" else t.tolist()
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *,
+           varlen: bool = False, paged: bool = False) -> None:  # fmt: skip
+    one = "(total tokens, heads, head_dim)" if varlen else "(batch, tokens, heads, head_dim)"
+    keys = "(pages, page_size, heads, head_dim)" if paged else one
+    for name, t, layout in (("q", q, one), (names[0], k, keys), (names[1], v, keys)):
+        if not isinstance(t, Tensor) or t.dim() != layout.count(",") + 1:
+            _wrong(name, layout, t)
+        if not (t.shape[-1] and t.shape[-2] and (t.shape[1] or not paged)):
+            _wrong(name, f"{layout} without a size of 0", t)
+        if str(t.dtype)[6:] not in DTYPES or t.dtype != q.dtype or t.device != q.device:
+            dtype = str(q.dtype)[6:] if name != "q" else " or ".join(DTYPES)
+            _wrong(name, f"of dtype {dtype} on {q.device}", t)
+    if k.shape[-1] != q.shape[-1] or q.shape[-2] % k.shape[-2]:
+        _wrong(names[0], f"of q's head_dim, with heads that divide q's {q.shape[-2]}", k)
+    if v.shape != k.shape:
+        _wrong(names[1], f"{tuple(k.shape)} as {names[0]}", v)
+
+
+def _unpacked(name: str, t: Tensor, n: int, before: str) -> tuple[Tensor, ...]:
+    dims = before.count(",") + 4
+    if not isinstance(t, Tensor) or t.dim() != dims or t.shape[-3] != n:
+        _wrong(name, f"({before}, {n}, heads, head_dim)", t)
+    return t.unbind(-3)
+
+
+def _check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> int:
+    """The number of new tokens k, v (B, T_new, Hkv, D)."""
+    if k is None or v is None:
+        if k is not v:
+            raise ValueError("k and v, the new tokens, are passed together")
+        return 0
+    H, D = k_cache.shape[2:]
+    for name, t in (("k", k), ("v", v)):
+        same = isinstance(t, Tensor) and (t.dtype, t.device) == (k_cache.dtype, k_cache.device)
+        if not same or t.dim() != 4 or (t.shape[0], *t.shape[2:]) != (B, H, D):
+            _wrong(name, f"({B}, new tokens, {H}, {D}), as {shape_of(k_cache)}", t)
+    if v.shape != k.shape:
+        _wrong("v", f"{tuple(k.shape)} as k", v)
+    return k.shape[1]
+
+
+def _lengths(name: str, cu_seqlens: Tensor, total: int | None) -> list[int]:
+    """The sequences' lengths, of `total` tokens."""
+    ends = _ends(cu_seqlens)
+    for a, b in pairwise(ends) if sorted(ends) != ends else ():
+        if b < a:
+            _wrong(name, f"no less than {a} after it", b)
+    if ends[0] != 0:
+        _wrong(name, "0 at first", ends[0])
+    if total is not None and ends[-1] != total:
+        _wrong(name, f"{total} at last, the number of tokens", ends[-1])
+    return [b - a for a, b in pairwise(ends)]
+
+
+def _check_pages(
+    table: Tensor, pages: Tensor, skip: list[int], ends: list[int], before: list[int]
+) -> None:
+    """Each row's tokens skip .. end lie in pages, and those from `before` on, which are written,
+    in pages of no other row."""
+    (n_pages, size), column = pages.shape[:2], torch.arange(table.shape[1])
+    least, last, start = (torch.tensor(n).view(-1, 1) for n in (skip, ends, before))
+    end = (column + 1) * size
+    used = (end > torch.minimum(least, start)) & (column * size < last)
+    found = table[used]
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < n_pages:
+        wrong = found[(found < 0) | (found >= n_pages)]
+        _wrong("block_table", f"pages of 0 .. {n_pages - 1} where there are tokens", int(wrong[0]))
+    written = table[used & (end > start)]
+    twice = written[torch.bincount(found, minlength=n_pages)[written.long()] > 1]
+    if len(twice):
+        _wrong("block_table", "pages of one row where tokens are written", int(twice[0]))
 
 
 def _check_deterministic(deterministic: bool, q: Tensor) -> None:
