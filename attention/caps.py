@@ -198,7 +198,7 @@ def no_autocast(t: Tensor) -> AbstractContextManager[object]:
 def _contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
                    segments: Tensor | None, cache: Any, sinks: Tensor | None) -> str:  # fmt: skip
     """What is wrong with attend()'s arguments, in words; "" if nothing is."""
-    H, Hkv, D, on = spec.n_head, spec.n_kv_head, spec.head_dim, q.device
+    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     fits = q.dim() == 4 and k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
     if not (fits and q.dtype == k.dtype == v.dtype == dtype):
         swapped = q.dim() == 4 and q.shape[1] == H and q.shape[2] != H
@@ -210,9 +210,9 @@ def _contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
         )
     if k.shape != v.shape:
         return f"v must have k's shape {tuple(k.shape)}, got {shape_of(v)}"
-    if not on == k.device == v.device:
+    if not (on := q.device) == k.device == v.device:
         return f"q, k and v must be on one device, got {on}, {k.device} and {v.device}"
-    B, kind = q.shape[0], "none" if cache is None else cache.kind
+    B, kind = q.shape[0], "none" if cache is None else getattr(cache, "kind", "")
     if kind != (spec.cache if spec.cache in ("static", "paged") else "none"):
         return (
             f"cache must be a view of the Spec's '{spec.cache}' cache, got {type(cache).__name__}"
@@ -223,33 +223,30 @@ def _contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
         return f"k and v must have q's batch of {B}, got {shape_of(k)}"
     if kind == "static" and cache.length != k.shape[1]:
         return f"cache.length must be k's {k.shape[1]} positions, got {cache.length}"
-    for name, t in (("segments", segments), ("sinks", sinks)):
-        if (t is not None) != getattr(spec, name):
-            return f"{name} must agree with {name}={getattr(spec, name)} in the Spec, got {t}"
-    integers: list[tuple[str, Any, tuple[int, ...]]] = []
-    if cache is None:
-        integers += [("segments", segments, (B, k.shape[1]))] if spec.segments else []
-    elif segments is not None:
-        return f"segments must be None with a view of a cache, got {shape_of(segments)}"
-    else:
-        integers += [("cache.start", cache.start, (B,)), ("cache.count", cache.count, (B,))]
-        if kind == "paged":
-            integers.append(("cache.page_table", cache.page_table, (B, -1)))
-    for name, t, shape in integers:
-        if wrong := no_integers(t, shape, on):
-            return f"{name} must be {wrong}"
-    if sinks is not None and not (
-        sinks.shape == (H,) and sinks.is_floating_point() and sinks.device == on
-    ):
-        return f"sinks must be floating point ({H},) on {on}, got {shape_of(sinks)}"
+    options: dict[str, object] = {"segments": segments, "sinks": sinks}
+    for name, t in options.items():
+        if (t is not None) != (own := getattr(spec, name)):
+            return f"{name} must agree with {name}={own} in the Spec, got {shape_of(t)}"
+    wanted: list[tuple[str, object, tuple[int, ...], tuple[str, ...]]] = []
+    if spec.sinks:
+        wanted.append(("sinks", sinks, (H,), DTYPES))
+    if spec.segments:
+        if cache is not None:
+            return f"segments must be None with a view of a cache, got {shape_of(segments)}"
+        wanted.append(("segments", segments, (B, k.shape[1]), INTEGERS))
+    if cache is not None:
+        wanted += [(f"cache.{n}", getattr(cache, n), (B,), INTEGERS) for n in ("start", "count")]
+    if kind == "paged":
+        wanted.append(("cache.page_table", cache.page_table, (B, -1), INTEGERS))
+    for name, t, shape, dtypes in wanted:
+        if why := unlike(t, shape, on, dtypes):
+            return f"{name} must be {why}"
     return ""
 
 
-def no_integers(
-    t: Any, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...] = INTEGERS
-) -> str:
-    """What is expected and what t is, unless it is a tensor of integers of this shape (-1: any
-    size), on this device."""
+def unlike(t: object, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...]) -> str:
+    """Empty if t is a tensor of this shape (-1: any size), device and one of these dtypes, else
+    what is expected and what t is."""
     import torch
 
     if isinstance(t, torch.Tensor) and str(t.dtype)[6:] in dtypes and t.device == on:

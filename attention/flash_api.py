@@ -12,7 +12,8 @@ cannot be computed is refused with a ValueError that names the argument:
     alibi_slopes, rotary_cos, cache_leftpad, qv, q_descale, attention_chunk, seqused_k, ...
 
 num_splits, pack_gqa, sm_margin and scheduler_metadata only tune the packages' own kernels: any
-value is accepted. All floating dtypes run, not only float16 and bfloat16.
+value is accepted. All floating dtypes run, not only float16 and bfloat16. Meta and fake tensors
+give results of the right shape.
 
 `use()` names the backend; a call's kernel is chosen and checked once for its kind of shape and each
 doubling of its length. Rows that see no key give zeros, as in flash-attn, and a log-sum-exp of
@@ -21,29 +22,35 @@ doubling of its length. Rows that see no key give zeros, as in flash-attn, and a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-from numbers import Integral, Real
-from typing import Any, NoReturn
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import manual, tiled
 from .blocks import WithLSE
-from .caps import Backend, no_autocast, no_integers, shape_of
+from .caps import Backend, no_autocast
 from .choose import Choices
+from .flash_args import (
+    Request,
+    check,
+    check_deterministic,
+    check_new,
+    check_pages,
+    check_rows,
+    integers,
+    lengths_of,
+    on_host,
+    unpacked,
+    wrong,
+)
 from .probing import LONG
 from .select import check_name
-from .spec import DTYPES, Policy, Spec
-from .views import PagedView, StaticView, kept, not_compiled, symbolic
+from .spec import Policy, Spec
+from .views import PagedView, StaticView, kept, symbolic
 
-HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata")
-REFUSED = ("alibi_slopes", "attention_chunk", "cache_leftpad", "cu_seqlens_k_new", "cu_seqlens_q",
-           "k_descale", "max_seqlen_q", "q_descale", "qv", "rotary_cos", "rotary_seqlens",
-           "rotary_sin", "seqused_k", "seqused_q", "v_descale")  # fmt: skip
 _choices = Choices("auto", Policy())
 
 
@@ -56,53 +63,6 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> None:
     global _choices
     check_name(backend)
     _choices = Choices(backend, policy)
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments that all functions share, checked."""
-
-    dropout: float
-    scale: float | None
-    window: int | None
-    softcap: float | None
-    lse: bool  # return the log-sum-exp too
-
-    @classmethod
-    def of(
-        cls, Tq: int, dropout: float, scale: float | None, causal: bool, window: tuple[int, int],
-        softcap: float, lse: bool, **others: object,
-    ) -> Request:  # fmt: skip
-        """Raise ValueError for what is not supported. `others` are HINTS, or REFUSED unless None,
-        False or 0."""
-        sides = list(window) if isinstance(window, (tuple, list)) else []
-        if len(sides) != 2 or not all(n is None or _is_a(Integral, n) for n in sides):
-            _wrong("window_size", "a pair of integers", window)
-        if not (_is_a(Real, dropout) and 0 <= dropout < 1):
-            _wrong("dropout_p", "in [0, 1)", dropout)
-        if scale is not None and not (_is_a(Real, scale) and 0 < scale < math.inf):
-            _wrong("softmax_scale", "positive", scale)
-        if softcap is not None and not (_is_a(Real, softcap) and 0 <= softcap < math.inf):
-            _wrong("softcap", "positive, or 0 for none", softcap)
-        left, right = (-1 if side is None else int(side) for side in sides)
-        if not causal and right != 0 and Tq != 1:
-            raise ValueError(
-                f"causal=False with window_size={window} is not supported: attention here is "
-                "causal (causal=True, or a window_size whose right side is 0)"
-            )
-        for name, value in others.items():
-            if name not in HINTS + REFUSED:
-                raise TypeError(f"unexpected keyword argument {name!r}")
-            if name in REFUSED and (isinstance(value, Tensor) or value):
-                raise ValueError(f"{name} is not supported")
-        return cls(dropout, scale, left + 1 if left >= 0 else None, softcap or None, lse)
-
-    def spec(self, q: Tensor, k: Tensor, segments: bool) -> Spec:
-        return Spec(
-            q.shape[-2], k.shape[-2], q.shape[-1], str(q.dtype)[6:], window=self.window,
-            dropout=self.dropout, segments=segments, scale=self.scale, softcap=self.softcap,
-            lse=self.lse,
-        )  # fmt: skip
 
 
 def flash_attn_func(
@@ -122,10 +82,10 @@ def flash_attn_func(
     Raises:
         ValueError: an argument that is not supported, or tensors of another layout.
     """
-    _check(q, k, v)
+    check(q, k, v)
     if len(k) != len(q):
-        _wrong("k", f"of q's batch of {len(q)}", k)
-    _check_deterministic(deterministic, q)
+        wrong("k", f"of q's batch of {len(q)}", k)
+    check_deterministic(deterministic, q)
     lse = return_attn_probs or return_softmax_lse
     request = Request.of(q.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, lse,
                          alibi_slopes=alibi_slopes, **fa3)  # fmt: skip
@@ -134,13 +94,13 @@ def flash_attn_func(
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_func() with kv (B, Tk, 2, Hkv, D)."""
-    k, v = _unpacked("kv", kv, 2, "batch, tokens")
+    k, v = unpacked("kv", kv, 2, "batch, tokens")
     return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_func() with qkv (B, T, 3, H, D)."""
-    q, k, v = _unpacked("qkv", qkv, 3, "batch, tokens")
+    q, k, v = unpacked("qkv", qkv, 3, "batch, tokens")
     return flash_attn_func(q, k, v, *args, **options)
 
 
@@ -164,15 +124,15 @@ def flash_attn_varlen_func(
     Returns:
         (total_q, H, D); softmax_lse is (H, total_q) float32.
     """
-    _check(q, k, v, varlen=True, paged=block_table is not None)
-    _integers("cu_seqlens_q", cu_seqlens_q, (-1,), q.device, ("int32",))
+    check(q, k, v, varlen=True, paged=block_table is not None)
+    integers("cu_seqlens_q", cu_seqlens_q, (-1,), q.device, ("int32",))
     N = len(cu_seqlens_q) - 1
-    _integers("cu_seqlens_k", cu_seqlens_k, (N + 1,), q.device, ("int32",))
+    integers("cu_seqlens_k", cu_seqlens_k, (N + 1,), q.device, ("int32",))
     if N < 0:
-        _wrong("cu_seqlens_q", "(sequences + 1,)", cu_seqlens_q)
+        wrong("cu_seqlens_q", "(sequences + 1,)", cu_seqlens_q)
     if block_table is not None:
-        _integers("block_table", block_table, (N, -1), q.device)
-    _check_deterministic(deterministic, q)
+        integers("block_table", block_table, (N, -1), q.device)
+    check_deterministic(deterministic, q)
     lse = return_attn_probs or return_softmax_lse
     shared = (dropout_p, softmax_scale, causal, window_size, softcap, lse)
     others = {"alibi_slopes": alibi_slopes, **fa3}
@@ -183,17 +143,17 @@ def flash_attn_varlen_func(
         k, v = (t.flatten(0, -3)[None] for t in (k, v))
         out, L = _dense(q[None], k, v, request, segments)
         return _returned(out[0], None if L is None else L[0], return_attn_probs, lse)
-    lengths_q = _lengths("cu_seqlens_q", cu_seqlens_q, len(q))
-    lengths_k = _lengths("cu_seqlens_k", cu_seqlens_k, len(k) if block_table is None else None)
+    lengths_q = lengths_of("cu_seqlens_q", cu_seqlens_q, len(q))
+    lengths_k = lengths_of("cu_seqlens_k", cu_seqlens_k, len(k) if block_table is None else None)
     request = Request.of(max(lengths_q, default=0), *shared, **others)
     if block_table is not None:
         room, longest = block_table.shape[1] * k.shape[1], max(lengths_k, default=0)
         if longest > room:
-            _wrong("cu_seqlens_k", f"of at most {room} tokens a row of block_table", longest)
+            wrong("cu_seqlens_k", f"of at most {room} tokens a row of block_table", longest)
         past = (b - a for a, b in zip(lengths_q, lengths_k))
         skip = [_unseen(n, request.window, k.shape[1]) for n in past]
-        if _on_host(block_table) is not None:
-            _check_pages(block_table, k, skip, lengths_k, lengths_k)
+        if on_host(block_table) is not None:
+            check_pages(block_table, k, skip, lengths_k, lengths_k)
         k, v = (_unpaged(pages, block_table, skip, lengths_k) for pages in (k, v))
         lengths_k = [n - m for n, m in zip(lengths_k, skip)]
     if len(set(zip(lengths_q, lengths_k))) <= 1:  # a batch
@@ -212,7 +172,7 @@ def flash_attn_varlen_func(
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_varlen_func() with kv (total_k, 2, Hkv, D)."""
-    k, v = _unpacked("kv", kv, 2, "tokens")
+    k, v = unpacked("kv", kv, 2, "tokens")
     return flash_attn_varlen_func(q, k, v, *args, **options)
 
 
@@ -220,7 +180,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Any:
     """flash_attn_varlen_func() with qkv (total, 3, H, D)."""
-    q, k, v = _unpacked("qkv", qkv, 3, "tokens")
+    q, k, v = unpacked("qkv", qkv, 3, "tokens")
     ends, longest = cu_seqlens, max_seqlen
     return flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, *args, **options)
 
@@ -249,55 +209,32 @@ def flash_attn_with_kvcache(
     Returns:
         (B, Tq, H, D), or with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
     """
-    _check(q, k_cache, v_cache, ("k_cache", "v_cache"))
-    (B, Tq), (n_rows, size, *heads), on = q.shape[:2], k_cache.shape, q.device
+    if block_table is not None and page_table is not None:
+        raise ValueError("page_table is block_table's other name: pass one of them")
+    table = page_table if block_table is None else block_table
+    check(q, k_cache, v_cache, ("k_cache", "v_cache"), paged=table is not None)
+    (B, Tq), (size, *heads), on = q.shape[:2], k_cache.shape[1:], q.device
     request = Request.of(
         Tq, 0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
         rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
         alibi_slopes=alibi_slopes, **fa3,
     )  # fmt: skip
-    table = page_table if block_table is None else block_table
-    if table is not None and (cache_seqlens is None or cache_batch_idx is not None):
-        raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
-    if block_table is not None and page_table is not None:
-        raise ValueError("page_table is block_table's other name: pass one of them")
-    n_new = _check_new(k, v, k_cache, B)
-    room = size  # of a row
-    if table is not None:
-        _integers("block_table", table, (B, -1), on)
-        room = table.shape[1] * size
-    elif cache_batch_idx is not None:
-        _integers("cache_batch_idx", cache_batch_idx, (B,), on)
-        chosen = _on_host(cache_batch_idx) or []
-        if any(not 0 <= row < n_rows for row in chosen) or (n_new and len(set(chosen)) < B):
-            once = ", each once, since k and v are written" if n_new else ""
-            _wrong("cache_batch_idx", f"in 0 .. {n_rows - 1}{once}", chosen)
-    elif n_rows < B:
-        _wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
-    before: Any = size if cache_seqlens is None else cache_seqlens
-    if isinstance(before, Tensor):
-        _integers("cache_seqlens", before, (B,), on)
-    elif not _is_a(Integral, before):
-        _wrong("cache_seqlens", f"an integer or int32 ({B},)", before)
-    # None: on the device, where the host does not look.
-    lengths = _on_host(before) if isinstance(before, Tensor) else [int(before)] * B
-    for n in lengths or ():
-        if not 0 <= n <= room - n_new:
-            new = f", less {n_new} new ones" if n_new else ""
-            _wrong("cache_seqlens", f"in 0 .. {room} tokens{new}", n)
+    n_new = check_new(k, v, k_cache, B)
+    lengths = check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx)
     if _shape_only(q):
-        k = v = k_cache.new_empty(B, room, *heads)
+        k = v = k_cache.new_empty(B, size, *heads)
         out, L = _dense(q, k, v, request)
         return (out, L) if request.lse else out
-    start = torch.as_tensor(before, dtype=torch.int32, device=on).expand(B)
-    total, start = start + n_new, start + n_new - Tq
-    on_host = return_softmax_lse or (table is None and not q.is_cuda)
-    ends = total.tolist() if on_host and lengths is None else [n + n_new for n in lengths or ()]
+    before = size if cache_seqlens is None else cache_seqlens
+    total = torch.as_tensor(before, dtype=torch.int32, device=on).expand(B) + n_new
+    by_row = return_softmax_lse or (table is None and not q.is_cuda)
+    ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
     skip = [0 if table is None else _unseen(n - Tq, request.window, size) for n in ends]
-    if table is not None and lengths is not None and _on_host(table) is not None:
-        _check_pages(table, k_cache, skip, ends, lengths if n_new else ends)
+    if table is not None and lengths is not None and on_host(table) is not None:
+        check_pages(table, k_cache, skip, ends, lengths if n_new else ends)
+    by_row |= not q.numel() or (lengths is not None and not any(ends))
     # The kernel is chosen before anything is written: it may be refused.
-    if on_host or not q.numel():
+    if by_row:
         for n in {n - m for m, n in zip(skip, ends) if n and Tq}:
             _kernel(q, k_cache[:1, :1].expand(1, n, *heads), request)
     else:
@@ -317,9 +254,10 @@ def flash_attn_with_kvcache(
         k_cache, v_cache = k_cache[rows], v_cache[rows]
     elif table is None:
         k_cache, v_cache = k_cache[:B], v_cache[:B]
-    if on_host or not q.numel():
+    if by_row:
         out, L = _host_rows(q, k_cache, v_cache, skip, ends, table, request)
         return (out, L) if request.lse else out
+    start = total - Tq
     blind = start[:, None] + torch.arange(Tq, device=on) < 0  # queries before every key
     view: PagedView | StaticView = StaticView(start, torch.full_like(start, Tq), size)
     if table is not None:
@@ -333,7 +271,7 @@ def _host_rows(
     table: Tensor | None, request: Request,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """_dense() of rows whose lengths the host knows: it reads only their keys."""
-    if not q.numel():
+    if not (q.numel() and any(ends)):
         return _dense(q, k_cache[:, :0], v_cache[:, :0], request)
     if table is None and len(set(ends)) == 1:
         return _dense(q, k_cache[:, : ends[0]], v_cache[:, : ends[0]], request)
@@ -360,13 +298,19 @@ def _dense(
         out = torch.where(q.new_zeros((), dtype=torch.bool), q, 0) + k[:0].sum() + v[:0].sum()
         L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
         return out, L if request.lse else None
-    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if _shape_only(q):
-        backend = tiled.BACKEND if request.lse else manual.BACKEND
-        spec = request.spec(q, k, segments is not None)
-    else:
-        backend, spec = _kernel(q, k, request, segments=segments is not None, grad=grad)
-    if not request.lse:
+        kernel = (tiled if request.lse else manual).BACKEND
+        with getattr(q, "fake_mode", nullcontext()):
+            return _call(kernel, request.spec(q, k, segments is not None), q, k, v, segments)
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    backend, spec = _kernel(q, k, request, segments=segments is not None, grad=grad)
+    return _call(backend, spec, q, k, v, segments)
+
+
+def _call(
+    backend: Backend, spec: Spec, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if not spec.lse:
         return backend.attend(q, k, v, spec, segments=segments), None
     with no_autocast(q):
         out, L = WithLSE.apply(q, k, v, segments, spec, backend.partial)
@@ -450,16 +394,15 @@ def _choose(key: object, q: Tensor, heads: tuple[int, int, int], asked: dict[str
     _choices.choose(key, spec, q.device, shape, " (flash_attn functions)")
 
 
+def _shape_only(t: Tensor) -> bool:
+    """True for meta and fake tensors: no kernel runs, or could."""
+    return symbolic(t) and not torch.compiler.is_compiling()
+
+
 def _returned(out: Tensor, L: Tensor | None, probs: bool, lse: bool) -> Any:
     if probs:
         return out, L, None
     return (out, L) if lse else out
-
-
-@not_compiled
-@kept
-def _ends(cu_seqlens: Tensor) -> list[int]:
-    return cu_seqlens.tolist()  # waits for the device, once per tensor
 
 
 @kept
@@ -481,110 +424,3 @@ def _unpaged(pages: Tensor, table: Tensor, skip: list[int], lengths: list[int]) 
 def _unseen(past: int, window: int | None, size: int) -> int:
     """Tokens before the first page that queries from position `past` on see."""
     return 0 if window is None else max(0, past - window + 1) // size * size
-
-
-# --- arguments ---
-
-INDICES = ("int32", "int64")
-
-
-def _wrong(name: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{name} must be {expected}, got {shape_of(got)}")
-
-
-def _is_a(kind: type, value: object) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _integers(
-    name: str, t: object, shape: tuple[int, ...], on: torch.device, dtypes: Any = INDICES
-) -> None:
-    if why := no_integers(t, shape, on, dtypes):
-        raise ValueError(f"{name} must be {why}")
-
-
-def _shape_only(t: Tensor) -> bool:
-    """True for meta and fake tensors: no kernel runs, or could."""
-    return symbolic(t) and not torch.compiler.is_compiling()
-
-
-def _on_host(t: Tensor) -> list[Any] | None:
-    return None if symbolic(t) or t.device.type != "cpu" else t.tolist()
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *,
-           varlen: bool = False, paged: bool = False) -> None:  # fmt: skip
-    one = "(total tokens, heads, head_dim)" if varlen else "(batch, tokens, heads, head_dim)"
-    keys = "(pages, page_size, heads, head_dim)" if paged else one
-    for name, t, layout in (("q", q, one), (names[0], k, keys), (names[1], v, keys)):
-        if not isinstance(t, Tensor) or t.dim() != layout.count(",") + 1:
-            _wrong(name, layout, t)
-        if not (t.shape[-1] and t.shape[-2] and (t.shape[1] or not paged)):
-            _wrong(name, f"{layout} without a size of 0", t)
-        if str(t.dtype)[6:] not in DTYPES or t.dtype != q.dtype or t.device != q.device:
-            dtype = str(q.dtype)[6:] if name != "q" else " or ".join(DTYPES)
-            _wrong(name, f"of dtype {dtype} on {q.device}", t)
-    if k.shape[-1] != q.shape[-1] or q.shape[-2] % k.shape[-2]:
-        _wrong(names[0], f"of q's head_dim, with heads that divide q's {q.shape[-2]}", k)
-    if v.shape != k.shape:
-        _wrong(names[1], f"{tuple(k.shape)} as {names[0]}", v)
-
-
-def _unpacked(name: str, t: Tensor, n: int, before: str) -> tuple[Tensor, ...]:
-    dims = before.count(",") + 4
-    if not isinstance(t, Tensor) or t.dim() != dims or t.shape[-3] != n:
-        _wrong(name, f"({before}, {n}, heads, head_dim)", t)
-    return t.unbind(-3)
-
-
-def _check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> int:
-    """The number of new tokens k, v (B, T_new, Hkv, D)."""
-    if k is None or v is None:
-        if k is not v:
-            raise ValueError("k and v, the new tokens, are passed together")
-        return 0
-    H, D = k_cache.shape[2:]
-    for name, t in (("k", k), ("v", v)):
-        same = isinstance(t, Tensor) and (t.dtype, t.device) == (k_cache.dtype, k_cache.device)
-        if not same or t.dim() != 4 or (t.shape[0], *t.shape[2:]) != (B, H, D):
-            _wrong(name, f"({B}, new tokens, {H}, {D}), as {shape_of(k_cache)}", t)
-    if v.shape != k.shape:
-        _wrong("v", f"{tuple(k.shape)} as k", v)
-    return k.shape[1]
-
-
-def _lengths(name: str, cu_seqlens: Tensor, total: int | None) -> list[int]:
-    """The sequences' lengths, of `total` tokens."""
-    ends = _ends(cu_seqlens)
-    for a, b in pairwise(ends) if sorted(ends) != ends else ():
-        if b < a:
-            _wrong(name, f"no less than {a} after it", b)
-    if ends[0] != 0:
-        _wrong(name, "0 at first", ends[0])
-    if total is not None and ends[-1] != total:
-        _wrong(name, f"{total} at last, the number of tokens", ends[-1])
-    return [b - a for a, b in pairwise(ends)]
-
-
-def _check_pages(
-    table: Tensor, pages: Tensor, skip: list[int], ends: list[int], before: list[int]
-) -> None:
-    """Each row's tokens skip .. end lie in pages, and those from `before` on, which are written,
-    in pages of no other row."""
-    (n_pages, size), column = pages.shape[:2], torch.arange(table.shape[1])
-    least, last, start = (torch.tensor(n).view(-1, 1) for n in (skip, ends, before))
-    end = (column + 1) * size
-    used = (end > torch.minimum(least, start)) & (column * size < last)
-    found = table[used]
-    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < n_pages:
-        wrong = found[(found < 0) | (found >= n_pages)]
-        _wrong("block_table", f"pages of 0 .. {n_pages - 1} where there are tokens", int(wrong[0]))
-    written = table[used & (end > start)]
-    twice = written[torch.bincount(found, minlength=n_pages)[written.long()] > 1]
-    if len(twice):
-        _wrong("block_table", "pages of one row where tokens are written", int(twice[0]))
-
-
-def _check_deterministic(deterministic: bool, q: Tensor) -> None:
-    if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
-        raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True) here")
