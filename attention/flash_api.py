@@ -80,7 +80,7 @@ def flash_attn_func(
         return_softmax_lse: return (out, softmax_lse), as FlashAttention-3.
 
     Raises:
-        ValueError: an argument that is not supported, or tensors of another layout.
+        ValueError: an argument that is not supported, or arguments that contradict one another.
     """
     check(q, k, v)
     if len(k) != len(q):
@@ -118,7 +118,7 @@ def flash_attn_varlen_func(
         q, k, v: (total_q, H, D) and (total_k, Hkv, D); with block_table k and v are pages,
             (pages, page_size, Hkv, D).
         cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each sequence begins, and the total.
-        max_seqlen_q, max_seqlen_k: not read.
+        max_seqlen_q, max_seqlen_k: not read, except in a trace (1: causal=False is accepted).
         block_table: (N, pages of the longest) int32: the pages of each sequence.
 
     Returns:
@@ -138,7 +138,7 @@ def flash_attn_varlen_func(
     others = {"alibi_slopes": alibi_slopes, **fa3}
     square = cu_seqlens_q is cu_seqlens_k and block_table is None
     if _shape_only(q) or (square and torch.compiler.is_compiling()):
-        request = Request.of(max_seqlen_q, *shared, **others)
+        request = Request.of(1 if max_seqlen_q == 1 else len(q), *shared, **others)
         segments = _segments(cu_seqlens_q, len(q)) if square else None
         k, v = (t.flatten(0, -3)[None] for t in (k, v))
         out, L = _dense(q[None], k, v, request, segments)
@@ -208,6 +208,9 @@ def flash_attn_with_kvcache(
 
     Returns:
         (B, Tq, H, D), or with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
+
+    Raises:
+        ValueError: as flash_attn_func(); the cache is as it was.
     """
     if block_table is not None and page_table is not None:
         raise ValueError("page_table is block_table's other name: pass one of them")
@@ -220,7 +223,8 @@ def flash_attn_with_kvcache(
         alibi_slopes=alibi_slopes, **fa3,
     )  # fmt: skip
     n_new = check_new(k, v, k_cache, B)
-    lengths = check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx)
+    wait = return_softmax_lse
+    lengths = check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, wait)
     if _shape_only(q):
         k = v = k_cache.new_empty(B, size, *heads)
         out, L = _dense(q, k, v, request)
@@ -235,7 +239,9 @@ def flash_attn_with_kvcache(
     by_row |= not q.numel() or (lengths is not None and not any(ends))
     # The kernel is chosen before anything is written: it may be refused.
     if by_row:
-        for n in {n - m for m, n in zip(skip, ends) if n and Tq}:
+        read = {n - m for m, n in zip(skip, ends) if n and q.numel()}
+        # One for each doubling of the length, and for windows that hide nothing.
+        for n in {(n.bit_length(), n > (request.window or 0)): n for n in sorted(read)}.values():
             _kernel(q, k_cache[:1, :1].expand(1, n, *heads), request)
     else:
         cache, pages = ("static", None) if table is None else ("paged", size)
@@ -331,12 +337,10 @@ def _texts(
     for rows in _similar(lengths_q, lengths_k):
         q, k, v = (_padded([of[i] for i in rows]) for of in texts)
         out, L = _dense(q, k, v, request)
-        n = out.shape[1]
-        # Not slices: the gradient of each would be of the batch's size.
-        sizes = [size for i in rows for size in (lengths_q[i], n - lengths_q[i])]
-        for b, (i, part) in enumerate(zip(rows, out.flatten(0, 1).split(sizes)[::2])):
-            outs[i] = part
-            Ls[i] = part if L is None else L[b, :, : lengths_q[i]]
+        # Unbound first: the gradient of a slice of the batch would be of the batch's size.
+        for b, (i, row) in enumerate(zip(rows, out.unbind())):
+            outs[i] = row[: lengths_q[i]]
+            Ls[i] = row if L is None else L[b, :, : lengths_q[i]]
     return torch.cat(outs), torch.cat(Ls, dim=1) if request.lse else None
 
 

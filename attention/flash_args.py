@@ -1,8 +1,8 @@
 """The arguments of flash_api.py's functions: ValueError for what is not supported or contradicts
 itself, before anything is read or written.
 
-Where the host would have to wait for a device, values are not looked at: of a table of pages,
-cache_seqlens and cache_batch_idx only on the CPU, of cu_seqlens always.
+Values on another device than the CPU are checked only where the host waits for them anyway:
+cu_seqlens, and cache_seqlens for a log-sum-exp.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ class Request:
         if softcap is not None and not (is_a(Real, softcap) and 0 <= softcap < math.inf):
             wrong("softcap", "positive, or 0 for none", softcap)
         left, right = (-1 if side is None else int(side) for side in sides)
-        if not causal and right != 0 and Tq != 1:
+        if not causal and right != 0 and Tq > 1:
             raise ValueError(
                 f"causal=False with window_size={window} is not supported: attention here is "
                 "causal (causal=True, or a window_size whose right side is 0)"
             )
         for name, value in others.items():
-            if name not in HINTS + REFUSED:
-                raise TypeError(f"unexpected keyword argument {name!r}")
-            if name in REFUSED and (isinstance(value, Tensor) or value):
+            if name not in REFUSED:
+                if name not in HINTS:
+                    raise TypeError(f"unexpected keyword argument {name!r}")
+            elif isinstance(value, Tensor) or value:
                 raise ValueError(f"{name} is not supported")
         return cls(dropout, scale, left + 1 if left >= 0 else None, softcap or None, lse)
 
@@ -74,6 +75,8 @@ class Request:
 
 
 INDICES = ("int32", "int64")
+COMMON: dict[type, tuple[type, ...]] = {Integral: (int,), Real: (float, int)}
+FLOATS = {getattr(torch, name) for name in DTYPES}
 
 
 def wrong(name: str, expected: str, got: object) -> NoReturn:
@@ -81,7 +84,8 @@ def wrong(name: str, expected: str, got: object) -> NoReturn:
 
 
 def is_a(kind: type, value: object) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+    # First the common types: an abstract class is slow.
+    return type(value) in COMMON[kind] or (isinstance(value, kind) and not isinstance(value, bool))
 
 
 def integers(
@@ -98,13 +102,15 @@ def on_host(t: Tensor) -> list[Any] | None:
 def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *,
            varlen: bool = False, paged: bool = False) -> None:  # fmt: skip
     one = "(total tokens, heads, head_dim)" if varlen else "(batch, tokens, heads, head_dim)"
-    keys = "(pages, page_size, heads, head_dim)" if paged else one
+    keys, dims = one, 3 if varlen else 4
+    if paged:
+        keys = "(pages, page_size, heads, head_dim)"
     for name, t, layout in (("q", q, one), (names[0], k, keys), (names[1], v, keys)):
-        if not isinstance(t, Tensor) or t.dim() != layout.count(",") + 1:
+        if not isinstance(t, Tensor) or t.dim() != (4 if layout is not one else dims):
             wrong(name, layout, t)
-        if not (t.shape[-1] and t.shape[-2] and (t.shape[1] or not paged)):
+        if 0 in t.shape[1 if layout is not one else -2 :]:
             wrong(name, f"{layout} without a size of 0", t)
-        if str(t.dtype)[6:] not in DTYPES or t.dtype != q.dtype or t.device != q.device:
+        if t.dtype not in FLOATS or t.dtype != q.dtype or t.device != q.device:
             dtype = str(q.dtype)[6:] if name != "q" else " or ".join(DTYPES)
             wrong(name, f"of dtype {dtype} on {q.device}", t)
     if k.shape[-1] != q.shape[-1] or q.shape[-2] % k.shape[-2]:
@@ -138,9 +144,10 @@ def check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> in
 
 def check_rows(
     B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None, table: Tensor | None,
-    rows: Tensor | None,
+    rows: Tensor | None, wait: bool,
 ) -> list[int] | None:  # fmt: skip
-    """The lengths of B rows before n_new tokens are written; None: the host does not know them."""
+    """The lengths of B rows before n_new tokens are written; None: they are on a device, and the
+    host does not `wait` for it."""
     (n_rows, room), on = k_cache.shape[:2], k_cache.device
     if table is not None:
         if seqlens is None or rows is not None:
@@ -150,16 +157,15 @@ def check_rows(
     elif rows is not None:
         integers("cache_batch_idx", rows, (B,), on)
         chosen = on_host(rows) or []
-        if any(not 0 <= row < n_rows for row in chosen) or (
-            n_new and len(set(chosen)) < len(chosen)
-        ):
-            once = ", each once, since k and v are written" if n_new else ""
-            wrong("cache_batch_idx", f"in 0 .. {n_rows - 1}{once}", chosen)
+        if not all(0 <= row < n_rows for row in chosen):
+            wrong("cache_batch_idx", f"in 0 .. {n_rows - 1}", chosen)
+        if n_new and len(set(chosen)) < len(chosen):
+            wrong("cache_batch_idx", "different rows, since k and v are written", chosen)
     elif n_rows < B:
         wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
     if isinstance(seqlens, Tensor):
         integers("cache_seqlens", seqlens, (B,), on)
-        lengths = on_host(seqlens)
+        lengths = seqlens.tolist() if wait and not symbolic(seqlens) else on_host(seqlens)
     elif seqlens is None or is_a(Integral, seqlens):
         lengths = [k_cache.shape[1] if seqlens is None else int(seqlens)] * B
     else:
@@ -196,13 +202,15 @@ def check_pages(
     """Each row's tokens skip .. end lie in pages, and those from `before` on, which are written,
     in pages of no other row."""
     (n_pages, size), column = pages.shape[:2], torch.arange(table.shape[1])
-    least, last, start = (torch.tensor(n).view(-1, 1) for n in (skip, ends, before))
+    least, last, start = torch.tensor([skip, ends, before]).long()[:, :, None]
     end = (column + 1) * size
     used = (end > torch.minimum(least, start)) & (column * size < last)
     found = table[used]
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) < n_pages:
         none = found[(found < 0) | (found >= n_pages)]
         wrong("block_table", f"pages of 0 .. {n_pages - 1} where there are tokens", int(none[0]))
+    if before == ends:
+        return
     written = table[used & (end > start)]
     twice = written[torch.bincount(found, minlength=n_pages)[written.long()] > 1]
     if len(twice):
