@@ -125,14 +125,18 @@ FLOATS = [-1.0, torch.nan, torch.inf, "1", True]
 OPTIONS = [*become("window_size", 3, (1,), (1, 0, 0), (1.5, 0), "ab", None, (True, 0)),
            *become("softmax_scale", 0.0, *FLOATS), *become("softcap", *FLOATS)]  # fmt: skip
 DROPOUT = become("dropout_p", 1.0, *FLOATS)
+BOTH: list[Break] = [
+    lambda call: call.update(k=call["k"][:1], v=call["v"][:1]),
+    lambda call: call.update({n: torch.cat((call[n], call[n][..., :1, :]), -2) for n in "kv"}),
+]
 ONES = ints(1, 1, 1)
 LENGTHS = become("cache_seqlens", -1, 7, 2.0, True, None, *map(torch.tensor, (
     [-1, 0, 0], [0, 7, 0], [0, 0], [[0, 0, 0]], [1.0, 2.0, 3.0], [True] * 3)))  # fmt: skip
 CALLS: list[tuple[Any, Callable[..., Call], list[Break]]] = [
     (nanoattn.flash_attn_func, dense, [*change("q k v", *SHAPES, HEADS[0], HEADS[2]), *ONE_HEAD,
-                                       *OPTIONS, *DROPOUT]),
+                                       *OPTIONS, *DROPOUT, *BOTH]),
     (nanoattn.flash_attn_varlen_func, varlen, [
-        *change("q k v", *SHAPES, HEADS[0], HEADS[2]), *ONE_HEAD, *OPTIONS, *DROPOUT,
+        *change("q k v", *SHAPES, HEADS[0], HEADS[2]), *ONE_HEAD, *OPTIONS, *DROPOUT, *BOTH,
         *change("cu_seqlens_q cu_seqlens_k", *SHAPES, lambda t: t[:0], lambda t: t[[0, 3]],
                 lambda t: t.long(), lambda t: t + 1, lambda t: t.flip(0)),
         *put("cu_seqlens_k", (1, 8), (1, -1), (0, 1), (3, 11), (3, 13))]),
@@ -142,7 +146,7 @@ CALLS: list[tuple[Any, Callable[..., Call], list[Break]]] = [
     (nanoattn.flash_attn_with_kvcache, cached, [
         *change("q k_cache v_cache k v", *SHAPES, HEADS[0], HEADS[2]), *change("k v", HEADS[1]),
         *change("cache_batch_idx", *SHAPES), *put("cache_batch_idx", (0, -1), (0, 4), (0, 3)),
-        *change("cache_seqlens", *SHAPES), *become("k", None), *LENGTHS, *OPTIONS]),
+        *change("cache_seqlens", *SHAPES), *become("k", None), *LENGTHS, *OPTIONS, *BOTH]),
     (nanoattn.flash_attn_with_kvcache, paged, [
         *change("block_table", *SHAPES), *LENGTHS, *become("cache_batch_idx", ints(0, 1, 2)),
         *put("block_table", *((*at, x) for at in ((0, 0), (1, 1), (2, 1)) for x in (-1, 7, 5)))]),
@@ -152,9 +156,9 @@ CALLS: list[tuple[Any, Callable[..., Call], list[Break]]] = [
       for kind, more in (
         ("none", [*change("segments", *SHAPES), *change("sinks", *SHAPES[:3], *SHAPES[4:]),
                   *become("segments", None, torch.zeros(B, 7)),
-                  *become("sinks", None, ints(*[1] * H)), *change("k v", SHAPES[0])]),
+                  *become("sinks", None, ints(*[1] * H)), *change("k v", SHAPES[0]), *BOTH]),
         ("static", [*become("cache", StaticView(ints(1), ints(1), 7), StaticView(ONES, ONES, 6)),
-                    *change("k v", SHAPES[0])]),
+                    *change("k v", SHAPES[0]), *BOTH]),
         ("paged", [*become("cache", PagedView(ints([1, 2]), ONES, ONES)),
                    *become("segments", ints(*[[0] * 7] * B))]))),
 ]  # fmt: skip
@@ -210,6 +214,8 @@ def test_nan_in_one_row_of_a_cache_reaches_no_other() -> None:
             calls[1][name][1] = torch.nan
         clean, dirty = (nanoattn.flash_attn_with_kvcache(**c, causal=True) for c in calls)
         assert torch.equal(clean[::2], dirty[::2]) and dirty[1].isnan().any()
+    q = torch.full((1, 2, 2, 8), torch.nan)
+    assert not nanoattn.flash_attn_func(q, q[:, :0], q[:, :0], causal=True).any()
 
 
 def test_lengths_and_segments_that_numpy_writes_are_read_again() -> None:

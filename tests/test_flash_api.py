@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_probe import wrong_beyond
 from torch import Tensor
@@ -73,6 +73,7 @@ lengths = st.lists(st.tuples(length, length), min_size=1, max_size=6)
 
 
 @given(lengths, st.sampled_from([None, 1, 3, 40]), st.booleans(), st.booleans())
+@example([(2, 11), (2, 50), (9, 7)], 3, False, True)  # a window that begins with a page
 @settings(max_examples=40, deadline=None)
 def test_flash_attn_varlen_func_takes_any_lengths(pairs, window, square, paged) -> None:
     """Each sequence is attention of its own, bottom-right aligned, from tokens or from pages."""
@@ -183,6 +184,22 @@ def test_a_cache_read_without_new_tokens_in_other_rows() -> None:
     )
     for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         same(out[b], truth(q[b], k[row, :n], v[row, :n]))
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_pages_before_the_window_may_be_gone(lse) -> None:
+    nanoattn.use("auto")
+    q, k, v = (torch.randn(2, n, h, 16) for n, h in ((3, 4), (24, 2), (24, 2)))
+    pages = [t.unflatten(1, (3, SIZE)).flatten(0, 1) for t in (k, v)]
+    table = torch.tensor([[-1, 1, 2], [-1, 4, 5]]).int()
+    options = {"causal": True, "window_size": (4, 0), "return_softmax_lse": lse}
+    got, want = (
+        nanoattn.flash_attn_with_kvcache(q, *kv, cache_seqlens=torch.tensor([21, 15]).int(),
+                                         block_table=t, **options)
+        for kv, t in ((pages, table), ((k, v), None)))  # fmt: skip
+    torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match="block_table"):
+        nanoattn.flash_attn_with_kvcache(q, *pages, cache_seqlens=14, block_table=table, **options)
 
 
 def log_sum_exp(q: Tensor, k: Tensor, window: int | None) -> Tensor:
