@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from .machine.system import UNKNOWN_VERSION
+from .machine.system import UNKNOWN_VERSION, autocast_off
 from .spec import DTYPES, Machine, Spec
 
 if TYPE_CHECKING:
@@ -160,8 +160,9 @@ class Partial:
 
 
 def checked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make attend() raise ValueError for tensors that contradict the Spec. A compiled step was
-    checked before it was traced."""
+    """Make attend() raise ValueError for tensors that contradict the Spec or one another, and
+    compute in the inputs' dtype whatever autocast says. A compiled step was checked before it was
+    traced."""
     if getattr(attend, "checked", False):
         return attend
 
@@ -170,26 +171,88 @@ def checked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         import torch
 
         if not torch.compiler.is_compiling():
-            H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
-            right = q.dim() == k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
-            same = q.dtype == k.dtype == v.dtype == getattr(torch, spec.dtype)
-            if not (right and same and k.shape == v.shape):
-                _refuse(q, k, v, spec)
-        return attend(q, k, v, spec, **options)
+            dtype, given = getattr(torch, spec.dtype), map(options.get, OPTIONS)
+            if wrong := _contradiction(q, k, v, spec, dtype, *given):
+                raise ValueError(wrong)
+        with autocast_off(q):
+            return attend(q, k, v, spec, **options)
 
     call.checked = True  # type: ignore[attr-defined]
     return call
 
 
-def _refuse(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> NoReturn:
-    got = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (q, k, v))
-    wanted = f"{spec.n_head}, {spec.n_kv_head} and {spec.n_kv_head} heads of {spec.head_dim}"
-    swapped = q.dim() == 4 and q.shape[1] == spec.n_head and q.shape[2] != spec.n_head
-    hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)" if swapped else ""
-    raise ValueError(
-        f"q, k and v must be (batch, tokens, heads, head_dim) with {wanted} in {spec.dtype}, as "
-        f"the Spec says; got {got}{hint}"
-    )
+OPTIONS = ("segments", "cache", "sinks")  # arguments of attend()
+INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
+
+
+def _contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
+                   segments: Tensor | None, cache: Any, sinks: Tensor | None) -> str:  # fmt: skip
+    """What is wrong with attend()'s arguments, in words; "" if nothing is."""
+    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+    fits = q.dim() == 4 and k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
+    if not (fits and q.dtype == k.dtype == v.dtype == dtype):
+        swapped = q.dim() == 4 and q.shape[1] == H and q.shape[2] != H
+        hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)"
+        return (
+            f"q, k and v must be (batch, tokens, heads, head_dim) with {H}, {Hkv} and {Hkv} heads "
+            f"of {D} in {spec.dtype}, as the Spec says; got {shape_of(q)}, {shape_of(k)}, "
+            f"{shape_of(v)}{hint if swapped else ''}"
+        )
+    if k.shape != v.shape:
+        return f"v must have k's shape {tuple(k.shape)}, got {shape_of(v)}"
+    if not (on := q.device) == k.device == v.device:
+        return f"q, k and v must be on one device, got {on}, {k.device} and {v.device}"
+    B, kind = q.shape[0], "none" if cache is None else getattr(cache, "kind", "")
+    if kind != (spec.cache if spec.cache in ("static", "paged") else "none"):
+        return (
+            f"cache must be a view of the Spec's '{spec.cache}' cache, got {type(cache).__name__}"
+        )
+    if kind == "paged" and k.shape[1] != spec.page_size:
+        return f"k and v must be pages of {spec.page_size} tokens, got {shape_of(k)}"
+    if kind != "paged" and k.shape[0] != B:
+        return f"k and v must have q's batch of {B}, got {shape_of(k)}"
+    if kind == "static" and cache.length != k.shape[1]:
+        return f"cache.length must be k's {k.shape[1]} positions, got {cache.length}"
+    options: dict[str, object] = {"segments": segments, "sinks": sinks}
+    for name, t in options.items():
+        if (t is not None) != (own := getattr(spec, name)):
+            return f"{name} must agree with {name}={own} in the Spec, got {shape_of(t)}"
+    wanted: list[tuple[str, object, tuple[int, ...], tuple[str, ...]]] = []
+    if spec.sinks:
+        wanted.append(("sinks", sinks, (H,), DTYPES))
+    if spec.segments:
+        if cache is not None:
+            return f"segments must be None with a view of a cache, got {shape_of(segments)}"
+        wanted.append(("segments", segments, (B, k.shape[1]), INTEGERS))
+    if cache is not None:
+        wanted += [(f"cache.{n}", getattr(cache, n), (B,), INTEGERS) for n in ("start", "count")]
+    if kind == "paged":
+        wanted.append(("cache.page_table", cache.page_table, (B, -1), INTEGERS))
+    for name, t, shape, dtypes in wanted:
+        if why := unlike(t, shape, on, dtypes):
+            return f"{name} must be {why}"
+    return ""
+
+
+def unlike(t: object, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...]) -> str:
+    """Empty if t is a tensor of this shape (-1: any size), device and one of these dtypes, else
+    what is expected and what t is."""
+    import torch
+
+    if isinstance(t, torch.Tensor) and str(t.dtype)[6:] in dtypes and t.device == on:
+        sizes = tuple(-1 if n == -1 else m for n, m in zip(shape, t.shape))
+        if sizes == shape and t.dim() == len(shape):
+            return ""
+    return f"{shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}"
+
+
+def shape_of(t: Any) -> str:
+    """A tensor as "(2, 3) float32 on cpu", anything else as it prints itself."""
+    import torch
+
+    if not isinstance(t, torch.Tensor):
+        return repr(t)
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
 @dataclass(frozen=True)
@@ -214,6 +277,8 @@ class Backend:
     fullgraph: bool = True  # torch.compile traces it without a graph break
     partial: Partial | None = None  # present if Caps.lse
     prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
+    varlen: tuple[str, ...] = ()  # devices where it reads each segment as a sequence of its own:
+    # NaN in one does not reach another. Elsewhere masked keys are multiplied by 0.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attend", checked(self.attend))

@@ -299,6 +299,7 @@ def _backend(
         partial=Partial(
             partial(forward_part, package=package), partial(backward_part, package=package)
         ),
+        varlen=("cuda",),
     )
     if hub is None:
         return plain

@@ -12,7 +12,8 @@ cannot be computed is refused with a ValueError that names the argument:
     alibi_slopes, rotary_cos, cache_leftpad, qv, q_descale, attention_chunk, seqused_k, ...
 
 num_splits, pack_gqa, sm_margin and scheduler_metadata only tune the packages' own kernels: any
-value is accepted. All floating dtypes run, not only float16 and bfloat16.
+value is accepted. All floating dtypes run, not only float16 and bfloat16. Meta and fake tensors
+give results of the right shape.
 
 `use()` names the backend; a call's kernel is chosen and checked once for its kind of shape and each
 doubling of its length. Rows that see no key give zeros, as in flash-attn, and a log-sum-exp of
@@ -22,27 +23,36 @@ doubling of its length. Rows that see no key give zeros, as in flash-attn, and a
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import manual, tiled
 from .caps import Backend
+from .flash_args import (
+    Request,
+    check,
+    check_deterministic,
+    check_new,
+    check_pages,
+    check_rows,
+    integers,
+    lengths_of,
+    on_host,
+    unpacked,
+    wrong,
+)
 from .function import attention
 from .machine.apart import outside_a_trace
-from .plan import Plans
+from .plan import Plan, Plans
 from .probing import LONG
 from .select import check_name
 from .spec import Policy, Spec
-from .views import PagedView, StaticView, kept
+from .views import PagedView, StaticView, kept, symbolic
 
-HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata")
-REFUSED = ("alibi_slopes", "attention_chunk", "cache_leftpad", "cu_seqlens_k_new", "cu_seqlens_q",
-           "k_descale", "max_seqlen_q", "q_descale", "qv", "rotary_cos", "rotary_seqlens",
-           "rotary_sin", "seqused_k", "seqused_q", "v_descale")  # fmt: skip
 _plans = Plans("auto")
 
 
@@ -55,37 +65,6 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> None:
     global _plans
     check_name(backend)
     _plans = Plans(backend, policy)
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments that all functions share, checked."""
-
-    dropout: float
-    scale: float | None
-    window: int | None
-    softcap: float | None
-    lse: bool  # return the log-sum-exp too
-
-    @classmethod
-    def of(
-        cls, Tq: int, dropout: float, scale: float | None, causal: bool, window: tuple[int, int],
-        softcap: float, lse: bool, **others: object,
-    ) -> Request:  # fmt: skip
-        """Raise ValueError for what is not supported. `others` are HINTS, or REFUSED unless None,
-        False or 0."""
-        left, right = (-1 if side is None else side for side in window)
-        if not causal and right != 0 and Tq != 1:
-            raise ValueError(
-                f"causal=False with window_size={window} is not supported: attention here is "
-                "causal (causal=True, or a window_size whose right side is 0)"
-            )
-        for name, value in others.items():
-            if name not in HINTS + REFUSED:
-                raise TypeError(f"unexpected keyword argument {name!r}")
-            if name in REFUSED and (isinstance(value, Tensor) or value):
-                raise ValueError(f"{name} is not supported")
-        return cls(dropout, scale, left + 1 if left >= 0 else None, softcap or None, lse)
 
 
 def flash_attn_func(
@@ -103,10 +82,12 @@ def flash_attn_func(
         return_softmax_lse: return (out, softmax_lse), as FlashAttention-3.
 
     Raises:
-        ValueError: an argument that is not supported, or tensors of another layout.
+        ValueError: an argument that is not supported, or arguments that contradict one another.
     """
-    _check(q, k, v, 4, "(batch, tokens, heads, head_dim)")
-    _check_deterministic(deterministic, q)
+    check(q, k, v)
+    if len(k) != len(q):
+        wrong("k", f"of q's batch of {len(q)}", k)
+    check_deterministic(deterministic, q)
     lse = return_attn_probs or return_softmax_lse
     request = Request.of(q.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, lse,
                          alibi_slopes=alibi_slopes, **fa3)  # fmt: skip
@@ -115,13 +96,13 @@ def flash_attn_func(
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_func() with kv (B, Tk, 2, Hkv, D)."""
-    k, v = kv.unbind(-3)
+    k, v = unpacked("kv", kv, 2, "batch, tokens")
     return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_func() with qkv (B, T, 3, H, D)."""
-    q, k, v = qkv.unbind(-3)
+    q, k, v = unpacked("qkv", qkv, 3, "batch, tokens")
     return flash_attn_func(q, k, v, *args, **options)
 
 
@@ -139,50 +120,61 @@ def flash_attn_varlen_func(
         q, k, v: (total_q, H, D) and (total_k, Hkv, D); with block_table k and v are pages,
             (pages, page_size, Hkv, D).
         cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each sequence begins, and the total.
-        max_seqlen_q, max_seqlen_k: not read.
+        max_seqlen_q, max_seqlen_k: not read, except in a trace (1: causal=False is accepted).
         block_table: (N, pages of the longest) int32: the pages of each sequence.
 
     Returns:
         (total_q, H, D); softmax_lse is (H, total_q) float32.
     """
-    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu.dtype != torch.int32 or cu.dim() != 1:
-            raise ValueError(f"{name} must be (sequences + 1,) int32, got {_is(cu)}")
-    _check(q, k, v, 3, "(total tokens, heads, head_dim)", pages=block_table is not None)
-    _check_deterministic(deterministic, q)
-    lse = return_attn_probs or return_softmax_lse
-    ends_q, ends_k = _ends(cu_seqlens_q), _ends(cu_seqlens_k)
-    lengths_q, lengths_k = ([b - a for a, b in pairwise(e)] for e in (ends_q, ends_k))
-    longest = max(lengths_q, default=0)
-    request = Request.of(longest, dropout_p, softmax_scale, causal, window_size, softcap, lse,
-                         alibi_slopes=alibi_slopes, **fa3)  # fmt: skip
+    check(q, k, v, varlen=True, paged=block_table is not None)
+    integers("cu_seqlens_q", cu_seqlens_q, (-1,), q.device, ("int32",))
+    N = len(cu_seqlens_q) - 1
+    integers("cu_seqlens_k", cu_seqlens_k, (N + 1,), q.device, ("int32",))
+    if N < 0:
+        wrong("cu_seqlens_q", "(sequences + 1,)", cu_seqlens_q)
     if block_table is not None:
-        k, v = (_unpaged(pages, block_table, lengths_k) for pages in (k, v))
-    for name, total, t in (("cu_seqlens_q", ends_q[-1], q), ("cu_seqlens_k", ends_k[-1], k)):
-        if total != len(t):
-            raise ValueError(f"{name} ends at {total}, but there are {len(t)} tokens")
-    alike = len(set(lengths_q)) == len(set(lengths_k)) == 1
-    if alike and lengths_q[0] and lengths_k[0]:  # a batch
-        n = len(lengths_q)
-        q, k, v = (t.unflatten(0, (n, -1)) for t in (q, k, v))
+        integers("block_table", block_table, (N, -1), q.device)
+    check_deterministic(deterministic, q)
+    lse = return_attn_probs or return_softmax_lse
+    shared = (dropout_p, softmax_scale, causal, window_size, softcap, lse)
+    others = {"alibi_slopes": alibi_slopes, **fa3}
+    square = cu_seqlens_q is cu_seqlens_k and block_table is None
+    if _shape_only(q) or (square and torch.compiler.is_compiling()):
+        request = Request.of(1 if max_seqlen_q == 1 else len(q), *shared, **others)
+        segments = _segments(cu_seqlens_q, len(q)) if square else None
+        k, v = (t.flatten(0, -3)[None] for t in (k, v))
+        out, L = _dense(q[None], k, v, request, segments)
+        return _returned(out[0], None if L is None else L[0], return_attn_probs, lse)
+    lengths_q = lengths_of("cu_seqlens_q", cu_seqlens_q, len(q))
+    lengths_k = lengths_of("cu_seqlens_k", cu_seqlens_k, len(k) if block_table is None else None)
+    request = Request.of(max(lengths_q, default=0), *shared, **others)
+    if block_table is not None:
+        room, longest = block_table.shape[1] * k.shape[1], max(lengths_k, default=0)
+        if longest > room:
+            wrong("cu_seqlens_k", f"of at most {room} tokens a row of block_table", longest)
+        past = (b - a for a, b in zip(lengths_q, lengths_k))
+        skip = [_unseen(n, request.window, k.shape[1]) for n in past]
+        if on_host(block_table) is not None:
+            check_pages(block_table, k, skip, lengths_k, lengths_k)
+        k, v = (_unpaged(pages, block_table, skip, lengths_k) for pages in (k, v))
+        lengths_k = [n - m for n, m in zip(lengths_k, skip)]
+    if len(set(zip(lengths_q, lengths_k))) <= 1:  # a batch
+        a, b = (lengths_q[0], lengths_k[0]) if N else (0, 0)
+        q, k, v = (t.unflatten(0, (N, n)) for t, n in ((q, a), (k, b), (v, b)))
         out, L = _dense(q, k, v, request)
         L = None if L is None else L.transpose(0, 1).flatten(1)
         return _returned(out.flatten(0, 1), L, return_attn_probs, lse)
-    if lengths_q == lengths_k:  # one row, each sequence a segment
-        out, L = _dense(q[None], k[None], v[None], request, _segments(cu_seqlens_q, len(q)))
-        return _returned(out[0], None if L is None else L[0], return_attn_probs, lse)
-    parts = [
-        _dense(q_i[None], k_i[None], v_i[None], request)
-        for q_i, k_i, v_i in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
-    ]
-    out = torch.cat([out[0] for out, _ in parts])
-    L = torch.cat([L[0] for _, L in parts if L is not None], dim=1) if lse else None
-    return _returned(out, L, return_attn_probs, lse)
+    if lengths_q == lengths_k and q.is_cuda and block_table is None and not lse:
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+        if q.device.type in _kernel(q[None], k[None], request, segments=True, grad=grad)[0].varlen:
+            segments = _segments(cu_seqlens_q, len(q))
+            return _dense(q[None], k[None], v[None], request, segments)[0][0]
+    return _returned(*_texts(q, k, v, lengths_q, lengths_k, request), return_attn_probs, lse)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_varlen_func() with kv (total_k, 2, Hkv, D)."""
-    k, v = kv.unbind(-3)
+    k, v = unpacked("kv", kv, 2, "tokens")
     return flash_attn_varlen_func(q, k, v, *args, **options)
 
 
@@ -190,7 +182,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Any:
     """flash_attn_varlen_func() with qkv (total, 3, H, D)."""
-    q, k, v = qkv.unbind(-3)
+    q, k, v = unpacked("qkv", qkv, 3, "tokens")
     ends, longest = cu_seqlens, max_seqlen
     return flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, *args, **options)
 
@@ -218,69 +210,88 @@ def flash_attn_with_kvcache(
 
     Returns:
         (B, Tq, H, D), or with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
+
+    Raises:
+        ValueError: as flash_attn_func(); the cache is as it was.
     """
-    _check(q, k_cache, v_cache, 4, "(batch, tokens, heads, head_dim)")
-    (B, Tq), table = q.shape[:2], page_table if block_table is None else block_table
+    if block_table is not None and page_table is not None:
+        raise ValueError("page_table is block_table's other name: pass one of them")
+    table = page_table if block_table is None else block_table
+    check(q, k_cache, v_cache, ("k_cache", "v_cache"), paged=table is not None)
+    (B, Tq), (size, *heads), on = q.shape[:2], k_cache.shape[1:], q.device
     request = Request.of(
         Tq, 0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
         rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
         alibi_slopes=alibi_slopes, **fa3,
     )  # fmt: skip
-    if table is not None and (cache_seqlens is None or cache_batch_idx is not None):
-        raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
-    if table is not None:
-        table = table.clamp(min=0)  # -1 marks an absent page
-    before = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
-    start = torch.as_tensor(before, dtype=torch.int32, device=q.device).expand(B)
-    rows = torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx
-    if (k is None) != (v is None):
-        raise ValueError("k and v, the new tokens, are passed together")
+    n_new = check_new(k, v, k_cache, B)
+    wait = return_softmax_lse
+    lengths = check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, wait)
+    if _shape_only(q):
+        k = v = k_cache.new_empty(B, size, *heads)
+        out, L = _dense(q, k, v, request)
+        return (out, L) if request.lse else out
+    before = size if cache_seqlens is None else cache_seqlens
+    total = torch.as_tensor(before, dtype=torch.int32, device=on).expand(B) + n_new
+    by_row = return_softmax_lse or (table is None and not q.is_cuda)
+    ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
+    skip = [0 if table is None else _unseen(n - Tq, request.window, size) for n in ends]
+    if table is not None and lengths is not None and on_host(table) is not None:
+        check_pages(table, k_cache, skip, ends, lengths if n_new else ends)
+    by_row |= not q.numel() or (lengths is not None and not any(ends))
+    # The kernel is chosen before anything is written: it may be refused.
+    if by_row:
+        read = {n - m for m, n in zip(skip, ends) if n and q.numel()}
+        # One for each doubling of the length, and for windows that hide nothing.
+        for n in {(n.bit_length(), n > (request.window or 0)): n for n in sorted(read)}.values():
+            _kernel(q, k_cache[:1, :1].expand(1, n, *heads), request)
+    else:
+        cache, pages = ("static", None) if table is None else ("paged", size)
+        backend, spec = _kernel(q, k_cache, request, cache=cache, page_size=pages)
+
+    rows = torch.arange(B, device=on) if cache_batch_idx is None else cache_batch_idx
+    table = None if table is None else table.clamp(min=0)  # -1 marks an absent page
     if k is not None and v is not None:
-        at = start[:, None] + torch.arange(k.shape[1], device=q.device)
+        at = (total - n_new)[:, None] + torch.arange(n_new, device=on)
         row, slot = rows[:, None], at
         if table is not None:
-            size = k_cache.shape[1]
             row, slot = table.gather(1, (at // size).long()), at % size
         k_cache[row.long(), slot.long()] = k
         v_cache[row.long(), slot.long()] = v
-        start = start + k.shape[1]
-    total, start = start, start - Tq
     if cache_batch_idx is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
     elif table is None:
         k_cache, v_cache = k_cache[:B], v_cache[:B]
-    if return_softmax_lse or (table is None and not q.is_cuda):
-        return _host_rows(q, k_cache, v_cache, total.tolist(), table, request)
-    blind = start[:, None] + torch.arange(Tq, device=q.device) < 0  # queries before every key
+    if by_row:
+        out, L = _host_rows(q, k_cache, v_cache, skip, ends, table, request)
+        return (out, L) if request.lse else out
+    start = total - Tq
+    blind = start[:, None] + torch.arange(Tq, device=on) < 0  # queries before every key
+    view: PagedView | StaticView = StaticView(start, torch.full_like(start, Tq), size)
     if table is not None:
-        backend, spec = _kernel(q, k_cache, request, cache="paged", page_size=k_cache.shape[1])
-        view: PagedView | StaticView = PagedView(table, start, torch.full_like(start, Tq))
-    else:
-        backend, spec = _kernel(q, k_cache, request, cache="static")
-        view = StaticView(start, torch.full_like(start, Tq), k_cache.shape[1])
+        view = PagedView(table, start, torch.full_like(start, Tq))
     out = backend.attend(q, k_cache, v_cache, spec, cache=view)
     return out.masked_fill(blind[..., None, None], 0)
 
 
 def _host_rows(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: list[int], table: Tensor | None,
-    request: Request,
-) -> Any:  # fmt: skip
-    """Attention to rows whose lengths the host knows: it reads only their keys."""
-    if table is None and len(set(lengths)) == 1:
-        n = lengths[0]
-        out, L = _dense(q, k_cache[:, :n], v_cache[:, :n], request)
-    else:
-        rows = []
-        for b, n in enumerate(lengths):
-            if table is None:
-                k, v = k_cache[b, :n], v_cache[b, :n]
-            else:
-                k, v = (_unpaged(pages, table[b : b + 1], [n]) for pages in (k_cache, v_cache))
-            rows.append(_dense(q[b : b + 1], k[None], v[None], request))
-        out = torch.cat([out for out, _ in rows])
-        L = torch.cat([L for _, L in rows if L is not None]) if request.lse else None
-    return (out, L) if request.lse else out
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, skip: list[int], ends: list[int],
+    table: Tensor | None, request: Request,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """_dense() of rows whose lengths the host knows: it reads only their keys."""
+    if not (q.numel() and any(ends)):
+        return _dense(q, k_cache[:, :0], v_cache[:, :0], request)
+    if table is None and len(set(ends)) == 1:
+        return _dense(q, k_cache[:, : ends[0]], v_cache[:, : ends[0]], request)
+    rows = []
+    for b, (m, n) in enumerate(zip(skip, ends)):
+        if table is None:
+            k, v = k_cache[b, :n], v_cache[b, :n]
+        else:
+            k, v = (_unpaged(pages, table[b : b + 1], [m], [n]) for pages in (k_cache, v_cache))
+        rows.append(_dense(q[b : b + 1], k[None], v[None], request))
+    L = torch.cat([L for _, L in rows if L is not None]) if request.lse else None
+    return torch.cat([out for out, _ in rows]), L
 
 
 # --- what all functions call ---
@@ -290,16 +301,72 @@ def _dense(
     q: Tensor, k: Tensor, v: Tensor, request: Request, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """out (B, Tq, H, D), and the log-sum-exp (B, H, Tq) float32 if requested."""
-    if not (q.shape[1] and k.shape[1]):
-        out = q * 0 + 0 * (k.sum() + v.sum())  # keeps the graph
+    if not (q.numel() and k.numel()):
+        # Zeros, whatever q holds, that keep the graph.
+        out = torch.where(q.new_zeros((), dtype=torch.bool), q, 0) + k[:0].sum() + v[:0].sum()
         L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
         return out, L if request.lse else None
+    if _shape_only(q):
+        kernel = (tiled if request.lse else manual).BACKEND
+        with getattr(q, "fake_mode", nullcontext()):
+            return _call(kernel, request.spec(q, k, segments is not None), q, k, v, segments)
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     backend, spec = _kernel(q, k, request, segments=segments is not None, grad=grad)
-    if not request.lse:
+    return _call(backend, spec, q, k, v, segments)
+
+
+def _call(
+    backend: Backend, spec: Spec, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if not spec.lse:
         return backend.attend(q, k, v, spec, segments=segments), None
     out, L = attention(q, k, v, spec, kernel=backend.partial, segments=segments)
     return out, L.float()
+
+
+def _texts(
+    q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_k: list[int], request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """out (total_q, H, D) and the log-sum-exp (H, total_q) of texts of any lengths.
+
+    Nearly equal ones are a batch, padded with zeros on the right, where a causal query does not
+    look: no mask, and NaN in one text does not reach another, as it does through a masked key.
+    """
+    outs = [q] * len(lengths_q)
+    Ls: list[Tensor] = [q] * len(lengths_q)
+    texts = [t.split(n) for t, n in ((q, lengths_q), (k, lengths_k), (v, lengths_k))]
+    for rows in _similar(lengths_q, lengths_k):
+        q, k, v = (_padded([of[i] for i in rows]) for of in texts)
+        out, L = _dense(q, k, v, request)
+        # Unbound first: the gradient of a slice of the batch would be of the batch's size.
+        for b, (i, row) in enumerate(zip(rows, out.unbind())):
+            outs[i] = row[: lengths_q[i]]
+            Ls[i] = row if L is None else L[b, :, : lengths_q[i]]
+    return torch.cat(outs), torch.cat(Ls, dim=1) if request.lse else None
+
+
+def _similar(lengths_q: list[int], lengths_k: list[int]) -> Iterator[list[int]]:
+    """The numbers of the texts in groups of one len_k - len_q, the longest last and at most 32
+    tokens or a quarter longer than the first."""
+    key = [(b - a, a) for a, b in zip(lengths_q, lengths_k)]
+    rows: list[int] = []
+    for i in sorted(range(len(key)), key=key.__getitem__):
+        if rows:
+            offset, first = key[rows[0]]
+            full = key[i][1] > first + max(32, first // 4)
+            if full or key[i][0] != offset or not min(first, lengths_k[rows[0]]):
+                yield rows
+                rows = []
+        rows.append(i)
+    yield rows
+
+
+def _padded(texts: list[Tensor]) -> Tensor:
+    """(texts, length of the last, H, D), with zeros behind each."""
+    n = len(texts[-1])
+    zeros = texts[0].new_zeros(n - len(texts[0]), *texts[0].shape[1:])
+    pieces = [piece for t in texts for piece in (t, zeros[: n - len(t)])]
+    return torch.cat(pieces).unflatten(0, (len(texts), n)) if len(texts) > 1 else texts[0][None]
 
 
 def _kernel(
@@ -326,21 +393,25 @@ def _kernel(
             operator.index(n) if isinstance(n, int) and not isinstance(n, bool) else n for n in key
         )
         _plan_in_trace(*key)
-    if key not in _plans.known:
-        _plan(key, (q.shape[0], Tq, Tk))
-    call = _plans.known[key][0]
+    plans = _plans  # use() may replace it
+    call = (plans.known.get(key) or _plan(plans, key, (q.shape[0], Tq, Tk)))[0]
     return call.chosen.backend, call.spec
 
 
-def _plan(key: Sequence[Any], shape: tuple[int, int, int]) -> None:
+def _plan(plans: Plans, key: Sequence[Any], shape: tuple[int, int, int]) -> Plan:
     device, _, *fields = key
-    _plans.make(tuple(key), [Spec(*fields)], device, shape, " (flash_attn functions)")
+    return plans.make(tuple(key), [Spec(*fields)], device, shape, " (flash_attn functions)")
 
 
 @outside_a_trace
 def _plan_in_trace(*key: Any) -> None:
     if key not in _plans.known:
-        _plan(key, (1, LONG, LONG))
+        _plan(_plans, key, (1, LONG, LONG))
+
+
+def _shape_only(t: Tensor) -> bool:
+    """True for meta and fake tensors: no kernel runs, or could."""
+    return symbolic(t) and not torch.compiler.is_compiling()
 
 
 def _returned(out: Tensor, L: Tensor | None, probs: bool, lse: bool) -> Any:
@@ -350,41 +421,21 @@ def _returned(out: Tensor, L: Tensor | None, probs: bool, lse: bool) -> Any:
 
 
 @kept
-def _ends(cu_seqlens: Tensor) -> list[int]:
-    return cu_seqlens.tolist()  # waits for the device, once per tensor
-
-
-@kept
 def _segments(cu_seqlens: Tensor, total: int) -> Tensor:
     """(1, total) int32: the number of each token's sequence."""
     numbers = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device, dtype=torch.int32)
     return numbers.repeat_interleave(cu_seqlens.diff(), output_size=total)[None]
 
 
-def _unpaged(pages: Tensor, table: Tensor, lengths: list[int]) -> Tensor:
-    """(sum of lengths, Hkv, D), the first tokens of each row's pages (pages, page_size, Hkv, D)."""
+def _unpaged(pages: Tensor, table: Tensor, skip: list[int], lengths: list[int]) -> Tensor:
+    """(sum of lengths - skip, Hkv, D), each row's tokens after the first `skip`, which fill whole
+    pages, from pages (pages, page_size, Hkv, D)."""
     size = pages.shape[1]
-    rows = zip(table.clamp(min=0), lengths, strict=True)
-    return torch.cat([pages[row[: -(-n // size)]].flatten(0, 1)[:n] for row, n in rows])
+    rows = zip(table, skip, lengths, strict=True)
+    tokens = [pages[row[m // size : -(-n // size)]].flatten(0, 1)[: n - m] for row, m, n in rows]
+    return torch.cat(tokens) if tokens else pages.flatten(0, 1)[:0]
 
 
-def _is(t: Tensor) -> str:
-    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str, pages: bool = False) -> None:
-    same = k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1]
-    if (
-        not same
-        or q.dim() != dims
-        or k.dim() != (4 if pages else dims)
-        or q.shape[-2] % k.shape[-2]
-    ):
-        raise ValueError(
-            f"q, k and v must be {layout} of one dtype, got {_is(q)}, {_is(k)}, {_is(v)}"
-        )
-
-
-def _check_deterministic(deterministic: bool, q: Tensor) -> None:
-    if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
-        raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True) here")
+def _unseen(past: int, window: int | None, size: int) -> int:
+    """Tokens before the first page that queries from position `past` on see."""
+    return 0 if window is None else max(0, past - window + 1) // size * size

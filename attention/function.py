@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from .caps import Partial
+from .machine.system import autocast_off
 from .spec import Spec
-from .views import Pair, autocast_off, for_any_shape, unit_stride
+from .views import Pair, for_any_shape, unit_stride
 
 Options = tuple[Any, ...]
 

@@ -163,6 +163,7 @@ FLASH = Backend(
     ),
     fallback="sdpa",
     partial=PARTIAL,
+    varlen=("cuda",),
 )
 _EFFICIENT = Caps(("cuda",), HALF, (8, 0), min_torch="2.3", head_dim_multiple=8, scale=True)
 EFFICIENT = _pinned(

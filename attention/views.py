@@ -6,16 +6,17 @@ The cache (inference/cache.py) stores a call's keys and values before the kernel
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .machine.system import autocast_off
 from .spec import Spec, visible
 
 Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
@@ -79,12 +80,6 @@ def unit_stride(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def autocast_off(t: Tensor) -> AbstractContextManager[Any]:
-    kind = t.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if on else nullcontext()
-
-
 def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compiler.disable(f), at the first call, since it imports torch._dynamo: 1 s or more."""
     made: list[Callable[..., Any]] = []
@@ -98,19 +93,39 @@ def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def symbolic(t: Tensor) -> bool:
+    """True while torch.compile or torch.export traces, and for a meta or a fake tensor: its values
+    cannot be read."""
+    return torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor)
+
+
 def kept(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache make(t, *args) for the tensor t, which all layers share, until t is written to or dies,
-    or the arguments change. The result must not refer to t."""
+    """Cache make(t, *args) for the tensor t, which all layers share, until its values or the
+    arguments change, or it dies. The result must not refer to t.
+
+    On the CPU a copy is compared, of any size: that is little next to attention with t. Elsewhere
+    the host would wait for the device in each layer, so only t's version is compared: a write
+    through .data is not seen.
+    """
     known: Any = WeakTensorKeyDictionary()
 
     @wraps(make)
     def call(t: Tensor, *args: Any) -> Any:
-        if t.is_inference():  # it has no version, so an in-place write would go unnoticed
+        if symbolic(t):
             return make(t, *args)
-        key, found = (t._version, args), known.get(t)
-        if found is None or found[0] != key:
-            found = known[t] = key, make(t, *args)
-        return found[1]  # not read again: another thread may have replaced it
+        on_host = t.device.type == "cpu"  # where NumPy and .data write without a new version
+        if not on_host and t.is_inference():  # it has no version
+            return make(t, *args)
+        found = known.get(t)
+        same = found is not None and found[0] == args
+        if same:
+            same = torch.equal(found[1], t) if on_host else found[1] == t._version
+        if not same:
+            # Tensors made in inference mode could not be used in training.
+            with torch.inference_mode(False):
+                state = t.detach().clone() if on_host else t._version
+                found = known[t] = args, state, make(t, *args)
+        return found[2]  # not read again: another thread may have replaced it
 
     return call
 
@@ -126,6 +141,7 @@ class StaticView:
     start: Tensor  # (B,) int32, tokens of each row stored before this call
     count: Tensor  # (B,) int32, tokens of each row in this call, 0 .. Tq
     length: int  # positions that are read
+    kind: ClassVar[str] = "static"  # Spec.cache
 
     def seen(self, Tq: int, window: int | None) -> Tensor:
         """The mask of this call's queries: bool (B, 1, Tq, length)."""
@@ -148,6 +164,7 @@ class PagedView:
     page_table: Tensor  # (B, max_pages) int32, 0 (the null page) where a row has no page
     start: Tensor  # (B,) int32, tokens of each row stored before this call
     count: Tensor  # (B,) int32, tokens of each row in this call, 0 .. Tq
+    kind: ClassVar[str] = "paged"  # Spec.cache
 
 
 def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Callable[..., Any]]:

@@ -168,7 +168,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
 
 @pytest.mark.parametrize("case", SPECS)
 def test_a_second_derivative_is_right_or_an_error(case) -> None:
-    """W is behind q, k and v, and in front of their gradient: a zero of one path shows in the sum."""
+    """W is behind q, k and v, and in front of their gradient: a lost path shows in the sum."""
     spec = SPECS[case]
     *qkv, options = some(spec, 300 if case == "long" else 6)
     W = torch.eye(D).requires_grad_()

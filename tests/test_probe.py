@@ -338,7 +338,7 @@ def test_a_kernel_that_reads_a_static_cache_wrongly_is_found(name, fault) -> Non
         if fault == "no window":
             spec = dataclasses.replace(spec, window=None)
         elif fault == "no view":
-            cache = None
+            cache, spec = None, dataclasses.replace(spec, cache="none")
         else:
             off = 1 if fault == "one place late" else -1
             cache = dataclasses.replace(cache, start=cache.start + off)
@@ -386,5 +386,5 @@ def test_a_kernel_wrong_beyond_some_keys_is_refused_where_they_are_used(
 def test_tensors_that_contradict_the_spec_are_refused(name, wrong) -> None:
     q, k, v = (torch.randn(2, 10, h, 32) for h in (4, 2, 2))
     BACKENDS[name].attend(q, k, v, SPEC)
-    with pytest.raises(ValueError, match=r"\(batch, tokens, heads, head_dim\)"):
+    with pytest.raises(ValueError):
         BACKENDS[name].attend(*wrong(q, k, v), SPEC)

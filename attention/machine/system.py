@@ -127,6 +127,15 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
+def autocast_off(t: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Operators on t's device keep their inputs' dtype."""
+    import torch
+
+    kind = t.device.type
+    on = autocast_dtype(kind) is not None
+    return torch.autocast(kind, enabled=False) if on else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
     """Append to `names` the operators and device kernels that this thread runs in the block.

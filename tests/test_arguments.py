@@ -1,0 +1,269 @@
+"""Arguments of attend() and of FlashAttention's functions that contradict one another: ValueError,
+and nothing is written. And surroundings that must not change a result: memory written by NumPy, NaN
+in another text, autocast, tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import attention as nanoattn
+from attention import BACKENDS, Spec
+from attention.views import PagedView, StaticView
+
+B, SIZE, H, HKV = 3, 4, 4, 2  # SIZE of a page
+Call = dict[str, Any]
+Break = Callable[[Call], Any]
+
+
+@pytest.fixture(autouse=True)
+def auto() -> Iterator[None]:
+    yield
+    nanoattn.use("auto")
+
+
+def ints(*numbers: Any) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+# --- valid calls ---
+
+
+def tensors(names: str, dtype: torch.dtype, D: int, *shapes: tuple[int, ...]) -> Call:
+    draws = (torch.randn(*shape, D).to(dtype) for shape in shapes)
+    return dict(zip(names.split(), draws, strict=True))
+
+
+def dense(*a: Any) -> Call:
+    return tensors("q k v", *a, (B, 5, H), (B, 7, HKV), (B, 7, HKV))
+
+
+def varlen(*a: Any) -> Call:
+    ends = {"cu_seqlens_q": ints(0, 2, 4, 9), "cu_seqlens_k": ints(0, 3, 7, 12)}
+    longest = {"max_seqlen_q": 5, "max_seqlen_k": 5}
+    return tensors("q k v", *a, (9, H), (12, HKV), (12, HKV)) | ends | longest
+
+
+def paged_varlen(*a: Any) -> Call:
+    pages = tensors("k v", *a, (7, SIZE, HKV), (7, SIZE, HKV))
+    return varlen(*a) | pages | {"block_table": ints([0, -1], [5, 2], [1, 4])}
+
+
+def cached(*a: Any) -> Call:
+    caches = tensors("k_cache v_cache", *a, (B + 1, 8, HKV), (B + 1, 8, HKV))
+    rows = {"cache_seqlens": ints(0, 6, 3), "cache_batch_idx": ints(2, 3, 0)}
+    return tensors("q k v", *a, (B, 2, H), (B, 2, HKV), (B, 2, HKV)) | caches | rows
+
+
+def paged(*a: Any) -> Call:
+    pages = tensors("k_cache v_cache", *a, (7, SIZE, HKV), (7, SIZE, HKV))
+    table = {"block_table": ints([6, -1], [5, 2], [1, 4]), "cache_batch_idx": None}
+    return cached(*a) | pages | table
+
+
+def attend(cache: str, *a: Any) -> Call:
+    dtype, D = a
+    plain = cache == "none"
+    call = dense(*a) | {"segments": ints(*[[0] * 7] * B), "sinks": torch.randn(H)} if plain else {}
+    view = ints(2, 0, 1), ints(5, 5, 5)
+    if cache == "static":
+        call = dense(*a) | {"cache": StaticView(*view, 7)}
+    elif cache == "paged":
+        pages = tensors("k v", *a, (9, SIZE, HKV), (9, SIZE, HKV))
+        call = dense(*a) | pages | {"cache": PagedView(ints([1, 2], [3, 4], [5, 6]), *view)}
+    options = {"segments": plain, "sinks": plain, "grad": False, "cache": cache}
+    size = SIZE if cache == "paged" else None
+    spec = Spec(H, HKV, D, str(dtype).removeprefix("torch."), page_size=size, **options)
+    return call | {"spec": spec}
+
+
+def run_attend(spec: Spec, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    name = "paged" if spec.cache == "paged" else "manual"
+    return BACKENDS[name].attend(q, k, v, spec, **options)
+
+
+# --- one thing of a valid call changes ---
+
+
+def change(names: str, *ways: Callable[[Any], Any]) -> list[Break]:
+    return [
+        lambda call, n=n, way=way: call.update({n: way(call.get(n))})
+        for n in names.split()
+        for way in ways
+    ]
+
+
+def put(name: str, *places: tuple[int, ...]) -> list[Break]:
+    """The last number at the others."""
+
+    def written(t: Tensor, place: tuple[int, ...]) -> Tensor:
+        (t := t.clone())[place[:-1]] = place[-1]
+        return t
+
+    return change(name, *(lambda t, place=place: written(t, place) for place in places))
+
+
+def become(name: str, *values: Any) -> list[Break]:
+    return change(name, *(lambda _, x=x: x for x in values))
+
+
+SHAPES: list[Callable[[Tensor], Any]] = [
+    lambda t: t[:-1], lambda t: t[None], lambda t: t[..., 0], lambda t: t.half(),
+    lambda t: t.to("meta"), lambda t: t.tolist(),
+]  # fmt: skip
+HEADS = [lambda t: t[..., :-1], lambda t: t[..., :1, :], lambda t: t[..., :0, :]]
+ONE_HEAD = change("v", HEADS[1])  # k may have one head: v then not
+FLOATS = [-1.0, torch.nan, torch.inf, "1", True]
+OPTIONS = [*become("window_size", 3, (1,), (1, 0, 0), (1.5, 0), "ab", None, (True, 0)),
+           *become("softmax_scale", 0.0, *FLOATS), *become("softcap", *FLOATS)]  # fmt: skip
+DROPOUT = become("dropout_p", 1.0, *FLOATS)
+BOTH: list[Break] = [
+    lambda call: call.update(k=call["k"][:1], v=call["v"][:1]),
+    lambda call: call.update({n: torch.cat((call[n], call[n][..., :1, :]), -2) for n in "kv"}),
+]
+ONES = ints(1, 1, 1)
+LENGTHS = become("cache_seqlens", -1, 7, 2.0, True, None, *map(torch.tensor, (
+    [-1, 0, 0], [0, 7, 0], [0, 0], [[0, 0, 0]], [1.0, 2.0, 3.0], [True] * 3)))  # fmt: skip
+CALLS: list[tuple[Any, Callable[..., Call], list[Break]]] = [
+    (nanoattn.flash_attn_func, dense, [*change("q k v", *SHAPES, HEADS[0], HEADS[2]), *ONE_HEAD,
+                                       *OPTIONS, *DROPOUT, *BOTH]),
+    (nanoattn.flash_attn_varlen_func, varlen, [
+        *change("q k v", *SHAPES, HEADS[0], HEADS[2]), *ONE_HEAD, *OPTIONS, *DROPOUT, *BOTH,
+        *change("cu_seqlens_q cu_seqlens_k", *SHAPES, lambda t: t[:0], lambda t: t[[0, 3]],
+                lambda t: t.long(), lambda t: t + 1, lambda t: t.flip(0)),
+        *put("cu_seqlens_k", (1, 8), (1, -1), (0, 1), (3, 11), (3, 13))]),
+    (nanoattn.flash_attn_varlen_func, paged_varlen, [
+        *change("q k v", *SHAPES[1:], HEADS[0]), *change("block_table", *SHAPES),
+        *put("block_table", (0, 0, -1), (1, 0, 7), (2, 1, -1)), *put("cu_seqlens_k", (3, 16))]),
+    (nanoattn.flash_attn_with_kvcache, cached, [
+        *change("q k_cache v_cache k v", *SHAPES, HEADS[0], HEADS[2]), *change("k v", HEADS[1]),
+        *change("cache_batch_idx", *SHAPES), *put("cache_batch_idx", (0, -1), (0, 4), (0, 3)),
+        *change("cache_seqlens", *SHAPES), *become("k", None), *LENGTHS, *OPTIONS, *BOTH]),
+    (nanoattn.flash_attn_with_kvcache, paged, [
+        *change("block_table", *SHAPES), *LENGTHS, *become("cache_batch_idx", ints(0, 1, 2)),
+        *put("block_table", *((*at, x) for at in ((0, 0), (1, 1), (2, 1)) for x in (-1, 7, 5)))]),
+    *((run_attend, lambda *a, kind=kind: attend(kind, *a), [
+        *change("q", *SHAPES[:5], *HEADS), *change("k v", *SHAPES[1:5], *HEADS),
+        *become("cache", *([object()] if kind == "none" else [None, object()])), *more])
+      for kind, more in (
+        ("none", [*change("segments", *SHAPES), *change("sinks", *SHAPES[:3], *SHAPES[4:]),
+                  *become("segments", None, torch.zeros(B, 7)),
+                  *become("sinks", None, ints(*[1] * H)), *change("k v", SHAPES[0]), *BOTH]),
+        ("static", [*become("cache", StaticView(ints(1), ints(1), 7), StaticView(ONES, ONES, 6)),
+                    *change("k v", SHAPES[0]), *BOTH]),
+        ("paged", [*become("cache", PagedView(ints([1, 2]), ONES, ONES)),
+                   *become("segments", ints(*[[0] * 7] * B))]))),
+]  # fmt: skip
+
+
+@given(st.sampled_from([torch.float32, torch.float64]), st.sampled_from([8, 16]), st.booleans())
+@settings(max_examples=3, deadline=None)
+def test_every_contradiction_is_refused_before_anything_is_written(dtype, D, lse) -> None:
+    for number, (function, make, breaks) in enumerate(CALLS):
+        options = {} if function is run_attend else {"causal": True, "return_softmax_lse": lse}
+        function(**make(dtype, D), **options)
+        for i, change_one in enumerate(breaks):
+            call = make(dtype, D)
+            change_one(call)
+            before = {n: t.clone() for n, t in call.items() if isinstance(t, Tensor)}
+            with pytest.raises(ValueError):
+                function(**call, **options)
+                pytest.fail(f"call {number}, change {i} is accepted")
+            for n, t in before.items():
+                same = t.is_meta or torch.equal(call[n].nan_to_num(), t.nan_to_num())
+                assert same, (number, i, n)
+
+
+# --- surroundings that change nothing ---
+
+NAMES = ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math", "triton"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lse", [False, True])
+def test_nan_in_one_text_reaches_no_other(name, lse) -> None:
+    """Neither from q, k, v nor from the output's gradient, forward and backward."""
+    nanoattn.use(name)
+    lengths = [40, 1, 37, 0, 5]
+    ends = ints(0, *lengths).cumsum(0).int()
+    clean, got = [torch.randn(sum(lengths), 2, 8) for _ in range(4)], []
+    for value in (1.0, torch.nan):
+        *leaves, dout = (t.clone().index_fill(0, torch.arange(41, 78), value) for t in clean)
+        leaves = [t.requires_grad_() for t in leaves]
+        out = nanoattn.flash_attn_varlen_func(
+            *leaves, ends, ends, 40, 40, causal=True, return_softmax_lse=lse)  # fmt: skip
+        out, L = out if lse else (out, torch.zeros(2, 83))
+        got.append([out, L.T, *torch.autograd.grad(out, leaves, dout)])
+    for a, b in zip(*got, strict=True):
+        assert torch.equal(a[:41], b[:41]) and torch.equal(a[78:], b[78:])
+
+
+def test_nan_in_one_row_of_a_cache_reaches_no_other() -> None:
+    for make in (cached, paged):
+        call = make(torch.float32, 8)
+        calls = [call, {n: t.clone() if isinstance(t, Tensor) else t for n, t in call.items()}]
+        for name in "qkv":
+            calls[1][name][1] = torch.nan
+        clean, dirty = (nanoattn.flash_attn_with_kvcache(**c, causal=True) for c in calls)
+        assert torch.equal(clean[::2], dirty[::2]) and dirty[1].isnan().any()
+    q = torch.full((1, 2, 2, 8), torch.nan)
+    assert not nanoattn.flash_attn_func(q, q[:, :0], q[:, :0], causal=True).any()
+
+
+def test_lengths_and_segments_that_numpy_writes_are_read_again() -> None:
+    q = torch.randn(600, 2, 8)
+    for function in ("lengths", "segments"):
+        host = np.array([0, 20, 600] if function == "lengths" else [0] * 20 + [1] * 580, np.int32)
+        t = torch.from_numpy(host)
+
+        def run(t: Tensor, function: str = function) -> Tensor:
+            if function == "lengths":
+                return nanoattn.flash_attn_varlen_func(q, q, q, t, t, 600, 600, causal=True)
+            spec = Spec(2, 2, 8, "float32", segments=True)
+            return BACKENDS["sdpa"].attend(q[None], q[None], q[None], spec, segments=t[None])
+
+        before, host[1] = run(t), 1 if function == "segments" else 400
+        again = run(t)
+        assert torch.equal(again, run(t.clone())) and not torch.equal(again, before)
+
+
+@pytest.mark.parametrize("name", NAMES[:5])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_changes_no_dtype(name, compiled) -> None:
+    q = torch.randn(2, 9, 2, 8)
+    torch._dynamo.reset()
+    for window in (None, 3):
+        spec = Spec(2, 2, 8, "float32", window, compiled=compiled)
+        want = BACKENDS[name].attend(q, q, q, spec)
+
+        def run(q: Tensor, spec: Spec = spec) -> Tensor:
+            return BACKENDS[name].attend(q, q, q, spec)
+
+        whole = compiled and BACKENDS[name].fullgraph and name != "tiled"
+        run = torch.compile(run, fullgraph=whole, backend="eager") if compiled else run
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(run(q), want)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_tensors_without_values_give_shapes(fake) -> None:
+    for function, make, _ in CALLS[:5]:
+        mode = FakeTensorMode()
+        for dtype in (torch.float16, torch.float64):
+            call = make(dtype, 8)
+            for name, t in call.items():
+                if isinstance(t, Tensor):
+                    call[name] = mode.from_tensor(t) if fake else t.to("meta")
+            out, L = function(**call, causal=True, return_softmax_lse=True)
+            plain = function(**call, causal=True)
+            assert out.shape == plain.shape == call["q"].shape and out.dtype == plain.dtype == dtype
+            *batch, T, H, _ = out.shape
+            assert L.shape == (*batch, H, T) and out.device == L.device == call["q"].device
