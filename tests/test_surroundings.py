@@ -169,10 +169,9 @@ def test_tensors_without_values_give_shapes(f: Function) -> None:
     q = torch.randn(2, T, H, D)
     want = f(q)
     flash_attn.use("auto")
-    metas = [q.to("meta")]
+    outs = [f(q.to("meta"))]
     with FakeTensorMode():
-        metas.append(torch.empty(q.shape))
-        outs = [f(q) for q in metas]
+        outs.append(f(torch.empty(q.shape)))
     assert all((out.shape, out.dtype) == (want.shape, want.dtype) for out in outs)
 
 
@@ -218,7 +217,7 @@ BACKEND = Backend("mine", "mine", attend, (Caps(),), fallback="tiled")
 """
 FAILS = "if os.environ.get('RANK') == '1': raise RuntimeError('no kernel image')"
 RUN = """
-import logging, sys, torch.distributed as dist
+import logging, os, sys
 from core.distributed import DistInfo
 from model import GPT, GPTConfig
 from attention import BackendUnavailable, Policy
@@ -233,7 +232,8 @@ for fallback in (True, False):
         took = f"refused: {e}"
     for rank, name in enumerate(ranks.gather(took)):
         ranks.say(f"rank {rank} took {name}")
-dist.destroy_process_group()
+ranks.gather(None)
+os._exit(0)  # gloo's threads may crash a process that leaves them
 """
 
 
