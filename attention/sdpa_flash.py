@@ -2,8 +2,6 @@
 
 varlen()  PyTorch's FlashAttention-2 takes no mask on CUDA, but its varlen function takes a window
           and treats each segment as a sequence, without work on masked pairs.
-cpu_forward()  Masks on the CPU as one operator for torch.compile, which traces no lengths that
-          depend on data.
 
 In parts (caps.Partial) the flash operators are called directly, since they return and take L: given
 out and L of the whole row, the gradients of its parts add up. The mask depends on the offset
@@ -67,36 +65,66 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
         return _cuda_forward(q, k, v, spec, offset)
-    if torch.compiler.is_compiling():
-        return cpu_forward(q, k, v, *(segments or (None, None)), offset, spec.window, spec.scale)
-    acc = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(q.shape, dtype=acc, device=q.device)
-    L = torch.full((len(q), q.shape[2], q.shape[1]), -torch.inf, dtype=acc, device=q.device)
-    for b, I, J, how, blind in _cpu_blocks(q, k, spec, offset, segments):
-        qkv = (_BHTD(t) for t in (q[b, I], k[b, J], v[b, J]))
-        part, L_I = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, scale=spec.scale, **how)
-        out[b, I] = part.transpose(1, 2)
-        L[b, :, I] = L_I if blind is None else L_I.masked_fill(blind, -torch.inf)
-    return out, L
+    run = cpu_forward if torch.compiler.is_compiling() else _cpu_forward
+    seg_q, seg_k = segments or (None, None)
+    return run(q, k, v, seg_q, seg_k, offset, spec.window, spec.scale)
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
              spec: Spec, offset: int, segments: Pair = None) -> tuple[Tensor, ...]:  # fmt: skip
     if q.is_cuda:
         return _cuda_backward(dout, q, k, v, out, L, spec, offset)
-    if torch.compiler.is_compiling():
-        pair = segments or (None, None)
-        return cpu_backward(dout, q, k, v, out, L, *pair, offset, spec.window, spec.scale)
+    run = cpu_backward if torch.compiler.is_compiling() else _cpu_backward
+    seg_q, seg_k = segments or (None, None)
+    return run(dout, q, k, v, out, L, seg_q, seg_k, offset, spec.window, spec.scale)
+
+
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None, seg_k: Tensor | None, offset: int,
+    window: int | None, scale: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    acc = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(q.shape, dtype=acc, device=q.device)
+    L = torch.full((len(q), q.shape[2], q.shape[1]), -torch.inf, dtype=acc, device=q.device)
+    for b, I, J, how, blind in _cpu_blocks(q, k, window, offset, seg_q, seg_k):
+        qkv = (_BHTD(t) for t in (q[b, I], k[b, J], v[b, J]))
+        part, L_I = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, scale=scale, **how)
+        out[b, I] = part.transpose(1, 2)
+        L[b, :, I] = L_I if blind is None else L_I.masked_fill(blind, -torch.inf)
+    return out, L
+
+
+def _cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, seg_q: Tensor | None,
+    seg_k: Tensor | None, offset: int, window: int | None, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     L = L.masked_fill(L.isneginf(), 0)  # where no key is seen P is exp(-inf - L): 0, not NaN
-    sums = tuple(torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (q, k, v))
-    for b, I, J, how, _ in _cpu_blocks(q, k, spec, offset, segments):
+    dq, dk, dv = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (q, k, v))
+    for b, I, J, how, _ in _cpu_blocks(q, k, window, offset, seg_q, seg_k):
         tensors = dout[b, I], q[b, I], k[b, J], v[b, J], out[b, I].to(q.dtype)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *map(_BHTD, tensors), L[b, :, I].contiguous(), 0.0,
-            how.pop("is_causal", False), scale=spec.scale, **how)  # fmt: skip
-        for total, at, grad in zip(sums, (I, J, J), grads, strict=True):
+            how.pop("is_causal", False), scale=scale, **how)  # fmt: skip
+        for total, at, grad in zip((dq, dk, dv), (I, J, J), grads, strict=True):
             total[b, at] += grad.transpose(1, 2)
-    return sums
+    return dq, dk, dv
+
+
+# For torch.compile, which traces no lengths that depend on data.
+cpu_forward = torch.library.custom_op("nanoattn::sdpa_cpu", _cpu_forward, mutates_args=())
+cpu_backward = torch.library.custom_op("nanoattn::sdpa_cpu_grad", _cpu_backward, mutates_args=())
+
+
+@cpu_forward.register_fake
+def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    (B, Tq, H, _), acc = q.shape, torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape, dtype=acc), q.new_empty(B, H, Tq, dtype=acc)
+
+
+@cpu_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
+      *others: object) -> tuple[Tensor, ...]:  # fmt: skip
+    return tuple(q.new_empty(t.shape, dtype=L.dtype) for t in (q, k, v))
 
 
 def _BHTD(t: Tensor) -> Tensor:
@@ -105,30 +133,31 @@ def _BHTD(t: Tensor) -> Tensor:
 
 
 def _cpu_blocks(
-    q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair
-) -> Iterator[tuple[slice, slice, slice, dict[str, Any], Tensor | None]]:
+    q: Tensor, k: Tensor, window: int | None, offset: int, seg_q: Tensor | None,
+    seg_k: Tensor | None,
+) -> Iterator[tuple[slice, slice, slice, dict[str, Any], Tensor | None]]:  # fmt: skip
     """Rows of the batch, queries, their keys, the operator's mask, and which queries see no key,
     (B or 1, 1, |I|); None: all do."""
     (B, Tq), Tk = q.shape[:2], k.shape[1]
     if offset == Tk - Tq:  # the queries are the last positions: segments tell what to skip
-        groups = cut(q, k, spec.window, None if segments is None else segments[1], BLOCK)
-    elif spec.window is None and segments is None and offset >= Tk - 1:
+        groups = cut(q, k, window, seg_k, BLOCK)
+    elif window is None and seg_k is None and offset >= Tk - 1:
         yield slice(0, B), slice(0, Tq), slice(0, Tk), {}, None
         return
     else:
-        found = list(ranges(Tq, Tk, spec.window, BLOCK, offset, segments is not None))
+        found = list(ranges(Tq, Tk, window, BLOCK, offset, seg_k is not None))
         groups = iter([(slice(0, B), found)])
     for rows, found in groups:
         for piece in found:
             I, J = piece.I, piece.J
             n, m, at = I.stop - I.start, J.stop - J.start, offset + I.start - J.start
             pair = None
-            if piece.segments and segments is not None:
-                pair = segments[0][rows, I], segments[1][rows, J]
-            if pair is None and at == 0 and n == m and (spec.window or n) >= n:
+            if piece.segments and seg_q is not None and seg_k is not None:
+                pair = seg_q[rows, I], seg_k[rows, J]
+            if pair is None and at == 0 and n == m and (window or n) >= n:
                 yield rows, I, J, {"is_causal": True}, None
                 continue
-            seen = mask(n, m, spec.window, pair, q.device, at)
+            seen = mask(n, m, window, pair, q.device, at)
             zeros = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
             blind = ~seen.any(dim=-1)
             yield rows, I, J, {"attn_mask": zeros.masked_fill_(~seen, -torch.inf)}, blind
@@ -182,44 +211,3 @@ def by_8(x: Tensor) -> Tensor:
 
 
 PARTIAL = Partial(forward, backward)
-
-
-# --- on the CPU under torch.compile, which traces no lengths that depend on data ---
-
-
-@torch.library.custom_op("nanoattn::sdpa_cpu", mutates_args=())
-def cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None, seg_k: Tensor | None, offset: int,
-    window: int | None, scale: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return forward(q, k, v, *_arguments(q, k, seg_q, seg_k, offset, window, scale))
-
-
-@torch.library.custom_op("nanoattn::sdpa_cpu_backward", mutates_args=())
-def cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, seg_q: Tensor | None,
-    seg_k: Tensor | None, offset: int, window: int | None, scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    how = _arguments(q, k, seg_q, seg_k, offset, window, scale)
-    dq, dk, dv = backward(dout, q, k, v, out, L, *how)
-    return dq, dk, dv
-
-
-def _arguments(q: Tensor, k: Tensor, seg_q: Tensor | None, seg_k: Tensor | None, offset: int,
-               window: int | None, scale: float | None) -> tuple[Spec, int, Pair]:  # fmt: skip
-    """The arguments of forward() and backward() after the other tensors."""
-    dtype = str(q.dtype).removeprefix("torch.")
-    spec = Spec(q.shape[2], k.shape[2], q.shape[3], dtype, window=window, scale=scale)
-    return spec, offset, None if seg_q is None or seg_k is None else (seg_q, seg_k)
-
-
-@cpu_forward.register_fake
-def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    (B, Tq, H, _), acc = q.shape, torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape, dtype=acc), q.new_empty(B, H, Tq, dtype=acc)
-
-
-@cpu_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-      *others: object) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(q.new_empty(t.shape, dtype=L.dtype) for t in (q, k, v))
