@@ -51,7 +51,7 @@ FEW = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window-17x33", "BHTD-31x
 # make test runs only these cases of the slow kernels (flex compiles, Triton interprets).
 FEWER = {
     "flex": ("segments, evaluation, 4 heads over 2, window 9",),
-    "triton": ("1", "2", "1x97", "64x17", "mqa-64x17", "window10-64x17", "packed-97x43", "mixed",
+    "triton": ("1", "2", "1x97", "64x17", "mqa-64x17", "window10-64x17", "packed-97x43", "k BHTD",
                "D80-mqa-window-17x33", "scale-softcap-sinks-packed-window20", "causality, decode",
                "huge negative scores",
                "segments, evaluation, 4 heads over 2, window 9", "no gradient to later tokens",

@@ -28,22 +28,20 @@ from ..select import get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
 from .matrix import Case
-from .properties import PHASES, Item, properties
+from .properties import Item, properties
 
 # Rows of the table. A test counts in the rows of all its features.
 FEATURES = (
     *("causality", "causal", "lengths", "masked rows", "grouped heads", "window", "segments"),
     *("scale", "softcap", "sinks", "large scores", "unusual scores", "strides", "gradients"),
-    *("long sequences", "dropout", "determinism", "torch.compile", "caches", "parts"),
+    *("long sequences", "repeated calls", "surroundings", "dropout", "determinism"),
+    *("torch.compile", "caches", "parts"),
 )
 VERDICTS = ("passed", "failed", "refused")
-FIRST = {f"causality, {phase}" for phase in PHASES}  # without windows and grouped heads
-# Kinds of refusal that concern a dtype on a device, whatever the feature.
-GENERAL = {"device", "dtype", "packages", "capability", "torch", "interpreted", "hub_kernels"}
 
 
 def items(dtypes: Iterable[str], quick: bool = False, length: int = 0) -> Iterator[Item]:
-    """Yield all tests: plain causality, cases from simple to complex, the other properties.
+    """Yield all tests: cases from simple to complex, then the other properties.
 
     Args:
         quick: only the cases of matrix.SAMPLE.
@@ -51,14 +49,9 @@ def items(dtypes: Iterable[str], quick: bool = False, length: int = 0) -> Iterat
     """
     cases = matrix.in_order()[: len(matrix.SAMPLE) if quick else None]
     for dtype in dtypes:
-        first: list[Item] = []
-        others: list[Item] = []
-        for item in properties(dtype):
-            (first if item.name in FIRST else others).append(item)
-        yield from first
         for case in cases:
             yield Item(case.name, case.features, case.spec(dtype), partial(_right, case), case=case)
-        yield from others
+        yield from properties(dtype)
         for grad, window in itertools.product((True, False), (None, 100)) if length else ():
             spec = Spec(2, 1, 64, dtype, window=window, grad=grad)
             name = f"{length:,} tokens" + ", no gradients" * (not grad) + ", window" * bool(window)
@@ -126,27 +119,14 @@ class Report:
         rows = [*item.features, *["gradients"] * answer.grad]
         if answer.verdict == "refused":
             self.refusals.update(map(str, answer.why))
-            if any(isinstance(w, Refusal) and w.kind in GENERAL for w in answer.why):
-                rows = []
         elif answer.verdict == "wrong":
-            rows, why = self._blamed(item, device), "; ".join(answer.why)
+            why = "; ".join(answer.why)
             self.script = self.script or script(self.name, item, device, why)
-            found = {"what": item.name, "dtype": item.dtype, "device": device, "why": why}
-            self.failures.append(found | {"features": ", ".join(rows)})
+            failure = {"what": item.name, "dtype": item.dtype, "device": device, "why": why}
+            self.failures.append(failure)
         for row in ("total", f"{item.dtype}, {device}", *rows):
             counts = self.features.setdefault(row, dict.fromkeys(VERDICTS, 0))
             counts[kind] += 1
-
-    def _blamed(self, item: Item, device: str) -> list[str]:
-        """Features of the simplest failed case without further features: if a plain case fails, a
-        case with a window proves nothing about windows."""
-        if item.case is None:
-            return [*item.features]
-        here = (item.dtype, device)
-        failed = [f for f in self.failures if (f["dtype"], f["device"]) == here]
-        before = [f["features"].split(", ") for f in failed]
-        simpler = [rows for rows in before if {*rows} <= {*item.features, "causal"}]
-        return min([*simpler, [*item.features]], key=lambda rows: (rows != ["causal"], len(rows)))
 
     @property
     def code(self) -> int:
@@ -223,13 +203,12 @@ def text(report: Report) -> str:
         lines += ["", "Refused, as its Caps declare:"]
         lines += [f"  {n:>4}  {why}" for why, n in report.refusals.items()]
     failures, total = report.failures, report.features["total"]
+    if not total["passed"] + total["failed"]:
+        return "\n".join([*lines, "", "It refused every test."])
     if not failures:
-        end = "Everything it declares is right." if total["passed"] else "It refused every test."
-        end += f" (Up to {report.length:,} tokens; --length=N looks further.)" * bool(
-            total["passed"]
-        )
-        end += " (--quick: a sample of the cases.)" * report.quick
-        return "\n".join([*lines, "", f"{end} {report.seconds:.0f} s."])
+        lines += ["", f"Everything it declares is right. {report.seconds:.0f} s."]
+        lines += ["(--quick: a sample of the cases.)"] if report.quick else []
+        return "\n".join([*lines, f"(Up to {report.length:,} tokens; --length=N looks further.)"])
     lines += ["", f"{len(failures)} of {total['passed'] + total['failed']} failed:"]
     lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]
     lines += [f"  and {len(failures) - 10} more (--json lists all)"] * (len(failures) > 10)
@@ -256,12 +235,10 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     options.dtypes = options.dtype.split(",") if options.dtype else DTYPES
     if unknown := set(options.dtypes) - set(DTYPES):
         parser.error(f"--dtype must be some of {', '.join(DTYPES)}, got {min(unknown)}")
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    options.devices = ["cpu", *["cuda"] * cuda, *["mps"] * mps]
+    cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()
+    options.devices = ["cpu", *["cuda"] * (cuda > 0), *["mps"] * mps]
     if options.device:
-        kind, _, number = options.device.partition(":")
-        most = torch.cuda.device_count() if kind == "cuda" else 1
-        if kind not in options.devices or (number or "0") not in map(str, range(most)):
+        if options.device not in [*options.devices, *(f"cuda:{i}" for i in range(cuda))]:
             parser.error(f"--device={options.device}: no such device here")
         options.devices = [options.device]
     return options

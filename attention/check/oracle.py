@@ -29,6 +29,12 @@ class Result:
     dsinks: Tensor | None = None  # (H,)
     condition: Mapping[str, float] = field(default_factory=dict, kw_only=True)  # of attention()
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The output and those gradients that are there, by name."""
+        found = {name: getattr(self, name) for name in ("out", "dq", "dk", "dv", "dsinks")}
+        return {name: t for name, t in found.items() if t is not None}
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
               segments: Tensor | None = None, scale: float | None = None,
@@ -160,10 +166,8 @@ def check(got: Result, plain: Result, truth: Result, dtype: torch.dtype, factor:
     Raises:
         AssertionError: names the tensor, its largest error, the position, and the tolerance.
     """
-    for name, m in (("out", 2), ("dq", 3), ("dk", 3), ("dv", 3), ("dsinks", 3)):
-        g, p, t = (getattr(r, name) for r in (got, plain, truth))
-        if g is None:
-            continue
+    for name, g in got.tensors.items():
+        m, p, t = 2 if name == "out" else 3, plain.tensors[name], truth.tensors[name]
         require(g.dtype == dtype, f"{name} is {g.dtype}, not {dtype}")
         require(g.shape == t.shape, f"{name} has shape {tuple(g.shape)}, not {tuple(t.shape)}")
         g, p = g.detach().cpu().double(), p.detach().cpu().double()

@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import Backend
@@ -56,14 +58,22 @@ def properties(dtype: str) -> Iterator[Item]:
     for w, Tq in itertools.product((None, 5), (20, 7, 1)):
         spec = Spec(2, 1, 32, dtype, window=w, grad=Tq == 20)
         yield item(f"huge negative scores, {Tq} of 20", "causality", spec, partial(negative, Tq))
-    yield item("beyond the view", "causality", heads(grad=False), beyond)
     for w in windows:
         yield item("no gradient to later tokens", "causality", heads(window=w), later_gradient)
+    for grad, seg in itertools.product((True, False), (False, True)):
+        name = "empty" + (", segments" if seg else "") + ("" if grad else ", no gradients")
+        yield item(name, "lengths", heads(segments=seg, grad=grad), empty)
+    autocast = partial(surrounded, partial(torch.autocast, dtype=torch.bfloat16))
+    for given in (heads(), heads(segments=True), heads(sinks=True)):
+        has = ", segments" if given.segments else ", sinks" if given.sinks else ""
+        yield item("gradients of some inputs" + has, "gradients", given, some_gradients)
+        yield item("other values in the same memory" + has, "repeated calls", given, again)
+        yield item("autocast" + has, "surroundings", given, autocast)
+    inference = partial(surrounded, lambda device: torch.inference_mode())
+    yield item("inference mode", "surroundings", heads(grad=False), inference)
     for p in (0.125, 0.5):
         yield item(f"dropout rate, {p}", "dropout", _dropping(dtype, p), rate)
     yield item("the same mask again", "dropout", _dropping(dtype, 0.25), replay)
-    for w in windows:
-        yield item("no random number without", "dropout", heads(window=w), no_random)
     for p in (0.0, 0.25):
         name = "the same bits" + ", with dropout" * bool(p)
         yield item(name, "determinism", heads(dropout=p), same_bits, deterministic=True)
@@ -108,10 +118,11 @@ def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: 
         return backend.attend(q, k, v, spec, **more).detach()
 
 
-def case_of(spec: Spec, T: int, segments: str | None = None) -> matrix.Case:
+def case_of(spec: Spec, T: int, segments: str = "packed") -> matrix.Case:
     sizes = spec.n_head, spec.n_kv_head, spec.head_dim, 2
-    case = matrix.Case(f"{T}", T, T, *sizes, window=spec.window, segments=segments)
-    return replace(case, scale=spec.scale, softcap=spec.softcap, sinks=spec.sinks)
+    options: dict[str, Any] = {name: getattr(spec, name) for name in matrix.OPTIONS}
+    options["segments"] = segments if spec.segments else None
+    return matrix.Case(f"{T}", T, T, *sizes, **options)
 
 
 def qkv(spec: Spec, T: int, device: str) -> list[Tensor]:
@@ -184,10 +195,8 @@ def segments(phase: str, backend: Backend, spec: Spec, device: str) -> None:
     for changed in (0, 1, 2):
         inside = seg[0] == changed
         other = ~inside[first:]
-        louder = [t.clone() for t in (q, k, v)]
-        for t in louder:
-            t[:, inside] *= HUGE / 30  # q . k grows by the square
-        after = call(backend, louder[0][:, first:], louder[1], louder[2], spec, segments=seg)
+        factor = torch.where(inside, HUGE / 30, 1)[:, None, None].to(q.dtype)  # squared in q . k
+        after = call(backend, (q * factor)[:, first:], k * factor, v * factor, spec, segments=seg)
         same = torch.equal(before[:, other], after[:, other])
         require(same, f"segment {changed} changed, and an output of another segment moved")
         moved = not torch.equal(before[:, ~other], after[:, ~other])
@@ -195,9 +204,10 @@ def segments(phase: str, backend: Backend, spec: Spec, device: str) -> None:
 
 
 def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
-    """All scores are -59,397: with a mask value of -1e4, masked keys would have the largest."""
+    """All scores are -67,882: with a finite float16 as mask value, masked keys would have the
+    largest."""
     Tk, dtype = 20, getattr(torch, spec.dtype)
-    q = torch.full((1, Tq, 2, 32), -10500.0, dtype=dtype, device=device)
+    q = torch.full((1, Tq, 2, 32), -12000.0, dtype=dtype, device=device)
     k = torch.ones(1, Tk, 1, 32, dtype=dtype, device=device)
     v = torch.arange(Tk, dtype=dtype, device=device)[None, :, None, None].expand(k.shape)
     out = call(backend, q, k, v.contiguous(), spec)[0, :, 0, 0].double().cpu()
@@ -206,25 +216,12 @@ def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
     _close(out, (first + last) / 2, 0.02, "the mean of the visible values")
 
 
-def beyond(backend: Backend, spec: Spec, device: str) -> None:
-    """Keys at the start of a longer buffer, as in a cache: NaN beyond them must not matter."""
-    q, k, v = qkv(spec, 40, device)
-    T = 33
-    clean = call(backend, q[:, T - 1 : T], k[:, :T].clone(), v[:, :T].clone(), spec)
-    k[:, T:], v[:, T:] = float("nan"), float("nan")
-    got = call(backend, q[:, T - 1 : T], k[:, :T], v[:, :T], spec)
-    require(got.isfinite().all(), "NaN beyond the last key was read")
-    _close(got, clean, 16 * torch.finfo(got.dtype).eps, "the output of the same keys, copied")
-
-
 def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
-    q, k, v = (t.requires_grad_() for t in qkv(spec, 33, device))
-    out = backend.attend(q, k, v, spec)
-    dout = torch.randn_like(out)
-    dout[:, 20:] = 0
-    for name, grad in zip("qkv", torch.autograd.grad(out, (q, k, v), dout), strict=True):
-        require(not grad[:, 20:].any(), f"d{name} of a later token is not zero")
-        require(grad[:, 19].any(), f"d{name} of token 19 is zero")
+    given = matrix.inputs(case_of(spec, 33), spec.dtype, device)
+    given["dout"] = given["dout"] * (torch.arange(33, device=device) < 20)[:, None, None]
+    for name, grad in list(matrix.run(backend, given, spec).tensors.items())[1:]:
+        require(not grad[:, 20:].any(), f"{name} of a later token is not zero")
+        require(grad[:, 19].any(), f"{name} of token 19 is zero")
 
 
 def _close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
@@ -289,10 +286,8 @@ def replay(backend: Backend, spec: Spec, device: str) -> None:
     require(torch.equal(masks[0], masks[1]), "the dropout mask differs under the same seed")
     require(not torch.equal(masks[0], masks[2]), "two calls have the same dropout mask")
 
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     torch.manual_seed(5)
-    out = backend.attend(*leaves, spec)
-    got = [out, *torch.autograd.grad(out, leaves, dout)]
+    got = matrix.run(backend, {"q": q, "k": k, "v": v, "dout": dout}, spec)
 
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     i = torch.arange(q.shape[1], device=q.device)
@@ -301,19 +296,70 @@ def replay(backend: Backend, spec: Spec, device: str) -> None:
     probs = torch.softmax(scores, dim=-1) * masks[0] / (1 - spec.dropout)
     want = torch.einsum("bihj,bjhd->bihd", probs, exact[2])
     truth = [want, *torch.autograd.grad(want, exact, dout.double())]
-    for name, g, w in zip(("out", "dq", "dk", "dv"), got, truth, strict=True):
-        _close(g, w, 20 * torch.finfo(g.dtype).eps, f"{name} with the mask of the forward pass")
+    for (name, t), w in zip(got.tensors.items(), truth, strict=True):
+        _close(t, w, 20 * torch.finfo(t.dtype).eps, f"{name} with the mask of the forward pass")
 
 
-def no_random(backend: Backend, spec: Spec, device: str) -> None:
+# --- empty inputs, gradients of some inputs, repeated calls, surroundings ---
+
+
+def empty(backend: Backend, spec: Spec, device: str) -> None:
+    """Without batch, queries or keys, the output and the gradients are zeros, if anything."""
+    for B, Tq, Tk in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
+        q, k, v = (t[:B] for t in qkv(spec, 5, device))
+        given = {"q": q[:, :Tq], "k": k[:, :Tk], "v": v[:, :Tk], "dout": q[:, :Tq]}
+        if spec.segments:
+            given["segments"] = torch.zeros(B, Tk, dtype=torch.int32, device=device)
+        got = matrix.run(backend, given, spec)
+        for name, t in got.tensors.items():
+            like = given["q" if name == "out" else name[1:]]
+            zeros = t.shape == like.shape and not t.any()
+            require(zeros, f"batch {B}, {Tq} queries, {Tk} keys: {name} is {t}")
+
+
+def some_gradients(backend: Backend, spec: Spec, device: str) -> None:
+    """Gradients of each input alone, and of all but it; a graph that is kept gives them again."""
+    case = case_of(spec, 17)
+    given = matrix.inputs(case, spec.dtype, device)
+    names = [name for name in ("q", "k", "v", "sinks") if name in given]
+    for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
+        got = matrix.run(backend, given, spec, wrt, times=2)
+        matrix.compare(got, case, spec.dtype, device)
+
+
+def again(backend: Backend, spec: Spec, device: str) -> None:
+    """A second call with other values in the same memory, which its caller may have changed without
+    PyTorch's knowledge, draws no random number and does not change the first result."""
+
     def states() -> list[Tensor]:
         cuda = torch.device(device).type == "cuda"
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
 
-    q, k, v = (t.requires_grad_() for t in qkv(spec, 33, device))
-    before = states()
-    backend.attend(q, k, v, spec).sum().backward()
-    require(all(map(torch.equal, before, states())), "a random number was drawn")
+    kept = matrix.inputs(case_of(spec, 33), spec.dtype, device)
+    given = {name: t.clone() for name, t in kept.items()}
+    first = matrix.run(backend, given, spec)
+    before, state = {name: t.clone() for name, t in first.tensors.items()}, states()
+    for t in given.values():
+        t.data.copy_(t.flip(min(1, t.dim() - 1)))
+    got = matrix.run(backend, given, spec)
+    options: dict[str, Any] = {name: given.get(name) for name in ("segments", "sinks")}
+    inputs = [given[name] for name in ("q", "k", "v", "dout")]
+    rough, exact = (f(*inputs, **options) for f in (oracle.plain, oracle.attention))
+    oracle.check(got, rough, exact, getattr(torch, spec.dtype))
+    same = all(map(torch.equal, first.tensors.values(), before.values()))
+    require(same, "a second call changed the first result")
+    require(all(map(torch.equal, state, states())), "a random number was drawn")
+
+
+def surrounded(context: Callable[[str], Any], backend: Backend, spec: Spec, device: str) -> None:
+    """Right, in q's dtype, inside a context manager."""
+
+    def attend(*args: object, **more: object) -> Tensor:
+        with context(torch.device(device).type):
+            return backend.attend(*args, **more)
+
+    within = replace(backend, attend=attend)
+    matrix.check(within, case_of(spec, 33), spec.dtype, device, grad=spec.grad)
 
 
 # --- determinism, torch.compile, caches, partial attention ---
@@ -322,21 +368,18 @@ def no_random(backend: Backend, spec: Spec, device: str) -> None:
 def same_bits(backend: Backend, spec: Spec, device: str) -> None:
     """Five runs give the same bits; on CUDA at a size of many thread blocks."""
     T = 1024 if torch.device(device).type == "cuda" else 97
-    q, k, v, dout = matrix.draw(case_of(spec, T), spec.dtype, device)
-    results = []
+    given, results = matrix.inputs(case_of(spec, T), spec.dtype, device), []
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         for _ in range(5):
             torch.manual_seed(0)
-            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            out = backend.attend(*leaves, spec)
-            results.append([out, *torch.autograd.grad(out, leaves, dout)])
+            results.append(matrix.run(backend, given, spec))
     finally:
         torch.use_deterministic_algorithms(was)
     for result in results[1:]:
-        for name, a, b in zip(("out", "dq", "dk", "dv"), result, results[0], strict=True):
-            require(torch.equal(a, b), f"{name} differs between runs")
+        for name, t in result.tensors.items():
+            require(torch.equal(t, results[0].tensors[name]), f"{name} differs between runs")
 
 
 def compiled(backend: Backend, spec: Spec, device: str) -> None:
@@ -363,9 +406,7 @@ def cached(backend: Backend, spec: Spec, device: str) -> None:
     """With a cache the output equals the whole sequence's and is causal."""
     T = 64 if (spec.page_size or 0) < 64 else 300
     case = case_of(spec, T)
-    inputs = [t.clone() for t in matrix.draw(case, spec.dtype, device)]
-    if (sinks := matrix.sinks(case, spec.dtype, device)) is not None:
-        inputs.append(sinks)
+    inputs = [t.clone() for t in matrix.inputs(case, spec.dtype, device).values()]
     (out,) = run_cached(backend.attend, inputs, None, spec)
     matrix.compare(oracle.Result(out), case, spec.dtype, device)
     leak = leakage(partial(run_cached, backend.attend), inputs, None, spec)
@@ -375,17 +416,17 @@ def cached(backend: Backend, spec: Spec, device: str) -> None:
 def in_parts(backend: Backend, spec: Spec, device: str) -> None:
     """Partial attention over blocks, merged by its log-sum-exp L, equals full attention."""
     assert backend.partial is not None, "it declares lse but has no partial"
-    T = 50
-    case = case_of(spec, T, "packed" if spec.segments else None)
+    Tq, Tk = 50, 41  # the first 9 queries see no key
+    case = replace(case_of(spec, Tk), Tq=Tq)
     q, k, v, dout = matrix.draw(case, spec.dtype, device)
-    seg, acc = matrix.segments(case, device), torch.promote_types(q.dtype, torch.float32)
-    parts = []
-    # In rows 7 to 28 and keys 13 to 30 the mask hides a few pairs.
-    borders = itertools.pairwise((0, 7, 28, T)), itertools.pairwise((0, 13, 30, T))
+    seg, acc, parts = matrix.segments(case, device), torch.promote_types(q.dtype, torch.float32), []
+    # In rows 16 to 37 and keys 13 to 30 the mask hides a few pairs.
+    borders = itertools.pairwise((0, 16, 37, Tq)), itertools.pairwise((0, 13, 30, Tk))
     for I, J in ((slice(*i), slice(*j)) for i, j in itertools.product(*borders)):
-        parts.append((I, J, I.start - J.start, None if seg is None else (seg[:, I], seg[:, J])))
+        pair = None if seg is None else (F.pad(seg, (Tq - Tk, 0))[:, I], seg[:, J])
+        parts.append((I, J, I.start - J.start + Tk - Tq, pair))
     out = torch.zeros(q.shape, dtype=acc, device=device)
-    L = torch.full((*q.shape[:1], q.shape[2], T), torch.finfo(acc).min, dtype=acc, device=device)
+    L = torch.full((*q.shape[:1], q.shape[2], Tq), torch.finfo(acc).min, dtype=acc, device=device)
     with torch.no_grad():
         for I, J, offset, pair in parts:
             O_ij, L_ij = backend.partial.forward(q[:, I], k[:, J], v[:, J], spec, offset, pair)
@@ -400,6 +441,7 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
             L_new = torch.logaddexp(L[..., I], L_ij)
             old, new = (torch.exp(x - L_new).mT[..., None] for x in (L[..., I], L_ij))
             out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
+        L = L.masked_fill(L.eq(torch.finfo(acc).min), -torch.inf)
         sums = [torch.zeros(t.shape, dtype=acc, device=device) for t in (q, k, v)]
         whole = out.to(q.dtype)
         for I, J, offset, pair in parts:
