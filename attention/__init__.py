@@ -74,7 +74,7 @@ __all__ = [
     "use_flash_impl",
     "visible",
 ]
-__version__ = "0.1.0"  # pyproject.toml reads it here
+__version__ = "0.2.0"  # pyproject.toml reads it here
 
 # pip installs this package as nanoattn. In a checkout both names are one package, so that each
 # operator is registered once.
