@@ -130,17 +130,27 @@ def dying(patch: pytest.MonkeyPatch, step: int, error: Exception | None = None,
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
-    signum, data_dir, tmp_path, straight, monkeypatch
+@pytest.mark.parametrize("step", [1, 13, 21])  # 21: step 20 has been saved
+def test_a_signal_ends_the_step_saves_the_last_and_says_how_to_go_on(
+    signum, step, data_dir, tmp_path, straight, monkeypatch
 ):
+    """The second micro-batch does not begin."""
     out = tmp_path / "a folder with spaces"
-    dying(monkeypatch, step=13, signals=(signum,))
+    dying(monkeypatch, step=step, signals=(signum,))
     r = run(data_dir, out, **FULL)
     assert r.code == 128 + signum
-    assert max(r.losses()) == 13
-    assert checkpoint.load(checkpoint.latest(out)).step == 13
+    assert max(r.losses(), default=0) == step - 1
+    assert [p.name for p in checkpoint.folders(out)][-1:] == [f"step-{step - 1:08}"][: step - 1]
     monkeypatch.undo()
-    same(run_line(line_to_go_on(r), out), straight)
+    (line,) = [x for x in r.out.splitlines() if "to continue: python train.py " in x]
+    assert "1 micro-batches" in line
+    same(
+        run_line(
+            shlex.split(line.split("train.py ")[1]) if step > 1 else argv(data_dir, out, **FULL),
+            out,
+        ),
+        straight,
+    )
 
 
 def test_the_loss_scale_goes_on(data_dir, tmp_path, monkeypatch):
