@@ -4,8 +4,7 @@
     python train.py config/train_gpt2.py --attention_backend=sdpa
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --parallel=fsdp
 
-A run writes checkpoints (step-N), metrics.jsonl and loss.png to out_dir. train_step(), near the
-end, is one step.
+A run writes checkpoints (step-N), metrics.jsonl and loss.png to out_dir.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -145,7 +145,7 @@ from core import parallel, runtime
 from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
-from core.optimizer import build_optimizer, learning_rate, update
+from core.optimizer import build_optimizer, learning_rate, set_learning_rate, update
 from core.runtime import Setup
 from model import GPT, GPTConfig
 
@@ -205,11 +205,10 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = config.residual_dtype == "autocast"
     optimizer, scaler = build_optimizer(model, config, device), setup.scaler()
-    progress = checkpoint.Progress(evaluated=not config.eval_on_start)
+    torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
+    done = checkpoint.Progress(evaluated=not config.eval_on_start)
     if config.init_from == "resume":
-        progress = checkpoint.restore_run(config, model, optimizer, scaler, distributed)
-    else:
-        torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
+        done = checkpoint.restore_run(config, model, optimizer, scaler, distributed)
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
     compiled = bool(setup.compile) and config.parallel == "ddp"  # fsdp compiles block by block
     phase: Any = {"dtype": config.dtype, "compiled": compiled}
@@ -222,10 +221,9 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     N, counted = model.get_num_params(non_embedding=False), model.get_num_params()
     say(f"model: {N:,} parameters, {counted:,} without positions")
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
-                             config.async_checkpoint, progress.best_loss)  # fmt: skip
+                             config.async_checkpoint, done.best_loss)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
-               micro_steps, saver, progress.step, progress.sequences_seen,
-               progress.evaluated)  # fmt: skip
+               micro_steps, saver, done.step, done.sequences_seen, done.evaluated)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -266,6 +264,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         meter.metrics = Metrics(Path(config.out_dir), run.step, wandb, run.evaluated)
     val_loss = None if run.evaluated else evaluate(run, meter.metrics)
 
+    resume = partial(checkpoint.resume_command, config.out_dir, distributed)
     stop, kernel, lost, saved_step = Stop(distributed), run.attention, "", run.step
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
@@ -283,8 +282,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
         # --- one step ---
         lr = learning_rate(run.step, config)
-        for group in run.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(run.optimizer, lr)
         x, y = parallel.shard_batch(run.model.ring, x, y)
         random = runtime.random_state(device)
         try:
@@ -292,7 +290,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
                               run.micro_steps, config.grad_clip, found_inf, stop.mark)  # fmt: skip
         except Stopped:
             runtime.set_random_state(random, device)
-            stopping, lost = True, f" ({stop.micro_batches} micro-batches of the next are lost)"
+            stopping, lost = True, f", {stop.micro_batches}/{run.micro_steps} of the next is lost"
             break
         run.step += 1
         run.sequences_seen += run.global_batch
@@ -300,8 +298,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             distributed.limit(config.hang_timeout)  # until here it was half an hour, to compile
             began, began_step = runtime.now(device), run.step
 
-        # --- all processes agree: stop? log? ---
-        # On a GPU reading found_inf here would wait for the device.
+        # --- all processes agree: stop? log? (found_inf: on a GPU it would wait) ---
         due = time.perf_counter() - began > 30 or (device.type == "cpu" and bool(found_inf))
         stopping, overdue = map(bool, distributed.sum([float(stop.request.noted), float(due)]))
         done = run.step == config.max_iters
@@ -311,21 +308,18 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         if not (logging_now or evaluating):
             continue
 
-        # --- logging ---
+        # --- evaluation, logging ---
         total, any_inf = distributed.sum([float(loss), float(found_inf)])
         mean_loss = total / distributed.world_size
         passed, warm = time.perf_counter() - began, run.step > warm_step
         seconds = passed / (run.step - began_step) if warm else None
-
-        # --- evaluation ---
         val_loss = None
         if evaluating and not (any_inf or stopping):
             val_loss = evaluate(run, meter.metrics, stop)
             stopping = val_loss is None
         value = mean_loss if val_loss is None else val_loss
         if any_inf or not math.isfinite(value):
-            resume = checkpoint.resume_command(config.out_dir, distributed)
-            meter.not_finite(run.step, value, lr, kernel.backend.name, resume)
+            meter.not_finite(run.step, value, lr, kernel.backend.name, resume())
             run.saver.wait()
             return 1
         if logging_now:
@@ -341,11 +335,9 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         save(None)
     run.saver.wait()
     stop.request.release()
-    if meter.metrics:
-        meter.metrics.close()
+    meter.close()
     if stopping:
-        resume = checkpoint.resume_command(config.out_dir, distributed)
-        say(f"stopped after step {run.step}{lost}; to continue: {resume}")
+        say(f"stopped after step {run.step}{lost}; to continue: {resume()}")
         return 128 + (stop.request.signal or signal.SIGTERM)
     meter.end(val_loss, run.meta.get("baselines", {}))
     if config.sample_tokens:
@@ -355,10 +347,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
 
 @torch.no_grad()
 def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None) -> float | None:
-    """Print and log the mean loss on fixed batches of each split.
-
-    Returns the validation loss; None: all processes agreed to stop before the end.
-    """
+    """Print and log the mean loss on fixed batches of each split; returns val's, None: stopped."""
     config, distributed, device, losses = run.config, run.distributed, run.setup.device, {}
     T, iters, B = config.block_size, config.eval_iters, config.batch_size
     run.model.eval()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from core.runtime import StopSignal, pick_device
-from core.settings import UserError
+from core.settings import LaunchError, UserError
 
 T = TypeVar("T")
 SLOW_S = 1800.0  # limit of a collective while ranks start, compile or write a checkpoint
@@ -173,7 +173,7 @@ class DistInfo:
 
 
 def _world_size(device: torch.device) -> int:
-    """The number of processes that a launcher started. Raises UserError if it does not add up."""
+    """The number of processes that a launcher started. Raises LaunchError if it does not add up."""
     alone = {"RANK": None, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     found = [name for name, value in alone.items() if os.environ.get(name, value) != value]
     if not found:
@@ -186,7 +186,7 @@ def _world_size(device: torch.device) -> int:
         if rank.isdecimal() and n.isdecimal() and int(rank) < int(n):
             return int(n)
         wrong = [f"RANK={rank} and WORLD_SIZE={n}"]
-    raise UserError(
+    raise LaunchError(
         f"the environment has {found[0]}={os.environ[found[0]]}, but {', '.join(wrong)}: start "
         f"with torchrun, which sets all, or for one process: unset {' '.join(found)}"
     )

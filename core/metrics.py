@@ -166,6 +166,10 @@ class Meter:
             file=sys.stderr,
         )
 
+    def close(self) -> None:
+        if self.metrics:
+            self.metrics.close()
+
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
         """Print the median speed, and the validation loss next to simpler models'."""
         if self.rates:

@@ -39,6 +39,10 @@ class UserError(ValueError):
     """A mistake of the user, in one sentence; commands print it and exit with code 2."""
 
 
+class LaunchError(UserError):
+    """Wrong variables of a launcher: every process prints it."""
+
+
 def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
@@ -154,7 +158,7 @@ def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _fail(error: UserError) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
+    if os.environ.get("RANK", "0") == "0" or isinstance(error, LaunchError):
         print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
 
