@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -146,12 +145,11 @@ def check(mode: str, config: BenchConfig) -> None:
 @contextmanager
 def signals() -> Iterator[StopSignal]:
     """Within this context Ctrl-C and SIGTERM set the StopSignal."""
-    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    stop = StopSignal("stopping; keeping the results so far")
     try:
-        yield StopSignal("stopping; keeping the results so far")
+        yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        stop.release()
 
 
 class Progress:

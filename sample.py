@@ -143,7 +143,7 @@ def prompts(config: SampleConfig) -> list[str]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read {path} ({e})") from e
 

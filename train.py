@@ -4,8 +4,7 @@
     python train.py config/train_gpt2.py --attention_backend=sdpa
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --parallel=fsdp
 
-A run writes checkpoints (step-N), metrics.jsonl and loss.png to out_dir. train_step(), near the
-end, is one step.
+A run writes checkpoints (step-N), metrics.jsonl and loss.png to out_dir.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from core.settings import Loaded, UserError, check_fields, exit_on_user_error, read, read_early
+from core.settings import Loaded, check_fields, exit_on_user_error, read, read_early
 
 # ----------------------------------------------------------------------------- options
 
@@ -138,15 +138,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-import attention
 import checkpoint
 import data
 from attention import Policy, Resolution
 from core import parallel, runtime
-from core.distributed import DistInfo
+from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
-from core.optimizer import build_optimizer, learning_rate, update
+from core.optimizer import build_optimizer, learning_rate, set_learning_rate, update
 from core.runtime import Setup
 from model import GPT, GPTConfig
 
@@ -170,6 +169,8 @@ class Run:
     micro_steps: int  # micro-batches per step in this process
     saver: checkpoint.Saver
     step: int = 0  # steps done
+    sequences_seen: int = 0  # in these steps
+    evaluated: bool = True  # False: the evaluation after this step is to come
 
     @property
     def global_batch(self) -> int:
@@ -204,14 +205,10 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = config.residual_dtype == "autocast"
     optimizer, scaler = build_optimizer(model, config, device), setup.scaler()
-    step, best_loss = 0, math.inf
+    torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
+    done = checkpoint.Progress(evaluated=not config.eval_on_start)
     if config.init_from == "resume":
-        saved = checkpoint.load(checkpoint.latest(config.out_dir))
-        training = model, optimizer, scaler
-        step, best_loss = checkpoint.restore(saved, *training, config.seed, distributed)
-        say(f"resuming {config.out_dir} after step {step}")
-    else:
-        torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
+        done = checkpoint.restore_run(config, model, optimizer, scaler, distributed)
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
     compiled = bool(setup.compile) and config.parallel == "ddp"  # fsdp compiles block by block
     phase: Any = {"dtype": config.dtype, "compiled": compiled}
@@ -224,9 +221,9 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     N, counted = model.get_num_params(non_embedding=False), model.get_num_params()
     say(f"model: {N:,} parameters, {counted:,} without positions")
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
-                             config.async_checkpoint, best_loss)  # fmt: skip
+                             config.async_checkpoint, done.best_loss)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
-               micro_steps, saver, step)  # fmt: skip
+               micro_steps, saver, done.step, done.sequences_seen, done.evaluated)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -235,25 +232,13 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
 def main(argv: list[str]) -> int:
     loaded = read(TrainConfig, argv, aliases=ALIASES)
     runtime.show_log()
-    if loaded.settings.init_from == "resume":
-        loaded = checkpoint.resumed(loaded)
-    config = loaded.settings
-    distributed = DistInfo.join(config.device, config.context_parallel)
-    try:
-        return train(checkpoint.restarted(loaded, distributed), distributed)
-    except attention.BackendUnavailable as e:
-        raise UserError(str(e)) from e
-    except torch.OutOfMemoryError as e:
-        half, twice = max(1, config.batch_size // 2), config.gradient_accumulation_steps * 2
-        raise UserError(
-            f"out of memory ({str(e).splitlines()[0]}); try --batch_size={half} with "
-            f"--gradient_accumulation_steps={twice}, or --gradient_checkpointing=True"
-        ) from e
-    except RuntimeError as e:
-        distributed.name_missing(e, checkpoint.resume_command(config.out_dir, distributed))
-        raise
-    finally:
-        distributed.leave()
+    with checkpoint.locked(loaded.settings):
+        if loaded.settings.init_from == "resume":
+            loaded = checkpoint.resumed(loaded)
+        config = loaded.settings
+        distributed = DistInfo.join(config.device, config.context_parallel)
+        with checkpoint.explained(config, distributed):
+            return train(checkpoint.restarted(loaded, distributed), distributed)
 
 
 def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
@@ -267,7 +252,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if config.eval_only:
         evaluate(run)
         return 0
-    if run.step >= config.max_iters:
+    if run.step >= config.max_iters and run.evaluated:
         say(f"nothing to do: all {config.max_iters} steps are done; --max_iters sets more")
         return 0
     distributed.gather(None)  # every process is ready: an earlier run may be moved aside now
@@ -276,32 +261,46 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             say(f"an earlier run's checkpoints and metrics are now in {moved}")
         wandb = {"project": config.wandb_project, "name": config.wandb_run_name,
                  "config": asdict(config)} if config.wandb_log else None  # fmt: skip
-        meter.metrics = Metrics(Path(config.out_dir), run.step, wandb)
-    if config.eval_on_start and run.step == 0:
-        evaluate(run, meter.metrics)
+        meter.metrics = Metrics(Path(config.out_dir), run.step, wandb, run.evaluated)
+    val_loss = None if run.evaluated else evaluate(run, meter.metrics)
 
-    stop, kernel = runtime.StopSignal(), run.attention
+    resume = partial(checkpoint.resume_command, config.out_dir, distributed)
+    stop, kernel, lost, saved_step = Stop(distributed), run.attention, "", run.step
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
-    batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
-    began, began_step = runtime.now(device), run.step
+    batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device,
+                           (run.step, run.sequences_seen))  # fmt: skip
+
+    def save(val_loss: float | None) -> None:
+        run.saver.save(
+            run.model, run.optimizer, run.scaler, asdict(config), run.meta["tokenizer"],
+            step=run.step, val_loss=val_loss, sequences_seen=run.sequences_seen,
+            attention_backend=kernel.backend.name, attention_kernels=list(kernel.kernels),
+        )  # fmt: skip
+
+    stopping, began, began_step = False, runtime.now(device), run.step
     for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
         # --- one step ---
         lr = learning_rate(run.step, config)
-        for group in run.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(run.optimizer, lr)
         x, y = parallel.shard_batch(run.model.ring, x, y)
-        loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
-                          run.micro_steps, config.grad_clip, found_inf)  # fmt: skip
+        random = runtime.random_state(device)
+        try:
+            loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
+                              run.micro_steps, config.grad_clip, found_inf, stop.mark)  # fmt: skip
+        except Stopped:
+            runtime.set_random_state(random, device)
+            stopping, lost = True, f", {stop.micro_batches}/{run.micro_steps} of the next is lost"
+            break
         run.step += 1
+        run.sequences_seen += run.global_batch
         if run.step == warm_step:
             distributed.limit(config.hang_timeout)  # until here it was half an hour, to compile
             began, began_step = runtime.now(device), run.step
 
-        # --- all processes agree: stop? log? ---
-        # On a GPU reading found_inf here would wait for the device.
+        # --- all processes agree: stop? log? (found_inf: on a GPU it would wait) ---
         due = time.perf_counter() - began > 30 or (device.type == "cpu" and bool(found_inf))
-        stopping, overdue = distributed.sum([float(stop.signal is not None), float(due)])
+        stopping, overdue = map(bool, distributed.sum([float(stop.request.noted), float(due)]))
         done = run.step == config.max_iters
         logging_now = stopping or overdue or done or run.step == 1
         logging_now = logging_now or run.step % config.log_interval == 0
@@ -309,44 +308,37 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         if not (logging_now or evaluating):
             continue
 
-        # --- logging ---
+        # --- evaluation, logging ---
         total, any_inf = distributed.sum([float(loss), float(found_inf)])
         mean_loss = total / distributed.world_size
         passed, warm = time.perf_counter() - began, run.step > warm_step
         seconds = passed / (run.step - began_step) if warm else None
-
-        # --- evaluation ---
-        val_loss = evaluate(run, meter.metrics) if evaluating and not any_inf else None
+        val_loss = None
+        if evaluating and not (any_inf or stopping):
+            val_loss = evaluate(run, meter.metrics, stop)
+            stopping = val_loss is None
         value = mean_loss if val_loss is None else val_loss
         if any_inf or not math.isfinite(value):
-            resume = checkpoint.resume_command(config.out_dir, distributed)
-            say(f"error: a loss or gradient is not finite at step {run.step} or shortly before "
-                f"(loss {value}, lr {lr:.2e}, backend {kernel.backend.name}). Try a lower "
-                f"--learning_rate, or --attention_backend=manual to test the kernel: {resume}",
-                file=sys.stderr)  # fmt: skip
+            meter.not_finite(run.step, value, lr, kernel.backend.name, resume())
             run.saver.wait()
             return 1
         if logging_now:
             meter.log(run.step, mean_loss, lr, seconds)
-
-        # --- checkpoint ---
-        if evaluating or stopping:
-            run.saver.save(
-                run.model, run.optimizer, run.scaler, asdict(config), run.meta["tokenizer"],
-                step=run.step, val_loss=val_loss, sequences_seen=run.step * run.global_batch,
-                attention_backend=kernel.backend.name, attention_kernels=list(kernel.kernels),
-            )  # fmt: skip
         if stopping:
             break
+        if evaluating:
+            save(val_loss)
+            saved_step = run.step
         began, began_step = runtime.now(device), run.step
 
+    if stopping and run.step > saved_step:
+        save(None)
     run.saver.wait()
-    if meter.metrics:
-        meter.metrics.close()
-    if run.step < config.max_iters:
-        resume = checkpoint.resume_command(config.out_dir, distributed)
-        say(f"stopped after step {run.step}; to continue: {resume}")
-        return 128 + (stop.signal or signal.SIGTERM)
+    stop.request.release()
+    meter.close()
+    if stopping:
+        say(f"stopped after step {run.step}{lost}; to continue: {resume()}")
+        return 128 + (stop.request.signal or signal.SIGTERM)
     meter.end(val_loss, run.meta.get("baselines", {}))
     if config.sample_tokens:
         sample(run)
@@ -354,26 +346,31 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
 
 
 @torch.no_grad()
-def evaluate(run: Run, metrics: Metrics | None = None) -> float:
-    """Print and log the mean loss on fixed batches of each split; returns the validation loss."""
+def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None) -> float | None:
+    """Print and log the mean loss on fixed batches of each split; returns val's, None: stopped."""
     config, distributed, device, losses = run.config, run.distributed, run.setup.device, {}
     T, iters, B = config.block_size, config.eval_iters, config.batch_size
     run.model.eval()
-    with run.setup.autocast:
+    try:
         for split, tokens in run.splits.items():
             total = torch.zeros((), device=device)
             targets = torch.zeros((), dtype=torch.int64, device=device)
-            for x, y, counted in data.eval_batches(tokens, T, iters, B, *distributed.data, device):
+            for x, y in data.eval_batches(tokens, T, iters, B, *distributed.data, device):
+                if stop:
+                    stop.check()
                 x, y = parallel.shard_batch(run.model.ring, x, y)
-                mean = run.module(x, y)[1]
-                if counted:
-                    n = (y != IGNORE).sum()
-                    total += torch.where(n == 0, 0.0, mean * n)
-                    targets += n
+                with run.setup.autocast:
+                    mean, n = run.module(x, y)[1], (y != IGNORE).sum()
+                total += torch.where(n == 0, 0.0, mean * n)
+                targets += n
             summed, n_targets = distributed.sum([float(total), float(targets)])
             losses[split] = summed / n_targets if n_targets else math.nan
-    parallel.reshard(run.model)
-    run.model.train()
+    except Stopped:
+        distributed.say(f"the evaluation after step {run.step} was not finished")
+        return None
+    finally:
+        parallel.reshard(run.model)
+        run.model.train()
     train_loss, val_loss = losses["train"], losses["val"]
     bits = data.bits_per_byte(run.meta, val_loss)
     also = f" ({bits:.4f} bits per byte)" if bits else ""

@@ -1,7 +1,19 @@
 """Save, load and resume checkpoints; import and export other formats."""
 
 from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
-from checkpoint.run import Saver, build_model, gathered, restarted, restore, resume_command, resumed
+from checkpoint.run import (
+    Progress,
+    Saver,
+    build_model,
+    explained,
+    gathered,
+    locked,
+    restarted,
+    restore,
+    restore_run,
+    resume_command,
+    resumed,
+)
 from checkpoint.store import (
     Checkpoint,
     best_folder,

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import shlex
+import shutil
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from attention import BackendUnavailable
 from checkpoint import store
 from checkpoint.convert import init_model
 from checkpoint.store import Checkpoint, Json
 from core.distributed import DistInfo
 from core.parallel import is_sharded, whole
-from core.runtime import dtype_name, pick_device, pick_dtype
+from core.runtime import advice, dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError
 from data.tokenizer import same
 from model import GPT
@@ -77,10 +82,9 @@ class Saver:
             UserError: this checkpoint or the previous one could not be written.
         """
         self.wait()
-        distributed, random_state = self.distributed, {"cpu": torch.get_rng_state()}
-        if distributed.device.type == "cuda":
-            random_state["cuda"] = torch.cuda.get_rng_state(distributed.device)
-        rest: Json = {"scaler": scaler.state_dict(), "rng": distributed.gather(random_state)}
+        distributed = self.distributed
+        rng = distributed.gather(random_state(distributed.device))
+        rest: Json = {"scaler": scaler.state_dict(), "rng": rng}
         rest["optimizer"] = optimizer.state_dict()
         contents: Json = {"optimizer": rest}
         if distributed.world_size == 1 and not is_sharded(model):
@@ -162,6 +166,65 @@ def gathered(model: GPT) -> GPT:
     return alone.to(model.transformer.wte.weight.device)
 
 
+# ----------------------------------------------------------------------------- around a run
+
+
+@contextmanager
+def locked(config: Any) -> Iterator[None]:
+    """Keep other runs out of config.out_dir, by a lock that ends with this process.
+
+    Raises:
+        UserError: another run has it, or it cannot be written.
+    """
+    import fcntl
+
+    if os.environ.get("RANK", "0") != "0" or config.eval_only:  # these write nothing
+        yield
+        return
+    folder = Path(config.out_dir)
+    path, made = folder / ".lock", not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as e:
+        why = "it is a link to nothing" if made and folder.is_symlink() else e.strerror
+        raise UserError(f"--out_dir={folder} cannot be written ({why})") from e
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"--out_dir={folder} is in use by another run ({file.read()}); name another folder"
+            ) from None
+        except OSError as e:  # NFS without locks
+            store.log.warning(f"{path} cannot be locked ({e.strerror}): start no other run there")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            if made and [*folder.iterdir()] == [path]:  # nothing was begun
+                shutil.rmtree(folder)
+
+
+@contextmanager
+def explained(config: Any, distributed: DistInfo) -> Iterator[None]:
+    """Leave the processes at the end; raise failures with a known remedy as UserError."""
+    try:
+        yield
+    except BackendUnavailable as e:
+        raise UserError(str(e)) from e
+    except (RuntimeError, MemoryError) as e:
+        if remedy := advice(e, config.batch_size, config.gradient_accumulation_steps):
+            raise UserError(remedy) from e
+        distributed.name_missing(e, resume_command(config.out_dir, distributed))
+        raise
+    finally:
+        distributed.leave()
+
+
 # ----------------------------------------------------------------------------- resume
 
 
@@ -218,7 +281,11 @@ def restarted(loaded: Loaded[C], distributed: DistInfo) -> Loaded[C]:
 def resume_command(out_dir: str, distributed: DistInfo) -> str:
     """Return the command that resumes this run, or the given one if it has no checkpoint yet."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    own = [p for p in store.folders(out_dir) if again or p.stat().st_mtime >= distributed.began]
+    try:
+        times = [p.stat().st_mtime for p in store.folders(out_dir)]
+    except FileNotFoundError:  # rank 0 has just deleted one, after it wrote another
+        times = [math.inf]
+    own = times and (again or max(times) >= distributed.began)
     words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
     return f"{distributed.launcher} train.py {shlex.join(words)}"
 
@@ -262,6 +329,41 @@ def build_model(loaded: Loaded[Any], meta: Json) -> GPT:
     return model
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run before its next step."""
+
+    step: int = 0  # steps done
+    sequences_seen: int = 0  # in these steps
+    best_loss: float = math.inf  # lowest validation loss so far
+    evaluated: bool = True  # False: the evaluation after this step is to come
+
+
+def restore_run(
+    config: Any,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    distributed: DistInfo,
+) -> Progress:
+    """Restore the newest checkpoint of config.out_dir and print where the run goes on."""
+    saved = store.load(store.latest(config.out_dir))
+    step, best = restore(saved, model, optimizer, scaler, config.seed, distributed)
+    before = saved.settings["train"]
+    was = before["batch_size"] * before["gradient_accumulation_steps"]
+    now = config.batch_size * config.gradient_accumulation_steps
+    tokens = saved.state.get("sequences_seen", step * was) * before["block_size"]
+    seen = -(-tokens // config.block_size)
+    distributed.say(f"resuming {config.out_dir} after step {step} and {seen:,} sequences")
+    if was != now:
+        distributed.say(
+            f"a step has {now:,} sequences, before {was:,}: the data go on after the last sequence "
+            "seen, the learning rate stays a function of the step"
+        )
+    due = step % config.eval_interval == 0 or step == config.max_iters
+    return Progress(step, seen, best, not due or saved.state.get("val_loss") is not None)
+
+
 def restore(
     saved: Checkpoint,
     model: GPT,
@@ -298,10 +400,7 @@ def restore(
     if scaler.is_enabled() and rest["scaler"]:
         scaler.load_state_dict(rest["scaler"])
     if len(rest["rng"]) == distributed.world_size:
-        mine = rest["rng"][distributed.rank]
-        torch.set_rng_state(mine["cpu"])
-        if "cuda" in mine and distributed.device.type == "cuda":
-            torch.cuda.set_rng_state(mine["cuda"], distributed.device)
+        set_random_state(rest["rng"][distributed.rank], distributed.device)
     else:  # another number of processes: same data, different dropout
         torch.manual_seed(seed + 7919 * saved.step + distributed.rank)
     best = saved.state.get("best_val_loss")

@@ -22,6 +22,7 @@ import logging
 import os
 import pickle
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -44,6 +45,7 @@ from model import GPT, GPTConfig
 
 log = logging.getLogger("nanoattn")
 
+STEP = r"step-\d+"  # a checkpoint's name
 T = TypeVar("T")
 Json = dict[str, Any]  # a JSON object; in optimizer.pt its values may be tensors
 
@@ -107,7 +109,7 @@ class Checkpoint:
 
 def folders(out_dir: str | Path) -> list[Path]:
     """The complete checkpoints of out_dir, oldest step first."""
-    found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
+    found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(STEP, p.name)]
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
@@ -148,10 +150,13 @@ def load(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     settings = read_file(folder / "settings.json", load_json)
     state = read_file(folder / "train_state.json", load_json)
+    why = ""
     if not has_dicts(settings, "train", "model", "tokenizer"):
-        raise UserError(f"{folder / 'settings.json'} is not a checkpoint's")
-    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        raise UserError(f"{folder / 'train_state.json'} has no step")
+        why = "settings.json is not a checkpoint's"
+    elif not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        why = "train_state.json has no step"
+    if why:
+        raise UserError(f"{folder}: {why}{_earlier(folder)}")
     return Checkpoint(folder, settings, state)
 
 
@@ -178,11 +183,26 @@ def read_file(path: Path, reader: Callable[[Path], T]) -> T:
     try:
         return reader(path)
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
+        raise UserError(f"{path} does not exist{_earlier(path.parent)}") from None
     except UserError:
         raise
     except Exception as e:  # each library has its own for damaged files
-        raise UserError(f"{path} cannot be read ({type(e).__name__}: {first_line(e)})") from e
+        why = f"({type(e).__name__}: {first_line(e)}){_earlier(path.parent)}"
+        raise UserError(f"{path} cannot be read {why}") from e
+
+
+def _earlier(damaged: Path) -> str:
+    """Advice for a damaged checkpoint: the newest complete one before it, and how to use it."""
+    for folder in reversed(folders(damaged.parent) if re.fullmatch(STEP, damaged.name) else []):
+        if int(folder.name[5:]) < int(damaged.name[5:]):
+            try:
+                saved = load(folder)
+                saved.weights(), saved.rest()
+            except UserError:
+                continue
+            words = "mv", str(damaged), str(damaged.with_name(f"damaged-{damaged.name}"))
+            return f"; {folder} is complete, use it by: {shlex.join(words)}"
+    return ""
 
 
 def load_torch(path: Path) -> Any:
@@ -235,7 +255,7 @@ def save(
     def begin() -> None:
         if distributed.main:
             for left in out_dir.glob(".step-*.partial"):  # of a killed process
-                shutil.rmtree(left, ignore_errors=True)
+                _remove(left)
             partial.mkdir(parents=True)
 
     def write_shards() -> None:
@@ -276,10 +296,15 @@ def _prune(out_dir: Path, keep: int) -> None:
         best = best_folder(out_dir)
         for folder in folders(out_dir)[: -max(1, keep)]:
             if folder != best:  # renamed first: a kill never leaves half of one
-                gone = folder.rename(folder.with_name(f".{folder.name}.deleted.partial"))
-                shutil.rmtree(gone, ignore_errors=True)
+                _remove(folder.rename(folder.with_name(f".{folder.name}.deleted.partial")))
     except (OSError, UserError) as e:  # the new checkpoint is complete: the run goes on
         log.warning(f"older checkpoints in {out_dir} were not deleted ({e})")
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():  # what it points to is not ours
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside(out_dir: str | Path) -> Path | None:

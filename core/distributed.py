@@ -16,12 +16,13 @@ from typing import TextIO, TypeVar
 import torch
 import torch.distributed as dist
 
-from core.runtime import pick_device
-from core.settings import UserError
+from core.runtime import StopSignal, pick_device
+from core.settings import LaunchError, UserError
 
 T = TypeVar("T")
 SLOW_S = 1800.0  # limit of a collective while ranks start, compile or write a checkpoint
 ROLL_CALL_S = 5.0  # after a failed collective: the other ranks find out too
+AGREE_S = 2.0  # between two agreements to stop
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class DistInfo:
     @classmethod
     def join(cls, wanted: str, context_parallel: int = 1) -> DistInfo:
         """Join the processes that torchrun started. Raises UserError."""
-        device = pick_device(wanted)
-        n, N = int(os.environ.get("WORLD_SIZE", 1)), context_parallel
+        device, N = pick_device(wanted), context_parallel
+        n = _world_size(device)
         if n % N:
             raise UserError(
                 f"--context_parallel={N} needs a multiple of {N} processes, got {n}: "
@@ -169,3 +170,62 @@ class DistInfo:
         values: list[T] = [value] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
+
+
+def _world_size(device: torch.device) -> int:
+    """The number of processes that a launcher started. Raises LaunchError if it does not add up."""
+    alone = {"RANK": None, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    found = [name for name, value in alone.items() if os.environ.get(name, value) != value]
+    if not found:
+        return 1
+    needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    needed += ["LOCAL_RANK", "LOCAL_WORLD_SIZE"] if device.type == "cuda" else []
+    wrong = [f"no {name}" for name in needed if name not in os.environ]
+    if not wrong:
+        rank, n = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        if rank.isdecimal() and n.isdecimal() and int(rank) < int(n):
+            return int(n)
+        wrong = [f"RANK={rank} and WORLD_SIZE={n}"]
+    raise LaunchError(
+        f"the environment has {found[0]}={os.environ[found[0]]}, but {', '.join(wrong)}: start "
+        f"with torchrun, which sets all, or for one process: unset {' '.join(found)}"
+    )
+
+
+class Stopped(Exception):
+    """All processes agreed to end a step or an evaluation before its end."""
+
+
+class Stop:
+    """The processes' agreement to stop, in steps and evaluations of any length.
+
+    It notices a lost or frozen process too: the others' collective fails.
+    """
+
+    def __init__(self, distributed: DistInfo) -> None:
+        self.distributed, self.request = distributed, StopSignal()
+        self.calls, self.every, self.last = 0, 1, time.perf_counter()
+        self.micro_batches = 0  # done in a step that is not
+
+    def mark(self, part: str) -> None:
+        """Check between the micro-batches of train_step()."""
+        if part == "forward" and self.micro_batches:
+            self.check()
+        self.micro_batches += part == "backward"
+        if part == "update":
+            self.micro_batches = 0
+
+    def check(self) -> None:
+        """Raise Stopped on all processes if one was signalled. All call it equally often.
+
+        They communicate about every AGREE_S seconds.
+        """
+        n, now = self.distributed.world_size, time.perf_counter()
+        self.calls += 1
+        if n > 1 and self.calls < self.every:
+            return
+        signals, seconds = self.distributed.sum([float(self.request.noted), now - self.last])
+        self.every = max(1, min(2 * self.calls, int(self.calls * AGREE_S * n / (seconds or 1.0))))
+        self.calls, self.last = 0, time.perf_counter()
+        if signals:
+            raise Stopped

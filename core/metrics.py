@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,27 +24,35 @@ log = logging.getLogger("nanoattn")
 class Metrics:
     """Writes one JSON object a line to out_dir/metrics.jsonl."""
 
-    def __init__(self, out_dir: Path, step: int, wandb: Row | None = None) -> None:
+    def __init__(
+        self, out_dir: Path, step: int, wandb: Row | None = None, evaluated: bool = True
+    ) -> None:
         """Begin after `step` steps; lines of later steps, left by a killed run, are dropped.
 
         Args:
             wandb: arguments of wandb.init(); None: no wandb.
+            evaluated: False: an evaluation of this step is to come.
         """
+        self.path, known = out_dir / "metrics.jsonl", out_dir / "wandb_id.txt"
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
+            rows = [r for r in read(self.path) if r["iter"] <= step] if step else []
+            rows = [r for r in rows if evaluated or r["iter"] < step or "val_loss" not in r]
+            write_at_once(self.path, "".join(json.dumps(r) + "\n" for r in rows))
+            self.file = self.path.open("a", encoding="utf-8")
         except OSError as e:
-            raise UserError(f"--out_dir={out_dir} cannot be written ({e.strerror})") from e
-        self.path = out_dir / "metrics.jsonl"
-        rows = [r for r in read(self.path) if r["iter"] <= step] if step else []
-        write_at_once(self.path, "".join(json.dumps(r) + "\n" for r in rows))
-        self.file = self.path.open("a", encoding="utf-8")
+            raise UserError(f"{self.path} cannot be read and written ({e.strerror})") from e
         self.failed = False
         self.wandb = None
         if wandb is not None:
             try:
                 from wandb import Settings, init
 
+                if step and known.exists():
+                    wandb = {**wandb, "id": known.read_text(), "resume": "allow"}
                 self.wandb = init(dir=out_dir, settings=Settings(init_timeout=20), **wandb)
+                if identity := getattr(self.wandb, "id", None):
+                    known.write_text(identity)  # a resumed run joins it
             except Exception as e:  # not installed, not logged in, not reachable
                 log.warning("wandb is off (%s: %s)", type(e).__name__, e)
 
@@ -149,6 +158,18 @@ class Meter:
         print(f"peak: measured again, because MFU exceeded 100 %: {self.peak}", flush=True)
         return replace(speed, peak=self.peak)
 
+    def not_finite(self, step: int, loss: float, lr: float, backend: str, resume: str) -> None:
+        self.distributed.say(
+            f"error: a loss or gradient is not finite at step {step} or shortly before (loss "
+            f"{loss}, lr {lr:.2e}, backend {backend}). Try a lower --learning_rate, or "
+            f"--attention_backend=manual to test the kernel: {resume}",
+            file=sys.stderr,
+        )
+
+    def close(self) -> None:
+        if self.metrics:
+            self.metrics.close()
+
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
         """Print the median speed, and the validation loss next to simpler models'."""
         if self.rates:
@@ -169,13 +190,22 @@ def duration(seconds: float) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl; an incomplete last line is dropped."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    """The rows of a metrics.jsonl; an incomplete last line is dropped.
+
+    Raises:
+        UserError: another line is not a row.
+    """
+    rows: list[Row] = []
+    for number, line in enumerate(path.open("rb") if path.exists() else (), 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+            row["iter"] + 0  # a number
+            rows.append(row)
+        except (ValueError, TypeError, LookupError) as e:
+            if not line.endswith(b"\n"):  # cut short
+                return rows
+            why = f"{path}, line {number} is not a row of a run ({first_line(e)})"
+            raise UserError(f"{why}: move the file away, or delete the line") from e
     return rows
 
 

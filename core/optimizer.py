@@ -29,6 +29,11 @@ def learning_rate(step: int, config: Any) -> float:
     return low + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - low)
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
 def build_optimizer(model: nn.Module, config: Any, device: torch.device) -> torch.optim.AdamW:
     """AdamW, fused on CPU and CUDA, that decays the matrices, but no biases and norm gains."""
     params = [p for p in model.parameters() if p.requires_grad]

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -25,6 +26,8 @@ from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
 
 M = TypeVar("M", bound=nn.Module)
+OUT_OF_MEMORY = re.compile("DefaultCPUAllocator: |out of memory")
+CUT_SHORT = re.compile("file too short|invalid ELF header|undefined symbol|not enough|truncated")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
@@ -206,14 +209,26 @@ def decide_onednn(
 
 
 class StopSignal:
-    """Notes SIGTERM and Ctrl-C, so that the loop ends between steps; a second one ends at once,
-    except under torchrun, which repeats a scheduler's signal."""
+    """Notes SIGTERM, Ctrl-C and the death of torchrun, so that a loop ends at a good place.
 
-    def __init__(self, says: str = "stopping after this step") -> None:
+    A second signal ends at once, except under torchrun, which repeats a scheduler's signal.
+    """
+
+    def __init__(self, says: str = "stopping; saving the last step") -> None:
         self.signal: int | None = None
-        self.says = says
-        for s in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(s, self._note)
+        self.says, self.parent = says, os.getppid()
+        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    @property
+    def noted(self) -> bool:
+        if os.getppid() != self.parent and "TORCHELASTIC_RUN_ID" in os.environ:
+            self.signal = self.signal or signal.SIGTERM  # nobody else can stop this process
+        return self.signal is not None
+
+    def release(self) -> None:
+        """Handle signals as before."""
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signum
@@ -222,6 +237,35 @@ class StopSignal:
         for s in (signal.SIGTERM, signal.SIGINT):
             signal.signal(s, signal.SIG_DFL)
         os.write(2, f"\n{self.says}; once more stops at once\n".encode())
+
+
+def advice(error: Exception, batch_size: int, accumulated: int) -> str | None:
+    """A remedy, in one sentence, for memory that ran out and for a damaged cache of Inductor."""
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or OUT_OF_MEMORY.search(text):
+        return (
+            f"out of memory ({text.splitlines()[0]}); try --batch_size={max(1, batch_size // 2)} "
+            f"with --gradient_accumulation_steps={accumulated * 2}, or "
+            "--gradient_checkpointing=True"
+        )
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    files = [line for line in text.splitlines() if f"{cache_dir()}/" in line]
+    if files and CUT_SHORT.search(text):
+        return f"torch.compile's cache is damaged ({files[0].strip()}); rm -r {cache_dir()}"
+    return None
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The state of PyTorch's generators of the CPU and of this GPU."""
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def peak_memory(device: torch.device) -> int:

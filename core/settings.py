@@ -17,8 +17,10 @@ import ast
 import dataclasses
 import difflib
 import functools
+import io
 import operator
 import os
+import signal
 import sys
 import types
 import typing
@@ -35,6 +37,10 @@ Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split
 
 class UserError(ValueError):
     """A mistake of the user, in one sentence; commands print it and exit with code 2."""
+
+
+class LaunchError(UserError):
+    """Wrong variables of a launcher: every process prints it."""
 
 
 def first_line(error: BaseException) -> str:
@@ -69,7 +75,10 @@ def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Handle --help and mistakes before the slow imports, without cls.__post_init__."""
+    """Handle --help, mistakes and Ctrl-C before the slow imports, without cls.__post_init__."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(_interrupted()))  # no trace of imports
+    _print_any_text()
     try:
         gather(cls, argv, **options)
     except UserError as error:
@@ -133,17 +142,37 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
 
 
 def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
-    """Run main and exit with its code; a UserError is one line on stderr (rank 0) and code 2."""
+    """Run main and exit with its code.
+
+    A UserError is one line on stderr (rank 0) and code 2, Ctrl-C one line and code 130.
+    """
+    _print_any_text()
     try:
+        if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, signal.default_int_handler):
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # was read_early()'s
         sys.exit(main())
     except UserError as error:
         _fail(error)
+    except KeyboardInterrupt:
+        sys.exit(_interrupted())
 
 
 def _fail(error: UserError) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" or isinstance(error, LaunchError):
         print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
+
+
+def _interrupted() -> int:
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"\ninterrupted\n")
+    return 130
+
+
+def _print_any_text() -> None:
+    for stream in (sys.stdout, sys.stderr):  # a text outside an ASCII terminal's, as \u4e00
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _build(cls: type[T], values: Values, where: str = "") -> T:
@@ -162,6 +191,8 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
     An integer is accepted for a float; True is not a number. strict=False converts from text.
     """
     value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
+    if isinstance(value, str) and hint in (str, str | None):
+        value = os.path.expanduser(value)  # a shell leaves --out_dir=~/runs alone
     if _is_tuple(hint) and not isinstance(value, tuple):
         value = (value,)
     try:

@@ -1,7 +1,8 @@
 """Batches of tokens, as a pure function of (seed, step, split).
 
 The sequences of a step are drawn for all processes together, and each process takes its slice. So
-the loader has no state to resume, and a run on another number of processes sees the same data.
+the loader's only state is the number of sequences seen, and a run on another number of processes
+sees the same data.
 
 An epoch cuts the split into windows of block_size tokens from a random offset, and visits each
 window once, in random order.
@@ -92,10 +93,16 @@ class Batches:
     """The training sequences of every step."""
 
     def __init__(self, tokens: np.ndarray, block_size: int, global_batch: int, seed: int,
-                 device: str | torch.device = "cpu") -> None:  # fmt: skip
-        """global_batch: sequences a step, over all processes and micro-batches."""
+                 device: str | torch.device = "cpu", seen: tuple[int, int] = (0, 0),
+                 ) -> None:  # fmt: skip
+        """The sequences of a run, in their order.
+
+        Args:
+            global_batch: sequences a step, over all processes and micro-batches.
+            seen: (steps, sequences) of the run until now, with batches of any size.
+        """
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
-        self.seed, self.device = seed, device
+        self.seed, self.device, self.seen = seed, device, seen
         # A window's last target is the first token of the next. One window fewer than would fit
         # leaves room for the offset, so over the epochs sequences start anywhere.
         fit = (len(tokens) - 1) // block_size
@@ -105,7 +112,9 @@ class Batches:
 
     def starts(self, step: int) -> np.ndarray:
         """Return the first token of each sequence of a step, (global_batch,) int64."""
-        k, n = np.arange(step * self.global_batch, (step + 1) * self.global_batch), self.windows
+        steps, sequences = self.seen
+        first, n = sequences + (step - steps) * self.global_batch, self.windows
+        k = np.arange(first, first + self.global_batch)
         epochs = np.unique(k // n).tolist()
         return np.concatenate([self._epoch(e)[k[k // n == e] % n] for e in epochs])
 
@@ -133,17 +142,22 @@ class Batches:
 
 def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: int, rank: int = 0,
                  world: int = 1, device: str | torch.device = "cpu",
-                 ) -> Iterator[tuple[Tensor, Tensor, int]]:  # fmt: skip
-    """Yield evenly spaced windows of a split, their targets and how many sequences count.
+                 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Yield evenly spaced windows of a split and their targets, (batch_size, T) int64.
 
-    The same windows every time. Each process takes every world-th batch. The count is 0 for a
-    filler batch: under FSDP all processes must run the model equally often.
+    The same windows every time. Each process takes every world-th batch. Fillers, with IGNORE as
+    targets, keep all batches of one shape (one compiled graph), and of one number on all processes.
     """
+    from core.loss import IGNORE
+
     n = max(1, min(batches * batch_size, (len(tokens) - 1) // block_size))
     starts = np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
     for first in range(0, n, world * batch_size):
         mine = starts[first + rank * batch_size :][:batch_size]
-        yield *_gather(tokens, block_size, mine if len(mine) else starts[:1], device), len(mine)
+        fillers = np.repeat(starts[:1], batch_size - len(mine))
+        x, y = _gather(tokens, block_size, np.concatenate([mine, fillers]), device)
+        y[len(mine) :] = IGNORE
+        yield x, y
 
 
 def _gather(

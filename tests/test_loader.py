@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+from core.loss import IGNORE
 from core.settings import UserError
 
 
@@ -92,6 +93,22 @@ def test_a_batch_depends_on_seed_and_step_only() -> None:
     assert not torch.equal(data.Batches(tokens, 8, 12, seed=6).get(0)[0], seen[0])
 
 
+@given(sizes, st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_a_run_resumed_with_other_batches_sees_the_same_sequences(
+    size: tuple[int, int, int, int], parts: list[tuple[int, int]]
+) -> None:
+    """parts: (sequences a step, steps) of each part of the run."""
+    T, more, _, seed = size
+    tokens, step, seen, found = tokens_up_to(T + 1 + more), 0, 0, [np.zeros(0, np.int64)]
+    for G, steps in parts:
+        batches = data.Batches(tokens, T, G, seed, seen=(step, seen))
+        found += [batches.starts(s) for s in range(step, step + steps)]
+        step, seen = step + steps, seen + steps * G
+    straight = data.Batches(tokens, T, 1, seed)
+    assert np.concatenate(found).tolist() == [straight.starts(k)[0] for k in range(seen)]
+
+
 def test_epochs_differ_in_order_and_offset() -> None:
     batches = data.Batches(tokens_up_to(2000), 16, 1, seed=0)
     n = batches.windows
@@ -159,8 +176,8 @@ def windows_of(tokens: np.ndarray, n: int, world: int) -> list[int]:
     return sorted(
         int(first)
         for rank in range(world)
-        for x, _, counted in data.eval_batches(tokens, 8, n, 4, rank, world)
-        for first in x[:counted, 0]
+        for x, y in data.eval_batches(tokens, 8, n, 4, rank, world)
+        for first in x[y[:, 0] >= 0, 0]
     )
 
 
@@ -177,7 +194,7 @@ def test_evaluation_windows_are_spread_over_the_whole_split() -> None:
     starts = np.array(windows_of(tokens, 6, 1))
     assert starts[0] == 0 and starts[-1] == 5000 - 9
     assert np.diff(starts).max() - np.diff(starts).min() <= 1
-    for x, y, _ in data.eval_batches(tokens, 8, 6, 4):
+    for x, y in data.eval_batches(tokens, 8, 6, 4):
         assert torch.equal(y, x + 1)
 
 
@@ -185,6 +202,23 @@ def test_evaluation_of_a_short_split_takes_each_window_once() -> None:
     assert windows_of(tokens_up_to(9), 50, 1) == [0]
     assert windows_of(tokens_up_to(33), 50, 1) == [0, 8, 16, 24]
     assert windows_of(tokens_up_to(32), 50, 1) == [0, 11, 23]  # the last of four lacks its target
+
+
+@given(st.integers(9, 400), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_evaluation_batches_have_one_shape_and_one_number(
+    N: int, batches: int, B: int, world: int
+) -> None:
+    tokens = tokens_up_to(N)
+    ranks = [[*data.eval_batches(tokens, 8, batches, B, rank, world)] for rank in range(world)]
+    assert len({len(found) for found in ranks}) == 1
+    real = 0
+    for x, y in (pair for found in ranks for pair in found):
+        assert x.shape == y.shape == (B, 8)
+        counted = (y != IGNORE).all(1)
+        assert torch.equal(y[counted], x[counted] + 1) and bool((y[~counted] == IGNORE).all())
+        real += int(counted.sum())
+    assert real == min(batches * B, (N - 1) // 8)
 
 
 # --- the loading checks ---

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import struct
 import sys
 import types
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from core.metrics import Metrics, read
+from core.settings import UserError
 
 ON = {"project": "p", "name": "r", "config": {"n_layer": 3}}
 LOSSES = [1 / 3, math.pi * 1e-9, 123456789.123456789, 2.0000000000000004]
@@ -57,14 +59,29 @@ def test_a_last_line_that_a_kill_cut_short_is_survived(tmp_path):
         path.write_text('{"iter": 1, "loss": 2.0}\n' + row[:end])
         whole = end >= len(row) - 1  # only the line feed is missing
         assert [r["iter"] for r in read(path)] == ([1, 3] if whole else [1])
-    path.write_text('{"iter": 1}\n{"iter": 2, \n{"iter": 3}\n')
-    assert read(path) == [{"iter": 1}]  # what stands behind damage is not trusted
     path.write_text('{"iter": 1, "loss": 2.0}\n{"iter": 2, "lo')
     m = Metrics(tmp_path, 5)
     m.log(iter=6, loss=1.0)
     m.close()
     assert [r["iter"] for r in read(path)] == [1, 6]
     assert read(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    "damage", [b"[1]\n", b"null\n", b'{"x": 1}\n', b'{"iter": "a"}\n', b'{"iter": 2, \n', b"\xff\n"]
+)
+def test_a_file_of_somebody_else_is_refused_and_not_changed(damage, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    text = b'{"iter": 1}\n' + damage + b'{"iter": 3}\n'
+    path.write_bytes(text)
+    with pytest.raises(UserError, match=f"{re.escape(str(path))}, line 2"):
+        Metrics(tmp_path, 5)
+    assert path.read_bytes() == text
+    path.unlink()
+    path.mkdir()
+    for step in (0, 5):
+        with pytest.raises(UserError, match=re.escape(str(path))):
+            Metrics(tmp_path, step)
 
 
 def size(png: bytes) -> tuple[int, int]:

@@ -130,17 +130,43 @@ def dying(patch: pytest.MonkeyPatch, step: int, error: Exception | None = None,
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
-    signum, data_dir, tmp_path, straight, monkeypatch
+@pytest.mark.parametrize("step", [1, 13, 21])  # 21: step 20 has been saved
+def test_a_signal_ends_the_step_saves_the_last_and_says_how_to_go_on(
+    signum, step, data_dir, tmp_path, straight, monkeypatch
 ):
+    """The second micro-batch does not begin."""
     out = tmp_path / "a folder with spaces"
-    dying(monkeypatch, step=13, signals=(signum,))
+    dying(monkeypatch, step=step, signals=(signum,))
     r = run(data_dir, out, **FULL)
     assert r.code == 128 + signum
-    assert max(r.losses()) == 13
-    assert checkpoint.load(checkpoint.latest(out)).step == 13
+    assert max(r.losses(), default=0) == step - 1
+    assert [p.name for p in checkpoint.folders(out)][-1:] == [f"step-{step - 1:08}"][: step - 1]
     monkeypatch.undo()
-    same(run_line(line_to_go_on(r), out), straight)
+    assert f"stopped after step {step - 1}, 1/2 of the next" in r.out
+    line = line_to_go_on(r) if step > 1 else argv(data_dir, out, **FULL)
+    same(run_line(line, out), straight)
+
+
+def test_a_signal_ends_an_evaluation_which_the_resumed_run_repeats(
+    data_dir, tmp_path, straight, monkeypatch
+):
+    for at in (20, 40):  # the last evaluation too
+        out, forward = tmp_path / str(at), GPT.forward
+
+        def spy(self: GPT, *args: Any, out: Path = out, at: int = at, run: Any = forward) -> Any:
+            rows = metrics.read(out / "metrics.jsonl")
+            if not self.training and rows and rows[-1]["iter"] == at - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return run(self, *args)
+
+        monkeypatch.setattr(GPT, "forward", spy)
+        r = run(data_dir, out, **FULL)
+        assert r.code == 128 + signal.SIGTERM and max(r.evaluations()) == at - 10
+        assert checkpoint.load(checkpoint.latest(out)).step == at
+        monkeypatch.undo()
+        resumed = run_line(["--init_from=resume", f"--out_dir={out}"], out)
+        assert resumed.code == 0 and resumed.evaluations() == straight.evaluations()
+        assert resumed.losses() == straight.losses()
 
 
 def test_the_loss_scale_goes_on(data_dir, tmp_path, monkeypatch):

@@ -343,7 +343,7 @@ def test_an_evaluation_is_the_mean_over_its_windows(data_dir, tmp_path):
     model = checkpoint.load(checkpoint.latest(out)).model().eval()
     for split, told in zip(("train", "val"), r.evaluations()[8], strict=True):
         tokens = data.load(data_dir / "tiny", split, 16, model.config.vocab_size)
-        x, y, _ = next(data.eval_batches(tokens, 16, 1, 3 * 4))
+        x, y = next(data.eval_batches(tokens, 16, 1, 3 * 4))
         with torch.no_grad():
             assert told == pytest.approx(float(model(x, y)[1]), rel=1e-6)
 
