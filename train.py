@@ -50,7 +50,7 @@ class TrainConfig:
     wandb_project: str = "nanoattn"  # its project name
     wandb_run_name: str = "gpt"  # its run name
     # --- data ---
-    dataset: str = "shakespeare_char"  # a folder in data_dir, made by python -m data
+    dataset: str = "openwebtext"  # a folder in data_dir, made by python -m data
     data_dir: str = "data"  # folder of the prepared datasets
     batch_size: PositiveInt = 12  # largest micro-batch per process, sequences
     gradient_accumulation_steps: PositiveInt = 1  # micro-batches per step, over all processes
@@ -82,7 +82,7 @@ class TrainConfig:
     max_iters: PositiveInt = 600000  # total steps
     learning_rate: PositiveFloat = 6e-4  # the highest, after warm-up
     min_lr: NonNegativeFloat | None = None  # the lowest, at the end; none: learning_rate / 10
-    decay_lr: bool = True  # cosine decay after warm-up; False: stay at learning_rate
+    decay_lr: bool = True  # warm-up and cosine decay; False: always learning_rate
     warmup_iters: NonNegativeInt = 2000  # steps of linear warm-up
     lr_decay_iters: NonNegativeInt | None = None  # when min_lr is reached; none: max_iters
     weight_decay: NonNegativeFloat = 0.1  # AdamW's, on matrices only
@@ -129,9 +129,13 @@ class TrainConfig:
 
 
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
+IGNORED = {
+    "always_save_checkpoint": "ignored: every evaluation saves; the newest and the best are kept",
+    "backend": "ignored: processes communicate by NCCL on CUDA, by gloo elsewhere",
+}  # nanoGPT's
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
-    read_early(TrainConfig, sys.argv[1:], aliases=ALIASES)
+    read_early(TrainConfig, sys.argv[1:], aliases=ALIASES, ignored=IGNORED)
 
 import numpy as np
 import torch
@@ -146,7 +150,7 @@ from core import parallel, runtime
 from core.distributed import DistInfo
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
-from core.optimizer import build_optimizer, learning_rate, update
+from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
 from core.runtime import Setup
 from model import GPT, GPTConfig
 
@@ -233,7 +237,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
 
 
 def main(argv: list[str]) -> int:
-    loaded = read(TrainConfig, argv, aliases=ALIASES)
+    loaded = read(TrainConfig, argv, aliases=ALIASES, ignored=IGNORED)
     runtime.show_log()
     if loaded.settings.init_from == "resume":
         loaded = checkpoint.resumed(loaded)
@@ -267,6 +271,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if config.eval_only:
         evaluate(run)
         return 0
+    for line in schedule_warnings(config):
+        say(f"WARNING: {line}")
     if run.step >= config.max_iters:
         say(f"nothing to do: all {config.max_iters} steps are done; --max_iters sets more")
         return 0

@@ -16,17 +16,34 @@ from core.parallel import whole
 
 
 def learning_rate(step: int, config: Any) -> float:
-    """Linear warm-up, cosine decay to min_lr, then flat. step counts from 0."""
+    """Linear warm-up, cosine decay to min_lr, then flat; step counts from 0. Without decay_lr the
+    rate is constant, as in nanoGPT."""
+    if not config.decay_lr:
+        return config.learning_rate
     low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
     last = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
     if step < config.warmup_iters:
         return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
-    if not config.decay_lr:
-        return config.learning_rate
     if step >= last:
         return low
     done = (step - config.warmup_iters) / (last - config.warmup_iters)
     return low + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - low)
+
+
+def schedule_warnings(config: Any) -> list[str]:
+    """Return a warning for each setting that leaves the schedule without its decay or its peak."""
+    c, last = config, config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
+    found = {
+        f"--warmup_iters={c.warmup_iters} is not below --max_iters={c.max_iters}: the run ends "
+        f"before --learning_rate={c.learning_rate} is reached": c.warmup_iters >= c.max_iters,
+        f"--min_lr={c.min_lr} is above --learning_rate={c.learning_rate}: the rate rises to it": (
+            c.min_lr or 0
+        )
+        > c.learning_rate,
+        f"--lr_decay_iters={last} is not above --warmup_iters={c.warmup_iters}: after warm-up the "
+        "rate is --min_lr, without a decay": last <= c.warmup_iters < c.max_iters,
+    }
+    return [line for line, true in found.items() if true and c.decay_lr]
 
 
 def build_optimizer(model: nn.Module, config: Any, device: torch.device) -> torch.optim.AdamW:
