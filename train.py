@@ -146,7 +146,7 @@ import attention
 import checkpoint
 import data
 from attention import Policy, Resolution
-from core import parallel, runtime
+from core import flops, parallel, runtime
 from core.distributed import DistInfo
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
@@ -226,7 +226,8 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
     say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
     N, counted = model.get_num_params(non_embedding=False), model.get_num_params()
-    say(f"model: {N:,} parameters, {counted:,} without positions")
+    counts = f", {counted:,}{left_out}" if (left_out := flops.uncounted(model.config)) else ""
+    say(f"model: {N:,} parameters{counts}")
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, best_loss)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
