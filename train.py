@@ -129,10 +129,8 @@ class TrainConfig:
 
 
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
-IGNORED = {
-    "always_save_checkpoint": "ignored: every evaluation saves; the newest and the best are kept",
-    "backend": "ignored: processes communicate by NCCL on CUDA, by gloo elsewhere",
-}  # nanoGPT's
+IGNORED = {"always_save_checkpoint": "every evaluation saves; the newest and the best are kept",
+           "backend": "NCCL on CUDA, gloo elsewhere"}  # fmt: skip  # nanoGPT's names
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
     read_early(TrainConfig, sys.argv[1:], aliases=ALIASES, ignored=IGNORED)
@@ -225,9 +223,8 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
     say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
-    N, counted = model.get_num_params(non_embedding=False), model.get_num_params()
-    counts = f", {counted:,}{left_out}" if (left_out := flops.uncounted(model.config)) else ""
-    say(f"model: {N:,} parameters{counts}")
+    N = model.get_num_params(non_embedding=False)
+    say(f"model: {N:,} parameters{flops.uncounted(model.config)}")
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, best_loss)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
@@ -263,7 +260,7 @@ def main(argv: list[str]) -> int:
 
 def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     """Train as the settings say; returns the exit code."""
-    distributed.say("\n".join(loaded.report()))
+    distributed.say("\n".join([*loaded.report(), *schedule_warnings(loaded.settings)]))
     run = set_up(loaded, distributed)
     config, T, device, say = run.config, run.config.block_size, distributed.device, distributed.say
     meter = Meter(distributed, run.model.config, T, run.global_batch * T, config.max_iters,
@@ -272,8 +269,6 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if config.eval_only:
         evaluate(run)
         return 0
-    for line in schedule_warnings(config):
-        say(f"WARNING: {line}")
     if run.step >= config.max_iters:
         say(f"nothing to do: all {config.max_iters} steps are done; --max_iters sets more")
         return 0

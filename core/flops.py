@@ -60,10 +60,10 @@ def n_params(config: Sizes) -> int:
 
 
 def uncounted(config: Sizes) -> str:
-    """The parameters that N leaves out, as " without position and token embeddings", or ""."""
+    """N, if it leaves embeddings out, as in ", 123 without position and token embeddings"."""
     left_out = {"position": config.position == "learned", "token": not config.tied}
     names = " and ".join(name for name, out in left_out.items() if out)
-    return f" without {names} embeddings" if names else ""
+    return f", {n_params(config):,} without {names} embeddings" if names else ""
 
 
 @cache

@@ -31,19 +31,21 @@ def learning_rate(step: int, config: Any) -> float:
 
 
 def schedule_warnings(config: Any) -> list[str]:
-    """Return a warning for each setting that leaves the schedule without its decay or its peak."""
-    c, last = config, config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
-    found = {
-        f"--warmup_iters={c.warmup_iters} is not below --max_iters={c.max_iters}: the run ends "
-        f"before --learning_rate={c.learning_rate} is reached": c.warmup_iters >= c.max_iters,
-        f"--min_lr={c.min_lr} is above --learning_rate={c.learning_rate}: the rate rises to it": (
-            c.min_lr or 0
-        )
-        > c.learning_rate,
-        f"--lr_decay_iters={last} is not above --warmup_iters={c.warmup_iters}: after warm-up the "
-        "rate is --min_lr, without a decay": last <= c.warmup_iters < c.max_iters,
-    }
-    return [line for line, true in found.items() if true and c.decay_lr]
+    """Return a warning if the schedule does not reach learning_rate, or min_lr by a decay."""
+    rate, warm_up, steps = config.learning_rate, config.warmup_iters, config.max_iters
+    last = steps if config.lr_decay_iters is None else config.lr_decay_iters
+    if not config.decay_lr or config.eval_only:
+        return []
+    found = []
+    if warm_up >= steps:
+        found += [
+            f"--warmup_iters={warm_up} of --max_iters={steps}: learning_rate={rate} is not reached"
+        ]
+    elif last <= warm_up:
+        found += [f"--lr_decay_iters={last} is within --warmup_iters={warm_up}: no decay to min_lr"]
+    if (config.min_lr or 0) > rate:
+        found += [f"--min_lr={config.min_lr} is above --learning_rate={rate}: the rate rises"]
+    return [f"WARNING: {line}" for line in found]
 
 
 def build_optimizer(model: nn.Module, config: Any, device: torch.device) -> torch.optim.AdamW:

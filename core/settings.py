@@ -69,9 +69,8 @@ def read(
 ) -> Loaded[T]:
     """Return one checked instance of cls from sys.argv[1:]; for the options see gather()."""
     values, origins = gather(cls, argv, ignored=ignored, **options)
-    notes = [
-        f"{name} ({origins.pop(name)}): {ignored[name]}" for name in [*origins] if name in ignored
-    ]
+    found = [(name, origins.pop(name)) for name in [*origins] if name in ignored]
+    notes = [f"{name} is ignored ({origin}): {ignored[name]}" for name, origin in found]
     return Loaded(_build(cls, values), origins, tuple(notes))
 
 
@@ -298,24 +297,22 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
                ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
                ast.Pow: operator.pow}  # fmt: skip
-_CALLS: dict[str, Callable[..., object]] = {
-    "str": str, "int": int, "float": float, "round": round, "min": min, "max": max,
-    "time.time": time.time,
-}  # fmt: skip
+_CALLS: Values = {f.__name__: f for f in (str, int, float, round, min, max)}
+_CALLS["time.time"] = time.time
 
 
 def parse_config(path: str, names: Mapping[str, object] = {}) -> list[tuple[int, str, object]]:
     """Return (line, name, value) of each assignment in a config file; anything else is an error.
-
-    Nothing is executed, and an import has no effect.
-
-    Args:
-        names: values that an expression may refer to, in addition to the file's earlier ones.
+    Expressions may refer to `names` and to earlier lines. Nothing is executed; imports are skipped.
     """
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise UserError(f"config file {path!r} does not exist{_neighbour(path)}") from None
+        folders = Path("config"), Path(path).parent  # config/ is often left out
+        files = {file.name: str(file) for folder in folders for file in folder.glob("*.py")}
+        near = difflib.get_close_matches(Path(path).name, files, 1, 0.7)
+        hint = f"; did you mean {files[near[0]]!r}?" if near else ""
+        raise UserError(f"config file {path!r} does not exist{hint}") from None
     except SyntaxError as error:
         raise UserError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (OSError, ValueError) as error:
@@ -328,10 +325,10 @@ def parse_config(path: str, names: Mapping[str, object] = {}) -> list[tuple[int,
                 case ast.Import():
                     continue
                 case (
-                    ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as expression)
-                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as expression)
+                    ast.Assign(targets=[ast.Name(id=name)], value=value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
                 ):
-                    known[name] = _evaluate(expression, known)
+                    known[name] = _evaluate(value, known)
                     found.append((node.lineno, name, known[name]))
                 case _:
                     raise ValueError
@@ -342,18 +339,6 @@ def parse_config(path: str, names: Mapping[str, object] = {}) -> list[tuple[int,
                 f"{', '.join(_CALLS)}; write the value itself"
             ) from None
     return found
-
-
-def _neighbour(path: str) -> str:
-    """Return "; did you mean ...?" for a config file that does not exist, or ""."""
-    folders = [Path("config"), Path(path).parent]  # config/ is often left out
-    for folder in folders if folders[1] == Path() else folders[::-1]:
-        same = folder / Path(path).with_suffix(".py").name
-        files = [str(file) for file in folder.glob("*.py")]
-        near = f"; did you mean {str(same)!r}?" if str(same) in files else ""
-        if near := near or did_you_mean(str(folder / Path(path).name), files):
-            return near
-    return ""
 
 
 def _evaluate(node: ast.expr, names: Mapping[str, object]) -> Any:

@@ -89,15 +89,11 @@ def test_eval_gpt2_evaluates_and_no_more(size):
     assert c.batch_size == (4 if size == "_xl" else 8)
 
 
-# Lines of nanoGPT's config/finetune_shakespeare.py and train_shakespeare_char.py.
+# Of nanoGPT's config/finetune_shakespeare.py.
 NANOGPT = """import time
-out_dir = 'out-shakespeare'
-wandb_log = False # feel free to turn on
 wandb_run_name = 'ft-' + str(time.time())
 dataset = 'shakespeare'
-init_from = 'gpt2-xl' # this is the largest GPT-2 model
 always_save_checkpoint = False
-batch_size = 1
 gradient_accumulation_steps = 32
 max_iters = 20
 learning_rate = 3e-5
