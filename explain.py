@@ -1,10 +1,9 @@
-"""Show the attention of a model at work on your text: one HTML page, or --text in a terminal.
+"""Show every head's attention over your text, from the model's q and k, and whether the executed
+kernel agrees with the formula: one HTML page without network access, or --text in a terminal.
 
 python explain.py --out_dir=out/shakespeare_cpu --prompt="To be, or not to be"
 python explain.py --init_from=gpt2 --prompt="The cat sat on the mat" --layer=5 --head=1
 python explain.py --prompt="To be|or not to be" --segments="|" --window=6 --text
-
-Maps of every head, and whether the kernel that ran agrees with the formula.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ MOST_TOKENS = 256  # shown
 
 @dataclass(frozen=True)
 class ExplainConfig:
-    """Show the attention of a trained model at work."""
+    """Show every head's attention over your text, and whether the executed kernel agrees with the
+    formula. Example: --prompt="To be|or not to be" --segments="|" --window=6 --json=numbers.json"""
 
     # --- model ---
     out_dir: str = "out/shakespeare_cpu"  # folder of the run
@@ -51,8 +51,8 @@ class ExplainConfig:
     head: int = 0  # of that layer
     # --- output ---
     html: str | None = None  # none: explain.html in out_dir, or here with --init_from
-    text: bool = False  # print to the terminal
-    json: str | None = None  # file for the numbers
+    text: bool = False  # print to the terminal instead
+    json: str | None = None  # file for the numbers too (viewer/document.py)
     # --- machine ---
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and computation
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps

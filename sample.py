@@ -203,6 +203,8 @@ def writer_of(c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, prompts: l
         ids = encode(prompt, tokenizer, model.config.block_size)
         for _ in range(c.num_samples):
             texts.append(Text(prompt, ids, c.seed + len(texts)))
+    if max(len(text.ids) for text in texts) + c.max_new_tokens > model.config.block_size + 1:
+        model.plan(grad=False)  # a text that slides has no cache: log its kernel before any text
     options = Options(c.temperature, c.top_k, c.top_p, tokenizer.vocab_size)
     size = 1 if c.stream else c.batch_size
     how = c.max_new_tokens, size, c.kv_cache, c.compile, c.n_pages

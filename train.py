@@ -50,7 +50,7 @@ class TrainConfig:
     wandb_project: str = "nanoattn"  # its project name
     wandb_run_name: str = "gpt"  # its run name
     # --- data ---
-    dataset: str = "shakespeare_char"  # a folder in data_dir, made by python -m data
+    dataset: str = "openwebtext"  # a folder in data_dir, made by python -m data
     data_dir: str = "data"  # folder of the prepared datasets
     batch_size: PositiveInt = 12  # largest micro-batch per process, sequences
     gradient_accumulation_steps: PositiveInt = 1  # micro-batches per step, over all processes
@@ -82,7 +82,7 @@ class TrainConfig:
     max_iters: PositiveInt = 600000  # total steps
     learning_rate: PositiveFloat = 6e-4  # the highest, after warm-up
     min_lr: NonNegativeFloat | None = None  # the lowest, at the end; none: learning_rate / 10
-    decay_lr: bool = True  # cosine decay after warm-up; False: stay at learning_rate
+    decay_lr: bool = True  # warm-up and cosine decay; False: always learning_rate
     warmup_iters: NonNegativeInt = 2000  # steps of linear warm-up
     lr_decay_iters: NonNegativeInt | None = None  # when min_lr is reached; none: max_iters
     weight_decay: NonNegativeFloat = 0.1  # AdamW's, on matrices only
@@ -129,9 +129,11 @@ class TrainConfig:
 
 
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
+IGNORED = {"always_save_checkpoint": "every evaluation saves; the newest and the best are kept",
+           "backend": "NCCL on CUDA, gloo elsewhere"}  # fmt: skip  # nanoGPT's names
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
-    read_early(TrainConfig, sys.argv[1:], aliases=ALIASES)
+    read_early(TrainConfig, sys.argv[1:], aliases=ALIASES, ignored=IGNORED)
 
 import numpy as np
 import torch
@@ -141,11 +143,17 @@ from torch import Tensor
 import checkpoint
 import data
 from attention import Policy, Resolution
-from core import parallel, runtime
+from core import flops, parallel, runtime
 from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
-from core.optimizer import build_optimizer, learning_rate, set_learning_rate, update
+from core.optimizer import (
+    build_optimizer,
+    learning_rate,
+    schedule_warnings,
+    set_learning_rate,
+    update,
+)
 from core.runtime import Setup
 from model import GPT, GPTConfig
 
@@ -218,8 +226,8 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
     say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
-    N, counted = model.get_num_params(non_embedding=False), model.get_num_params()
-    say(f"model: {N:,} parameters, {counted:,} without positions")
+    N = model.get_num_params(non_embedding=False)
+    say(f"model: {N:,} parameters{flops.uncounted(model.config)}")
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, done.best_loss)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
@@ -230,7 +238,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
 
 
 def main(argv: list[str]) -> int:
-    loaded = read(TrainConfig, argv, aliases=ALIASES)
+    loaded = read(TrainConfig, argv, aliases=ALIASES, ignored=IGNORED)
     runtime.show_log()
     with checkpoint.locked(loaded.settings):
         if loaded.settings.init_from == "resume":
@@ -243,7 +251,7 @@ def main(argv: list[str]) -> int:
 
 def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     """Train as the settings say; returns the exit code."""
-    distributed.say("\n".join(loaded.report()))
+    distributed.say("\n".join([*loaded.report(), *schedule_warnings(loaded.settings)]))
     run = set_up(loaded, distributed)
     config, T, device, say = run.config, run.config.block_size, distributed.device, distributed.say
     meter = Meter(distributed, run.model.config, T, run.global_batch * T, config.max_iters,

@@ -153,6 +153,9 @@ class Bench:
         if m.get("looked_again") or self.stop.why or not measured:
             return
         again, m["looked_again"] = self.ask_once("machine"), True
+        if self.peak.measured and again["peak_tflops"]:
+            after = flops.Peak(again["peak_tflops"], again["peak_source"])
+            m["peak_doubt"] = flops.differ(self.peak, after)
         for rate, source in (("peak_tflops", "peak_source"), ("bandwidth", "bandwidth_source")):
             if m[rate] and (again[rate] or 0) > m[rate]:  # a stage of qualify may not measure it
                 m |= {rate: again[rate], source: again[source]}

@@ -123,8 +123,7 @@ FIGURES = {
 def trust(row: Row, part: Part) -> list[str]:
     """Return the source of the peak, and the error."""
     source = part["machine"]["peak_source"]
-    peak = "given" if source.startswith("--") else re.split("[: ]", source)[0]
-    peak = peak.replace("measured", "-")
+    peak = re.sub("^measured,?", "-", re.split("[: ]", source)[0])
     return [peak, tables.error(row.get("error_out", (row.get("proof") or {}).get("error")))]
 
 

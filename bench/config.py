@@ -14,12 +14,13 @@ import data
 from bench import Json
 from core.runtime import pick_device
 from core.settings import Loaded, UserError, gather, read
-from train import TrainConfig
+from train import IGNORED, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_CONFIG = "bench/cpu.py"
 RECORDS = "bench/records"
 ALIASES = {"attn_implementation": "attention_backend", "backend": "backends", "rival": "baseline"}
+OTHERS = {name: why for name, why in IGNORED.items() if name not in ALIASES}
 STAGES = (1, 2, 3, 4, 5, 6)
 TrainingPath = Literal["float32", "bfloat16", "bfloat16-residual"]
 KVCache = Literal["none", "dynamic", "static", "paged"]
@@ -103,11 +104,12 @@ def load_config(argv: list[str], mode: str = "train") -> Loaded[BenchConfig]:
 
     Without a config file a CPU uses bench/cpu.py: GPT-2 124M takes half an hour there.
     """
-    given, origins = gather(Flat, [w for w in argv if w not in ("-h", "--help")], aliases=ALIASES)
+    known: Json = {"aliases": ALIASES, "ignored": OTHERS}
+    given, origins = gather(Flat, [w for w in argv if w not in ("-h", "--help")], **known)
     named = any(origin != "command line" for origin in origins.values())
     if not named and mode != "plan" and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
-    loaded: Loaded[Any] = read(Flat, argv, aliases=ALIASES)
+    loaded: Loaded[Any] = read(Flat, argv, **known)
     mine, of_train = (
         {f.name: getattr(loaded.settings, f.name) for f in fields(kind)}
         for kind in (Knobs, TrainConfig)

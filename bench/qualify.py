@@ -296,8 +296,8 @@ def doubts(record: Content) -> list[str]:
     reached, peak = m.get("products_tflops"), m["peak_tflops"]
     if reached and reached < 0.6 * peak:
         said.append(
-            f"large matmuls reach {reached:,.4g} TFLOP/s, {reached / peak:.0%} of the datasheet's "
-            f"{peak:,.4g}: is the power limit lowered?"
+            f"large matmuls reach {reached:,.4g} TFLOP/s, {reached / peak:.0%} of {peak:,.4g} "
+            f"({m['peak_source']}): is the power limit lowered?"
         )
     said += results(record, "machine").get("busy", [])
     for stage in record["stages"]:

@@ -14,6 +14,7 @@ from datetime import date
 from pathlib import Path
 
 from bench import Json, tables
+from core import flops
 from core.settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,8 +173,9 @@ def sections(content: Json) -> list[tuple[str, tables.Cells]]:
             if stage["name"] == "proof" and stage["record"]:
                 found.append(("Proof", tables.proof(stage["record"]["rows"])))
         return found + [table for part in parts(content) for table in sections(part)]
+    given = flops.given(content["machine"]["peak_source"])
     for mode, name in TITLES.items():
-        made = tables.cells(mode, [r for r in content["rows"] if r["mode"] == mode])
+        made = tables.cells(mode, [r for r in content["rows"] if r["mode"] == mode], given)
         if made[1]:
             found.append((name, made))
     for row in content["rows"]:
@@ -184,7 +186,7 @@ def sections(content: Json) -> list[tuple[str, tables.Cells]]:
                 f"{whole} of {row['backend']} by parts, from {p['by']} "
                 f"({p['seen_ms']:,.4g} ms under the profiler, {p['plain_ms']:,.4g} without)"
             )
-            found.append((name, tables.profile(p)))
+            found.append((name, tables.profile(p, given)))
     if (made := tables.missing(content["rows"]))[1]:
         found.append(("Not measured", made))
     return found

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NOISY = 0.05  # a figure with a wider spread is doubtful
+ENOUGH = 3  # rounds: the quartiles of two are the two
 
 
 @dataclass(frozen=True)

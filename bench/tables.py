@@ -7,7 +7,7 @@ from itertools import groupby
 
 from bench import Json, roofline
 from bench.rows import Row, where
-from bench.stats import differ
+from bench.stats import ENOUGH, differ
 from core import flops
 
 Cells = tuple[list[str], list[list[str]]]  # the head, the lines
@@ -124,15 +124,23 @@ COLUMNS: dict[str, list[Column]] = {
 }
 
 
-def cells(mode: str, rows: list[Row]) -> Cells:
-    """Return the table of the measured rows."""
+def cells(mode: str, rows: list[Row], given: str = "") -> Cells:
+    """Return the table of the measured rows; `given`: flops.given() of the peak's source."""
     columns = COLUMNS[mode]
     lines = [[r["backend"], *(of(r) for _, of in columns)] for r in rows if r["status"] == "ok"]
-    return ["backend", *(title for title, _ in columns)], lines
+    return ["backend", *(_marked(title, given) for title, _ in columns)], lines
 
 
-def profile(found: Json) -> Cells:
-    """Return the parts of a step, the largest gap first."""
+def _marked(title: str, given: str) -> str:
+    """The title of a column, marked if it uses a peak that the user gave."""
+    if given and title == "of peak":
+        return given.strip()
+    uses = title in ("mfu", "causal", "roofline ms", "times", "over ms", "limit")
+    return title + given if uses else title
+
+
+def profile(found: Json, given: str = "") -> Cells:
+    """Return the parts of a step, the largest gap first; `given` as in cells()."""
     head = ["part", "ms", "share", "roofline ms", "times", "over ms", "limit"]
     lines = []
     for i, p in enumerate(found["parts"]):
@@ -149,7 +157,7 @@ def profile(found: Json) -> Cells:
     times = found["ms"] / least
     whole = [number(found["ms"]), "100.0%", number(least), number(times if times >= 1 else None)]
     lines.append(["the step", *whole, number(found["ms"] - least), ""])
-    return head, lines
+    return [_marked(title, given) for title in head], lines
 
 
 VERDICTS = ("right", "wrong", "refused", "not_reached")
@@ -209,11 +217,16 @@ def answers(content: Json) -> list[str]:
     if known := [r for r in rows if r.get("mfu") is not None and r["mode"] == "train"]:
         best = max(known, key=lambda r: r["mfu"])
         rate = f"{number(best['tokens_per_s'])} tok/s"
-        said.append(f"MFU: the best is {best['backend']}'s: {flops.in_words(best)}, {rate}.")
+        mfu = flops.in_words(best, peak_of(content).of)
+        said.append(f"MFU: the best is {best['backend']}'s: {mfu}, {rate}.")
     for of, title in (("mfu", "mfu"), ("share", "share of the peak"), ("mbu", "mbu")):
         for why, names in _by_reason(rows, f"{of}_why").items():
             said.append(f"Peak: {title} not known of {names}: {why}.")
-    said += [f"Profile: {r['backend']}: {_profiled(r['profile'])}." for r in rows if "profile" in r]
+    if doubt := content["machine"].get("peak_doubt"):
+        said.append(f"Peak: {doubt}.")
+    given = flops.given(content["machine"]["peak_source"])
+    profiles = [(r["backend"], _profiled(r["profile"], given)) for r in rows if "profile" in r]
+    said += [f"Profile: {name}: {text}." for name, text in profiles]
     if any("loss_difference" in r or "error_out" in r for r in rows):
         fine = f"all agree with {exact(content)}, as far as compared"
         off = "; ".join(disagreeing(rows, content)) or fine
@@ -223,12 +236,17 @@ def answers(content: Json) -> list[str]:
     return said
 
 
-def _profiled(p: Json) -> str:
+def peak_of(content: Json) -> flops.Peak:
+    m = content["machine"]
+    return flops.Peak(m["peak_tflops"], m["peak_source"], m["peak_measured"])
+
+
+def _profiled(p: Json, given: str) -> str:
     if "why" in p:
         return p["why"]
-    worst, told = p["parts"][0], roofline.told(p["ceiling"], "")
+    worst, told = p["parts"][0], roofline.told(p["ceiling"], given)
     if "reachable" in p:
-        of = f", with matmuls at {p['products_tflops']:,.4g} TFLOP/s"
+        of = f", with matmuls at {p['products_tflops']:,.4g} TFLOP/s{given and ', mfu'}{given}"
         told += "; " + roofline.told(p["reachable"], of)
     return f"{told}; the largest gap: {worst['part']}, {worst['share']:.0%} of a step"
 
@@ -269,6 +287,8 @@ def winner(rows: list[Row]) -> str:
         return row["backend"] + (f" with cache {cache}" if cache else "")
 
     best = min(rows, key=lambda r: r["ms"] / r.get("tokens_a_step", 1))
+    if len(rows) > 1 and len(best["rounds"]) < ENOUGH:
+        return f"{name(best)} (too few rounds)"
     level = (name(r) for r in rows if r is not best and differ(ms(best), ms(r)) is False)
     others = ", ".join(dict.fromkeys(level))
     return name(best) + (f" (level: {others})" if others else "")

@@ -20,7 +20,6 @@ gradient_checkpointing = True
 max_iters = 20
 learning_rate = 3e-5
 decay_lr = False
-warmup_iters = 0
 
 eval_interval = 5
 eval_iters = 40

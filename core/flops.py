@@ -35,6 +35,7 @@ from core.runtime import synchronize
 
 Row = dict[str, Any]  # one row of metrics.jsonl; None: unknown
 Sizes = Any  # a GPTConfig, or bench/hf.py's Counted
+ALONE = 0.9  # the least share of time in which a thread that always computes has a core of its own
 
 
 def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
@@ -56,6 +57,13 @@ def n_params(config: Sizes) -> int:
     block = sum(rows * (columns + bias) for rows, columns, bias in matrices(config))
     block += 2 * norm + 2 * config.head_dim * config.qk_norm
     return config.vocab_size * config.n_embd + config.n_layer * block + norm
+
+
+def uncounted(config: Sizes) -> str:
+    """N, if it leaves embeddings out, as in ", 123 without position and token embeddings"."""
+    left_out = {"position": config.position == "learned", "token": not config.tied}
+    names = " and ".join(name for name, out in left_out.items() if out)
+    return f", {n_params(config):,} without {names} embeddings" if names else ""
 
 
 @cache
@@ -97,6 +105,16 @@ class Peak:
     def __str__(self) -> str:
         return f"{self.tflops:,.4g} TFLOP/s ({self.source})"
 
+    @property
+    def of(self) -> str:
+        """The mark of a figure that uses a peak of no datasheet, else ""."""
+        return " of measured peak" if self.measured else given(self.source)
+
+
+def given(source: str) -> str:
+    """Return " of --peak_tflops" if the user gave the peak, else ""."""
+    return f" of {source}" if source.startswith("--") else ""
+
 
 def peak(device: str | torch.device, dtype: str, override: float | None = None) -> Peak:
     """The user's peak rate (`override`, TFLOP/s), else the datasheet's, else a measured one."""
@@ -118,9 +136,23 @@ def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
 
 def best_peak(device: str | torch.device, dtype: str) -> Peak:
     """Measure the peak rate, which takes seconds."""
+    began, used = time.perf_counter(), time.thread_time()
     rate = measured_tflops(torch.device(device), getattr(torch, dtype))
-    today = datetime.now(timezone.utc).date()
-    return Peak(rate, f"measured {today}: the best of several large matrix products", True)
+    began, used = time.perf_counter() - began, time.thread_time() - used
+    busy = torch.device(device).type == "cpu" and used < ALONE * began
+    when = str(datetime.now(timezone.utc).date())
+    when += ", while other programs used these cores" if busy else ""
+    return Peak(rate, f"measured {when}: the best of several large matrix products", True)
+
+
+def differ(before: Peak, after: Peak) -> str:
+    """Return a sentence if two measurements of one peak differ by a fifth or more, else ""."""
+    if max(before.tflops, after.tflops) < 1.2 * min(before.tflops, after.tflops):
+        return ""
+    return (
+        f"the peak was {before.tflops:,.4g} TFLOP/s before and {after.tflops:,.4g} after: other "
+        "programs use this machine; the MFU does not compare with that of other runs"
+    )
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
@@ -191,8 +223,7 @@ class Speed:
         return row
 
     def __str__(self) -> str:
-        of = " of measured peak" if self.peak.measured else ""
-        return f"{self.tokens_per_s:,.0f} tok/s, {in_words(self.row(), of)}"
+        return f"{self.tokens_per_s:,.0f} tok/s, {in_words(self.row(), self.peak.of)}"
 
 
 def in_words(row: Row, of: str = "") -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from attention.machine.system import write_at_once
 from core.distributed import DistInfo
-from core.flops import Row, Sizes, Speed, best_peak, peak
+from core.flops import ALONE, Peak, Row, Sizes, Speed, best_peak, differ, peak
 from core.runtime import peak_memory
 from core.settings import UserError, first_line
 
@@ -107,6 +108,7 @@ class Meter:
         self.max_iters, self.dtype = max_iters, dtype
         self.peak = peak(distributed.device, dtype, peak_tflops)
         self.checked = False  # the peak was measured a second time
+        self.hinted = self.distributed.device.type != "cpu" or self.distributed.world_size > 1
         self.rates: list[float] = []  # tokens a second, of each logged interval
         self.metrics: Metrics | None = None  # the main process's
 
@@ -115,6 +117,7 @@ class Meter:
 
     def begin(self, step: int) -> None:
         """Print the peak rate and the least time of the remaining steps."""
+        self.clocks = time.perf_counter(), time.thread_time()
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, self.max_iters - step)  # s
         long = self.distributed.device.type == "cpu" and at_peak > 86400
         hint = "; config/train_shakespeare_cpu.py takes minutes" if long else ""
@@ -124,12 +127,12 @@ class Meter:
         )
 
     def log(self, step: int, loss: float, lr: float, seconds: float | None) -> None:
-        """Print and log a step. seconds: per step, since the last line; None while warming up."""
+        """Print and log a step. seconds: per step, since the last line; None: a first step."""
         if not self.distributed.main:
             return
         memory = peak_memory(self.distributed.device)
         row: Row = {"iter": step, "loss": loss, "lr": lr, "mem_bytes": memory}
-        speed, left = "warming up", ""
+        speed, left = "a first step, not timed", ""
         if seconds is not None:
             found = self._check_peak(self.speed(self.tokens / seconds))
             self.rates.append(found.tokens_per_s)
@@ -141,19 +144,30 @@ class Meter:
             f"iter {step}: loss {loss:.4f}, lr {lr:.1e}, {speed}, mem {memory / 1e9:.1f} GB{left}"
         )
         print(text, flush=True)
+        if seconds is not None:
+            self._hint(self.speed(self.tokens / seconds))
         if self.metrics:
             self.metrics.log(**row)
+
+    def _hint(self, speed: Speed) -> None:
+        """Print once that a step takes ten times its estimate, if this thread waits for a core."""
+        passed, used = time.perf_counter() - self.clocks[0], time.thread_time() - self.clocks[1]
+        self.clocks = self.clocks[0] + passed, self.clocks[1] + used
+        if self.hinted or 10 * speed.mfu[0] > 1 or used > ALONE * passed:
+            return
+        self.hinted = True
+        print(
+            f"a step takes {1 / speed.mfu[0]:,.0f} times as long as at the peak rate: other "
+            "programs use these cores; try OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive",
+            flush=True,
+        )
 
     def _check_peak(self, speed: Speed) -> Speed:
         """Above a measured peak: the machine was busy when it was measured. Try once more."""
         if speed.mfu[0] <= 1 or not self.peak.measured or self.checked:
             return speed
         self.checked = True
-        try:
-            again = best_peak(self.distributed.device, self.dtype)
-        except RuntimeError as e:  # out of memory
-            log.warning("the peak could not be measured again (%s)", first_line(e))
-            return speed
+        again = self._best_peak()
         self.peak = max(self.peak, again, key=lambda peak: peak.tflops)
         print(f"peak: measured again, because MFU exceeded 100 %: {self.peak}", flush=True)
         return replace(speed, peak=self.peak)
@@ -170,10 +184,20 @@ class Meter:
         if self.metrics:
             self.metrics.close()
 
+    def _best_peak(self) -> Peak:
+        """The peak, measured again; the known one if there is no memory left."""
+        try:
+            return best_peak(self.distributed.device, self.dtype)
+        except RuntimeError as e:
+            log.warning("the peak could not be measured again (%s)", first_line(e))
+            return self.peak
+
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
         """Print the median speed, and the validation loss next to simpler models'."""
         if self.rates:
             self.distributed.say(f"{self.speed(median(self.rates))}; peak: {self.peak}")
+            if self.peak.measured and (doubt := differ(self.peak, self._best_peak())):
+                self.distributed.say(doubt)
         if baselines:
             known = ", ".join(f"{name} model {x:.2f}" for name, x in baselines.items())
             say = f"val loss {val_loss:.4f} nats a token; for comparison: {known}"

@@ -16,13 +16,14 @@ from core.parallel import whole
 
 
 def learning_rate(step: int, config: Any) -> float:
-    """Linear warm-up, cosine decay to min_lr, then flat. step counts from 0."""
+    """Linear warm-up, cosine decay to min_lr, then flat; step counts from 0. Without decay_lr the
+    rate is constant, as in nanoGPT."""
+    if not config.decay_lr:
+        return config.learning_rate
     low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
     last = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
     if step < config.warmup_iters:
         return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
-    if not config.decay_lr:
-        return config.learning_rate
     if step >= last:
         return low
     done = (step - config.warmup_iters) / (last - config.warmup_iters)
@@ -32,6 +33,24 @@ def learning_rate(step: int, config: Any) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def schedule_warnings(config: Any) -> list[str]:
+    """Return a warning if the schedule does not reach learning_rate, or min_lr by a decay."""
+    rate, warm_up, steps = config.learning_rate, config.warmup_iters, config.max_iters
+    last = steps if config.lr_decay_iters is None else config.lr_decay_iters
+    if not config.decay_lr or config.eval_only:
+        return []
+    found = []
+    if warm_up >= steps:
+        found += [
+            f"--warmup_iters={warm_up} of --max_iters={steps}: learning_rate={rate} is not reached"
+        ]
+    elif last <= warm_up:
+        found += [f"--lr_decay_iters={last} is within --warmup_iters={warm_up}: no decay to min_lr"]
+    if (config.min_lr or 0) > rate:
+        found += [f"--min_lr={config.min_lr} is above --learning_rate={rate}: the rate rises"]
+    return [f"WARNING: {line}" for line in found]
 
 
 def build_optimizer(model: nn.Module, config: Any, device: torch.device) -> torch.optim.AdamW:

@@ -22,6 +22,7 @@ import operator
 import os
 import signal
 import sys
+import time
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -53,6 +54,7 @@ class Loaded(Generic[T]):
 
     settings: T
     origins: dict[str, str]  # field -> "config/x.py:7" or "command line"; defaults are absent
+    notes: tuple[str, ...] = ()  # on names that are accepted and ignored
 
     def report(self) -> list[str]:
         """Return one line for each setting that is not the default, with its origin."""
@@ -62,16 +64,20 @@ class Loaded(Generic[T]):
             if (value := getattr(self.settings, field.name)) != field.default
         ]
         if not rows:
-            return ["settings: all at their defaults"]
+            return ["settings: all at their defaults", *self.notes]
         wide = max(len(name) for name, _, _ in rows)
         lines = [f"  {name:<{wide}} = {value:<10}  ({origin})" for name, value, origin in rows]
-        return ["settings that are not the default:", *lines]
+        return ["settings that are not the default:", *lines, *self.notes]
 
 
-def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
-    """Return one checked instance of cls from sys.argv[1:]; for `options` see gather()."""
-    values, origins = gather(cls, argv, **options)
-    return Loaded(_build(cls, values), origins)
+def read(
+    cls: type[T], argv: Sequence[str], *, ignored: Mapping[str, str] = {}, **options: Any
+) -> Loaded[T]:
+    """Return one checked instance of cls from sys.argv[1:]; for the options see gather()."""
+    values, origins = gather(cls, argv, ignored=ignored, **options)
+    found = [(name, origins.pop(name)) for name in [*origins] if name in ignored]
+    notes = [f"{name} is ignored ({origin}): {ignored[name]}" for name, origin in found]
+    return Loaded(_build(cls, values), origins, tuple(notes))
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
@@ -90,12 +96,14 @@ def gather(
     argv: Sequence[str],
     *,
     aliases: Mapping[str, str] = {},
+    ignored: Mapping[str, str] = {},
     positional: str | None = None,
 ) -> tuple[Values, dict[str, str]]:
     """Return the given values and their origins, without making an instance.
 
     Args:
         aliases: other name -> field.
+        ignored: other program's setting -> the reason why it has no value here, only an origin.
         positional: the field that bare words set. Without it they are config files; `--config=FILE`
             names one in any case.
     """
@@ -113,13 +121,19 @@ def gather(
         return aliases.get(name, name)
 
     for path in files:
-        for line, name, value in parse_config(path):
+        for line, name, value in parse_config(path, _defaults(cls) | values):
+            if name in ignored:
+                origins[name] = f"{path}:{line}"
+                continue
             field = known(name, f"{path}:{line}: unknown setting {name!r}")
             values[field] = check(hints[field], value, f"{path}:{line}: {name}")
             origins[field] = f"{path}:{line}"
     if {"-h", "--help"} & {*argv}:
         _print_help(cls, values)
     for name, text in options:
+        if name in ignored:
+            origins[name] = "command line"
+            continue
         field = known(name, f"unknown option --{name}", "--")
         value = _parse(hints[field], text, f"--{name}")
         if origins.get(field) == "command line" and _is_tuple(hints[field]):
@@ -223,6 +237,10 @@ def _hints(cls: type) -> dict[str, object]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
+def _defaults(cls: type) -> Values:
+    return {field.name: field.default for field in dataclasses.fields(cls)}
+
+
 def _is_tuple(hint: object) -> bool:
     return typing.get_origin(hint) is tuple or hint == Texts
 
@@ -273,7 +291,7 @@ def _print_help(cls: type, values: Mapping[str, object]) -> None:
     import tyro
 
     hints = _hints(cls)
-    shown: Values = {f.name: f.default for f in dataclasses.fields(cls)} | dict(values)
+    shown: Values = _defaults(cls) | dict(values)
     lists = {name: str for name, hint in hints.items() if _is_tuple(hint)}  # as one text: A,B,...
     shown |= {name: ",".join(map(str, shown[name])) for name in lists}
     # Without __post_init__, which may need imports that are not made yet.
@@ -310,41 +328,71 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
                ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
                ast.Pow: operator.pow}  # fmt: skip
+_CALLS: Values = {f.__name__: f for f in (str, int, float, round, min, max)}
+_CALLS["time.time"] = time.time
 
 
-def parse_config(path: str) -> list[tuple[int, str, object]]:
-    """Return (line, name, value) of each assignment in a config file; anything else is an error."""
+def parse_config(path: str, names: Mapping[str, object] = {}) -> list[tuple[int, str, object]]:
+    """Return (line, name, value) of each assignment in a config file; anything else is an error.
+    Expressions may refer to `names` and to earlier lines. Nothing is executed; imports are skipped.
+    """
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        near = did_you_mean(path, map(str, Path(path).parent.glob("*.py")))
-        raise UserError(f"config file {path!r} does not exist{near}") from None
+        folders = Path("config"), Path(path).parent  # config/ is often left out
+        files = {file.name: str(file) for folder in folders for file in folder.glob("*.py")}
+        near = difflib.get_close_matches(Path(path).name, files, 1, 0.7)
+        hint = f"; did you mean {files[near[0]]!r}?" if near else ""
+        raise UserError(f"config file {path!r} does not exist{hint}") from None
     except SyntaxError as error:
         raise UserError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"config file {path!r} cannot be read ({error})") from None
-    found = []
+    found: list[tuple[int, str, object]] = []
+    known = dict(names)
     for node in tree.body[ast.get_docstring(tree, clean=False) is not None :]:
         try:
             match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=expression):
-                    found.append((node.lineno, name, _evaluate(expression)))
+                case ast.Import():
+                    continue
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ):
+                    known[name] = _evaluate(value, known)
+                    found.append((node.lineno, name, known[name]))
                 case _:
                     raise ValueError
-        except (ValueError, ArithmeticError, LookupError):
+        except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError):
             raise UserError(
-                f"{path}:{node.lineno}: unsupported: {ast.unparse(node)!r:.60}; expected "
-                "name = value, with numbers, arithmetic, strings, True, False, None or lists"
+                f"{path}:{node.lineno}: unsupported: {ast.unparse(node)!r:.60}; expected name = "
+                "value, with numbers, arithmetic, strings, True, False, None, lists, settings, "
+                f"{', '.join(_CALLS)}; write the value itself"
             ) from None
     return found
 
 
-def _evaluate(node: ast.expr) -> object:
-    if not isinstance(node, ast.BinOp):
-        return ast.literal_eval(node)
-    a, b = _evaluate(node.left), _evaluate(node.right)
-    if not isinstance(a, int | float) or not isinstance(b, int | float):
-        raise ValueError
-    if isinstance(node.op, ast.Pow) and abs(b) > 64:  # 9**9**9 would take all memory
-        raise ValueError
-    return _ARITHMETIC[type(node.op)](a, b)
+def _evaluate(node: ast.expr, names: Mapping[str, object]) -> Any:
+    match node:
+        case ast.Name(id=name):
+            return names[name]
+        case ast.Call(func=function, args=args, keywords=[]):
+            return _CALLS[ast.unparse(function)](*[_evaluate(arg, names) for arg in args])
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return tuple(_evaluate(part, names) for part in parts)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand, names)
+        case ast.JoinedStr(values=parts):
+            return "".join(str(_evaluate(part, names)) for part in parts)
+        case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
+            return _evaluate(value, names)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _evaluate(left, names), _evaluate(right, names)
+            both = isinstance(a, str) and isinstance(b, str) and isinstance(op, ast.Add)
+            if not both and not (isinstance(a, int | float) and isinstance(b, int | float)):
+                raise ValueError
+            # 9**9**9 would take all memory.
+            if isinstance(op, ast.Pow) and (abs(b) > 64 or abs(a) > 2**64):
+                raise ValueError
+            return _ARITHMETIC[type(op)](a, b)
+    return ast.literal_eval(node)

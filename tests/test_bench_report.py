@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from bench import records, tables
+from bench import records, roofline, rows, tables
 from bench.config import BenchConfig
+from bench.plan import planned
+from bench.plan.scale import Cluster, Job, Plan
+from core.flops import Peak, Speed
+from model import GPTConfig
 from train import TrainConfig
 
 
@@ -91,6 +95,41 @@ def test_fastest_names_who_is_level_and_where_the_crossover_lies():
     assert "B=8" in said[2] and "sdpa" in said[2] and "manual" not in said[2]
     larger = row("tiled", [90.0, 90, 90, 90, 90], batch_size=16, tokens_a_step=16000)
     assert content([row("sdpa", FAST), larger])["answers"][0].endswith("train: tiled")
+    for rounds, words in ((1, "too few rounds"), (2, "too few rounds"), (3, "level: sdpa_flash")):
+        few = [row(name, FAST[:rounds]) for name in ("sdpa", "sdpa_flash")]
+        assert f"train: sdpa ({words})" in content(few)["answers"][0]
+    assert content([row("sdpa", FAST[:2])])["answers"][0].endswith("train: sdpa")
+
+
+def figures(tflops: float) -> dict[str, list[list[str]]]:
+    """{column: its cells} of tables with a peak that the user gave, and {sentence: []}."""
+    model, peak = GPTConfig(n_layer=2), Peak(tflops, "--peak_tflops")
+    train = [r | Speed(model, 1024, r["tokens_per_s"], peak).row() for r in TRAIN[:3]]
+    kernel = [r | {"share": 100 / tflops} for r in KERNEL]
+    found = {"parts": dict.fromkeys(roofline.PARTS, 1.0), "names": {}, "by": "x", "micro": 1,
+             "seen_ms": 7.0, "plain_ms": 6.0}  # fmt: skip
+    parts = roofline.work(model, 8, 1, "float32", True)
+    profile = rows.of_profile(found, parts, model, 8, peak, (1e13, "b"), tflops / 2)
+    made = content([train[0] | {"profile": profile}, *train[1:], *kernel],
+                   peak_tflops=tflops, peak_source=peak.source)  # fmt: skip
+    job = Job(model, 64, 8, False, True, 4)
+    at = Cluster("bfloat16", peak, tflops, 1e12, 1e15, 8, 1e11, 1e10)
+    plans = [planned.row(Plan(job, at, "ddp", n, 1)) for n in (1, 8)]
+    out: dict[str, list[list[str]]] = {sentence: [] for sentence in made["answers"]}
+    for title, (head, lines) in [*records.sections(made), *planned.sections(plans, peak.of)]:
+        for name, cells in zip(head, zip(*lines)):
+            out.setdefault(f"{title}: {name}", []).append(sorted(cells))  # parts are sorted by gap
+    return out
+
+
+def test_a_given_peak_marks_every_figure_that_uses_it():
+    one, other = figures(900), figures(700)
+    differ = {name for name in one if other.get(name) != one[name]}
+    same = one.keys() - differ
+    assert len(differ) >= 12 and len(same) > 40
+    assert [name for name in differ if "of --peak_tflops" not in name] == []
+    marked = {name.split(": ")[-1].split(" of --")[0] for name in same if "--peak" in name}
+    assert marked <= {"limit", "exposed"}  # equal by chance
 
 
 @pytest.mark.parametrize("name, most", [("loss_difference", 0.1), ("gradient_norm_difference", 1)])

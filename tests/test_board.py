@@ -359,7 +359,7 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     assert board.main([]) == 0 and board.main(["--check"]) == 0
     text, sdpa = board.PAGE.read_text(encoding="utf-8"), row(content, "sdpa")
     assert f"{sdpa['tokens_per_s']:,.0f}" in text and f"{sdpa['mfu']:.1%}" in text
-    assert f"{sdpa['proof']['error']:.1e}" in text and "| given |" in text
+    assert f"{sdpa['proof']['error']:.1e}" in text and "| --peak_tflops |" in text
     assert "2 layers, 32 wide, 2 heads, vocabulary 64, float32" in text
     assert "- [mine][1]: incomplete, uncommitted code\n" in text
     assert "| peak " in text and "| error " in text and "| compiled " in text

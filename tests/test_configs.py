@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from core.optimizer import learning_rate, schedule_warnings
 from core.settings import read
 from data import DATASETS
-from train import TrainConfig
+from train import ALIASES, IGNORED, TrainConfig
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "config").glob("*.py"))
@@ -84,3 +87,46 @@ def test_eval_gpt2_evaluates_and_no_more(size):
     # What is compared was evaluated alike, the largest in smaller batches.
     assert (c.eval_iters, c.dropout, c.dtype) == (500, 0.0, "auto")
     assert c.batch_size == (4 if size == "_xl" else 8)
+
+
+# Of nanoGPT's config/finetune_shakespeare.py.
+NANOGPT = """import time
+wandb_run_name = 'ft-' + str(time.time())
+dataset = 'shakespeare'
+always_save_checkpoint = False
+gradient_accumulation_steps = 32
+max_iters = 20
+learning_rate = 3e-5
+decay_lr = False
+"""
+
+
+def test_nanogpts_finetuning_runs_unchanged_at_its_constant_rate(tmp_path):
+    (tmp_path / "finetune.py").write_text(NANOGPT)
+    argv = [str(tmp_path / "finetune.py"), "--backend=nccl"]
+    loaded = read(TrainConfig, argv, aliases=ALIASES, ignored=IGNORED)
+    config, report = loaded.settings, "\n".join(loaded.report())
+    assert "always_save_checkpoint" in report and "backend" in report
+    assert (config.dataset, config.gradient_accumulation_steps) == ("shakespeare", 32)
+    assert {learning_rate(step, config) for step in range(config.max_iters)} == {3e-5}
+    assert schedule_warnings(config) == []
+    assert read(TrainConfig, []).settings.dataset == "openwebtext"
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"warmup_iters": 10}, []),
+        ({"warmup_iters": 101}, ["101", "100"]),
+        ({"warmup_iters": 101, "decay_lr": False}, []),
+        ({"min_lr": 0.5}, ["0.5", "0.1"]),
+        ({"min_lr": 0.1}, []),
+        ({"lr_decay_iters": 0}, ["--lr_decay_iters=0"]),
+        ({"warmup_iters": 50, "lr_decay_iters": 10}, ["10", "50"]),
+    ],
+)
+def test_a_schedule_that_is_cut_short_is_a_warning(changes: dict[str, Any], named):
+    plain = TrainConfig(max_iters=100, warmup_iters=0, learning_rate=0.1)
+    found = schedule_warnings(replace(plain, **changes))
+    assert len(found) == bool(named)
+    assert all(word in found[0] for word in named)

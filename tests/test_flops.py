@@ -6,6 +6,8 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -277,6 +279,32 @@ def test_mfu() -> None:
     assert causal / full == pytest.approx(798.204 / 854.770, rel=1e-5)
     eight = mfu(GPT2, 1024, 8 * 150_000, a100, devices=8)
     assert eight == pytest.approx((full, causal))
+
+
+def test_the_mark_of_a_peak_and_of_a_busy_machine(monkeypatch) -> None:
+    assert flops.peak("cpu", "float32", 3.0).of == " of --peak_tflops"
+    assert Peak(3.0, "datasheet: x").of == ""
+    monkeypatch.setattr(flops, "measured_tflops", lambda *device: 1.0)
+    for share, busy in ((0.5, True), (1.0, False)):
+        wall, cpu = iter([0.0, 10.0]), iter([0.0, 10.0 * share])
+        clocks = {"perf_counter": wall.__next__, "thread_time": cpu.__next__}
+        monkeypatch.setattr(flops, "time", SimpleNamespace(**clocks))
+        found = flops.best_peak("cpu", "float32")
+        assert found.measured and ("other programs" in found.source) == busy
+        assert found.of == " of measured peak"
+    for after, named in ((1.19, False), (1.21, True), (0.82, True), (0.85, False)):
+        doubt = flops.differ(Peak(1.0, "measured", True), Peak(after, "measured", True))
+        assert bool(doubt) == named and (not named or f"{after}" in doubt)
+
+
+@pytest.mark.parametrize("position", ["learned", "rope"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_parameters_left_out_are_named(position: Any, tied: bool) -> None:
+    config = GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8,
+                       position=position, tied=tied)  # fmt: skip
+    model, text = GPT(config), flops.uncounted(config)
+    left_out = 8 * 8 * ("position" in text) + 50 * 8 * ("token" in text)
+    assert sum(p.numel() for p in model.parameters()) - flops.n_params(config) == left_out
 
 
 def test_a_share_of_more_than_one_is_not_a_figure() -> None:

@@ -15,8 +15,12 @@ from typing import Any
 
 import pytest
 
+from core import metrics
+from core.distributed import DistInfo
+from core.flops import flops_per_token
 from core.metrics import Metrics, read
 from core.settings import UserError
+from model import GPTConfig
 
 ON = {"project": "p", "name": "r", "config": {"n_layer": 3}}
 LOSSES = [1 / 3, math.pi * 1e-9, 123456789.123456789, 2.0000000000000004]
@@ -128,6 +132,29 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
     m.log(iter=4, loss=4.0)
     m.close()
     assert [r["iter"] for r in read(m.path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "share, seconds, hinted", [(0.3, 20.0, True), (0.3, 5.0, False), (0.99, 20.0, False)]
+)
+def test_one_hint_where_other_programs_use_the_cores(
+    share, seconds, hinted, monkeypatch, capsys
+) -> None:
+    """A step takes a second at the peak rate."""
+    model = GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8)
+    tokens, now = 1000, [0.0]
+    tflops = flops_per_token(model, 8) * tokens / 1e12
+    clocks = {"perf_counter": lambda: now[0], "thread_time": lambda: share * now[0]}
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(**clocks))
+    meter = metrics.Meter(DistInfo.join("cpu"), model, 8, tokens, 100, "float32", tflops)
+    meter.begin(0)
+    meter.log(1, 1.0, 0.1, None)
+    for step in (2, 3, 4):
+        now[0] += seconds
+        meter.log(step, 1.0, 0.1, seconds)
+    shown = capsys.readouterr().out
+    assert shown.count("OMP_WAIT_POLICY=passive") == hinted
+    assert shown.count("of --peak_tflops") == 3
 
 
 # --- wandb ---

@@ -20,6 +20,7 @@ import sample
 from attention.__main__ import main as explained
 from attention.__main__ import parser
 from attention.check import command as check
+from attention.select import PREFERENCE
 from bench import support
 from bench.config import load_config
 from bench.tasks import TasksConfig
@@ -29,7 +30,7 @@ from course.exercises import COUNT
 from data.prepare import DATASETS, PrepareConfig
 from explain import ExplainConfig
 from sample import SampleConfig
-from train import TrainConfig
+from train import IGNORED, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 ALIASES = {"attn_implementation": "attention_backend"}
@@ -62,7 +63,7 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(ROOT)
     words = shlex.split(line)
     if words[0] == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         assert words[1] in targets
         return
     if words[0] == "torchrun":
@@ -105,6 +106,14 @@ def test_the_support_tables_are_those_that_caps_give() -> None:
     assert support.table() in (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8")
 
 
+def test_auto_is_shown_in_its_order() -> None:
+    (text,) = re.findall(
+        r"`auto` takes the first that can run: on CUDA (.+?)\. `fastest`", README, re.S
+    )
+    for part, device in zip(re.sub(r"\(.*?\)", "", text).split("; on CPUs "), ("cuda", "cpu")):
+        assert tuple(re.findall(r"`(\w+)`", part)) == PREFERENCE[device]
+
+
 def test_every_file_that_the_pages_name_is_there() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
@@ -143,7 +152,7 @@ grad_clip decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compi
 
 def test_the_settings_of_nanogpt_are_ours_but_for_two() -> None:
     gone = set(NANOGPT.split()) - {f.name for f in fields(TrainConfig)}
-    assert gone == {"always_save_checkpoint", "backend"}
+    assert gone == {"always_save_checkpoint", "backend"} == set(IGNORED)
     for name in gone:
         assert f"`{name}`" in section("Coming from nanoGPT")
 

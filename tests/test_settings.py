@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -98,7 +99,11 @@ def test_bare_words_of_a_command() -> None:
         ("n_layer = True\n", "n_layer"),
         ("\nn_layer = 'three'\n", "c.py:2"),
         ("n_layer = open('x')\n", "open"),
-        ("import os\n", "import os"),
+        ("from os import *\n", "from os import"),
+        ("n_layer = __import__('os').getpid()\n", "__import__"),
+        ("n_layer = 2 * heads\n", "heads"),
+        ("n_layer = 2 * window\n", "c.py:1"),  # of the default, none
+        ("name = 'a' * 10**12\n", "c.py:1"),
         ("n_layer = 9 ** 9 ** 9\n", "c.py:1"),
         ("n_layer = \n", "c.py:1"),
         ("n_layer = 1 / 0\n", "c.py:1"),
@@ -108,6 +113,42 @@ def test_bare_words_of_a_command() -> None:
 def test_errors_in_a_file_name_their_place(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(UserError, match=named.replace("(", r"\(")):
         read(Config, [config_file(tmp_path, text)])
+
+
+@given(st.integers(1, 99), st.integers(1, 99), st.text("ab'\"{\n\\", max_size=9))
+def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) -> None:
+    lines = [f"n_layer = {a}", f"window: int = {b} * n_layer + round(rate) - min({a}, -{b}, 0)",
+             f"lengths = [n_layer, {b} // 2 + 1, int(1e3)]", "rate = 1 / (1 + float(window))",
+             f"name = {text!r} + str(n_layer) + f'-{{window}}'"]  # fmt: skip
+    expected: dict[str, Any] = {"rate": Config.rate}
+    exec("\n".join(lines), expected)
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = read(Config, [config_file(Path(folder), "import time\n" + "\n".join(lines))])
+    expected["lengths"] = tuple(expected["lengths"])
+    assert {name: getattr(loaded.settings, name) for name in loaded.origins} == {
+        name: expected[name] for name in ("n_layer", "window", "lengths", "rate", "name")
+    }
+
+
+def test_names_of_earlier_files(tmp_path: Path) -> None:
+    first = config_file(tmp_path, "n_layer = 5\n", "a.py")
+    second = config_file(tmp_path, "window = 32 * n_layer\n", "b.py")
+    assert read(Config, [first, second]).settings.window == 160
+
+
+def test_ignored_names_leave_a_note_and_no_origin(tmp_path: Path) -> None:
+    path = config_file(tmp_path, "n_layer = 5\nsaving = False\n")
+    loaded = read(Config, [path, "--other=x"], ignored={"saving": "why", "other": "because"})
+    assert set(loaded.origins) == {"n_layer"}
+    report = "\n".join(loaded.report())
+    assert f"{path}:2" in report and "why" in report and "because" in report
+
+
+def test_a_config_file_without_its_folder(monkeypatch: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    for word in ("train_gpt2.py", "train_gpt2", "elsewhere/train_gpt2.py", "train_gtp2.py"):
+        with pytest.raises(UserError, match=r"'config/train_gpt2.py'"):
+            read(Config, [word])
 
 
 def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:

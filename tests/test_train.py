@@ -368,7 +368,7 @@ def test_eval_only_evaluates_and_touches_nothing(data_dir, tmp_path):
 
 LINE = re.compile(
     r"iter (?P<iter>\d+): loss \d+\.\d{4}, lr \d\.\de[+-]\d\d, "
-    r"[\d,]+\.\d ms, (warming up|[\d,]+ tok/s, mfu \d+\.\d% \(causal \d+\.\d%\)"
+    r"[\d,]+\.\d ms, (a first step, not timed|[\d,]+ tok/s, mfu \d+\.\d% \(causal \d+\.\d%\)"
     r"(?P<of> of measured peak)?)"
     r", mem \d+\.\d GB(, (?P<left>[\d.,]+ (s|min|h|days|years)) left)?"
 )
@@ -793,7 +793,7 @@ def test_more_steps_than_the_schedule_has_are_warned_of(data_dir, tmp_path, capl
 def test_an_mfu_above_100_percent_has_the_peak_measured_once_more(
     again, known, data_dir, tmp_path, monkeypatch
 ) -> None:
-    rates = iter([1e-12, again])
+    rates = iter([1e-12, again, again])  # before, at the first line, at the end
     monkeypatch.setattr(flops, "measured_tflops", lambda *device: next(rates))
     r = run(data_dir, tmp_path, peak_tflops=None)
     timed = [row for row in r.rows if "mfu" in row]

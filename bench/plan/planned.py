@@ -120,7 +120,7 @@ def run(config: BenchConfig) -> int:
         for r in bad:
             print(f"{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}: {r['why']}")
         good = [r for r in made if "why" not in r]
-        for title, cells in sections(good) if good else ():
+        for title, cells in sections(good, flops.given(at.peak.source)) if good else ():
             print(f"\n{n:,} GPU{'s' if n > 1 else ''}, planned: {title}\n{tables.markdown(cells)}")
     if config.json:
         print(json.dumps({"mode": "plan", "planned": True, "gpu": config.gpu, "rows": content}))
@@ -158,8 +158,8 @@ def row(plan: Plan) -> Json:
     }
 
 
-def sections(rows: list[Json]) -> list[tuple[str, tables.Cells]]:
-    """Return the tables of one number of GPUs, with their titles."""
+def sections(rows: list[Json], given: str = "") -> list[tuple[str, tables.Cells]]:
+    """Return the tables of one number of GPUs, with their titles; `given` marks the times."""
 
     def gb(n: float) -> str:
         return "-" if not n else f"{n / 1e9:.2g}" if n < 1e8 else tables.number(n / 1e9)
@@ -186,5 +186,5 @@ def sections(rows: list[Json]) -> list[tuple[str, tables.Cells]]:
     return [
         ("memory of a rank, GB", table([*rows[0]["memory"], "sum", "left"], memory)),
         ("sent by a rank in a step, GB", table(["micro", *KINDS, "NVLink", "network"], sent)),
-        ("a step, ms", table(ms, time)),
+        ("a step, ms", table([m if m == "sending" else m + given for m in ms], time)),
     ]

@@ -16,7 +16,7 @@ WAYS = [("ddp", 1), ("fsdp", 1), ("hybrid", 1), ("fsdp", 8)]
 def plan(what: int = 1, T: int = 8192, gpus: int = 16) -> str:
     """docs/PLAN.md: 1 memory, 2 bytes sent, 3 time, of GPT-2 124M on H200s."""
     model = GPTConfig(block_size=T, bias=False)
-    plans = [Plan(Job(model, 4 * gpus // N, 4), H200, way, gpus, N) for way, N in WAYS]
+    plans = [Plan(Job(model, 4 * gpus, 4), H200, way, gpus, N) for way, N in WAYS]
     rows = [planned.row(p) for p in plans]
     return tables.markdown(planned.sections(rows)[what - 1][1])
 
