@@ -147,6 +147,7 @@ from core.distributed import DistInfo
 from core.metrics import Meter, Metrics
 from core.optimizer import build_optimizer, learning_rate, update
 from core.runtime import Setup
+from inference.engine import generate
 from model import GPT, GPTConfig
 
 # ----------------------------------------------------------------------------- the set-up
@@ -192,10 +193,10 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         runtime.keep_freed_memory()
     torch.manual_seed(config.seed)
     setup = config.setup(device)
-    config = replace(config, dtype=runtime.dtype_name(setup.dtype))  # type: ignore[arg-type]
-    folder, T = Path(config.data_dir) / config.dataset, config.block_size
-    meta = data.read_meta(folder)
+    meta = data.read_meta(folder := data.find(config.dataset, config.data_dir))
     model = create_model(loaded, meta)
+    T, dtype = model.config.block_size, runtime.dtype_name(setup.dtype)
+    config = replace(config, block_size=T, dtype=dtype)  # type: ignore[arg-type]
     if config.parallel == "fsdp":
         parallel.shard(model, distributed, setup, config.shard_size)
     model = setup.place(model)
@@ -221,7 +222,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
     say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
     N, counted = model.get_num_params(non_embedding=False), model.get_num_params()
-    say(f"model: {N:,} parameters, {counted:,} without positions")
+    say(f"model: {N:,} parameters, {counted:,} without positions; {data.about(folder, meta)}")
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, best_loss)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
@@ -388,11 +389,12 @@ def sample(run: Run) -> None:
         return
     torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
     torch.manual_seed(run.config.seed)
-    start = torch.tensor([[int(run.splits["train"][0])]], device=run.setup.device)
+    tokenizer, start = data.from_meta(run.meta["tokenizer"]), [run.splits["train"][:1].tolist()]
     alone.eval().plan(grad=False, dtype=run.config.dtype)
+    how: Any = {"temperature": 0.8, "top_k": 200, "vocab_size": tokenizer.vocab_size}
     with run.setup.autocast:
-        tokens = alone.generate(start, n, temperature=0.8, top_k=200)[0]
-    text = data.from_meta(run.meta["tokenizer"]).decode(tokens.tolist()).strip()
+        (tokens,) = generate(alone, start, n, kv_cache="none", **how)
+    text = tokenizer.decode(tokens.tolist()).strip()
     print(f"--- a sample of {n} tokens ---\n{text}", flush=True)
 
 

@@ -1,14 +1,12 @@
 """Save, load and resume checkpoints; import and export other formats."""
 
-from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
-from checkpoint.run import Saver, build_model, gathered, restarted, restore, resume_command, resumed
-from checkpoint.store import (
-    Checkpoint,
-    best_folder,
-    folders,
-    latest,
-    load,
-    save,
-    set_aside,
+from checkpoint.convert import (
+    init_model,
+    load_hf,
+    load_nanogpt,
+    save_hf,
     tokenizer_meta,
+    trained_on,
 )
+from checkpoint.run import Saver, build_model, gathered, restarted, restore, resume_command, resumed
+from checkpoint.store import Checkpoint, best_folder, folders, latest, load, save, set_aside

@@ -216,12 +216,12 @@ def test_a_vocabulary_above_65536(tmp_path):
     meta = data.read_meta(tmp_path / "tiny")
     assert (meta["vocab_size"], meta["dtype"]) == (70_006, "uint32")
     found = np.fromfile(tmp_path / "tiny" / "val.bin", dtype="<u4").tolist()
-    assert found == [69_997, 5, 3, 69_996, 1, 69_998] * 6
+    assert found == [70_005, 69_997, 5, 3, 69_996, 1, 69_998] * 6
     assert run(tmp_path, tmp_path / "out", vocab_size=70_016, **SHAPES["llama"]).code == 0
     folder = Path(exported(tmp_path / "out", tmp_path / "to"))
     saved: dict[str, Any] = {}
     for name in ("generation_config", "config", "tokenizer_config"):
         saved |= json.loads((folder / f"{name}.json").read_text())
-    want = {"vocab_size": 70_006, "bos_token_id": 70_005, "eos_token_id": 69_998,
+    want = {"vocab_size": 70_006, "bos_token_id": 70_005, "eos_token_id": [69_998, 7],
             "bos_token": "<s>", "eos_token": "</s>", "do_sample": True}  # fmt: skip
     assert want.items() <= saved.items()
