@@ -80,6 +80,7 @@ import checkpoint
 import data
 from core.cpu import int8
 from core.runtime import Setup, decide_compile, pick_device, show_log
+from data.loader import fits
 from data.tokenizer import well_formed
 from inference.sampling import Options
 from inference.texts import Text, Writer
@@ -119,7 +120,7 @@ def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> data.Tok
     dataset = config.dataset or checkpoint.trained_on(source)
     if meta is None and dataset and (config.dataset or data.find(dataset).is_dir()):
         meta = data.read_meta(data.find(dataset))["tokenizer"]
-    if meta is None and not data.fits(data.GPT2Tokenizer.vocab_size, vocab_size):
+    if meta is None and not fits(data.GPT2Tokenizer.vocab_size, vocab_size):
         log.warning(f"{source} has no tokenizer: GPT-2's may be another (--dataset=NAME sets it)")
     tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
     if tokenizer.vocab_size > vocab_size:

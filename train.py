@@ -4,8 +4,7 @@
     python train.py config/train_gpt2.py --attention_backend=sdpa
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --parallel=fsdp
 
-A run writes checkpoints (step-N), metrics.jsonl and loss.png to out_dir. train_step(), near the
-end, is one step.
+A run writes checkpoints, metrics.jsonl and loss.png to out_dir. train_step() is one step.
 """
 
 from __future__ import annotations
@@ -393,9 +392,8 @@ def sample(run: Run) -> None:
     alone.eval().plan(grad=False, dtype=run.config.dtype)
     how: Any = {"temperature": 0.8, "top_k": 200, "vocab_size": tokenizer.vocab_size}
     with run.setup.autocast:
-        (tokens,) = generate(alone, start, n, kv_cache="none", **how)
-    text = tokenizer.decode(tokens.tolist()).strip()
-    print(f"--- a sample of {n} tokens ---\n{text}", flush=True)
+        (ids,) = generate(alone, start, n, kv_cache="none", **how)
+    print(f"--- a sample of {n} tokens ---\n{tokenizer.decode(ids.tolist()).strip()}", flush=True)
 
 
 # ----------------------------------------------------------------------------- the step

@@ -51,7 +51,7 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
     saved = store.read_file(folder / "config.json", store.load_json)
     config = families.read_config(saved, source, **changes)
     index, names = folder / f"{WEIGHTS}.index.json", [WEIGHTS]
-    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+    if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
         raise UserError(f"{source} has weights in *.bin, expected *.safetensors")
     if index.exists():
         listed = store.read_file(index, store.load_json)

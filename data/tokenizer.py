@@ -264,10 +264,9 @@ def from_path(path: Path) -> Tokenizer | None:
         UserError: it cannot be read, or its files are of another kind.
     """
     others = [name for name in OTHER_FILES if (path / name).exists()]
-    kind = _object(path / ENDS_IN[0]).get("tokenizer_class") or _object(path / CONFIGS[0]).get(
-        "model_type"
-    )
-    gpt2 = others == ["vocab.json", "merges.txt"] and "gpt2" in str(kind).lower()
+    kinds = [_object(path / name) for name in (ENDS_IN[0], CONFIGS[0])]
+    kind = kinds[0].get("tokenizer_class") or kinds[1].get("model_type") or ""
+    gpt2 = others == ["vocab.json", "merges.txt"] and "gpt2" in kind.lower()
     if gpt2 or path.is_file() or (path / "tokenizer.json").exists():
         return FileTokenizer.read(path)
     if others:
