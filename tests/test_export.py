@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_data import gpt2
+from test_data import gpt2, small_tokenizer
 from test_model import transformers
 from test_train import TEXT, enter, make_data, refusal, run
 
 import checkpoint
 import data
+import sample
 from checkpoint import __main__ as export
 from checkpoint import convert, families, store
 from core.settings import UserError
@@ -197,6 +198,24 @@ def test_finetuning_needs_a_dataset_of_the_same_tokenizer(gpt2, tmp_path):
     read = data.FileTokenizer(json.dumps(gpt2.to_json()), gpt2.eot)
     for n in range(len(ids := read.encode("日本 🙂"))):  # an incomplete character at the end
         assert "".join(read.stream_decode(ids[:n])) == read.decode(ids[:n])
+
+
+def test_each_of_several_end_tokens_ends_a_text(transformers, tmp_path):
+    """All logits are 0, so the text is of id 0: an ordinary token, or an end."""
+    small_tokenizer(tmp_path, "bytelevel")
+    for ends, said in (([1, 0], "stop"), ([1, 5], "length")):
+        config = transformers.LlamaConfig(**{**SIZES, "vocab_size": 300, "eos_token_id": 1})
+        them = transformers.LlamaForCausalLM(config)
+        torch.nn.init.zeros_(them.model.norm.weight)
+        them.generation_config.eos_token_id = ends
+        them.save_pretrained(tmp_path)
+        out, ids = tmp_path / "out.jsonl", torch.tensor([[3, 4]])
+        words = [f"--init_from={tmp_path}", "--start=a", "--temperature=0", "--max_new_tokens=9"]
+        assert enter(sample.main, [*words, f"--out={out}"])[0] == 0
+        row = json.loads(out.read_text())
+        assert row["finish"] == said and row["tokens"] == (0 if said == "stop" else 9)
+        made = them.generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0)
+        assert made.shape[1] - 2 == (1 if said == "stop" else 9)
 
 
 def test_a_vocabulary_above_65536(tmp_path):
