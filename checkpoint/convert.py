@@ -103,11 +103,7 @@ def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT
 
 
 def tokenizer_meta(source: str) -> Json | None:
-    """The tokenizer of a source of init_model(); None if it has none.
-
-    Raises:
-        UserError: it has one that cannot be used.
-    """
+    """The tokenizer of a source of init_model(), or None. UserError: it is of another kind."""
     if own := store.own_checkpoint(source):
         return store.load(own).settings["tokenizer"]
     path = Path(source)

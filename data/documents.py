@@ -66,9 +66,7 @@ def _reading(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as e:
         with path.open(encoding="utf-8", errors="surrogateescape") as f:
             n = next(n for n, line in enumerate(f, 1) if re.search("[\udc80-\udcff]", line))
-        raise UserError(
-            f"cannot read {path}, line {n}: not utf-8 ({e.reason}); convert the file"
-        ) from None
+        raise UserError(f"{path}, line {n}: not utf-8 ({e.reason}); convert the file") from None
     except (OSError, ValueError) as e:
         raise UserError(f"cannot read {path} ({e})") from None
 
@@ -136,10 +134,7 @@ def web_documents(name: str, configuration: str | None, key: str) -> Iterator[It
 
 
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
-    """Yield the pieces of all documents, about PIECE characters together: tasks for a worker.
-
-    Documents without text are left out.
-    """
+    """Yield the pieces of documents with text, about PIECE characters together: worker tasks."""
     batch: list[Piece] = []
     size = count = 0
     for document in documents:

@@ -40,11 +40,7 @@ def find(dataset: str, data_dir: str = "data") -> Path:
 
 
 def read_meta(folder: str | Path) -> Json:
-    """Return the meta.json of a prepared dataset, or the same of nanoGPT's files.
-
-    Raises:
-        UserError: there are no such files.
-    """
+    """Return the meta.json of a prepared dataset, or the same of nanoGPT's files; or UserError."""
     path = Path(folder) / "meta.json"
     if is_foreign(path.parent):
         return _nanogpt_meta(path.parent)

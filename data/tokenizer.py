@@ -258,10 +258,10 @@ def same(a: Json, b: Json) -> bool:
 
 
 def from_path(path: Path) -> Tokenizer | None:
-    """Read a tokenizer.json, or the tokenizer of a model's folder; None if the folder has none.
+    """Read a tokenizer.json, or a model's folder: None if it has no tokenizer.
 
     Raises:
-        UserError: it cannot be read, or its files are of another kind.
+        UserError: it cannot be read, or is of another kind.
     """
     others = [name for name in OTHER_FILES if (path / name).exists()]
     kinds = [_object(path / name) for name in (ENDS_IN[0], CONFIGS[0])]
