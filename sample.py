@@ -32,7 +32,7 @@ class SampleConfig:
     # --- model ---
     out_dir: str = "out/gpt"  # folder of the run to sample from
     init_from: str = "resume"  # resume: out_dir's run; gpt2[-...], ckpt.pt, an exported folder
-    dataset: str | None = None  # folder of a dataset: its tokenizer, if the model has none
+    dataset: str | None = None  # its tokenizer, if the model has none: as in train.py, or a folder
     checkpoint: Literal["latest", "best"] = "latest"  # best: the lowest validation loss
     attention_backend: str = "auto"  # a name from python -m attention, or a file (docs/KERNEL.md)
     attention_fallback: bool = True  # False: error if the backend cannot run here
@@ -80,6 +80,8 @@ import checkpoint
 import data
 from core.cpu import int8
 from core.runtime import Setup, decide_compile, pick_device, show_log
+from data.loader import fits
+from data.tokenizer import well_formed
 from inference.sampling import Options
 from inference.texts import Text, Writer
 from model import GPT
@@ -115,14 +117,17 @@ def load(config: SampleConfig, **changes: Any) -> tuple[GPT, data.Tokenizer]:
 def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> data.Tokenizer:
     """The checkpoint's own tokenizer, else the dataset's, else GPT-2's."""
     meta = checkpoint.tokenizer_meta(source)
-    if meta is None and config.dataset is not None:
-        meta = data.read_meta(config.dataset)["tokenizer"]
+    dataset = config.dataset or checkpoint.trained_on(source)
+    if meta is None and dataset and (config.dataset or data.find(dataset).is_dir()):
+        meta = data.read_meta(data.find(dataset))["tokenizer"]
+    if meta is None and not fits(data.GPT2Tokenizer.vocab_size, vocab_size):
+        log.warning(f"{source} has no tokenizer: GPT-2's may be another (--dataset=NAME sets it)")
     tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"{source} has a vocabulary of {vocab_size} tokens, the tokenizer of "
-            f"{config.dataset or 'GPT-2'} has {tokenizer.vocab_size}: name its own dataset, as in "
-            "--dataset=data/shakespeare_char"
+            f"{dataset if meta else 'GPT-2'} has {tokenizer.vocab_size}: name its own dataset, as "
+            "in --dataset=shakespeare_char"
         )
     return tokenizer
 
@@ -134,16 +139,23 @@ def prompts(config: SampleConfig) -> list[str]:
     """The prompts of --start and --prompts."""
     texts = [_read(s.removeprefix("FILE:")) if s.startswith("FILE:") else s for s in config.start]
     if config.prompts is not None:
-        lines = [line for line in _read(config.prompts).splitlines() if line.strip()]
+        lines = [line for line in _read(config.prompts).split("\n") if line.strip()]
         if not lines:
             raise UserError(f"no prompt in {config.prompts}")
         texts += lines
-    return texts or ["\n"]
+    return [well_formed(text) for text in texts]
+
+
+def default_prompt(tokenizer: data.Tokenizer) -> str:
+    """A newline, or where no text has one: the first character, or nothing."""
+    if isinstance(tokenizer, data.CharTokenizer) and "\n" not in tokenizer.ids:
+        return next(filter(None, tokenizer.vocabulary))
+    return "\n" if tokenizer.encode("\n") else ""
 
 
 def _read(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read {path} ({e})") from e
 
@@ -151,8 +163,10 @@ def _read(path: str) -> str:
 def encode(prompt: str, tokenizer: data.Tokenizer, block_size: int) -> list[int]:
     """The prompt's token ids. Raises UserError if it is empty or has unknown characters."""
     ids = [*tokenizer.begin, *tokenizer.encode(prompt)]
+    if not ids and not prompt and tokenizer.eot is not None:
+        ids = [tokenizer.eot]  # as between two documents
     if not ids:
-        raise UserError("a prompt is empty")
+        raise UserError(f"the prompt {prompt!r} has no tokens")
     if len(ids) > block_size:
         log.warning(
             f"a prompt has {len(ids)} tokens, more than block_size: only the last {block_size} "
@@ -199,7 +213,7 @@ def main(argv: list[str]) -> int:
 
 def writer_of(c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, prompts: list[str]) -> Writer:
     texts: list[Text] = []
-    for prompt in prompts:
+    for prompt in prompts or [default_prompt(tokenizer)]:
         ids = encode(prompt, tokenizer, model.config.block_size)
         for _ in range(c.num_samples):
             texts.append(Text(prompt, ids, c.seed + len(texts)))

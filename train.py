@@ -4,7 +4,7 @@
     python train.py config/train_gpt2.py --attention_backend=sdpa
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --parallel=fsdp
 
-A run writes checkpoints (step-N), metrics.jsonl and loss.png to out_dir.
+A run writes checkpoints, metrics.jsonl and loss.png to out_dir. train_step() is one step.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ from core.optimizer import (
     update,
 )
 from core.runtime import Setup
+from inference.engine import generate
 from model import GPT, GPTConfig
 
 # ----------------------------------------------------------------------------- the set-up
@@ -202,10 +203,10 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         runtime.keep_freed_memory()
     torch.manual_seed(config.seed)
     setup = config.setup(device)
-    config = replace(config, dtype=runtime.dtype_name(setup.dtype))  # type: ignore[arg-type]
-    folder, T = Path(config.data_dir) / config.dataset, config.block_size
-    meta = data.read_meta(folder)
+    meta = data.read_meta(folder := data.find(config.dataset, config.data_dir))
     model = create_model(loaded, meta)
+    T, dtype = model.config.block_size, runtime.dtype_name(setup.dtype)
+    config = replace(config, block_size=T, dtype=dtype)  # type: ignore[arg-type]
     if config.parallel == "fsdp":
         parallel.shard(model, distributed, setup, config.shard_size)
     model = setup.place(model)
@@ -226,8 +227,8 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
     say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
-    N = model.get_num_params(non_embedding=False)
-    say(f"model: {N:,} parameters{flops.uncounted(model.config)}")
+    N, about = model.get_num_params(non_embedding=False), data.about(folder, meta)
+    say(f"model: {N:,} parameters{flops.uncounted(model.config)}; {about}")
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, done.best_loss)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
@@ -395,12 +396,12 @@ def sample(run: Run) -> None:
         return
     torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
     torch.manual_seed(run.config.seed)
-    start = torch.tensor([[int(run.splits["train"][0])]], device=run.setup.device)
+    tokenizer, start = data.from_meta(run.meta["tokenizer"]), [run.splits["train"][:1].tolist()]
     alone.eval().plan(grad=False, dtype=run.config.dtype)
+    how: Any = {"temperature": 0.8, "top_k": 200, "vocab_size": tokenizer.vocab_size}
     with run.setup.autocast:
-        tokens = alone.generate(start, n, temperature=0.8, top_k=200)[0]
-    text = data.from_meta(run.meta["tokenizer"]).decode(tokens.tolist()).strip()
-    print(f"--- a sample of {n} tokens ---\n{text}", flush=True)
+        (ids,) = generate(alone, start, n, kv_cache="none", **how)
+    print(f"--- a sample of {n} tokens ---\n{tokenizer.decode(ids.tolist()).strip()}", flush=True)
 
 
 # ----------------------------------------------------------------------------- the step

@@ -1,6 +1,13 @@
 """Save, load and resume checkpoints; import and export other formats."""
 
-from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
+from checkpoint.convert import (
+    init_model,
+    load_hf,
+    load_nanogpt,
+    save_hf,
+    tokenizer_meta,
+    trained_on,
+)
 from checkpoint.run import (
     Progress,
     Saver,
@@ -14,13 +21,4 @@ from checkpoint.run import (
     resume_command,
     resumed,
 )
-from checkpoint.store import (
-    Checkpoint,
-    best_folder,
-    folders,
-    latest,
-    load,
-    save,
-    set_aside,
-    tokenizer_meta,
-)
+from checkpoint.store import Checkpoint, best_folder, folders, latest, load, save, set_aside

@@ -74,7 +74,8 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
         )
     V, eot, content = tokenizer.vocab_size, tokenizer.eot, tokenizer.to_json()
     bos = next(iter(tokenizer.begin), eot)
-    ids: Json = {"bos_token_id": bos, "eos_token_id": eot}
+    ends = [*tokenizer.ends]
+    ids: Json = {"bos_token_id": bos, "eos_token_id": ends if ends[1:] else eot}
     config = save_hf(cropped(model, V), folder, **ids)
     store.save_json(content, folder / "tokenizer.json")
     special = {token["id"]: token["content"] for token in content["added_tokens"]}

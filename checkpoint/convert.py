@@ -14,6 +14,7 @@ from checkpoint import families, store
 from checkpoint.store import Json
 from core.hub import why_not_hub
 from core.settings import UserError, first_line, from_dict
+from data.tokenizer import ENDS_IN, OTHER_FILES, GPT2Tokenizer, from_path
 from model import GPT, GPTConfig
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -29,7 +30,8 @@ def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: object)
     fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
     model = GPT(from_dict(GPTConfig, {**sizes, **changes}, str(path)), policy)
-    weights = {k.removeprefix("_orig_mod."): v for k, v in saved["model"].items()}
+    prefix = r"((_orig_mod|module)\.)*"  # of torch.compile and DDP
+    weights = {re.sub(prefix, "", name, count=1): t for name, t in saved["model"].items()}
     store.load_weights(
         model, {k: v for k, v in weights.items() if not families.derived(k)}, str(path)
     )
@@ -49,6 +51,8 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
     saved = store.read_file(folder / "config.json", store.load_json)
     config = families.read_config(saved, source, **changes)
     index, names = folder / f"{WEIGHTS}.index.json", [WEIGHTS]
+    if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+        raise UserError(f"{source} has weights in *.bin, expected *.safetensors")
     if index.exists():
         listed = store.read_file(index, store.load_json)
         if not store.has_dicts(listed, "weight_map"):
@@ -98,6 +102,25 @@ def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT
     return load_hf(source, policy, **changes)
 
 
+def tokenizer_meta(source: str) -> Json | None:
+    """The tokenizer of a source of init_model(), or None. UserError: it is of another kind."""
+    if own := store.own_checkpoint(source):
+        return store.load(own).settings["tokenizer"]
+    path = Path(source)
+    if path.is_file():
+        return None
+    if not path.is_dir() and source in HUB_NAMES:
+        return {"name": GPT2Tokenizer.name}
+    found = from_path(path if path.is_dir() else _download(source))
+    return None if found is None else found.to_meta()
+
+
+def trained_on(source: str) -> str | None:
+    """The name of the dataset of a nanoGPT ckpt.pt; None if that is not known."""
+    saved = store.read_file(Path(source), store.load_torch) if Path(source).is_file() else {}
+    return saved["config"].get("dataset") if store.has_dicts(saved, "config") else None
+
+
 def _download(name: str) -> Path:
     no_file = f"{name!r} is not a local folder or file"
     owner = re.fullmatch(r"([\w.-]+)/[\w.-]+", name)
@@ -112,7 +135,8 @@ def _download(name: str) -> Path:
     logging.getLogger("huggingface_hub").propagate = False
     offline = why_not_hub()
     try:
-        files = ["model*.safetensors", f"{WEIGHTS}.index.json", "*config.json", "tokenizer.json"]
+        files = ["model*.safetensors", f"{WEIGHTS}.index.json", "*config.json", "tokenizer.json",
+                 *OTHER_FILES, *ENDS_IN]  # fmt: skip
         return Path(snapshot_download(name, allow_patterns=files, local_files_only=bool(offline)))
     except (OSError, ValueError, HfHubHTTPError) as e:
         raise UserError(f"{no_file}; downloading it failed ({offline or first_line(e)})") from e

@@ -24,12 +24,13 @@ from torch.utils._pytree import tree_map_only
 
 from attention import BackendUnavailable
 from checkpoint import store
-from checkpoint.convert import init_model
+from checkpoint.convert import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint, Json
 from core.distributed import DistInfo
 from core.parallel import is_sharded, whole
 from core.runtime import advice, dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError
+from data.loader import fits
 from data.tokenizer import same
 from model import GPT
 
@@ -306,12 +307,18 @@ def build_model(loaded: Loaded[Any], meta: Json) -> GPT:
         model = GPT(store.load(source).config(**changes), config.policy)
     else:
         model = init_model(source, config.policy, **changes)
-    tokenizer = store.tokenizer_meta(source)
+    tokenizer, dataset = tokenizer_meta(source), Path(config.dataset).name
     if model.config.vocab_size < V or not (tokenizer is None or same(tokenizer, meta["tokenizer"])):
         raise UserError(
             f"{source} (vocabulary of {model.config.vocab_size}) was trained with another "
             f"tokenizer than --dataset={config.dataset} (vocabulary of {V}); prepare it again, for "
             f"a model's own tokenizer with --tokenizer={source}"
+        )
+    known = meta["tokenizer"]["name"] == "gpt2" or trained_on(source) == dataset
+    if tokenizer is None and not (known and fits(V, model.config.vocab_size)):
+        store.log.warning(
+            f"{source} (vocabulary of {model.config.vocab_size}) has no tokenizer: its own may "
+            f"differ from that of --dataset={config.dataset} (vocabulary of {V})"
         )
     for name in (*SHAPE, "vocab_size", *(["block_size"] if resuming else [])):
         have, want = getattr(model.config, name), getattr(config, name)
@@ -322,8 +329,12 @@ def build_model(loaded: Loaded[Any], meta: Json) -> GPT:
                 f"{source} has {name}={have}, which cannot be changed to {want} "
                 f"({loaded.origins[name]})"
             )
+    T, have = config.block_size, model.config.block_size
+    if "block_size" not in loaded.origins:
+        ours = Path(source).is_file() or store.own_checkpoint(source)
+        T = have if ours else min(T, have)  # transformers' is what a model can, not what fits here
     try:
-        model.crop_block_size(config.block_size)
+        model.crop_block_size(T)
     except ValueError as e:
         raise UserError(f"{e} ({source})") from e
     return model

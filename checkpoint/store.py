@@ -40,7 +40,6 @@ from torch.utils._pytree import tree_leaves
 from attention import Policy, is_file
 from core.distributed import DistInfo
 from core.settings import UserError, first_line, from_dict
-from data.tokenizer import FileTokenizer
 from model import GPT, GPTConfig
 
 log = logging.getLogger("nanoattn")
@@ -117,7 +116,10 @@ def latest(out_dir: str | Path) -> Path:
     """The newest checkpoint of out_dir. Raises UserError if there is none."""
     if found := folders(out_dir):
         return found[-1]
-    raise UserError(f"no checkpoint in {out_dir}; train one: python train.py --out_dir={out_dir}")
+    hint = f"train one: python train.py --out_dir={out_dir}"
+    if (file := Path(out_dir) / "ckpt.pt").exists():
+        hint = f"for nanoGPT's: --init_from={file}"
+    raise UserError(f"no checkpoint in {out_dir}; {hint}")
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
@@ -133,16 +135,6 @@ def own_checkpoint(init_from: str) -> Path | None:
     if found := folders(path):
         return found[-1]
     return path if any((path / f).exists() for f in ("settings.json", "train_state.json")) else None
-
-
-def tokenizer_meta(init_from: str) -> Json | None:
-    """The tokenizer of a checkpoint, or of a folder with a tokenizer.json; else None."""
-    if own := own_checkpoint(init_from):
-        return load(own).settings["tokenizer"]
-    folder = Path(init_from)
-    if (folder / "tokenizer.json").is_file():
-        return FileTokenizer.read(folder).to_meta()
-    return None
 
 
 def load(folder: str | Path) -> Checkpoint:

@@ -9,10 +9,12 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 
 from core.hub import why_not_hub
 from core.settings import UserError, first_line
+from data.tokenizer import well_formed
 
 ENDINGS = (".txt", ".jsonl")
 HUB: dict[str, tuple[str, str | None]] = {  # dataset -> name and configuration on the hub
@@ -21,13 +23,14 @@ HUB: dict[str, tuple[str, str | None]] = {  # dataset -> name and configuration 
 }
 PIECE = 2**20  # characters that are tokenized at once
 
-Piece = tuple[int, str | None]  # the number of its document; a part of its text, or None: the end
+# The number of its document; a part of its text, "": the beginning, None: the end.
+Piece = tuple[int, str | None]
 
 
 def source_files(root: Path) -> list[Path]:
     """Return the file, or all text files of a folder, sorted."""
     if root.is_dir():
-        return sorted(f for f in root.rglob("*") if f.name.endswith(ENDINGS) and f.is_file())
+        return sorted(f for f in root.rglob("*") if f.suffix.lower() in ENDINGS and f.is_file())
     return [root]
 
 
@@ -43,9 +46,9 @@ def file_documents(source: str | None, text_key: str) -> Iterator[Iterable[str]]
     if not files or not files[0].exists():
         raise UserError(f"--source={source}: not found; expected {wanted}")
     for path in files:
-        if not path.name.endswith(ENDINGS):
+        if path.suffix.lower() not in ENDINGS:
             raise UserError(f"{path}: expected {wanted}")
-        if path.suffix == ".txt":
+        if path.suffix.lower() == ".txt":
             yield text_parts(path)
             continue
         with _reading(path):
@@ -55,12 +58,16 @@ def file_documents(source: str | None, text_key: str) -> Iterator[Iterable[str]]
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn an error while reading a file into a UserError that names the file."""
+    """Turn an error while reading a file into a UserError that names the file, and the line."""
     try:
         yield
     except UserError:
         raise
-    except (OSError, ValueError) as e:  # ValueError: not UTF-8
+    except UnicodeDecodeError as e:
+        with path.open(encoding="utf-8", errors="surrogateescape") as f:
+            n = next(n for n, line in enumerate(f, 1) if re.search("[\udc80-\udcff]", line))
+        raise UserError(f"{path}, line {n}: not utf-8 ({e.reason}); convert the file") from None
+    except (OSError, ValueError) as e:
         raise UserError(f"cannot read {path} ({e})") from None
 
 
@@ -72,6 +79,8 @@ def text_parts(path: Path) -> Iterator[str]:
     rest = ""
     with _reading(path), path.open(encoding="utf-8-sig") as f:
         while part := f.read(PIECE):
+            if part.count("\0") > len(part) // 4:
+                raise UserError(f"cannot read {path}: full of NUL bytes (UTF-16?)")
             rest += part
             if words := re.match(r".*\S(?=[ \n])", rest, re.DOTALL):
                 yield words[0]
@@ -85,18 +94,22 @@ def _json_texts(path: Path, key: str) -> Iterator[str]:
             where = f"{path}, line {number}"
             if line.strip():
                 try:
-                    yield _text(json.loads(line), key, where)
-                except json.JSONDecodeError as e:
-                    raise UserError(f"{where}: invalid JSON ({e.msg})") from None
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as e:
+                    why = getattr(e, "msg", first_line(e))
+                    raise UserError(f"{where}: invalid JSON ({why})") from None
+                yield _text(row, key, where)
 
 
 def _text(row: object, key: str, where: str) -> str:
-    """Return the text of a JSON line or of a row from the hub."""
-    text = row.get(key) if isinstance(row, dict) else None
+    """Return the text of a JSON line or of a row from the hub; null is an empty one."""
+    text = row.get(key, row) if isinstance(row, dict) else row
+    if text is None and isinstance(row, dict):
+        return ""
     if not isinstance(text, str):
         has = f"fields: {', '.join(row)}" if isinstance(row, dict) else "not an object"
         raise UserError(f"{where}: no text in {key!r} ({has}); use --text_key")
-    return text
+    return well_formed(text)
 
 
 def web_documents(name: str, configuration: str | None, key: str) -> Iterator[Iterable[str]]:
@@ -121,15 +134,19 @@ def web_documents(name: str, configuration: str | None, key: str) -> Iterator[It
 
 
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
-    """Yield the pieces of all documents, about PIECE characters together: tasks for a worker."""
+    """Yield the pieces of documents with text, about PIECE characters together: worker tasks."""
     batch: list[Piece] = []
-    size = 0
-    for i, document in enumerate(documents):
-        for part in document:
-            batch.append((i, part))
-            size += len(part)
-            if size >= PIECE:
-                yield batch
-                batch, size = [], 0
-        batch.append((i, None))
+    size = count = 0
+    for document in documents:
+        parts = filter(None, document)
+        for first in islice(parts, 1):
+            batch.append((count, ""))
+            for part in chain([first], parts):
+                batch.append((count, part))
+                size += len(part)
+                if size >= PIECE:
+                    yield batch
+                    batch, size = [], 0
+            batch.append((count, None))
+            count += 1
     yield batch

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 
 from core.settings import UserError, first_line
-from data.tokenizer import Json
+from data.tokenizer import GPT2Tokenizer, Json
 
 if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does not need it
     import torch
@@ -33,9 +34,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+def find(dataset: str, data_dir: str = "data") -> Path:
+    """Return the folder of a dataset: one of this name in data_dir, else of this path."""
+    named, path = Path(data_dir).expanduser() / dataset, Path(dataset).expanduser()
+    return path if path.is_dir() and not named.is_dir() else named
+
+
 def read_meta(folder: str | Path) -> Json:
-    """Return the meta.json of a prepared dataset; UserError if there is none."""
+    """Return the meta.json of a prepared dataset, or the same of nanoGPT's files; or UserError."""
     path = Path(folder) / "meta.json"
+    if is_foreign(path.parent):
+        return _nanogpt_meta(path.parent)
     try:
         meta: Json = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(meta, dict) and {"tokenizer", "vocab_size", "tokens"} <= meta.keys():
@@ -47,9 +56,57 @@ def read_meta(folder: str | Path) -> Json:
     raise UserError(f"no dataset in {folder} (meta.json: {why}); {prepare}")
 
 
+def is_foreign(folder: Path) -> bool:
+    """True for a folder with tokens that another program prepared, as nanoGPT's prepare.py."""
+    ours = [folder / "meta.json", folder / ".partial"]  # the latter of an interrupted preparation
+    return (folder / "train.bin").exists() and not any(path.exists() for path in ours)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, strings and numbers. All that could run code has to be found first."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise ValueError(f"it names {module}.{name}, which could run code")
+
+
+def _nanogpt_meta(folder: Path) -> Json:
+    """A folder of nanoGPT's prepare.py: ids in uint16, of meta.pkl's characters or of GPT-2."""
+    tokenizer: Json
+    tokenizer, V, path = {"name": GPT2Tokenizer.name}, GPT2Tokenizer.vocab_size, folder / "meta.pkl"
+    if path.exists():
+        try:
+            with path.open("rb") as f:
+                saved = _PlainUnpickler(f).load()
+            V, itos = saved["vocab_size"], saved["itos"]
+            vocabulary = [itos[i] for i in range(len(itos))]
+            "".join(vocabulary).encode()
+            if {c: i for i, c in enumerate(vocabulary)} != saved["stoi"]:
+                raise ValueError("stoi and itos differ")
+            if not len(vocabulary) <= V <= 2**16:
+                raise ValueError(f"vocab_size is {V}, for {len(vocabulary)} characters in uint16")
+        except Exception as e:  # a damaged pickle may raise any
+            why = f"{type(e).__name__}: {first_line(e)}"
+            raise UserError(f"{path} is not of nanoGPT's prepare.py ({why})") from e
+        tokenizer = {"name": "char", "vocabulary": vocabulary, "eot": None}
+    files = {s: folder / f"{s}.bin" for s in ("train", "val")}
+    tokens = {s: f.stat().st_size // 2 if f.is_file() else 0 for s, f in files.items()}
+    return {"tokenizer": tokenizer, "vocab_size": V, "tokens": tokens}
+
+
+def about(folder: Path, meta: Json) -> str:
+    """A line on a dataset, its tokenizer and vocabulary."""
+    name, V = meta["tokenizer"]["name"], meta["vocab_size"]
+    return f"dataset {folder}, tokenizer {name}, vocabulary {V:,}"
+
+
 def padded(V: int) -> int:
     """Round a vocabulary above 1,024 up to a multiple of 64, which tensor cores prefer."""
     return V if V <= 1024 else -(-V // 64) * 64
+
+
+def fits(V: int, model_vocab: int) -> bool:
+    """True for a model's vocabulary as it is made for V tokens, here or in nanoGPT."""
+    return model_vocab in (V, padded(V))
 
 
 def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
@@ -73,19 +130,19 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
     N, dtype = meta["tokens"].get(split, 0), np.dtype(meta.get("dtype", "uint16"))
     size = path.stat().st_size if path.is_file() else 0
     if size == 0 or size != dtype.itemsize * N:
-        raise UserError(
-            f"{path}: expected {dtype.itemsize * N:,} bytes ({N:,} tokens), got {size:,}; prepare "
-            f"it again: python -m data {path.parent.name} --force"
-        )
+        why = f"expected {dtype.itemsize * N:,} bytes ({N:,} tokens), got {size:,}"
+        again = f"python -m data {path.parent.name} --force" if "dataset" in meta else "prepare.py"
+        raise UserError(f"{path}: {why if size else 'no tokens'}; prepare it again: {again}")
     if block_size + 1 > N:
         raise UserError(
             f"{path} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
             "smaller --block_size or more text"
         )
     tokens = np.asarray(np.memmap(path, dtype=dtype.newbyteorder("<"), mode="r"))
+    vocab_size = min(vocab_size, meta["vocab_size"])  # the model's may be rounded up
     places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
     if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= vocab_size:
-        raise UserError(f"{path} has token {largest}, but the model's vocabulary is {vocab_size}")
+        raise UserError(f"{path} has token {largest}, but the vocabulary is {vocab_size}")
     return tokens
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
@@ -24,8 +25,8 @@ from pydantic import Field, PositiveInt
 from core.settings import UserError, check_fields
 from data import documents, sources
 from data.documents import HUB, Piece
-from data.loader import map_ahead
-from data.tokenizer import CharTokenizer, FileTokenizer, GPT2Tokenizer, Json, Tokenizer, from_meta
+from data.loader import is_foreign, map_ahead
+from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer, from_meta, from_path
 
 _SHAKESPEARE = {"source", "val_fraction", "tokenizer"}
 _DOCUMENTS = {"source", "text_key", "val_fraction", "limit", "tokenizer"}
@@ -73,6 +74,8 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         raise UserError(f"unknown dataset {dataset!r}; known: {known} ({own})")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     made_from = _made_from(dataset, config)
+    if is_foreign(out_dir):
+        raise UserError(f"{out_dir} has tokens of another program; use another --out_dir")
     if not config.force and _is_prepared(out_dir, made_from):
         print(f"{out_dir} is already prepared (--force prepares it again)")
         return
@@ -85,7 +88,6 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         dtype = dtype_for(V)
         size = {s: (new / f"{s}.bin").stat().st_size for s in ("train", "val")}
         found["tokens"] = {s: n // dtype.itemsize for s, n in size.items()}
-        found["bytes"] = {s: text_bytes(new / f"{s}.bin", dtype, tokenizer) for s in size}
         meta = {**made_from, "dtype": dtype.name, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
         (new / "meta.json").write_text(json.dumps(meta | found, indent=1), encoding="utf-8")
         (out_dir / "meta.json").unlink(missing_ok=True)
@@ -155,16 +157,20 @@ def prepare_shakespeare(
         raise UserError(f"--source={source}: expected a file or tinyshakespeare")
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = text[:cut], text[cut:]
-    if min(map(len, parts)) < 2:
-        raise UserError(f"{source} is too short ({len(text)} characters)")
     char = dataset == "shakespeare_char"
     tokenizer = CharTokenizer(sorted(set(text))) if char else tokenizer_of(config)
+    tokenizer.begin = ()  # before one text it would hardly ever be seen
     report("tokenizing", f"{len(text):,} characters")
     dtype = dtype_for(tokenizer.vocab_size)
     train, val = (np.array(tokenizer.encode(part), dtype=dtype) for part in parts)
+    if min(len(train), len(val)) < 2:
+        raise UserError(f"{source} is too short ({len(text)} characters)")
     train.tofile(folder / "train.bin")
     val.tofile(folder / "val.bin")
-    return tokenizer, {"baselines": baselines(train, val, tokenizer.vocab_size)} if char else {}
+    found: Json = {"bytes": dict(zip(("train", "val"), (len(p.encode()) for p in parts)))}
+    if char:
+        found["baselines"] = baselines(train, val, tokenizer.vocab_size)
+    return tokenizer, found
 
 
 def tokenizer_of(config: PrepareConfig) -> Tokenizer:
@@ -173,7 +179,10 @@ def tokenizer_of(config: PrepareConfig) -> Tokenizer:
         raise UserError(
             f"--tokenizer={path}: no such folder or file (names on the hub are not supported)"
         )
-    return GPT2Tokenizer() if path is None else FileTokenizer.read(Path(path))
+    tokenizer = GPT2Tokenizer() if path is None else from_path(Path(path))
+    if tokenizer is None:
+        raise UserError(f"--tokenizer={path}: there is no tokenizer.json")
+    return tokenizer
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
@@ -181,10 +190,9 @@ def dtype_for(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def text_bytes(file: Path, dtype: np.dtype, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the text of a file's tokens; the end of a document has none."""
-    length = np.array([len(text) for text in tokenizer.token_bytes()])
-    tokens, step = np.memmap(file, dtype=dtype, mode="r"), 2**24
+def token_sizes(tokens: np.ndarray, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the tokens: those of the text, if its tokens keep all of it."""
+    length, step = np.array([len(text) for text in tokenizer.token_bytes()]), 2**24
     return sum(int(length[tokens[a : a + step]].sum()) for a in range(0, len(tokens), step))
 
 
@@ -204,8 +212,8 @@ def prepare_documents(
 ) -> tuple[Tokenizer, Json]:
     """Tokenize documents in worker processes, in constant memory.
 
-    Validation takes whole documents at even distances (every tenth if val_fraction is 0.1), or the
-    last tokens if there are too few documents.
+    Validation takes whole documents at even distances (every tenth if val_fraction is 0.1), and the
+    last tokens of the others if these are too few or too short.
     """
     web = dataset in HUB
     fraction = config.val_fraction or (0.0005 if web else 0.1)
@@ -219,25 +227,36 @@ def prepare_documents(
 
     tokenizer, workers = tokenizer_of(config), config.workers or os.cpu_count() or 1
     if tokenizer.eot is None:
-        raise UserError(f"--tokenizer={config.tokenizer} has no token that ends a document")
+        raise UserError(
+            f"--tokenizer={config.tokenizer} has no token that ends a document; name it in its "
+            'tokenizer_config.json: {"eos_token": "..."}'
+        )
     dtype = dtype_for(tokenizer.vocab_size)
     with ProcessPoolExecutor(workers, initializer=_begin, initargs=(tokenizer.to_meta(),)) as pool:
-        count = tokens = 0
+        count, tokens, size = 0, Counter[str](), Counter[str]()  # size: bytes of the text
         with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
             for batch in map_ahead(pool, _encode, batches(), 2 * workers):
-                for i, ids in batch:
-                    (val if int((i + 1) * fraction) > int(i * fraction) else train).write(ids)
-                    count, tokens = i + 1, tokens + len(ids) // dtype.itemsize
-                report("tokenizing", f"{count:,} documents, {tokens:,} tokens")
-    where = config.source or dataset
-    if tokens == count:  # only ends of documents
+                for i, ids, n in batch:
+                    split = "val" if int((i + 1) * fraction) > int(i * fraction) else "train"
+                    (val if split == "val" else train).write(ids)
+                    count, size[split] = i + 1, size[split] + n
+                    tokens[split] += len(ids) // dtype.itemsize
+                report("tokenizing", f"{count:,} documents, {tokens.total():,} tokens")
+    where, begin = config.source or dataset, len(tokenizer.begin)
+    if tokens.total() == count * (begin + 1):
         raise UserError(f"{where} contains no text; use another --source")
-    if int(count * fraction) == 0:
-        _move_tail(folder, fraction, dtype)
+    if count == 1 and begin:  # before one text it would hardly ever be seen
+        np.memmap(train.name, dtype=dtype, mode="r")[begin:].tofile(folder / "rest.bin")
+        os.replace(folder / "rest.bin", train.name)
+        tokens["train"], tokenizer.begin = tokens["train"] - begin, ()
+    missing = math.ceil(tokens.total() * fraction) - tokens["val"]
+    if missing > tokens["val"]:
+        moved = _move_tail(folder, missing, dtype, tokenizer, size["train"])
+        size.update(train=-moved, val=moved)
     # one input and its target
     if min((folder / name).stat().st_size for name in BINS) < 2 * dtype.itemsize:
-        raise UserError(f"{where} is too short ({tokens} tokens)")
-    return tokenizer, {"documents": count}
+        raise UserError(f"{where} is too short ({tokens.total()} tokens)")
+    return tokenizer, {"documents": count, "bytes": size}
 
 
 _worker: list[Tokenizer] = []  # of this process: too large to be sent with each batch
@@ -247,18 +266,30 @@ def _begin(meta: Json) -> None:
     _worker[:] = [from_meta(meta)]
 
 
-def _encode(batch: list[Piece]) -> list[tuple[int, bytes]]:
+def _encode(batch: list[Piece]) -> list[tuple[int, bytes, int]]:
+    """Tokenize pieces: the number of each one's document, its ids, and the bytes of its text."""
     (tokenizer,) = _worker
-    texts = ((i, [tokenizer.eot] if t is None else tokenizer.encode(t)) for i, t in batch)
-    dtype = dtype_for(tokenizer.vocab_size)
-    return [(i, np.array(ids, dtype=dtype).tobytes()) for i, ids in texts]
+    dtype, done = dtype_for(tokenizer.vocab_size), []
+    for i, text in batch:
+        ids = tokenizer.encode(text) if text else tokenizer.begin if text == "" else [tokenizer.eot]
+        done.append((i, np.array(ids, dtype=dtype).tobytes(), len((text or "").encode())))
+    return done
 
 
-def _move_tail(folder: Path, fraction: float, dtype: np.dtype) -> None:
+def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size: int) -> int:
+    """Move the last n tokens from train.bin, with a text of `size` bytes, to val.bin.
+
+    Returns:
+        the bytes of their text. Bytes in no token, as WordPiece's spaces, are spread evenly.
+    """
     tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
-    keep = len(tokens) - math.ceil(len(tokens) * fraction)
-    tokens[keep:].tofile(folder / "val.bin")
+    keep = len(tokens) - n
+    moved = token_sizes(tokens[keep:], tokenizer)
+    moved += (size - token_sizes(tokens, tokenizer)) * n // len(tokens)
+    with (folder / "val.bin").open("ab") as f:
+        tokens[keep:].tofile(f)
     os.truncate(folder / "train.bin", dtype.itemsize * keep)
+    return moved
 
 
 def progress(title: str) -> Report:

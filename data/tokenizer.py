@@ -1,8 +1,9 @@
 """Text to token ids and back: by character, GPT-2's byte-pair encoding or a model's tokenizer.json.
 
-All have the same members: name, vocab_size, eot (the id that ends a document, or None), begin (the
-ids before a text), encode, decode, stream_decode, token_bytes (the bytes of each id), to_meta (what
-meta.json and checkpoints store to rebuild it) and to_json (what transformers reads).
+All have the same members: name, vocab_size, eot (the id that ends a document, or None), ends (the
+ids that end a generated text, eot first), begin (the ids before a document or prompt), encode,
+decode, stream_decode, token_bytes (the bytes of each id), to_meta (what meta.json and checkpoints
+store to rebuild it) and to_json (what transformers reads).
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ _BPE_FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 
+ENDS_IN = ("tokenizer_config.json", "special_tokens_map.json")  # files that name the end token
+CONFIGS = ("config.json", "generation_config.json")  # with its ids
+USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # where no file names it
+OTHER_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "vocab.txt", "tokenizer.model",
+               "spiece.model", "sentencepiece.bpe.model", "encoder.json", "vocab.bpe")  # fmt: skip
+
 
 class CharTokenizer:
     """One token for each character."""
@@ -42,6 +49,7 @@ class CharTokenizer:
         """vocabulary: the characters in the order of their ids, and perhaps an entry for eot."""
         self.vocabulary = list(vocabulary)
         self.eot = eot
+        self.ends = () if eot is None else (eot,)
         self.ids = {c: i for i, c in enumerate(self.vocabulary)}
 
     @property
@@ -88,6 +96,7 @@ class GPT2Tokenizer:
     name = "gpt2"
     vocab_size = 50257
     eot = 50256
+    ends = (eot,)
     begin: Sequence[int] = ()
 
     def __init__(self) -> None:
@@ -117,11 +126,7 @@ class GPT2Tokenizer:
         return {"name": self.name}
 
     def to_json(self) -> Json:
-        ids: dict[str, int] = json.loads(_bpe_file("encoder.json").read_text(encoding="utf-8"))
-        lines = _bpe_file("vocab.bpe").read_text(encoding="utf-8").splitlines()
-        model = {"type": "BPE", "vocab": ids, "merges": [line for line in lines[1:] if line]}
-        how = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-        return _tokenizer_json(model, how, how, ["<|endoftext|>"], ids)
+        return _byte_level(_bpe_file("encoder.json"), _bpe_file("vocab.bpe"))
 
 
 class FileTokenizer:
@@ -129,7 +134,8 @@ class FileTokenizer:
 
     name = "tokenizer.json"
 
-    def __init__(self, content: str, eot: int | None = None) -> None:
+    def __init__(self, content: str, ends: object = None, begin: Sequence[int] = ()) -> None:
+        """ends: as in ids_of()."""
         try:
             from tokenizers import Tokenizer
         except ImportError as e:
@@ -140,26 +146,46 @@ class FileTokenizer:
             raise UserError(f"not a tokenizer.json: {str(e)[:200]}") from e
         self.made.no_truncation()
         self.made.no_padding()
-        self.content, self.eot = content, eot
-        self.vocab_size = max(self.made.get_vocab().values()) + 1  # ids may have gaps
+        self.content, self.begin = content, begin
+        self.vocab_size = max(self.made.get_vocab().values(), default=-1) + 1  # ids may have gaps
         self.made.encode_special_tokens = True  # "<|endoftext|>" in a text is ordinary text
-        text, plain = self.made.encode("a").ids, self.encode("a")
-        n = next((n for n in range(len(text)) if text[n : n + len(plain)] == plain), 0)
-        self.begin: Sequence[int] = text[:n]
+        self.ends = self.ids_of(ends)
+
+    @property
+    def eot(self) -> int | None:
+        return next(iter(self.ends), None)
 
     @classmethod
     def read(cls, path: Path) -> FileTokenizer:
-        """Read a tokenizer.json, or the one in a model's folder. Raises UserError."""
+        """Read a tokenizer.json, or the one in a model's folder, and the folder's end tokens.
+
+        It begins a text with the tokens that the tokenizer adds itself. Raises UserError.
+        """
         folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
+        named = [_object(folder / name).get("eos_token") for name in ENDS_IN]
+        ids = [_object(folder / name).get("eos_token_id") for name in CONFIGS]
         try:
-            content, eot = file.read_text(encoding="utf-8"), None
-            for name in ("config.json", "generation_config.json"):
-                if (folder / name).exists():
-                    found = json.loads((folder / name).read_text(encoding="utf-8"))
-                    eot = found.get("eos_token_id", eot)
+            pair = folder / "vocab.json", folder / "merges.txt"
+            made = cls(file.read_text("utf-8") if file.exists() else json.dumps(_byte_level(*pair)))
         except (OSError, ValueError) as e:
             raise UserError(f"cannot read {file} ({e})") from e
-        return cls(content, eot[0] if isinstance(eot, list) else eot)
+        made.ends = made.ids_of([*named, *ids]) or made.ids_of([*USUAL_ENDS])[:1]
+        made.begin = made.added()
+        return made
+
+    def ids_of(self, token: object) -> list[int]:
+        """The ids of a token in transformers' files: a name, an object with it, an id, a list."""
+        if isinstance(token, list):
+            return [*dict.fromkeys(i for each in token for i in self.ids_of(each))]
+        name = token.get("content") if isinstance(token, dict) else token
+        found = self.made.token_to_id(name) if isinstance(name, str) else name
+        return [found] if isinstance(found, int) and 0 <= found < self.vocab_size else []
+
+    def added(self) -> list[int]:
+        """The ids that the tokenizer itself puts before a text, as <bos>."""
+        text, plain = self.made.encode("a").ids, self.encode("a")
+        n = next((n for n in range(len(text)) if text[n : n + len(plain)] == plain), 0)
+        return list(text[:n])
 
     def encode(self, text: str) -> list[int]:
         found: list[int] = self.made.encode(text, add_special_tokens=False).ids
@@ -198,10 +224,13 @@ class FileTokenizer:
         return found
 
     def to_meta(self) -> Json:
-        return {"name": self.name, "content": self.content, "eot": self.eot}
+        ends = {"eot": self.eot, "ends": [*self.ends]}
+        return {"name": self.name, "content": self.content, **ends, "begin": [*self.begin]}
 
     def to_json(self) -> Json:
         content: Json = json.loads(self.content)
+        if not self.begin and self.added():
+            content["post_processor"] = None  # it would add to prompts what training never saw
         return content
 
 
@@ -216,13 +245,59 @@ def from_meta(meta: Json) -> Tokenizer:
         case {"name": "char", "vocabulary": list(vocabulary)}:
             return CharTokenizer(vocabulary, meta.get("eot"))
         case {"name": "tokenizer.json", "content": str(content)}:
-            return FileTokenizer(content, meta.get("eot"))
+            # Datasets of older versions have nothing before a document.
+            return FileTokenizer(content, meta.get("ends", meta.get("eot")), meta.get("begin", ()))
     raise UserError(f"unknown tokenizer {meta.get('name')!r}; known: char, gpt2, tokenizer.json")
 
 
 def same(a: Json, b: Json) -> bool:
     """True if two to_meta() describe tokenizers with the same ids, perhaps of two kinds."""
-    return a == b or from_meta(a).token_bytes() == from_meta(b).token_bytes()
+    # GPT-2's may have to be downloaded: compare the sizes first.
+    sizes = {(GPT2Tokenizer if m["name"] == "gpt2" else from_meta(m)).vocab_size for m in (a, b)}
+    return a == b or (len(sizes) == 1 and from_meta(a).token_bytes() == from_meta(b).token_bytes())
+
+
+def from_path(path: Path) -> Tokenizer | None:
+    """Read a tokenizer.json, or a model's folder: None if it has no tokenizer.
+
+    Raises:
+        UserError: it cannot be read, or is of another kind.
+    """
+    others = [name for name in OTHER_FILES if (path / name).exists()]
+    kinds = [_object(path / name) for name in (ENDS_IN[0], CONFIGS[0])]
+    kind = kinds[0].get("tokenizer_class") or kinds[1].get("model_type") or ""
+    gpt2 = others == ["vocab.json", "merges.txt"] and "gpt2" in kind.lower()
+    if gpt2 or path.is_file() or (path / "tokenizer.json").exists():
+        return FileTokenizer.read(path)
+    if others:
+        raise UserError(
+            f"{path} has a tokenizer in {', '.join(others)}, expected tokenizer.json; to write it: "
+            f"transformers.AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')"
+        )
+    return None
+
+
+def _object(path: Path) -> Json:
+    """The object in a JSON file; {} if there is no file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as e:
+        raise UserError(f"cannot read {path} ({e})") from e
+    return found if isinstance(found, dict) else {}
+
+
+def _byte_level(vocab: Path, merges: Path) -> Json:
+    """The tokenizer.json of GPT-2's kind of tokenizer, from its two files."""
+    ids = _object(vocab)
+    lines = merges.read_text(encoding="utf-8").split("\n")
+    model = {"type": "BPE", "vocab": ids, "merges": [line for line in lines[1:] if line]}
+    how = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return _tokenizer_json(model, how, how, [t for t in USUAL_ENDS if t in ids], ids)
+
+
+def well_formed(text: str) -> str:
+    """Replace each half of a surrogate pair, which JSON may have and UTF-8 not, by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _byte_of_sign() -> dict[str, int]:

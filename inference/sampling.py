@@ -55,7 +55,7 @@ class Options:
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # NaN too
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
@@ -87,10 +87,13 @@ class SamplingParams:
 
     @classmethod
     def on(cls, device: torch.device, options: Options) -> SamplingParams:
-        temperature = torch.tensor(float(options.temperature), device=device)
+        # Lower values are 0 in float32, and logits divided by them infinite; the likeliest token's
+        # probability is 1 long before.
+        temperature = torch.tensor(max(1e-20, float(options.temperature)), device=device)
         if options.top_p in (None, 1):
             return cls(temperature, options.top_k)
-        return cls(temperature, options.top_k, torch.tensor(options.top_p, device=device))
+        top_p = torch.tensor(max(1e-20, float(options.top_p)), device=device)
+        return cls(temperature, options.top_k, top_p)
 
 
 def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Tensor:

@@ -62,9 +62,10 @@ class Writer:
 
     def tokens(self, device: torch.device) -> Iterator[tuple[Text, int]]:
         model, texts, most, size = self.model, self.texts, self.max_new_tokens, self.batch_size
-        options = vars(self.options) | {"stop": self.tokenizer.eot}
+        options = vars(self.options) | {"stop": self.tokenizer.ends}
         ids = [text.ids for text in texts]
-        generators = [torch.Generator(device).manual_seed(text.seed) for text in texts]
+        seeds = [text.seed % 2**64 for text in texts]  # as PyTorch reads a negative one
+        generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         if self.kv_cache == "paged":
             n = self.n_pages or serve.enough_pages(model, map(len, ids), most, size)
             options |= {"generator": generators, "slots": size, "n_pages": n}
@@ -81,7 +82,7 @@ class Writer:
 
     def add(self, text: Text, token: int) -> None:
         if token != ENDED:
-            if token == self.tokenizer.eot:
+            if token in self.tokenizer.ends:
                 text.finish = "stop"
             else:
                 text.finish = "interrupted"

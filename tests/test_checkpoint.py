@@ -502,8 +502,9 @@ def test_init_model_takes_each_kind_of_source(nanogpt, tmp_path):
     for source in (hf, path):
         got = checkpoint.init_model(str(source), policy, dropout=0.5)
         assert got.policy == policy and got.config.dropout == 0.5
-    for source in (hf, path, Path("gpt2")):
+    for source in (hf, path):
         assert checkpoint.tokenizer_meta(str(source)) is None
+    assert checkpoint.tokenizer_meta("gpt2") == {"name": "gpt2"}
 
 
 # --- from an earlier version ---

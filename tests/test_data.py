@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import checkpoint
 import data
 from core.settings import UserError
 from data import sources
@@ -270,6 +271,111 @@ def test_parts_have_the_tokens_of_the_whole_text(gpt2: Any, tmp_path: Path, text
     assert [i for part in parts for i in gpt2.encode(part)] == gpt2.encode(text)
 
 
+def small_tokenizer(folder: Path, kind: str) -> Path:
+    """A folder with a tokenizer.json; wordpiece and wordlevel lose spaces and unknown words."""
+    tk = pytest.importorskip("tokenizers")
+    words = ["<bos>", "<eos>", "[UNK]", *"abcdefghijklmnopqrstuvwxyz", "##a", "rose", "is"]
+    vocab = {word: i for i, word in enumerate(words)}
+    split = tk.pre_tokenizers.Whitespace()
+    if kind == "bytelevel":
+        signs = ["<bos>", "<eos>", *sorted(tk.pre_tokenizers.ByteLevel.alphabet())]
+        vocab = {c: i for i, c in enumerate(signs)}
+        model, split = tk.models.BPE(vocab, []), tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        model = {"wordpiece": tk.models.WordPiece, "wordlevel": tk.models.WordLevel}[kind](
+            vocab, unk_token="[UNK]"
+        )
+    made = tk.Tokenizer(model)
+    made.pre_tokenizer = split
+    made.decoder = tk.decoders.ByteLevel() if kind == "bytelevel" else tk.decoders.WordPiece()
+    made.add_special_tokens(["<bos>", "<eos>"])
+    added = {"single": "<bos> $A", "special_tokens": [("<bos>", 0)]}
+    made.post_processor = tk.processors.TemplateProcessing(**added)
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["bytelevel", "wordpiece", "wordlevel"])
+def test_the_bytes_are_those_of_the_source(tmp_path: Path, kind: str) -> None:
+    """Of documents with halves of surrogate pairs, nothing, or one word where validation is."""
+    documents: list[str | None] = ["a rose is a rose \ud83d café " * 9 for _ in range(9)]
+    documents[3:3] = [None, "", None]
+    source, out = tmp_path / "a.JSONL", tmp_path / "out"
+    how = {"source": str(source), "tokenizer": str(small_tokenizer(tmp_path / kind, kind))}
+    for last in ("", "is", "a rose is a rose " * 30):
+        lines = [json.dumps({"text": d}) + "\n" for d in (*documents, last)]
+        source.write_text("".join(lines), encoding="utf-8")
+        meta = run("text", out, **how, force=True)
+        size = len("".join(d or "" for d in documents).replace("\ud83d", "\ufffd").encode())
+        assert sum(meta["bytes"].values()) == size + len(last)
+        share = meta["tokens"]["val"] / sum(meta["tokens"].values())
+        want = len(last) if len(last) > 2 else share * size  # a document, or the last tokens
+        assert meta["bytes"]["val"] == pytest.approx(want, rel=0 if len(last) > 2 else 0.05)
+        assert share > 0.09
+        both = ids_of(tmp_path / "out", "train") + ids_of(tmp_path / "out", "val")
+        assert both.count(0) == both.count(1) == meta["documents"]
+        assert meta["tokenizer"]["begin"] == [0]
+
+
+def test_before_a_single_text_nothing_is_added(tmp_path: Path, text: Path) -> None:
+    """Neither in training nor in prompts, here and in transformers."""
+    tokenizer = str(small_tokenizer(tmp_path / "tokenizer", "bytelevel"))
+    for n, dataset in enumerate(("text", "shakespeare")):
+        meta = run(dataset, tmp_path / f"{n}", source=str(text), tokenizer=tokenizer)
+        found = data.from_meta(meta["tokenizer"])
+        assert [*found.begin] == [] and 0 not in ids_of(tmp_path / f"{n}", "train")
+        exported = data.FileTokenizer(json.dumps(found.to_json()))
+        assert exported.made.encode("rose").ids == found.encode("rose")
+        assert meta["bytes"] == {"train": 972, "val": 108}
+
+
+END = {"content": "<eos>", "lstrip": False}
+
+
+@pytest.mark.parametrize(
+    "files, ends",
+    [
+        ({"tokenizer_config.json": {"eos_token": "<eos>"}}, [1]),
+        ({"tokenizer_config.json": {"eos_token": END}, "config.json": {"eos_token_id": 9}}, [1, 9]),
+        ({"special_tokens_map.json": {"eos_token": END}}, [1]),
+        ({"config.json": {"eos_token_id": [7, 1]}}, [7, 1]),
+        ({"config.json": {"eos_token_id": 7}, "generation_config.json": {"eos_token_id": [5, 7]}},
+         [7, 5]),
+        ({"config.json": {"eos_token_id": 50256}}, [1]),  # transformers' default, of GPT-2
+        ({}, [1]),  # the only special token that is called so
+    ],
+)  # fmt: skip
+def test_end_tokens_are_found_where_they_are_put(tmp_path: Path, files: Any, ends: Any) -> None:
+    folder = small_tokenizer(tmp_path, "bytelevel")
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    found = data.FileTokenizer.read(folder)
+    assert (found.ends, found.eot) == (ends, ends[0])
+    assert data.from_meta(found.to_meta()).ends == ends
+
+
+def test_vocab_json_and_merges_txt_are_used_or_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    signs = [*sorted(ByteLevel.alphabet()), "ro", "se", "rose", "<|endoftext|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(signs)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nr o\ns e\nro se\n")
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    found = checkpoint.tokenizer_meta(str(tmp_path))
+    ours = data.from_meta(found)
+    for part in ("a rose is", "roses, é\n\n  don't"):
+        assert ours.encode(part) == theirs.encode(part)
+        assert ours.decode(ours.encode(part)) == part
+    assert ours.eot == len(signs) - 1
+    config.write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    with pytest.raises(UserError, match=r"merges\.txt"):
+        checkpoint.tokenizer_meta(str(tmp_path))
+
+
 # --- mistakes ---
 
 
@@ -278,7 +384,12 @@ def test_parts_have_the_tokens_of_the_whole_text(gpt2: Any, tmp_path: Path, text
     [
         ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', ["line 2", "--text_key"]),
         ("a.jsonl", b'{"text": "a"}\nnot json\n', ["line 2"]),
-        ("a.txt", b"caf\xe9", ["utf-8"]),
+        ("a.txt", b"tea\ncaf\xe9", ["utf-8", "line 2"]),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": "\xff"}\n', ["utf-8", "line 3"]),
+        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, ["line 2"]),
+        ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', ["line 2"]),
+        ("a.txt", "a rose is".encode("utf-16-le"), ["UTF-16"]),
+        ("a.jsonl", b'{"text": null}\n{"text": ""}\n', ["no text"]),
         ("a.md", b"text", [".jsonl"]),
         ("a.txt", b"", ["no text"]),
     ],

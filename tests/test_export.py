@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_data import gpt2
+from test_data import gpt2, small_tokenizer
 from test_model import transformers
 from test_train import TEXT, enter, make_data, refusal, run
 
 import checkpoint
 import data
+import sample
 from checkpoint import __main__ as export
 from checkpoint import convert, families, store
 from core.settings import UserError
@@ -199,6 +200,24 @@ def test_finetuning_needs_a_dataset_of_the_same_tokenizer(gpt2, tmp_path):
         assert "".join(read.stream_decode(ids[:n])) == read.decode(ids[:n])
 
 
+def test_each_of_several_end_tokens_ends_a_text(transformers, tmp_path):
+    """All logits are 0, so the text is of id 0: an ordinary token, or an end."""
+    small_tokenizer(tmp_path, "bytelevel")
+    for ends, said in (([1, 0], "stop"), ([1, 5], "length")):
+        config = transformers.LlamaConfig(**{**SIZES, "vocab_size": 300, "eos_token_id": 1})
+        them = transformers.LlamaForCausalLM(config)
+        torch.nn.init.zeros_(them.model.norm.weight)
+        them.generation_config.eos_token_id = ends
+        them.save_pretrained(tmp_path)
+        out, ids = tmp_path / "out.jsonl", torch.tensor([[3, 4]])
+        words = [f"--init_from={tmp_path}", "--start=a", "--temperature=0", "--max_new_tokens=9"]
+        assert enter(sample.main, [*words, f"--out={out}"])[0] == 0
+        row = json.loads(out.read_text())
+        assert row["finish"] == said and row["tokens"] == (0 if said == "stop" else 9)
+        made = them.generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0)
+        assert made.shape[1] - 2 == (1 if said == "stop" else 9)
+
+
 def test_a_vocabulary_above_65536(tmp_path):
     """Ids with a gap, a first token, and a stored truncation, which does not apply to datasets."""
     tk = pytest.importorskip("tokenizers")
@@ -216,12 +235,12 @@ def test_a_vocabulary_above_65536(tmp_path):
     meta = data.read_meta(tmp_path / "tiny")
     assert (meta["vocab_size"], meta["dtype"]) == (70_006, "uint32")
     found = np.fromfile(tmp_path / "tiny" / "val.bin", dtype="<u4").tolist()
-    assert found == [69_997, 5, 3, 69_996, 1, 69_998] * 6
+    assert found == [70_005, 69_997, 5, 3, 69_996, 1, 69_998] * 6
     assert run(tmp_path, tmp_path / "out", vocab_size=70_016, **SHAPES["llama"]).code == 0
     folder = Path(exported(tmp_path / "out", tmp_path / "to"))
     saved: dict[str, Any] = {}
     for name in ("generation_config", "config", "tokenizer_config"):
         saved |= json.loads((folder / f"{name}.json").read_text())
-    want = {"vocab_size": 70_006, "bos_token_id": 70_005, "eos_token_id": 69_998,
+    want = {"vocab_size": 70_006, "bos_token_id": 70_005, "eos_token_id": [69_998, 7],
             "bos_token": "<s>", "eos_token": "</s>", "do_sample": True}  # fmt: skip
     assert want.items() <= saved.items()

@@ -241,7 +241,9 @@ def test_load_gives_the_tokens(folder: Path) -> None:
 
 
 def no_meta(folder: Path) -> None:
+    """As an interrupted preparation leaves it."""
     (folder / "meta.json").unlink()
+    (folder / ".partial").mkdir()
 
 
 def bad_meta(folder: Path) -> None:

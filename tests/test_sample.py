@@ -58,6 +58,15 @@ def test_a_seed_gives_the_same_text_every_time(trained):
     assert set(a) <= set(TEXT)
 
 
+def test_any_integer_is_a_seed(trained):
+    big = text_of(*of(trained, f"--seed={2**64 - 1}", "--num_samples=2", n=9))
+    assert big == [
+        *text_of(*of(trained, "--seed=-1", n=9)),
+        *text_of(*of(trained, "--seed=0", n=9)),
+    ]
+    assert text_of(*of(trained, f"--seed={10**30 * 2**64}", n=9)) == big[1:]
+
+
 def test_samples_of_a_prompt_differ_and_each_has_its_own_seed(trained):
     three = text_of(*of(trained, "--num_samples=3", "--start=The", "--seed=5"))
     assert len(set(three)) == 3 and all(t.startswith("The") for t in three)
@@ -93,8 +102,21 @@ def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch):
     assert [a] == text_of(*of(trained, "--start=Bob keeps the\nmoon"))
     assert str(tmp_path / "no.txt") in refused(*of(trained, f"--start=FILE:{tmp_path / 'no.txt'}"))
     assert str(tmp_path) in refused(*of(trained, f"--start=FILE:{tmp_path}"))
+    path.write_bytes(b"\xef\xbb\xbfBob keeps the\r\nmoon")  # a byte order mark
+    assert [a] == text_of(*of(trained, f"--start=FILE:{path}"))
+    assert len(text_of(*of(trained, f"--prompts={path}", n=3))) == 2
     path.write_bytes(b"\xff\xfe")
     assert str(path) in refused(*of(trained, f"--start=FILE:{path}"))
+
+
+def test_a_vocabulary_without_a_newline_and_rounded_up(tmp_path):
+    """A prompt is found; ids that no character has are drawn neither here nor by train.py."""
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 1090))) * 3
+    r = run(make_data(tmp_path, text), tmp_path / "out", max_iters=1, sample_tokens=400)
+    assert r.code == 0 and set(r.out.splitlines()[-1]) <= set(text)
+    assert len(r.out.splitlines()[-1]) == 401
+    (drawn,) = text_of(*of(tmp_path / "out", "--top_k=none", "--temperature=9", n=400))
+    assert set(drawn) <= set(text) and len(drawn) == 401
 
 
 # --- files, Ctrl-C ---

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from inference.sampling import Options, SamplingParams, sample_token
@@ -81,6 +84,20 @@ def test_rare_tokens_are_drawn_as_often_as_they_are_likely() -> None:
         inside = u[(u >= 0) & (u < 1)]
         hits = int((pick(logits.expand(len(inside), -1), inside) == token).sum())
         assert len(inside) > 100 and 8 <= hits <= 12, (token, width, hits)
+
+
+@given(
+    st.lists(st.integers(-(2**20), 2**20), min_size=2, max_size=9, unique=True),
+    st.floats(0, 1e-20) | st.sampled_from([1e-39, 1e-44, 5e-324]),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_a_temperature_near_0_takes_the_likeliest(values, temperature, u) -> None:
+    logits, at = torch.tensor([values]).float() / 64, torch.tensor([u], dtype=torch.float64)
+    likeliest = [values.index(max(values))]
+    assert pick(logits, at, temperature=temperature).tolist() == likeliest
+    assert pick(logits, at, top_p=max(temperature, 5e-324)).tolist() == likeliest
+    with pytest.raises(ValueError, match="nan"):
+        Options(temperature=math.nan)
 
 
 def nucleus_of(p: list[float], top_p: float) -> list[int]:
