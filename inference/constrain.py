@@ -214,9 +214,11 @@ def over_tokens(
     renamed = np.where(alive, START + np.cumsum(alive) - 1, DEAD)
     allowed = renamed[step[alive]]
     ends = np.where(automaton.accepts[alive], END, DEAD)
-    columns = [np.zeros_like(ends), *allowed.T, ends]  # of no token, the classes, end tokens
+    columns = [np.zeros_like(ends), *allowed.T]  # of no token, then of the classes
     token_class = token_class + 1
-    token_class[list(stop)] = len(columns) - 1
+    if stop:
+        token_class[list(stop)] = len(columns)
+        columns.append(ends)
     return _table(np.stack(columns, 1), token_class, least[alive])
 
 
