@@ -124,10 +124,7 @@ class Candidate:
         return []
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: Any) -> tuple[float, float, int]:
-        """Continue `prompt`, (B, T) int64, by `new` tokens.
-
-        Args:
-            more: options of engine.stream(), for our model only.
+        """Continue `prompt`, (B, T) int64, by `new` tokens; more: options of our engine.
 
         Returns:
             the times of the first and the last token (time.perf_counter), the cache's bytes.

@@ -83,27 +83,23 @@ class Decoding:
 
 
 @functools.cache
-def constrained(how: str | None, vocab_size: int) -> Json:
-    """Return the options of engine.stream() for --constraint."""
-    if how == "regex":  # of texts that can always go on
-        signs = [chr(32 + i) for i in range(vocab_size)]
-        known = data.GPT2Tokenizer() if vocab_size >= 50257 else data.CharTokenizer(signs)
+def constrained(how: str | None, V: int) -> Json:
+    """Return the options of engine.stream() for --constraint; with "regex" texts never end."""
+    if how == "regex":
+        characters = data.CharTokenizer([chr(32 + i) for i in range(V)])
+        known = data.GPT2Tokenizer() if V >= 50257 else characters
         return {"constraint": constrain.regex("[^ ]+( [^ ]+)*", known, stop=())}
-    processors = {"tensor": penalty, "python": penalty_by_python}
-    return {} if how is None else {"logits_processor": processors[how]}
+    return {"logits_processor": {"tensor": penalty, "python": by_python}[how]} if how else {}
 
 
-def penalty(tokens: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
+def penalty(tokens: Tensor, logits: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Repetition penalty 1.2 (Keskar et al. 2019, arXiv 1909.05858)."""
     seen = logits.gather(1, tokens)
     return logits.scatter(1, tokens, torch.where(seen < 0, seen * 1.2, seen / 1.2))
 
 
-def penalty_by_python(tokens: Tensor, logits: Tensor) -> Tensor:
-    for row, text in zip(logits, tokens.tolist()):
-        at = list(set(text))
-        row[at] = torch.where(row[at] < 0, row[at] * 1.2, row[at] / 1.2)
-    return logits
+def by_python(tokens: Tensor, logits: Tensor) -> Tensor:
+    return penalty(torch.tensor(tokens.tolist(), device=logits.device), logits)
 
 
 def weight_bytes(parameters: int, int8_parameters: int, itemsize: int) -> int:

@@ -105,11 +105,8 @@ def texts(bench: Bench) -> list[Json]:
         )
     caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
     shapes = itertools.product(batch_sizes, prompts, caches, config.constraint)
-    return [
-        {"B": B, "P": P, "cache": cache, "new_tokens": new}
-        | ({} if constraint == "none" else {"constraint": constraint})
-        for B, P, cache, constraint in shapes
-    ]
+    keys = ("B", "P", "cache", "constraint")
+    return [{**dict(zip(keys, shape)), "new_tokens": new} for shape in shapes]
 
 
 def decode(bench: Bench) -> list[rows.Row]:

@@ -10,7 +10,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,7 +61,9 @@ class Decoder(Generic[R]):
         self.constraint = combined(given) if isinstance(given, Sequence) else given
         if self.constraint is not None:
             self.constraint.to(self.device)
-        self.in_step = takes_lengths(options.logits_processor)
+        # A processor with a parameter `lengths` is part of the step (docs/GENERATE.md).
+        called: Any = getattr(options.logits_processor, "forward", options.logits_processor)
+        self.in_step = called is not None and "lengths" in inspect.signature(called).parameters
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
 
     def launch(self) -> Iterator[Launched[R]]:
@@ -85,8 +87,8 @@ class Decoder(Generic[R]):
         for row, (token, *over) in zip(rows, tokens(), strict=True):
             if not row.ended:  # else the step was launched before its end was known
                 row.new.append(token)
-                full = len(row.new) == row.room
-                row.ended = full or any(over) or self.stops(row.index, row.new)
+                over.append(len(row.new) == row.room)
+                row.ended = any(over) or self.stops(row.index, row.new)
                 got.append(row)
         return got
 
@@ -94,29 +96,18 @@ class Decoder(Generic[R]):
         return None if self.options.temperature == 0 else Uniform(B, self.device, generator)
 
     def processed(self, logits: Tensor, texts: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """Apply a processor that knows no lengths to logits (B, V): rows of one length at a time.
-
-        Args:
-            texts: (B, N) int64, of which row b is texts[b, begin : end] with spans[b].
-        """
+        """Apply a processor without lengths to logits (B, V), to the rows of one length at a time.
+        Row b is texts[b, begin : end], with spans[b]."""
         processor, logits = self.options.logits_processor, logits.float()
         assert processor is not None
         if len(set(spans)) == 1:
             return processor(texts[:, slice(*spans[0])], logits)
         made = torch.empty_like(logits)
         for span in dict.fromkeys(spans):
-            rows = torch.tensor([b for b, other in enumerate(spans) if other == span])
-            rows = to_device(rows, self.device)
+            of = torch.tensor([b for b, other in enumerate(spans) if other == span])
+            rows = to_device(of, self.device)
             made[rows] = processor(texts[rows, slice(*span)], logits[rows])
         return made
-
-
-def takes_lengths(processor: Processor | None) -> bool:
-    """True if the processor has a parameter `lengths`: it is part of the compiled step."""
-    if processor is None:
-        return False
-    called = processor.forward if isinstance(processor, torch.nn.Module) else processor
-    return "lengths" in inspect.signature(called).parameters
 
 
 def next_logits(
@@ -129,15 +120,9 @@ def next_logits(
     return model.head(x[:, -1])[:, :vocab_size]
 
 
-def sample_step(
-    logits: Tensor,
-    params: SamplingParams,
-    constraint: Automaton | None,
-    state: Tensor | None,
-    u: Tensor | None,
-    texts: Texts | None = None,
-) -> Drawn:
+def sample_step(logits: Tensor, how: How, texts: Texts | None = None) -> Drawn:
     """Sample: token (B,) int64, next state (B, 2), (B,) bool: the constraint ends the text."""
+    params, constraint, state, u = how
     if texts is not None:
         processor, tokens, lengths = texts
         logits = processor(tokens, logits.float(), lengths=lengths)
@@ -150,7 +135,7 @@ def sample_step(
 
 def next_token(read: Read, how: How, texts: Texts | None) -> Drawn:
     """next_logits(*read) and sample_step(): one graph if compiled."""
-    return sample_step(next_logits(*read), *how, texts)
+    return sample_step(next_logits(*read), how, texts)
 
 
 def to_host(token: Tensor, over: Tensor | None) -> Callable[[], list[list[int]]]:

@@ -20,19 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from inference import serve
+from inference import decode, serve
 from inference.cache import DynamicCache, DynamicStep, StaticCache, StaticStep, bucket
-from inference.decode import (
-    Decoder,
-    Drawn,
-    Launched,
-    Row,
-    Texts,
-    next_logits,
-    next_token,
-    sample_step,
-    to_host,
-)
+from inference.decode import Decoder, Launched, Row, to_host
 from inference.sampling import ENDED, Generators, Options, Prompt, check_prompt
 
 if TYPE_CHECKING:
@@ -89,8 +79,7 @@ def stream(
         (B,) int64 on the CPU, the next token of each row; ENDED (-1) for a row that has ended.
 
     Raises:
-        ValueError: an option is out of range, a prompt is empty, or the shortest match of a
-            constraint has more than max_new_tokens tokens.
+        ValueError: an option is out of range, a prompt is empty, or no match is short enough.
     """
     if kv_cache not in KV_CACHES:
         raise ValueError(f"kv_cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
@@ -181,11 +170,10 @@ class _Batch(Decoder[Row]):
             self.ids[:, n] = self.token
             yield self.rows, to_host(self.token, over)
 
-    def _next(self, n: int, going: Sequence[bool]) -> Drawn:
-        compile = self.compile and self.cache is not None and self.token is not None
-
+    def _next(self, n: int, going: Sequence[bool]) -> decode.Drawn:
         def run(function: F) -> F:
-            return compiled(function, self.device.type) if compile else function
+            decoding = self.cache is not None and self.token is not None
+            return compiled(function, self.device.type) if self.compile and decoding else function
 
         if self.cache is None or self.token is None:
             idx, last, step = self._prefill(n)
@@ -196,23 +184,21 @@ class _Batch(Decoder[Row]):
         read = self.model, idx, last, step, self.options.vocab_size
         how = self.params, self.constraint, self.state, u
         if self.options.logits_processor is None or self.in_step:
-            drawn = run(next_token)(read, how, self._texts(n))
+            drawn = run(decode.next_token)(read, how, self._texts(n))
         else:  # two graphs, Python between them
-            logits = run(next_logits)(*read)
+            logits = run(decode.next_logits)(*read)
             logits = self.processed(logits, self.ids, [(pad, n) for pad in self.pad])
-            drawn = run(sample_step)(logits, *how)
+            drawn = run(decode.sample_step)(logits, how)
         if step is not None:
             step.advance()
         return drawn
 
-    def _texts(self, n: int) -> Texts | None:
+    def _texts(self, n: int) -> decode.Texts | None:
         """The texts from their first column on, for a processor in the step."""
         if self.options.logits_processor is None:
             return None
-        tokens, width = self.ids, self.ids.shape[1]
-        if any(self.pad):
-            at = self.pads + torch.arange(width, device=self.device)
-            tokens = tokens.gather(1, at % width)
+        at = self.pads + torch.arange(self.ids.shape[1], device=self.device)
+        tokens = self.ids.gather(1, at % self.ids.shape[1]) if any(self.pad) else self.ids
         return self.options.logits_processor, tokens, n - self.pads[:, 0]
 
     def _prefill(self, n: int) -> tuple[Tensor, Tensor | None, DynamicStep | StaticStep | None]:

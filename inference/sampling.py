@@ -45,10 +45,8 @@ class Options:
         top_k: sample from the k likeliest tokens only.
         top_p: then from the fewest likeliest tokens whose probabilities sum to at least p.
         vocab_size: sample from the first vocab_size tokens only (others are padding).
-        logits_processor: (tokens (B, T) int64, logits (B, V) float32) -> logits, as transformers';
-            with a third parameter `lengths` part of the compiled step (docs/GENERATE.md).
-        constraint: pattern of the new text (inference/constrain.py), or one for each row, None for
-            any text; applied after the processor.
+        logits_processor: (tokens (B, T) int64, logits (B, V)) -> logits; see docs/GENERATE.md.
+        constraint: pattern of the new text (inference/constrain.py), or one or None for each row.
         stop: ends a row: a token, several, or a function (row number, new tokens) -> bool.
         stats: output.
 

@@ -104,7 +104,6 @@ class _Row(Row):
     stored: int = 0  # the most tokens that are in the cache
     names: list[bytes] = field(default_factory=list)  # of the prompt's full pages
     random: Uniform | None = None
-    state: Tensor | None = None  # (1, 2) of the constraint
     place: int = -1  # in _Server.texts, once admitted
     seq: int = -1  # in the pool, once admitted
     launched: int = 0  # tokens drawn on the device
@@ -162,6 +161,7 @@ class _Server(Decoder[_Row]):
         self.rows: list[_Row] = []  # in progress
         self.places = list(range(slots))  # free rows of `texts`
         self.texts = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
+        self.states = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
 
     def tokens(self) -> Generator[tuple[_Row, int], None, None]:
         try:
@@ -222,8 +222,6 @@ class _Server(Decoder[_Row]):
                         f"{most} pages, the pool has {n - 1}: raise n_pages"
                     )
             row.random = self.uniform(1, random)
-            if self.constraint is not None:
-                row.state = self.constraint.start([index], [row.room])
             yield row
 
     def admit(self) -> None:
@@ -266,8 +264,9 @@ class _Server(Decoder[_Row]):
         row.place = self.places.pop()
         if (more := len(row.prompt) + row.room - self.texts.shape[1]) > 0:
             self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
-        # Other places repeat the first token, as in engine.py.
-        self.texts[row.place] = row.prompt[0]
+        self.texts[row.place] = row.prompt[0]  # in the other places, as in engine.py
+        if self.constraint is not None:
+            self.states[row.place] = self.constraint.start([row.index], [row.room])[0]
         self.texts[row.place, : len(row.prompt)] = self.to_device(row.prompt)
         self.stats.shared_pages += self.pool.length(row.seq) // self.pool.page_size
 
@@ -277,19 +276,18 @@ class _Server(Decoder[_Row]):
         rows = [row for group in groups for row in group]
         # All rows have one, or none.
         u = [row.random.next() for row in rows if row.random is not None]
-        states = [row.state for row in rows if row.state is not None]
         place, n = self.to_device([r.place for r in rows] + [r.n for r in rows]).view(2, -1)
         texts, processor = None, self.options.logits_processor
         if processor is not None and self.in_step:
             texts = processor, self.texts[place], n
         elif processor is not None:
             logits = self.processed(logits, self.texts[place], [(0, row.n) for row in rows])
-        state, numbers = (torch.cat(each) if each else None for each in (states, u))
-        how = self.params, self.constraint, state, numbers
-        token, after, over = sample_step(logits, *how, texts)
+        how = self.params, self.constraint, self.states[place], torch.cat(u) if u else None
+        token, after, over = sample_step(logits, how, texts)
         self.texts[place, n] = token
-        for i, row in enumerate(rows):
-            row.state = None if after is None else after[i : i + 1]
+        if after is not None:
+            self.states[place] = after
+        for row in rows:
             row.launched += 1
         self.leave([row for row in rows if row.launched == row.room])
         return rows, to_host(token, over)
