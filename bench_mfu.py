@@ -116,7 +116,7 @@ OF_MODES = {  # options of some modes only
     ("profile",): ("train",),
     ("hf",): ("train", "decode"),
     ("paths", "seeds"): ("converge",),
-    ("weights",): ("decode",),
+    ("weights", "constraint"): ("decode",),
     ("stages",): ("qualify",),
     ("gpu", "gpus", "gpus_per_node"): ("plan",),
     ("context_parallels", "nvlink_gbs", "network_gbs"): ("plan",),

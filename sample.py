@@ -47,6 +47,7 @@ class SampleConfig:
     top_k: int | None = 200  # draw from the k likeliest tokens only; none: from all
     top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
     seed: int = 1337  # of the first text; one more for each further text
+    regex: str | None = None  # each new text matches this regular expression
     # --- output ---
     stream: bool = False  # print tokens as they come, one text at a time
     out: str | None = None  # file for JSON lines instead of stdout
@@ -82,6 +83,7 @@ from core.cpu import int8
 from core.runtime import Setup, decide_compile, pick_device, show_log
 from data.loader import fits
 from data.tokenizer import well_formed
+from inference import constrain
 from inference.sampling import Options
 from inference.texts import Text, Writer
 from model import GPT
@@ -220,6 +222,8 @@ def writer_of(c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, prompts: l
     if max(len(text.ids) for text in texts) + c.max_new_tokens > model.config.block_size + 1:
         model.plan(grad=False)  # a text that slides has no cache: log its kernel before any text
     options = Options(c.temperature, c.top_k, c.top_p, tokenizer.vocab_size)
+    if c.regex is not None:
+        options.constraint = constrain.regex(c.regex, tokenizer)
     size = 1 if c.stream else c.batch_size
     how = c.max_new_tokens, size, c.kv_cache, c.compile, c.n_pages
     return Writer(model, tokenizer, texts, options, *how)

@@ -123,8 +123,8 @@ class Candidate:
         """Return the kernels chosen for its layers, with a cache or in training; [] if unknown."""
         return []
 
-    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
-        """Continue `prompt`, (B, T) int64, by `new` tokens.
+    def write(self, prompt: Tensor, new: int, cache: str, **more: Any) -> tuple[float, float, int]:
+        """Continue `prompt`, (B, T) int64, by `new` tokens; more: options of our engine.
 
         Returns:
             the times of the first and the last token (time.perf_counter), the cache's bytes.
@@ -193,9 +193,9 @@ class Ours(Candidate):
         how = (self.run, self.optimizer, self.scaler, self.setup.autocast)
         return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
 
-    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
+    def write(self, prompt: Tensor, new: int, cache: str, **more: Any) -> tuple[float, float, int]:
         stats, compile = Stats(), self.compile and cache == "static"
-        how: Json = {"temperature": 0.0, "kv_cache": cache, "compile": compile}
+        how: Json = {"temperature": 0.0, "kv_cache": cache, "compile": compile, **more}
         texts = engine.stream(self.model, prompt, new, stats=stats, **how)
         times = [time.perf_counter() for _ in texts]
         assert len(times) == new, (len(times), new)
@@ -243,9 +243,9 @@ class NanoGPT(Candidate):
         args = (c.weight_decay, c.learning_rate, (c.beta1, c.beta2), self.setup.device.type)
         return self.model.configure_optimizers(*args)
 
-    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
-        if cache != "none":
-            raise UserError("its generate() has no cache")
+    def write(self, prompt: Tensor, new: int, cache: str, **more: Any) -> tuple[float, float, int]:
+        if cache != "none" or more:
+            raise UserError("its generate() has no cache and no --constraint")
         began: list[float] = []
 
         def note(module: Any, inputs: Any) -> None:
@@ -297,9 +297,11 @@ class HuggingFace(Candidate):
         # It shifts the labels itself and ignores the last position.
         return self.run(input_ids=x, labels=x, use_cache=False).loss
 
-    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
-        if cache not in ("dynamic", "static"):
-            raise UserError(f"it has the caches dynamic and static, not {cache}")
+    def write(self, prompt: Tensor, new: int, cache: str, **more: Any) -> tuple[float, float, int]:
+        if cache not in ("dynamic", "static") or more:
+            raise UserError(
+                f"it has the caches dynamic and static and no --constraint, not {cache}"
+            )
         times: list[float] = []
         note = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
         how: Json = {"max_new_tokens": new, "do_sample": False, "use_cache": True}

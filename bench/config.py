@@ -24,6 +24,7 @@ OTHERS = {name: why for name, why in IGNORED.items() if name not in ALIASES}
 STAGES = (1, 2, 3, 4, 5, 6)
 TrainingPath = Literal["float32", "bfloat16", "bfloat16-residual"]
 KVCache = Literal["none", "dynamic", "static", "paged"]
+Constraint = Literal["tensor", "python", "regex"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Knobs:
     windows: tuple[PositiveInt | None, ...] = ()  # kernel: keys, or none; none: the model's
     prompts: tuple[PositiveInt, ...] = ()  # decode: tokens; none: about block_size / 2
     kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")  # decode
+    constraint: tuple[Constraint | None, ...] = (None,)  # decode: a logits processor, or a regex
     weights: Literal["dtype", "int8"] = "dtype"  # decode: of our linear layers and head
     new_tokens: Annotated[int, Field(ge=2)] | None = None  # decode: none: 16, on CUDA 128
     steps: PositiveInt = 100  # converge: a multiple of 10

@@ -13,16 +13,20 @@ with context the mean length of the text.
 
 from __future__ import annotations
 
+import functools
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import data
 from attention.machine.system import synchronize
 from bench import Json, candidates, hf, machine
 from bench.job import Job
 from bench.profiling import kernels_of
 from core.cpu import int8
+from inference import constrain
 from model import GPTConfig
 
 
@@ -50,11 +54,12 @@ class Decoding:
         B, P, new = request["B"], request["P"], request["new_tokens"]
         draw = torch.Generator().manual_seed(P)
         prompt = torch.randint(self.job.vocab_size, (B, P), generator=draw).to(self.device)
+        how = constrained(request.get("constraint"), self.job.vocab_size)
         if request.get("warm_up"):
-            return self.warm_up(prompt, new, request["cache"])
+            return self.warm_up(prompt, new, request["cache"], **how)
         synchronize(self.device)
         start = time.perf_counter()
-        first, last, cache_bytes = self.who.write(prompt, new, request["cache"])
+        first, last, cache_bytes = self.who.write(prompt, new, request["cache"], **how)
         return {
             "first_ms": (first - start) * 1e3,
             "ms": (last - first) / (new - 1) * 1e3,
@@ -63,18 +68,38 @@ class Decoding:
             | ({"int8_parameters": self.int8} if self.int8 else {}),
         }
 
-    def warm_up(self, prompt: Tensor, new: int, cache: str) -> Json:
+    def warm_up(self, prompt: Tensor, new: int, cache: str, **how: Any) -> Json:
         machine.reset_peak(self.device)
-        self.who.write(prompt, new, cache)
+        self.who.write(prompt, new, cache, **how)
         peak = machine.memory(self.device)
         if chosen := self.who.chosen(cache):
             return {**candidates.evidence(chosen), "peak_bytes": peak}
         # The kernels that torch chose, from the profiler, in two tokens.
         with torch.profiler.profile() as looking:
-            self.who.write(prompt, 2, cache)
+            self.who.write(prompt, 2, cache, **how)
             synchronize(self.device)
         kernels = kernels_of(looking)["kernels"]
         return {"kernels": kernels, "proof": None, "peak_bytes": peak}
+
+
+@functools.cache
+def constrained(how: str | None, V: int) -> Json:
+    """Return the options of engine.stream() for --constraint; with "regex" texts never end."""
+    if how == "regex":
+        characters = data.CharTokenizer([chr(32 + i) for i in range(V)])
+        known = data.GPT2Tokenizer() if V >= 50257 else characters
+        return {"constraint": constrain.regex("[^ ]+( [^ ]+)*", known, stop=())}
+    return {"logits_processor": {"tensor": penalty, "python": by_python}[how]} if how else {}
+
+
+def penalty(tokens: Tensor, logits: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Repetition penalty 1.2 (Keskar et al. 2019, arXiv 1909.05858)."""
+    seen = logits.gather(1, tokens)
+    return logits.scatter(1, tokens, torch.where(seen < 0, seen * 1.2, seen / 1.2))
+
+
+def by_python(tokens: Tensor, logits: Tensor) -> Tensor:
+    return penalty(torch.tensor(tokens.tolist(), device=logits.device), logits)
 
 
 def weight_bytes(parameters: int, int8_parameters: int, itemsize: int) -> int:

@@ -104,8 +104,9 @@ def texts(bench: Bench) -> list[Json]:
             f"--prompts, --new_tokens: {max(*prompts, 1)} + {new} tokens exceed --block_size={T}"
         )
     caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
-    shapes = itertools.product(batch_sizes, prompts, caches)
-    return [{"B": B, "P": P, "cache": cache, "new_tokens": new} for B, P, cache in shapes]
+    shapes = itertools.product(batch_sizes, prompts, caches, config.constraint)
+    keys = ("B", "P", "cache", "constraint")
+    return [{**dict(zip(keys, shape)), "new_tokens": new} for shape in shapes]
 
 
 def decode(bench: Bench) -> list[rows.Row]:

@@ -53,9 +53,9 @@ def name_of(row: Row) -> str:
 
 
 def cache(row: Row) -> str:
-    return row["point"]["cache"] + (
-        " with a processor" if row["point"].get("processor", False) else ""
-    )
+    point = row["point"]
+    with_ = point.get("constraint") or ("a processor" if point.get("processor") else "")
+    return point["cache"] + (f" with {with_}" if with_ else "")
 
 
 Column = tuple[str, Callable[[Row], str]]
@@ -283,8 +283,7 @@ def winner(rows: list[Row]) -> str:
         return [r["ms"] / row.get("tokens_a_step", 1) for r in row["rounds"]]
 
     def name(row: Row) -> str:
-        cache = row["point"].get("cache")
-        return row["backend"] + (f" with cache {cache}" if cache else "")
+        return row["backend"] + (f" with cache {cache(row)}" if "cache" in row["point"] else "")
 
     best = min(rows, key=lambda r: r["ms"] / r.get("tokens_a_step", 1))
     if len(rows) > 1 and len(best["rounds"]) < ENOUGH:

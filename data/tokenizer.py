@@ -147,6 +147,8 @@ class FileTokenizer:
         self.made.no_truncation()
         self.made.no_padding()
         self.content, self.begin = content, begin
+        decoder = json.loads(content).get("decoder") or {"type": "none"}
+        self.decoders: list[str] = [d["type"] for d in decoder.get("decoders", [decoder])]
         self.vocab_size = max(self.made.get_vocab().values(), default=-1) + 1  # ids may have gaps
         self.made.encode_special_tokens = True  # "<|endoftext|>" in a text is ordinary text
         self.ends = self.ids_of(ends)
@@ -212,7 +214,7 @@ class FileTokenizer:
         """The bytes of each id; empty for special tokens."""
         added = self.made.get_added_tokens_decoder()
         named = [self.made.id_to_token(i) or "" for i in range(self.vocab_size)]
-        if "ByteLevel" in str(json.loads(self.content).get("decoder")):
+        if "ByteLevel" in self.decoders:
             byte = _byte_of_sign()
             found = [bytes(byte[c] for c in t if c in byte) for t in named]
         else:  # SentencePiece: <0x0A> is a byte

@@ -1,26 +1,33 @@
 """The decoding loop of engine.py (one batch) and serve.py (continuous batching).
 
-The host never waits before it launches a step: on CUDA the tokens are copied back while the next
-step runs.
+Model, logits processor, constraint, sampling. Unless the processor does, the host never waits
+before it launches a step: on CUDA the tokens are copied back while the next step runs.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from core.runtime import to_device
 from inference.cache import Step
-from inference.sampling import Generators, Options, SamplingParams, Uniform, sample_token
+from inference.constrain import END, Automaton, combined
+from inference.sampling import Generators, Options, Processor, SamplingParams, Uniform, sample_token
 
 if TYPE_CHECKING:
     from model import GPT
 
     Read = tuple[GPT, Tensor, Tensor | None, Step | None, int | None]  # of next_logits()
+
+Texts = tuple[Processor, Tensor, Tensor]  # a processor, its tokens (B, N) and lengths (B,)
+How = tuple[SamplingParams, Automaton | None, Tensor | None, Tensor | None]  # of sample_step()
+Drawn = tuple[Tensor, Tensor | None, Tensor | None]  # see sample_step()
 
 
 @dataclass(eq=False)
@@ -36,8 +43,9 @@ class Row:
 
 
 R = TypeVar("R", bound=Row)
-# Rows, and a function that waits for their tokens; None: the rows have no room for a token.
-Launched = tuple[Sequence[R], Callable[[], list[int]] | None]
+# Rows, and a function that waits for their tokens: [token] a row, with a constraint [token, 1 if it
+# ends the text]. None: the rows have no room for a token.
+Launched = tuple[Sequence[R], Callable[[], list[list[int]]] | None]
 
 
 class Decoder(Generic[R]):
@@ -49,6 +57,13 @@ class Decoder(Generic[R]):
         self.block_size = model.config.block_size
         self.params = SamplingParams.on(self.device, options)
         self.stops = options.ends()
+        given = options.constraint
+        self.constraint = combined(given) if isinstance(given, Sequence) else given
+        if self.constraint is not None:
+            self.constraint.to(self.device)
+        # A processor with a parameter `lengths` is part of the step (docs/GENERATE.md).
+        called: Any = getattr(options.logits_processor, "forward", options.logits_processor)
+        self.in_step = called is not None and "lengths" in inspect.signature(called).parameters
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
 
     def launch(self) -> Iterator[Launched[R]]:
@@ -65,19 +80,34 @@ class Decoder(Generic[R]):
         for step in pending:
             yield self._read(*step)
 
-    def _read(self, rows: Sequence[R], tokens: Callable[[], list[int]] | None) -> Sequence[R]:
+    def _read(self, rows: Sequence[R], tokens: Callable[[], list[list[int]]] | None) -> Sequence[R]:
         if tokens is None:
             return rows
         got = []
-        for row, token in zip(rows, tokens(), strict=True):
+        for row, (token, *over) in zip(rows, tokens(), strict=True):
             if not row.ended:  # else the step was launched before its end was known
                 row.new.append(token)
-                row.ended = len(row.new) == row.room or self.stops(row.index, row.new)
+                over.append(len(row.new) == row.room)
+                row.ended = any(over) or self.stops(row.index, row.new)
                 got.append(row)
         return got
 
     def uniform(self, B: int, generator: Generators | None) -> Uniform | None:
         return None if self.options.temperature == 0 else Uniform(B, self.device, generator)
+
+    def processed(self, logits: Tensor, texts: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """Apply a processor without lengths to logits (B, V), to the rows of one length at a time.
+        Row b is texts[b, begin : end], with spans[b]."""
+        processor, logits = self.options.logits_processor, logits.float()
+        assert processor is not None
+        if len(set(spans)) == 1:
+            return processor(texts[:, slice(*spans[0])], logits)
+        made = torch.empty_like(logits)
+        for span in dict.fromkeys(spans):
+            of = torch.tensor([b for b, other in enumerate(spans) if other == span])
+            rows = to_device(of, self.device)
+            made[rows] = processor(texts[rows, slice(*span)], logits[rows])
+        return made
 
 
 def next_logits(
@@ -90,21 +120,35 @@ def next_logits(
     return model.head(x[:, -1])[:, :vocab_size]
 
 
-def next_token(read: Read, u: Tensor | None, params: SamplingParams) -> Tensor:
-    """next_logits(*read) and sample_token(): one graph if compiled."""
-    return sample_token(next_logits(*read), u, params)
+def sample_step(logits: Tensor, how: How, texts: Texts | None = None) -> Drawn:
+    """Sample: token (B,) int64, next state (B, 2), (B,) bool: the constraint ends the text."""
+    params, constraint, state, u = how
+    if texts is not None:
+        processor, tokens, lengths = texts
+        logits = processor(tokens, logits.float(), lengths=lengths)
+    if constraint is None or state is None:
+        return sample_token(logits, u, params), None, None
+    token = sample_token(constraint(logits, state), u, params)
+    state = constraint.advance(state, token)
+    return token, state, state[:, 0] == END
 
 
-def to_host(token: Tensor) -> Callable[[], list[int]]:
-    """Start to copy a step's tokens (B,) to the host; returns a function that waits for them."""
-    if not token.is_cuda:
-        return token.tolist
-    host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
-    host.copy_(token, non_blocking=True)
+def next_token(read: Read, how: How, texts: Texts | None) -> Drawn:
+    """next_logits(*read) and sample_step(): one graph if compiled."""
+    return sample_step(next_logits(*read), how, texts)
+
+
+def to_host(token: Tensor, over: Tensor | None) -> Callable[[], list[list[int]]]:
+    """Start to copy a step's tokens to the host; returns a function that waits for them."""
+    drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
+    if not drawn.is_cuda:
+        return drawn.tolist
+    host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+    host.copy_(drawn, non_blocking=True)
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(token.device))
+    event.record(torch.cuda.current_stream(drawn.device))
 
-    def wait() -> list[int]:
+    def wait() -> list[list[int]]:
         event.synchronize()
         return host.tolist()
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from inference import serve
+from inference import decode, serve
 from inference.cache import DynamicCache, DynamicStep, StaticCache, StaticStep, bucket
-from inference.decode import Decoder, Launched, Row, next_token, to_host
+from inference.decode import Decoder, Launched, Row, to_host
 from inference.sampling import ENDED, Generators, Options, Prompt, check_prompt
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def stream(
         (B,) int64 on the CPU, the next token of each row; ENDED (-1) for a row that has ended.
 
     Raises:
-        ValueError: an option is out of range, or a prompt is empty.
+        ValueError: an option is out of range, a prompt is empty, or no match is short enough.
     """
     if kv_cache not in KV_CACHES:
         raise ValueError(f"kv_cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
@@ -88,6 +88,9 @@ def stream(
     prompts = _tensors(model, idx)
     if not prompts:
         raise ValueError("expected at least one prompt of at least one token")
+    given = options.get("constraint")
+    if isinstance(given, Sequence) and len(given) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts need as many constraints, got {len(given)}")
     if kv_cache == "paged":
         options |= {"generator": generator, "page_size": page_size}
         yield from serve.batch(model, prompts, max_new_tokens, **options)
@@ -133,10 +136,15 @@ class _Batch(Decoder[Row]):
         self.pad = [self.T - T for T in lengths]
         self.pads = torch.tensor(self.pad, device=self.device)[:, None]  # (B, 1)
         width = self.T + max_new_tokens
-        self.ids = torch.zeros(self.B, width, dtype=torch.int64, device=self.device)
+        width = bucket(width, max(128, 2 * width)) if compile else width
+        # Other places repeat the row's first token: harmless to processors of sets of tokens.
+        self.ids = torch.stack([p[0] for p in prompts])[:, None].repeat(1, width)
         for row, pad, prompt in zip(self.ids, self.pad, prompts, strict=True):
             row[pad : self.T] = prompt
         self.random = self.uniform(self.B, generator)
+        self.state: Tensor | None = None  # (B, 2), of the constraint
+        if self.constraint is not None:
+            self.state = self.constraint.start(range(self.B), [max_new_tokens] * self.B)
         self.token: Tensor | None = None  # (B,), the last one drawn
         self.cache: DynamicCache | StaticCache | None = None
         self.lent: dict[CacheKey, StaticCache] = {}
@@ -156,27 +164,42 @@ class _Batch(Decoder[Row]):
             longest = n - min(pad for pad, on in zip(self.pad, going, strict=True) if on)
             if longest > self.block_size:  # a text slides: the cached positions are wrong
                 self.cache = None
-            self.token = self._next(n, going)
+            self.token, self.state, over = self._next(n, going)
             stats = self.options.stats
             stats.cache_bytes = max(stats.cache_bytes, self.cache.nbytes if self.cache else 0)
             self.ids[:, n] = self.token
-            yield self.rows, to_host(self.token)
+            yield self.rows, to_host(self.token, over)
 
-    def _next(self, n: int, going: Sequence[bool]) -> Tensor:
-        sample = next_token
+    def _next(self, n: int, going: Sequence[bool]) -> decode.Drawn:
+        def run(function: F) -> F:
+            decoding = self.cache is not None and self.token is not None
+            return compiled(function, self.device.type) if self.compile and decoding else function
+
         if self.cache is None or self.token is None:
             idx, last, step = self._prefill(n)
         else:
             step = self.cache.reserve(1, [int(on) for on in going])
             idx, last = self.token[:, None], None
-            if self.compile:
-                sample = compiled(next_token, self.device.type)
         u = None if self.random is None else self.random.next()
         read = self.model, idx, last, step, self.options.vocab_size
-        token = sample(read, u, self.params)
+        how = self.params, self.constraint, self.state, u
+        if self.options.logits_processor is None or self.in_step:
+            drawn = run(decode.next_token)(read, how, self._texts(n))
+        else:  # two graphs, Python between them
+            logits = run(decode.next_logits)(*read)
+            logits = self.processed(logits, self.ids, [(pad, n) for pad in self.pad])
+            drawn = run(decode.sample_step)(logits, how)
         if step is not None:
             step.advance()
-        return token
+        return drawn
+
+    def _texts(self, n: int) -> decode.Texts | None:
+        """The texts from their first column on, for a processor in the step."""
+        if self.options.logits_processor is None:
+            return None
+        at = self.pads + torch.arange(self.ids.shape[1], device=self.device)
+        tokens = self.ids.gather(1, at % self.ids.shape[1]) if any(self.pad) else self.ids
+        return self.options.logits_processor, tokens, n - self.pads[:, 0]
 
     def _prefill(self, n: int) -> tuple[Tensor, Tensor | None, DynamicStep | StaticStep | None]:
         """The last block_size tokens of each text, for next_logits()."""

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from core.runtime import to_device
 
+if TYPE_CHECKING:
+    from inference.constrain import Automaton
+
 ENDED = -1  # in place of a token: the text has ended
 
+Processor = Callable[..., Tensor]
 StopCondition = int | Iterable[int] | Callable[[int, list[int]], bool]
 Prompt = Tensor | Sequence[int]  # token ids
 Generators = torch.Generator | Sequence[torch.Generator]
@@ -40,6 +45,8 @@ class Options:
         top_k: sample from the k likeliest tokens only.
         top_p: then from the fewest likeliest tokens whose probabilities sum to at least p.
         vocab_size: sample from the first vocab_size tokens only (others are padding).
+        logits_processor: (tokens (B, T) int64, logits (B, V)) -> logits; see docs/GENERATE.md.
+        constraint: pattern of the new text (inference/constrain.py), or one or None for each row.
         stop: ends a row: a token, several, or a function (row number, new tokens) -> bool.
         stats: output.
 
@@ -51,6 +58,8 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     vocab_size: int | None = None
+    logits_processor: Processor | None = None
+    constraint: Automaton | Sequence[Automaton | None] | None = None
     stop: StopCondition | None = None
     stats: Stats = field(default_factory=Stats)
 

@@ -28,15 +28,14 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from core.runtime import to_device
 from core.settings import UserError
 from inference.cache import PagedCache
-from inference.decode import Decoder, Launched, Row, next_logits, to_host
+from inference.decode import Decoder, Launched, Row, next_logits, sample_step, to_host
 from inference.pages import pages_for
-from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt, sample_token
+from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt
 
 if TYPE_CHECKING:
     from model import GPT
@@ -161,7 +160,8 @@ class _Server(Decoder[_Row]):
         self.waiting: list[_Row] = []  # until there are pages for them
         self.rows: list[_Row] = []  # in progress
         self.places = list(range(slots))  # free rows of `texts`
-        self.texts = torch.zeros(slots, 0, dtype=torch.int64, device=self.device)
+        self.texts = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
+        self.states = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
 
     def tokens(self) -> Generator[tuple[_Row, int], None, None]:
         try:
@@ -263,7 +263,10 @@ class _Server(Decoder[_Row]):
         self.rows.append(row)
         row.place = self.places.pop()
         if (more := len(row.prompt) + row.room - self.texts.shape[1]) > 0:
-            self.texts = F.pad(self.texts, (0, more))
+            self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
+        self.texts[row.place] = row.prompt[0]  # in the other places, as in engine.py
+        if self.constraint is not None:
+            self.states[row.place] = self.constraint.start([row.index], [row.room])[0]
         self.texts[row.place, : len(row.prompt)] = self.to_device(row.prompt)
         self.stats.shared_pages += self.pool.length(row.seq) // self.pool.page_size
 
@@ -274,12 +277,20 @@ class _Server(Decoder[_Row]):
         # All rows have one, or none.
         u = [row.random.next() for row in rows if row.random is not None]
         place, n = self.to_device([r.place for r in rows] + [r.n for r in rows]).view(2, -1)
-        token = sample_token(logits, torch.cat(u) if u else None, self.params)
+        texts, processor = None, self.options.logits_processor
+        if processor is not None and self.in_step:
+            texts = processor, self.texts[place], n
+        elif processor is not None:
+            logits = self.processed(logits, self.texts[place], [(0, row.n) for row in rows])
+        how = self.params, self.constraint, self.states[place], torch.cat(u) if u else None
+        token, after, over = sample_step(logits, how, texts)
         self.texts[place, n] = token
+        if after is not None:
+            self.states[place] = after
         for row in rows:
             row.launched += 1
         self.leave([row for row in rows if row.launched == row.room])
-        return rows, to_host(token)
+        return rows, to_host(token, over)
 
     def groups(self) -> list[list[_Row]]:
         """Batches of similar length: no row is padded to twice its length."""

@@ -88,7 +88,7 @@ class Writer:
                 text.finish = "interrupted"
                 text.new.append(token)
         elif not text.done:
-            text.finish = "length"
+            text.finish = "length" if self.options.constraint is None else "stop"
 
     def report(self) -> str:
         texts = sum(text.finish != "waiting" for text in self.texts)

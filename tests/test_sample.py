@@ -209,6 +209,15 @@ def test_every_cache_gives_the_same_texts(kv, trained):
     assert ("MB" in err) == (kv != "none") and ("4 of 4 pages" in err) == (kv == "paged")
 
 
+@pytest.mark.parametrize("kv", ["dynamic", "paged"])
+def test_a_constrained_text_matches(kv, trained, tmp_path):
+    pattern, out = "[A-Z][a-z]{2,5}( the)?", tmp_path / "out.jsonl"
+    words = "--start=Ann ", "--num_samples=4", f"--regex={pattern}", f"--kv_cache={kv}"
+    assert enter(sample.main, ["--device=cpu", f"--out={out}", *of(trained, *words)])[0] == 0
+    for row in rows_of(out.read_text()):
+        assert re.fullmatch(pattern, row["text"]) and row["finish"] == "stop", row
+
+
 def test_bfloat16_weights(trained):
     config = sample.SampleConfig(out_dir=str(trained), device="cpu", dtype="bfloat16")
     model, _ = sample.load(config)
@@ -245,7 +254,7 @@ def test_the_latest_and_the_best_checkpoint(trained, tmp_path):
     ("--out_dir=nowhere", "nowhere"), ("--init_from=no/such/folder", "no/such/folder"),
     ("--temperature=-1", "temperature"), ("--top_p=0", "top_p"), ("--top_k=0", "top_k"),
     ("--num_samples=0", "num_samples"), ("--temprature=1", "--temperature"),
-    ("--checkpoint=newest", "latest"),
+    ("--checkpoint=newest", "latest"), ("--regex=(", "'('"), ("--regex=[a-z]{501}", "501"),
     ("--kv_cache=ring", "paged"), ("--compile", "kv_cache=static"), ("--device=cuda:7", "cuda:7"),
 ])  # fmt: skip
 def test_errors_name_the_option_or_the_value(words, said, trained, monkeypatch):

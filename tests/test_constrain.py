@@ -1,0 +1,249 @@
+"""Logits processors and constraints: the same tokens with every cache; every text is a match."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_generate import eager_graphs, lively, ragged  # noqa: F401 (a fixture)
+from test_model import theirs, tokens, transformers  # noqa: F401 (a fixture)
+from torch import Tensor
+
+import data
+from core.settings import UserError
+from inference import constrain, engine
+from inference.constrain import Automaton
+from model import GPT
+
+pytestmark = pytest.mark.usefixtures("remembered_probes", "eager_graphs")
+
+WAYS: list[dict[str, Any]] = [{"kv_cache": kv} for kv in engine.KV_CACHES]
+WAYS.append({"kv_cache": "static", "compile": True})
+
+
+class Vocabulary(NamedTuple):
+    """A tokenizer of these tokens."""
+
+    tokens: list[bytes]
+    ends: Any = ()
+
+    def token_bytes(self) -> list[bytes]:
+        return self.tokens
+
+    def matches(self, pattern: str, ids: Iterable[int]) -> bool:
+        try:
+            return re.fullmatch(pattern, b"".join(self.tokens[i] for i in ids).decode()) is not None
+        except UnicodeDecodeError:
+            return False
+
+
+# 37 tokens, as the models of these tests: some are parts of characters, two are ends.
+PIECES = [b"ab", b"ba", b"abc", b" ", "é".encode(), b"\xc3", b"\xa9", b"\xa9a", b"00", b"-"]
+TOKENS = [bytes([b]) for b in b"abcdefghijklm0123456789xy"] + PIECES + [b"", b""]
+ENDS = (35, 36)
+
+
+small = cache(partial(lively, n_layer=1))
+
+
+def every_way(model: GPT, prompts: Any, n: int, **options: Any) -> list[list[int]]:
+    """The new tokens of greedy or seeded texts, which must be the same in all WAYS."""
+    found = []
+    for way in WAYS:
+        options["generator"] = [torch.Generator().manual_seed(b) for b in range(len(prompts))]
+        texts = engine.generate(model, prompts, n, **way, **options)
+        found.append([t[len(p) :].tolist() for t, p in zip(texts, prompts, strict=True)])
+    assert all(texts == found[0] for texts in found)
+    return found[0]
+
+
+# --- constraints: exactly the texts that match ---
+
+atoms = st.sampled_from(["a", "b", "c", "é", ".", "[ab]", "[^a]", "[é-í]", r"\x61", r"\w", r"\d"])
+repeats = st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{2,}", "{0,3}", "*?", "??", "+?"])
+patterns = st.recursive(
+    atoms,
+    lambda p: st.one_of(
+        *(st.builds(form.format, p, p) for form in ("{}{}", "({}|{})", "(?:{}|{}|)")),
+        st.builds("(?:{}){}".format, p, repeats),
+    ),
+    max_leaves=6,
+)
+
+
+def all_texts(automaton: Automaton, vocabulary: Vocabulary, left: int) -> set[tuple[int, ...]]:
+    """Every text that a decode loop can end with, as tokens, without the one that ends it."""
+    ended, going = set(), [((), automaton.start([0], [left]))]
+    while going:
+        text, state = going.pop()
+        allowed = automaton(torch.zeros(1, len(vocabulary.tokens)), state)[0] > -math.inf
+        assert allowed.any()
+        for token in allowed.nonzero()[:, 0].tolist():
+            after = automaton.advance(state, torch.tensor([token]))
+            if int(after[0, 0]) != constrain.END:
+                going.append(((*text, token), after))
+            else:
+                ended.add(text if token in vocabulary.ends else (*text, token))
+    return ended
+
+
+@settings(max_examples=60, deadline=None)
+@given(patterns, st.sets(st.sampled_from([*PIECES, b"a", b"b"]), min_size=1, max_size=4),
+       st.integers(1, 4), st.integers(0, 2))  # fmt: skip
+def test_the_texts_are_those_that_python_matches(pattern, pieces, left, n_ends) -> None:
+    """All token sequences against re.fullmatch: none too many, and none lost."""
+    V = len(pieces)
+    vocabulary = Vocabulary([*pieces, *[b""] * n_ends], ends=list(range(V, V + n_ends)))
+    level: list[tuple[int, ...]] = [()]
+    # Without an end, no text is empty, and a text that can go on does.
+    expected = {()} if vocabulary.matches(pattern, ()) and n_ends else set()
+    for _ in range(left):
+        level = [(*ids, i) for ids in level for i in range(V)]
+        expected |= {ids for ids in level if vocabulary.matches(pattern, ids)}
+    try:
+        automaton = constrain.regex(pattern, vocabulary)
+    except UserError as e:
+        assert "matches" in str(e) and expected <= {()}
+        return
+    if not expected:
+        with pytest.raises(UserError, match="shortest"):
+            automaton.start([0], [left])
+        return
+    goes_on = set() if n_ends else {ids[:n] for ids in expected for n in range(len(ids))}
+    assert all_texts(automaton, vocabulary, left) == expected - goes_on
+
+
+@settings(max_examples=12, deadline=None)
+@given(patterns, patterns, st.integers(0, 9), st.sampled_from([0.0, 0.7, 3.0]), st.booleans())
+def test_texts_of_a_model_match(pattern, other, more, temperature, has_ends) -> None:
+    """A constraint for each row, with prompts of different lengths, in all WAYS."""
+    vocabulary = Vocabulary(TOKENS, ENDS if has_ends else None)
+    try:
+        both = [constrain.regex(p, vocabulary) for p in (pattern, other)]
+    except UserError:  # no text but the empty one
+        return
+    room = max(1, *(int(c.shortest[constrain.START]) for c in both)) + more
+    how: Any = small(block_size=32), ragged()[:3], room
+    texts = every_way(*how, temperature=temperature, constraint=[both[0], None, both[1]])
+    free = every_way(*how, temperature=temperature)
+    assert vocabulary.matches(pattern, texts[0]) and vocabulary.matches(other, texts[2])
+    assert texts[1] == free[1]
+
+
+def test_other_constraints_reuse_the_graph(eager_graphs) -> None:  # noqa: F811
+    for pattern in ("[a-f]{3}-[0-9]{4}", "(ab|é)+c?", "[^a]{9}"):
+        constraint = constrain.regex(pattern, Vocabulary(TOKENS, ENDS))
+        every_way(small(), ragged(), 12, constraint=constraint)
+        assert len(eager_graphs) == 1
+
+
+def test_the_tokenizers_of_models() -> None:
+    gpt2, pattern = data.GPT2Tokenizer(), "[0-9]{3}-é+[a-c]*"
+    byte_level = data.FileTokenizer(json.dumps(gpt2.to_json()), gpt2.eot)
+    characters = data.CharTokenizer([*map(chr, range(32, 256)), "<e>"], eot=224)
+    for tokenizer in (gpt2, byte_level, characters):
+        model = lively(vocab_size=tokenizer.vocab_size + 3, n_embd=16)
+        options = {"constraint": constrain.regex(pattern, tokenizer), "kv_cache": "paged"}
+        for prompt, text in zip(ragged(), engine.generate(model, ragged(), 16, **options)):
+            shown = tokenizer.decode(t for t in text[len(prompt) :].tolist() if t != tokenizer.eot)
+            assert re.fullmatch(pattern, shown), shown
+    words = {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False}}
+    refused = data.FileTokenizer(json.dumps(gpt2.to_json() | words))
+    with pytest.raises(UserError, match=r"tokenizer\.json.*WordPiece"):
+        constrain.regex(pattern, refused)
+
+
+@pytest.mark.parametrize("pattern", [
+    "(a", "a)(b", "a{", "[a", "*", "(?=a)b", r"(a)\1", r"(?<!a)b", "a\\",
+    "^^a", "a$$", "(^a)", "(a$)|b", r"\Aa", r"a\b", r"a\B", r"a\z", "Z", "",
+])  # fmt: skip
+def test_a_pattern_that_cannot_be_is_named(pattern) -> None:
+    with pytest.raises(UserError, match=re.escape(repr(pattern))):
+        constrain.regex(pattern, Vocabulary(TOKENS))
+
+
+def test_rows_and_constraints_must_fit() -> None:
+    one = constrain.regex("[1-9]{5}", Vocabulary(TOKENS, ENDS))
+    for each, n, words in (([one], 5, "2 prompts.* 1"), (one, 4, "5 tokens.* 4")):
+        for way in WAYS:
+            with pytest.raises(ValueError, match=words):
+                engine.generate(small(), tokens(T=3), n, constraint=each, **way)
+
+
+# --- logits processors ---
+
+
+def rarely(tokens: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
+    """A penalty for each use, from the second token on: padding must not count."""
+    at = torch.arange(tokens.shape[1])
+    real = (at > 0) & (at < lengths[:, None])
+    return logits.scatter_add(1, tokens, -2.0 * real)
+
+
+class Module(torch.nn.Module):
+    forward = staticmethod(rarely)
+
+
+def by_python(tokens: Tensor, logits: Tensor) -> Tensor:
+    assert tokens.dtype == torch.int64 and len(tokens) == len(logits)
+    for row, text in zip(logits, tokens.tolist(), strict=True):
+        for token in text[1:]:
+            row[token] -= 2.0
+    return logits
+
+
+def by_hand(text: list[int], n: int) -> list[int]:
+    """The plain loop, one row."""
+    for _ in range(n):
+        logits = small()(torch.tensor([text[-16:]]))[0][0, -1].detach()
+        counts = Counter(text[1:])
+        text = [*text, int(logits.sub(2.0 * torch.tensor([counts[v] for v in range(37)])).argmax())]
+    return text[-n:]
+
+
+def test_a_processor_reads_exactly_the_text(eager_graphs) -> None:  # noqa: F811
+    """Of each row, in every way, up to block_size 16 and beyond; one graph, or two with Python."""
+    how: Any = small(), ragged(), 13
+    plain = every_way(*how, temperature=0)
+    want = [by_hand(prompt.tolist(), 13) for prompt in ragged()]
+    for processor, n_graphs in ((rarely, 1), (Module(), 1), (by_python, 2)):
+        eager_graphs.clear()
+        assert every_way(*how, temperature=0, logits_processor=processor) == want != plain
+        assert len(eager_graphs) == n_graphs
+
+
+def test_the_constraint_has_the_last_word() -> None:
+    vocabulary = Vocabulary(TOKENS, ENDS)
+    constraint = constrain.regex("[ab]{4}-é", vocabulary)
+    nothing = {"logits_processor": lambda tokens, logits, lengths: logits - math.inf}
+    for text in every_way(small(), ragged(), 9, constraint=constraint, **nothing):
+        assert vocabulary.matches("[ab]{4}-é", text)
+
+
+PROCESSORS: dict[str, Any] = {
+    "RepetitionPenalty": [1.8], "NoRepeatNGram": [2], "MinLength": [12, [7, 3]],
+    "ForcedEOSToken": [14, 7],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [*([name] for name in PROCESSORS), list(PROCESSORS)], ids=str)
+def test_processors_of_transformers(names, transformers, tmp_path: Path) -> None:  # noqa: F811
+    """The tokens of their own greedy generate(), which gets one row at a time."""
+    each = [getattr(transformers, f"{n}LogitsProcessor")(*PROCESSORS[n]) for n in names]
+    them, made = theirs(transformers, tmp_path), transformers.LogitsProcessorList(each)
+    how = {"max_length": 14, "do_sample": False, "eos_token_id": [7, 3], "pad_token_id": 7}
+    options: dict[str, Any] = {"temperature": 0, "stop": [7, 3], "logits_processor": made}
+    ours = every_way(GPT.from_pretrained(str(tmp_path)).eval(), ragged(), 13, **options)
+    for prompt, got in zip(ragged(), ours, strict=True):
+        want = them.generate(prompt[None], logits_processor=made, **how)[0, len(prompt) :]
+        assert got[: 14 - len(prompt)] == want.tolist()
