@@ -256,6 +256,12 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
         merged = replace(before, **changes)
     except ValueError as e:
         raise UserError(f"{e} (resuming {saved.folder})") from e
+    folder = Path(merged.data_dir)
+    if "data_dir" not in changes and not folder.is_absolute() and not folder.exists():
+        raise UserError(
+            f"{saved.folder} has --data_dir={folder}, relative to where its run began, which is "
+            f"not {Path.cwd()}: name the folder with --data_dir"
+        )
     decay_end = merged.lr_decay_iters
     if merged.decay_lr and merged.warmup_iters <= (decay_end or math.inf) < merged.max_iters:
         store.log.warning(

@@ -192,8 +192,12 @@ def _earlier(damaged: Path) -> str:
                 saved.weights(), saved.rest()
             except UserError:
                 continue
-            words = "mv", str(damaged), str(damaged.with_name(f"damaged-{damaged.name}"))
-            return f"; {folder} is complete, use it by: {shlex.join(words)}"
+            move = "mv", str(damaged), str(damaged.with_name(f"damaged-{damaged.name}"))
+            resume = "train.py", "--init_from=resume", f"--out_dir={damaged.parent}"
+            return (
+                f"; the newest complete one is {folder}, to resume from it: {shlex.join(move)} && "
+                f"python {shlex.join(resume)}"
+            )
     return ""
 
 
@@ -353,8 +357,10 @@ def together(distributed: DistInfo, step: Callable[[], object]) -> None:
 
 def disk_error(error: BaseException) -> str:
     """The system's message, which torch and safetensors hide behind their own."""
+    if isinstance(error, UserError):
+        return str(error)
     cause: BaseException | None = error
-    while cause is not None and not isinstance(error, UserError):
+    while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__

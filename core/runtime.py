@@ -27,7 +27,6 @@ from core.settings import UserError
 
 M = TypeVar("M", bound=nn.Module)
 OUT_OF_MEMORY = re.compile("DefaultCPUAllocator: |out of memory")
-CUT_SHORT = re.compile("file too short|invalid ELF header|undefined symbol|not enough|truncated")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
@@ -250,9 +249,11 @@ def advice(error: Exception, batch_size: int, accumulated: int) -> str | None:
         )
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    files = [line for line in text.splitlines() if f"{cache_dir()}/" in line]
-    if files and CUT_SHORT.search(text):
-        return f"torch.compile's cache is damaged ({files[0].strip()}); rm -r {cache_dir()}"
+    if f"{cache_dir()}/" in text:  # the libraries of a run that was killed while it linked them
+        return (
+            f"torch.compile failed ({' '.join(text.splitlines()[:2])}); its cache may be damaged: "
+            f"rm -r {cache_dir()}, or --compile=False"
+        )
     return None
 
 

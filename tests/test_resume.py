@@ -18,7 +18,9 @@ import torch
 from test_train import Run, argv, make_data, refusal, run, run_line
 
 import checkpoint
+import data
 from core import metrics
+from data import Batches
 from model import GPT
 
 ROOT = Path(__file__).parent.parent
@@ -284,3 +286,75 @@ def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
     assert state["best_val_loss"] == min(losses)
     r = resume(out, "--max_iters=6")
     assert r.code == 0 and "after step 4" in r.out
+
+
+# --- a folder in use, and damage ---
+
+HOLD = """
+import os, sys, time
+import train
+from core import metrics
+from data import Batches
+log = metrics.Metrics.log
+def then_wait(self, **row):
+    log(self, **row)
+    print("waiting", flush=True)
+    time.sleep(60)
+metrics.Metrics.log = then_wait
+train.main(sys.argv[1:])
+"""
+
+
+def test_a_folder_in_use_is_refused_until_its_run_dies(data_dir, out):
+    """With a new run, a resumed one, and after SIGKILL; --eval_only needs no lock."""
+    line = [sys.executable, "-c", HOLD, "--init_from=resume", f"--out_dir={out}", "--max_iters=40"]
+    with subprocess.Popen(line, cwd=ROOT, env=environment(), stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        while b"waiting" not in first.stdout.readline():
+            assert first.poll() is None
+        before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+        assert str(out) in refusal(run(data_dir, out, max_iters=2))
+        assert str(first.pid) in refusal(resume(out, "--max_iters=12"))
+        assert resume(out, "--eval_only=True").code == 0
+        assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
+        first.kill()
+    assert resume(out, "--max_iters=12").code == 0
+
+
+def test_a_damaged_checkpoint_names_the_newest_complete_one_and_how_to_use_it(out):
+    old, new = checkpoint.folders(out)[-2:]
+    for path, cut in ((new / "model.safetensors", 100), (new / "train_state.json", None)):
+        path.unlink() if cut is None else path.write_bytes(path.read_bytes()[:cut])
+        said = refusal(resume(out, "--max_iters=12"))
+        assert str(path) in said and str(old) in said
+    move, again = said.partition(": mv ")[2].split(" && python train.py ")
+    shutil.move(*shlex.split(move))
+    r = run_line([*shlex.split(again), "--max_iters=12"], out)
+    assert r.code == 0 and "after step 5" in r.out
+
+
+def test_another_batch_size_goes_on_after_the_last_sequence(out, monkeypatch):
+    begun: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(data, "Batches", lambda *a: begun.append(a) or Batches(*a))
+    assert "2 sequences, before 4" in resume(out, "--max_iters=12", "--batch_size=2").out
+    assert begun[0][-1] == (10, 40)
+    assert checkpoint.load(checkpoint.latest(out)).state["sequences_seen"] == 44
+    assert "before" not in resume(out, "--max_iters=13").out
+
+
+def test_a_link_to_a_checkpoint_is_deleted_and_its_folder_stays(out, tmp_path):
+    old = checkpoint.folders(out)[0]
+    kept = Path(shutil.move(old, tmp_path / "kept"))
+    old.symlink_to(kept)
+    assert resume(out, "--max_iters=14", "--eval_interval=1", "--keep_checkpoints=1").code == 0
+    assert (kept / "model.safetensors").exists()
+    left = {p.name for p in out.iterdir() if "partial" in p.name}
+    assert not left and len(checkpoint.folders(out)) <= 2
+
+
+def test_no_memory_on_the_cpu_and_a_link_to_nothing_are_one_sentence(data_dir, tmp_path):
+    said = refusal(run(data_dir, tmp_path / "out", vocab_size=2**32, n_embd=2**16))
+    assert "out of memory" in said and "--batch_size=2" in said
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    assert f"--out_dir={tmp_path / 'link'}" in refusal(run(data_dir, tmp_path / "link"))

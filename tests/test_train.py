@@ -402,7 +402,7 @@ def test_a_sample_of_a_text_without_line_breaks(tmp_path):
 def mean_loss(model: GPT, data_dir: Path, block: int = 16) -> float:
     """The validation loss of 2 batches of 4."""
     tokens = data.load(data_dir / "tiny", "val", block, model.config.vocab_size)
-    x, y, _ = next(data.eval_batches(tokens, block, 1, 8))
+    x, y = next(data.eval_batches(tokens, block, 1, 8))
     with torch.no_grad():
         return float(model.eval()(x, y)[1])
 
@@ -469,7 +469,7 @@ def test_from_a_folder_of_transformers(data_dir, tmp_path):
     theirs = transformers.GPT2LMHeadModel(size).eval()
     theirs.save_pretrained(tmp_path / "hf")
     tokens = data.load(data_dir / "tiny", "val", 16, size.vocab_size)
-    x, y, _ = next(data.eval_batches(tokens, 16, 1, 8))
+    x, y = next(data.eval_batches(tokens, 16, 1, 8))
     with torch.no_grad():
         logits = theirs(x).logits
     want = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))
