@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import math
+import re
+import shlex
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -524,3 +526,14 @@ def test_a_mistake_is_named(argv: list[str], named: str) -> None:
 def test_the_page_is_what_the_code_says() -> None:
     page = build.PLAN
     assert build.rebuild(page.read_text(encoding="utf-8"), page)[1] == []
+
+
+def test_the_tables_of_the_page_are_rows_of_its_command(capsys: Any) -> None:
+    text = build.PLAN.read_text(encoding="utf-8")
+    (command,) = re.findall(r"plan (--gpu=.*--gpus=16 --block_size(?:.|\n)*?)```", text)
+    argv = shlex.split(command.replace("\\\n", " "))
+    assert bench_mfu.main(["plan", *argv]) == 0
+    printed = capsys.readouterr().out.replace(" ", "")
+    tables = re.findall(r"<!-- figure: plan .*\n((?:\|.*\n)+)", text)
+    rows = [row.replace(" ", "") for table in tables for row in table.splitlines()[2:]]
+    assert len(rows) == 12 and [row for row in rows if row not in printed] == []
