@@ -89,17 +89,18 @@ def calls(draw: st.DrawFn) -> tuple[Spec, list[Tensor], dict[str, Tensor]]:
 
 
 @given(calls(), st.data(), st.sampled_from(CONTEXTS))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_kernel_is_right_for_any_shape_stride_and_context(call, data, context) -> None:
     spec, (q, k, v, dout), options = call
     able = kernels(spec)
     name = data.draw(st.sampled_from(sorted(able)))
-    leaves = [
-        t.detach().requires_grad_() for t in (q, k, v, *list(options.values())[-1:] * spec.sinks)
-    ]
-    given_ = options | ({"sinks": leaves[3]} if spec.sinks else {})
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    own = dict(options)
+    if spec.sinks:
+        own["sinks"] = options["sinks"].clone().requires_grad_()
+        leaves.append(own["sinks"])
     with context():
-        out = able[name](*leaves[:3], spec, **given_)
+        out = able[name](*leaves[:3], spec, **own)
         out, L = out if name.endswith("lse") else (out, None)
         with torch.autocast("cpu", enabled=False):  # PyTorch's own backward obeys it, too
             grads = torch.autograd.grad(out, leaves, dout)
@@ -148,13 +149,12 @@ def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
 
 
 def derivable(spec: Spec) -> dict[str, Callable[..., Tensor]]:
-    ring = {} if spec.sinks else {"ring": Ring().attend(BACKENDS["tiled"])}
-    return {name: partial(first, attend) for name, attend in (kernels(spec) | ring).items()}
-
-
-def first(attend: Callable[..., Any], *args: Any, **options: Any) -> Tensor:
-    found = attend(*args, **options)
-    return found if isinstance(found, Tensor) else found[0]
+    found = {name: attend for name, attend in kernels(spec).items() if "lse" not in name}
+    if not spec.sinks:
+        found["ring"] = Ring().attend(BACKENDS["tiled"])
+    if not (spec.sinks or spec.segments):  # the interpreter is slow
+        del found["triton"]
+    return found
 
 
 @pytest.mark.parametrize("case", SPECS)
@@ -199,8 +199,8 @@ def test_torch_func_differentiates_and_maps_every_kernel(case) -> None:
             sinks = mapped["sinks"].clone().requires_grad_()
             total = over(qs, k, {"sinks": sinks}).sum()
             yield torch.autograd.grad(total, sinks)
-        if case != "long":
-            yield (torch.func.jacrev(lambda k: attend(q, k, v, spec, **options))(k),)
+        some_outputs = torch.func.jacrev(lambda k: attend(q, k, v, spec, **options)[0, -3:, 0, 0])
+        yield (some_outputs(k),)
 
     want = list(results(formula))
     for attend in derivable(spec).values():
