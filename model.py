@@ -120,14 +120,13 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if config.bias is True and not rms else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, same = self.weight.to(x.dtype), x.dtype == self.weight.dtype
-        bias: Tensor | None = self.bias
+        weight, bias, same = self.weight.to(x.dtype), self.bias, x.dtype == self.weight.dtype
         # Where dtypes differ, autocast would cast x to float32 on CUDA.
         with nullcontext() if same else torch.autocast(x.device.type, enabled=False):
             if self.rms:
                 return F.rms_norm(x, weight.shape, weight, self.eps)
-            bias = bias if bias is None or same else bias.to(x.dtype)
-            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+            beta = None if bias is None else bias.to(x.dtype)
+            return F.layer_norm(x, weight.shape, weight, beta, self.eps)
 
 
 def rope_rates(config: GPTConfig, device: torch.device) -> Tensor:

@@ -147,13 +147,7 @@ from core import flops, parallel, runtime
 from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
-from core.optimizer import (
-    build_optimizer,
-    learning_rate,
-    schedule_warnings,
-    set_learning_rate,
-    update,
-)
+from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
 from core.runtime import Setup
 from inference.engine import generate
 from model import GPT, GPTConfig
@@ -291,7 +285,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
         # --- one step ---
         lr = learning_rate(run.step, config)
-        set_learning_rate(run.optimizer, lr)
+        for group in run.optimizer.param_groups:
+            group["lr"] = lr
         x, y = parallel.shard_batch(run.model.ring, x, y)
         random = runtime.random_state(device)
         try:
@@ -408,17 +403,10 @@ def sample(run: Run) -> None:
 
 
 def train_step(
-    module: nn.Module,
-    optimizer: torch.optim.AdamW,
-    scaler: torch.amp.GradScaler,
-    autocast: torch.autocast,
-    x: Tensor,
-    y: Tensor,
-    micro_steps: int,
-    clip: float,
-    found_inf: Tensor,
-    mark: Callable[[str], None] = lambda part: None,
-) -> Tensor:
+    module: nn.Module, optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler,
+    autocast: torch.autocast, x: Tensor, y: Tensor, micro_steps: int, clip: float,
+    found_inf: Tensor, mark: Callable[[str], None] = lambda part: None,
+) -> Tensor:  # fmt: skip
     """One step of training: forward and backward of each micro-batch, clip, update.
 
     Args:

@@ -30,11 +30,6 @@ def learning_rate(step: int, config: Any) -> float:
     return low + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - low)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def schedule_warnings(config: Any) -> list[str]:
     """Return a warning if the schedule does not reach learning_rate, or min_lr by a decay."""
     rate, warm_up, steps = config.learning_rate, config.warmup_iters, config.max_iters
