@@ -122,8 +122,6 @@ def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> data.Tok
     dataset = config.dataset or checkpoint.trained_on(source)
     if meta is None and dataset and (config.dataset or data.find(dataset).is_dir()):
         meta = data.read_meta(data.find(dataset))["tokenizer"]
-    if meta is None and not fits(data.GPT2Tokenizer.vocab_size, vocab_size):
-        log.warning(f"{source} has no tokenizer: GPT-2's may be another (--dataset=NAME sets it)")
     tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
@@ -131,6 +129,8 @@ def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> data.Tok
             f"{dataset if meta else 'GPT-2'} has {tokenizer.vocab_size}: name its own dataset, as "
             "in --dataset=shakespeare_char"
         )
+    if meta is None and not fits(data.GPT2Tokenizer.vocab_size, vocab_size):
+        log.warning(f"{source} has no tokenizer: GPT-2's may be another (--dataset=NAME sets it)")
     return tokenizer
 
 
