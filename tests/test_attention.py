@@ -344,6 +344,7 @@ def test_a_backend_that_drops_scale_softcap_or_sinks_is_off(case) -> None:
 def test_plain_pytorch_is_the_formula(name: str) -> None:
     """Its error sets the tolerance, so a wrong one would hide errors."""
     case = next(c for c in CASES if c.name == name)
+    case = replace(case, sinks=bool(case.sinks))  # and their gradient not rounded to bfloat16
     if case.Tq * case.Tk * case.H > 10_000:  # the loops of the oracle take long
         few = {"B": 1, "Tq": -(-case.Tq // 4), "Tk": -(-case.Tk // 4)}
         case = replace(case, **few, window=case.window and -(-case.window // 4))
