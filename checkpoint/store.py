@@ -142,13 +142,10 @@ def load(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     settings = read_file(folder / "settings.json", load_json)
     state = read_file(folder / "train_state.json", load_json)
-    why = ""
     if not has_dicts(settings, "train", "model", "tokenizer"):
-        why = "settings.json is not a checkpoint's"
-    elif not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        why = "train_state.json has no step"
-    if why:
-        raise UserError(f"{folder}: {why}{_earlier(folder)}")
+        raise UserError(f"{folder / 'settings.json'} is not a checkpoint's{_earlier(folder)}")
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        raise UserError(f"{folder / 'train_state.json'} has no step{_earlier(folder)}")
     return Checkpoint(folder, settings, state)
 
 
