@@ -24,7 +24,7 @@ Item = dict[str, str]  # a case or a property, its feature, and a dtype
 class Proof:
     def __init__(self, told: Json) -> None:
         self.device = Job(told).device
-        self.items = {(item.name, item.dtype): item for item in check.items(DTYPES)}
+        self.items = {(item.name, item.spec.dtype): item for item in check.items(DTYPES)}
         self.about: Json = {}
 
     def round(self, request: Json) -> Json:

@@ -75,17 +75,17 @@ def _left_to_check(name: str, item: Item, device: str) -> bool:
     if device == "cuda" or name not in FEWER:
         return False
     if name == "flex":
-        return item.dtype != "float32" or not _among(FLEX, item)
+        return item.spec.dtype != "float32" or not _among(FLEX, item)
     if "long text" in item.name:
-        return item.dtype != "float32" or item.spec.grad
-    return item.dtype == "float16" and not _among((*FEW, *FEWER[name], *HALF), item)
+        return item.spec.dtype != "float32" or item.spec.grad
+    return item.spec.dtype == "float16" and not _among((*FEW, *FEWER[name], *HALF), item)
 
 
 def _long(name: str, item: Item) -> bool:
     """True if only make test-all runs this item on the CPU."""
-    if name in FEWER and (name, item.dtype, item.name) != ("triton", "float16", "overflow"):
-        return item.dtype != "float32" or not _among(FEWER[name], item)
-    if item.dtype == "float32":
+    if name in FEWER and (name, item.spec.dtype, item.name) != ("triton", "float16", "overflow"):
+        return item.spec.dtype != "float32" or not _among(FEWER[name], item)
+    if item.spec.dtype == "float32":
         return "long text" in item.name and item.spec.grad
     heavy = ("compiled", "causality, long", "paged by 256")
     return item.name not in FEW if item.case else item.name.startswith(heavy)
@@ -111,7 +111,7 @@ def _grid() -> Iterator[Any]:
                 continue
             on_cuda, long = device == "cuda", device == "cpu" and _long(name, item)
             marks = [pytest.mark.gpu] * on_cuda + [pytest.mark.slow] * long
-            id_ = f"{name}-{device}-{item.name}-{item.dtype}"
+            id_ = f"{name}-{device}-{item.name}-{item.spec.dtype}"
             yield pytest.param(name, device, item, marks=marks, id=id_)
 
 
@@ -177,7 +177,7 @@ def test_the_sample_has_every_feature_and_names_are_unique() -> None:
     sample = matrix.in_order()[: len(SAMPLE)]
     assert {case.name for case in sample} == {*SAMPLE}
     assert {f for c in sample for f in c.features} == {f for c in CASES for f in c.features}
-    assert len({(item.name, item.dtype) for item in ITEMS}) == len(ITEMS)
+    assert len({(item.name, item.spec.dtype) for item in ITEMS}) == len(ITEMS)
     assert {f for item in ITEMS for f in item.features} | {"gradients"} == set(FEATURES)
 
 

@@ -127,7 +127,7 @@ def test_the_texts_are_those_that_python_matches(pattern, pieces, left, n_ends) 
 @given(patterns, patterns, st.integers(0, 9), st.sampled_from([0.0, 0.7, 3.0]), st.booleans())
 def test_texts_of_a_model_match(pattern, other, more, temperature, has_ends) -> None:
     """A constraint for each row, with prompts of different lengths, in all WAYS."""
-    vocabulary = Vocabulary(TOKENS, ENDS if has_ends else None)
+    vocabulary = Vocabulary(TOKENS, ENDS if has_ends else ())
     try:
         both = [constrain.regex(p, vocabulary) for p in (pattern, other)]
     except UserError:  # no text but the empty one

@@ -220,7 +220,7 @@ def write_tokens(folder: Path) -> None:
     for split in ("train", "val"):
         tokens = torch.randint(V, (4000,)).to(torch.uint16).numpy()
         (folder / "tiny" / f"{split}.bin").write_bytes(tokens.tobytes())
-    meta = {"tokenizer": {"kind": "char"}, "vocab_size": V,
+    meta = {"tokenizer": {"name": "char"}, "vocab_size": V,
             "tokens": {"train": 4000, "val": 4000}}  # fmt: skip
     (folder / "tiny" / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 

@@ -122,9 +122,9 @@ class Report:
         elif answer.verdict == "wrong":
             why = "; ".join(answer.why)
             self.script = self.script or script(self.name, item, device, why)
-            failure = {"what": item.name, "dtype": item.dtype, "device": device, "why": why}
+            failure = {"what": item.name, "dtype": item.spec.dtype, "device": device, "why": why}
             self.failures.append(failure)
-        for row in ("total", f"{item.dtype}, {device}", *rows):
+        for row in ("total", f"{item.spec.dtype}, {device}", *rows):
             counts = self.features.setdefault(row, dict.fromkeys(VERDICTS, 0))
             counts[kind] += 1
 
@@ -162,7 +162,7 @@ def check(
     about = machine_names, torch.__version__, quick, longest
     report = Report(name, backend.name, backend.title, *about)
     for n, (device, item) in enumerate(tests):
-        watch(n, len(tests), f"{item.name}, {item.dtype}, {device}")
+        watch(n, len(tests), f"{item.name}, {item.spec.dtype}, {device}")
         try:
             with torch.random.fork_rng([device] if device[:4] == "cuda" else []):
                 answer = judge(backend, item, here[device], device)
@@ -182,12 +182,12 @@ def script(name: str, item: Item, device: str, why: str) -> str:
     name = os.path.abspath(name) if os.path.exists(name) else name
     length = f", length={item.length}" if item.length else ""
     return "\n".join([
-        *(f"# {line}" for line in f"{item.name}, {item.dtype}: {why}".splitlines()),
+        *(f"# {line}" for line in f"{item.name}, {item.spec.dtype}: {why}".splitlines()),
         f"from {package} import get",
         f"from {package}.check.command import items",
         "",
-        f"test = next(t for t in items([{item.dtype!r}]{length}) if t.name == {item.name!r})",
-        "print(test.case or test.spec)  # matrix.draw(test.case, test.dtype): its inputs",
+        f"test = next(t for t in items([{item.spec.dtype!r}]{length}) if t.name == {item.name!r})",
+        "print(test.case or test.spec)  # matrix.draw(test.case, test.spec.dtype): its inputs",
         f"test.ask(get({name!r}), test.spec, {device!r})",
     ])  # fmt: skip
 

@@ -32,10 +32,6 @@ class Item:
     case: matrix.Case | None = None  # None: a property
     length: int = 0  # of a long sequence, in tokens
 
-    @property
-    def dtype(self) -> str:
-        return self.spec.dtype
-
 
 def properties(dtype: str) -> Iterator[Item]:
     def item(

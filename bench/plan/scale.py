@@ -88,7 +88,7 @@ def root_shapes(m: GPTConfig) -> list[tuple[int, int]]:
     tables = [m.vocab_size] if m.tied else 2 * [m.vocab_size]
     if m.position == "learned":
         tables.append(m.block_size)
-    return [*((rows, C) for rows in tables), *([(C, 1)] if norm else [])]
+    return [*((rows, C) for rows in tables), *(norm * [(C, 1)])]
 
 
 def part(shapes: list[tuple[int, int]], ranks: int) -> int:
