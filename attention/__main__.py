@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     for name, text in flags.items():
         add(f"--{name}", type=flag, nargs="?", const=True, default=False, help=text)
     add("--hub_kernels", "--attention_hub_kernels", type=flag, nargs="?", const=True,
-        default=False, help="allow downloading a prebuilt kernel and running it")  # fmt: skip
+        default=False, help="allow downloading a prebuilt kernel and running it")
     return made
 
 
@@ -83,7 +83,7 @@ def spec_of(args: argparse.Namespace, dtype: str) -> Spec:
         args.dropout, args.segments, grad=not args.inference and cache == "none", cache=cache,
         compiled=args.compiled, page_size=args.page_size or (256 if cache == "paged" else None),
         scale=args.scale, softcap=args.softcap, sinks=args.sinks, lse=args.lse,
-    )  # fmt: skip
+    )
 
 
 def best_dtype(machine: Machine) -> str:

@@ -99,7 +99,7 @@ def borders(segments: Tensor) -> list[tuple[int, ...]]:
 def in_blocks(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
     segments: Tensor | None, cache: StaticView | None = None, **options: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Call attend(), which masks and takes Tq <= Tk, for blocks of queries and the keys that they
     see. Segments are only masked in a call of one block and under torch.compile."""
     block = CUDA_BLOCK if q.is_cuda else BLOCK
@@ -116,7 +116,7 @@ def in_blocks(
     return torch.cat([
         _in_pieces(attend, q[rows], k[rows], v[rows], spec, segments[rows], found, options)
         for rows, found in groups
-    ])  # fmt: skip
+    ])
 
 
 def cut(
@@ -140,7 +140,7 @@ def cut(
 def _in_pieces(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
     segments: Tensor | None, found: list[Piece], options: dict[str, Any],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     # Not split into one: its gradient would be a copy.
     sizes = [piece.I.stop - piece.I.start for piece in found]
     qs = q.split(sizes, dim=1) if len(found) > 1 else (q,)

@@ -186,7 +186,7 @@ INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 
 
 def _contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
-                   segments: Tensor | None, cache: Any, sinks: Tensor | None) -> str:  # fmt: skip
+                   segments: Tensor | None, cache: Any, sinks: Tensor | None) -> str:
     """What is wrong with attend()'s arguments, in words; "" if nothing is."""
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     fits = q.dim() == 4 and k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)

@@ -35,7 +35,7 @@ TOO_SLOW = 5.0  # times the best so far: not timed further
 def fastest(
     spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(),
     ranks: Ranks | None = None,
-) -> Resolution:  # fmt: skip
+) -> Resolution:
     """The fastest backend here, remembered or measured, which takes seconds.
 
     Args:
@@ -67,7 +67,7 @@ def fastest(
 def take(
     name: str, spec: Spec, device: str | torch.device, shape: Shape, policy: Policy,
     ranks: Ranks | None = None,
-) -> Resolution:  # fmt: skip
+) -> Resolution:
     # Only auto falls back, not a measured name.
     strict = replace(policy, fallback=name == "auto")
     chosen = select(name, spec, device, strict, shape=(shape[0], shape[2]), ranks=ranks)

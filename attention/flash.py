@@ -61,7 +61,7 @@ FA4 = Package("flash_attn.cute", unbounded=None, lse="return_lse")
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
-           package: Package) -> Tensor:  # fmt: skip
+           package: Package) -> Tensor:
     """Attention by one of the flash-attn packages; shapes as in caps.Backend.
 
     Raises:
@@ -109,7 +109,7 @@ def _varlen(
 def _from_cache(
     flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
     package: Package, options: dict[str, object],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     # Queries are aligned with the end: the length is start + Tq even if a row has fewer tokens.
     # Past its end the kernel reads the null page, or zeros, which only padding sees.
     Tq = q.shape[1]
@@ -146,12 +146,12 @@ def _in_band(
 ) -> tuple[bool, tuple[int | None, int | None]]:
     """`causal` and `window_size`. A side that reaches the end of every row has no limit."""
     window = (left if left < keys - 1 else package.unbounded,
-              right if right < rows - 1 else package.unbounded)  # fmt: skip
+              right if right < rows - 1 else package.unbounded)
     return right == 0, (window[0], 0) if right == 0 else window
 
 
 def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None = None, *,
-                 package: Package) -> tuple[Tensor, Tensor]:  # fmt: skip
+                 package: Package) -> tuple[Tensor, Tensor]:
     (B, Tq, H, _), Tk = q.shape, k.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     L = torch.full((B, H, Tq), -torch.inf, dtype=torch.float32, device=q.device)
@@ -168,7 +168,7 @@ def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segme
 
 def backward_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
                   offset: int, segments: None = None, *,
-                  package: Package) -> tuple[Tensor, ...]:  # fmt: skip
+                  package: Package) -> tuple[Tensor, ...]:
     sums = tuple(torch.zeros(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v))
     if (found := band(q.shape[1], k.shape[1], offset, spec.window)) is not None:
         I, J, *sides = found
@@ -185,7 +185,7 @@ def backward_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L:
 def _write_gradients(
     package: Package, spec: Spec, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor],
     causal: bool, window: tuple[int | None, int | None],
-) -> None:  # fmt: skip
+) -> None:
     """Into `grads`, by the private functions that take L: flash_attn/flash_attn_interface.py from
     2.7 on, hopper/flash_attn_interface.py and flash_attn/cute/interface.py at 0251105a (August
     2026). Where a release has others, the probe fails, and the package is refused in parts."""
@@ -204,7 +204,7 @@ def _write_gradients(
         dout, q, k, v, out = rows
         flash.interface._flash_attn_bwd(
             q, k, v, out, dout, L, scale, causal, softcap, *window,
-            deterministic=ordered, dq=grads[0], dk=grads[1], dv=grads[2])  # fmt: skip
+            deterministic=ordered, dq=grads[0], dk=grads[1], dv=grads[2])
 
 
 def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -234,7 +234,7 @@ def _load(package: Package) -> ModuleType:
 # backward came with 2.6.2 (5f1ae4a3): before, the gradients were silently wrong.
 _FA2 = Caps(("cuda",), HALF, (8, 0), head_dim_max=256, dropout=False, scale=True, softcap=True,
             caches=CACHES, page_multiple=256, packages=("flash_attn>=2.6.2",),
-            lse=True, lse_segments=False)  # fmt: skip
+            lse=True, lse_segments=False)
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
 # past 192 needs 144 KB of shared memory. With less (8.6, 8.9, 12.0) the backward silently launches
@@ -251,7 +251,7 @@ FA2_CAPS = (
 # all functions and in the backward, no sinks.
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), head_dim_max=256, head_dim_multiple=8, dropout=False,
             scale=True, softcap=True, deterministic=False, caches=CACHES,
-            packages=("flash_attn_interface",), lse=True, lse_segments=False)  # fmt: skip
+            packages=("flash_attn_interface",), lse=True, lse_segments=False)
 FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 
 # flash_attn/cute/interface.py of 4.0.0b13: Hopper and Blackwell. It has no backward for 8.x, and
@@ -259,7 +259,7 @@ FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 # multiples of 8. On Blackwell 256 has separate kernels, without window, and pages of 128 only.
 _FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), head_dim_max=128, head_dim_multiple=8, dropout=False,
             scale=True, grad=False, caches=CACHES,
-            packages=("flash_attn.cute>=4.0",), lse=True, lse_segments=False)  # fmt: skip
+            packages=("flash_attn.cute>=4.0",), lse=True, lse_segments=False)
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 # Silently wrong gradients if head_dim is no multiple of 32: dQ at 72 and 104 on Hopper
 # (flash-attention pull request 2896), dK and dV on Blackwell (2698); and at 256 on Blackwell, where
@@ -286,7 +286,7 @@ _HUB = "--attention_hub_kernels=True with pip install kernels"
 def _backend(
     generation: int, package: Package, caps: tuple[Caps, ...], fallback: str, install: str,
     hub: tuple[str, str] | None = None,
-) -> Backend:  # fmt: skip
+) -> Backend:
     distribution = "flash-attn" if generation == 2 else f"flash-attn-{generation}"
     plain = Backend(
         f"flash_attn_{generation}",
@@ -311,6 +311,6 @@ def _backend(
 
 V2 = _backend(2, FA2, FA2_CAPS, "sdpa", "pip install flash-attn --no-build-isolation", HUB2)
 V3 = _backend(3, FA3, FA3_CAPS, "flash_attn_2", "from github.com/Dao-AILab/flash-attention: "
-              "cd hopper && python setup.py install", HUB3)  # fmt: skip
+              "cd hopper && python setup.py install", HUB3)
 V4 = _backend(4, FA4, FA4_CAPS, "flash_attn_3", "pip install --pre flash-attn-4")
 V4 = replace(V4, attend=not_compiled(V4.attend), fullgraph=False)

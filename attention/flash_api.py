@@ -72,7 +72,7 @@ def flash_attn_func(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, *, return_softmax_lse: bool = False, **fa3: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Causal attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
     Args:
@@ -90,7 +90,7 @@ def flash_attn_func(
     check_deterministic(deterministic, q)
     lse = return_attn_probs or return_softmax_lse
     request = Request.of(q.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, lse,
-                         alibi_slopes=alibi_slopes, **fa3)  # fmt: skip
+                         alibi_slopes=alibi_slopes, **fa3)
     return _returned(*_dense(q, k, v, request), return_attn_probs, lse)
 
 
@@ -113,7 +113,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, block_table: Tensor | None = None, *,
     return_softmax_lse: bool = False, **fa3: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Causal attention of N sequences of any lengths, one after the other.
 
     Args:
@@ -197,7 +197,7 @@ def flash_attn_with_kvcache(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None, num_splits: int = 0, return_softmax_lse: bool = False, *,
     page_table: Tensor | None = None, **fa3: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Causal attention to a cache, without gradients; k and v are first appended to it, in place.
 
     Args:
@@ -223,7 +223,7 @@ def flash_attn_with_kvcache(
         Tq, 0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
         rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
         alibi_slopes=alibi_slopes, **fa3,
-    )  # fmt: skip
+    )
     n_new = check_new(k, v, k_cache, B)
     wait = return_softmax_lse
     lengths = check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, wait)
@@ -277,7 +277,7 @@ def flash_attn_with_kvcache(
 def _host_rows(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, skip: list[int], ends: list[int],
     table: Tensor | None, request: Request,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """_dense() of rows whose lengths the host knows: it reads only their keys."""
     if not (q.numel() and any(ends)):
         return _dense(q, k_cache[:, :0], v_cache[:, :0], request)
@@ -372,7 +372,7 @@ def _padded(texts: list[Tensor]) -> Tensor:
 def _kernel(
     q: Tensor, k: Tensor, request: Request, *, segments: bool = False, grad: bool = False,
     cache: str = "none", page_size: int | None = None,
-) -> tuple[Backend, Spec]:  # fmt: skip
+) -> tuple[Backend, Spec]:
     Tq, Tk = q.shape[1], k.shape[1]
     window = request.window
     if window is not None and cache != "paged" and window >= Tk:
@@ -382,7 +382,7 @@ def _kernel(
     asked = (
         window, request.dropout, segments, grad, cache, compiled, page_size, request.scale,
         request.softcap, False, request.lse,
-    )  # fmt: skip
+    )
     heads = q.shape[-2], k.shape[-2], q.shape[-1]
     dtype, device = str(q.dtype).removeprefix("torch."), str(q.device)
     size = 0 if compiled else max(Tk, LONG).bit_length()  # a longer call is probed at its length

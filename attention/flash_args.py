@@ -24,7 +24,7 @@ from .views import kept, not_compiled, symbolic
 HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata")
 REFUSED = ("alibi_slopes", "attention_chunk", "cache_leftpad", "cu_seqlens_k_new", "cu_seqlens_q",
            "k_descale", "max_seqlen_q", "q_descale", "qv", "rotary_cos", "rotary_seqlens",
-           "rotary_sin", "seqused_k", "seqused_q", "v_descale")  # fmt: skip
+           "rotary_sin", "seqused_k", "seqused_q", "v_descale")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Request:
     def of(
         cls, Tq: int, dropout: float, scale: float | None, causal: bool, window: tuple[int, int],
         softcap: float, lse: bool, **others: object,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         """Raise ValueError for what is not supported. `others` are HINTS, or REFUSED unless None,
         False or 0."""
         sides = list(window) if isinstance(window, (tuple, list)) else []
@@ -72,7 +72,7 @@ class Request:
             q.shape[-2], k.shape[-2], q.shape[-1], str(q.dtype)[6:], window=self.window,
             dropout=self.dropout, segments=segments, scale=self.scale, softcap=self.softcap,
             lse=self.lse,
-        )  # fmt: skip
+        )
 
 
 INDICES = ("int32", "int64")
@@ -101,7 +101,7 @@ def on_host(t: Tensor) -> list[Any] | None:
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *,
-           varlen: bool = False, paged: bool = False) -> None:  # fmt: skip
+           varlen: bool = False, paged: bool = False) -> None:
     one = "(total tokens, heads, head_dim)" if varlen else "(batch, tokens, heads, head_dim)"
     keys, dims = one, 3 if varlen else 4
     if paged:
@@ -146,7 +146,7 @@ def check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> in
 def check_rows(
     B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None, table: Tensor | None,
     rows: Tensor | None, wait: bool,
-) -> list[int] | None:  # fmt: skip
+) -> list[int] | None:
     """The lengths of B rows before n_new tokens are written; None: they are on a device, and the
     host does not `wait` for it."""
     (n_rows, room), on = k_cache.shape[:2], k_cache.device

@@ -57,7 +57,7 @@ SPOILT = (8, 16)
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
-           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+           sinks: Tensor | None = None) -> Tensor:
     """Attention by torch.nn.attention.flex_attention, compiled; shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
@@ -84,7 +84,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
 
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any, scale: float | str | None,
-         softcap: float | str | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
+         softcap: float | str | None, sinks: Tensor | None) -> Tensor:
     """flex_attention, and the weight that sinks (H,) leave."""
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -32,7 +32,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, kernel: Partial,
     segments: Tensor | Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
     options: Options = (),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Attention by a kernel: out (B, Tq, H, D) in q's dtype and the log-sum-exp (B, H, Tq), which
     has no gradient.
 
@@ -52,7 +52,7 @@ def attention(
 
 
 def _arguments(options: Options, sinks: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor,
-               seg_q: Tensor | None, seg_k: Tensor | None) -> Options:  # fmt: skip
+               seg_q: Tensor | None, seg_k: Tensor | None) -> Options:
     """The arguments of Partial's functions after the tensors."""
     spec, *options_ = options
     pair = None if seg_q is None else (seg_q, seg_k)
@@ -88,7 +88,7 @@ class Attention(Mapped):
     def forward(
         kernel: Partial, options: Options, sinks: Tensor | None, seed: Tensor | None, q: Tensor,
         k: Tensor, v: Tensor, seg_q: Tensor | None, seg_k: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         # No *args: torch.compile takes these parameters for one less than there are.
         out, L = kernel.forward(q, k, v, *_arguments(options, sinks, seed, q, k, seg_q, seg_k))
         return out.to(q.dtype), L
@@ -124,7 +124,7 @@ class Gradient(Mapped):
         kernel: Partial, options: Options, sinks: Tensor | None, seed: Tensor | None, dout: Tensor,
         q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None, seg_k: Tensor | None, out: Tensor,
         L: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         more = _arguments(options, sinks, seed, q, k, seg_q, seg_k)
         with autocast_off(q):  # here autograd calls, in whatever context
             grads = kernel.backward(unit_stride(dout), q, k, v, out, L, *more)

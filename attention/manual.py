@@ -28,7 +28,7 @@ from .views import StaticView, for_any_shape, mask
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: StaticView | None = None,
-           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+           sinks: Tensor | None = None) -> Tensor:
     """Attention by the formula: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
     segments: (B, Tk) int32, the queries are the last Tq positions; sinks: (H,); cache: the view

@@ -36,7 +36,7 @@ BLOCK = 256  # queries that gather() takes at a time
 
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
-           cache: PagedView | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+           cache: PagedView | None = None, sinks: Tensor | None = None) -> Tensor:
     """Attend to the tokens in the pages k and v that cache.page_table lists.
 
     Queries from cache.count on are padding: their outputs are finite but meaningless.
@@ -50,7 +50,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
         return decode(
             q, k, v, cache.page_table, cache.start, cache.count, sinks, spec.window or 0,
             spec.softmax_scale, spec.softcap, splits=0,
-        )  # fmt: skip
+        )
     outs = []
     for a in range(0, q.shape[1], BLOCK):
         start = cache.start + cache.count.clamp(max=a)
@@ -60,7 +60,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
 
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
-           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+           sinks: Tensor | None = None) -> Tensor:
     """Attention of q (B, Tq, H, D) to the tokens that it sees, copied from their pages."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
@@ -149,4 +149,4 @@ BACKEND = Backend(
                caches=("paged",)),),
     fallback="sdpa",
     aliases=("paged_attention",),
-)  # fmt: skip
+)

@@ -65,7 +65,7 @@ class Phase(NamedTuple):
         return Spec(
             n_head, n_kv_head, head_dim, self.dtype, window, dropout, self.segments, self.grad,
             self.cache, self.compiled, self.page_size, lse=self.lse,
-        )  # fmt: skip
+        )
 
 
 class Call(NamedTuple):
@@ -125,7 +125,7 @@ class Plans:
     def make(
         self, key: Hashable, specs: Sequence[Spec], device: str | torch.device, shape: Shape,
         label: str = "", ranks: Ranks | None = None,
-    ) -> Plan:  # fmt: skip
+    ) -> Plan:
         """Choose a kernel for each Spec, announce it, and store the plan under `key`.
 
         Args:

@@ -100,7 +100,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
         _deviations(names, *([x[b] if x.dim() == 4 else b * x for x in xs] for xs in all_three),
                     dtype=inputs[0].dtype, scale=scale)
         for b, scale in enumerate((1, LARGE))
-    )  # fmt: skip
+    )
     why = _wrong(found) or [f"{text}, on large scores" for text in _wrong(large)]
     if not why and leak != 0:
         why = [f"a later token moves earlier outputs, by up to {leak:.2g}"]
@@ -160,7 +160,7 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
 
 
 def _rows(inputs: list[Tensor], seg: Tensor | None, spec: Spec, rows: list[int],
-          exact: bool) -> list[Tensor]:  # fmt: skip
+          exact: bool) -> list[Tensor]:
     """_run() of manual for these queries, each against the keys up to its own."""
     q, k, v, dout, *sinks = inputs
     outs: list[Tensor] = []
@@ -218,7 +218,7 @@ class Deviation(NamedTuple):
 def _deviations(
     names: list[str], out: list[Tensor], plain: list[Tensor], truth: list[Tensor],
     *, dtype: torch.dtype, scale: float,
-) -> list[Deviation]:  # fmt: skip
+) -> list[Deviation]:
     """The largest error of each tensor, and the root mean square: the large values of rows with few
     visible keys would hide an error of a few percent in the others."""
     sizes: dict[str, Callable[[Tensor], float]] = {
@@ -289,7 +289,7 @@ def _exact(inputs: list[Tensor], seg: Tensor | None, spec: Spec) -> list[Tensor]
 
 
 def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
-         spec: Spec, backward: bool = True) -> list[Tensor]:  # fmt: skip
+         spec: Spec, backward: bool = True) -> list[Tensor]:
     """The output, and with spec.grad the gradients of q, k, v and sinks."""
     q, k, v, dout, *sinks = (t.detach().requires_grad_(spec.grad) for t in inputs)
     out = attend(q, k, v, spec, segments=seg, **({"sinks": sinks[0]} if sinks else {}))
@@ -300,7 +300,7 @@ def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None
 
 @torch.no_grad()
 def run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
-                spec: Spec, backward: bool = False) -> list[Tensor]:  # fmt: skip
+                spec: Spec, backward: bool = False) -> list[Tensor]:
     """The output through a cache: two chunks, then single tokens; rows of two lengths."""
     q, k, v, _, *sinks = inputs
     more = {"sinks": sinks[0]} if sinks else {}

@@ -163,7 +163,7 @@ def with_segments(
 
 @not_compiled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-           cache: None = None, ring: Ring, kernel: Partial) -> Tensor:  # fmt: skip
+           cache: None = None, ring: Ring, kernel: Partial) -> Tensor:
     """Attention over the ring's sequence. q and the output (B, T_r, H, D), k, v (B, T_r, Hkv, D)
     and segments (B, T_r) are this process's shards, from Ring.shard()."""
     assert cache is None and not spec.dropout and not spec.sinks  # Caps.lse
@@ -177,7 +177,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def forward(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments: Pair, _sinks: None,
     _seed: None, ring: Ring, kernel: Partial,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     B, T_r, H, _ = q.shape
     acc = torch.promote_types(q.dtype, torch.float32)
     O = torch.zeros(q.shape, dtype=acc, device=q.device)
@@ -202,7 +202,7 @@ def forward(
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
              _offset: int, segments: Pair, _sinks: None, _seed: None, ring: Ring,
-             kernel: Partial) -> tuple[Tensor, ...]:  # fmt: skip
+             kernel: Partial) -> tuple[Tensor, ...]:
     dQ = torch.zeros(q.shape, dtype=L.dtype, device=q.device)
     here = segments[1] if segments else None
     block = [k, v] if here is None else [k, v, here]

@@ -46,7 +46,7 @@ CUDNN_DROPOUT_STEP = 1 / 16
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None,
-           kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
+           kernel: SDPBackend | None = None) -> Tensor:
     """Attention by F.scaled_dot_product_attention; shapes as in caps.Backend.
 
     Args:
@@ -63,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
-          attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:  # fmt: skip
+          attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     if k.shape[1] == 1 and kernel == SDPBackend.CUDNN_ATTENTION:
         return _only_key(q, k, v, spec)
     grouped = spec.n_kv_head != spec.n_head
@@ -79,13 +79,13 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
     with sdpa_kernel(kernels) if kernels else nullcontext():
         out = F.scaled_dot_product_attention(
             q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal,
-            scale=spec.scale, enable_gqa=grouped)  # fmt: skip
+            scale=spec.scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
 def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
               cache: StaticView | None = None,
-              kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
+              kernel: SDPBackend | None = None) -> Tensor:
     """Attention of a block of queries, with the mask that it needs."""
     Tq, Tk = q.shape[1], k.shape[1]
     window = None if spec.window is None or spec.window >= Tk else spec.window
@@ -138,7 +138,7 @@ varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
 
 @for_any_shape
 def flash(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-          cache: None = None) -> Tensor:  # fmt: skip
+          cache: None = None) -> Tensor:
     """attend() by PyTorch's FlashAttention; on CUDA a window or segments by its varlen function."""
     if q.is_cuda and segments is not None:
         return varlen_by_segments(q, k, v, spec, segments=segments)
@@ -180,7 +180,7 @@ CUDNN = _pinned(
     SDPBackend.CUDNN_ATTENTION,
     Caps(("cuda",), HALF, min_capability=(8, 0), min_torch="2.5", head_dim_max=128,
          head_dim_multiple=8, dropout_step=CUDNN_DROPOUT_STEP, deterministic=False, scale=True),
-)  # fmt: skip
+)
 MATH = _pinned(
     "sdpa_math",
     "PyTorch SDPA pinned to its unfused kernel, O(S^2) memory",

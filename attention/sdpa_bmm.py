@@ -63,7 +63,7 @@ def forward(
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
-             offset: int, segments: None = None) -> tuple[Tensor, ...]:  # fmt: skip
+             offset: int, segments: None = None) -> tuple[Tensor, ...]:
     (B, Tq, H, _), Tk = q.shape, k.shape[1]
     scale = spec.softmax_scale
     Q, K, V, dO = (t.transpose(1, 2).flatten(0, 1) for t in (q * scale, k, v, dout))

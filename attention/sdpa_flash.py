@@ -53,7 +53,7 @@ def varlen(
         q_THD, k_THD, v_THD, *lengths, scale=spec.softmax_scale,
         window_size=(-1 if spec.window is None else spec.window - 1, 0),
         enable_gqa=spec.n_head != spec.n_kv_head,
-    )  # fmt: skip
+    )
     return out.unflatten(0, (B, Tq))[..., :D]
 
 
@@ -71,7 +71,7 @@ def forward(
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-             spec: Spec, offset: int, segments: Pair = None) -> tuple[Tensor, ...]:  # fmt: skip
+             spec: Spec, offset: int, segments: Pair = None) -> tuple[Tensor, ...]:
     if q.is_cuda:
         return _cuda_backward(dout, q, k, v, out, L, spec, offset)
     run = cpu_backward if torch.compiler.is_compiling() else _cpu_backward
@@ -82,7 +82,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
 def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None, seg_k: Tensor | None, offset: int,
     window: int | None, scale: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     acc = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=acc, device=q.device)
     L = torch.full((len(q), q.shape[2], q.shape[1]), -torch.inf, dtype=acc, device=q.device)
@@ -97,14 +97,14 @@ def _cpu_forward(
 def _cpu_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, seg_q: Tensor | None,
     seg_k: Tensor | None, offset: int, window: int | None, scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     L = L.masked_fill(L.isneginf(), 0)  # where no key is seen P is exp(-inf - L): 0, not NaN
     dq, dk, dv = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (q, k, v))
     for b, I, J, how, _ in _cpu_blocks(q, k, window, offset, seg_q, seg_k):
         tensors = dout[b, I], q[b, I], k[b, J], v[b, J], out[b, I].to(q.dtype)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *map(_BHTD, tensors), L[b, :, I].contiguous(), 0.0,
-            how.pop("is_causal", False), scale=scale, **how)  # fmt: skip
+            how.pop("is_causal", False), scale=scale, **how)
         for total, at, grad in zip((dq, dk, dv), (I, J, J), grads, strict=True):
             total[b, at] += grad.transpose(1, 2)
     return dq, dk, dv
@@ -123,7 +123,7 @@ def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
 
 @cpu_backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-      *others: object) -> tuple[Tensor, ...]:  # fmt: skip
+      *others: object) -> tuple[Tensor, ...]:
     return tuple(q.new_empty(t.shape, dtype=L.dtype) for t in (q, k, v))
 
 
@@ -135,7 +135,7 @@ def _BHTD(t: Tensor) -> Tensor:
 def _cpu_blocks(
     q: Tensor, k: Tensor, window: int | None, offset: int, seg_q: Tensor | None,
     seg_k: Tensor | None,
-) -> Iterator[tuple[slice, slice, slice, dict[str, Any], Tensor | None]]:  # fmt: skip
+) -> Iterator[tuple[slice, slice, slice, dict[str, Any], Tensor | None]]:
     """Rows of the batch, queries, their keys, the operator's mask, and which queries see no key,
     (B or 1, 1, |I|); None: all do."""
     (B, Tq), Tk = q.shape[:2], k.shape[1]
@@ -199,7 +199,7 @@ def _cuda_backward(
         lengths = I.stop - I.start, J.stop - J.start
         grads = aten._scaled_dot_product_flash_attention_backward(
             *given, L[..., I].contiguous(), None, None, *lengths, 0.0, causal, seed, seed,
-            scale=spec.softmax_scale)  # fmt: skip
+            scale=spec.softmax_scale)
         for sum_, rows, grad in zip((dq, dk, dv), (I, J, J), grads, strict=True):
             sum_[:, rows] += grad.transpose(1, 2)[..., : q.shape[3]]
     return dq, dk, dv

@@ -33,7 +33,7 @@ BACKENDS: dict[str, Backend] = {
         sdpa.MATH, sdpa_bmm.BACKEND, flex.BACKEND, triton_flash.BACKEND, flash.V2, flash.V3,
         flash.V4, paged.BACKEND,
     )
-}  # fmt: skip
+}
 REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory, and no tiles: not probed at length
 RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (choose.py)
 _BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
@@ -93,7 +93,7 @@ PREFERENCE = {
              "triton", "manual", "tiled"),
     "cpu": ("sdpa", "paged", "sdpa_flash", "manual", "tiled"),
     "mps": ("sdpa", "paged", "manual", "tiled"),
-}  # fmt: skip
+}
 
 
 def admit(
@@ -112,7 +112,7 @@ def admit(
 def resolve(
     name: str, spec: Spec, machine: Machine, policy: Policy = Policy(), *,
     failed: Mapping[str, tuple[str, ...]] | None = None,
-) -> Resolution:  # fmt: skip
+) -> Resolution:
     """Choose the backend that will run.
 
     Args:
@@ -163,7 +163,7 @@ class Ranks(Protocol):
 def select(
     name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
     shape: tuple[int, int] | None = None, ranks: Ranks | None = None,
-) -> Resolution:  # fmt: skip
+) -> Resolution:
     """Resolve `name` on this machine, falling back until a backend passes the probe.
 
     Args:
@@ -176,7 +176,7 @@ def select(
 def _select(
     name: str, spec: Spec, device: str | torch.device, policy: Policy,
     shape: tuple[int, int] | None, ranks: Ranks | None,
-) -> Resolution:  # fmt: skip
+) -> Resolution:
     if torch.device(device).type == "meta":  # shapes only
         return Resolution(name, manual.BACKEND)
     machine, T = Machine.here(str(device)), shape[1] if shape else 0

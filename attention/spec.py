@@ -32,7 +32,7 @@ Numbers = Any  # an integer, or a tensor or array of integers or bool
 def visible(
     i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = None,
     seg_i: Numbers = None, seg_j: Numbers = None,
-) -> Numbers:  # fmt: skip
+) -> Numbers:
     """True if query i may attend to key j: the one definition of masking in this project.
 
     Causal, aligned bottom-right: the last query attends to the last key. With
@@ -172,4 +172,4 @@ class Machine:
             interpreted=os.environ.get("TRITON_INTERPRET") == "1",
             deterministic=torch.get_deterministic_debug_mode() == 2,  # 1 only warns
             matrix_units=kind == "cpu" and matrix_units(),
-        )  # fmt: skip
+        )

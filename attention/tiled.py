@@ -45,7 +45,7 @@ BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and k
 
 @not_compiled  # but a graph break: traced, the loops would be unrolled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-           cache: None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+           cache: None = None, sinks: Tensor | None = None) -> Tensor:
     """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     seed = torch.randint(2**62, (), device="cpu") if spec.dropout else None  # waits for no GPU
     return attention(q, k, v, spec, kernel=PARTIAL, segments=segments, sinks=sinks, seed=seed)[0]
@@ -55,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | None = None,
                   segments: Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
-                  on_tile: Any = lambda *_: None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                  on_tile: Any = lambda *_: None) -> tuple[Tensor, Tensor]:
     """The forward pass, FlashAttention-2's Algorithm 1: out and L as in caps.Partial. A tile's
     dropout seed is `seed` plus its number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i, O_i."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
@@ -99,7 +99,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
 def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    spec: Spec, offset: int | None = None, segments: Pair = None,
                    sinks: Tensor | None = None, seed: Tensor | None = None, B_r: int = BLOCK_M,
-                   B_c: int = BLOCK_N) -> tuple[Tensor, ...]:  # fmt: skip
+                   B_c: int = BLOCK_N) -> tuple[Tensor, ...]:
     """The backward pass: FlashAttention-2, Algorithm 2. Gradients of q, k, v and any sinks."""
     Tq, Tk, Hkv, tau, acc = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale, L.dtype
     Q, K, V, O, dO = (by_kv_head(t, Hkv) for t in (q, k, v, out, dout))
@@ -197,4 +197,4 @@ def dropout(P_ij: Tensor, p: float, seed: Tensor | None, tile: int) -> Tensor | 
 PARTIAL = Partial(forward_tiles, backward_tiles)
 BACKEND = Backend("tiled", "FlashAttention's algorithm in plain PyTorch, O(S) memory", attend,
                   (Caps(scale=True, softcap=True, sinks=True, lse=True),), fallback=None,
-                  fullgraph=False, partial=PARTIAL)  # fmt: skip
+                  fullgraph=False, partial=PARTIAL)

@@ -42,7 +42,7 @@ from .views import Pair, for_any_shape
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
-           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+           sinks: Tensor | None = None) -> Tensor:
     """Attention by our own kernels; shapes as in caps.Backend."""
     assert cache is None, "triton has no cache"
     pair = None
@@ -56,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
 def whole_forward(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, borders: Pair,
     sinks: Tensor | None = None, seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """out in q's dtype, and L for whole_backward()."""
     from .triton.flash_kernels import flash_forward  # imports triton, which is optional
 
@@ -68,7 +68,7 @@ def whole_forward(
 def whole_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec, offset: int,
     borders: Pair, sinks: Tensor | None = None, seed: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     from .triton.flash_kernels import flash_backward
 
     numbers = spec.window, spec.dropout, spec.softmax_scale, spec.softcap
@@ -95,7 +95,7 @@ def forward(
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
-             offset: int, segments: Pair = None) -> tuple[Tensor, ...]:  # fmt: skip
+             offset: int, segments: Pair = None) -> tuple[Tensor, ...]:
     from .triton.flash_kernels import LOWEST, flash_backward
 
     numbers = spec.window, 0.0, spec.softmax_scale, spec.softcap, offset
@@ -139,7 +139,7 @@ def borders(segments: Tensor) -> tuple[Tensor, Tensor]:
 
 _AMPERE = Caps(("cuda",), ("float16", "bfloat16", "float32"), (8, 0), min_torch="2.5",
                head_dim_max=128, scale=True, softcap=True, sinks=True, lse=True,
-               packages=("triton>=3.1",))  # fmt: skip
+               packages=("triton>=3.1",))
 _TURING = replace(_AMPERE, dtypes=("float16", "float32"), min_capability=(7, 5))
 BACKEND = Backend(
     name="triton",

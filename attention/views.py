@@ -25,7 +25,7 @@ Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
 def mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | tuple[Tensor, Tensor] | None,
     device: torch.device, offset: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """visible() as bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments: ids of the keys (B, Tk),
     or a pair for queries and keys. offset None: Tk - Tq."""
     i = torch.arange(Tq, device=device)[:, None]

@@ -28,6 +28,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
 
 
 BACKEND = Backend(
-    "masked_sdpa", "PyTorch SDPA with a T x T mask", attend,
-    (Caps(dropout=False, segments=False, caches=("none",)),), fallback=None,
-)  # fmt: skip
+    "masked_sdpa",
+    "PyTorch SDPA with a T x T mask",
+    attend,
+    (Caps(dropout=False, segments=False, caches=("none",)),),
+    fallback=None,
+)

@@ -102,8 +102,12 @@ class Training:
             self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
         else:
             self.batch = job.random_tokens(n)
-        self.about = {"title": self.who.title, "compiled": self.compiled,
-                      "dtype": job.dtype, "base_bytes": self.base}  # fmt: skip
+        self.about = {
+            "title": self.who.title,
+            "compiled": self.compiled,
+            "dtype": job.dtype,
+            "base_bytes": self.base,
+        }
 
     def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
         return self.who.step(x, y, self.micro, mark)

@@ -175,7 +175,7 @@ class CudaTensor(torch.Tensor):
         made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, numbers.size(), strides=numbers.stride(), dtype=numbers.dtype, device=CUDA,
             storage_offset=numbers.storage_offset(),
-        )  # fmt: skip
+        )
         made.numbers = numbers
         made.block = Memory.block(numbers, numbers.untyped_storage().nbytes())
         return made
@@ -235,7 +235,7 @@ def facts(op: Any) -> tuple[dict[int, int], bool, bool, list[str]]:
         for j, argument in enumerate(schema.arguments)
         if (a := argument.alias_info) and (r := returned.alias_info) and a.is_write
         and a.before_set == r.before_set
-    }  # fmt: skip
+    }
     names = [a.name for a in schema.arguments]
     views = all(r.alias_info and not r.alias_info.is_write for r in schema.returns)
     return written, "generator" in names, views, names
@@ -319,7 +319,7 @@ def wrap(found: Any, written: Any, args: Any, kwargs: Any, names: Any, stays: bo
         return type(found)(wrap(x, {}, args, kwargs, names, stays) for x in found)
     if isinstance(found, (list, tuple)):
         whose = [argument(written[i], args, kwargs, names) if i in written else None
-                 for i in range(len(found))]  # fmt: skip
+                 for i in range(len(found))]
         return type(found)(
             wrap(x, {}, args, kwargs, names, stays) if w is None else w
             for x, w in zip(found, whose, strict=True)
@@ -378,7 +378,7 @@ def copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 def to_copy(t: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None,
             pin_memory: Any = None, non_blocking: bool = False,
-            memory_format: Any = None) -> Tensor:  # fmt: skip
+            memory_format: Any = None) -> Tensor:
     launches.add("aten::_to_copy")
     stays = torch.device(device or t.device).type == "cuda"
     if is_huge(t):
@@ -387,7 +387,7 @@ def to_copy(t: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = N
         if not stays:
             synchronize()
         found = inner(t).to(dtype or t.dtype, copy=True, memory_format=memory_format
-                            or torch.preserve_format)  # fmt: skip
+                            or torch.preserve_format)
     return CudaTensor(found) if stays else found
 
 
@@ -436,7 +436,7 @@ def choice(q: Tensor, k: Tensor, attn_mask: Tensor | None) -> int:
 
 
 def weights(q: Tensor, k: Tensor, mask: Tensor | None, p: float, causal: bool, scale: Any,
-            seed: int) -> tuple[Tensor, Tensor, Tensor, float]:  # fmt: skip
+            seed: int) -> tuple[Tensor, Tensor, Tensor, float]:
     """P (B, H, Tq, Tk), the kept entries over 1 - p, L (B, H, Tq), all float32; and the scale."""
     scale = scale or q.shape[-1] ** -0.5
     s = q @ k.transpose(-1, -2) * scale
@@ -464,7 +464,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, causal: bool, s
 
 def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float,
                     causal: bool, scale: Any, seed: Any,
-                    of_row: tuple[Tensor, Tensor] | None = None) -> list[Tensor]:  # fmt: skip
+                    of_row: tuple[Tensor, Tensor] | None = None) -> list[Tensor]:
     """of_row: out and L of the whole rows, of which k and v may be a part."""
     dtype, heads = q.dtype, k.shape[1]
     groups = q.shape[1] // heads
@@ -482,7 +482,7 @@ def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, p:
     dk, dv = (t.unflatten(1, (heads, groups)).sum(2) for t in (dk, dv))
     # as the kernels give them: (B, T, H, D) in memory
     return [CudaTensor(t.to(dtype).transpose(1, 2).contiguous().transpose(1, 2))
-            for t in (dS @ k, dk, dv)]  # fmt: skip
+            for t in (dS @ k, dk, dv)]
 
 
 def lower_right(q: Tensor, k: Tensor, is_causal: bool) -> Tensor | None:
@@ -492,7 +492,7 @@ def lower_right(q: Tensor, k: Tensor, is_causal: bool) -> Tensor | None:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
-          return_debug_mask: bool = False, *, scale: Any = None) -> Any:  # fmt: skip
+          return_debug_mask: bool = False, *, scale: Any = None) -> Any:
     launches.add("aten::_scaled_dot_product_flash_attention")
     out, L, seed = attend(q, k, v, lower_right(q, k, is_causal), dropout_p, False, scale)
     return out, L, None, None, q.shape[2], k.shape[2], seed, seed, out
@@ -501,7 +501,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bo
 def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout_p: float,
                    is_causal: bool, seed: Any, offset: Any, *,
-                   scale: Any = None) -> Any:  # fmt: skip
+                   scale: Any = None) -> Any:
     launches.add("aten::_scaled_dot_product_flash_attention_backward")
     mask = lower_right(q, k, is_causal)
     return tuple(attend_backward(dout, q, k, v, mask, dropout_p, False, scale, seed, (out, L)))
@@ -509,7 +509,7 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, compute_log_sumexp: bool,
               dropout_p: float = 0.0, is_causal: bool = False, *,
-              scale: Any = None) -> Any:  # fmt: skip
+              scale: Any = None) -> Any:
     launches.add("aten::_scaled_dot_product_efficient_attention")
     out, L, seed = attend(q, k, v, attn_bias, dropout_p, is_causal, scale)
     return out, L, seed, seed
@@ -517,7 +517,7 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, compute_log_sumex
 
 def efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, out: Tensor,
                        L: Tensor, seed: Any, offset: Any, dropout_p: float, mask: Any,
-                       is_causal: bool = False, *, scale: Any = None) -> Any:  # fmt: skip
+                       is_causal: bool = False, *, scale: Any = None) -> Any:
     launches.add("aten::_scaled_dot_product_efficient_attention_backward")
     found = attend_backward(dout, q, k, v, attn_bias, dropout_p, is_causal, scale, seed)
     return (*found, None)
@@ -525,7 +525,7 @@ def efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attn_bias:
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, compute_log_sumexp: bool,
           dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
-          scale: Any = None) -> Any:  # fmt: skip
+          scale: Any = None) -> Any:
     launches.add("aten::_scaled_dot_product_cudnn_attention")
     out, L, seed = attend(q, k, v, attn_bias, dropout_p, is_causal, scale)
     return out, L, None, None, q.shape[2], k.shape[2], seed, seed, None
@@ -533,7 +533,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, compute_log_sumexp: b
 
 def cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, seed: Any,
                    offset: Any, attn_bias: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: int,
-                   dropout_p: float, is_causal: bool, *, scale: Any = None) -> Any:  # fmt: skip
+                   dropout_p: float, is_causal: bool, *, scale: Any = None) -> Any:
     launches.add("aten::_scaled_dot_product_cudnn_attention_backward")
     return tuple(attend_backward(dout, q, k, v, attn_bias, dropout_p, is_causal, scale, seed))
 
@@ -541,15 +541,15 @@ def cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
 def scaled_dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """F.scaled_dot_product_attention, which else knows CUDA where PyTorch was built for it only."""
     if not isinstance(q, CudaTensor):
         return REAL["sdpa"](q, k, v, attn_mask, dropout_p, is_causal, scale=scale,
-                            enable_gqa=enable_gqa)  # fmt: skip
+                            enable_gqa=enable_gqa)
     if type(attn_mask).__name__ == "CausalBias":
         if q.dtype in (torch.float16, torch.bfloat16) and torch.backends.cuda.flash_sdp_enabled():
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, True,
-                                                            scale=scale)[0]  # fmt: skip
+                                                            scale=scale)[0]
         attn_mask = attn_mask._materialize(CUDA)
     kernel = choice(q, k, attn_mask)
     how: Any = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
@@ -560,11 +560,11 @@ def scaled_dot_product_attention(
         op = getattr(aten, f"_scaled_dot_product_{op}_attention")
         return op(q, k, v, attn_mask, torch.is_grad_enabled(), **how)[0]
     return aten._scaled_dot_product_attention_math(q, k, v, attn_mask, enable_gqa=enable_gqa,
-                                                   **how)[0]  # fmt: skip
+                                                   **how)[0]
 
 
 def varlen_attn(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int, scale: float,
-                window_size: tuple[int, int], enable_gqa: bool) -> Tensor:  # fmt: skip
+                window_size: tuple[int, int], enable_gqa: bool) -> Tensor:
     """torch.nn.attention.varlen.varlen_attn, a sequence at a time, causal."""
     outs, left = [], window_size[0]
     for (a, b), (c, d) in zip(*(pairwise(cu.tolist()) for cu in (cu_q, cu_k)), strict=True):
@@ -593,7 +593,7 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     aten._scaled_dot_product_cudnn_attention.default: cudnn,
     aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
-}  # fmt: skip
+}
 
 
 # ----------------------------------------------------------------------------- the profiler
@@ -636,7 +636,7 @@ class Profile(torch.profiler.profile):
                     events.append(FunctionEvent(
                         id=op.id, name=name, thread=0, start_us=span.start, end_us=span.end,
                         device_type=DeviceType.CUDA, stack=[],
-                    ))  # fmt: skip
+                    ))
 
 
 # ----------------------------------------------------------------------------- torch.cuda
@@ -764,7 +764,7 @@ def install() -> None:
         name=NAME, major=9, minor=0, total_memory=Memory.total, multi_processor_count=132,
         L2_cache_size=60 * 2**20, warp_size=32, regs_per_multiprocessor=65536,
         shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
-    )  # fmt: skip
+    )
     fakes: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "init": lambda: None,

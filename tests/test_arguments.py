@@ -118,12 +118,12 @@ def become(name: str, *values: Any) -> list[Break]:
 SHAPES: list[Callable[[Tensor], Any]] = [
     lambda t: t[:-1], lambda t: t[None], lambda t: t[..., 0], lambda t: t.half(),
     lambda t: t.to("meta"), lambda t: t.tolist(),
-]  # fmt: skip
+]
 HEADS = [lambda t: t[..., :-1], lambda t: t[..., :1, :], lambda t: t[..., :0, :]]
 ONE_HEAD = change("v", HEADS[1])  # k may have one head: v then not
 FLOATS = [-1.0, torch.nan, torch.inf, "1", True]
 OPTIONS = [*become("window_size", 3, (1,), (1, 0, 0), (1.5, 0), "ab", None, (True, 0)),
-           *become("softmax_scale", 0.0, *FLOATS), *become("softcap", *FLOATS)]  # fmt: skip
+           *become("softmax_scale", 0.0, *FLOATS), *become("softcap", *FLOATS)]
 DROPOUT = become("dropout_p", 1.0, *FLOATS)
 BOTH: list[Break] = [
     lambda call: call.update(k=call["k"][:1], v=call["v"][:1]),
@@ -131,7 +131,7 @@ BOTH: list[Break] = [
 ]
 ONES = ints(1, 1, 1)
 LENGTHS = become("cache_seqlens", -1, 7, 2.0, True, None, *map(torch.tensor, (
-    [-1, 0, 0], [0, 7, 0], [0, 0], [[0, 0, 0]], [1.0, 2.0, 3.0], [True] * 3)))  # fmt: skip
+    [-1, 0, 0], [0, 7, 0], [0, 0], [[0, 0, 0]], [1.0, 2.0, 3.0], [True] * 3)))
 CALLS: list[tuple[Any, Callable[..., Call], list[Break]]] = [
     (nanoattn.flash_attn_func, dense, [*change("q k v", *SHAPES, HEADS[0], HEADS[2]), *ONE_HEAD,
                                        *OPTIONS, *DROPOUT, *BOTH]),
@@ -161,7 +161,7 @@ CALLS: list[tuple[Any, Callable[..., Call], list[Break]]] = [
                     *change("k v", SHAPES[0]), *BOTH]),
         ("paged", [*become("cache", PagedView(ints([1, 2]), ONES, ONES)),
                    *become("segments", ints(*[[0] * 7] * B))]))),
-]  # fmt: skip
+]
 
 
 @given(st.sampled_from([torch.float32, torch.float64]), st.sampled_from([8, 16]), st.booleans())
@@ -199,7 +199,7 @@ def test_nan_in_one_text_reaches_no_other(name, lse) -> None:
         *leaves, dout = (t.clone().index_fill(0, torch.arange(41, 78), value) for t in clean)
         leaves = [t.requires_grad_() for t in leaves]
         out = nanoattn.flash_attn_varlen_func(
-            *leaves, ends, ends, 40, 40, causal=True, return_softmax_lse=lse)  # fmt: skip
+            *leaves, ends, ends, 40, 40, causal=True, return_softmax_lse=lse)
         out, L = out if lse else (out, torch.zeros(2, 83))
         got.append([out, L.T, *torch.autograd.grad(out, leaves, dout)])
     for a, b in zip(*got, strict=True):

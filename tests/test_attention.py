@@ -47,7 +47,7 @@ ITEMS = list(items(DTYPES, length=600))
 # cases.
 FEW = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window-17x33", "BHTD-31x64-window-packed",
        "large", "overflow", "dominant", "softcap-large-window16-packed",
-       "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20")  # fmt: skip
+       "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20")
 # make test runs only these cases of the slow kernels (flex compiles, Triton interprets).
 FEWER = {
     "flex": ("segments, evaluation, 4 heads over 2, window 9",),
@@ -56,12 +56,12 @@ FEWER = {
                "huge negative scores",
                "segments, evaluation, 4 heads over 2, window 9", "no gradient to later tokens",
                "no random number", "beyond the view", "dynamic, left padding, 3 of 24"),
-}  # fmt: skip
+}
 # Cases of flex in make test-all; test_flex.py covers more shapes and dtypes.
 FLEX = ("1x97", "packed-window16-gqa", "softcap-large-window16-packed", "segments, evaluation",
         "causality, chunked prefill, 4 heads over 2", "causality, long", "huge negative scores, 7",
         "dynamic, left padding, 3 of 24, 4 heads over 2", "compiled", "beyond the view",
-        "causality, decode, 4 heads over 2")  # fmt: skip
+        "causality, decode, 4 heads over 2")
 # Further cases of triton in float16 there.
 HALF = ("D128", "in parts, seg", "the same mask again", "compiled, 4 heads", "causality, training")
 
@@ -203,10 +203,10 @@ def test_required_backends_run(name: str) -> None:
 
 @pytest.mark.parametrize("name, kernels", [
     ("sdpa_math", ("math",)), ("sdpa_flash", ("flash (CPU)",)), ("sdpa", ("flash (CPU)",)),
-    ("manual", ()), ("tiled", ())])  # fmt: skip
+    ("manual", ()), ("tiled", ())])
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in
                          ("113x203", "1x97", "packed-window16-gqa", "D20")],
-                         ids=lambda c: c.name)  # fmt: skip
+                         ids=lambda c: c.name)
 def test_on_the_cpu_the_kernel_that_was_named_runs(name, kernels, case) -> None:
     for dtype in ("float32", "bfloat16"):
         assert probe(BACKENDS[name], case.spec(dtype), "cpu").kernels == kernels
@@ -303,7 +303,7 @@ def test_the_oracle_against_torch_softmax() -> None:
     Case("blind", 6, 4, H=3, Hkv=1, D=3), Case("packed", 9, 12, D=3, segments="packed"),
     Case("capped", 5, 7, H=4, D=3, scale=0.9, softcap=1.5, sinks=True),
     Case("sinks", 6, 4, H=3, Hkv=1, D=3, window=2, sinks=True)],
-    ids=lambda c: c.name)  # fmt: skip
+    ids=lambda c: c.name)
 def test_the_oracle_gradients_against_finite_differences(case) -> None:
     truth, options = matrix.truth(case, "float64"), matrix.options(case, "float64")
     q, k, v, dout = (t.clone() for t in matrix.draw(case, "float64"))
@@ -329,7 +329,7 @@ def test_the_oracle_gradients_against_finite_differences(case) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.scale or c.softcap or c.sinks],
-                         ids=lambda c: c.name)  # fmt: skip
+                         ids=lambda c: c.name)
 def test_a_backend_that_drops_scale_softcap_or_sinks_is_off(case) -> None:
     """Without this the cases could be such that they change nothing."""
     truth, rough = matrix.truth(case, "bfloat16"), matrix.plain(case, "bfloat16")
@@ -373,7 +373,7 @@ def test_the_policy_refuses_nan_and_errors_beyond_it() -> None:
     wrong[1, 5, 1, 7] += 0.2
     for out, words in ((nan, "out is not finite"), (plain.out.float(), "out is torch.float32"),
                        (wrong, r"out is off by 0.\d+ at \[1, 5, 1, 7\]"),
-                       (plain.out[:, :5], "out has shape")):  # fmt: skip
+                       (plain.out[:, :5], "out has shape")):
         with pytest.raises(AssertionError, match=words):
             oracle.check(oracle.Result(out), plain, truth, torch.bfloat16)
     with pytest.raises(AssertionError, match="plain PyTorch"):

@@ -56,7 +56,7 @@ def test_one_choice_is_explained(capsys) -> None:
     (["auto", "--as=apple m3"], "manual"),
     (["auto", "--as=apple m3", "--allow_mps_sdpa=True"], "sdpa"),
     (["auto", "--as=cpu", "--softcap=30"], "manual"),
-])  # fmt: skip
+])
 def test_another_machine_is_only_described(words, takes, capsys) -> None:
     assert f"INFO: Attention backend: {takes} (" in said(capsys, *words)
 
@@ -73,7 +73,7 @@ def test_every_backend_on_another_machine(capsys) -> None:
     (["fastest", "--as=h100"], "fastest"), (["--seq_len=0"], "--seq_len"),
     (["--page_size=16"], "page_size"), (["--device=cuda:99"], "cuda:99"),
     (["--dtype=int8"], "int8"), (["--sinks=maybe"], "maybe"), (["--colour=red"], "--colour"),
-])  # fmt: skip
+])
 def test_a_mistake_is_named_and_ends_with_2(words, wrong, capsys) -> None:
     with pytest.raises(SystemExit) as e:
         main(words)
@@ -105,7 +105,7 @@ def test_check_is_a_command_of_its_own(capsys) -> None:
 @pytest.mark.parametrize("text, name, capability", [
     ("titan rtx", "NVIDIA TITAN RTX", (7, 5)), ("RTX4090", "NVIDIA GeForce RTX 4090", (8, 9)),
     ("h100", "NVIDIA H100", (9, 0)), ("B200", "NVIDIA B200", (10, 0)), ("cpu", "cpu", None),
-])  # fmt: skip
+])
 def test_a_machine_is_known_by_its_distinctive_part(text, name, capability) -> None:
     machine = gpus.describe(text, "2.13.0", ["flash_attn"])
     assert (machine.name, machine.capability) == (name, capability)

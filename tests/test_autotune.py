@@ -99,7 +99,7 @@ def line(log: pytest.LogCaptureFixture, name: str) -> str:
 
 @pytest.mark.parametrize("rival_ms, winner", [
     (10.2, "sdpa"), (10.0, "sdpa"), (9.85, "sdpa"), (9.79, "rival"), (9.7, "rival"), (1.0, "rival"),
-])  # fmt: skip
+])
 def test_two_percent_unseat_the_rules_choice(rival_ms, winner, clock, monkeypatch, log) -> None:
     only(monkeypatch, rival=takes(clock, rival_ms), sdpa=takes(clock, 10.0))
     chosen = fastest(SPEC, "cpu", SHAPE)
@@ -138,7 +138,7 @@ def test_wrong_numbers_are_dropped_however_fast(clock, monkeypatch, log) -> None
 
 @pytest.mark.parametrize("error", [
     RuntimeError("CUDA error: misaligned address\ntrace"), torch.OutOfMemoryError("CUDA out of "
-    "memory. Tried to allocate 9 GiB\ntrace"), NotImplementedError()])  # fmt: skip
+    "memory. Tried to allocate 9 GiB\ntrace"), NotImplementedError()])
 def test_what_fails_at_the_real_shape_is_dropped_in_its_own_words(error, clock, monkeypatch, log):
     def fails(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
         if q.shape[0] == SHAPE[0]:

@@ -35,7 +35,7 @@ from train import TrainConfig
 
 SMALL = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=32",
          "--vocab_size=64", "--batch_size=4", "--peak_tflops=0.5", "--rounds=2", "--seconds=0.01",
-         "--warm_up_steps=1", "--dtype=float32", "--bandwidth_gbs=8"]  # fmt: skip
+         "--warm_up_steps=1", "--dtype=float32", "--bandwidth_gbs=8"]
 
 RIVAL = '''
 """A stand-in with nanoGPT's interface."""
@@ -112,7 +112,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
     (folder / "nanoGPT" / "model.py").write_text(RIVAL, encoding="utf-8")
     argv = [*SMALL, "--backends=eager,sdpa,sdpa_cudnn", "--rival", f"nanogpt={folder / 'nanoGPT'}",
             "--record=tiny", f"--records_dir={folder}",
-            "--json"]  # fmt: skip
+            "--json"]
     with pytest.MonkeyPatch.context() as patch:
         in_process.use(patch)
         return *run(argv), folder
@@ -168,7 +168,7 @@ def test_the_flops_are_those_that_torch_counts(trained):
 
 def test_attention_alone_is_timed_at_every_point(quick):
     code, out = run(["kernel", *SMALL, "--backends=manual,sdpa", "--lengths=16,32",
-                     "--batch_sizes=1,2", "--json"])  # fmt: skip
+                     "--batch_sizes=1,2", "--json"])
     table = last_line(out)["rows"]
     assert code == 0 and {r["backend"] for r in table} == {"manual", "sdpa"}
     points = {(r["point"]["B"], r["point"]["T"]) for r in table}
@@ -208,7 +208,7 @@ def test_a_record_is_complete(trained):
 def test_the_whole_command_with_real_processes():
     """What the other tests leave out: processes, pipes, and what libraries print."""
     code, out = run(["kernel", *SMALL, "--backends=sdpa", "--lengths=16", "--batch_sizes=1",
-                     "--json"])  # fmt: skip
+                     "--json"])
     (row,) = last_line(out)["rows"]
     assert code == 0 and row["status"] == "ok" and len(row["rounds"]) == 2
     assert row["kernels"] == ["flash (CPU)"] and row["setup_s"] > 0 < row["warm_up_s"]
@@ -234,7 +234,7 @@ def test_kernel_goes_on_after_a_point_for_which_memory_does_not_do():
 def test_decode_runs_over_batches_prompts_and_caches(quick):
     argv = ["decode", *SMALL, "--backends=sdpa", "--batch_sizes=1,2", "--prompts=5",
             "--kv_caches=none,dynamic", "--new_tokens=4", "--json",
-            "--constraint=none,tensor,python,regex"]  # fmt: skip
+            "--constraint=none,tensor,python,regex"]
     code, out = run(argv)
     content = last_line(out)
     assert code == 0 and len(content["rows"]) == 2 * 2 * 4
@@ -257,7 +257,7 @@ def test_decode_has_rows_for_the_baselines_where_they_have_such_a_cache(tmp_path
     caches, new = ("none", "dynamic", "static"), 3
     argv = ["decode", *SMALL, "--backends=sdpa", "--batch_sizes=2", "--prompts=5", "--json",
             f"--kv_caches={','.join(caches)}", f"--new_tokens={new}", "--rival", "hf",
-            "--rival", f"nanogpt={tmp_path}"]  # fmt: skip
+            "--rival", f"nanogpt={tmp_path}"]
     code, out = run(argv)
     content = last_line(out)
     at = {(r["backend"], r["point"]["cache"]): r for r in content["rows"]}
@@ -294,7 +294,7 @@ def write_tokens(folder: Path) -> Path:
         data = torch.tensor(tokens, dtype=torch.uint16).numpy().tobytes()
         (folder / "tiny" / f"{split}.bin").write_bytes(data)
     meta = {"tokenizer": {"kind": "char"}, "vocab_size": 61,
-            "tokens": {"train": len(tokens), "val": len(tokens)}}  # fmt: skip
+            "tokens": {"train": len(tokens), "val": len(tokens)}}
     (folder / "tiny" / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     return folder
 
@@ -328,7 +328,7 @@ class NoWorker:
         "about": "made up",
         "dtype": "float32", "packages": {}, "driver": None, "cuda": None, "python": "3",
         "system": "none", "bandwidth": 1.0, "free_memory": 1,
-    }  # fmt: skip
+    }
 
     def __init__(self, timeout: float, stop: Any = None) -> None:
         self.about = dict(self.about)
@@ -387,7 +387,7 @@ def test_a_mistake_is_one_line_that_names_it(argv, value, monkeypatch):
     in_process.use(monkeypatch, NoWorker)
     with pytest.raises(UserError) as told:
         run([argv[0], *SMALL, *argv[1:]] if argv[0] in ("kernel", "converge") else
-            argv if argv[0] in (*bench_mfu.MODES, "nomode") else [*SMALL, *argv])  # fmt: skip
+            argv if argv[0] in (*bench_mfu.MODES, "nomode") else [*SMALL, *argv])
     assert value in str(told.value) and "\n" not in str(told.value)
 
 
@@ -406,11 +406,11 @@ def test_the_vocabulary_is_the_datasets_where_there_is_one(tmp_path):
 def job(kind: str, name: str, **changes: Any) -> dict[str, Any]:
     config = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 16, "batch_size": 4,
               "device": "cpu", "attention_backend": name or "auto", "attention_fallback": False,
-              "onednn": False}  # fmt: skip
+              "onednn": False}
     train = asdict(TrainConfig(**{**config, **changes}))
     return {"job": kind, "name": name, "baseline": "", "train": train, "device": "cpu",
             "vocab_size": 64, "memory_limit": None, "profile": False,
-            "weights": "dtype"}  # fmt: skip
+            "weights": "dtype"}
 
 
 # ----------------------------------------------------------------------------- the figures

@@ -16,7 +16,7 @@ from bench import candidates, rows
 
 def argv(tmp_path: Path, *more: str) -> list[str]:
     return ["converge", *SMALL, "--dataset=tiny", f"--data_dir={write_tokens(tmp_path)}", "--json",
-            "--learning_rate=0.01", *more]  # fmt: skip
+            "--learning_rate=0.01", *more]
 
 
 def test_the_training_paths_beside_a_plain_one(tmp_path, monkeypatch):

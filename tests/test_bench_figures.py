@@ -32,7 +32,7 @@ def outcome(*ms: float, about: dict[str, Any] | None = None, **warm: Any) -> Out
         {"ms": t, "forward_ms": t / 2, "backward_ms": t / 3, "optimizer_ms": t / 10,
          "peak_bytes": 100 + t}
         for t in ms
-    ]  # fmt: skip
+    ]
     return Outcome(about=about, setup_s=3.0, warm=warm, warm_up_s=2.0, rounds=rounds)
 
 
@@ -166,7 +166,7 @@ def test_the_errors_of_a_call_by_hand(window):
 
 @pytest.mark.parametrize("tf32, dtype, tflops", [
     (False, "float32", 19.5), (True, "float32", 156), (True, "bfloat16", 312), (True, "auto", 312),
-])  # fmt: skip
+])
 def test_a_gpu_that_is_not_here_has_the_peak_of_what_is_asked_for(tf32, dtype, tflops) -> None:
     config = BenchConfig(train=TrainConfig(dtype=dtype, tf32=tf32))
     used, peak, (bandwidth, _) = planned.datasheet(config, "NVIDIA A100-SXM4-80GB")

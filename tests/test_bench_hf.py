@@ -20,7 +20,7 @@ transformers: Any = pytest.importorskip("transformers", reason="package 'transfo
 # 2 layers of 4 query heads and 2 key heads of 8, 32 wide; an MLP of 3 x 64; a head of its own
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "max_position_embeddings": 64}  # fmt: skip
+        "max_position_embeddings": 64}
 WEIGHTS = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 64 * 32  # that a token multiplies
 
 
@@ -34,7 +34,7 @@ def folder(path: Path, kind: str = "llama", **more: Any) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     path = tmp_path_factory.mktemp("hf")
     argv = [*SMALL, folder(path), "--backends=manual,sdpa,tiled,flash_attn_2", "--record=x",
-            f"--records_dir={path / 'r'}", "--json"]  # fmt: skip
+            f"--records_dir={path / 'r'}", "--json"]
     with pytest.MonkeyPatch.context() as patch:
         in_process.use(patch)
         code, out = run(argv)
@@ -113,7 +113,7 @@ def test_generation_with_its_caches(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
     argv = ["decode", *SMALL, folder(tmp_path), "--backends=sdpa", "--batch_sizes=2",
             "--prompts=5", "--new_tokens=4", "--json", "--record=d",
-            f"--records_dir={tmp_path / 'r'}"]  # fmt: skip
+            f"--records_dir={tmp_path / 'r'}"]
     code, out = run(argv)
     content = last_line(out)
     at = {(r["backend"], r["point"]["cache"]): r for r in content["rows"]}
@@ -132,7 +132,7 @@ def test_generation_with_its_caches(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind, more, value", [
     ("bert", {}, "causal"), ("t5", {}, "T5Config"),
     ("llama", {"max_position_embeddings": 16}, "--block_size=32"),
-])  # fmt: skip
+])
 def test_a_model_that_cannot_be_measured(kind, more, value, tmp_path, monkeypatch):
     in_process.use(monkeypatch)
     with pytest.raises(UserError) as e:
@@ -149,7 +149,7 @@ def test_a_model_that_computes_its_own_attention_is_refused(tmp_path, monkeypatc
 @pytest.mark.parametrize("mode, folder, more", [
     ("train", "EMPTY", ""), ("train", "BROKEN", ""), ("train", "NOT_THERE", ""),
     ("kernel", "EMPTY", ""), ("train", "EMPTY", "--rival=hf"), ("train", "EMPTY", "--profile"),
-])  # fmt: skip
+])
 def test_a_mistake_ends_before_anything_starts(mode, folder, more, tmp_path):
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "BROKEN").mkdir()

@@ -63,7 +63,7 @@ def test_a_step_of_gpt2_on_an_h200():
         "linear": "33.76", "head and loss": "15.35", "attention": "4.38",
         "norms and elementwise": "4.19", "embedding": "0.15", "optimizer": "0.83",
         "data": "0.00", "gaps": "0.00", "unattributed": "0.00",
-    }  # fmt: skip
+    }
     limits = {w.limit(PEAK, H200) for k, w in parts.items() if k in ("linear", "attention")}
     assert limits == {"FLOPs"} and parts["optimizer"].limit(PEAK, H200) == "bytes"
     assert parts["gaps"].limit(PEAK, H200) == "-"
@@ -105,10 +105,10 @@ def test_a_mistake_is_one_line_that_names_it(argv, says):
 def job(**changes: Any) -> dict[str, Any]:
     config = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 16, "batch_size": 4,
               "device": "cpu", "attention_backend": "manual", "attention_fallback": False,
-              "onednn": False}  # fmt: skip
+              "onednn": False}
     train = asdict(TrainConfig(**{**config, **changes}))
     return {"job": "train", "name": "manual", "baseline": "", "train": train, "device": "cpu",
-            "vocab_size": 80, "memory_limit": None, "profile": True}  # fmt: skip
+            "vocab_size": 80, "memory_limit": None, "profile": True}
 
 
 def profiled(worker: training.Training) -> list[Any]:
@@ -133,7 +133,7 @@ OPERATORS = {
     "head and loss": {"aten::mm", "aten::addmm_", "aten::_log_softmax"},
     "embedding": {"aten::embedding", "aten::embedding_dense_backward"},
     "optimizer": {"aten::_foreach_norm", "aten::_fused_adamw_"},
-}  # fmt: skip
+}
 
 
 def wrong_parts(found: Any) -> list[tuple[str, str]]:
@@ -141,7 +141,7 @@ def wrong_parts(found: Any) -> list[tuple[str, str]]:
     telling = set().union(*OPERATORS.values())
     seen = [(part, name) for part, names in found.names.items() for name in names]
     return [(part, name) for part, name in seen
-            if name in telling and name not in OPERATORS.get(part, ())]  # fmt: skip
+            if name in telling and name not in OPERATORS.get(part, ())]
 
 
 def test_every_operator_of_a_step_belongs_to_the_part_that_it_works_for():
@@ -154,7 +154,7 @@ def test_every_operator_of_a_step_belongs_to_the_part_that_it_works_for():
         assert names - {"aten::addmm", "aten::addmm_"} <= set(found.names[part]), part
     top = [e for e in events if e.cpu_parent is None]
     inside = sum(e.self_cpu_time_total for e in events if e.scope == profiling.USER
-                 and e.name != RANGE + "data")  # fmt: skip
+                 and e.name != RANGE + "data")
     assert sum(found.ms.values()) == pytest.approx(
         (sum(e.cpu_time_total for e in top) - inside) / 1e3
     )
@@ -165,7 +165,7 @@ def test_every_operator_of_a_step_belongs_to_the_part_that_it_works_for():
     [{"dtype": "bfloat16", "attention_backend": "sdpa"}, {"gradient_checkpointing": True},
      {"dropout": 0.1, "bias": True, "onednn": True}, {"dtype": "float16"}],
     ids=lambda c: " ".join(c),
-)  # fmt: skip
+)
 def test_nothing_is_left_over_in_other_kinds_of_steps(changes):
     worker = training.Training(job(**changes))
     events = profiled(worker)
@@ -194,7 +194,7 @@ class Event:
     def __init__(self, name: str, start: float, end: float, **given: Any) -> None:
         self.given = {"name": name, "start_ns": int(start * 1e3), "end_ns": int(end * 1e3),
                       "device_type": DeviceType.CPU, "sequence_nr": -1, "start_thread_id": 1,
-                      **given}  # fmt: skip
+                      **given}
         self.given.setdefault("end_thread_id", self.given["start_thread_id"])
         self.given["duration_ns"] = self.given["end_ns"] - self.given["start_ns"]
 
@@ -210,7 +210,7 @@ class Event:
 def kernel(name: str, start: float, end: float, of: int = 0, **given: Any) -> Event:
     """A kernel on the device that the operator with the correlation id `of` launched."""
     return Event(name, start, end, device_type=DeviceType.CUDA, linked_correlation_id=of,
-                 correlation_id=1000 + int(start), device_resource_id=7, **given)  # fmt: skip
+                 correlation_id=1000 + int(start), device_resource_id=7, **given)
 
 
 def linked(*events: Event) -> EventList:
@@ -269,7 +269,7 @@ def test_kernels_are_linked_to_operators_and_backward_to_forward():
     found = read(eager(), "cuda")
     us = {part: round(ms * 1e3) for part, ms in found.ms.items()}
     assert us == {"linear": 10 + 8 + 12, "head and loss": 1, "optimizer": 3 + 20, "data": 2,
-                  "unattributed": 1 + 1}  # fmt: skip
+                  "unattributed": 1 + 1}
     assert set(found.names["unattributed"]) == {"mul", "a kernel that nobody launched"}
     assert found.names["linear"] == {"nvjet_gemm": pytest.approx(0.030)}
     # from 100 to 111, 120 to 144 and 150 to 171: what two streams do at once counts once
@@ -287,7 +287,7 @@ def test_the_largest_gap_comes_first():
     found = {"steps": 3, "by": "modules", "of": "kernels", "plain_ms": 120.0, "seen_ms": 130.0,
              "parts": {"linear": 40.0, "head and loss": 35.0, "attention": 12.0, "optimizer": 1.0,
                        "norms and elementwise": 22.0, "embedding": 1.0, "gaps": 9.0},
-             "names": {"linear": [["nvjet", 38.0]]}}  # fmt: skip
+             "names": {"linear": [["nvjet", 38.0]]}}
     row = rows.of_profile(found, parts, GPT2, 64, Peak(PEAK, "p"), (H200, "b"), 790)
     order = [p["part"] for p in row["parts"]]
     assert order[:3] == ["head and loss", "norms and elementwise", "gaps"]
@@ -307,7 +307,7 @@ def test_a_profile_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "--seconds=0.01", "--warm_up_steps=1", "--backends=manual", 
             "--gradient_accumulation_steps=3",
             "--profile", "--record=p", f"--records_dir={tmp_path}", "--json",
-            "--bandwidth_gbs=20"]  # fmt: skip
+            "--bandwidth_gbs=20"]
     code, out = run(argv)
     (record,) = tmp_path.glob("*_cpu_p")
     content = json.loads((record / "record.json").read_text(encoding="utf-8"))

@@ -27,18 +27,18 @@ def row(backend: str, times: list[float], mode: str = "train", **more: Any) -> d
         "rounds": [{"ms": t} for t in times], "ms": middle, "q1_ms": q1, "q3_ms": q3,
         "spread": (q3 - q1) / middle if len(times) > 1 else None, "noisy": False,
         "forward_ms": middle / 3, "backward_ms": middle / 2, "memory_bytes": 2.5e9,
-    }  # fmt: skip
+    }
     if mode == "train":
         base |= {"batch_size": 8, "tokens_a_step": 8000, "tokens_per_s": 8e6 / middle,
                  "mfu": 40 / middle, "mfu_causal": 36 / middle, "loss_difference": 1e-6,
-                 "gradient_norm_difference": -2e-6}  # fmt: skip
+                 "gradient_norm_difference": -2e-6}
     return base | more
 
 
 def attention_row(backend: str, T: int, ms: float, B: int = 1, **more: Any) -> dict[str, Any]:
     point = {"B": B, "T": T, "H": 4, "Hkv": 4, "D": 64, "window": None}
     figures = {"tflops_causal": 0.1, "tflops_full": 0.2, "share": 1 / (10 * ms), "error_out": 3e-7,
-               "error_grad": 9e-7, "memory_bytes": 1e6 * T}  # fmt: skip
+               "error_grad": 9e-7, "memory_bytes": 1e6 * T}
     times = [ms, ms * 1.01, ms * 0.99]
     return row(backend, times, "kernel", **{"point": point, **figures, **more})
 
@@ -53,7 +53,7 @@ def content(table: list[dict[str, Any]], mode: str = "train", **machine: Any) ->
         "peak_tflops": 989.4, "peak_source": "datasheet: a sheet", "peak_measured": False,
         "bandwidth": 3.2e12, "bandwidth_source": "measured: copies of 1 GB",
         "free_memory": 80e9, "memory_limit": 80e9,
-    }  # fmt: skip
+    }
     made = {
         "format": records.FORMAT, "mode": mode, "command": "python bench_mfu.py train",
         "date": "2026-01-02T03:04:05+00:00", "commit": "0123456789abcdef", "dirty": False,
@@ -62,7 +62,7 @@ def content(table: list[dict[str, Any]], mode: str = "train", **machine: Any) ->
         "fresh_rounds": False, "flops_per_token": {"mfu": 8.5e8, "mfu_causal": 8e8},
         "reference": {"loss": 10.9, "gradient_norm": 1.0, "flops_per_token": 8.4e8},
         "rows": table, "answers": [],
-    }  # fmt: skip
+    }
     made["answers"] = tables.answers(made)
     return made
 
@@ -76,13 +76,13 @@ TRAIN = [
      "why": ["out of memory: CUDA out of memory"], "batch_size": 8},
     {"mode": "train", "backend": "triton", "point": {}, "status": "unavailable",
      "why": ["a <reason> & another"], "batch_size": 8},
-]  # fmt: skip
+]
 KERNEL = [
     attention_row("manual", 128, 1.0), attention_row("sdpa", 128, 2.0),
     attention_row("manual", 1024, 20.0), attention_row("sdpa", 1024, 10.0),
     attention_row("manual", 4096, 400.0), attention_row("sdpa", 4096, 90.0),
     attention_row("manual", 128, 4.0, 8), attention_row("sdpa", 128, 3.0, 8),
-]  # fmt: skip
+]
 
 
 # ----------------------------------------------------------------------------- the answers
@@ -107,11 +107,11 @@ def figures(tflops: float) -> dict[str, list[list[str]]]:
     train = [r | Speed(model, 1024, r["tokens_per_s"], peak).row() for r in TRAIN[:3]]
     kernel = [r | {"share": 100 / tflops} for r in KERNEL]
     found = {"parts": dict.fromkeys(roofline.PARTS, 1.0), "names": {}, "by": "x", "micro": 1,
-             "seen_ms": 7.0, "plain_ms": 6.0}  # fmt: skip
+             "seen_ms": 7.0, "plain_ms": 6.0}
     parts = roofline.work(model, 8, 1, "float32", True)
     profile = rows.of_profile(found, parts, model, 8, peak, (1e13, "b"), tflops / 2)
     made = content([train[0] | {"profile": profile}, *train[1:], *kernel],
-                   peak_tflops=tflops, peak_source=peak.source)  # fmt: skip
+                   peak_tflops=tflops, peak_source=peak.source)
     job = Job(model, 64, 8, False, True, 4)
     at = Cluster("bfloat16", peak, tflops, 1e12, 1e15, 8, 1e11, 1e10)
     plans = [planned.row(Plan(job, at, "ddp", n, 1)) for n in (1, 8)]

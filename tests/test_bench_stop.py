@@ -114,7 +114,7 @@ def test_rounds_are_interleaved_and_a_failure_ends_nothing_else(measured):
         "a job", "a warm p", "fails job", "fails warm p", "a warm q", "fails warm q",
         "a round p", "fails round p", "a round q", "fails round q",
         "a round p", "a round q", "fails round q",
-    ]  # fmt: skip
+    ]
 
 
 def test_workers_that_do_not_fit_together_get_new_processes_each_round(measured):
@@ -226,7 +226,7 @@ def test_a_run_that_is_killed_leaves_the_rounds_that_had_ended(tmp_path, monkeyp
     in_process.use(monkeypatch, stopping(6, die))
     with pytest.raises(MemoryError):
         run(["kernel", *SMALL, "--backends=manual,sdpa", "--lengths=16", "--batch_sizes=1",
-             "--record=k", f"--records_dir={tmp_path}"])  # fmt: skip
+             "--record=k", f"--records_dir={tmp_path}"])
     (record,) = tmp_path.glob("*_k/record.json")
     content = json.loads(record.read_text(encoding="utf-8"))
     assert content["complete"] is False and content["incomplete"]

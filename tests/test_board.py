@@ -102,7 +102,7 @@ def test_an_honest_record_is_accepted(trained: Content, converged: Content) -> N
 @pytest.mark.slow
 def test_generation_is_accepted_and_its_figures_are_computed_anew(tmp_path: Path) -> None:
     made = honest("decode", tmp_path, "--prompts=4", "--new_tokens=4", "--batch_sizes=1",
-                  "--kv_caches=dynamic,paged")  # fmt: skip
+                  "--kv_caches=dynamic,paged")
     for r in made["rows"]:
         if r["status"] == "ok":
             r["proof"] = {k: v for k, v in PROOF.items() if not k.startswith("grad")}
@@ -123,9 +123,9 @@ def test_a_record_that_was_cut_off_says_so_and_may_have_fewer_rounds(content: Co
 def test_a_qualify_record_is_checked_part_by_part(trained: Content, converged: Content) -> None:
     shared = {k: v for k, v in trained.items() if k in records.SHARED}
     parts = [{k: v for k, v in c.items() if c is converged or k not in ("commit", "machine")}
-             for c in (trained, converged)]  # fmt: skip
+             for c in (trained, converged)]
     stages = [{"name": name, "status": "done", "seconds": 1.0, "why": "", "record": part}
-              for name, part in zip(("training", "converge"), copy.deepcopy(parts))]  # fmt: skip
+              for name, part in zip(("training", "converge"), copy.deepcopy(parts))]
     stages.append({"name": "proof", "status": "cut", "record": {"rows": [{"backend": "x"}]}})
     whole: Content = {**shared, "mode": "qualify", "stages": stages, "complete": False}
     records.seal(whole)
@@ -231,7 +231,7 @@ def test_a_failed_converge_is_refused_whatever_its_verdict_and_tolerance(
         row(made, "sdpa", "converge").update({
             "losses": [times * base] * 10, "final_losses": [times * base],
             "final_loss": times * base, "difference": times * base / base - 1,
-        })  # fmt: skip
+        })
         assert any(f"did not converge: its final loss is {off} off" in why for why in check(made))
     row(made, "manual", "converge")["verdict"] = "ok"
     assert "converge has no baseline" in check(made)
@@ -276,7 +276,7 @@ def test_a_failed_converge_is_refused_whatever_its_verdict_and_tolerance(
         (lambda c: c.pop("rounds_sha256"), "it is malformed (KeyError"),
         (lambda c: c.update(format=1), "its format is not 2"),
     ],
-)  # fmt: skip
+)
 def test_other_lies_and_mistakes_are_refused_too(
     edit: Callable[[Content], Any], says: str, content: Content, tmp_path: Path
 ) -> None:
@@ -295,7 +295,7 @@ def test_generation_by_hand_is_accepted_and_no_figure_of_it_can_be_edited(conten
     run = row(content, "sdpa")["rounds"][0]["machine"]
     always = {"shape": shape, "machine": run}
     rounds = [{"ms": ms, "first_ms": 10 * ms, "cache_bytes": 100 * i, **always}
-              for i, ms in enumerate((2.0, 4.0, 3.0))]  # fmt: skip
+              for i, ms in enumerate((2.0, 4.0, 3.0))]
     keys = B * (P + new / 2) * 2 * L * C * 4  # bytes of keys and values, of a mean text
     made = {
         "mode": "decode", "backend": "sdpa", "point": where, "status": "ok", "title": "x",
@@ -303,7 +303,7 @@ def test_generation_by_hand_is_accepted_and_no_figure_of_it_can_be_edited(conten
         "proof": {k: v for k, v in PROOF.items() if not k.startswith("grad")}, "rounds": rounds,
         "ms": 3.0, "first_ms": 30.0, "q1_ms": 2.5, "q3_ms": 3.5, "spread": 1 / 3, "noisy": True,
         "tokens_per_s": B / 0.003, "cache_bytes": 200, "mbu": (4 * N + keys) / 0.003 / 8e9,
-    }  # fmt: skip
+    }
     content |= {"mode": "decode", "rows": [made]}
     content["machine"]["bandwidth"] = 8e9
     assert check(records.seal(content)) == []

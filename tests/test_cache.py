@@ -128,7 +128,7 @@ def test_a_windowed_layer_of_a_static_cache_keeps_its_window_only(steps, window)
 
 
 def filled(spec: Spec, starts: list[int], max_len: int, dtype: torch.dtype,
-           garbage: float = 0.0) -> tuple[StaticCache, Tensor, Tensor]:  # fmt: skip
+           garbage: float = 0.0) -> tuple[StaticCache, Tensor, Tensor]:
     """A static cache with starts[b] tokens in each row and `garbage` elsewhere; k and v."""
     B, T = len(starts), max(starts)
     k, v = (random(B, T, spec.n_kv_head, spec.head_dim, seed=s).to(dtype) for s in (1, 2))

@@ -106,7 +106,7 @@ BUGS = {
         "for first in range(0, Tk, TILE):",
         "for first in __import__('random').sample(range(0, Tk, TILE), -(-Tk // TILE)):",
         "determinism"),
-}  # fmt: skip
+}
 
 
 def planted(bug: str, folder: Path) -> tuple[Path, str]:
@@ -166,7 +166,7 @@ def test_the_script_of_the_first_failure_fails_too(bug, tmp_path: Path, capsys) 
     code, said = ask(capsys, *words)
     report = json.loads(said)
     run = subprocess.run([sys.executable, "-"], input=report["script"], cwd=ROOT,
-                         capture_output=True, text=True)  # fmt: skip
+                         capture_output=True, text=True)
     raised = run.stderr.strip().splitlines()[-1]
     assert code == run.returncode == 1 and raised.startswith("AssertionError: "), run.stderr
     if row == "window":
@@ -203,7 +203,7 @@ def test_what_a_kernel_raises_and_what_it_refuses(tmp_path: Path, capsys) -> Non
 
 @pytest.mark.parametrize("words, value", [
     (["none.py"], "none.py"), (["no_such_backend"], "no_such_backend"),
-    (["manual", "--dtype=float8"], "float8"), (["manual", "--device=tpu"], "tpu")])  # fmt: skip
+    (["manual", "--dtype=float8"], "float8"), (["manual", "--device=tpu"], "tpu")])
 def test_a_mistake_in_the_command_line(words, value, capsys) -> None:
     try:
         code = check.main(words)
@@ -246,7 +246,7 @@ def test_it_goes_through_caps_probe_and_fallback(tmp_path: Path) -> None:
     assert "no_such_package" in packages and "dropout" in dropout
     with pytest.raises(attention.BackendUnavailable, match="mine"):
         attention.select(path, attention.Spec(2, 2, 16, "float32"), "cpu",
-                         attention.Policy(fallback=False))  # fmt: skip
+                         attention.Policy(fallback=False))
 
 
 def test_a_probe_finds_it_wrong(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_probe_finds_it_wrong(tmp_path: Path) -> None:
     ("def f():\n  return 1 / 0\n\nx = f()", "line 2: ZeroDivisionError"),
     ("def f():\n  return [\n", "line 2: SyntaxError"),
     ("import sys\nsys.exit('bye')", "line 2: SystemExit"),
-])  # fmt: skip
+])
 def test_a_file_that_defines_no_backend_is_an_error_of_one_line(text, why, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     if text is not None:
@@ -281,7 +281,7 @@ def test_a_file_that_defines_no_backend_is_an_error_of_one_line(text, why, tmp_p
 def test_a_config_is_made_without_running_it(tmp_path: Path, capsys) -> None:
     path = kernel(tmp_path)
     config = GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=2, n_embd=32,
-                       attention_backend=path)  # fmt: skip
+                       attention_backend=path)
     train.TrainConfig(attention_backend=path)
     GPTConfig(attention_backend=str(tmp_path / "of_another_machine.py"))
     model = GPT(config)
@@ -293,13 +293,13 @@ def test_a_config_is_made_without_running_it(tmp_path: Path, capsys) -> None:
 def saved(folder: Path, path: str, **more: Any) -> GPTConfig:
     """A checkpoint of a model that was trained with the kernel in that file, and these settings."""
     config = GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=2, n_embd=32,
-                       attention_backend=path)  # fmt: skip
+                       attention_backend=path)
     sizes = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 32}
     settings = train.TrainConfig(out_dir=str(folder), attention_backend=path, **sizes, **more)
     checkpoint.save(
         folder, weights=GPT(config).state_dict(), optimizer={}, keep=1, state={"step": 1},
         settings={"model": asdict(config), "train": asdict(settings), "tokenizer": {}},
-    )  # fmt: skip
+    )
     return config
 
 

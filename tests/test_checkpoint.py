@@ -210,7 +210,7 @@ class Crash(BaseException):
 DISK = [
     (Path, "mkdir"), (Path, "rename"), (Path, "write_text"), (os, "fsync"), (os, "unlink"),
     (os, "rmdir"), (checkpoint.store, "save_file"), (torch, "save"),
-]  # fmt: skip
+]
 
 
 def at_operation(monkeypatch: pytest.MonkeyPatch, n: int, stop: Callable[[], None]) -> list[str]:
@@ -360,7 +360,7 @@ def test_damage_is_an_error_that_names_the_file(file, damage, tmp_path):
     ("settings.json", '{"train": {}, "model": {}}'),
     ("train_state.json", "3"),
     ("train_state.json", '{"step": "3"}'),
-])  # fmt: skip
+])
 def test_json_of_another_kind(file, content, tmp_path):
     folder = save(tmp_path, 1)
     (folder / file).write_text(content)
@@ -383,7 +383,7 @@ def test_a_missing_checkpoint_is_named(tmp_path):
     ({"bias": False}, "transformer.h.0.attn.c_attn.bias"),
     ({"n_head": 3}, "n_embd"),
     ({"n_heads": 2}, "n_heads"),
-])  # fmt: skip
+])
 def test_weights_that_do_not_fit(changes, words, tmp_path):
     folder = save(tmp_path, 1)
     with pytest.raises(UserError, match=words) as e:
@@ -440,7 +440,7 @@ def nanogpt(tmp_path) -> tuple[Path, GPT, dict[str, Any]]:
     for layer in range(2):  # its mask, where there is no flash attention
         weights[f"_orig_mod.transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
     args = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 8, "bias": False,
-            "vocab_size": 20, "dropout": 0.2}  # fmt: skip
+            "vocab_size": 20, "dropout": 0.2}
     optimizer = torch.optim.AdamW(model.parameters())
     saved = {
         "model": weights,
@@ -472,7 +472,7 @@ def test_a_nanogpt_checkpoint_gives_the_same_logits(nanogpt):
     ({"model_args": {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 8, "bias": False,
                      "vocab_size": 20}}, "transformer.h.1"),
     ({"model_args": {"n_head": 5, "n_embd": 8}}, "n_embd"),
-])  # fmt: skip
+])
 def test_a_file_that_is_not_a_nanogpt_checkpoint(nanogpt, change, words):
     path, _, saved = nanogpt
     torch.save({**saved, **change}, path)

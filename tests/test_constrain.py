@@ -99,7 +99,7 @@ def all_texts(automaton: Automaton, vocabulary: Vocabulary, left: int) -> set[tu
 
 @settings(max_examples=60, deadline=None)
 @given(patterns, st.sets(st.sampled_from([*PIECES, b"a", b"b"]), min_size=1, max_size=4),
-       st.integers(1, 4), st.integers(0, 2))  # fmt: skip
+       st.integers(1, 4), st.integers(0, 2))
 def test_the_texts_are_those_that_python_matches(pattern, pieces, left, n_ends) -> None:
     """All token sequences against re.fullmatch: none too many, and none lost."""
     V = len(pieces)
@@ -166,7 +166,7 @@ def test_the_tokenizers_of_models() -> None:
 @pytest.mark.parametrize("pattern", [
     "(a", "a)(b", "a{", "[a", "*", "(?=a)b", r"(a)\1", r"(?<!a)b", "a\\",
     "^^a", "a$$", "(^a)", "(a$)|b", r"\Aa", r"a\b", r"a\B", r"a\z", "Z", "",
-])  # fmt: skip
+])
 def test_a_pattern_that_cannot_be_is_named(pattern) -> None:
     with pytest.raises(UserError, match=re.escape(repr(pattern))):
         constrain.regex(pattern, Vocabulary(TOKENS))
@@ -233,7 +233,7 @@ def test_the_constraint_has_the_last_word() -> None:
 PROCESSORS: dict[str, Any] = {
     "RepetitionPenalty": [1.8], "NoRepeatNGram": [2], "MinLength": [12, [7, 3]],
     "ForcedEOSToken": [14, 7],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("names", [*([name] for name in PROCESSORS), list(PROCESSORS)], ids=str)

@@ -247,7 +247,7 @@ def test_functions_methods_and_constants_are_found(name, lines) -> None:
     ("b = 1", "d = 1", "'d = 1'"), ('to "return"', 'to "LIMIT"', "'LIMIT'"),
     ("squares", "cubes", "'cubes'"), ("--n=3", "--m=3", "got --m=3"),
     ("<!-- end -->\nbetween", "between", "<!-- end -->"), ("old\n<!-- end -->", "", "<!-- end -->"),
-])  # fmt: skip
+])
 def test_a_mark_that_names_nothing_is_an_error(course, old, new, named) -> None:
     course.write_text(PAGE.replace(old, new), encoding="utf-8")
     with pytest.raises(UserError, match=named) as caught:
@@ -268,7 +268,7 @@ def cells(text: str) -> list[list[str]]:
     ["masks"], ["mask", "--T=3"], ["mask", "Tq=3"], ["mask", "--Tq=many"], ["mask", "--window=0"],
     ["mask", "--segments=(1, 2)"], ["online", "--block=0"], ["one_query", "--q=(1, 2)"],
     ["ring_work", "--T=100", "--N=8"], ["ring_hides", "--gpu='a toaster'"], ["rope", "--D=64"],
-])  # fmt: skip
+])
 def test_figures_refuse_what_they_do_not_take(words) -> None:
     assert figures.main([]) == 0
     with pytest.raises(UserError):
@@ -320,7 +320,7 @@ def test_online_ends_at_softmax(scores, block) -> None:
             ", ".join(f"{x:g}" for x in now), f"{seen.max():g}", f"{float(factor):.4f}",
             f"{p[len(past) :].sum():.4f}", f"{p.sum():.4f}",
             f"{p @ torch.arange(1.0, len(seen) + 1, dtype=torch.float64):.4f}",
-        ]  # fmt: skip
+        ]
 
 
 def test_tiles_are_drawn_and_counted_as_they_are_visited() -> None:
@@ -435,7 +435,7 @@ def test_a_step_takes_what_its_bytes_and_pairs_take(H, Hkv, D) -> None:
         assert ["**" in x for x in row[1:]] == [t > want[k // 3 * 3] for k, t in enumerate(want)]
     # At the length that is told, a step's computing and sending take the same time.
     least = {(way, link): float(n.replace(",", "")) for n, way, link in
-             re.findall(r"([\d,]+) (forward|backward) at (\d+) GB/s", text)}  # fmt: skip
+             re.findall(r"([\d,]+) (forward|backward) at (\d+) GB/s", text)}
     assert len(least) == 4
     for (way, link), n in least.items():
         products, size = (2, 8) if way == "forward" else (5, 16)
@@ -484,7 +484,7 @@ def test_a_common_mistake_is_refused(number, right, wrong, tmp_path) -> None:
     ("def attend(q, K, V): ...", "softmax"),
     ("def softmax(s): ...\ndef attend(q, K, V): ...", "NoneType"),
     ("raise SystemExit(3)", "SystemExit"),
-])  # fmt: skip
+])
 def test_an_answer_that_cannot_run(text, said, tmp_path) -> None:
     assert said in (examine(command_line.exercise("1"), written(tmp_path, text)) or "")
 

@@ -169,7 +169,7 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [("shakespeare_char", (1_003_854, 111_540)), ("shakespeare", (301_966, 36_059))],
 )
 def test_tinyshakespeare_is_split_as_in_nanogpt(tmp_path: Path, gpt2: Any, dataset: str,
-                                               counts: tuple[int, int]) -> None:  # fmt: skip
+                                               counts: tuple[int, int]) -> None:
     meta = run(dataset, tmp_path, source=str(TINY))
     assert (meta["tokens"]["train"], meta["tokens"]["val"]) == counts
     both = ids_of(tmp_path, "train") + ids_of(tmp_path, "val")
@@ -345,7 +345,7 @@ END = {"content": "<eos>", "lstrip": False}
         ({"config.json": {"eos_token_id": 50256}}, [1]),  # transformers' default, of GPT-2
         ({}, [1]),  # the only special token that is called so
     ],
-)  # fmt: skip
+)
 def test_end_tokens_are_found_where_they_are_put(tmp_path: Path, files: Any, ends: Any) -> None:
     folder = small_tokenizer(tmp_path, "bytelevel")
     for name, content in files.items():
@@ -395,7 +395,7 @@ def test_vocab_json_and_merges_txt_are_used_or_refused(tmp_path: Path) -> None:
     ],
 )
 def test_bad_sources_are_named(tmp_path: Path, gpt2: Any, name: str, content: bytes,
-                               words: list[str]) -> None:  # fmt: skip
+                               words: list[str]) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
         run("text", tmp_path / "out", source=str(tmp_path / name))

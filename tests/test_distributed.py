@@ -74,7 +74,7 @@ def test_before_the_first_checkpoint_the_advice_is_to_start_again(monkeypatch, t
 
 # More than 1 MB of parameters in a block, where PyTorch cuts first.
 CONFIG = GPTConfig(block_size=16, vocab_size=64, n_layer=3, n_head=2, n_embd=256,
-                   attention_backend="sdpa")  # fmt: skip
+                   attention_backend="sdpa")
 
 
 HOW: Any = SimpleNamespace(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
@@ -98,7 +98,7 @@ def trained(shared: bool, graphs: list[Any], micro_steps: int = 2) -> dict[str, 
     for _ in range(2):
         x, y = torch.randint(64, (2, 2 * micro_steps, 16))
         train_step(module, optimizer, setup.scaler(), setup.autocast, x, y, micro_steps, 1.0,
-                   torch.zeros(()))  # fmt: skip
+                   torch.zeros(()))
     return dict(model.named_parameters())
 
 
@@ -130,7 +130,7 @@ def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun) ->
     assert {group["lr"] for group in optimizer.param_groups} == {HOW.learning_rate}
     for micro_steps in (1, 3):
         train_step(module, optimizer, setup.scaler(), setup.autocast, x, x, micro_steps, 1.0,
-                   torch.zeros(()), begun.append)  # fmt: skip
+                   torch.zeros(()), begun.append)
         assert sent == [micro_steps]  # in the last one's backward pass
         sent.clear()
         begun.clear()

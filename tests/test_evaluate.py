@@ -107,7 +107,7 @@ def test_impossible_tasks_are_refused() -> None:
 # --- log-likelihoods ---
 
 TEXTS = [torch.randint(3, 61, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-         for n in (5, 9, 12, 20, 33)]  # fmt: skip
+         for n in (5, 9, 12, 20, 33)]
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def test_padding_and_batch_size_do_not_change_a_loglikelihood(name: str, backend
 
 
 def test_the_harness_runs_with_our_kernels(trained: Any, tmp_path: Path, capsys: Any,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval.models.huggingface")
     letters = "--keys=abdfghjk", "--values=lmnoprst", "--distances=8"
     assert main([str(tmp_path), "--separator=", "--questions=9", *letters]) == 0

@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one token": {"prompt": "a"},
     "full": {"prompt": (PROMPT * 3)[:48], "attention_window": 6},
     "bfloat16": {"dtype": "bfloat16", "n_kv_head": 1},
-}  # fmt: skip
+}
 
 
 def tiny(**changes: Any) -> GPT:
@@ -211,7 +211,7 @@ def test_tokens_as_they_are_shown():
     assert [t["id"] for t in shown] == [*range(6)]
     assert [t["text"] for t in shown] == [" the", "é", "<E2 80>", "\r\n\t", "<end of text>", "<b>"]
     assert [t["label"] for t in shown] == [
-        "␣the", "é", "<E2␣80>", "␍⏎⇥", "<end␣of␣text>", "<b>"]  # fmt: skip
+        "␣the", "é", "<E2␣80>", "␍⏎⇥", "<end␣of␣text>", "<b>"]
 
 
 def test_a_refused_backend_is_told():
@@ -281,7 +281,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         out, weights=model.state_dict(), optimizer={}, keep=1,
         settings={"train": {}, "model": asdict(model.config), "tokenizer": TOKENIZER.to_meta()},
         state={"step": 7, "val_loss": 1.0},
-    )  # fmt: skip
+    )
     return out
 
 
@@ -294,7 +294,7 @@ def test_text_and_json_from_a_checkpoint(run, tmp_path):
     path = tmp_path / "numbers.json"
     words = f"--out_dir={run}", f"--prompt=FILE:{tmp_path}/prompt.txt", "--window=6"
     code, out, err = command(*words, "--text", f"--json={path}", "--layer=1", "--head=3",
-                             "--attn_implementation=eager")  # fmt: skip
+                             "--attn_implementation=eager")
     assert code == 0, err
     found = json.loads(path.read_text())
     assert out == render(found) + "\n"
@@ -315,7 +315,7 @@ def test_the_page_is_written(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, path in (([f"--out_dir={run}"], run / "explain.html"),
                         ([f"--init_from={run}"], tmp_path / "explain.html"),
-                        ([f"--out_dir={run}", "--html=x.html"], tmp_path / "x.html")):  # fmt: skip
+                        ([f"--out_dir={run}", "--html=x.html"], tmp_path / "x.html")):
         code, out, err = command(*words, "--prompt=to be")
         assert code == 0, err
         assert path.read_text(encoding="utf-8").lstrip().startswith("<!doctype")
@@ -331,7 +331,7 @@ def test_the_page_is_written(run, tmp_path, monkeypatch):
     (["--prompt=FILE:no/such.txt"], "no/such.txt"), (["--html=no/x.html"], "no/x.html"),
     (["--promt=a"], "--prompt"), (["--out_dir=no/run"], "no/run"),
     (["--attention_backend=flash_attn_3", "--attention_fallback=False"], "flash_attn_3"),
-])  # fmt: skip
+])
 def test_a_wrong_setting_is_named(run, words, named):
     code, out, err = command(f"--out_dir={run}", *words)
     assert code == 2 and not out and "Traceback" not in err and named in err

@@ -40,7 +40,7 @@ def document(prompt: str = PROMPT, window: int | None = None, **settings: Any) -
     config = GPTConfig(
         n_layer=2, n_head=4, n_kv_head=2, n_embd=64, block_size=128, vocab_size=len(letters),
         attention_window=None if window is None else (window, 2),
-    )  # fmt: skip
+    )
     model = GPT(config).eval()
     for block in model.transformer.h:
         block.attn.c_attn.weight.data *= 12
@@ -218,7 +218,7 @@ def test_each_head_is_painted_pixel_by_pixel(show, windowed):
     segments = about["segments"] or [0] * T
     i, j, seg = np.arange(T)[:, None], np.arange(T), np.array(segments)
     seen = [np.broadcast_to(visible(i, j, 0, window, seg[:, None], seg), (T, T))
-            for window in about["windows"]]  # fmt: skip
+            for window in about["windows"]]
     P = np.zeros((2, 4, T, T))
     rows, cols = np.tril_indices(T)
     P[:, :, rows, cols] = unpack(shown["maps"]["weights"]) / 65535

@@ -30,9 +30,9 @@ SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16, "rope_theta": 500.0}  # fmt: skip
+          "original_max_position_embeddings": 16, "rope_theta": 500.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
@@ -43,12 +43,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "sliding_window": 7,
                              "use_sliding_window": True, "max_window_layers": 2}),
     "gpt2": ("GPT2", {"n_inner": 100, "tie_word_embeddings": False}),
-}  # fmt: skip
+}
 ROPE = {"position": "rope", "norm": "rms", "mlp": "swiglu"}
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"bias": True}, "llama": {**ROPE, "tied": False},
     "qwen3": {**ROPE, "qk_norm": True, "n_kv_head": 1},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -83,7 +83,7 @@ def test_the_logits_are_transformers(name, sharded, transformers, tmp_path, monk
 def test_a_missing_window_is_that_of_transformers(family, transformers):
     config = getattr(transformers, f"{family}Config")(**SIZES, use_sliding_window=True)
     saved = {**SIZES, "model_type": family.lower(), "use_sliding_window": True,
-             "max_window_layers": 0, "max_position_embeddings": 8192}  # fmt: skip
+             "max_window_layers": 0, "max_position_embeddings": 8192}
     assert {*families.read_config(saved, "here").windows} == {config.sliding_window}
 
 
@@ -96,7 +96,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "quantization_config": {"quantization_config": {"quant_method": "fp8"}},
     "chunked": {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
     "'mixtral'": {"model_type": "mixtral"}, "'qwen3_moe'": {"model_type": "qwen3_moe"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("word", REFUSED)
@@ -173,7 +173,7 @@ def test_what_no_family_has_is_not_exported(tmp_path):
         "several sizes": {**ROPE, "attention_window": (4, 8)},
         "some layers.*--qk_norm": {**ROPE, "attention_window": (4, None)},
         "n_kv_head.*--position": {"n_kv_head": 1}, "window.*--position": {"attention_window": 4},
-    }.items():  # fmt: skip
+    }.items():
         model = GPT(GPTConfig(16, 9, 2, 2, 8, **{"bias": False, **changes}))
         with pytest.raises(UserError, match=words):
             checkpoint.save_hf(model, tmp_path / "out")
@@ -242,5 +242,5 @@ def test_a_vocabulary_above_65536(tmp_path):
     for name in ("generation_config", "config", "tokenizer_config"):
         saved |= json.loads((folder / f"{name}.json").read_text())
     want = {"vocab_size": 70_006, "bos_token_id": 70_005, "eos_token_id": [69_998, 7],
-            "bos_token": "<s>", "eos_token": "</s>", "do_sample": True}  # fmt: skip
+            "bos_token": "<s>", "eos_token": "</s>", "do_sample": True}
     assert want.items() <= saved.items()

@@ -39,7 +39,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int | None,
                  right: int | None, scale: float | None, softcap: float, dropout_p: float = 0.0,
-                 sink: Tensor | None = None) -> Tensor:  # fmt: skip
+                 sink: Tensor | None = None) -> Tensor:
     """q (Tq, H, D), k and v (Tk, Hkv, D) -> (Tq, H, D), in float64, rounded once.
 
     "Query at position i will only attend to keys between [i + seqlen_k - seqlen_q - window_size[0],
@@ -99,7 +99,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
-           *rest: Any) -> Tensor:  # fmt: skip
+           *rest: Any) -> Tensor:
     """(total, H, D), sequence n from cu[n] to cu[n + 1]."""
     assert q.dim() == k.dim() == 3
     for cu, most, total in ((cu_q, max_q, len(q)), (cu_k, max_k, len(k))):
@@ -112,7 +112,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: i
 
 
 def cached(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, seqlens: Tensor,
-           *rest: Any) -> Tensor:  # fmt: skip
+           *rest: Any) -> Tensor:
     """Row b's keys are the first seqlens[b] of k[b], or of the pages k[table[b]]."""
     assert not torch.is_grad_enabled(), "Note: Does not support backward pass"
     assert seqlens.dtype == torch.int32 and seqlens.shape == (len(q),) and seqlens.is_contiguous()
@@ -121,12 +121,12 @@ def cached(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, seqlens: Tenso
         k, v = (t[table].flatten(1, 2) for t in (k, v))
     assert k.shape[0] == len(q) and seqlens.max() <= k.shape[1], "keys are read out of bounds"
     return torch.stack([one_sequence(q[b], *(t[b, : seqlens[b]] for t in (k, v)), *rest)
-                        for b in range(len(q))])  # fmt: skip
+                        for b in range(len(q))])
 
 
 def in_parts(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int | None, right: int | None,
              scale: float | None, softcap: float, L: Tensor | None = None,
-             out: Tensor | None = None, dout: Tensor | None = None) -> Any:  # fmt: skip
+             out: Tensor | None = None, dout: Tensor | None = None) -> Any:
     """L (B, H, Tq) as documented; with that of a whole row, its out and dout the gradients: P is
     exp(S - L), and each is that of softmax, rounded once."""
     (Tq, H, D), (Tk, Hkv) = q.shape[1:], k.shape[1:3]
@@ -147,7 +147,7 @@ def in_parts(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int | None, ri
     P, dO = (S - L[..., None]).exp(), dout.double().transpose(1, 2)
     dS = P * (dO @ values.mT - (dout.double() * out.double()).sum(-1).mT[..., None]) * slope
     dk, dv = ((x.mT @ y).unflatten(1, (Hkv, -1)).sum(dim=2)
-              for x, y in ((tau * dS, q.double().transpose(1, 2)), (P, dO)))  # fmt: skip
+              for x, y in ((tau * dS, q.double().transpose(1, 2)), (P, dO)))
     return tuple(t.transpose(1, 2).to(q.dtype) for t in (tau * dS @ keys, dk, dv))
 
 
@@ -180,7 +180,7 @@ def flash_attn_2() -> ModuleType:
 
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False,
                         window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
-                        return_attn_probs=False):  # fmt: skip
+                        return_attn_probs=False):
         record(module, locals())
         check_inputs(q, k, v)
         assert not (softcap > 0 and dropout_p), "Softcapping does not support dropout for now"
@@ -190,7 +190,7 @@ def flash_attn_2() -> ModuleType:
 
     def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale,
                              causal, window_size_left, window_size_right, softcap, alibi_slopes,
-                             deterministic, rng_state=None):  # fmt: skip
+                             deterministic, rng_state=None):
         record(module, locals())
         check_inputs(q, k, v, step=8)
         assert not dropout_p and alibi_slopes is None
@@ -203,7 +203,7 @@ def flash_attn_2() -> ModuleType:
                                dropout_p=0.0, softmax_scale=None, causal=False,
                                window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                                deterministic=False, return_attn_probs=False,
-                               block_table=None):  # fmt: skip
+                               block_table=None):
         record(module, locals())
         check_inputs(q, k, v)
         assert not (softcap > 0 and dropout_p), "Softcapping does not support dropout for now"
@@ -212,14 +212,14 @@ def flash_attn_2() -> ModuleType:
             # seqlenq_ngroups_swapped in flash_api.cpp
             q.reshape(len(cu_seqlens_q) - 1, k.shape[1], -1, q.shape[2])
         return varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
-                      left, right, softmax_scale, softcap, dropout_p)  # fmt: skip
+                      left, right, softmax_scale, softcap, dropout_p)
 
     def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None,
                                 rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
                                 cache_leftpad=None, block_table=None, softmax_scale=None,
                                 causal=False, window_size=(-1, -1), softcap=0.0,
                                 rotary_interleaved=True, alibi_slopes=None, num_splits=0,
-                                return_softmax_lse=False):  # fmt: skip
+                                return_softmax_lse=False):
         record(module, locals())
         check_inputs(q, k_cache, v_cache)
         assert k is v is None, "not needed by us"
@@ -245,7 +245,7 @@ def flash_attn_3(with_lse: bool = False) -> ModuleType:
     def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None,
                         k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
                         softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-                        sm_margin=0, return_attn_probs=False):  # fmt: skip
+                        sm_margin=0, return_attn_probs=False):
         record(module, locals())
         check_inputs(q, k, v, step=8)
         how = causal, *limits(window_size, -1), softmax_scale, softcap
@@ -257,7 +257,7 @@ def flash_attn_3(with_lse: bool = False) -> ModuleType:
                              sequed_q=None, sequed_k=None, max_seqlen_q=None, max_seqlen_k=None,
                              dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
                              window_size_left=-1, window_size_right=-1, softcap=0.0,
-                             deterministic=False, sm_margin=0):  # fmt: skip
+                             deterministic=False, sm_margin=0):
         record(module, locals())
         check_inputs(q, k, v, step=8)
         how = is_causal, *limits((window_size_left, window_size_right), -1), softmax_scale, softcap
@@ -269,7 +269,7 @@ def flash_attn_3(with_lse: bool = False) -> ModuleType:
                                seqused_q=None, seqused_k=None, softmax_scale=None, causal=False,
                                qv=None, q_descale=None, k_descale=None, v_descale=None,
                                window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
-                               pack_gqa=None, deterministic=False, sm_margin=0):  # fmt: skip
+                               pack_gqa=None, deterministic=False, sm_margin=0):
         record(module, locals())
         check_inputs(q, k, v, step=8)
         how = causal, *limits(window_size, -1), softmax_scale, softcap
@@ -283,7 +283,7 @@ def flash_attn_3(with_lse: bool = False) -> ModuleType:
                                 q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
                                 causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
                                 rotary_interleaved=True, scheduler_metadata=None, num_splits=0,
-                                pack_gqa=None, sm_margin=0, return_softmax_lse=False):  # fmt: skip
+                                pack_gqa=None, sm_margin=0, return_softmax_lse=False):
         record(module, locals())
         check_inputs(q, k_cache, v_cache, step=8)
         assert k is v is None, "not needed by us"
@@ -306,7 +306,7 @@ def flash_attn_4() -> ModuleType:
                         pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None,
                         mask_mod=None, aux_tensors=None, aux_scalars=None,
                         block_sparse_tensors=None, block_sparse_tensors_bwd=None,
-                        return_lse=False):  # fmt: skip
+                        return_lse=False):
         record(module, locals())
         check_inputs(q, k, v, step=8)
         check_sink(q, learnable_sink)
@@ -315,7 +315,7 @@ def flash_attn_4() -> ModuleType:
 
     def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
                         window_size_left=None, window_size_right=None, deterministic=False,
-                        dq=None, dk=None, dv=None):  # fmt: skip
+                        dq=None, dk=None, dv=None):
         record(module, locals())
         check_inputs(q, k, v, step=8)
         sides = limits((window_size_left, window_size_right), None)
@@ -333,7 +333,7 @@ def flash_attn_4() -> ModuleType:
                                score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None,
                                aux_tensors=None, aux_scalars=None, return_lse=False,
                                scheduler_metadata=None, seqlen_k_per_split=None,
-                               disable_scheduler_metadata=False):  # fmt: skip
+                               disable_scheduler_metadata=False):
         record(module, locals())
         check_inputs(q, k, v, step=8)
         check_sink(q, learnable_sink)
@@ -456,7 +456,7 @@ def test_no_kernel_is_given_an_empty_sequence(name, Tq, installed) -> None:
 
 def check_cache(name: str, start: list[int], count: list[int], Tq: int, places: int,
                 page_size: int | None, window: int | None, device: str = "cpu",
-                D: int = 32, **scores: Any) -> None:  # fmt: skip
+                D: int = 32, **scores: Any) -> None:
     """Tq new tokens a row, of which count[b] are real, after a history of start[b].
 
     Places that nothing was stored in hold loud numbers. Without page_size the cache is static.
@@ -482,7 +482,7 @@ def check_cache(name: str, start: list[int], count: list[int], Tq: int, places: 
             held = -(-(start[b] + count[b]) // page_size)
             table[b, :held] = order[b * columns : b * columns + held]
     stored = [torch.full((*shape, Hkv, D), loud, dtype=torch.float16, device=device)
-              for loud in (9.0, 99.0)]  # fmt: skip
+              for loud in (9.0, 99.0)]
     for b, n in enumerate(start):
         for t, new in zip(stored, (k, v), strict=True):
             at = torch.arange(min(n + count[b], places))  # this call's tokens are stored, too
@@ -497,7 +497,7 @@ def check_cache(name: str, start: list[int], count: list[int], Tq: int, places: 
     fresh = torch.stack([q[b, n : n + Tq] for b, n in enumerate(start)])
     spec = Spec(H, Hkv, D, "float16", window=window, grad=False, page_size=page_size,
                 cache="static" if page_size is None else "paged", sinks="sinks" in scores,
-                **{n: x for n, x in scores.items() if n != "sinks"})  # fmt: skip
+                **{n: x for n, x in scores.items() if n != "sinks"})
     more = {n: x for n, x in scores.items() if n == "sinks"}
     with torch.no_grad():
         out = BACKENDS[name].attend(fresh, k_stored, v_stored, spec, cache=view, **more)
@@ -559,7 +559,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     module.__spec__ = ModuleSpec("kernels", None)
 
     def get_kernel(repo_id: str, *, revision: str | None = None, version: int | None = None,
-                   trust_remote_code: bool = False) -> ModuleType:  # fmt: skip
+                   trust_remote_code: bool = False) -> ModuleType:
         asked.append((repo_id, revision))
         return flash_attn_2() if repo_id.endswith("flash-attn2") else flash_attn_3()
 
@@ -630,7 +630,7 @@ def test_real_caches(name, asked, window, paged) -> None:
     if paged and name == "flash_attn_2":
         start, places, page_size = [n + 240 * (n // 16) for n in start], 16 * places, 256
     need(name, Spec(4, 2, 64, "float16", window=window, grad=False, page_size=page_size,
-                    cache="paged" if paged else "static"))  # fmt: skip
+                    cache="paged" if paged else "static"))
     check_cache(name, start, count, Tq, places, page_size, window, "cuda", D=64)
 
 

@@ -32,11 +32,11 @@ def backend(request) -> Iterator[str]:
 def test_the_defaults_are_flash_attns() -> None:
     same = {"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1),
             "softcap": 0.0, "alibi_slopes": None, "deterministic": False, "block_table": None,
-            "return_attn_probs": False, "rotary_interleaved": True, "num_splits": 0}  # fmt: skip
+            "return_attn_probs": False, "rotary_interleaved": True, "num_splits": 0}
     for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
         known = inspect.signature(getattr(nanoattn, name)).parameters
         assert {n: known[n].default for n in same.keys() & known} == {n: same[n] for n in known
-                                                                     if n in same}  # fmt: skip
+                                                                     if n in same}
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, **options: Any) -> Any:
@@ -63,7 +63,7 @@ def test_flash_attn_func_and_its_gradients(case, backend) -> None:
     *qkv, dout = (t.detach() for t in matrix.draw(case, "float32"))
     leaves = [t.requires_grad_() for t in qkv]
     out = nanoattn.flash_attn_func(*leaves, 0.0, case.scale, True, side(case.window),
-                                   case.softcap or 0.0)  # fmt: skip
+                                   case.softcap or 0.0)
     got = oracle.Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
     matrix.compare(got, case, "float32", "cpu")
 
@@ -81,7 +81,7 @@ def test_flash_attn_varlen_func_takes_any_lengths(pairs, window, square, paged) 
     lengths_q = [a for a, _ in pairs]
     lengths_k = lengths_q if square else [b for _, b in pairs]
     q, k, v = (torch.randn(sum(n), h, 16, generator=draw)
-               for n, h in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2)))  # fmt: skip
+               for n, h in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2)))
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k))
     given, table = (k, v), None
     if paged:
@@ -93,7 +93,7 @@ def test_flash_attn_varlen_func_takes_any_lengths(pairs, window, square, paged) 
                     pages[table[row, j // SIZE], j % SIZE] = x[int(cu_k[row]) + j]
     leaves = [t.clone().requires_grad_() for t in (q, *given)]
     out = nanoattn.flash_attn_varlen_func(*leaves, cu_q, cu_k, 60, 60, causal=True,
-                                          window_size=side(window), block_table=table)  # fmt: skip
+                                          window_size=side(window), block_table=table)
     parts = [t.split(n) for t, n in ((q, lengths_q), (k, lengths_k), (v, lengths_k))]
     dout = torch.randn(q.shape, generator=draw)
     for got, *qkv in zip(out.split(lengths_q), *parts, strict=True):
@@ -113,7 +113,7 @@ def test_flash_attn_varlen_func_takes_any_lengths(pairs, window, square, paged) 
     assert torch.equal(nanoattn.flash_attn_varlen_kvpacked_func(
         q, torch.stack((k, v), 1), cu_q, cu_k, 60, 60, causal=True, window_size=side(window)
     ), nanoattn.flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, 60, 60, causal=True, window_size=side(window)))  # fmt: skip
+        q, k, v, cu_q, cu_k, 60, 60, causal=True, window_size=side(window)))
 
 
 def cache(B: int, S: int, paged: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -145,7 +145,7 @@ def test_a_text_through_flash_attn_with_kvcache(window, paged, backend) -> None:
         new = [torch.stack([t[b, rows] for b, rows in enumerate(at)]) for t in (q, k, v)]
         out = nanoattn.flash_attn_with_kvcache(
             new[0], k_cache, v_cache, *new[1:], cache_seqlens=lengths, block_table=table,
-            causal=True, window_size=side(window))  # fmt: skip
+            causal=True, window_size=side(window))
         for b, rows in enumerate(at):
             want = truth(q[b, rows], *(t[b, : rows.stop] for t in (k, v)), window=window)
             same(out[b], want)
@@ -169,7 +169,7 @@ def test_a_long_prompt_in_pages(window) -> None:
     new = [torch.stack([t[b, n : n + 320] for b, n in enumerate(before)]) for t in (q, k, v)]
     out = nanoattn.flash_attn_with_kvcache(
         new[0], k_cache, v_cache, *new[1:], cache_seqlens=torch.tensor(before).int(),
-        block_table=table, causal=True, window_size=side(window))  # fmt: skip
+        block_table=table, causal=True, window_size=side(window))
     for b, n in enumerate(before):
         want = truth(q[b, n : n + 320], k[b, : n + 320], v[b, : n + 320], window=window)
         same(out[b], want)
@@ -196,7 +196,7 @@ def test_pages_before_the_window_may_be_gone(lse) -> None:
     got, want = (
         nanoattn.flash_attn_with_kvcache(q, *kv, cache_seqlens=torch.tensor([21, 15]).int(),
                                          block_table=t, **options)
-        for kv, t in ((pages, table), ((k, v), None)))  # fmt: skip
+        for kv, t in ((pages, table), ((k, v), None)))
     torch.testing.assert_close(got, want)
     with pytest.raises(ValueError, match="block_table"):
         nanoattn.flash_attn_with_kvcache(q, *pages, cache_seqlens=14, block_table=table, **options)
@@ -216,7 +216,7 @@ def test_the_log_sum_exp_and_the_gradients_beside_it(window) -> None:
     nanoattn.use("auto")  # manual has none
     q, k, v = (torch.randn(2, n, h, 16, requires_grad=True) for n, h in ((7, 4), (11, 2), (11, 2)))
     out, L, none = nanoattn.flash_attn_func(
-        q, k, v, causal=True, window_size=side(window), return_attn_probs=True)  # fmt: skip
+        q, k, v, causal=True, window_size=side(window), return_attn_probs=True)
     assert none is None and not L.requires_grad
     plain = nanoattn.flash_attn_func(q, k, v, causal=True, window_size=side(window))
     dout = torch.randn_like(out)
@@ -256,7 +256,7 @@ X = torch.randn(2, 6, 2, 16)
     ("alibi_slopes", {"alibi_slopes": torch.ones(2)}), ("qv", {"qv": X}),
     ("q_descale", {"q_descale": torch.ones(1)}), ("attention_chunk", {"attention_chunk": 4}),
     ("dropout", {"dropout_p": 0.1, "return_attn_probs": True}),
-])  # fmt: skip
+])
 def test_what_is_not_computed_is_refused_by_name(name, options) -> None:
     with pytest.raises(ValueError, match=name):
         nanoattn.flash_attn_func(X, X, X, **{"causal": True, **options})

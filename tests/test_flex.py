@@ -51,7 +51,7 @@ def packed(B: int, T: int) -> Tensor:
 
 
 def inputs(Tq: int, Tk: int, spec: Spec, B: int = 2, layout: str = "plain",
-           size: float = 1.0) -> list[Tensor]:  # fmt: skip
+           size: float = 1.0) -> list[Tensor]:
     """q, k, v: contiguous, cut from one tensor as a model does ("split"), or heads first."""
     draw = torch.Generator().manual_seed(Tq * 1000 + Tk)
     heads = [spec.n_head, spec.n_kv_head, spec.n_kv_head]
@@ -61,7 +61,7 @@ def inputs(Tq: int, Tk: int, spec: Spec, B: int = 2, layout: str = "plain",
     if layout == "heads first":
         q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     return [q, k, v] if layout == "split" else [t.contiguous() if layout == "plain" else t
-                                                for t in (q, k, v)]  # fmt: skip
+                                                for t in (q, k, v)]
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def check(qkv: list[Tensor], spec: Spec, segments: Tensor | None = None) -> None
             f(*qkv, torch.ones_like(qkv[0]), window=spec.window, segments=segments,
               scale=spec.scale, softcap=spec.softcap)
             for f in (oracle.plain, oracle.attention)
-        )  # fmt: skip
+        )
     oracle.check(oracle.Result(got), plain, truth, qkv[0].dtype)
     assert not got[:, : max(qkv[0].shape[1] - qkv[1].shape[1], 0)].any()
 
@@ -109,7 +109,7 @@ SPECS = {  # dtypes, head dims, groups and layouts, so that each is seen in some
     "float16-20-mqa-heads-first": (Spec(3, 1, 20, "float16", grad=False), "heads first"),
     "float32-segments-scale-softcap": (
         Spec(4, 2, 32, "float32", grad=False, segments=True, scale=0.5, softcap=3.0), "plain"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_numbers(name, graphs) -> None:
         check(inputs(Tq, Tk, asked, layout=layout), asked, segments)
     for size in (4, 30):
         check(inputs(97, 97, spec, layout=layout, size=size), spec,
-              packed(2, 97) if spec.segments else None)  # fmt: skip
+              packed(2, 97) if spec.segments else None)
     assert graphs() <= 3
 
 
@@ -134,7 +134,7 @@ ASKED = [c for c in matrix.CASES if c.scale or c.softcap or c.sinks]
 @pytest.mark.parametrize("case", [
     pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.name != ASKED[-1].name))
     for c in ASKED
-])  # fmt: skip
+])
 def test_scale_softcap_and_sinks_with_gradients(case, only_traced, monkeypatch) -> None:
     """Sinks and gradients run on CUDA alone. What is traced is the same: here it is computed by
     PyTorch's own unfused operator, which the CPU has, backward too."""
@@ -147,7 +147,7 @@ def test_scale_softcap_and_sinks_with_gradients(case, only_traced, monkeypatch) 
 @pytest.mark.parametrize("by", ["eager", "inductor"])
 def test_the_model_compiles_into_one_graph(by, graphs) -> None:
     config = GPTConfig(block_size=256, vocab_size=64, n_layer=1, n_head=2, n_embd=32,
-                       attention_window=100)  # fmt: skip
+                       attention_window=100)
     models = []
     for name in ("flex", "manual"):
         torch.manual_seed(0)
@@ -171,7 +171,7 @@ def tiles(count: Tensor, index: Tensor) -> Tensor:
     count, index = count[:, 0], index[:, 0]
     listed = torch.arange(index.shape[-1]) < count[..., None]
     return torch.zeros(index.shape, dtype=torch.int32).scatter(
-        -1, index.long(), listed.int()).bool()  # fmt: skip
+        -1, index.long(), listed.int()).bool()
 
 
 def cut(seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,7 @@ def test_n_params_of_llamas_options() -> None:
 def test_swiglu_has_as_many_parameters_as_gelu() -> None:
     for C in (384, 768, 2048):
         gelu, swiglu = (n_params(GPTConfig(n_head=4, n_embd=C, mlp=mlp, bias=False))
-                        for mlp in ("gelu", "swiglu"))  # fmt: skip
+                        for mlp in ("gelu", "swiglu"))
         assert abs(swiglu / gelu - 1) < 0.01
 
 
@@ -88,7 +88,7 @@ def test_a_window_makes_only_the_causal_count_smaller() -> None:
 
 
 @pytest.mark.parametrize("options", [{"bias": True}, {"bias": False, "n_kv_head": 2}, LLAMA],
-                         ids=["gpt2", "gqa", "llama"])  # fmt: skip
+                         ids=["gpt2", "gqa", "llama"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
     """Exactly equal, after three differences:
@@ -212,7 +212,7 @@ Tesla P100-PCIE-16GB,
 NVIDIA A100-SXM4-40GB MIG 1g.5gb, NVIDIA H100 80GB HBM3 MIG 3g.40gb, GRID A100-10C, GRID T4-8Q,
 NVIDIA A40-8Q, NVIDIA L40S-48Q, NVIDIA H100 64GB HBM2, AMD Instinct MI250X, AMD Instinct MI325X,
 Intel(R) Arc(TM) A770 Graphics
-""".replace("\n", " ").strip().split(", ")  # fmt: skip
+""".replace("\n", " ").strip().split(", ")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -229,7 +229,7 @@ def test_the_datasheet_of_a_device(name) -> None:
     rounded = {"NVIDIA A30": 82, "NVIDIA L4": 60, "NVIDIA L40S": 183}  # as their sheets have it
     assert tf32_.tflops == pytest.approx(rounded.get(name, NAMES[name] / 2), abs=0.26)
     assert (plain.tflops, datasheet_bandwidth(name)) == (
-        RATES[name][1], (RATES[name][2] * 1e9, found.source))  # fmt: skip
+        RATES[name][1], (RATES[name][2] * 1e9, found.source))
     assert datasheet_peak(name, "float64") is None
 
 
@@ -301,7 +301,7 @@ def test_the_mark_of_a_peak_and_of_a_busy_machine(monkeypatch) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_parameters_left_out_are_named(position: Any, tied: bool) -> None:
     config = GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8,
-                       position=position, tied=tied)  # fmt: skip
+                       position=position, tied=tied)
     model, text = GPT(config), flops.uncounted(config)
     left_out = 8 * 8 * ("position" in text) + 50 * 8 * ("token" in text)
     assert sum(p.numel() for p in model.parameters()) - flops.n_params(config) == left_out

@@ -105,7 +105,7 @@ def test_the_engine_is_the_plain_loop(kv, sampling, monkeypatch) -> None:
     generators = [torch.Generator().manual_seed(row) for row in range(2)]
     got = engine.generate(model, idx, 20, generator=generators, kv_cache=kv, **sampling)
     numbers = [torch.rand(64, dtype=torch.float64, generator=g.manual_seed(row))
-               for row, g in enumerate(generators)]  # fmt: skip
+               for row, g in enumerate(generators)]
     steps = iter(torch.stack(numbers, 1)[:, :, None])
 
     def multinomial(probs: Tensor, n: int) -> Tensor:

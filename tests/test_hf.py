@@ -55,7 +55,7 @@ def is_lost(name: str, case: str) -> bool:
 
 @pytest.mark.parametrize("backend", [
     "sdpa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("manual", "tiled"))
-])  # fmt: skip
+])
 @pytest.mark.parametrize("name", HERE)
 def test_a_model_is_right_or_refused(name: str, backend: str) -> None:
     """The table of docs/HF.md has the same refusals."""
@@ -108,7 +108,7 @@ def specs(model: Any) -> list[list[Spec]]:
     ("mistral", [{"window": 7}] * 2), ("qwen2", [{"window": None}, {"window": 7}]),
     ("gemma2", [{"window": 7, "softcap": 3.0, "scale": 0.5}, {"window": None, "softcap": 3.0}]),
     ("granite", [{"scale": 0.9}] * 2), ("gpt_oss", [{"sinks": True, "window": 7}, {"sinks": True}]),
-])  # fmt: skip
+])
 def test_each_setting_of_a_config_reaches_the_kernel(name: str, want: list[dict[str, Any]]) -> None:
     if name not in HERE:
         pytest.skip(f"no {name} in transformers {transformers.__version__}")
@@ -214,7 +214,7 @@ def test_names() -> None:
     names = hf.names()
     assert {names[n] for n in ("manual", "tiled", "triton", "auto", "fastest")} == {
         "nanoattn:manual", "nanoattn:tiled", "nanoattn:triton", "nanoattn:auto", "nanoattn:fastest"
-    }  # fmt: skip
+    }
     assert names["sdpa"] == "nanoattn:SDPA" and names["flash_attn_2"] == "nanoattn:FLASH_ATTN_2"
     assert hf.implementation("flash_attention_2") == names["flash_attn_2"]
     with pytest.raises(ValueError, match="did you mean"):
@@ -225,7 +225,7 @@ def test_names() -> None:
 
 @pytest.mark.parametrize("name", [  # flex compiles for seconds
     pytest.param(n, marks=[pytest.mark.slow] * (n == "flex"))
-    for n in hf.names() if n != "fastest"])  # fmt: skip
+    for n in hf.names() if n != "fastest"])
 def test_every_name_is_accepted_and_runs_or_falls_back(name: str) -> None:
     """Also by models that have no SDPA of transformers, and with names that hold "flash"."""
     model = build("gemma2", hf.implementation(name))
@@ -265,7 +265,7 @@ def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
             more: dict[str, Any] = {"cache_position": at} if old else {}
             with torch.no_grad():
                 out = model(part, attention_mask=tokens[:, :seen], past_key_values=kept,
-                            position_ids=at.expand(2, -1), **more)  # fmt: skip
+                            position_ids=at.expand(2, -1), **more)
             logits.append(out.logits)
         joined = torch.cat(logits, dim=1)[tokens.bool()]
         hf_table.check(name, "left-padded", {"logits": joined})
@@ -343,7 +343,7 @@ def test_only_our_attention_can_read_a_mask() -> None:
         lambda: scores + mask, lambda: torch.where(mask, scores, 0.0),
         lambda: sdpa(scores, scores, scores, attn_mask=mask),
         lambda: scores.masked_fill(~mask, 0.0), lambda: mask.fill_(True),
-    ]  # fmt: skip
+    ]
     for use in uses:
         with pytest.raises(BackendUnavailable, match="computes with the mask"):
             use()
@@ -374,7 +374,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor | None]] = {  # position_ids of a 2-D
     "three texts": lambda m: torch.arange(20).remainder(8).expand(2, -1),
 }
 OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attention_heads": 4,
-       "num_hidden_layers": 2, "vocab_size": 61, "pad_token_id": 1, "init_std": 0.3}  # fmt: skip
+       "num_hidden_layers": 2, "vocab_size": 61, "pad_token_id": 1, "init_std": 0.3}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "opt"])
@@ -389,7 +389,7 @@ def test_positions_of_padding_do_not_matter(name: str) -> None:
     @given(
         form=st.sampled_from([*FORMS]), lengths=st.tuples(*[st.integers(1, 20)] * 2),
         left=st.booleans(), masked=st.booleans(), dtype=st.sampled_from([torch.int32, torch.int64]),
-    )  # fmt: skip
+    )
     def check(form: str, lengths: tuple[int, int], left: bool, masked: bool, dtype: Any) -> None:
         places = torch.arange(20).flip(0) if left else torch.arange(20)
         mask = (places < torch.tensor(lengths)[:, None]).long()
@@ -428,13 +428,13 @@ CROSS.is_causal = False  # type: ignore[assignment]
     ({"attention_mask": None}, "without a mask"),
     ({"attention_mask": Mask.of(Proof(4, 9), "x", (1, 1, 4, 9))}, "does not fit"),
     ({"softcap": -1.0}, "softcap"),
-])  # fmt: skip
+])
 def test_what_cannot_be_honoured_is_refused(asked: dict[str, Any], why: str) -> None:
     attend = transformers.AttentionInterface()["nanoattn:manual"]
     q, kv = torch.zeros(1, 4, 4, 8), torch.zeros(1, 2, 4, 8)
     mask = Mask.of(Proof(4, 4), "nanoattn:manual", (1, 1, 4, 4))
     call = {"module": torch.nn.Linear(1, 1), "query": q, "key": kv, "value": kv,
-            "attention_mask": mask, "position_ids": torch.arange(4), "new": None}  # fmt: skip
+            "attention_mask": mask, "position_ids": torch.arange(4), "new": None}
     assert attend(**call)[0].shape == (1, 4, 4, 8)
     with pytest.raises(BackendUnavailable, match=why):
         attend(**call | asked)

@@ -42,7 +42,7 @@ sizes = st.tuples(st.integers(1, 9), st.integers(0, 200), st.integers(1, 20), st
     (20, 4, 3),
     (21, 4, 4),
     (6, 1, 4),
-])  # fmt: skip
+])
 def test_over_the_epochs_every_place_is_a_start(N: int, T: int, windows: int) -> None:
     """By hand: how many windows an epoch has. Of the N - T places that a sequence can begin at,
     each is taken in some epoch, so every token is seen, first and last ones included."""
@@ -270,7 +270,7 @@ def large_token(folder: Path) -> None:
         (no_meta, "meta.json"), (bad_meta, "meta.json"), (no_split, "train.bin"),
         (half_a_token, "1,801"), (large_token, "5000"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_dataset_is_an_error(folder: Path, damage: Any, named: str) -> None:
     damage(folder)
     with pytest.raises(UserError, match=named):

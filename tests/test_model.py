@@ -52,7 +52,7 @@ def build(config: GPTConfig = TINY, scale: float = 5.0, **changes: Any) -> GPT:
 
 
 def gradients(model: GPT, idx: Tensor, targets: Tensor, segments: Tensor | None = None,
-              seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+              seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the gradient of every parameter."""
     model.zero_grad()
     torch.manual_seed(seed)
@@ -113,7 +113,7 @@ def transformers() -> Iterator[Any]:
 def theirs(transformers: Any, folder: Path, **changes: Any) -> Any:
     """A GPT2LMHeadModel with random weights, biases and norms included, saved to `folder`."""
     sizes = {"vocab_size": 37, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4,
-             "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+             "bos_token_id": None, "eos_token_id": None}
     config = transformers.GPT2Config(**{**sizes, **changes}, attn_implementation="eager")
     torch.manual_seed(3)
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -190,7 +190,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss_and_gradients(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor,
-                       factor: float) -> list[Tensor]:  # fmt: skip
+                       factor: float) -> list[Tensor]:
     x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
     value = loss(x, weight, targets)
     return [value.detach(), *torch.autograd.grad(value * factor, (x, weight))]
@@ -209,7 +209,7 @@ def test_linear_cross_entropy(rows, factor, ignored, dtype, monkeypatch) -> None
     x, w = (torch.randn(n, 24, generator=draw).to(low).float() for n in (50, 91))
     targets = torch.randint(91, (50,), generator=draw)
     keep = {"none": slice(0, 50), "some": slice(0, 50, 3), "all but one": slice(3, 4),
-            "a whole chunk": slice(7, 32)}[ignored]  # fmt: skip
+            "a whole chunk": slice(7, 32)}[ignored]
     targets = torch.full_like(targets, IGNORE).index_put((torch.arange(50)[keep],), targets[keep])
 
     truth = loss_and_gradients(cross_entropy, x.double(), w.double(), targets, factor)
@@ -358,7 +358,7 @@ def test_the_logits_of_the_whole_batch_never_exist(dtype, monkeypatch) -> None:
 
 HERE = Machine.here("cpu")
 LLAMA: dict[str, Any] = {"position": "rope", "norm": "rms", "mlp": "swiglu", "qk_norm": True,
-                         "tied": False, "bias": "qkv", "n_kv_head": 2}  # fmt: skip
+                         "tied": False, "bias": "qkv", "n_kv_head": 2}
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "gqa": {"n_kv_head": 2},
@@ -527,7 +527,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.parametrize("name, compiler, autocast, segmented", [
     ("manual", "aot_eager", False, False), ("manual", "eager", True, True),
-    ("sdpa", "aot_eager", True, False), ("sdpa", "eager", False, True)])  # fmt: skip
+    ("sdpa", "aot_eager", True, False), ("sdpa", "eager", False, True)])
 def test_compile_takes_the_whole_graph(name, compiler, autocast, segmented, fresh_compiler) -> None:
     """fullgraph=True: a graph break is an error. Forward, the chunked loss and the backward."""
     model = build(attention_backend=name)
@@ -579,7 +579,7 @@ def test_checkpointing_drops_no_cache() -> None:
 @pytest.mark.parametrize("given, n_layer, want", [
     (None, 2, (None, None)), (4, 2, (4, 4)), (16, 2, (None, None)),
     ((4, 5, None), 5, (4, 5, None, 4, None)), ((4, None), 1, (None,)), ([4, 8], 2, (4, 8)),
-])  # fmt: skip
+])
 def test_windows_are_repeated_and_the_last_layer_takes_the_last(given, n_layer, want) -> None:
     assert replace(TINY, attention_window=given, n_layer=n_layer).windows == want
 

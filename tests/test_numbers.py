@@ -71,7 +71,7 @@ def calls(draw: st.DrawFn) -> tuple[Spec, list[Tensor], dict[str, Tensor]]:
         draw(st.sampled_from(DTYPES)), window=draw(st.none() | st.integers(1, 12)),
         segments=draw(st.booleans()), softcap=draw(st.sampled_from([None, None, 1.5])),
         sinks=draw(st.sampled_from([False, False, True])),
-    )  # fmt: skip
+    )
     B, Tq, Tk = draw(st.sampled_from([1, 2, 2, 0])), *(draw(st.integers(0, 12)) for _ in "qk")
     noise = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     inputs = [
@@ -137,7 +137,7 @@ def some(spec: Spec, T: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-            sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+            sinks: Tensor | None = None) -> Tensor:
     """The contract in six lines that autograd differentiates as often as needed."""
     i = torch.arange(q.shape[-3])
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=-2) for t in (k, v))

@@ -44,7 +44,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, **more: A
 
 
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, splits: int = 0,
-              sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+              sinks: Tensor | None = None) -> Tensor:
     """attend(), with the kernels for one query a row wherever it runs."""
     if q.shape[1] > 1:
         return attend(q, k, v, spec, cache=cache, sinks=sinks)
@@ -53,7 +53,7 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, splits
     k_pages, v_pages, view = cache.append(k, v)
     table = (view.page_table, view.start, view.count)
     return decode(q, k_pages, v_pages, *table, sinks, spec.window or 0, spec.softmax_scale,
-                  spec.softcap, splits)  # fmt: skip
+                  spec.softcap, splits)
 
 
 def by_formula(*args: Any, **kw: Any) -> Tensor:
@@ -71,7 +71,7 @@ PATHS = [
     pytest.param(by_kernel, KERNEL_DEVICE, id="kernel", marks=needs_triton),
     pytest.param(attend, "cuda", id="cuda", marks=[
         pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")]),
-]  # fmt: skip
+]
 
 
 def poisoned(spec: Spec, n_pages: int, device: str = "cpu", n_layer: int = 1) -> PagedCache:
@@ -79,7 +79,7 @@ def poisoned(spec: Spec, n_pages: int, device: str = "cpu", n_layer: int = 1) ->
     assert spec.page_size is not None
     cache = PagedCache(n_layer, spec.n_kv_head, spec.head_dim, device=device,
                        n_pages={spec.window: n_pages}, windows=[spec.window] * n_layer,
-                       page_size=spec.page_size, dtype=getattr(torch, spec.dtype))  # fmt: skip
+                       page_size=spec.page_size, dtype=getattr(torch, spec.dtype))
     for t in (*cache.k, *cache.v):
         assert not t.any()
         t.fill_(torch.nan)
@@ -95,13 +95,13 @@ def draw(spec: Spec, lengths: Sequence[int], seed: int = 0) -> list[list[Tensor]
     rng = torch.Generator().manual_seed(seed)
     heads = (spec.n_head, spec.n_kv_head, spec.n_kv_head)
     return [[torch.randn(T, h, spec.head_dim, generator=rng).to(getattr(torch, spec.dtype))
-             for h in heads] for T in lengths]  # fmt: skip
+             for h in heads] for T in lengths]
 
 
 def run_step(run: Attend, spec: Spec, cache: PagedCache, rows: Sequence[int],
              new: Sequence[Sequence[Tensor]], layer: int = 0,
              pad: tuple[float, float] = (50.0, torch.nan),
-             nan: bool = False) -> list[Tensor]:  # fmt: skip
+             nan: bool = False) -> list[Tensor]:
     """One step of one layer: each row's new q, k and v in, its output out; not advanced.
 
     Padding on the right is pad[0] in q, and pad[1] in k and v; `nan` allows NaN in the output.
@@ -121,7 +121,7 @@ def run_step(run: Attend, spec: Spec, cache: PagedCache, rows: Sequence[int],
 
 
 def serve(run: Attend, spec: Spec, schedule: Sequence[Sequence[int]], device: str = "cpu",
-          inputs: list[list[Tensor]] | None = None, **kw: Any) -> list[Tensor]:  # fmt: skip
+          inputs: list[list[Tensor]] | None = None, **kw: Any) -> list[Tensor]:
     """Rows that grow as `schedule` says, counts[row] a step; all outputs of each row, (T, H, D)."""
     lengths = [sum(counts) for counts in zip(*schedule, strict=True)]
     inputs = inputs or draw(spec, lengths)
@@ -132,7 +132,7 @@ def serve(run: Attend, spec: Spec, schedule: Sequence[Sequence[int]], device: st
     out: list[list[Tensor]] = [[] for _ in rows]
     for counts in schedule:
         spans = [slice(cache.pool.length(r), cache.pool.length(r) + n)
-                 for r, n in zip(rows, counts, strict=True)]  # fmt: skip
+                 for r, n in zip(rows, counts, strict=True)]
         new = [[x[at] for x in row] for row, at in zip(inputs, spans, strict=True)]
         for b, got in enumerate(run_step(run, spec, cache, rows, new, **kw)):
             out[b].append(got)
@@ -162,7 +162,7 @@ SHAPES = {
     "window1": {"window": 1}, "window4": {"window": 4},
     "window5-page1": {"window": 5, "page_size": 1},
     "window7-mqa-D20": {"window": 7, "n_kv_head": 1, "head_dim": 20},
-    "window500": {"window": 500}}  # fmt: skip
+    "window500": {"window": 500}}
 
 
 def _grid() -> Iterator[Any]:
@@ -278,7 +278,7 @@ def test_opcheck() -> None:
     start, count = torch.tensor([5, 2], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     for more in ((torch.randn(4), *spec), (None, 0, 0.25, None, 0)):
         args = [x.to(KERNEL_DEVICE) if isinstance(x, Tensor) else x
-                for x in (q, pages, pages.flip(0), table, start, count, *more)]  # fmt: skip
+                for x in (q, pages, pages.flip(0), table, start, count, *more)]
         torch.library.opcheck(paged_kernels.decode, args)
 
 
@@ -360,5 +360,5 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path) -> None:
         """
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True,
-                          text=True)  # fmt: skip
+                          text=True)
     assert done.returncode == 0, done.stderr

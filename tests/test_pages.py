@@ -41,7 +41,7 @@ class RandomLoad(RuleBasedStateMachine):
 
     def some(self, data: st.DataObject, least: int = 1) -> list[int]:
         return data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=least, unique=True,
-                                  max_size=4))  # fmt: skip
+                                  max_size=4))
 
     @precondition(lambda self: len(self.tokens) < 8)
     @rule(tokens=st.lists(st.integers(0, 1), max_size=14))
@@ -146,7 +146,7 @@ class RandomLoad(RuleBasedStateMachine):
 
 def test_under_random_load() -> None:
     how = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True,
-                   database=None, phases=[Phase.generate])  # fmt: skip
+                   database=None, phases=[Phase.generate])
     run_state_machine_as_test(RandomLoad, settings=how)
 
 

@@ -30,7 +30,7 @@ from model import GPT, GPTConfig
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 8,
          "max_iters": 50, "eval_interval": 50, "eval_iters": 3, "log_interval": 1, "bias": True,
-         "device": "cpu", "dtype": "float32", "warmup_iters": 20}  # fmt: skip
+         "device": "cpu", "dtype": "float32", "warmup_iters": 20}
 
 
 @pytest.fixture(scope="module")
@@ -228,14 +228,14 @@ def shared(rank: int, n: int, micro_steps: int) -> dict[str, Any]:
         x, y = torch.randint(65, (2, n * 2 * micro_steps, 16)).chunk(2)
         x, y = (t[0].chunk(n)[rank] for t in (x, y))
         train.train_step(model, optimizer, setup.scaler(), setup.autocast, x, y, micro_steps, 1e-3,
-                         found_inf)  # fmt: skip
+                         found_inf)
         norms.append(float(optimizer.grad_scale) * 1e-3)  # type: ignore[attr-defined]
     moments = sum(local(t).numel() for s in optimizer.state.values()
-                  for k, t in s.items() if k != "step")  # fmt: skip
+                  for k, t in s.items() if k != "step")
     weights = {k: parallel.whole(t) for k, t in model.state_dict().items()}
     kept = sum(local(p).numel() for p in model.parameters())
     return {"calls": calls, "total": total, "kept": kept, "said": parallel.held(model),
-            "moments": moments, "norms": norms, "weights": weights}  # fmt: skip
+            "moments": moments, "norms": norms, "weights": weights}
 
 
 @pytest.mark.slow
@@ -354,7 +354,7 @@ def stepped(rank: int, n: int) -> dict[str, Any]:
             loss = train.train_step(
                 module, build_optimizer(model, config, device), setup.scaler(), setup.autocast,
                 x, y, 2, clip, bad, mark,
-            )  # fmt: skip
+            )
         found[f"{kind} {masked}"] = everyone.sum([loss.item() / n]), torch.cat(grads), bool(bad)
     return found
 

@@ -74,7 +74,7 @@ def tokens(model: GPTConfig, batch: int) -> Tensor:
 
 LLAMA: dict[str, Any] = {"position": "rope", "norm": "rms", "mlp": "swiglu", "qk_norm": True}
 MODELS = [UNEVEN, PLAIN, GPTConfig(8, 50, 1, 4, 32, 2, bias=True),
-          GPTConfig(8, 50, 1, 4, 32, 2, bias="qkv", tied=False, **LLAMA)]  # fmt: skip
+          GPTConfig(8, 50, 1, 4, 32, 2, bias="qkv", tied=False, **LLAMA)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -222,7 +222,7 @@ def storages(tensors: Any) -> int:
 
 
 def fsdp_step(rank: int, n: int, model: GPTConfig, size: int, dtype: str, micro: int,
-              checkpointing: bool = False) -> dict[str, Any]:  # fmt: skip
+              checkpointing: bool = False) -> dict[str, Any]:
     """What a process of n holds, and sends in a step."""
     calls: list[tuple[str, int, int]] = []
     real = made(model, checkpointing)
@@ -251,7 +251,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
     (3, 3, "bfloat16", 2, True),
     (4, 2, "bfloat16", 1, False),
     (4, 2, "float32", 3, False),
-])  # fmt: skip
+])
 def test_what_fsdp_holds_and_sends(
     n: int, size: int, dtype: str, micro: int, checkpointing: bool
 ) -> None:
@@ -340,7 +340,7 @@ def ring_step(rank: int, n: int, model: GPTConfig, dtype: str, checkpointing: bo
 @pytest.mark.slow
 @pytest.mark.parametrize("n, dtype, checkpointing", [
     (2, "bfloat16", False), (3, "bfloat16", True), (4, "float32", False),
-])  # fmt: skip
+])
 def test_what_a_ring_holds_and_sends(n: int, dtype: str, checkpointing: bool) -> None:
     model = replace(UNEVEN, attention_backend="tiled")
     how: Any = {"dtype": dtype, "batch": 2, "sequences": 2, "checkpointing": checkpointing}
@@ -363,7 +363,7 @@ def test_gpt2_against_the_formulas_of_the_page(dtype: str, r: int, checkpointing
     """What a rank of 16 in 2 servers holds and sends, by the symbols of docs/PLAN.md."""
     argv = [*ARGV, "--gpus=16", "--context_parallels=1,4", "--batch_size=12", "--n_kv_head=4",
             "--gradient_accumulation_steps=40", f"--dtype={dtype}", "--json",
-            *["--gradient_checkpointing"] * checkpointing]  # fmt: skip
+            *["--gradient_checkpointing"] * checkpointing]
     if r == 2:
         argv.append("--residual_dtype=autocast")
     _, out = run(*argv)
@@ -484,7 +484,7 @@ def test_given_rates_count() -> None:
     base = (*ARGV, "--gpus=64", "--context_parallels=1", "--json")
     given = ("--nvlink_gbs=100", "--network_gbs=10", "--gpus_per_node=4", "--products_tflops=700")
     slow, fast = (json.loads(run(*argv)[1].splitlines()[-1])["rows"]
-                  for argv in ((*base, *given), base))  # fmt: skip
+                  for argv in ((*base, *given), base))
     assert [row["shard_size"] for row in slow] == [1, 64, 4]
     assert all(a["ms"] > b["ms"] for a, b in zip(slow, fast, strict=True))
 

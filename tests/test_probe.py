@@ -43,14 +43,14 @@ SPECS = [
     SPEC, Spec(4, 4, 80, "bfloat16"), Spec(3, 1, 20, "float16", window=9),
     Spec(4, 2, 32, "float32", window=1), Spec(2, 2, 16, "float32", window=1000),
     Spec(2, 2, 32, "float64", segments=True), Spec(2, 2, 32, "float32", dropout=0.2),
-    Spec(4, 1, 64, "bfloat16", window=16, segments=True, grad=False)]  # fmt: skip
+    Spec(4, 1, 64, "bfloat16", window=16, segments=True, grad=False)]
 HERE = Machine.here("cpu")
 
 
 @pytest.mark.parametrize("name, spec", [
     pytest.param(name, spec, id=f"{name}-{n}", marks=[pytest.mark.slow] * (name == "flex"))
     for name, b in BACKENDS.items()
-    for n, spec in enumerate(SPECS) if not b.why_not(spec, HERE)])  # fmt: skip
+    for n, spec in enumerate(SPECS) if not b.why_not(spec, HERE)])
 def test_a_backend_that_may_run_here_passes(name, spec) -> None:
     tried = probe(BACKENDS[name], spec, "cpu")
     assert tried.why == ()
@@ -223,7 +223,7 @@ BROKEN = [
     (off_by_little_everywhere, dataclasses.replace(SPEC, dtype="bfloat16"),
      r"\(out is off by 0.02 in the mean, 0.00\d+ is allowed\)$"),
     (nan_with_dropout, dataclasses.replace(SPEC, dropout=0.1), r"not finite with dropout"),
-]  # fmt: skip
+]
 
 
 # Wrong by a few percent, in the dtypes whose roundings are a percent.
@@ -267,7 +267,7 @@ def gradient_of_q_off(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) ->
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("attend", [
     three_percent_too_large, scale_off, one_key_too_few, wrong_far_from_the_largest,
-    gradient_of_v_off, gradient_of_q_off])  # fmt: skip
+    gradient_of_v_off, gradient_of_q_off])
 def test_half_precision_does_not_excuse_a_few_percent(attend, dtype) -> None:
     spec = dataclasses.replace(SPEC, dtype=dtype)
     assert probe(made_up(manual.attend), spec, "cpu").why == ()
@@ -311,9 +311,9 @@ def test_a_leak_of_the_future_is_found_however_small(cache) -> None:
 
     real = BACKENDS["paged" if cache == "paged" else "manual"]
     spec = Spec(4, 2, 32, "float32", grad=False, cache=cache,
-                page_size=16 if cache == "paged" else None)  # fmt: skip
+                page_size=16 if cache == "paged" else None)
     honest, leaking = (probe(dataclasses.replace(real, attend=a), spec, "cpu")
-                       for a in (real.attend, attend))  # fmt: skip
+                       for a in (real.attend, attend))
     assert honest.why == () and honest.proof and honest.proof["canary"]
     assert "a later token moves earlier outputs" in leaking.why[0] and len(leaking.why) == 1
     assert leaking.proof and not leaking.proof["canary"]
@@ -364,7 +364,7 @@ def wrong_beyond(n: int) -> Backend:
 
 @pytest.mark.parametrize("changes", [
     {}, {"grad": False}, {"window": 50}, {"segments": True}, {"grad": False, "cache": "dynamic"},
-    {"grad": False, "cache": "static"}, {"dtype": "bfloat16"}])  # fmt: skip
+    {"grad": False, "cache": "static"}, {"dtype": "bfloat16"}])
 def test_a_kernel_wrong_beyond_some_keys_is_refused_where_they_are_used(
     changes, monkeypatch, caplog
 ) -> None:
@@ -381,7 +381,7 @@ def test_a_kernel_wrong_beyond_some_keys_is_refused_where_they_are_used(
     lambda q, k, v: (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)),
     lambda q, k, v: (q[..., :16], k[..., :16], v[..., :16]), lambda q, k, v: (q, k, v.double()),
     lambda q, k, v: (q.half(), k.half(), v.half()), lambda q, k, v: (q, q, q),
-    lambda q, k, v: (q[0], k[0], v[0]), lambda q, k, v: (q, k, v[:, 1:])])  # fmt: skip
+    lambda q, k, v: (q[0], k[0], v[0]), lambda q, k, v: (q, k, v[:, 1:])])
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash"])
 def test_tensors_that_contradict_the_spec_are_refused(name, wrong) -> None:
     q, k, v = (torch.randn(2, 10, h, 32) for h in (4, 2, 2))

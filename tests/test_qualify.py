@@ -66,7 +66,7 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
     made = read(tmp_path)
     assert code == 0 and made["complete"], out
     assert [(s["name"], s["status"]) for s in made["stages"]] == [
-        (name, "done") for name in qualify.STAGES]  # fmt: skip
+        (name, "done") for name in qualify.STAGES]
     (folder,) = tmp_path.iterdir()
     assert verify(made, folder) == []
     assert {p["mode"] for p in records.parts(made)} == {"kernel", "train", "decode", "converge"}
@@ -122,10 +122,10 @@ def test_knobs_of_qualify_are_no_other_modes() -> None:
 
 H200 = describe("NVIDIA H200", torch=torch.__version__, packages=["triton"])
 SHOWN = {"triton": "flash (our Triton)", "sdpa_cudnn": "cudnn", "sdpa_flash": "flash",
-         "sdpa_efficient": "efficient", "sdpa_math": "math", "sdpa": "cudnn"}  # fmt: skip
+         "sdpa_efficient": "efficient", "sdpa_math": "math", "sdpa": "cudnn"}
 ON_DEVICE = {"triton": "forward_kernel", "sdpa_cudnn": "cudnn_generated_sdpa", "flex": "flex_attn",
              "sdpa_flash": "flash_fwd_kernel", "sdpa": "cudnn_generated_sdpa",
-             "sdpa_efficient": "fmha_cutlassF"}  # fmt: skip
+             "sdpa_efficient": "fmha_cutlassF"}
 
 
 class OnH200(in_process.InProcess):
@@ -146,14 +146,14 @@ class OnH200(in_process.InProcess):
             self.about |= {"kind": "cuda", "name": "NVIDIA H200", "about": "NVIDIA H200",
                            "capability": [9, 0], "driver": "580.1", "free_memory": 140e9,
                            "peak_tflops": tflops, "peak_source": source,
-                           "products_tflops": 0.7 * tflops}  # fmt: skip
+                           "products_tflops": 0.7 * tflops}
         return self
 
     def ask(self, request: Any) -> dict[str, Any]:
         if "specs" in request:
             specs = [attention.Spec(**{"dtype": "bfloat16", **s}) for s in request["specs"]]
             told = {n: [attention.BACKENDS[n].why_not(s, H200) for s in specs]
-                    for n in request["names"]}  # fmt: skip
+                    for n in request["names"]}
             return {"refused": {n: why[0] for n, why in told.items() if all(why)}}
         if "backend" in request:
             request = {**request, "backend": "sdpa"}

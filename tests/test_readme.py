@@ -73,7 +73,7 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         return
     rest = [w for w in words[1:] if w != "--help"]
     kinds: dict[str, Any] = {"train.py": TrainConfig, "sample.py": SampleConfig,
-                             "explain.py": ExplainConfig}  # fmt: skip
+                             "explain.py": ExplainConfig}
     if rest[0] in kinds:
         read(kinds[rest[0]], rest[1:], aliases=ALIASES)
     elif rest[:2] == ["-m", "data"]:
@@ -96,7 +96,7 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         module = rest[:2] in (
             ["-m", "pytest"], ["-m", "bench.support"], ["-m", "bench.board"],
             ["-m", "bench.harness"],
-        )  # fmt: skip
+        )
         assert module or (ROOT / rest[0]).is_file(), f"unknown: {line}"
 
 
@@ -164,7 +164,7 @@ def test_the_table_of_mfu_is_the_record() -> None:
     rows = {row["backend"]: row for row in content["rows"] if row["mode"] == "train"}
     names = {"nanoGPT": "nanogpt", "transformers, sdpa": "hf_sdpa"}
     shown = [[cell.strip(" `") for cell in line.strip("|").split("|")]
-             for line in text.splitlines() if line.startswith("| ")][1:]  # fmt: skip
+             for line in text.splitlines() if line.startswith("| ")][1:]
     assert len(shown) == 4
     for name, *cells in shown:
         row = rows[names.get(name, name)]
@@ -172,7 +172,7 @@ def test_the_table_of_mfu_is_the_record() -> None:
             f"{row['tokens_per_s']:,.0f}", f"{row['q1_ms']:.0f} to {row['q3_ms']:.0f}",
             f"{row['mfu']:.1%}", f"{row['mfu_causal']:.1%}",
             f"{row['memory_bytes'] / 1e6:.0f} MB",
-        ]  # fmt: skip
+        ]
 
 
 # --- the kernel of docs/KERNEL.md ---
@@ -220,7 +220,7 @@ def test_the_kernel_of_the_page_trains_and_is_measured(
     state = checkpoint.load(checkpoint.latest(out)).state
     assert run.code == 0 and state["attention_backend"] == "chunked"
     code, said, _ = test_train.enter(sample.main, [f"--out_dir={out}", "--max_new_tokens=4",
-        "--device=cpu", f"--attention_backend={chunked}"])  # fmt: skip
+        "--device=cpu", f"--attention_backend={chunked}"])
     assert code == 0 and said
     in_process.use(monkeypatch)
     config = [*test_bench.SMALL, f"--backends=sdpa,{chunked}", "--json"]

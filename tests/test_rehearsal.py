@@ -52,7 +52,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = "".join(f"{i} quick brown foxes jump over {i * i % 97} dogs\n" for i in range(300))
     (folder / "text.txt").write_text(lines, encoding="utf-8")
     made = [sys.executable, "-m", "data", "shakespeare_char",
-            f"--source={folder / 'text.txt'}", f"--out_dir={folder / 'text'}"]  # fmt: skip
+            f"--source={folder / 'text.txt'}", f"--out_dir={folder / 'text'}"]
     subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
     return folder
 
@@ -61,12 +61,12 @@ def run(there: Path, *command: Any, code: int | None = 0, **env: str) -> str:
     """What the command says, on both channels."""
     path = os.pathsep.join([str(there), str(ROOT / "tests")])
     ours = {"PYTHONPATH": path, "PATH": f"{there}{os.pathsep}{os.environ['PATH']}",
-            "NANOATTN_CACHE": str(there / "cache"), "TRITON_INTERPRET": "1"}  # fmt: skip
+            "NANOATTN_CACHE": str(there / "cache"), "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=ROOT, env={**os.environ, **ours, **env}, text=True, timeout=300,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
     assert code is None or done.returncode == code, done.stdout[-4000:]
     return done.stdout
 
@@ -88,7 +88,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def row(content: dict[str, Any], backend: str, **point: Any) -> dict[str, Any]:
     return next(r for r in content["rows"] if r["backend"] == backend and r["status"] == "ok"
-                and point.items() <= r["point"].items())  # fmt: skip
+                and point.items() <= r["point"].items())
 
 
 @pytest.mark.slow
@@ -97,14 +97,14 @@ def test_training_steps_with_a_profile_and_a_record(there, tmp_path):
     this machine's speed is."""
     content = bench(there, "train", *TINY, "--batch_size=4", "--gradient_accumulation_steps=2",
                     "--profile",  "--backends=sdpa,sdpa_flash",
-                    "--record=rehearsal", f"--records_dir={tmp_path}")  # fmt: skip
+                    "--record=rehearsal", f"--records_dir={tmp_path}")
     m = content["machine"]
     assert m["name"] == "NVIDIA H200" and m["driver"] == "575.57.08" and m["kind"] == "cuda"
     assert "datasheet" in m["peak_source"] and m["dtype"] == "bfloat16"
     assert 138 * 2**30 < m["free_memory"] <= 139 * 2**30  # before the peak's matrices
     for backend, kernel, device in (
         ("sdpa", "cudnn", "cudnn_generated"), ("sdpa_flash", "flash", "flash_fwd"),
-    ):  # fmt: skip
+    ):
         found = row(content, backend)
         assert found["kernels"] == [kernel], found["kernels"]
         assert any(device in name for name in found["device_kernels"])
@@ -120,7 +120,7 @@ def test_training_steps_with_a_profile_and_a_record(there, tmp_path):
 @pytest.mark.slow
 def test_attention_alone(there):
     content = bench(there, "kernel", *TINY, "--lengths=32,64", "--batch_sizes=1",
-                    "--backends=sdpa,manual,sdpa_efficient", "--windows=none,16")  # fmt: skip
+                    "--backends=sdpa,manual,sdpa_efficient", "--windows=none,16")
     assert row(content, "sdpa", T=64, window=None)["kernels"] == ["cudnn"]
     assert row(content, "sdpa_efficient", T=64, window=16)["kernels"] == ["efficient"]
 
@@ -128,7 +128,7 @@ def test_attention_alone(there):
 @pytest.mark.slow
 def test_generation_with_every_cache(there):
     content = bench(there, "decode", *TINY, "--backends=sdpa,paged", "--compile=True",
-                    "--prompts=8", "--new_tokens=6", "--batch_sizes=2")  # fmt: skip
+                    "--prompts=8", "--new_tokens=6", "--batch_sizes=2")
     for cache in ("none", "dynamic", "static"):
         assert row(content, "sdpa", cache=cache)["cache_bytes"] is not None
     assert row(content, "paged", cache="paged")["kernels"] == ["paged decode (Triton)"]
@@ -143,7 +143,7 @@ def continued(device: str, kv: str) -> list[list[int]]:
         model, ragged(), 6, kv_cache=kv, temperature=0.7, top_p=0.9, vocab_size=257,
         generator=[torch.Generator().manual_seed(row) for row in range(4)],
         stop=lambda row, new: len(new) > row + 2,
-    )  # fmt: skip
+    )
     return [text.tolist() for text in made]
 
 
@@ -178,7 +178,7 @@ def test_texts_and_what_is_explained_leave_no_tensor_on_the_host():
 @pytest.mark.slow
 def test_the_same_training_with_two_backends(there):
     content = bench(there, "converge", *SIZES, "--batch_size=4", "--backends=sdpa", "--steps=10",
-                    "--dataset=text", f"--data_dir={there}")  # fmt: skip
+                    "--dataset=text", f"--data_dir={there}")
     assert row(content, "sdpa")["verdict"] == "ok"
 
 
@@ -189,7 +189,7 @@ def test_training_stops_goes_on_and_writes(there, tmp_path, dtype):
     how = [*SIZES, "--dataset=text", f"--data_dir={there}", "--batch_size=4",
            "--gradient_accumulation_steps=2", f"--dtype={dtype}", "--dropout=0.1",
            "--log_interval=1", "--eval_interval=3", "--eval_iters=2", "--learning_rate=1e-2",
-           "--warmup_iters=1", "--lr_decay_iters=6"]  # fmt: skip
+           "--warmup_iters=1", "--lr_decay_iters=6"]
     out = run(there, "train.py", *how, "--max_iters=6", f"--out_dir={tmp_path / 'whole'}")
     assert f"cuda (NVIDIA H200), {dtype}" in out and "kernel: flash" in out  # dropout: not cuDNN
     assert ", 0.0 ms" not in out
@@ -197,21 +197,21 @@ def test_training_stops_goes_on_and_writes(there, tmp_path, dtype):
     run(there, "train.py", "--init_from=resume", f"--out_dir={tmp_path / 'parts'}", "--max_iters=6")
     whole, parts = (
         {r["iter"]: r["loss"] for r in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
-         if "loss" in r} for name in ("whole", "parts"))  # fmt: skip
+         if "loss" in r} for name in ("whole", "parts"))
     assert whole == parts and whole[6] < whole[1] - 0.3
     if dtype == "float16":
         return
     for cache in ("static", "paged"):
         text = run(there, "sample.py", f"--out_dir={tmp_path / 'whole'}", "--max_new_tokens=6",
                    "--num_samples=2", f"--kv_cache={cache}", f"--compile={cache == 'static'}",
-                   "--dtype=bfloat16")  # fmt: skip
+                   "--dtype=bfloat16")
         assert f"KV cache ({cache})" in text
 
 
 @pytest.mark.slow
 def test_the_survey(there):
     out = run(there, "-m", "attention", "--head_dim=16", "--n_head=2", "--seq_len=64",
-              "--batch_size=1")  # fmt: skip
+              "--batch_size=1")
     assert "NVIDIA H200 (cuda), compute capability 9.0" in out
     for backend, kernel in (("sdpa_cudnn", "cudnn"), ("triton", r"flash \(our Triton\)")):
         assert re.search(rf"^{backend} .* {kernel}$", out, re.M), out
@@ -221,13 +221,13 @@ def test_the_survey(there):
 def test_two_processes_train_as_one_does(there, tmp_path):
     how = [*SIZES, "--dataset=text", f"--data_dir={there}", "--batch_size=2", "--eval_iters=2",
            "--gradient_accumulation_steps=4", "--log_interval=1", "--max_iters=3",
-           "--learning_rate=1e-2", "--warmup_iters=1", "--dtype=float32"]  # fmt: skip
+           "--learning_rate=1e-2", "--warmup_iters=1", "--dtype=float32"]
     run(there, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
-        *how, f"--out_dir={tmp_path / 'two'}", FAKE_CUDA_DEVICES="2")  # fmt: skip
+        *how, f"--out_dir={tmp_path / 'two'}", FAKE_CUDA_DEVICES="2")
     run(there, "train.py", *how, f"--out_dir={tmp_path / 'one'}")
     two, one = (
         [r["loss"] for r in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
-         if "loss" in r] for name in ("two", "one"))  # fmt: skip
+         if "loss" in r] for name in ("two", "one"))
     assert two == pytest.approx(one, rel=1e-5)
 
 
@@ -239,11 +239,11 @@ def test_a_machine_is_qualified(there, tmp_path):
     """
     out = run(there, "bench_mfu.py", "qualify", *TINY, "--minutes=1", "--stages=2,4",
               "--batch_size=4", "--backends=sdpa,sdpa_flash,manual",
-              f"--records_dir={tmp_path}", FAKE_CUDA_CUPTI="0")  # fmt: skip
+              f"--records_dir={tmp_path}", FAKE_CUDA_CUPTI="0")
     assert " is wrong in " not in out, out
     content = read(next(tmp_path.iterdir()))
     assert {s["status"] for s in content["stages"]} <= {"done", "cut"}, out
     ran = {r["backend"] for part in records.parts(content) for r in part["rows"]
-           if r["status"] == "ok"}  # fmt: skip
+           if r["status"] == "ok"}
     assert {"sdpa", "sdpa_flash"} <= ran
     assert "CUPTI" in str(content)

@@ -146,7 +146,7 @@ def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
 @pytest.mark.parametrize("machine, best", [
     (TITAN, "sdpa"), (A100, "flash_attn_2"), (RTX3050, "flash_attn_2"), (RTX4090, "flash_attn_2"),
     (H100, "flash_attn_4"), (B200, "flash_attn_4"), (CPU, "sdpa"), (APPLE, "manual"),
-], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
+], ids=lambda x: getattr(x, "name", ""))
 def test_auto_takes_the_latest_flash_attention_that_runs_there(machine, best) -> None:
     spec = FP16 if machine is TITAN else BF16
     chosen = resolve("auto", spec, full(machine), STRICT)
@@ -175,7 +175,7 @@ def test_auto_trains_with_batched_products_where_a_cpu_has_matrix_units() -> Non
     (H100, replace(FP32, lse=True, window=9), "triton", "tiled"),
     (CPU, replace(FP32, lse=True), "sdpa_flash", "sdpa_flash"),
     (CPU, replace(FP32, lse=True, softcap=9.0), "tiled", "tiled"),
-], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
+], ids=lambda x: getattr(x, "name", ""))
 def test_a_feature_goes_to_the_first_kernel_that_has_it(machine, spec, installed, bare) -> None:
     """Also from a named backend that lacks it: what falls back ends where auto begins."""
     for there, best in ((full(machine), installed), (machine, bare)):
@@ -214,12 +214,12 @@ def test_what_failed_is_reported_and_the_search_ends() -> None:
     flags=st.fixed_dictionaries(dict.fromkeys(("segments", "sinks", "lse", "grad"), st.booleans())),
     softcap=st.sampled_from([None, 30.0]), window=st.sampled_from([None, 9]),
     dropout=st.sampled_from([0.0, 0.1]), head_dim=st.sampled_from([20, 64, 320]),
-)  # fmt: skip
+)
 def test_what_is_chosen_can_run_and_what_is_refused_cannot(
     name, machine, installed, dtype, cache, flags, softcap, window, dropout, head_dim
 ) -> None:
     spec = Spec(4, 4, head_dim, dtype, window, dropout, cache=cache, softcap=softcap, **flags,
-                page_size=256 if cache == "paged" else None)  # fmt: skip
+                page_size=256 if cache == "paged" else None)
     there = full(machine) if installed else machine
     able = {n for n, b in BACKENDS.items() if not b.why_not(spec, there)}
     try:
@@ -259,7 +259,7 @@ SETUPS: list[tuple[dict[str, Any], dict[str, Any], Spec]] = [  # caps that can, 
     ({"packages": ("there>=1.0",)}, {"packages": ("gone",)}, ANY),
     ({"packages": ("there>=1.0",)}, {"packages": ("there>=1.1",)}, ANY),
     ({"packages": ("there",)}, {"packages": ("broken",)}, ANY),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("can, cannot, spec", SETUPS)
@@ -277,7 +277,7 @@ def test_each_field_of_caps_decides(can, cannot, spec) -> None:
     ({"dropout": 1.0}, "got 1.0"), ({"dropout": -0.1}, "got -0.1"), ({"scale": 0.0}, "got 0.0"),
     ({"dropout": float("nan")}, "got nan"), ({"softcap": -1.0}, "got -1.0"),
     ({"cache": "paged"}, "None"), ({"page_size": 16}, "16"), ({"cache": "ring"}, "'ring'"),
-])  # fmt: skip
+])
 def test_a_spec_out_of_range_is_an_error(changes, got) -> None:
     with pytest.raises(ValueError, match=re.escape(got)):
         replace(BF16, **changes)

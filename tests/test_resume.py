@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 FULL: dict[str, Any] = {
     "max_iters": 40, "eval_interval": 10, "dropout": 0.2, "gradient_accumulation_steps": 2,
     "n_layer": 2, "eval_on_start": True,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def process(code: str, *args: Any) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process of its own, in the repository."""
     line = [sys.executable, "-c", code, *map(str, args)]
     return subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True,
-                          timeout=120)  # fmt: skip
+                          timeout=120)
 
 
 def environment() -> dict[str, str]:
@@ -112,7 +112,7 @@ def test_killed_within_a_row_and_right_after_a_checkpoint(data_dir, tmp_path, st
 
 
 def dying(patch: pytest.MonkeyPatch, step: int, error: Exception | None = None,
-          signals: tuple[int, ...] = ()) -> None:  # fmt: skip
+          signals: tuple[int, ...] = ()) -> None:
     """In training step `step` of a run of FULL, in the first of two micro-steps: raise, or send."""
     forward, calls = GPT.forward, [0]
 
@@ -219,7 +219,7 @@ def test_a_knob_that_is_given_anew_is_taken(out, monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
     r = resume(out, "--max_iters=11", "--weight_decay=0.5", "--beta1=0.7", "--beta2=0.8",
                "--learning_rate=1e-5", "--decay_lr=False", "--dropout=0.25",
-               "--attention_backend=manual", "--attention_window=8")  # fmt: skip
+               "--attention_backend=manual", "--attention_window=8")
     assert r.code == 0
     model = checkpoint.load(checkpoint.latest(out)).config()
     assert (model.dropout, model.attention_backend, model.attention_window) == (0.25, "manual", 8)
@@ -250,7 +250,7 @@ def test_another_model_is_refused(out):
     """Each size, and what it was."""
     was = checkpoint.load(checkpoint.latest(out)).config()
     others = {"n_layer": 3, "n_head": 1, "n_kv_head": 1, "n_embd": 24, "bias": True,
-              "gelu": "tanh", "vocab_size": 99, "block_size": 8}  # fmt: skip
+              "gelu": "tanh", "vocab_size": 99, "block_size": 8}
     for name, value in others.items():
         said = refusal(resume(out, "--max_iters=12", f"--{name}={value}"))
         had = was.n_head if name == "n_kv_head" else getattr(was, name)

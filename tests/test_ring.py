@@ -184,7 +184,7 @@ def layers(ring: Ring) -> bool:
     attend = ring.attend(BACKENDS["tiled"])
     draw = torch.Generator().manual_seed(ring.rank)
     calls = [[torch.randn(2, 6, 2, 16, generator=draw, dtype=torch.float64).requires_grad_()
-              for _ in range(3)] for _ in range(3)]  # fmt: skip
+              for _ in range(3)] for _ in range(3)]
     alone = [torch.autograd.grad(attend(*x, spec).square().sum(), x) for x in calls]
     outs = [attend(*x, spec).square().sum() for x in calls]
     mixed = {i: torch.autograd.grad(outs[i], calls[i]) for i in (0, 2, 1)}
@@ -298,7 +298,7 @@ def test_every_visible_pair_is_computed_once_and_no_hidden_tile_at_all(n, window
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, debug: bool, *,
-           scale: float) -> Any:  # fmt: skip
+           scale: float) -> Any:
     """aten._scaled_dot_product_flash_attention: (B, H, T, D), causal to the bottom-right corner."""
     assert q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and not (p or debug)
     k, v = (t.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
@@ -311,7 +311,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, debug: bool,
 
 def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                     cum_q: None, cum_k: None, max_q: int, max_k: int, p: float, causal: bool,
-                    seed: Tensor, offset: Tensor, *, scale: float) -> Any:  # fmt: skip
+                    seed: Tensor, offset: Tensor, *, scale: float) -> Any:
     assert (max_q, max_k) == (q.shape[2], k.shape[2]) and out.dtype == dout.dtype == q.dtype
     assert L.dtype == torch.float32 and L.is_contiguous() and L.shape == q.shape[:3]
     S, values, keys = _flash(q, k, v, p, causal, False, scale=scale)[2:]
@@ -320,14 +320,14 @@ def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     dS = P * (dout.double() @ values.mT - D)
     group = q.shape[1] // k.shape[1]
     dk, dv = ((x.mT @ y.double()).unflatten(1, (-1, group)).sum(dim=2)
-              for x, y in ((scale * dS, q), (P, dout)))  # fmt: skip
+              for x, y in ((scale * dS, q), (P, dout)))
     return tuple(t.to(q.dtype) for t in (scale * dS @ keys, dk, dv))
 
 
 def test_sdpa_flash_on_cuda_by_stand_ins_of_its_operators(monkeypatch) -> None:
     monkeypatch.setattr(sdpa_flash, "aten", SimpleNamespace(
         _scaled_dot_product_flash_attention=_flash,
-        _scaled_dot_product_flash_attention_backward=_flash_backward))  # fmt: skip
+        _scaled_dot_product_flash_attention_backward=_flash_backward))
 
     def forward(*args: Any) -> Any:
         return sdpa_flash._cuda_forward(*args[:5])
@@ -344,11 +344,11 @@ def test_sdpa_flash_on_cuda_by_stand_ins_of_its_operators(monkeypatch) -> None:
 
 
 def trained(ring: Ring | None, group: Any, share: slice, asked: dict[str, Any],
-            checkpointing: bool = False, compiled: bool = False) -> Any:  # fmt: skip
+            checkpointing: bool = False, compiled: bool = False) -> Any:
     """Loss and gradients of one batch, of which this ring has a share, summed over the group."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=37, vocab_size=50, n_layer=2, n_head=4, n_kv_head=2,
-                          n_embd=32, bias=False, **asked))  # fmt: skip
+                          n_embd=32, bias=False, **asked))
     idx, targets = torch.randint(50, (2, 4, 37))
     segments = (torch.arange(37) >= torch.tensor([[9], [20], [21], [36]])).int()
     model.ring = ring
@@ -373,7 +373,7 @@ def trained(ring: Ring | None, group: Any, share: slice, asked: dict[str, Any],
 
 TILED = {"attention_backend": "tiled"}
 WINDOW = {"attention_backend": "sdpa_flash", "attention_window": 7, "position": "rope",
-          "qk_norm": True, "tied": False}  # fmt: skip
+          "qk_norm": True, "tied": False}
 MODELS: dict[int, list[Any]] = {  # by processes: what trained() takes last
     1: [(TILED,), (WINDOW, True)],
     2: [(TILED,), (WINDOW, True)],

@@ -256,7 +256,7 @@ def test_the_latest_and_the_best_checkpoint(trained, tmp_path):
     ("--num_samples=0", "num_samples"), ("--temprature=1", "--temperature"),
     ("--checkpoint=newest", "latest"), ("--regex=(", "'('"), ("--regex=[a-z]{501}", "501"),
     ("--kv_cache=ring", "paged"), ("--compile", "kv_cache=static"), ("--device=cuda:7", "cuda:7"),
-])  # fmt: skip
+])
 def test_errors_name_the_option_or_the_value(words, said, trained, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -40,7 +40,7 @@ def draws(logits: Tensor, n: int = 40_000, **sampling: Any) -> Tensor:
     ({"top_p": 1.0}, [0.4, 0.3, 0.15, 0.1, 0.05]),
     ({"top_k": 2, "top_p": 0.6}, [0.4, 0.3, 0, 0, 0]),  # 0.4 / 0.7 is less than 0.6
     ({"top_k": 2, "top_p": 0.5}, [0.4, 0, 0, 0, 0]),  # and more than 0.5
-])  # fmt: skip
+])
 def test_the_shares_of_what_is_drawn(sampling, want) -> None:
     """Shuffled tokens; each share is a binomial mean, within 5 standard deviations."""
     p = torch.tensor(want) / sum(want)

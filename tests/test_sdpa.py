@@ -21,7 +21,7 @@ from attention.views import StaticView
 
 
 def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: int,
-                    Tk: int) -> set[str]:  # fmt: skip
+                    Tk: int) -> set[str]:
     """The kernels that are switched on when `name` asks PyTorch, for tensors on CUDA."""
     asked: list[set[str]] = []
 
@@ -32,7 +32,7 @@ def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
     with FakeTensorMode():
         q, k = (torch.empty(2, T, h, spec.head_dim, device="cuda", dtype=torch.bfloat16)
-                for T, h in ((Tq, spec.n_head), (Tk, spec.n_kv_head)))  # fmt: skip
+                for T, h in ((Tq, spec.n_head), (Tk, spec.n_kv_head)))
         BACKENDS[name].attend(q, k, k, spec)
     return asked[0]
 
@@ -63,7 +63,7 @@ def test_of_one_key_sdpa_cudnn_gives_v_without_the_kernel(Tq, H, Hkv, window) ->
     """PyTorch refuses such a call to cuDNN (sdp_utils.cpp): a prompt of one token, 5 x 1."""
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, T, h, 32, generator=draw).half()
-              for T, h in ((Tq, H), (1, Hkv), (1, Hkv), (Tq, H))]  # fmt: skip
+              for T, h in ((Tq, H), (1, Hkv), (1, Hkv), (Tq, H))]
     truth = oracle.attention(*inputs, window=window)
     leaves = [t.detach().requires_grad_() for t in inputs[:3]]
     out = BACKENDS["sdpa_cudnn"].attend(*leaves, Spec(H, Hkv, 32, "float16", window=window))
@@ -75,7 +75,7 @@ def test_of_one_key_sdpa_cudnn_gives_v_without_the_kernel(Tq, H, Hkv, window) ->
 def documented(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
                max_q: int, max_k: int, *, scale: float | None = None,
                window_size: tuple[int, int] = (-1, -1),
-               enable_gqa: bool = False) -> Tensor:  # fmt: skip
+               enable_gqa: bool = False) -> Tensor:
     """torch.nn.attention.varlen.varlen_attn as PyTorch 2.12 documents it, without a GPU."""
     assert enable_gqa or query.shape[1] == key.shape[1]
     assert query.shape[-1] % 8 == 0, "query should have a headdim multiple of 8"

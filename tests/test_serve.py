@@ -120,7 +120,7 @@ def test_a_prompt_enters_when_a_text_ends(calls) -> None:
         (2, 1),  # text 0 ends
         (1, 5), (1, 1),  # prompt 3, and text 2 ends
         (1, 1),
-    ]  # fmt: skip
+    ]
 
 
 # --- the pool ---
@@ -132,7 +132,7 @@ def test_a_prompt_waits_until_its_pages_are_free(calls, pools) -> None:
     prompts = [tokens(1, T, seed=T)[0] for T in (10, 5, 12, 1)]
     stats = Stats()
     got = texts_of(model, prompts, iter([6, 3, 4, 4]), slots=4, n_pages=10, page_size=4,
-                   temperature=0, stats=stats)  # fmt: skip
+                   temperature=0, stats=stats)
     rooms = (6, 3, 4, 4)
     want = [alone(model, p, n, i, temperature=0) for i, (p, n) in enumerate(zip(prompts, rooms))]
     assert got == want
@@ -161,13 +161,13 @@ def test_samples_of_one_prompt_are_read_once(calls) -> None:
 
 
 BRIEF = settings(max_examples=40, deadline=None, derandomize=True, database=None,
-                 phases=[Phase.generate])  # fmt: skip
+                 phases=[Phase.generate])
 
 
 @BRIEF
 @given(data=st.data())
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 4,
-                                    pytest.param((4, None), marks=pytest.mark.slow)])  # fmt: skip
+                                    pytest.param((4, None), marks=pytest.mark.slow)])
 def test_under_random_load(data, window) -> None:
     """Common prefixes, pools of any size, stop conditions, readers that leave."""
     model, draw = random_model(window), data.draw
@@ -182,7 +182,7 @@ def test_under_random_load(data, window) -> None:
     page_size = draw(st.integers(1, 5))
     least = -(-model.config.block_size // page_size)
     sizes = {"slots": draw(st.sampled_from([3, 5, 2, 1])), "page_size": page_size,
-             "n_pages": 1 + draw(st.integers(least, 3 * least))}  # fmt: skip
+             "n_pages": 1 + draw(st.integers(least, 3 * least))}
     stop = {"stop": lambda index, new: len(new) >= stop_at[index]}
     # Short prefills leave few pages to the layers with a window.
     with mock.patch.object(serve, "PREFILL", draw(st.sampled_from([2048, 1]))):

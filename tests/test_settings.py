@@ -119,7 +119,7 @@ def test_errors_in_a_file_name_their_place(tmp_path: Path, text: str, named: str
 def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) -> None:
     lines = [f"n_layer = {a}", f"window: int = {b} * n_layer + round(rate) - min({a}, -{b}, 0)",
              f"lengths = [n_layer, {b} // 2 + 1, int(1e3)]", "rate = 1 / (1 + float(window))",
-             f"name = {text!r} + str(n_layer) + f'-{{window}}'"]  # fmt: skip
+             f"name = {text!r} + str(n_layer) + f'-{{window}}'"]
     expected: dict[str, Any] = {"rate": Config.rate}
     exec("\n".join(lines), expected)
     with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,7 @@ from model import GPT, GPTConfig
 # Sizes that 3 and 4 processes do not divide; norms of 6 for 4, and a head of its own.
 TINY = GPTConfig(block_size=7, vocab_size=19, n_layer=2, n_head=1, n_embd=6, bias=False,
                  attention_backend="manual", position="rope", norm="rms", mlp="swiglu",
-                 tied=False)  # fmt: skip
+                 tied=False)
 HOW: Any = SimpleNamespace(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
 CPU = torch.device("cpu")
 LETTERS = CharTokenizer("abcdefghijklmnopqrs")
@@ -91,7 +91,7 @@ class Run:
         self.saver.save(
             self.model, self.optimizer, self.scaler, {}, LETTERS.to_meta(),
             step=self.step, val_loss=val_loss,
-        )  # fmt: skip
+        )
         return Path(self.saver.out_dir)
 
     def load(self) -> Run:
@@ -368,7 +368,7 @@ def test_nothing_in_a_shared_checkpoint_runs_code(shared, tmp_path):
         length = path.stat().st_size
         change(shared, lambda index, length=length: [
             part.update(offset=0, length=length) for t in index.values() for part in t["parts"]
-        ])  # fmt: skip
+        ])
     with pytest.raises(UserError, match="cannot be read") as e:
         checkpoint.load(shared).weights()
     assert "weights_only=False" not in str(e.value)
@@ -416,7 +416,7 @@ def test_an_export_gives_the_same_logits(of, two, tmp_path, capsys):
     (["export", "nowhere", "--to=y"], "nowhere"),
     (["export", "{out}", "--to={out}"], "exists"),
     (["export", "{out}", "--to={out}/step-00000003/settings.json/x"], "could not write"),
-])  # fmt: skip
+])
 def test_an_impossible_export_is_an_error(words, said, two):
     with pytest.raises(UserError, match=re.escape(said)) as e:
         export([word.format(out=two["fsdp"][0]) for word in words])

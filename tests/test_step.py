@@ -63,7 +63,7 @@ class Watch(TorchDispatchMode):
         self.attended: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:  # fmt: skip
+                           kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         name = name_of(function)
         taken = [t for t in tree_leaves(args) if isinstance(t, Tensor) and not t.is_sparse]
@@ -72,7 +72,7 @@ class Watch(TorchDispatchMode):
         if "scaled_dot_product" in name and "backward" not in name:
             self.attended.append(tuple(
                 (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), t.stride())
-                for t in taken[:3]))  # fmt: skip
+                for t in taken[:3]))
         held = {t.untyped_storage().data_ptr() for t in taken}
         for t in tree_leaves(out):
             if not isinstance(t, Tensor) or t.is_sparse or (kind := kind_of(t)) is None:
@@ -106,7 +106,7 @@ class Step:
 
     def __call__(self) -> Tensor:
         return train_step(self.run, self.optimizer, self.scaler, self.autocast, self.x, self.y,
-                          self.micro, 1.0, self.bad)  # fmt: skip
+                          self.micro, 1.0, self.bad)
 
     def watched(self) -> Watch:
         """What happens in the second step; in the first AdamW makes its state."""
@@ -221,7 +221,7 @@ def write_tokens(folder: Path) -> None:
         tokens = torch.randint(V, (4000,)).to(torch.uint16).numpy()
         (folder / "tiny" / f"{split}.bin").write_bytes(tokens.tobytes())
     meta = {"tokenizer": {"name": "char"}, "vocab_size": V,
-            "tokens": {"train": 4000, "val": 4000}}  # fmt: skip
+            "tokens": {"train": 4000, "val": 4000}}
     (folder / "tiny" / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
@@ -233,7 +233,7 @@ def test_between_log_lines_train_asks_for_nothing_but_the_flag_of_the_cpu(tmp_pa
         n_embd=16, block_size=8, batch_size=2, max_iters=12, log_interval=5, eval_interval=100,
         eval_iters=1, warmup_iters=2, device="cpu", peak_tflops=1.0, attention_backend="sdpa",
         onednn=False,
-    )  # fmt: skip
+    )
     watch = Watch()
     flags: list[int] = []
     at: list[int] = []  # how much was read when a step began

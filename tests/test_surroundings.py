@@ -249,7 +249,7 @@ def test_ranks_take_the_first_kernel_that_each_accepts(
     done = subprocess.run(
         [sys.executable, *torchrun, str(script), str(file)],
         capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": "."},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[:2] == [f"rank 0 took {instead}", f"rank 1 took {instead}"]

@@ -53,7 +53,7 @@ def tiled_(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *tiles: int, **more: Any
 
 
 def both_passes(inputs: list[Tensor], seg: Tensor | None, spec: Spec, B_r: int, B_c: int,
-                sinks: Tensor | None = None) -> list[Tensor]:  # fmt: skip
+                sinks: Tensor | None = None) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in (*inputs[:3], sinks) if t is not None]
     q, k, v, sink = *leaves, *[None] * (sinks is None)
     out = tiled_(q, k, v, spec, B_r, B_c, segments=seg, sinks=sink)
@@ -185,6 +185,6 @@ def test_each_tile_drops_by_a_mask_of_its_own() -> None:
     want = kept.double() / 0.6 / (torch.arange(T)[:, None] + 1)
     torch.testing.assert_close(out, want, rtol=1e-12, atol=0)
     tiles = [kept[I, J] for I, J in product(tiled.blocks(T, size), repeat=2)
-             if J.start < I.start]  # fmt: skip
+             if J.start < I.start]
     assert len({tuple(t.flatten().tolist()) for t in tiles}) == len(tiles) == 6
     assert all(18 <= int(t.sum()) <= 58 for t in tiles)  # 60 % of 64, 5 standard deviations

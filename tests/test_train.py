@@ -52,7 +52,7 @@ TINY: dict[str, Any] = {
     "n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4, "max_iters": 8,
     "eval_interval": 100, "eval_iters": 2, "log_interval": 1, "warmup_iters": 2,
     "learning_rate": 1e-2, "device": "cpu", "peak_tflops": 1.0, "onednn": False,
-}  # fmt: skip
+}
 
 
 def make_data(folder: Path, text: str = TEXT) -> Path:
@@ -330,7 +330,7 @@ def test_a_compiled_run_gives_the_same_losses(data_dir, tmp_path):
 def test_an_evaluation_uses_the_same_windows_and_no_dropout(data_dir, tmp_path):
     """Weights that stay: each evaluation gives the same bits, while the training loss moves."""
     r = run(data_dir, tmp_path / "out", learning_rate=1e-30, dropout=0.3, eval_interval=2,
-            eval_on_start=True)  # fmt: skip
+            eval_on_start=True)
     found = r.evaluations()
     assert list(found) == [0, 2, 4, 6, 8]
     assert len(set(found.values())) == 1
@@ -378,7 +378,7 @@ TIMED = {"iter", "loss", "lr", "ms", "tokens_per_s", "mfu", "mfu_causal", "mem_b
 @pytest.mark.parametrize("seconds, said", [
     (0, "0 s"), (89, "89 s"), (90, "2 min"), (600, "10 min"), (5399, "90 min"), (5400, "1.5 h"),
     (86400, "24.0 h"), (172800, "2.0 days"), (63072000, "2.0 years"), (3.2e10, "1,014.0 years"),
-])  # fmt: skip
+])
 def test_a_duration_as_people_say_it(seconds, said):
     assert duration(seconds) == said
 
@@ -474,7 +474,7 @@ def test_from_a_folder_of_transformers(data_dir, tmp_path):
         logits = theirs(x).logits
     want = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))
     loss = first_loss(data_dir, tmp_path / "out", init_from=tmp_path / "hf", n_layer=2, bias=True,
-                      gelu="tanh")  # fmt: skip
+                      gelu="tanh")
     assert loss == pytest.approx(want, rel=1e-5)
 
     size.vocab_size = len(set(TEXT)) - 1
@@ -549,7 +549,7 @@ def finite(out: Path) -> None:
     "how, dtype",
     [("both", "float32"), ("loss", "float32"), ("gradient", "float32"), ("both", "float16"),
      ("loss", "float16")],
-)  # fmt: skip
+)
 def test_a_loss_that_is_not_finite_stops_the_run(
     how, dtype, log_interval, data_dir, tmp_path, monkeypatch
 ):
@@ -557,12 +557,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     out = tmp_path / "out"
     spoiled = Spoiled(monkeypatch, 6, how)
     r = run(data_dir, out, max_iters=20, eval_interval=3, log_interval=log_interval, dtype=dtype,
-            attention_backend="sdpa")  # fmt: skip
+            attention_backend="sdpa")
     assert r.code == 1
     (line,) = [x for x in r.err.splitlines() if x.startswith("error: ")]
     lr = learning_rate(5, config(max_iters=20))
     for words in ("step 6", f"lr {lr:.2e}", "backend sdpa", "--attention_backend=manual",
-                  "--init_from=resume"):  # fmt: skip
+                  "--init_from=resume"):
         assert words in line
     value = r"\d\.\d+" if how == "gradient" else "nan"
     assert re.search(rf"\(loss {value}, lr ", line), line
@@ -653,7 +653,7 @@ def test_out_of_memory_is_one_sentence(data_dir, tmp_path, monkeypatch):
     "cuda, mps, wanted, device",
     [(True, False, "auto", "cuda"), (False, True, "auto", "mps"), (False, False, "auto", "cpu"),
      (True, True, "cpu", "cpu"), (True, False, "cuda:1", "cuda:1")],
-)  # fmt: skip
+)
 def test_the_device_that_is_picked(cuda, mps, wanted, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * cuda)
@@ -713,7 +713,7 @@ for _ in range(20):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                              cwd=Path(train.__file__).parent)  # fmt: skip
+                              cwd=Path(train.__file__).parent)
         return int(done.stdout)
 
     assert faults(keep=True) < faults(keep=False) / 4
@@ -722,7 +722,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.parametrize("mode, device, micro_steps, refused", [
     ("reduce-overhead", "cuda", 2, True), ("max-autotune", "cuda", 40, True),
     ("reduce-overhead", "cuda", 1, False), ("max-autotune-no-cudagraphs", "cuda", 40, False),
-    ("default", "cuda", 40, False), ("reduce-overhead", "cpu", 40, False)])  # fmt: skip
+    ("default", "cuda", 40, False), ("reduce-overhead", "cpu", 40, False)])
 def test_cuda_graphs_are_refused_under_gradient_accumulation(
     mode, device, micro_steps, refused
 ) -> None:
@@ -740,7 +740,7 @@ def test_cuda_graphs_are_refused_under_gradient_accumulation(
 
 
 @pytest.mark.parametrize("dtype, scaled, autocast", [
-    ("float32", False, False), ("bfloat16", False, True), ("float16", True, True)])  # fmt: skip
+    ("float32", False, False), ("bfloat16", False, True), ("float16", True, True)])
 def test_only_float16_scales_its_loss(dtype, scaled, autocast) -> None:
     setup = runtime.Setup.of(torch.device("cpu"), dtype)
     assert setup.scaler().is_enabled() == scaled

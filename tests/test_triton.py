@@ -76,7 +76,7 @@ def sinks_of(spec: Spec) -> Tensor:
 
 
 def both_passes(inputs: list[Tensor], seg: Tensor | None, spec: Spec, call: Any = attend,
-                sinks: Tensor | None = None) -> list[Tensor]:  # fmt: skip
+                sinks: Tensor | None = None) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in (*inputs[:3], sinks) if t is not None]
     more = {} if sinks is None else {"sinks": leaves[3]}
     out = call(*leaves[:3], spec, segments=seg, **more)
@@ -312,7 +312,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(triton_kernels.flash_backward, args)
     half = *(t.half() for t in kept[:-1]), L  # whose gradients are float16
     for op, given in ((triton_kernels.flash_backward, (*half, *args[6:])),
-                      (triton_kernels.flash_forward, (*half[1:4], *whole))):  # fmt: skip
+                      (triton_kernels.flash_forward, (*half[1:4], *whole))):
         torch.library.opcheck(op, given, test_utils="test_faketensor")
 
 
@@ -325,7 +325,7 @@ class TestOnCuda:
     def test_more_heads_than_a_grid_has_rows(self) -> None:
         q = torch.randn(70_000, 4, 1, 16, device="cuda", dtype=torch.float16)
         want = torch.nn.functional.scaled_dot_product_attention(
-            *(q.transpose(1, 2) for _ in range(3)), is_causal=True).transpose(1, 2)  # fmt: skip
+            *(q.transpose(1, 2) for _ in range(3)), is_causal=True).transpose(1, 2)
         got = attend(q, q, q, Spec(1, 1, 16, "float16"))
         torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
 

@@ -37,7 +37,7 @@ SLOW: list[Compiled] = [
     (90, "bf16", 128, "dkdv", "group"),
     (90, "bf16", 64, "forward", "window first seed"),
     (90, "fp16", 80, "dkdv", "window first last seed group softcap"),
-]  # fmt: skip
+]
 # Bytes of registers that a thread puts into memory, stores and loads together, by the ptxas of
 # Triton 3.7.1. What is not here spills nothing; what is may spill so much, and not more.
 SPILLS: dict[Compiled, int] = {
@@ -110,7 +110,7 @@ for capability, dtype, head_dim, kernel, features in json.loads(sys.argv[1]):
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [
     pytest.param(QUICK, id="four"),
-    pytest.param(SLOW, id="others", marks=pytest.mark.slow)])  # fmt: skip
+    pytest.param(SLOW, id="others", marks=pytest.mark.slow)])
 def test_the_kernels_compile_for_real_gpus(cases) -> None:
     import triton
 
@@ -121,7 +121,7 @@ def test_the_kernels_compile_for_real_gpus(cases) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMPILER, json.dumps(cases)],
         capture_output=True, text=True, cwd=root, env=environment | {"PYTHONPATH": root},
-    )  # fmt: skip
+    )
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, (cases[len(results)], done.stderr[-2000:])
     if results[0]["ptxas"] is None:

@@ -70,11 +70,11 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("fault", "victim", "parallel"), [
     ("SIGKILL", 1, "ddp"), ("fails", 1, "fsdp"),
     ("SIGSTOP", 0, "fsdp"),  # torchrun waits 30 s to kill it
-])  # fmt: skip
+])
 def test_the_lost_rank_is_named_and_all_end(data_dir, tmp_path, fault, victim, parallel):
     out = tmp_path / "out with space"
     line = argv(data_dir, out, max_iters=10_000, eval_interval=3, hang_timeout=4,
-                parallel=parallel)  # fmt: skip
+                parallel=parallel)
     how = ["--shutdown-timeout=1"] if fault == "SIGSTOP" else []
     code, said, seconds = torchrun(tmp_path, fault, victim, line, *how)
     assert code != 0 and seconds < 60, said
@@ -118,6 +118,6 @@ def test_sigterm_to_one_rank_saves_and_one_process_resumes_the_shards(data_dir, 
     assert checkpoint.latest(out).name == "step-00000005"
     assert "torchrun --standalone --nproc_per_node=2 train.py --init_from=resume" in said
     one = [sys.executable, str(ROOT / "train.py"), "--init_from=resume", f"--out_dir={out}",
-           "--max_iters=6"]  # fmt: skip
+           "--max_iters=6"]
     done = subprocess.run(one, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "after step 5" in done.stdout, done.stderr

@@ -92,7 +92,7 @@ def test_the_wheel_holds_one_package_with_its_license(wheel: Path) -> None:
         names = opened.namelist()
         (about,) = (n for n in names if n.endswith(".dist-info/METADATA"))
         asked = [Requirement(line) for line in re.findall(
-            r"^Requires-Dist: (.*)", opened.read(about).decode(), re.M)]  # fmt: skip
+            r"^Requires-Dist: (.*)", opened.read(about).decode(), re.M)]
     info = f"nanoattn-{attention.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"nanoattn", info}
     assert f"{info}/licenses/LICENSE" in names

@@ -189,7 +189,7 @@ def script(name: str, item: Item, device: str, why: str) -> str:
         f"test = next(t for t in items([{item.spec.dtype!r}]{length}) if t.name == {item.name!r})",
         "print(test.case or test.spec)  # matrix.draw(test.case, test.spec.dtype): its inputs",
         f"test.ask(get({name!r}), test.spec, {device!r})",
-    ])  # fmt: skip
+    ])
 
 
 def text(report: Report) -> str:

@@ -62,7 +62,7 @@ class Case:
 
 WAYS = ("BHTD", "sliced", "strided", "expanded")
 LAYOUTS = (*(f"{name} {way}" for name in ("q", "k", "v", "dout") for way in WAYS),
-           *(f"segments {way}" for way in WAYS[1:]))  # fmt: skip
+           *(f"segments {way}" for way in WAYS[1:]))
 
 CASES = [
     *(Case(f"{T}", T, T, B=4 if T < 64 else 2) for T in (1, 2, 17, 64, 97, 192)),
@@ -120,7 +120,7 @@ CASES = [
     Case("overflow", 97, 97, D=64, size=50),
     Case("equal", 97, 97, kind="equal"),
     Case("dominant", 97, 97, kind="dominant"),
-]  # fmt: skip
+]
 
 # For --quick and slow kernels: every feature and every kind of border.
 SAMPLE = ("gqa", "113x203", "split", "window16", "packed-window16-gqa", "1x97", "D128", "64x17",
@@ -129,7 +129,7 @@ SAMPLE = ("gqa", "113x203", "split", "window16", "packed-window16-gqa", "1x97", 
           "63x64", "packed", "large-gqa-window-packed", "scale", "softcap", "sinks-64x17",
           "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20",
           "softcap-large-window16-packed", "sinks-large4", "overflow", "equal",
-          "dominant", "D72", "D192", "beyond the view", "sinks strided", *LAYOUTS)  # fmt: skip
+          "dominant", "D72", "D192", "beyond the view", "sinks strided", *LAYOUTS)
 # Segment ids: in no order; some are equal as int8, int16 or float32.
 IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
@@ -152,7 +152,7 @@ def segments(case: Case, device: str = "cpu") -> Tensor | None:
         starts = {
             "packed": [Tk // 3 + b, Tk // 2 + 3 * b], "many": range(30 + 7 * b, Tk, 30 + 7 * b),
             "left": [10 * b], "padded": [Tk - 10 - 20 * b],
-        }[case.segments]  # fmt: skip
+        }[case.segments]
         run = torch.bucketize(torch.arange(Tk), torch.tensor([*starts]), right=True)
         rows.append(torch.tensor(IDS).roll(-b)[run])
     return laid_out(torch.stack(rows).int().to(device), "segments", case)
@@ -244,7 +244,7 @@ def inputs(case: Case, dtype: str, device: str = "cpu") -> dict[str, Tensor]:
 def run(
     backend: Backend, given: Mapping[str, Tensor], spec: Spec,
     wrt: Sequence[str] = ("q", "k", "v", "sinks"), times: int = 1,
-) -> oracle.Result:  # fmt: skip
+) -> oracle.Result:
     """Return the output, and with spec.grad the gradients of the inputs that `wrt` names, those of
     the last of so many backward passes."""
     leaves = {name: given[name].detach().requires_grad_() for name in wrt if name in given}
@@ -263,7 +263,7 @@ def run(
 def check(
     backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad: bool = True,
     cache: str = "none", compiled: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Run the case with gradients (False: the backend has none), then without: a library may use
     another kernel there. An AssertionError names the first error, or an input that the kernel
     overwrote or returned."""

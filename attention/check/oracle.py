@@ -38,7 +38,7 @@ class Result:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
               segments: Tensor | None = None, scale: float | None = None,
-              softcap: float | None = None, sinks: Tensor | None = None) -> Result:  # fmt: skip
+              softcap: float | None = None, sinks: Tensor | None = None) -> Result:
     """Return the exact result, in float64 on the CPU.
 
     Per row, with the scale tau (1 / sqrt(D)), t_j = tau q . k_j, s_j = c tanh(t_j / c) with a
@@ -124,7 +124,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
 
 def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
           segments: Tensor | None = None, scale: float | None = None,
-          softcap: float | None = None, sinks: Tensor | None = None) -> Result:  # fmt: skip
+          softcap: float | None = None, sinks: Tensor | None = None) -> Result:
     """Return the result of plain PyTorch in the inputs' dtype."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     (Tq, H, D), (Tk, Hkv) = q.shape[1:], k.shape[1:3]

@@ -36,7 +36,7 @@ PREFIX = "nanoattn:"
 RESERVED = ("sdpa", "flash", "flex_attention", "eager")
 # Arguments that do not change attention.
 IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
-           "output_router_logits", "num_items_in_batch"}  # fmt: skip
+           "output_router_logits", "num_items_in_batch"}
 # Models that look up an attention class, not a function, by the implementation's name.
 OWN_CLASSES = ("gptj", "gpt_neo", "falcon")
 
@@ -223,7 +223,7 @@ def _attend(
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     is_causal: bool | None = None, output_attentions: bool | None = None,
     position_ids: Tensor | None = None, **others: object,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """Attention of one layer, as AttentionInterface calls it.
 
     Args:
@@ -271,7 +271,7 @@ def _attend(
             segments=proof.segments is not None, grad=grad,
             cache="none" if grad or Tq == proof.end else "dynamic",
             scale=scaling, softcap=softcap, sinks=s_aux is not None,
-        )  # fmt: skip
+        )
     except ValueError as e:
         who = f"{implementation(plans.name)} refuses {type(module).__name__}"
         raise BackendUnavailable(f"{who}: {e}") from None

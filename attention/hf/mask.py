@@ -56,7 +56,7 @@ class Mask(Tensor):
     def __torch_function__(
         cls, func: Callable[..., object], types: object, args: Sequence[Any] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> object:  # fmt: skip
+    ) -> object:
         called, others = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
         # Writes (fill_, __setitem__, __ior__, but not __invert__) would not be in the proof.
         in_place = called.startswith("__i") and len(others) > 1

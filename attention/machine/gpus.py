@@ -61,7 +61,7 @@ UNRATED: dict[Capability, str] = {
     (12, 0): "NVIDIA RTX PRO 6000 Blackwell, NVIDIA GeForce RTX 5080, NVIDIA GeForce RTX 5070, "
              "NVIDIA GeForce RTX 5060",
     (12, 1): "NVIDIA GB10",
-}  # fmt: skip
+}
 
 _A100, _H100, _H100_NVL = (312, 156, 19.5), (989.4, 494.7, 66.9), (835.5, 417.5, 60)
 _A100_SHEET, _H100_SHEET = "NVIDIA A100 datasheet", "NVIDIA H100 datasheet"
@@ -102,7 +102,7 @@ RATED = [
         "NVIDIA RTX Blackwell paper"),
     GPU("AMD Instinct MI300X", None, (1307.4, 653.7, 163.4), 5300, "AMD datasheet",
         "MI300X( OAM| VF)?"),
-]  # fmt: skip
+]
 GPUS = [*RATED, *(GPU(name, at) for at, names in UNRATED.items() for name in names.split(", "))]
 
 

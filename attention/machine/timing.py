@@ -46,7 +46,7 @@ class Row:
 def measure(
     names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
     device: torch.device, shape: Shape, too_slow: float = float("inf"),
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Probe and time the backends. The random state is restored.
 
     Args:
@@ -246,7 +246,7 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
         for n, why in enumerate(row.why):
             first = f"{row.name if n == 0 else '':{wide}}  "
             lines += textwrap.wrap(why, 100, initial_indent=first, break_long_words=False,
-                                   subsequent_indent=" " * len(first))  # fmt: skip
+                                   subsequent_indent=" " * len(first))
     return "\n".join(lines)
 
 

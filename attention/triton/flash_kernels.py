@@ -85,7 +85,7 @@ def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-              BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
+              BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):
     """Load X[start : start + BLOCK] of one head, (BLOCK, BLOCK_D); zeros outside (T, HEAD_DIM).
 
     Without BOUNDED all rows must exist.
@@ -169,7 +169,7 @@ def keys_seen(i0, Tq, Tk, offset, window, First, BLOCK_M: tl.constexpr, BLOCK_N:
         first = first_key(i, offset, window, First)
         begin, inner_begin, inner_end, end = visible_tiles(
             first_key(i0, offset, window, First), first_end,
-            first_key(i_last, offset, window, First), last_end, BLOCK_N)  # fmt: skip
+            first_key(i_last, offset, window, First), last_end, BLOCK_N)
     return first, last, begin, inner_begin, inner_end, end
 
 
@@ -200,7 +200,7 @@ def forward_kernel(
     Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """O_i = softmax(S_i) V and L_i = log2 sum_j 2^S_ij for one block of queries of one head."""
     i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
     Q += b * q_b + h * q_h
@@ -271,7 +271,7 @@ def dq_kernel(
     Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """dQ_i = tau * sum_j dS_ij K_j for one block of queries; stores D_i for dkdv_kernel."""
     i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
     Q += b * q_b + h * q_h
@@ -339,7 +339,7 @@ def dkdv_kernel(
     Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head.
 
     Tiles are transposed, (BLOCK_N, BLOCK_M): P_ij^T and dS_ij^T stay in registers between matmuls.
@@ -366,7 +366,7 @@ def dkdv_kernel(
     begin, inner_begin, inner_end, end = visible_tiles(
         j0 - offset, last_position(j0, p_end, window, Last) + 1 - offset,
         j_last - offset, last_position(j_last, p_end, window, Last) + 1 - offset,
-        BLOCK_M)  # fmt: skip
+        BLOCK_M)
 
     K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
@@ -459,7 +459,7 @@ TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
         (HALF, 128): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)),
     },
     (12, 0): _8_6,
-}  # fmt: skip
+}
 # In Triton's interpreter, on the CPU: several tiles in a short sequence, and few programs.
 INTERPRETED: dict[str, Tile] = dict.fromkeys(KERNELS, (64, 32, 1, 1)) | {"dkdv": (32, 64, 1, 1)}
 
@@ -493,7 +493,7 @@ def _launch(name: str, heads: int, T: int, q: Tensor, *args: Any) -> None:
             q, *args, HEAD_DIM=head_dim, BLOCK_D=_padded(head_dim), BLOCK_M=M, BLOCK_N=N,
             num_warps=warps, num_stages=stages,
             # S_ij * tau - m_i should be one instruction. Triton before 3.10 fuses by default.
-            enable_fp_fusion=True)  # fmt: skip
+            enable_fp_fusion=True)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -507,7 +507,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float, scale: float,
-             softcap: float | None, offset: int | None) -> tuple[Any, ...]:  # fmt: skip
+             softcap: float | None, offset: int | None) -> tuple[Any, ...]:
     """Return Tq, Tk, offset, H, window, tau, softcap, threshold, keep and GROUP."""
     Tq, H, _ = q.shape[1:]
     offset = k.shape[1] - Tq if offset is None else offset
@@ -527,7 +527,7 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float, scale: fl
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None,
                   seed: Tensor | None, sinks: Tensor | None, window: int | None, dropout: float,
                   scale: float, softcap: float | None,
-                  offset: int | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                  offset: int | None) -> tuple[Tensor, Tensor]:
     """Attention.
 
     Args:
@@ -551,7 +551,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: T
     _launch(
         "forward", B * H, Tq, q, k, v, out, L, first, seed, sinks, *_strides(q, k, v),
         *_numbers(q, k, window, dropout, scale, softcap, offset)
-    )  # fmt: skip
+    )
     return out, L
 
 
@@ -564,7 +564,7 @@ def _result(x: Tensor, offset: int | None) -> Tensor:
 def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    first: Tensor | None, last: Tensor | None, seed: Tensor | None,
                    window: int | None, dropout: float, scale: float, softcap: float | None,
-                   offset: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+                   offset: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous, and D (B, H, Tq) float32, the row sums of
     dO * O. `out` and `L` are flash_forward's."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
@@ -587,5 +587,5 @@ def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @flash_backward.register_fake
 def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, L: Tensor,
-      *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
+      *rest: Any) -> tuple[Tensor, ...]:
     return *(_result(t, rest[-1]) for t in (q, k, v)), torch.empty_like(L)

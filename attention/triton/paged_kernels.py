@@ -38,7 +38,7 @@ LEAST_RUN = 256  # keys for a program, at least
 def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, tau, softcap, window, max_pages,
                   page_size, q_b, q_h, kv_page, kv_slot, kv_g, R: tl.constexpr,
                   HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-                  BLOCK_D: tl.constexpr):  # fmt: skip
+                  BLOCK_D: tl.constexpr):
     """Attention of R query heads to one run of keys: unnormalised O~, row maximum m, row sum l.
 
     Partial is (B, Hkv, R, splits, HEAD_DIM), M and L (B, Hkv, R, splits), all float32; m is in
@@ -91,7 +91,7 @@ def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, tau, softcap, win
 def combine_kernel(
     Partial, M, L, Sinks, Out, H, splits,
     HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """Combine a query head's runs; a run without keys has l = 0 and the lowest m.
 
     A sink is a run with l = 1 and O~ = 0.
@@ -134,7 +134,7 @@ def choose_splits(programs: int, keys: int) -> int:
 @torch.library.custom_op("nanoattn::paged_decode", mutates_args=())
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor,
            count: Tensor, sinks: Tensor | None, window: int, scale: float, softcap: float | None,
-           splits: int) -> Tensor:  # fmt: skip
+           splits: int) -> Tensor:
     """Attention of one query a sequence to its pages, as an operator for torch.compile.
 
     Args:
@@ -164,10 +164,10 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
             q, k_pages, v_pages, page_table, start, count, partial, m, l, scale, softcap, window,
             page_table.shape[1], page_size, q.stride(0), q.stride(2), *k_pages.stride()[:3],
             R=H // Hkv, HEAD_DIM=D, BLOCK_R=max(16, triton.next_power_of_2(H // Hkv)),
-            BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, num_stages=2)  # fmt: skip
+            BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, num_stages=2)
         combine_kernel[B * H,](
             partial, m, l, sinks, out, H, splits, HEAD_DIM=D,
-            BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=BLOCK_D)  # fmt: skip
+            BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=BLOCK_D)
     return out
 
 

@@ -52,7 +52,7 @@ def check(answer: ModuleType) -> None:
     never = -math.inf
     both = torch.tensor([[[1.0], [6.0]], [[5.0], [-2.0]]])  # O and O_new
     for parts in (((1.0, 1.0), (1.0, 3.0)), ((1000.0, -900.0), (1001.0, -901.0)),
-                 ((2.0, never), (never, 0.5)), ((never, 1.0), (never, 1.0))):  # fmt: skip
+                 ((2.0, never), (never, 0.5)), ((never, 1.0), (never, 1.0))):
         L = torch.tensor(parts)
         O = both.masked_fill(L[..., None] == never, 0)
         case = f"L = {parts[0]}, L_new = {parts[1]}"

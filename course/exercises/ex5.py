@@ -50,7 +50,7 @@ def forward(load, store, rows, cols, offset):
 
 # Tq, Tk, B_r, B_c
 CASES = [(4, 4, 2, 2), (6, 6, 2, 3), (8, 8, 4, 2), (7, 7, 3, 2), (1, 6, 1, 4), (3, 10, 2, 4),
-         (6, 3, 2, 2), (40, 40, 8, 16)]  # fmt: skip
+         (6, 3, 2, 2), (40, 40, 8, 16)]
 
 
 class Memory:

@@ -83,7 +83,7 @@ def check_mfu(answer: ModuleType) -> None:
     N, positions, pairs, peak = 123_587_328, 1024 * 768, 12 * 12 * 64 * 1024, 989.4e12
     for recomputes in (False, True):
         got = answer.mfu(N + positions, positions, 12, 12, 64, 1024, 400_000.0,
-                         {"dense": peak, "sparse": 2 * peak}, recomputes)  # fmt: skip
+                         {"dense": peak, "sparse": 2 * peak}, recomputes)
         rate = 400_000 / peak
         want = (6 * N + 12 * pairs) * rate
         mistakes = {

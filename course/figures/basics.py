@@ -34,7 +34,7 @@ def one_query(
         (f"`{plain(keys[j])}`", f"{dots[j]:g}", f"{scores[j]:.3g}",
          f"{math.exp(scores[j] - scores.max()):.3f}", f"{weights[j]:.3f}", f"{values[j]:g}")
         for j in range(T)
-    ]  # fmt: skip
+    ]
     titles = ("k_j", "q · k_j", f"s_j = q · k_j / √{D}", "exp(s_j - max s)", "p_j", "v_j")
     sums = " + ".join(f"{weights[j]:.3f} · {values[j]:g}" for j in range(T))
     return f"q = `{plain(q)}`\n\n{table(titles, rows)}\n\nout = {sums} = **{out:.2f}**"
@@ -51,7 +51,7 @@ def scale(T: int = 64, queries: int = 200) -> str:
         largest = [float(x.softmax(dim=1).amax(dim=1).mean()) for x in (s, s / math.sqrt(D))]
         rows.append((D, f"{s.std():.1f}", *(f"{p:.2f}" for p in largest)))
     titles = ("D", "standard deviation of q · k", f"largest of {T} weights, mean",
-              "the same with / √D")  # fmt: skip
+              "the same with / √D")
     return table(titles, rows)
 
 
@@ -109,15 +109,15 @@ def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: int = 2) -> str:
     trace, out = trace_of(
         torch.ones(1, 1, 1, 1, dtype=torch.float64), k[None, :, None, None], v[None, :, None, None],
         Spec(1, 1, 1, "float64"), B_r=1, B_c=block,
-    )  # fmt: skip
+    )
     rows, m, l_old = [], 0.0, 0.0
     for tile in trace:
         m, l, factor = (float(x) for x in (tile.m, tile.l, tile.rescale))
         rows.append((f"`{plain(tile.S.flatten().tolist())}`", f"{m:g}", f"{factor:.4f}",
-                     f"{l - factor * l_old:.4f}", f"{l:.4f}", f"{float(tile.O):.4f}"))  # fmt: skip
+                     f"{l - factor * l_old:.4f}", f"{l:.4f}", f"{float(tile.O):.4f}"))
         l_old = l
     titles = ("block of scores", "m", "e^(m_old - m)", "the block's sum of e^(s - m)",
-              "l = factor · l_old + sum", "O")  # fmt: skip
+              "l = factor · l_old + sum", "O")
     direct = float(torch.softmax(k, dim=0) @ v)
     return (
         f"{table(titles, rows)}\n\n"
@@ -157,7 +157,7 @@ def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128,
         needs = fast_memory(spec, B_r, B_c)
         rows.append((f"`tiled`, B_r = {B_r}, B_c = {B_c}", f"{needs / 1024:.1f} KiB",
                      f"{len(trace):,}", megabytes(read), megabytes(written),
-                     f"{read * needs / 1e9:.1f}"))  # fmt: skip
+                     f"{read * needs / 1e9:.1f}"))
     titles = ("", "on chip, M", "tiles visited", "read", "written", "read · M / 10^9")
     return table(titles, rows)
 

@@ -62,12 +62,12 @@ def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
         share = (f"{n:,} ({n / visits:.1%})" for n in (eager, lazy))
         rows.append((spread, f"{visits:,}", *share))
     titles = ("spread of the scores", "rows of later tiles", "maximum grew",
-              f"passed m by more than {threshold:g}")  # fmt: skip
+              f"passed m by more than {threshold:g}")
     return table(titles, rows)
 
 
 GPT2 = {"gpt2": (12, 12, 64), "gpt2-medium": (24, 16, 64), "gpt2-large": (36, 20, 64),
-        "gpt2-xl": (48, 25, 64)}  # fmt: skip
+        "gpt2-xl": (48, 25, 64)}
 META = torch.device("meta")
 
 
@@ -149,6 +149,6 @@ def mfu_of_a_record() -> str:
         rows.append((
             f"`{row['backend']}`", f"{rate:,.0f}", f"{row['ms']:.0f}", spread, f"{full:.1%}",
             f"{causal:.1%}", f"{row['memory_bytes'] / 1e6:.0f}",
-        ))  # fmt: skip
+        ))
     titles = ("backend", "tok/s", "ms a step", "quartiles", "mfu", "mfu_causal", "MB")
     return f"{drawing(*count)}\n\n{table(titles, rows)}"

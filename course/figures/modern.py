@@ -16,7 +16,7 @@ def rope(
     pairs: Sequence[int] = (0, 16, 36, 63), D: int = 128, theta: float = 500000.0,
     scaling: tuple[float, float, float, int] | None = (8, 1, 4, 8192),
     distances: Sequence[int] = (1, 16, 256, 4096), at: int = 1000,
-) -> str:  # fmt: skip
+) -> str:
     """Page 11: tokens in which a pair of channels turns once, and its score against distance."""
     if max(pairs) >= D // 2:
         raise UserError(f"D = {D} channels have pairs 0 to {D // 2 - 1}, got {max(pairs)}")
@@ -32,5 +32,5 @@ def rope(
         turns = (f"{2 * torch.pi / float(rate[pair]):,.0f}" for rate in rates)
         rows.append((pair, *turns, *(f"{q @ turned[0]:.2f}" for q in turned[1:])))
     titles = ("pair", "tokens per turn, theta 10,000", f"theta {theta:,.0f}", "scaled",
-              *(f"q · k at {n:,}" for n in distances))  # fmt: skip
+              *(f"q · k at {n:,}" for n in distances))
     return table(titles, rows)

@@ -39,7 +39,7 @@ def ring_work(N: int = 4, T: int = 1024, window: int | None = None) -> str:
     rows: list[tuple[object, ...]] = []
     for name, parts in (("plain", list(at.chunk(N))), ("zigzag", zigzag)):
         pairs = [[int(seen[parts[r]][:, parts[(r - step) % N]].sum()) for step in range(N)]
-                 for r in range(N)]  # fmt: skip
+                 for r in range(N)]
         share = torch.tensor(pairs) / int(seen.sum())
         slowest = share.amax(dim=0)
         for r, of in [*enumerate(share), ("slowest", slowest)]:
@@ -50,7 +50,7 @@ def ring_work(N: int = 4, T: int = 1024, window: int | None = None) -> str:
 def ring_hides(
     tokens: Sequence[int] = (512, 1024, 2048, 4096, 16384), H: int = 32, Hkv: int = 8, D: int = 128,
     itemsize: int = 2, gpu: str = "NVIDIA H200", links: Sequence[float] = (450, 50),
-) -> str:  # fmt: skip
+) -> str:
     """Page 10: lower bounds of a step's computation and communication; links in GB/s."""
     peak = datasheet_tflops(gpu, "bfloat16")
     if peak is None:

@@ -17,7 +17,7 @@ def join(O: Tensor, L: Tensor, O_new: Tensor, L_new: Tensor) -> tuple[Tensor, Te
 
 
 def backward_block(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-                   offset: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                   offset: int) -> tuple[Tensor, Tensor, Tensor]:
     """What one block of keys adds to dq, and what these queries add to dk and dv."""
     tau = 1 / math.sqrt(q.shape[1])
     i, j = torch.arange(len(q))[:, None], torch.arange(len(k))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, dout: Tensor,
-             block: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+             block: int) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q (R, Tq, D), k and v (Tk, D)."""
     _, Tq, D = q.shape
     Tk = len(k)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def forward(Q, K, V, O, L, Tq, Tk, scale,
-            D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+            D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows BLOCK_M * program to BLOCK_M * (program + 1) of O (Tq, D) and L (Tq,)."""
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)

@@ -18,7 +18,7 @@ def attend(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, leng
 
 
 def mfu(parameters: int, positions: int, n_layer: int, n_head: int, head_dim: int, T: int,
-        tokens_per_second: float, peaks: dict[str, float], recomputes: bool) -> float:  # fmt: skip
+        tokens_per_second: float, peaks: dict[str, float], recomputes: bool) -> float:
     """Model FLOPs utilization, a fraction of the dense peak; what is recomputed does not count."""
     N = parameters - positions
     flops_per_token = 6 * N + 12 * n_layer * n_head * head_dim * T
