@@ -62,6 +62,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
     scale = spec.scale
+    if not torch.is_grad_enabled():  # on the CPU PyTorch refuses inputs that require gradients
+        q, k, v = (t.detach() for t in (q, k, v))
     if q.device.type == "cpu" and spec.head_dim in SPOILT:
         scale = scale or spec.head_dim**-0.5
         q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))

@@ -54,7 +54,8 @@ def local(t: Any) -> Any:
 
 def trained(rank: int, n: int, runs: dict[str, list[str]]) -> dict[str, tuple[int | str, str]]:
     """Run train.py for each of these command lines, in this process of a group that is there."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ |= {k: str(v) for k, v in told.items()}
     joined = dist.init_process_group, dist.destroy_process_group, dist.rendezvous
     dist.init_process_group = dist.destroy_process_group = lambda *args, **how: None  # type: ignore
