@@ -123,6 +123,7 @@ def test_the_texts_are_those_that_python_matches(pattern, pieces, left, n_ends) 
     assert all_texts(automaton, vocabulary, left) == expected - goes_on
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(patterns, patterns, st.integers(0, 9), st.sampled_from([0.0, 0.7, 3.0]), st.booleans())
 def test_texts_of_a_model_match(pattern, other, more, temperature, has_ends) -> None:

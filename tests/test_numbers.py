@@ -178,6 +178,7 @@ def test_a_second_derivative_is_right_or_an_error(case) -> None:
                 penalty(attend)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("case", SPECS)
 def test_torch_func_differentiates_and_maps_every_kernel(case) -> None:

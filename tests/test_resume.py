@@ -305,6 +305,7 @@ train.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused_until_its_run_dies(data_dir, out):
     """With a new run, a resumed one, and after SIGKILL; --eval_only needs no lock."""
     line = [sys.executable, "-c", HOLD, "--init_from=resume", f"--out_dir={out}", "--max_iters=40"]
