@@ -42,13 +42,13 @@ def attention(
     """
     if isinstance(segments, Tensor):
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
-    function: type[torch.autograd.Function] = Attention
-    if torch.compiler.is_compiling():
-        function = Traced
-        k, v = k.view_as(k), v.view_as(v)  # Dynamo traces no Function of one tensor twice
+    how = kernel, (spec, *options), sinks, seed
     pair = (None, None) if segments is None else segments
-    out, L = function.apply(kernel, (spec, *options), sinks, seed, q, k, v, *pair)
-    return out, L
+    if torch.compiler.is_compiling():  # Dynamo traces no Function of one tensor twice
+        return Traced.apply(*how, q, k.view_as(k), v.view_as(v), *pair)
+    if not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        return Attention.forward(*how, q, k, v, *pair)  # apply() would double the time of decoding
+    return Attention.apply(*how, q, k, v, *pair)
 
 
 def _arguments(options: Options, sinks: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor,
