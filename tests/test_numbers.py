@@ -17,7 +17,7 @@ from torch import Tensor
 from attention import BACKENDS, Machine, Ring, Spec
 from attention.check import oracle
 from attention.function import attention
-from attention.spec import DTYPES, visible
+from attention.spec import visible
 from attention.views import filled_cache
 
 HERE, D = Machine.here("cpu"), 8
@@ -64,11 +64,12 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Spec, list[Tensor], dict[str, Tensor]]:
-    """Spec, [q, k, v, dout], and segments and sinks."""
+    """Spec, [q, k, v, dout], and segments and sinks. Half precision is left to the matrix: of so few
+    numbers plain PyTorch, which sets the tolerance, is often exact by luck."""
     Hkv = draw(st.integers(1, 2))
     spec = Spec(
         Hkv * draw(st.integers(1, 3)), Hkv, draw(st.sampled_from([1, 4, 16])),
-        draw(st.sampled_from(DTYPES)), window=draw(st.none() | st.integers(1, 12)),
+        draw(st.sampled_from(["float32", "float64"])), window=draw(st.none() | st.integers(1, 12)),
         segments=draw(st.booleans()), softcap=draw(st.sampled_from([None, None, 1.5])),
         sinks=draw(st.sampled_from([False, False, True])),
     )
@@ -112,8 +113,7 @@ def test_every_kernel_is_right_for_any_shape_stride_and_context(call, data, cont
         return
     asked = {"window": spec.window, "softcap": spec.softcap, **options}
     truth, plain = (f(q, k, v, dout, **asked) for f in (oracle.attention, oracle.plain))
-    half = spec.dtype in DTYPES[:2]  # of a few numbers plain PyTorch is often exact by luck
-    oracle.check(got, plain, truth, getattr(torch, spec.dtype), factor=8 if half else 1)
+    oracle.check(got, plain, truth, getattr(torch, spec.dtype))
 
 
 # --- derivatives ---
