@@ -64,8 +64,11 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Spec, list[Tensor], dict[str, Tensor]]:
-    """Spec, [q, k, v, dout], and segments and sinks. Half precision is left to the matrix: of so few
-    numbers plain PyTorch, which sets the tolerance, is often exact by luck."""
+    """Spec, [q, k, v, dout], and segments and sinks.
+
+    Half precision is left to the matrix: of a few numbers plain PyTorch, which sets the tolerance,
+    is often exact by luck.
+    """
     Hkv = draw(st.integers(1, 2))
     spec = Spec(
         Hkv * draw(st.integers(1, 3)), Hkv, draw(st.sampled_from([1, 4, 16])),
