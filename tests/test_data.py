@@ -268,7 +268,10 @@ def test_parts_have_the_tokens_of_the_whole_text(gpt2: Any, tmp_path: Path, text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.documents.PIECE", 8)
         parts = list(text_parts(path))
+        patch.setattr("data.documents.MOST", 16)
+        short = list(text_parts(path))
     assert [i for part in parts for i in gpt2.encode(part)] == gpt2.encode(text)
+    assert "".join(short) == text and max(map(len, short)) < 16 + 8
 
 
 def small_tokenizer(folder: Path, kind: str) -> Path:
