@@ -350,8 +350,9 @@ def parse_config(path: str, names: Mapping[str, object] = {}) -> list[tuple[int,
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        folders = Path("config"), Path(path).parent  # config/ is often left out
-        files = {file.name: str(file) for folder in folders for file in folder.glob("*.py")}
+        # Its folder is often left out, or the command run from elsewhere.
+        folders = Path("config"), Path(path).parent, Path(sys.argv[0]).parent / "config"
+        files = {f.name: str(f) for folder in reversed(folders) for f in folder.glob("*.py")}
         near = difflib.get_close_matches(Path(path).name, files, 1, 0.7)
         hint = f"; did you mean {files[near[0]]!r}?" if near else ""
         raise UserError(f"config file {path!r} does not exist{hint}") from None

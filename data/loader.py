@@ -59,8 +59,11 @@ def read_meta(folder: str | Path) -> Json:
         why = "not of a dataset"
     except (OSError, ValueError) as e:
         why = first_line(e)
-    prepare = f"prepare it: python -m data {path.parent.name}"
-    raise UserError(f"no dataset in {folder} (meta.json: {why}); {prepare}")
+    name = path.parent.name
+    prepare = ["python", "-m", "data", name]
+    if path.parent.absolute() != Path(__file__).absolute().parent / name:
+        prepare += [f"--out_dir={path.parent.absolute()}"]
+    raise UserError(f"no dataset in {folder} (meta.json: {why}); prepare it: {shlex.join(prepare)}")
 
 
 def is_foreign(folder: Path) -> bool:
