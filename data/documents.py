@@ -53,7 +53,7 @@ def file_documents(source: str | None, text_key: str) -> Iterator[Iterable[str]]
             yield text_parts(path)
             continue
         with _reading(path):
-            for text in _json_texts(path, text_key):
+            for text in filter(None, _json_texts(path, text_key)):
                 yield (text,)
 
 
