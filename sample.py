@@ -80,7 +80,7 @@ import attention
 import checkpoint
 import data
 from core.cpu import int8
-from core.runtime import Setup, decide_compile, pick_device, show_log
+from core.runtime import Setup, decide_compile, explained, pick_device, show_log
 from data.loader import fits
 from data.tokenizer import well_formed
 from inference import constrain
@@ -180,15 +180,13 @@ def encode(prompt: str, tokenizer: data.Tokenizer, block_size: int) -> list[int]
 # --- output ---
 
 
+@explained("a smaller --batch_size, --dtype=bfloat16 or --weights=int8")
 def main(argv: list[str]) -> int:
     """Continue every prompt; returns the exit code."""
     show_log()
     config = read(SampleConfig, argv, aliases=ALIASES).settings
     starts = prompts(config)
-    try:
-        model, tokenizer = load(config)
-    except attention.BackendUnavailable as e:
-        raise UserError(str(e)) from e
+    model, tokenizer = load(config)
     writer = writer_of(config, model, tokenizer, starts)
     code = written = 0
     with _open(config.out or os.devnull) as out:
@@ -202,8 +200,8 @@ def main(argv: list[str]) -> int:
                     pass
                 _print(text, writer, out, config)
                 written += 1
-        except KeyboardInterrupt:
-            code = 130
+        except KeyboardInterrupt as e:
+            code = e.args[0] if e.args else 130  # of core/settings.py
         finally:
             steps.close()
         for text in writer.texts[written:]:
@@ -221,7 +219,8 @@ def writer_of(c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, prompts: l
             texts.append(Text(prompt, ids, c.seed + len(texts)))
     if max(len(text.ids) for text in texts) + c.max_new_tokens > model.config.block_size + 1:
         model.plan(grad=False)  # a text that slides has no cache: log its kernel before any text
-    options = Options(c.temperature, c.top_k, c.top_p, tokenizer.vocab_size)
+    vocabulary = tokenizer.vocab_size, tokenizer.unused
+    options = Options(c.temperature, c.top_k, c.top_p, *vocabulary)
     if c.regex is not None:
         options.constraint = constrain.regex(c.regex, tokenizer)
     size = 1 if c.stream else c.batch_size

@@ -221,8 +221,9 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
     say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
-    N, about = model.get_num_params(non_embedding=False), data.about(folder, meta)
-    say(f"model: {N:,} parameters{flops.uncounted(model.config)}; {about}")
+    N, tokenizer = model.get_num_params(non_embedding=False), meta["tokenizer"]["name"]
+    say(f"model: {N:,} parameters{flops.uncounted(model.config)}; dataset {folder}, tokenizer "
+        f"{tokenizer}, vocabulary {meta['vocab_size']:,}")  # fmt: skip
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, done.best_loss)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
@@ -338,8 +339,9 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if stopping and run.step > saved_step:
         save(None)
     run.saver.wait()
-    stop.request.release()
     meter.close()
+    stopping = bool(distributed.sum([float(stopping or stop.request.noted)])[0])
+    stop.request.release()
     if stopping:
         say(f"stopped after step {run.step}{lost}; to continue: {resume()}")
         return 128 + (stop.request.signal or signal.SIGTERM)
@@ -393,9 +395,9 @@ def sample(run: Run) -> None:
     torch.manual_seed(run.config.seed)
     tokenizer, start = data.from_meta(run.meta["tokenizer"]), [run.splits["train"][:1].tolist()]
     alone.eval().plan(grad=False, dtype=run.config.dtype)
-    how: Any = {"temperature": 0.8, "top_k": 200, "vocab_size": tokenizer.vocab_size}
+    how: Any = {"vocab_size": tokenizer.vocab_size, "unused": tokenizer.unused}
     with run.setup.autocast:
-        (ids,) = generate(alone, start, n, kv_cache="none", **how)
+        (ids,) = generate(alone, start, n, kv_cache="none", temperature=0.8, top_k=200, **how)
     print(f"--- a sample of {n} tokens ---\n{tokenizer.decode(ids.tolist()).strip()}", flush=True)
 
 

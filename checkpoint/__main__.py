@@ -87,7 +87,9 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
               "model_max_length": model.config.block_size, "clean_up_tokenization_spaces": False,
               **{k: name for k, name in names.items() if name in special.values()}}  # fmt: skip
     store.save_json(tokens, folder / "tokenizer_config.json")
-    how = {"do_sample": True, "max_new_tokens": 100}  # else a server ignores the temperature
+    how: Json = {"do_sample": True, "max_new_tokens": 100}  # else a server ignores the temperature
+    if tokenizer.unused:
+        how["suppress_tokens"] = [*tokenizer.unused]
     store.save_json({**ids, **how}, folder / "generation_config.json")
     loss = saved.state.get("val_loss")
     evaluated = "not known" if loss is None else f"{loss:.4f} nats a token"

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from attention import BackendUnavailable
 from checkpoint import store
 from checkpoint.convert import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint, Json
+from core import runtime
 from core.distributed import DistInfo
 from core.parallel import is_sharded, whole
-from core.runtime import advice, dtype_name, pick_device, pick_dtype, random_state, set_random_state
+from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError
 from data.loader import fits
 from data.tokenizer import same
@@ -212,14 +212,15 @@ def locked(config: Any) -> Iterator[None]:
 
 @contextmanager
 def explained(config: Any, distributed: DistInfo) -> Iterator[None]:
-    """Leave the processes at the end; raise failures with a known remedy as UserError."""
+    """Leave the processes at the end; explain failures, and name lost ranks."""
+    less_memory = (
+        f"--batch_size={max(1, config.batch_size // 2)} with --gradient_accumulation_steps="
+        f"{config.gradient_accumulation_steps * 2}, or --gradient_checkpointing=True"
+    )
     try:
-        yield
-    except BackendUnavailable as e:
-        raise UserError(str(e)) from e
-    except (RuntimeError, MemoryError) as e:
-        if remedy := advice(e, config.batch_size, config.gradient_accumulation_steps):
-            raise UserError(remedy) from e
+        with runtime.explained(less_memory):
+            yield
+    except RuntimeError as e:
         distributed.name_missing(e, resume_command(config.out_dir, distributed))
         raise
     finally:

@@ -54,7 +54,7 @@ class Metrics:
                 self.wandb = init(dir=out_dir, settings=Settings(init_timeout=20), **wandb)
                 if identity := getattr(self.wandb, "id", None):
                     known.write_text(identity)  # a resumed run joins it
-            except Exception as e:  # not installed, not logged in, not reachable
+            except (Exception, SystemExit) as e:  # not installed, not logged in, not reachable
                 log.warning("wandb is off (%s: %s)", type(e).__name__, e)
 
     def log(self, **row: object) -> None:
@@ -68,7 +68,7 @@ class Metrics:
         if self.wandb is not None:
             try:
                 self.wandb.log(row, step=row["iter"])
-            except Exception as e:
+            except (Exception, SystemExit) as e:
                 log.warning("wandb stopped logging (%s: %s)", type(e).__name__, e)
                 self.wandb = None
 
@@ -81,7 +81,7 @@ class Metrics:
         for name, step in finish.items():
             try:
                 step()
-            except Exception as e:
+            except (Exception, SystemExit) as e:
                 log.warning("%s was not finished (%s: %s)", name, type(e).__name__, e)
 
 

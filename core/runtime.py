@@ -7,10 +7,13 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FrameType
@@ -20,7 +23,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from attention import use_flash_impl
+from attention import BackendUnavailable, use_flash_impl
 from attention.machine.system import cpu_name, synchronize
 from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
@@ -238,23 +241,24 @@ class StopSignal:
         os.write(2, f"\n{self.says}; once more stops at once\n".encode())
 
 
-def advice(error: Exception, batch_size: int, accumulated: int) -> str | None:
-    """A remedy, in one sentence, for memory that ran out and for a damaged cache of Inductor."""
-    text = str(error).strip() or type(error).__name__
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or OUT_OF_MEMORY.search(text):
-        return (
-            f"out of memory ({text.splitlines()[0]}); try --batch_size={max(1, batch_size // 2)} "
-            f"with --gradient_accumulation_steps={accumulated * 2}, or "
-            "--gradient_checkpointing=True"
-        )
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+@contextmanager
+def explained(less_memory: str) -> Iterator[None]:
+    """Raise failures with a known remedy as UserError; `less_memory`: the options to try."""
+    try:
+        yield
+    except BackendUnavailable as e:
+        raise UserError(str(e)) from e
+    except (RuntimeError, MemoryError) as e:
+        text = str(e).strip() or type(e).__name__
+        if isinstance(e, MemoryError | torch.OutOfMemoryError) or OUT_OF_MEMORY.search(text):
+            raise UserError(f"out of memory ({text.splitlines()[0]}); try {less_memory}") from e
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    if f"{cache_dir()}/" in text:  # the libraries of a run that was killed while it linked them
-        return (
-            f"torch.compile failed ({' '.join(text.splitlines()[:2])}); its cache may be damaged: "
-            f"rm -r {cache_dir()}, or --compile=False"
-        )
-    return None
+        if f"{cache_dir()}/" in text:  # the libraries of a run that was killed while it linked them
+            why = f"torch.compile failed ({' '.join(text.splitlines()[:2])})"
+            remove = f"rm -r {shlex.quote(cache_dir())}, or --compile=False"
+            raise UserError(f"{why}; its cache may be damaged: {remove}") from e
+        raise
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

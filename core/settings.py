@@ -81,9 +81,8 @@ def read(
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Handle --help, mistakes and Ctrl-C before the slow imports, without cls.__post_init__."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(_interrupted()))  # no trace of imports
+    """Handle --help, mistakes and signals before the slow imports, without cls.__post_init__."""
+    _on_signals(lambda number, _: os._exit(_interrupted(number)))  # no trace of imports
     _print_any_text()
     try:
         gather(cls, argv, **options)
@@ -158,17 +157,29 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
 def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
     """Run main and exit with its code.
 
-    A UserError is one line on stderr (rank 0) and code 2, Ctrl-C one line and code 130.
+    A UserError is one line on stderr (rank 0) and code 2. Ctrl-C and SIGTERM raise a
+    KeyboardInterrupt with the exit code: one line, and 130 or 143.
     """
     _print_any_text()
     try:
-        if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, signal.default_int_handler):
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # was read_early()'s
+        _on_signals(_interrupt)
         sys.exit(main())
     except UserError as error:
         _fail(error)
-    except KeyboardInterrupt:
-        sys.exit(_interrupted())
+    except KeyboardInterrupt as error:
+        sys.exit(_interrupted(error.args[0] - 128 if error.args else signal.SIGINT))
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    _on_signals(signal.SIG_DFL)  # once more ends at once
+    raise KeyboardInterrupt(128 + number)
+
+
+def _on_signals(handler: Any) -> None:
+    """Handle Ctrl-C and SIGTERM so, unless they are ignored. torchrun's SIGTERM ends a process."""
+    for number in (signal.SIGINT, signal.SIGTERM)[: 1 if "RANK" in os.environ else 2]:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def _fail(error: UserError) -> NoReturn:
@@ -177,10 +188,10 @@ def _fail(error: UserError) -> NoReturn:
     sys.exit(2)
 
 
-def _interrupted() -> int:
+def _interrupted(number: int) -> int:
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"\ninterrupted\n")
-    return 130
+        os.write(2, f"\n{'interrupted' if number == signal.SIGINT else 'terminated'}\n".encode())
+    return 128 + number
 
 
 def _print_any_text() -> None:
@@ -339,8 +350,9 @@ def parse_config(path: str, names: Mapping[str, object] = {}) -> list[tuple[int,
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        folders = Path("config"), Path(path).parent  # config/ is often left out
-        files = {file.name: str(file) for folder in folders for file in folder.glob("*.py")}
+        # Its folder is often left out, or the command run from elsewhere.
+        folders = Path("config"), Path(path).parent, Path(sys.argv[0]).parent / "config"
+        files = {f.name: str(f) for folder in reversed(folders) for f in folder.glob("*.py")}
         near = difflib.get_close_matches(Path(path).name, files, 1, 0.7)
         hint = f"; did you mean {files[near[0]]!r}?" if near else ""
         raise UserError(f"config file {path!r} does not exist{hint}") from None

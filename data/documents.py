@@ -22,6 +22,7 @@ HUB: dict[str, tuple[str, str | None]] = {  # dataset -> name and configuration 
     "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
 PIECE = 2**20  # characters that are tokenized at once
+MOST = 2**24  # the same of a text without spaces, as base64
 
 # The number of its document; a part of its text, "": the beginning, None: the end.
 Piece = tuple[int, str | None]
@@ -52,7 +53,7 @@ def file_documents(source: str | None, text_key: str) -> Iterator[Iterable[str]]
             yield text_parts(path)
             continue
         with _reading(path):
-            for text in _json_texts(path, text_key):
+            for text in filter(None, _json_texts(path, text_key)):
                 yield (text,)
 
 
@@ -74,7 +75,8 @@ def _reading(path: Path) -> Iterator[None]:
 def text_parts(path: Path) -> Iterator[str]:
     """Yield a text in parts of about PIECE characters, with the same GPT-2 tokens as the whole.
 
-    A part ends before a space or line break that follows a word, which no token spans.
+    A part ends before a space or line break that follows a word, which no token spans. A text that
+    has none is cut after MOST characters: memory stays constant.
     """
     rest = ""
     with _reading(path), path.open(encoding="utf-8-sig") as f:
@@ -85,6 +87,9 @@ def text_parts(path: Path) -> Iterator[str]:
             if words := re.match(r".*\S(?=[ \n])", rest, re.DOTALL):
                 yield words[0]
                 rest = rest[words.end() :]
+            elif len(rest) >= MOST:
+                yield rest
+                rest = ""
     yield rest
 
 

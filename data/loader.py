@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
+import shlex
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -37,7 +39,7 @@ R = TypeVar("R")
 def find(dataset: str, data_dir: str = "data") -> Path:
     """Return the folder of a dataset: one of this name in data_dir, else of this path."""
     named, path = Path(data_dir).expanduser() / dataset, Path(dataset).expanduser()
-    return path if path.is_dir() and not named.is_dir() else named
+    return path if os.path.isdir(path) and not os.path.isdir(named) else named
 
 
 def read_meta(folder: str | Path) -> Json:
@@ -47,19 +49,27 @@ def read_meta(folder: str | Path) -> Json:
         return _nanogpt_meta(path.parent)
     try:
         meta: Json = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(meta, dict) and {"tokenizer", "vocab_size", "tokens"} <= meta.keys():
-            return meta
+        match meta:
+            case {
+                "tokenizer": {"name": str()},
+                "vocab_size": int(),
+                "tokens": {"train": int(), "val": int()},
+            } if meta.get("dtype", "uint16") in ("uint16", "uint32"):
+                return meta
         why = "not of a dataset"
     except (OSError, ValueError) as e:
         why = first_line(e)
-    prepare = f"prepare it: python -m data {path.parent.name}"
-    raise UserError(f"no dataset in {folder} (meta.json: {why}); {prepare}")
+    name = path.parent.name
+    prepare = ["python", "-m", "data", name]
+    if path.parent.absolute() != Path(__file__).absolute().parent / name:
+        prepare += [f"--out_dir={path.parent.absolute()}"]
+    raise UserError(f"no dataset in {folder} (meta.json: {why}); prepare it: {shlex.join(prepare)}")
 
 
 def is_foreign(folder: Path) -> bool:
     """True for a folder with tokens that another program prepared, as nanoGPT's prepare.py."""
     ours = [folder / "meta.json", folder / ".partial"]  # the latter of an interrupted preparation
-    return (folder / "train.bin").exists() and not any(path.exists() for path in ours)
+    return os.path.exists(folder / "train.bin") and not any(map(os.path.exists, ours))
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -93,12 +103,6 @@ def _nanogpt_meta(folder: Path) -> Json:
     return {"tokenizer": tokenizer, "vocab_size": V, "tokens": tokens}
 
 
-def about(folder: Path, meta: Json) -> str:
-    """A line on a dataset, its tokenizer and vocabulary."""
-    name, V = meta["tokenizer"]["name"], meta["vocab_size"]
-    return f"dataset {folder}, tokenizer {name}, vocabulary {V:,}"
-
-
 def padded(V: int) -> int:
     """Round a vocabulary above 1,024 up to a multiple of 64, which tensor cores prefer."""
     return V if V <= 1024 else -(-V // 64) * 64
@@ -127,18 +131,29 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
     """
     path = Path(folder) / f"{split}.bin"
     meta = read_meta(folder)
-    N, dtype = meta["tokens"].get(split, 0), np.dtype(meta.get("dtype", "uint16"))
-    size = path.stat().st_size if path.is_file() else 0
-    if size == 0 or size != dtype.itemsize * N:
-        why = f"expected {dtype.itemsize * N:,} bytes ({N:,} tokens), got {size:,}"
-        again = f"python -m data {path.parent.name} --force" if "dataset" in meta else "prepare.py"
-        raise UserError(f"{path}: {why if size else 'no tokens'}; prepare it again: {again}")
+    N, dtype = meta["tokens"][split], np.dtype(meta.get("dtype", "uint16"))
+    try:
+        with path.open("rb") as f:
+            size, expected = os.fstat(f.fileno()).st_size, dtype.itemsize * N
+            if size != expected or not size:
+                why = f"expected {expected:,} bytes ({N:,} tokens), got {size:,}"
+                raise ValueError(why if size else "no tokens")
+            tokens = np.asarray(np.memmap(f, dtype=dtype.newbyteorder("<"), mode="r"))
+    except (FileNotFoundError, ValueError) as e:
+        again = ["prepare.py"]
+        if "dataset" in meta:
+            options = meta.get("options", {}) | {"out_dir": folder, "force": True}
+            again = ["python", "-m", "data", meta["dataset"]]
+            again += [f"--{name}={value}" for name, value in options.items()]
+        why = getattr(e, "strerror", None) or first_line(e)
+        raise UserError(f"{path}: {why}; prepare it again: {shlex.join(again)}") from e
+    except OSError as e:
+        raise UserError(f"cannot read {path} ({e.strerror})") from e
     if block_size + 1 > N:
         raise UserError(
             f"{path} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
             "smaller --block_size or more text"
         )
-    tokens = np.asarray(np.memmap(path, dtype=dtype.newbyteorder("<"), mode="r"))
     vocab_size = min(vocab_size, meta["vocab_size"])  # the model's may be rounded up
     places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
     if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= vocab_size:

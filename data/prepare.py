@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -217,38 +218,34 @@ def prepare_documents(
     """
     web = dataset in HUB
     fraction = config.val_fraction or (0.0005 if web else 0.1)
-
-    def batches() -> Iterator[list[Piece]]:
-        if web:
-            found = documents.web_documents(*HUB[dataset], config.text_key)
-        else:
-            found = documents.file_documents(config.source, config.text_key)
-        return documents.pieces(islice(found, config.limit))
-
     tokenizer, workers = tokenizer_of(config), config.workers or os.cpu_count() or 1
     if tokenizer.eot is None:
         raise UserError(
             f"--tokenizer={config.tokenizer} has no token that ends a document; name it in its "
             'tokenizer_config.json: {"eos_token": "..."}'
         )
-    dtype = dtype_for(tokenizer.vocab_size)
+    if web:
+        found = documents.web_documents(*HUB[dataset], config.text_key)
+    else:
+        found = documents.file_documents(config.source, config.text_key)
+    found = islice(found, config.limit)
+    first = [*islice(found, 2)]
+    if len(first) < 2:  # before one text it would hardly ever be seen
+        tokenizer.begin = ()
+    dtype, batches = dtype_for(tokenizer.vocab_size), documents.pieces(chain(first, found))
     with ProcessPoolExecutor(workers, initializer=_begin, initargs=(tokenizer.to_meta(),)) as pool:
         count, tokens, size = 0, Counter[str](), Counter[str]()  # size: bytes of the text
         with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
-            for batch in map_ahead(pool, _encode, batches(), 2 * workers):
+            for batch in map_ahead(pool, _encode, batches, 2 * workers):
                 for i, ids, n in batch:
                     split = "val" if int((i + 1) * fraction) > int(i * fraction) else "train"
                     (val if split == "val" else train).write(ids)
                     count, size[split] = i + 1, size[split] + n
                     tokens[split] += len(ids) // dtype.itemsize
                 report("tokenizing", f"{count:,} documents, {tokens.total():,} tokens")
-    where, begin = config.source or dataset, len(tokenizer.begin)
-    if tokens.total() == count * (begin + 1):
+    where = config.source or dataset
+    if tokens.total() == count * (len(tokenizer.begin) + 1):
         raise UserError(f"{where} contains no text; use another --source")
-    if count == 1 and begin:  # before one text it would hardly ever be seen
-        np.memmap(train.name, dtype=dtype, mode="r")[begin:].tofile(folder / "rest.bin")
-        os.replace(folder / "rest.bin", train.name)
-        tokens["train"], tokenizer.begin = tokens["train"] - begin, ()
     missing = math.ceil(tokens.total() * fraction) - tokens["val"]
     if missing > tokens["val"]:
         moved = _move_tail(folder, missing, dtype, tokenizer, size["train"])
@@ -263,6 +260,8 @@ _worker: list[Tokenizer] = []  # of this process: too large to be sent with each
 
 
 def _begin(meta: Json) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the main process ends them
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _worker[:] = [from_meta(meta)]
 
 

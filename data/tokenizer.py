@@ -1,9 +1,9 @@
 """Text to token ids and back: by character, GPT-2's byte-pair encoding or a model's tokenizer.json.
 
-All have the same members: name, vocab_size, eot (the id that ends a document, or None), ends (the
-ids that end a generated text, eot first), begin (the ids before a document or prompt), encode,
-decode, stream_decode, token_bytes (the bytes of each id), to_meta (what meta.json and checkpoints
-store to rebuild it) and to_json (what transformers reads).
+All have the same members: name, vocab_size, unused (the ids below it without a token), eot (the id
+that ends a document, or None), ends (the ids that end a generated text, eot first), begin (the ids
+before a document or prompt), encode, decode, stream_decode, token_bytes (the bytes of each id),
+to_meta (what meta.json and checkpoints store to rebuild it) and to_json (what transformers reads).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class CharTokenizer:
 
     name = "char"
     begin: Sequence[int] = ()
+    unused: Sequence[int] = ()
 
     def __init__(self, vocabulary: Sequence[str], eot: int | None = None) -> None:
         """vocabulary: the characters in the order of their ids, and perhaps an entry for eot."""
@@ -98,6 +99,7 @@ class GPT2Tokenizer:
     eot = 50256
     ends = (eot,)
     begin: Sequence[int] = ()
+    unused: Sequence[int] = ()
 
     def __init__(self) -> None:
         self.bpe = _gpt2_encoding()
@@ -149,7 +151,9 @@ class FileTokenizer:
         self.content, self.begin = content, begin
         decoder = json.loads(content).get("decoder") or {"type": "none"}
         self.decoders: list[str] = [d["type"] for d in decoder.get("decoders", [decoder])]
-        self.vocab_size = max(self.made.get_vocab().values(), default=-1) + 1  # ids may have gaps
+        ids = {*self.made.get_vocab().values()}
+        self.vocab_size = max(ids, default=-1) + 1
+        self.unused = sorted({*range(self.vocab_size)} - ids)
         self.made.encode_special_tokens = True  # "<|endoftext|>" in a text is ordinary text
         self.ends = self.ids_of(ends)
 

@@ -45,6 +45,7 @@ class Options:
         top_k: sample from the k likeliest tokens only.
         top_p: then from the fewest likeliest tokens whose probabilities sum to at least p.
         vocab_size: sample from the first vocab_size tokens only (others are padding).
+        unused: ids among these that no token has: never sampled.
         logits_processor: (tokens (B, T) int64, logits (B, V)) -> logits; see docs/GENERATE.md.
         constraint: pattern of the new text (inference/constrain.py), or one or None for each row.
         stop: ends a row: a token, several, or a function (row number, new tokens) -> bool.
@@ -58,6 +59,7 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     vocab_size: int | None = None
+    unused: Sequence[int] = ()
     logits_processor: Processor | None = None
     constraint: Automaton | Sequence[Automaton | None] | None = None
     stop: StopCondition | None = None
@@ -93,16 +95,19 @@ class SamplingParams:
     temperature: Tensor | float = 1.0
     top_k: int | None = None
     top_p: Tensor | float | None = None
+    unused: Tensor | None = None  # ids
 
     @classmethod
     def on(cls, device: torch.device, options: Options) -> SamplingParams:
         # Lower values are 0 in float32, and logits divided by them infinite; the likeliest token's
         # probability is 1 long before.
         temperature = torch.tensor(max(1e-20, float(options.temperature)), device=device)
-        if options.top_p in (None, 1):
-            return cls(temperature, options.top_k)
-        top_p = torch.tensor(max(1e-20, float(options.top_p)), device=device)
-        return cls(temperature, options.top_k, top_p)
+        top_p = unused = None
+        if options.top_p not in (None, 1):
+            top_p = torch.tensor(max(1e-20, float(options.top_p)), device=device)
+        if options.unused:
+            unused = torch.tensor(options.unused, device=device)
+        return cls(temperature, options.top_k, top_p, unused)
 
 
 def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Tensor:
@@ -110,6 +115,8 @@ def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Te
 
     top_p is nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751).
     """
+    if params.unused is not None:
+        logits = logits.index_fill(-1, params.unused, -torch.inf)
     if u is None:
         return logits.argmax(dim=-1)
     logits = logits.float() / params.temperature

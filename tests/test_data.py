@@ -268,7 +268,10 @@ def test_parts_have_the_tokens_of_the_whole_text(gpt2: Any, tmp_path: Path, text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.documents.PIECE", 8)
         parts = list(text_parts(path))
+        patch.setattr("data.documents.MOST", 16)
+        short = list(text_parts(path))
     assert [i for part in parts for i in gpt2.encode(part)] == gpt2.encode(text)
+    assert "".join(short) == text and max(map(len, short)) < 16 + 8
 
 
 def small_tokenizer(folder: Path, kind: str) -> Path:
@@ -321,8 +324,11 @@ def test_the_bytes_are_those_of_the_source(tmp_path: Path, kind: str) -> None:
 def test_before_a_single_text_nothing_is_added(tmp_path: Path, text: Path) -> None:
     """Neither in training nor in prompts, here and in transformers."""
     tokenizer = str(small_tokenizer(tmp_path / "tokenizer", "bytelevel"))
-    for n, dataset in enumerate(("text", "shakespeare")):
-        meta = run(dataset, tmp_path / f"{n}", source=str(text), tokenizer=tokenizer)
+    row, rest = json.dumps({"text": text.read_text()}), '{"text": ""}\n{"text": null}\n'
+    (tmp_path / "a.jsonl").write_text(f"{rest}{row}\n{rest}")
+    kinds = [("text", text), ("shakespeare", text), ("text", tmp_path / "a.jsonl")]
+    for n, (dataset, source) in enumerate(kinds):
+        meta = run(dataset, tmp_path / f"{n}", source=str(source), tokenizer=tokenizer)
         found = data.from_meta(meta["tokenizer"])
         assert [*found.begin] == [] and 0 not in ids_of(tmp_path / f"{n}", "train")
         exported = data.FileTokenizer(json.dumps(found.to_json()))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_model import HERE, SHAPES, TINY, build, tokens
 from torch import Tensor
 
@@ -235,13 +237,23 @@ def test_generation_repeats_with_the_seed_and_leaves_no_graph() -> None:
         assert torch.is_grad_enabled()
 
 
-def test_padding_of_the_vocabulary_is_never_drawn() -> None:
-    model, idx = build().eval(), tokens(T=5, vocab_size=9)
+@given(st.sets(st.integers(0, 35)), st.integers(5, 37), st.sampled_from(KV_CACHES),
+       st.sampled_from([{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}]))
+@settings(max_examples=40, deadline=None)
+def test_ids_without_a_token_are_never_drawn(unused, vocab_size, kv, sampling) -> None:
+    """Padding of the vocabulary and gaps in it, though they are the likeliest."""
+    known = sorted({*range(vocab_size)} - unused) or [0]
+    unused = sorted({*range(vocab_size)} - {*known})
+    model = build().eval()
     with torch.no_grad():
-        model.transformer.wte.weight[9:] *= 30
-    for sampling in ({}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}):
-        assert engine.generate(model, idx, 20, vocab_size=9, **sampling).max() < 9
-    assert engine.generate(model, idx, 20).max() >= 9
+        others = sorted({*range(37)} - {*known})
+        model.transformer.wte.weight[others] *= 30
+        model.transformer.wte.weight[known] *= 0.1
+    how = {"kv_cache": kv, "generator": torch.Generator().manual_seed(0), **sampling}
+    (free,) = engine.generate(model, [[known[0]]], 12, **how)
+    (text,) = engine.generate(model, [[known[0]]], 12, vocab_size=vocab_size, unused=unused, **how)
+    assert {*text.tolist()} <= {*known}
+    assert not others or not {*free.tolist()} <= {*known}
 
 
 @pytest.mark.parametrize("kv", CACHES)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import collections
+import errno
+import json
+import re
+import shlex
 import threading
 import time
 from pathlib import Path
@@ -11,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import data
 from core.loss import IGNORE
 from core.settings import UserError
+from data.__main__ import main
 
 
 def tokens_up_to(n: int) -> np.ndarray:
@@ -264,16 +269,56 @@ def large_token(folder: Path) -> None:
     tokens.tofile(folder / "train.bin")
 
 
+def a_folder(folder: Path) -> None:
+    (folder / "train.bin").unlink()
+    (folder / "train.bin").mkdir()
+
+
+def no_byte(folder: Path) -> None:
+    (folder / "train.bin").write_bytes(b"")
+
+
 @pytest.mark.parametrize(
     "damage, named",
     [
         (no_meta, "meta.json"), (bad_meta, "meta.json"), (no_split, "train.bin"),
-        (half_a_token, "1,801"), (large_token, "5000"),
+        (half_a_token, "1,801"), (large_token, "5000"), (a_folder, "train.bin"),
+        (no_byte, "train.bin"),
     ],
 )
 def test_a_damaged_dataset_is_an_error(folder: Path, damage: Any, named: str) -> None:
+    """And the command in it, if there is one, repairs it."""
     damage(folder)
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=named) as error:
+        data.load(folder, "train", 8, 10)
+    if command := re.search("python -m data (.* --force=True)", str(error.value)):
+        assert main(shlex.split(command[1])) == 0
+        assert len(data.load(folder, "train", 8, 10)) == 900
+    assert command or damage not in (no_byte, half_a_token, no_split)
+
+
+def test_what_may_not_be_read_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def refuse(self: Path, *args: Any, **how: Any) -> Any:
+        if self.suffix == ".bin":
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return opened(self, *args, **how)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError, match=r"train\.bin.*Permission denied"):
+        data.load(folder, "train", 8, 10)
+
+
+words = st.none() | st.integers() | st.text() | st.lists(st.integers())
+metas = st.fixed_dictionaries({"tokenizer": words, "vocab_size": words, "tokens": words})
+
+
+@given(st.recursive(words | metas, lambda d: st.dictionaries(st.text(), d), max_leaves=4))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_other_json_is_a_dataset(folder: Path, content: Any) -> None:
+    (folder / "meta.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"meta\.json"):
         data.load(folder, "train", 8, 10)
 
 

@@ -149,6 +149,23 @@ def test_a_signal_ends_the_step_saves_the_last_and_says_how_to_go_on(
     same(run_line(line, out), straight)
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", ["eval_only", "eval_on_start", "sample_tokens"])
+def test_a_signal_before_and_after_the_steps(signum, how, data_dir, tmp_path, monkeypatch):
+    out, hidden = tmp_path / "out", GPT.hidden
+
+    def spy(self: GPT, *args: Any) -> Any:
+        if not self.training and (how != "sample_tokens" or checkpoint.folders(out)):
+            os.kill(os.getpid(), signum)
+        return hidden(self, *args)
+
+    monkeypatch.setattr(GPT, "hidden", spy)
+    r = run(data_dir, out, max_iters=1, **{how: True if "eval" in how else 5})
+    assert r.code == 128 + signum and "Traceback" not in r.out + r.err
+    assert out.exists() == (how != "eval_only")
+    assert len(checkpoint.folders(out)) == (how == "sample_tokens")
+
+
 def test_a_signal_ends_an_evaluation_which_the_resumed_run_repeats(
     data_dir, tmp_path, straight, monkeypatch
 ):

@@ -14,6 +14,7 @@ import torch
 from test_train import TEXT, enter, make_data, nanogpt_file, run
 
 import checkpoint
+import data
 import sample
 from model import GPT, GPTConfig
 
@@ -117,6 +118,28 @@ def test_a_vocabulary_without_a_newline_and_rounded_up(tmp_path):
     assert len(r.out.splitlines()[-1]) == 401
     (drawn,) = text_of(*of(tmp_path / "out", "--top_k=none", "--temperature=9", n=400))
     assert set(drawn) <= set(text) and len(drawn) == 401
+
+
+def test_a_vocabulary_with_gaps(tmp_path):
+    """Ids that no token has are drawn neither here nor by train.py: a text has all its tokens."""
+    tk = pytest.importorskip("tokenizers")
+    letters = {c: 7 * i + 3 for i, c in enumerate(["|", *sorted(set(TEXT))])}
+    made = tk.Tokenizer(tk.models.WordLevel(letters, unk_token="|"))
+    made.pre_tokenizer = tk.pre_tokenizers.Split("", "isolated")
+    made.decoder = tk.decoders.Fuse()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "|"}')
+    (tmp_path / "text.txt").write_text(TEXT)
+    how = {"source": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path), "workers": 1}
+    data.prepare("text", data.PrepareConfig(out_dir=str(tmp_path / "tiny"), **how))
+    r = run(tmp_path, tmp_path / "out", max_iters=1, sample_tokens=100)
+    said = r.out.split("a sample of 100 tokens ---\n")[1]
+    assert r.code == 0 and len(said) > 90 and set(said) <= {*letters, "\n"}
+    for kv in ("none", "dynamic", "static", "paged"):
+        words = of(tmp_path / "out", "--temperature=9", f"--kv_cache={kv}", "--num_samples=4")
+        enter(sample.main, ["--device=cpu", *words, f"--out={tmp_path / 'o'}", "--start=A"])
+        for row in rows_of((tmp_path / "o").read_text()):
+            assert len(row["text"]) == row["tokens"]
 
 
 # --- files, Ctrl-C ---

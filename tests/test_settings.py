@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -178,6 +179,32 @@ def test_mistakes_exit_with_2(argv: list[str], named: list[str], capsys: Any) ->
     shown = capsys.readouterr()
     assert ended.value.code == 2
     assert all(word in shown.out + shown.err for word in named)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("early", [True, False])
+def test_signals_are_one_line_and_their_exit_code(signum: int, early: bool) -> None:
+    program = f"""
+import os, time
+from dataclasses import dataclass
+from core.settings import exit_on_user_error, read_early
+@dataclass
+class Config:
+    n_layer: int = 12
+def main():
+    try:
+        os.kill(os.getpid(), {signum})
+        time.sleep(9)
+    finally:
+        print("cleaned up")
+read_early(Config, [])
+if {early}:
+    main()
+exit_on_user_error(main)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 128 + signum and len(done.stderr.split()) == 1
+    assert done.stdout == ("" if early else "cleaned up\n")
 
 
 def test_other_ranks_print_nothing(monkeypatch: Any, capsys: Any) -> None:
