@@ -16,7 +16,7 @@ from torch import Tensor
 import data
 from attention import Policy, hf
 from bench import harness, hf_table
-from bench.tasks import TasksConfig, main
+from evaluate.tasks import TasksConfig, main
 from checkpoint.__main__ import main as export
 from core.settings import UserError
 from data.prepare import PrepareConfig, prepare

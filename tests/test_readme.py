@@ -23,7 +23,7 @@ from attention.check import command as check
 from attention.select import PREFERENCE
 from bench import support
 from bench.config import load_config
-from bench.tasks import TasksConfig
+from evaluate.tasks import TasksConfig
 from checkpoint.__main__ import ExportConfig
 from core.settings import read
 from course.exercises import COUNT
@@ -88,14 +88,14 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
     elif rest[:3] == ["-m", "checkpoint", "export"]:
         read(ExportConfig, rest[2:], positional="command")
-    elif rest[:2] == ["-m", "bench.tasks"]:
+    elif rest[:2] == ["-m", "evaluate.tasks"]:
         read(TasksConfig, rest[2:], positional="folder")
     elif rest[:2] == ["-m", "course.exercises"]:
         assert rest[2] in map(str, range(1, COUNT + 1))
     else:
         module = rest[:2] in (
             ["-m", "pytest"], ["-m", "bench.support"], ["-m", "bench.board"],
-            ["-m", "bench.harness"],
+            ["-m", "evaluate.harness"],
         )
         assert module or (ROOT / rest[0]).is_file(), f"unknown: {line}"
 
