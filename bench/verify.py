@@ -89,12 +89,15 @@ def _row(row: Row, again: Row, part: Json) -> Iterator[str]:
         unknown = old and name == "mbu" and row["backend"] in RIVALS  # parameters
         if not same(row.get(name), value) and not unknown:
             yield f"{name} is {row.get(name)}, but its rounds and sizes give {value}"
-    sizes = {**row["point"], "B": row.get("batch_size", row["point"].get("B"))}
-    if mode == "train":
-        sizes = {"B": sizes["B"] * settings["gradient_accumulation_steps"]}
+    sizes = dict(row["point"])
+    if "batch_size" in row:
+        sizes["B"] = row["batch_size"]
+    if mode in ("train", "converge"):
+        sequences = row.get("batch_size", settings["batch_size"])
+        sizes = {"B": sequences * settings["gradient_accumulation_steps"]}
         sizes["T"] = settings["block_size"]
     for ran in (r.get("shape", {}) for r in row["rounds"]):
-        for name in (sizes.keys() & ran.keys()) - {"parameters"}:
+        for name in sizes.keys() & ran.keys():
             if sizes[name] != ran[name]:
                 yield f"it has {name}={sizes[name]}, but a round ran {name}={ran[name]}"
     for name in ("mfu", "share"):  # mfu_causal is never more than mfu
