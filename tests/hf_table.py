@@ -1,6 +1,6 @@
 """Tiny models of `transformers` with each kernel, compared with their eager attention in float64.
 
-    python -m bench.hf_table      runs them all and writes the table of docs/HF.md
+    python tests/hf_table.py      runs them all and writes the table of docs/HF.md
 
 The models have random weights, large enough that windows, softcaps and sinks matter.
 """
@@ -202,7 +202,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-MARKS = ("<!-- table: python -m bench.hf_table -->\n", "<!-- end -->\n")
+MARKS = ("<!-- table: python tests/hf_table.py -->\n", "<!-- end -->\n")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/SUPPORT.md from Caps: python -m bench.support."""
+"""Write the tables of README.md and docs/SUPPORT.md from Caps: python tests/support_tables.py."""
 
 from __future__ import annotations
 
