@@ -182,7 +182,7 @@ def facts(content: Json) -> dict[str, str]:
         if "hf" in content:
             counts += "; both are the counter's, with attention's products by the formula"
         found["MFLOP a token"] = counts
-    if 0 < m.get("cudnn", 0) < OLD_CUDNN:
+    if 0 < (m.get("cudnn") or 0) < OLD_CUDNN:
         found["remark"] = "cuDNN before 9.15: PyTorch may choose another attention kernel"
     return found | {"rounds": rounds + warm_up.get(mode, "")}
 
