@@ -58,8 +58,7 @@ def texts(run: Run) -> list[Json]:
     config, T = run.config, run.model.block_size
     new = config.new_tokens or (128 if run.cuda else 16)  # three record the CUDA graph
     sizes = config.batch_sizes or ((1, 8) if run.cuda else (1, 4))
-    if config.batch_size == "auto":
-        sizes = ("auto",)
+    sizes = ("auto",) if config.batch_size == "auto" else sizes
     prompts = config.prompts or (max(1, T // 2 - new),)
     if max(prompts) + new > T or min(prompts) < 1:
         raise UserError(
@@ -67,6 +66,8 @@ def texts(run: Run) -> list[Json]:
         )
     caches = [c for c in config.kv_caches if "hf" not in run.part or c in hf.CACHES]
     shapes = itertools.product(sizes, prompts, caches, config.constraint)
+    if "auto" in sizes and len(sizes) > 1:
+        raise UserError("--batch_sizes: give either auto or numbers")
     keys = ("B", "P", "cache", "constraint")
     return [{**dict(zip(keys, shape)), "new_tokens": new} for shape in shapes]
 
@@ -82,7 +83,8 @@ def measure(run: Run) -> None:
     """Generation of every backend and rival over texts()."""
     everyone = candidates.everyone(run, ("sdpa",))
     jobs = {name: run.job("decode", name, rival=rival) for name, rival in everyone.items()}
-    run.measure(jobs, texts(run), skip=lambda name, _: too_long(run, name))
+    points, auto = texts(run), "auto" in (run.config.batch_size, *run.config.batch_sizes)
+    run.measure(jobs, points, {"auto": auto}, skip=lambda name, _: too_long(run, name))
 
 
 def too_long(run: Run, name: str) -> str:
@@ -139,20 +141,16 @@ class Decoding:
         candidate = candidates.build(sent["rival"], job)
         self.who = who = candidate.for_decoding(compile, sent["weights"])
         self.parameters, self.int8 = candidates.parameters(who), int8.parameters(who.model)
-        self.batch_sizes: dict[str, int] = {}  # of "auto", by the rest of the point
         self.about = {"title": who.title}
 
     def round(self, request: Json) -> Json:
-        point = str([request[name] for name in ("P", "cache", "constraint", "new_tokens")])
         how = constrained(request["constraint"], self.job.vocab_size)
         write = functools.partial(self.write, request, how)
-        if request["B"] == "auto" and point not in self.batch_sizes:
-            known = request.get("batch_size")
-            self.batch_sizes[point] = known or machine.largest(write, self.device, MOST)
-        B = self.batch_sizes[point] if request["B"] == "auto" else request["B"]
+        if request.get("largest"):
+            return {"batch_size": machine.largest(write, self.device, MOST)}
+        B = request["batch_size"] if request["auto"] else request["B"]
         if request.get("warm_up"):
-            answer = self.warm_up(request, B, how)
-            return {**answer, "batch_size": B} if request["B"] == "auto" else answer
+            return self.warm_up(request, B, how)
         synchronize(self.device)
         start = time.perf_counter()
         first, last, cache_bytes = write(B)

@@ -81,7 +81,8 @@ def empty_cache(device: torch.device, keep: bool = False) -> int:
 def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return OUT_OF_MEMORY.search(str(error)) is not None or "bad_alloc" in str(error)
+    found = re.search("bad_alloc|could not create a (primitive|memory)", str(error))  # oneDNN's
+    return found is not None or OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def first_line(error: BaseException) -> str:

@@ -354,6 +354,11 @@ class Turns:
                 self.run.progress.tell(f"{name} {tables.where(point)}".strip() +
                                        f": {row['rounds'][-1]['ms']:.4g} ms")  # fmt: skip
         except Failure as e:
+            if self.request.get("auto") and "out of memory" in str(e) and not row["rounds"]:
+                if (n := row.get("batch_size", 1)) > 1:  # several steps need more than one
+                    row["batch_size"] = n * 3 // 4
+                    self.drop(name)
+                    return self.take(name, point, round_, skip)
             lives = name in self.workers or e.kind == "skipped"
             others = [p for p in self.run.part["rows"] if p["backend"] == name]
             for other in [row] if lives else others:  # a job that cannot begin has no points
@@ -379,15 +384,22 @@ class Turns:
             raise Failure("skipped", [why])
         if round_ == 0 and self.held and self.begin_by and time.monotonic() > self.begin_by:
             raise Failure("stopped", ["its warm-up would have left no time for the rounds"])
+        asked = {**point, **self.request}
+        if asked.get("auto") and "batch_size" not in row:
+            # In a process of its own, whose memory is in pieces afterwards.
+            finder = self._worker(name)
+            try:
+                row["batch_size"] = finder.ask({**asked, "largest": True})["batch_size"]
+            finally:
+                finder.close()
         if name not in self.workers:
-            run = self.run
-            self.workers[name] = Worker(self.jobs[name], run.config.timeout, run.stop)
-        worker, asked = self.workers[name], {**point, **self.request}
+            self.workers[name] = self._worker(name)
+        worker = self.workers[name]
+        asked["batch_size"] = row.get("batch_size")
         if (name, str(point)) not in self.warm:
             self.warm.add((name, str(point)))
             began = time.perf_counter()
-            more = {"again": bool(row["rounds"]), "batch_size": row.get("batch_size")}
-            warm = worker.ask({**asked, **more, "warm_up": True})
+            warm = worker.ask({**asked, "warm_up": True, "again": bool(row["rounds"])})
             if round_ == 0 and not row["rounds"]:
                 row |= {**worker.about, **warm, "setup_s": worker.setup_s}
                 row["warm_up_s"] = time.perf_counter() - began
@@ -395,6 +407,9 @@ class Turns:
         answer = worker.ask(asked)
         self._seen(name, row, answer)
         row["rounds"].append(answer)
+
+    def _worker(self, name: str) -> Worker:
+        return Worker(self.jobs[name], self.run.config.timeout, self.run.stop)
 
     def _seen(self, name: str, row: Row, answer: Json) -> None:
         """Note the memory of an answer."""

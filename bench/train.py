@@ -232,6 +232,8 @@ class Training:
         return answer
 
     def round(self, request: Json) -> Json:
+        if request.get("largest"):
+            return {"batch_size": self.largest()}
         if request.get("warm_up"):
             return self.warm_up(request)
         if "steps" in request:
@@ -246,8 +248,8 @@ class Training:
         """Compile, fill caches, time a step; return the first loss and the kernels' names."""
         answer: Json = {"batch_size": self.batch_size}
         if request.get("auto"):
-            self.find_batch(request["batch_size"])
-            answer["batch_size"] = self.batch_size
+            self.batch_size = answer["batch_size"] = request["batch_size"]
+            self.batch = self.job.random_tokens(self.batch_size * self.micro)
         if self.converge:  # every step counts: no step before the first
             if self.compiled:  # compile without an update
                 with self.setup.autocast:
@@ -281,15 +283,14 @@ class Training:
         machine.reset_peak(self.device)
         return {**candidates.evidence(self.who.chosen()), **answer}
 
-    def find_batch(self, known: int | None) -> None:
-        """Set the largest micro-batch whose step fits into memory, unless it is known."""
+    def largest(self) -> int:
+        """Return the largest micro-batch whose step fits into memory."""
 
         def run(n: int) -> None:
             self.who.step(*self.job.random_tokens(n), 1, lambda part: None)
             synchronize(self.device)
 
-        self.batch_size = known or machine.largest(run, self.device, MOST)
-        self.batch = self.job.random_tokens(self.batch_size * self.micro)
+        return machine.largest(run, self.device, MOST)
 
     def profile(self, steps: int) -> Json:
         """Return milliseconds by part of steps of one micro-batch, with batches as in train.py.
