@@ -28,7 +28,8 @@ from bench import Json, candidates, hf, qualify, record, rounds, runs, tables
 from bench.config import MODES, BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
 from bench.plan import planned
-from bench.rounds import Failure, Run, Stop
+from bench.process import Failure, Stop
+from bench.rounds import Run
 from core.runtime import StopSignal, pick_device
 from core.settings import Loaded, UserError, exit_on_user_error
 

@@ -17,6 +17,7 @@ from attention import Resolution, Spec
 from attention import hf as bridge
 from bench import Json
 from bench.job import Job
+from bench.process import Failure
 from core.flops import flops_per_token, mean_keys
 from core.hub import why_not_hub
 from core.settings import UserError, first_line
@@ -151,8 +152,6 @@ def parameters(model: Any) -> int:
 
 def count(run: Run) -> None:
     """Count the model of --hf, and compute its loss with eager attention in float32."""
-    from bench.rounds import Failure
-
     config = run.config
     batch = config.batch_size if config.batch_size != "auto" else 1
     batch = batch * config.train.gradient_accumulation_steps if run.mode == "train" else 1

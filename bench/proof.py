@@ -13,6 +13,7 @@ from attention.check import command as check
 from attention.spec import DTYPES, Machine
 from bench import Json
 from bench.job import Job
+from bench.process import Failure
 
 if TYPE_CHECKING:
     from bench.rounds import Run
@@ -51,8 +52,6 @@ def items(dtypes: list[str]) -> list[Item]:
 
 def prove(run: Run, dtypes: list[str]) -> list[Json]:
     """Test until the time is up, always the backend that has used the least; return their rows."""
-    from bench.rounds import Failure, Worker
-
     wanted, job = items(dtypes), run.job("proof")
     answers: dict[str, list[Json]] = {name: [] for name in run.backends}
     spent = dict.fromkeys(run.backends, 0.0)
@@ -63,7 +62,7 @@ def prove(run: Run, dtypes: list[str]) -> list[Json]:
             name = min(waiting, key=spent.__getitem__)
             item, began = wanted[len(answers[name])], time.monotonic()
             run.progress.watch(f"proof: {name}, {item['what']}, {item['dtype']}")
-            worker = worker or Worker(job, run.config.timeout, run.stop)
+            worker = worker or run.worker(job)
             try:
                 answer = worker.ask({"backend": name, **item})
             except Failure as e:

@@ -19,7 +19,8 @@ import data
 from bench import Json, converge, decode, kernel, proof, record, train
 from bench.config import CPU_CONFIG, ROOT, load_config, vocabulary
 from bench.machine import busy
-from bench.rounds import Failure, Run, Stop
+from bench.process import Failure, Stop
+from bench.rounds import Run
 from core.settings import UserError
 from data.prepare import PrepareConfig
 

@@ -8,13 +8,7 @@ fails is a row with its reason.
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import select
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,118 +17,13 @@ from typing import Any
 
 from attention import Spec
 from bench import Json, hf, record, tables
-from bench.config import ROOT, BenchConfig
+from bench.config import BenchConfig
 from bench.machine import refused
+from bench.process import Failure, Stop, Worker
 from bench.tables import Row
 from core import flops
-from core.runtime import StopSignal
 
 FIRST = 0.65  # share of the time until a deadline after which no candidate begins
-GRACE = 20.0  # seconds that a round may go on after the deadline
-LOOK = 0.2  # seconds between two checks for signals while a worker works
-
-
-class Failure(Exception):
-    """No result: "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
-
-    def __init__(self, kind: str, why: Sequence[str]) -> None:
-        super().__init__("; ".join(why))
-        self.kind, self.why = kind, tuple(why)
-
-
-@dataclass
-class Stop:
-    """Deadline and signals that end the bench."""
-
-    deadline: float | None = None  # time.monotonic(), after which nothing more begins
-    signals: StopSignal | None = None
-    why: str = ""  # set when the bench was stopped
-
-    def check(self, late: float = 0.0) -> None:
-        """Raises Failure ("stopped") after a signal, or `late` seconds after the deadline."""
-        if self.signals and (number := self.signals.signal):
-            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            self.why = f"stopped by {name}"
-        elif self.deadline is not None and time.monotonic() > self.deadline + late:
-            self.why = self.why or "the time limit was reached"
-        else:
-            return
-        raise Failure("stopped", [self.why])
-
-    @property
-    def code(self) -> int:
-        """The exit code."""
-        number = self.signals.signal if self.signals and self.why else None
-        return 128 + number if number else 0
-
-
-def result(answer: Json) -> Json:
-    """Return the content of a worker's answer. Raises Failure for a refusal or an error."""
-    if "unavailable" in answer:
-        raise Failure("unavailable", answer["unavailable"])
-    if "failed" in answer:
-        raise Failure("died" if answer["broken"] else "failed", [answer["failed"]])
-    return answer["ok"]
-
-
-class Worker:
-    """A process that measures; `about` is its answer to the job."""
-
-    # Wherever it is started, this folder's modules are imported.
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from bench.worker import main; main()"
-    command = (sys.executable, "-c", code)
-
-    def __init__(self, job: Json, timeout: float, stop: Stop) -> None:
-        """Start it and set up the job. Raises Failure."""
-        stop.check()
-        self.timeout, self.stop, began = timeout, stop, time.perf_counter()
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
-        pipe: Any = subprocess.PIPE
-        self.process = subprocess.Popen(
-            self.command, stdin=pipe, stdout=pipe, stderr=self.errors, start_new_session=True
-        )
-        try:
-            self.about = self.ask(job)
-        except BaseException:
-            self.close()
-            raise
-        self.setup_s = time.perf_counter() - began
-
-    def ask(self, request: Json) -> Json:
-        """Send a request and return its answer. Raises Failure, after `timeout` seconds too."""
-        deadline, out = time.monotonic() + self.timeout, self.process.stdout
-        assert self.process.stdin and out
-        try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
-            while not select.select([out], [], [], LOOK)[0]:
-                self.stop.check(GRACE)
-                if time.monotonic() > deadline:
-                    raise Failure("died", [f"no answer within {self.timeout:g} s (--timeout)"])
-            if line := out.readline():
-                return result(json.loads(line))
-        except OSError:
-            pass
-        self.stop.check()  # Ctrl-C may have ended it, too
-        raise self._died()
-
-    def _died(self) -> Failure:
-        code = self.process.wait()
-        self.errors.seek(0)
-        last = self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        if code == -signal.SIGKILL:
-            how += ", as Linux does when memory runs out"
-        return Failure("died", [f"its process died ({how}){': ' if last else ''}{last}"])
-
-    def close(self) -> None:
-        """End the process and all that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self.errors):
-            with suppress(OSError):  # a request that was never read
-                stream.close()  # type: ignore[union-attr]
 
 
 class Progress:
@@ -237,9 +126,12 @@ class Run:
     def ask_once(self, kind: str, batch_size: int = 1) -> Json:
         """Set up a job in a worker and return its answer."""
         self.progress.watch(f"the {kind}")
-        worker = Worker(self.job(kind, batch_size=batch_size), self.config.timeout, self.stop)
+        worker = self.worker(self.job(kind, batch_size=batch_size))
         worker.close()
         return worker.about
+
+    def worker(self, job: Json) -> Worker:
+        return Worker(job, self.config.timeout, self.stop)
 
     def look_again(self) -> None:
         """Measure peak and bandwidth again after the rounds and keep the better, once per run.
@@ -354,11 +246,11 @@ class Turns:
                 self.run.progress.tell(f"{name} {tables.where(point)}".strip() +
                                        f": {row['rounds'][-1]['ms']:.4g} ms")  # fmt: skip
         except Failure as e:
-            if self.request.get("auto") and "out of memory" in str(e) and not row["rounds"]:
-                if (n := row.get("batch_size", 1)) > 1:  # several steps need more than one
-                    row["batch_size"] = n * 3 // 4
-                    self.drop(name)
-                    return self.take(name, point, round_, skip)
+            n = 1 if row["rounds"] else row.get("batch_size", 1)
+            if self.request.get("auto") and "out of memory" in str(e) and n > 1:
+                row["batch_size"] = n * 3 // 4  # several steps need more than one
+                self.drop(name)
+                return self.take(name, point, round_, skip)
             lives = name in self.workers or e.kind == "skipped"
             others = [p for p in self.run.part["rows"] if p["backend"] == name]
             for other in [row] if lives else others:  # a job that cannot begin has no points
@@ -387,13 +279,13 @@ class Turns:
         asked = {**point, **self.request}
         if asked.get("auto") and "batch_size" not in row:
             # In a process of its own, whose memory is in pieces afterwards.
-            finder = self._worker(name)
+            finder = self.run.worker(self.jobs[name])
             try:
                 row["batch_size"] = finder.ask({**asked, "largest": True})["batch_size"]
             finally:
                 finder.close()
         if name not in self.workers:
-            self.workers[name] = self._worker(name)
+            self.workers[name] = self.run.worker(self.jobs[name])
         worker = self.workers[name]
         asked["batch_size"] = row.get("batch_size")
         if (name, str(point)) not in self.warm:
@@ -407,9 +299,6 @@ class Turns:
         answer = worker.ask(asked)
         self._seen(name, row, answer)
         row["rounds"].append(answer)
-
-    def _worker(self, name: str) -> Worker:
-        return Worker(self.jobs[name], self.run.config.timeout, self.run.stop)
 
     def _seen(self, name: str, row: Row, answer: Json) -> None:
         """Note the memory of an answer."""

@@ -27,6 +27,7 @@ from attention.machine.system import synchronize
 from attention.machine.timing import Clock, Stamp
 from bench import Json, candidates, hf, machine, parts, tables
 from bench.job import Job
+from bench.process import Failure
 from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
 from core import flops
 from core.optimizer import learning_rate
@@ -65,8 +66,6 @@ def specs(run: Run) -> list[Json]:
 
 def measure(run: Run) -> None:
     """Training steps of every backend and rival."""
-    from bench.rounds import Failure
-
     config, micro = run.config, run.config.train.gradient_accumulation_steps
     auto = config.batch_size == "auto"
     batch = 1 if config.batch_size == "auto" else config.batch_size
