@@ -78,16 +78,19 @@ def final_loss(losses: list[float]) -> float:
 
 
 def figures(row: Row, part: Json) -> Json:
-    """Compute a row's figures from its rounds; the losses were moved out of them."""
+    """Compute a row's figures from its rounds; a record has the losses of the first seed apart."""
     found = train.figures(row, part)
-    seeds = part["settings"].get("seeds", 1)
-    if not all("losses" in r for r in row["rounds"]) or len(row["rounds"]) < ROUNDS * seeds:
-        return found  # a record's, which has moved them; or a training that has not ended
-    losses = [loss for r in row["rounds"] for loss in r["losses"]]
-    steps = len(losses) // seeds
-    runs = [losses[i * steps : (i + 1) * steps] for i in range(seeds)]
-    found["final_losses"] = [final_loss(run) for run in runs]
-    return found | {"losses": runs[0], "final_loss": statistics.fmean(found["final_losses"])}
+    seeds, rounds = part["settings"].get("seeds", 1), row["rounds"]
+    if all("losses" in r for r in rounds) and len(rounds) >= ROUNDS * seeds:
+        losses = [loss for r in rounds for loss in r["losses"]]
+        steps = len(losses) // seeds
+        runs = [losses[i * steps : (i + 1) * steps] for i in range(seeds)]
+        found["losses"], finals = runs[0], [final_loss(run) for run in runs]
+    elif "losses" in row:
+        finals = [final_loss(row["losses"]), *row.get("final_losses", ())[1:]]
+    else:  # a training that has not ended
+        return found
+    return found | {"final_losses": finals, "final_loss": statistics.fmean(finals)}
 
 
 def allowed(base: Row, tolerance: float) -> float:
