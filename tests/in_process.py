@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench import rounds, worker
+from bench import process, rounds, worker
 
 
 class InProcess:
-    """bench.rounds.Worker, with jobs, requests and answers through JSON."""
+    """bench.process.Worker, with jobs, requests and answers through JSON."""
 
     setup_s = 1.0
 
@@ -23,7 +23,7 @@ class InProcess:
 
     def ask(self, request: Any) -> dict[str, Any]:
         answer = self.handler.answer(json.loads(json.dumps(request)))
-        return rounds.result(json.loads(json.dumps(answer)))
+        return process.result(json.loads(json.dumps(answer)))
 
     def close(self) -> None:
         self.handler.work = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench import records, roofline, rows, tables
+from bench import parts, record
 from bench.config import BenchConfig
 from bench.plan import planned
 from bench.plan.scale import Cluster, Job, Plan
@@ -55,7 +56,7 @@ def content(table: list[dict[str, Any]], mode: str = "train", **machine: Any) ->
         "free_memory": 80e9, "memory_limit": 80e9,
     }
     made = {
-        "format": records.FORMAT, "mode": mode, "command": "python bench_mfu.py train",
+        "format": record.FORMAT, "mode": mode, "command": "python bench_mfu.py train",
         "date": "2026-01-02T03:04:05+00:00", "commit": "0123456789abcdef", "dirty": False,
         "seconds": 60.0, "machine": here | machine, "vocab_size": 50304,
         "settings": json.loads(json.dumps(BenchConfig(train=TrainConfig(block_size=1000)).flat())),
@@ -63,7 +64,7 @@ def content(table: list[dict[str, Any]], mode: str = "train", **machine: Any) ->
         "reference": {"loss": 10.9, "gradient_norm": 1.0, "flops_per_token": 8.4e8},
         "rows": table, "answers": [],
     }
-    made["answers"] = tables.answers(made)
+    made["answers"] = record.answers(made)
     return made
 
 
@@ -85,7 +86,7 @@ KERNEL = [
 ]
 
 
-# ----------------------------------------------------------------------------- the answers
+# --- the answers ---
 
 
 def test_fastest_names_who_is_level_and_where_the_crossover_lies():
@@ -106,17 +107,20 @@ def figures(tflops: float) -> dict[str, list[list[str]]]:
     model, peak = GPTConfig(n_layer=2), Peak(tflops, "--peak_tflops")
     train = [r | Speed(model, 1024, r["tokens_per_s"], peak).row() for r in TRAIN[:3]]
     kernel = [r | {"share": 100 / tflops} for r in KERNEL]
-    found = {"parts": dict.fromkeys(roofline.PARTS, 1.0), "names": {}, "by": "x", "micro": 1,
-             "seen_ms": 7.0, "plain_ms": 6.0}
-    parts = roofline.work(model, 8, 1, "float32", True)
-    profile = rows.of_profile(found, parts, model, 8, peak, (1e13, "b"), tflops / 2)
+    found = {"parts": dict.fromkeys(parts.PARTS, 1.0), "names": {}, "by": "x", "seen_ms": 7.0,
+             "plain_ms": 6.0}
+    here = {"name": "x", "dtype": "float32", "peak_tflops": tflops, "bandwidth_source": "b"}
+    config = BenchConfig(bandwidth_gbs=1e4, products_tflops=300)
+    bench: Any = SimpleNamespace(model=model, config=config,
+                                 part={"machine": {**here, "bandwidth": 1e13}})
+    profile = parts.beside_roofline(bench, found, 8, 1)
     made = content([train[0] | {"profile": profile}, *train[1:], *kernel],
                    peak_tflops=tflops, peak_source=peak.source)
     job = Job(model, 64, 8, False, True, 4)
     at = Cluster("bfloat16", peak, tflops, 1e12, 1e15, 8, 1e11, 1e10)
     plans = [planned.row(Plan(job, at, "ddp", n, 1)) for n in (1, 8)]
     out: dict[str, list[list[str]]] = {sentence: [] for sentence in made["answers"]}
-    for title, (head, lines) in [*records.sections(made), *planned.sections(plans, peak.of)]:
+    for title, (head, lines) in [*record.sections(made), *planned.sections(plans, peak.of)]:
         for name, cells in zip(head, zip(*lines)):
             out.setdefault(f"{title}: {name}", []).append(sorted(cells))  # parts are sorted by gap
     return out
@@ -126,7 +130,7 @@ def test_a_given_peak_marks_every_figure_that_uses_it():
     one, other = figures(900), figures(700)
     differ = {name for name in one if other.get(name) != one[name]}
     same = one.keys() - differ
-    assert len(differ) >= 12 and len(same) > 40
+    assert len(differ) > 10 and len(same) > 40
     assert [name for name in differ if "of --peak_tflops" not in name] == []
     marked = {name.split(": ")[-1].split(" of --")[0] for name in same if "--peak" in name}
     assert marked <= {"limit", "exposed"}  # equal by chance
@@ -137,5 +141,5 @@ def test_agreement_names_who_disagrees(name, most):
     """In float32 a run may be off by rounding, but not by a percent."""
     for off, named in ((1e-9, False), (most, True), (-most, True)):
         rows = [TRAIN[0], row("flash_attn_3", FAST, **{name: off})]
-        said = content(rows, dtype="float32")["answers"][-1]
-        assert said.startswith("Agreement") and ("flash_attn_3" in said) == named
+        said = content(rows, dtype="float32")["answers"]
+        assert any(re.match("Agreement: flash_attn_3 ", answer) for answer in said) == named

@@ -22,9 +22,10 @@ import stub_worker
 from test_bench import SMALL, write_tokens
 
 import bench_mfu
-from bench import rounds
+from bench import process
 from bench.config import ROOT, BenchConfig
-from bench.rounds import Failure, Run, Stop
+from bench.process import Failure, Stop
+from bench.rounds import Run
 from core.settings import UserError
 from train import TrainConfig
 
@@ -50,7 +51,7 @@ def test_no_child_survives_its_bench(tmp_path, how):
     """kill -9, or Ctrl-C, which a terminal sends to the whole process group."""
     # A program that was started in the background ignores SIGINT.
     program = f"""import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)
-from bench.rounds import Stop, Worker
+from bench.process import Stop, Worker
 Worker.command = (sys.executable, {STUB!r}, "stuck")
 Worker({{}}, 60, Stop())"""
     pids_file = tmp_path / "pids"
@@ -78,7 +79,7 @@ Worker({{}}, 60, Stop())"""
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """Runs scripted workers: the rows by name and point, whether rounds were fresh, the log."""
-    monkeypatch.setattr(rounds.Worker, "command", (sys.executable, STUB))
+    monkeypatch.setattr(process.Worker, "command", (sys.executable, STUB))
 
     def run(jobs: dict[str, Any], points: str = "p", limit: int = 100, stop: Stop | None = None,
             timeout: float = 60.0, skip: Any = lambda name, point: "") -> Any:
@@ -142,7 +143,7 @@ def test_a_stop_ends_a_long_round_and_keeps_the_others(measured, when):
         if when == "signal":
             stop.signals.signal = signal.SIGINT  # type: ignore[union-attr]
         else:
-            stop.deadline = time.monotonic() - rounds.GRACE - 1
+            stop.deadline = time.monotonic() - process.GRACE - 1
 
     def later(name: str, point: Any) -> str:
         if name == "b":
