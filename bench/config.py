@@ -120,6 +120,7 @@ OF_MODES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("prompts", "kv_caches", "new_tokens"), ("decode", "qualify")),
     **dict.fromkeys(("weights", "constraint"), ("decode",)),
     **dict.fromkeys(("steps", "seeds", "paths", "tolerance"), ("converge",)),
+    **dict.fromkeys(("learning_rate", "min_lr", "decay_lr"), ("converge",)),
     **dict.fromkeys(("stages",), ("qualify",)),
     **dict.fromkeys(("sizes",), ("runs",)),
     **dict.fromkeys(("gpu", "gpus", "gpus_per_node", "context_parallels"), ("plan",)),
@@ -137,9 +138,8 @@ USUAL = (
 OF_A_RUN = (
     "out_dir", "init_from", "eval_interval", "eval_iters", "eval_on_start", "eval_only",
     "log_interval", "keep_checkpoints", "sample_tokens", "wandb_log", "wandb_project",
-    "wandb_run_name", "max_iters", "learning_rate", "min_lr", "decay_lr", "warmup_iters",
-    "lr_decay_iters", "parallel", "shard_size", "async_checkpoint", "hang_timeout",
-    "attention_fallback",
+    "wandb_run_name", "max_iters", "warmup_iters", "lr_decay_iters", "parallel", "shard_size",
+    "async_checkpoint", "hang_timeout", "attention_fallback",
 )  # fmt: skip
 
 

@@ -406,6 +406,7 @@ def test_a_mode_shows_and_accepts_its_options_only(mode, capsys):
         bench_mfu.main([mode, "--help"])
     shown = set(re.findall(r"--(\w+)", capsys.readouterr().out))
     assert {"n_layer", "record", "block_size"} <= shown and "out_dir" not in shown
+    assert ("learning_rate" in shown) == (mode == "converge")
     for option, modes in OF.items():
         name = option[2:].partition("=")[0]
         assert (name in shown) == (mode in modes), option
