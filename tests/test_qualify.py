@@ -128,7 +128,8 @@ class OnH200(in_process.InProcess):
         mine = name if known else "sdpa"
         train = {**job["train"], "attention_backend": mine, "compile": False, "peak_tflops": 1.0}
         sent = {**job, "device": "cpu", "train": train, "bandwidth_gbs": 8.0}
-        super().__init__(sent if job["rival"] or not name else {**sent, "name": mine}, timeout, stop)
+        sent |= {"name": mine} if name and not job["rival"] else {}
+        super().__init__(sent, timeout, stop)
         if job["job"] == "machine":
             tflops, source = attention.machine.gpus.datasheet_tflops("NVIDIA H200", "bfloat16")
             self.about |= {"kind": "cuda", "name": "NVIDIA H200", "about": "NVIDIA H200",
