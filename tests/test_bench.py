@@ -6,7 +6,6 @@ No time is asserted: only what was measured, in which order, and what is made of
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import re
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 import bench_mfu
 from bench import config as config_
 from bench import machine, record, tables
-from bench.config import BenchConfig, Flat, load_config
+from bench.config import Flat, load_config
 from bench.verify import verify
 from core import flops
 from core.settings import UserError
@@ -37,19 +36,9 @@ MODEL = GPTConfig(32, 64, 2, 2, 32, bias=False)  # of SMALL
 
 RIVAL = '''
 """A stand-in with nanoGPT's interface."""
-from dataclasses import dataclass
+from types import SimpleNamespace as GPTConfig
 import torch
 import torch.nn.functional as F
-
-@dataclass
-class GPTConfig:
-    block_size: int = 8
-    vocab_size: int = 8
-    n_layer: int = 1
-    n_head: int = 1
-    n_embd: int = 8
-    dropout: float = 0.0
-    bias: bool = True
 
 class GPT(torch.nn.Module):
     def __init__(self, config):
@@ -154,15 +143,9 @@ def test_train_gives_a_row_for_every_backend_and_rival(trained):
     refused = table["sdpa_cudnn"]
     assert refused["status"] == "unavailable" and "rounds" not in refused
     assert f"| sdpa_cudnn | unavailable | {refused['why'][0]} |" in out
-
-
-def test_the_flops_are_those_that_torch_counts(trained):
-    """but for biases and norm gains, which the formula counts and torch's counter does not."""
-    found = trained[0]["reference"]
-    assert found["elementwise_parameters"] == (2 * 2 + 1) * 32
-    assert trained[0]["flops_per_token"]["mfu"] == pytest.approx(
-        found["flops_per_token"] + 6 * found["elementwise_parameters"], rel=1e-12
-    )
+    # torch counts the same FLOPs, but for biases and norm gains, which it leaves out
+    counted, gains = content["reference"]["flops_per_token"], (2 * 2 + 1) * 32
+    assert content["flops_per_token"]["mfu"] == pytest.approx(counted + 6 * gains, rel=1e-12)
 
 
 def test_a_record_is_complete(trained):
@@ -209,15 +192,13 @@ def test_real_processes_from_a_folder_with_modules_of_the_same_names(tmp_path, m
 @pytest.mark.slow
 def test_kernel_goes_on_after_a_point_for_which_memory_does_not_do():
     """manual's scores of 9000 tokens take 0.65 GB a tensor; sdpa holds none."""
-    argv = ["--backends=manual,sdpa", "--lengths=64,9000", "--batch_sizes=1"]
-    argv += ["--rounds=1", "--memory_gb=1.5", "--n_kv_head=1"]
-    found = {(r["backend"], r["point"]["T"]): r for r in measured("kernel", *SMALL, *argv)["rows"]}
-    assert found["manual", 64]["status"] == "ok" == found["sdpa", 9000]["status"]
-    assert found["manual", 9000]["status"] == "failed"
+    rows = measured("kernel", *SMALL, "--backends=manual,sdpa", "--lengths=64,9000", "--rounds=1",
+                    "--batch_sizes=1", "--memory_gb=1.5", "--n_kv_head=1")["rows"]
+    found = {(r["backend"], r["point"]["T"]): r for r in rows}
+    ok = [at for at, r in found.items() if r["status"] == "ok"]
+    assert ok == [("manual", 64), ("sdpa", 64), ("sdpa", 9000)]
     assert found["manual", 9000]["why"][0].startswith("out of memory: ")
     assert "error_out" not in found["sdpa", 9000]  # too long for float64
-    assert found["manual", 64]["point"]["Hkv"] == 1
-    assert found["manual", 64]["spread"] is None  # of one round
 
 
 def test_decode_runs_over_batches_prompts_and_caches(quick):
@@ -241,29 +222,20 @@ def test_decode_runs_over_batches_prompts_and_caches(quick):
 @pytest.mark.slow
 def test_decode_has_rows_for_the_rivals_where_they_have_such_a_cache(tmp_path, quick):
     (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
-    caches, new = ("none", "dynamic", "static"), 3
+    pytest.importorskip("transformers")
     content = measured("decode", *SMALL, "--backends=sdpa", "--batch_sizes=2", "--prompts=5",
-                       f"--kv_caches={','.join(caches)}", f"--new_tokens={new}", "--rival", "hf",
-                       "--rival", f"nanogpt={tmp_path}")
+                       "--kv_caches=none,static", "--new_tokens=3", "--rival", "hf", "--rival",
+                       f"nanogpt={tmp_path}")
     at = {(r["backend"], r["point"]["cache"]): r for r in content["rows"]}
-    assert len(at) == len(content["rows"]) == 3 * len(caches)
-    ok = {k for k, r in at.items() if r["status"] == "ok"}
-    assert ok >= {*(("sdpa", c) for c in caches), ("nanogpt", "none")}
-    assert "no cache" in at["nanogpt", "static"]["why"][0]
-    assert "none" in at["hf_sdpa", "none"]["why"][0]
+    lacking = {key for key, r in at.items() if r["status"] == "unavailable"}
+    assert len(at) == 6 and lacking == {("nanogpt", "static"), ("hf_sdpa", "none")}
     row = at["nanogpt", "none"]
-    assert len(row["rounds"]) == 2 and row["cache_bytes"] == 0
-    assert row["first_ms"] > 0 and row["tokens_per_s"] == pytest.approx(2 / row["ms"] * 1e3)
+    assert len(row["rounds"]) == 2 and row["first_ms"] > 0 and row["cache_bytes"] == 0
     # its weights without the positions, and keys and values as ours would be
-    size = 4 * 64 * 32 + 2 * (5 + new / 2) * 2 * 2 * 32 * 4
+    size = 4 * 64 * 32 + 2 * (5 + 3 / 2) * 2 * 2 * 32 * 4
     assert row["mbu"] == pytest.approx(size / (row["ms"] / 1e3) / 8e9)
-    for cache in caches[1:]:
-        hf = at["hf_sdpa", cache]
-        if importlib.util.find_spec("transformers") is None:
-            assert hf["status"] == "unavailable" and "not installed" in hf["why"][0]
-        else:  # the last token is drawn, but never read: keys and values of one less
-            assert hf["status"] == "ok" and hf["title"].startswith("transformers ")
-            assert hf["cache_bytes"] == 2 * (5 + new - 1) * 2 * 2 * 32 * 4
+    # the last token is drawn, but never read: keys and values of one less
+    assert at["hf_sdpa", "static"]["cache_bytes"] == 2 * (5 + 3 - 1) * 2 * 2 * 32 * 4
 
 
 def write_tokens(folder: Path) -> Path:
@@ -322,7 +294,7 @@ BACKEND = Backend("{name}", "at most {most} sequences", attend, (caps,), fallbac
 
 
 @settings(max_examples=60, deadline=None)
-@given(limit=st.integers(1, 6000), most=st.integers(1, 5000))
+@given(limit=st.integers(0, 6000), most=st.integers(1, 5000))
 def test_the_largest_batch_fits_and_nearly_fills_the_memory(limit: int, most: int) -> None:
     tried = []
 
@@ -331,19 +303,13 @@ def test_the_largest_batch_fits_and_nearly_fills_the_memory(limit: int, most: in
         if n > limit:
             raise MemoryError
 
+    if limit == 0:
+        with pytest.raises(MemoryError):
+            machine.largest(step, torch.device("cpu"), most)
+        return
     found = machine.largest(step, torch.device("cpu"), most)
     assert found <= limit and max(tried) <= most and 9 * found >= 8 * min(limit, most)
     assert found in tried and len(tried) <= 20
-
-
-def test_an_error_of_a_single_sequence_or_of_another_kind_ends_the_search() -> None:
-    for error, at in ((MemoryError, 1), (ZeroDivisionError, 3)):
-        def step(n: int, error: Any = error, at: int = at) -> None:
-            if n >= at:
-                raise error
-
-        with pytest.raises(error):
-            machine.largest(step, torch.device("cpu"), 100)
 
 
 @pytest.mark.parametrize("mode", ["train", "decode"])
@@ -448,16 +414,6 @@ def test_a_mistake_is_one_line_that_names_it(argv, value, quick):
     with pytest.raises(UserError) as error:
         run([*mode, *SMALL, *argv[len(mode) :]])
     assert value in str(error.value) and "\n" not in str(error.value)
-
-
-def test_the_vocabulary_is_the_datasets_where_there_is_one(tmp_path):
-    folder = str(write_tokens(tmp_path))
-
-    def found(**given: Any) -> int:
-        return config_.vocabulary(BenchConfig(train=TrainConfig(**given, data_dir=folder)))[0]
-
-    assert found(dataset="tiny") == 61 and found(dataset="none") == 50304
-    assert found(vocab_size=7, dataset="tiny") == 7
 
 
 # --- statistics ---

@@ -129,18 +129,13 @@ def test_generation_with_its_caches(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind, more, value", [
     ("bert", {}, "causal"), ("t5", {}, "T5Config"),
     ("llama", {"max_position_embeddings": 16}, "--block_size=32"),
+    ("bloom", {"n_head": 4}, "computes with the mask"),  # its own attention
 ])
 def test_a_model_that_cannot_be_measured(kind, more, value, tmp_path, monkeypatch):
     in_process.use(monkeypatch)
     with pytest.raises(UserError) as e:
         run([*SMALL, folder(tmp_path, kind, **more), "--backends=sdpa"])
     assert value in str(e.value) and f"--hf={tmp_path / kind}: " in str(e.value)
-
-
-def test_a_model_that_computes_its_own_attention_is_refused(tmp_path, monkeypatch):
-    in_process.use(monkeypatch)
-    with pytest.raises(UserError, match="computes with the mask"):
-        run([*SMALL, folder(tmp_path, "bloom", n_head=4), "--backends=sdpa"])
 
 
 @pytest.mark.parametrize("mode, folder, more", [

@@ -45,16 +45,10 @@ def test_a_step_of_gpt2_on_an_h200():
     assert works["norms and elementwise"].bytes == 2 * N * C * 8 * 25
     assert works["optimizer"].bytes == 32 * P
     assert works["embedding"].bytes == N * C * 8 + 8 * C * 50304
-    ms = {part: w.ms(PEAK, H200) for part, w in works.items()}
-    assert {k: f"{v:.2f}" for k, v in ms.items()} == {
-        "linear": "33.76", "head and loss": "15.35", "attention": "4.38",
-        "norms and elementwise": "4.19", "embedding": "0.15", "optimizer": "0.83",
-        "data": "0.00", "gaps": "0.00", "unattributed": "0.00",
-    }
-    limits = {w.limit(PEAK, H200) for k, w in works.items() if k in ("linear", "attention")}
-    assert limits == {"FLOPs"} and works["optimizer"].limit(PEAK, H200) == "bytes"
+    by_bytes = {k for k, w in works.items() if w.limit(PEAK, H200) == "bytes"}
+    assert by_bytes == {"norms and elementwise", "optimizer", "embedding"}
     best = parts.at_roofline(works, GPT2, 64, PEAK, H200, PEAK)
-    assert best["ms"] == pytest.approx(sum(ms.values()))
+    assert f"{best['ms']:.2f}" == "58.66"
     assert best["mfu"] == pytest.approx(854.77e6 * N / (best["ms"] / 1e3) / 989.4e12, rel=1e-5)
     slower = parts.at_roofline(works, GPT2, 64, 790, H200, PEAK)
     assert f"{best['mfu']:.3f} {slower['mfu']:.3f}" == "0.965 0.785"
@@ -274,17 +268,11 @@ def test_a_profile_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     in_process.use(monkeypatch)
     code, out = run([*SMALL, "--backends=manual", "--gradient_accumulation_steps=3", "--profile",
                      "--record=p", f"--records_dir={tmp_path}"])
-    (record,) = tmp_path.glob("*_cpu_p")
-    content = json.loads((record / "record.json").read_text(encoding="utf-8"))
-    found = content["rows"][0]["profile"]
-    assert code == 0
-    assert (found["bandwidth"], found["bandwidth_source"]) == (8e9, "--bandwidth_gbs")
+    (record,) = tmp_path.glob("*_cpu_p/record.json")
+    found = json.loads(record.read_text(encoding="utf-8"))["rows"][0]["profile"]
+    assert code == 0 and "(largest gap)" in out
     assert sum(p["ms"] for p in found["parts"]) == pytest.approx(found["ms"])
-    least = {p["part"]: p["roofline_ms"] for p in found["parts"]}
-    for part, w in work(MODEL, 4, 1, "float32", clip=True).items():
-        if part in least:
-            assert least[part] == pytest.approx(max(w.flops / 0.5e9, w.bytes / 8e6))
-    over = [p["over_ms"] for p in found["parts"]]
-    assert over == sorted(over, reverse=True) and "unattributed" not in least
-    page = (record / "README.md").read_text(encoding="utf-8")
-    assert all("(largest gap)" in text for text in (out, page))
+    works = work(MODEL, 4, 1, "float32", clip=True)
+    for p in found["parts"]:
+        w = works[p["part"]]
+        assert p["roofline_ms"] == pytest.approx(max(w.flops / 0.5e9, w.bytes / 8e6))

@@ -101,20 +101,6 @@ def test_a_record_that_was_cut_off_says_so_and_may_have_fewer_rounds(content: Co
     assert any("it has 2 of " in why for why in check(content))
 
 
-def test_a_qualify_record_is_checked_part_by_part(trained: Content, converged: Content) -> None:
-    shared = {k: v for k, v in trained.items() if k in record.SHARED}
-    parts = [{k: v for k, v in c.items() if c is converged or k not in ("commit", "machine")}
-             for c in (trained, converged)]
-    stages = [{"name": name, "status": "done", "seconds": 1.0, "why": "", "record": part}
-              for name, part in zip(("training", "converge"), copy.deepcopy(parts))]
-    stages.append({"name": "proof", "status": "cut", "record": {"rows": [{"backend": "x"}]}})
-    whole: Content = {**shared, "mode": "qualify", "stages": stages, "complete": False}
-    assert [part["mode"] for part in record.sections_of(whole)] == ["train", "converge"]
-    assert check(whole) == []
-    row(stages[1]["record"], "sdpa", "converge")["verdict"] = "FAIL"
-    assert any("did not converge" in why for why in check(whole))
-
-
 # --- every record of this checkout, and edits of it ---
 
 KEPT = {name: whole for name, whole in board.load(board.FOLDER)[0].items()
