@@ -344,15 +344,10 @@ def test_a_found_batch_fits_into_memory_gb_and_twice_as_much_does_not():
 # --- options ---
 
 
-def test_a_config_file_is_read_by_name_or_as_config(monkeypatch):
+def test_without_a_config_file_a_cpu_has_its_own(monkeypatch):
     path = f"{config_.ROOT}/config/train_gpt2.py"
-    for word in ([f"--config={path}"], ["--config", path], [path]):
-        loaded = load_config([*word, "--n_layer=2", "--device=cpu"])
-        config, origins = loaded.settings, loaded.origins
-        assert config.train.dataset == "openwebtext" and config.train.n_layer == 2
-        assert origins["n_layer"] == "command line" and "train_gpt2.py" in origins["dataset"]
-    windows = load_config(["--device=cpu", "--windows=none,64"], "kernel").settings.windows
-    assert windows == (None, 64)
+    named = load_config([path, "--n_layer=2", "--device=cpu"])
+    assert named.settings.train.dataset == "openwebtext" and named.settings.train.n_layer == 2
     loaded = load_config(["--device=cpu", "--n_embd=64"])
     assert loaded.settings.train.n_embd == 64 and "cpu.py" in loaded.origins["n_layer"]
     monkeypatch.setattr(config_, "pick_device", lambda wanted: torch.device("cuda"))

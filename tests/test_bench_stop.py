@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import signal
@@ -18,7 +16,7 @@ from typing import Any
 import in_process
 import pytest
 import stub_worker
-from test_bench import SMALL, write_tokens
+from test_bench import SMALL, run, write_tokens
 
 import bench_mfu
 from bench import process
@@ -177,13 +175,6 @@ def stopping(at: int, how: Callable[[Any], None]) -> type[in_process.InProcess]:
             return answer
 
     return Stops
-
-
-def run(argv: list[str]) -> tuple[int, str]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        code = bench_mfu.main(argv)
-    return code, out.getvalue()
 
 
 def send(number: int) -> Callable[[Any], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import re
@@ -18,6 +17,7 @@ from typing import Any
 
 import processes
 import pytest
+import test_bench
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -289,16 +289,15 @@ def test_what_a_ring_holds_and_sends(n: int, dtype: str, checkpointing: bool) ->
 def test_gpt2_against_the_formulas_of_the_page(dtype: str, r: int, checkpointing: bool) -> None:
     """What a rank of 16 in 2 servers holds and sends, by the symbols of docs/PLAN.md."""
     argv = [*ARGV, "--gpus=16", "--context_parallels=1,4", "--batch_size=12", "--n_kv_head=4",
-            "--gradient_accumulation_steps=40", f"--dtype={dtype}", "--json",
+            "--gradient_accumulation_steps=40", f"--dtype={dtype}",
             *["--gradient_checkpointing"] * checkpointing]
     if r == 2:
         argv.append("--residual_dtype=autocast")
-    _, out = run(*argv)
-    rows = [row for row in json.loads(out.splitlines()[-1])["rows"] if "memory" in row]
+    made = [row for row in rows(*argv) if "memory" in row]
     refused = dtype == "float16"  # FSDP has no loss scaling
     ways = ["ddp"] if refused else ["ddp", "fsdp", "hybrid"]
-    assert [(w["parallel"], w["context_parallel"]) for w in rows] == list(product(ways, (1, 4)))
-    for row in rows:
+    assert [(w["parallel"], w["context_parallel"]) for w in made] == list(product(ways, (1, 4)))
+    for row in made:
         formulas(row, dtype, r, checkpointing)
 
 
@@ -372,10 +371,11 @@ def formulas(row: dict[str, Any], dtype: str, r: int, checkpointing: bool) -> No
 
 
 def run(*argv: str) -> tuple[int, str]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        code = bench_mfu.main(["plan", *argv])
-    return code, out.getvalue()
+    return test_bench.run(["plan", *argv])
+
+
+def rows(*argv: str) -> list[dict[str, Any]]:
+    return json.loads(run(*argv, "--json")[1].splitlines()[-1])["rows"]
 
 
 ARGV = ("--gpu=NVIDIA H200", "--config=config/train_gpt2.py", "--vocab_size=50304")
@@ -406,8 +406,8 @@ def test_what_does_not_fit_is_told_with_the_amount() -> None:
 
 
 def test_one_gpu_beside_several_leaves_the_links_of_the_several() -> None:
-    out = run(*ARGV, "--gpus=1,8,16", "--context_parallels=1", "--json")[1].splitlines()
-    sent = {(r["gpus"], r["parallel"]): r["communication_ms"] for r in json.loads(out[-1])["rows"]}
+    made = rows(*ARGV, "--gpus=1,8,16", "--context_parallels=1")
+    sent = {(r["gpus"], r["parallel"]): r["communication_ms"] for r in made}
     assert sent[1, "ddp"] == 0
     # A ring of 8: 7/8 of the gradients, twice; 14 hops of 1.9 us for each of the 5 buckets.
     numbers = 124_373_760  # GPT-2's, without biases
@@ -415,9 +415,9 @@ def test_one_gpu_beside_several_leaves_the_links_of_the_several() -> None:
 
 
 def test_a_step_of_gpt2_on_one_gpu_is_its_roofline() -> None:
-    one = (*ARGV, "--gpus=1", "--batch_size=64", "--gradient_accumulation_steps=1", "--json")
+    one = (*ARGV, "--gpus=1", "--batch_size=64", "--gradient_accumulation_steps=1")
     for more, ms in (((), 58.66), (("--products_tflops=790",), 72.16)):
-        (row,) = json.loads(run(*one, *more)[1].splitlines()[-1])["rows"]
+        (row,) = rows(*one, *more)
         assert row["ms"] == pytest.approx(ms, abs=0.01)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import time
 from dataclasses import replace
@@ -12,23 +10,14 @@ from typing import Any
 
 import in_process
 import pytest
-from test_bench import SMALL
+from test_bench import SMALL, run
 
-import bench_mfu
 from attention.check import matrix
 from bench import qualify, record
 from bench.rounds import Run
 from bench.verify import verify
 
-TINY = [*SMALL, "--seconds=0.02", "--rounds=2", "--new_tokens=4", "--prompts=8", "--timeout=60"]
-
-
-def run(*argv: str) -> tuple[int, str, str]:
-    """Return the exit code, stdout and stderr."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = bench_mfu.main(["qualify", *argv])
-    return code, out.getvalue(), err.getvalue()
+TINY = ["qualify", *SMALL, "--seconds=0.02", "--new_tokens=4", "--prompts=8", "--timeout=60"]
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -51,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> None:
-    code, out, _ = run(*TINY, "--backends=sdpa,manual", f"--records_dir={tmp_path}")
+    code, out = run([*TINY, "--backends=sdpa,manual", f"--records_dir={tmp_path}"])
     made = read(tmp_path)
     assert code == 0 and made["complete"], out
     assert [(s["name"], s["status"]) for s in made["stages"]] == [
@@ -75,7 +64,7 @@ def test_the_minutes_end_it(tmp_path, quick, monkeypatch) -> None:
 
     monkeypatch.setattr(time, "monotonic", lambda: real() + passed[0])
     monkeypatch.setitem(qualify.STAGES, "kernels", replace(stage, measure=late))
-    _, out, _ = run(*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--minutes=9")
+    _, out = run([*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--minutes=9"])
     made = read(tmp_path)
     assert not made["complete"] and out.startswith("INCOMPLETE")
     assert [s["name"] for s in made["stages"]] == list(qualify.STAGES)
@@ -92,7 +81,7 @@ def test_a_signal_ends_it_and_leaves_what_there_is(tmp_path, quick, monkeypatch)
         run.stop.check()
 
     monkeypatch.setitem(qualify.STAGES, "proof", replace(stage, measure=stopped))
-    code, out, _ = run(*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--stages=2,4,5")
+    code, out = run([*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--stages=2,4,5"])
     assert code == 143 and out.startswith("INCOMPLETE")
     stages = read(tmp_path)["stages"]
     assert [s["status"] for s in stages] == ["skipped"] * 3
