@@ -1,17 +1,19 @@
-"""The benchmark behind bench_mfu.py: one process per backend, interleaved rounds, records.
+"""The benchmark behind bench_mfu.py: one process a candidate, interleaved rounds, records.
 
-config.py, bench.py, modes.py   options; state of a run; train, kernel, decode, converge
-process.py, worker.py, job.py   worker processes and interleaved rounds
-training.py, kernels.py, decoding.py, proof.py   what a worker measures
-candidates.py, hf.py            our model, nanoGPT's, transformers' GPT-2; --hf
-machine.py                      clock, memory, bandwidth
-profiling.py, roofline.py       time of a step by its parts, and its least time
-rows.py, stats.py, tables.py, records.py   results -> rows -> tables -> records
-verify.py, board.py            checks of records; docs/BOARD.md
-qualify.py, plan/               all modes on a new machine; a step on many GPUs
-support.py, hf_table.py         tables of README and docs
-tasks.py, harness.py            tasks for lm-evaluation-harness; the harness with our kernels
-against_nanogpt.py              whole runs of train.py against nanoGPT's
+    bench_mfu.py -> a mode -> rounds.py -> worker.py, one process a candidate -> rounds as JSON
+                              rounds.py -> rows -> record.py: figures, tables, the record
+
+config.py                 options
+worker.py                 the process: a job in, then a round for each request
+rounds.py                 starts workers, interleaves their rounds, keeps what failed as a row
+candidates.py, hf.py      what is measured: our model, nanoGPT's, transformers'
+train.py, kernel.py, decode.py, converge.py   a mode each: what is timed, its figures, its columns
+runs.py, qualify.py       whole runs of train.py against nanoGPT's; all modes on a new machine
+parts.py                  time of a step by its parts, next to its rooflines
+machine.py                memory, bandwidth, description
+record.py, board.py       write, read and recompute a record; docs/BOARD.md
+tables.py                 medians, noise, tables
+plan/                     estimates for other machines
 """
 
 from typing import Any

@@ -15,12 +15,13 @@ import re
 import sys
 from pathlib import Path
 
-from bench import Json, records, tables
-from bench.rows import Row
-from bench.verify import OLD, model_of, sequences_of, verify
+from bench import Json, record, tables
+from bench.record import MODES, model_of
+from bench.tables import Row
+from bench.verify import verify
 
-FOLDER = records.ROOT / "bench" / "records"
-PAGE = records.ROOT / "docs" / "BOARD.md"
+FOLDER = record.ROOT / "bench" / "records"
+PAGE = record.ROOT / "docs" / "BOARD.md"
 INTRO = """All records in [bench/records](../bench/records), written by `python -m bench.board`. \
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
 compare the same work where heading and columns left of "machine" are equal. "~" is noisy, "*" has \
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
     check = parser.parse_args(argv).check
     found, problems = load(FOLDER)
     for name, content in found.items():
-        problems += [f"{name}: {why}" for why in verify(content, FOLDER / name)]
+        problems += [f"{name}: {why}" for why in verify(content)]
     if not problems:
         text = page(found)
         if not check:
@@ -100,7 +101,8 @@ def work(row: Row, part: Part) -> list[str]:
         return [f"{p['T']:,}", str(p["B"])]
     if mode == "decode":
         return [str(p["P"]), str(p["new_tokens"]), str(p["B"]), tables.cache(row), compiled]
-    made = [f"{s['block_size']:,}", str(sequences_of(part))]
+    sequences = row.get("batch_size", s["batch_size"]) * s["gradient_accumulation_steps"]
+    made = [f"{s['block_size']:,}", str(sequences)]
     return [*made, compiled] if mode == "train" else made
 
 
@@ -128,8 +130,8 @@ def trust(row: Row, part: Part) -> list[str]:
 
 
 def doubts(part: Part) -> str:
-    if part["format"] != records.FORMAT:
-        return f"{OLD}: causality not tested"
+    if part["format"] != record.FORMAT:
+        return "old: causality not tested"
     found = ["incomplete"] if not part.get("complete", True) else []
     found += (["uncommitted code"] if part["dirty"] else []) or (
         ["no commit"] if not part["commit"] else []
@@ -148,14 +150,14 @@ def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], dic
             continue
         if doubt := doubts(content):
             remarks[f"[{name}][{number}]"] = doubt
-        for part in records.parts(content):
+        for part in record.sections_of(content):
             about = part["machine"]["about"]
             link = f"[{part['date'][:10]}{'*' if doubt else ''}][{number}]"
             machine = machines.setdefault(about, f"M{len(machines) + 1}")
             for row in (r for r in part["rows"] if r["status"] == "ok"):
                 mode, at = row["mode"], work(row, part)
                 seen = f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")
-                columns = dict(tables.COLUMNS[mode])
+                columns = dict(MODES[mode].COLUMNS)
                 made = [
                     columns[title](row).replace(" to ", "-").replace("noisy", "~")
                     for title in FIGURES[mode]
@@ -169,7 +171,7 @@ def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], dic
         for (of_mode, what), group in sorted(lines.items()):
             if of_mode == mode:
                 sorted_ = [cells for _, cells in sorted(group, key=lambda one: one[0])]
-                by_mode.setdefault(records.TITLES[mode], {})[what] = with_content(head, sorted_)
+                by_mode.setdefault(MODES[mode].TITLE, {})[what] = with_content(head, sorted_)
     return by_mode, machines, remarks
 
 

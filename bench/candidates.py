@@ -1,4 +1,4 @@
-"""Candidates: our model with one backend, and baselines of the same size in the same rounds.
+"""Candidates: our model with one backend, and rivals of the same size in the same rounds.
 
     --rival nanogpt=PATH    model.py of a nanoGPT checkout
     --rival hf              the same model in transformers: hf_eager, hf_sdpa, hf_flash_attention_2
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -35,14 +35,24 @@ from inference import engine
 from inference.sampling import Stats
 from model import GPTConfig
 
+if TYPE_CHECKING:
+    from bench.rounds import Run
+
 HF = ("eager", "sdpa", "flash_attention_2")
 Mark = Callable[[str], None]
 
 
-def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
+def everyone(run: Run, implementations: tuple[str, ...] = HF) -> dict[str, str]:
+    """Return {row: argument of build()} of the backends, "", and of the rivals."""
+    if "hf" in run.part:
+        return hf.rows_of(run.backends)
+    return dict.fromkeys(run.backends, "") | rivals(run.config.rival, implementations)
+
+
+def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
     """Return {name of the row: argument of build()} for the values of --rival."""
     found: dict[str, str] = {}
-    for word in asked:
+    for word in words:
         name, _, path = word.partition("=")
         if name == "nanogpt" and path:
             model = Path(path).expanduser().resolve() / "model.py"
@@ -56,9 +66,9 @@ def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict
     return found
 
 
-def build(baseline: str, job: Job) -> Candidate:
-    """Build our model or a baseline. Raises UserError for what it does not support."""
-    name, _, what = baseline.partition("=")
+def build(rival: str, job: Job) -> Candidate:
+    """Build our model or a rival. Raises UserError for what it does not support."""
+    name, _, what = rival.partition("=")
     if not name:
         return Ours(job)
     if name == "plain":

@@ -17,49 +17,58 @@ from core.settings import Loaded, UserError, gather, read
 from train import IGNORED, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU_CONFIG = "bench/cpu.py"
+CPU_CONFIG = "config/bench_cpu.py"
 RECORDS = "bench/records"
-ALIASES = {"attn_implementation": "attention_backend", "backend": "backends", "rival": "baseline"}
+ALIASES = {"attn_implementation": "attention_backend", "backend": "backends"}
 OTHERS = {name: why for name, why in IGNORED.items() if name not in ALIASES}
-STAGES = (1, 2, 3, 4, 5, 6)
 TrainingPath = Literal["float32", "bfloat16", "bfloat16-residual"]
 KVCache = Literal["none", "dynamic", "static", "paged"]
 Constraint = Literal["tensor", "python", "regex"]
+BatchSize = PositiveInt | Literal["auto"]
+
+MODES = {
+    "train": "training steps of every backend: speed, MFU, memory",
+    "kernel": "attention alone over a grid, against float64",
+    "decode": "generation: tokens a second, first token, memory bandwidth",
+    "converge": "the same training with each backend, before you trust a faster kernel",
+    "runs": "whole runs of train.py and of nanoGPT's train.py, on a CPU",
+    "qualify": "all of these on a new machine, in nine minutes",
+    "plan": "a training step on GPUs that you do not have (docs/PLAN.md)",
+}
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """Measure attention backends: python bench_mfu.py [MODE] with MODE one of train (the default),
-    kernel, decode, converge, qualify and plan. Options and config files of the model are
-    train.py's; its options of a run (out_dir, eval_interval, wandb_log) have no effect."""
+    """Measure attention backends: python bench_mfu.py [MODE] [config/FILE.py] [--option=value]."""
 
     # --- what is measured ---
-    batch_size: PositiveInt = 12  # sequences of a micro-batch
+    batch_size: BatchSize = 12  # sequences of a micro-batch; auto: the most that fit
     backends: tuple[str, ...] = ("all",)  # names from python -m attention or files, with commas
-    baseline: tuple[str, ...] = ()  # train, decode: compare with nanogpt=PATH, hf
-    hf: str | None = None  # train, decode: a transformers model, folder or name
-    profile: bool = False  # train: time of a step by its parts, with rooflines
+    rival: tuple[str, ...] = ()  # in the same rounds: nanogpt=PATH, hf
+    hf: str | None = None  # a transformers model instead of ours: folder or name
+    profile: bool = False  # time of a step by its parts, with rooflines
     products_tflops: PositiveFloat | None = None  # rate of large matmuls; none: measured
-    lengths: tuple[PositiveInt, ...] = ()  # kernel: none: 128 to 2048, on CUDA to 32768
-    batch_sizes: tuple[PositiveInt, ...] = ()  # kernel, decode: none: 1 and 4, on CUDA 1 and 8
-    windows: tuple[PositiveInt | None, ...] = ()  # kernel: keys, or none; none: the model's
-    prompts: tuple[PositiveInt, ...] = ()  # decode: tokens; none: about block_size / 2
-    kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")  # decode
-    constraint: tuple[Constraint | None, ...] = (None,)  # decode: a logits processor, or a regex
-    weights: Literal["dtype", "int8"] = "dtype"  # decode: of our linear layers and head
-    new_tokens: Annotated[int, Field(ge=2)] | None = None  # decode: none: 16, on CUDA 128
-    steps: PositiveInt = 100  # converge: a multiple of 10
-    seeds: PositiveInt = 1  # converge: if above 1, their scatter is the tolerance
-    paths: tuple[TrainingPath, ...] = ()  # converge: instead of backends
-    stages: tuple[Annotated[int, Field(ge=1, le=6)], ...] = STAGES  # qualify
-    tolerance: PositiveFloat = 0.01  # converge: of the final loss, relative
+    lengths: tuple[PositiveInt, ...] = ()  # tokens; none: 128 to 2048, on CUDA to 32768
+    batch_sizes: tuple[BatchSize, ...] = ()  # sequences; none: 1 and 4, on CUDA 1 and 8
+    windows: tuple[PositiveInt | None, ...] = ()  # keys, or none; none: the model's
+    prompts: tuple[PositiveInt, ...] = ()  # tokens; none: about block_size / 2
+    kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")
+    constraint: tuple[Constraint | None, ...] = (None,)  # a logits processor, or a regex
+    weights: Literal["dtype", "int8"] = "dtype"  # of our linear layers and head
+    new_tokens: Annotated[int, Field(ge=2)] | None = None  # none: 16, on CUDA 128
+    steps: PositiveInt = 100  # of a training; a multiple of 10
+    seeds: PositiveInt = 1  # if above 1, their scatter is the tolerance
+    paths: tuple[TrainingPath, ...] = ()  # precisions, instead of backends
+    tolerance: PositiveFloat = 0.01  # of the final loss, relative
+    sizes: tuple[Literal["a", "b", "c"], ...] = ("a", "b", "c")  # of runs: docs/SPEED.md
+    stages: tuple[Annotated[int, Field(ge=1, le=6)], ...] = (1, 2, 3, 4, 5, 6)  # of qualify
     # --- what is planned ---
-    gpu: str | None = None  # plan: "NVIDIA H200"
-    gpus: tuple[PositiveInt, ...] = (8,)  # plan: numbers of GPUs
-    gpus_per_node: PositiveInt = 8  # plan: joined by NVLink
-    context_parallels: tuple[PositiveInt, ...] = ()  # plan: none: context_parallel; 1: also 2, 4, 8
-    nvlink_gbs: PositiveFloat | None = None  # plan: GB/s each way of a GPU; none: datasheet
-    network_gbs: PositiveFloat | None = None  # plan: the same between nodes; none: its server's
+    gpu: str | None = None  # "NVIDIA H200"
+    gpus: tuple[PositiveInt, ...] = (8,)  # numbers of GPUs
+    gpus_per_node: PositiveInt = 8  # joined by NVLink
+    context_parallels: tuple[PositiveInt, ...] = ()  # none: context_parallel; 1: also 2, 4, 8
+    nvlink_gbs: PositiveFloat | None = None  # GB/s each way of a GPU; none: datasheet
+    network_gbs: PositiveFloat | None = None  # the same between nodes; none: its server's
     # --- how it is measured ---
     rounds: PositiveInt = 5  # of each backend, interleaved
     seconds: PositiveFloat = 1.0  # per round, at least one step; kernel: a fifth of it
@@ -67,7 +76,7 @@ class Knobs:
     memory_gb: PositiveFloat | None = None  # plan: per GPU; CPU: per worker, none: 70 % of free
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
     slowest_step: PositiveFloat = 2.0  # s; longer calls of kernel are skipped
-    minutes: PositiveFloat | None = None  # time limit; none: qualify: 9
+    minutes: PositiveFloat | None = None  # time limit; none: qualify 9, on CUDA 10
     timeout: PositiveFloat = 900.0  # seconds for one answer of a process
     # --- what is kept ---
     json: bool = False  # one JSON object as the last line
@@ -84,7 +93,7 @@ class Knobs:
 class BenchConfig(Knobs):
     """Options of a run of the bench."""
 
-    train: TrainConfig = field(default_factory=TrainConfig)  # see training() for batch_size
+    train: TrainConfig = field(default_factory=TrainConfig)  # without batch_size
 
     def training(self, batch_size: int, **changes: Any) -> TrainConfig:
         """Return train.py's settings at this batch size."""
@@ -101,17 +110,74 @@ class Flat(Knobs, TrainConfig):
     __doc__ = Knobs.__doc__  # of --help
 
 
-def load_config(argv: list[str], mode: str = "train") -> Loaded[BenchConfig]:
+# Options of some modes only; all others belong to every mode.
+OF_MODES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("profile",), ("train",)),
+    **dict.fromkeys(("hf",), ("train", "decode")),
+    **dict.fromkeys(("rival",), ("train", "decode", "runs", "qualify")),
+    **dict.fromkeys(("lengths", "windows", "slowest_step"), ("kernel",)),
+    **dict.fromkeys(("batch_sizes",), ("kernel", "decode")),
+    **dict.fromkeys(("prompts", "kv_caches", "new_tokens"), ("decode", "qualify")),
+    **dict.fromkeys(("weights", "constraint"), ("decode",)),
+    **dict.fromkeys(("steps", "seeds", "paths", "tolerance"), ("converge",)),
+    **dict.fromkeys(("learning_rate", "min_lr", "decay_lr"), ("converge",)),
+    **dict.fromkeys(("stages",), ("qualify",)),
+    **dict.fromkeys(("sizes",), ("runs",)),
+    **dict.fromkeys(("gpu", "gpus", "gpus_per_node", "context_parallels"), ("plan",)),
+    **dict.fromkeys(("nvlink_gbs", "network_gbs"), ("plan",)),
+    **dict.fromkeys(("context_parallel",), ("plan",)),
+    **dict.fromkeys(("products_tflops",), ("train", "qualify", "plan")),
+}
+# Options that the help shows without a mode.
+USUAL = (
+    "batch_size", "backends", "rival", "hf", "profile", "lengths", "kv_caches", "rounds",
+    "seconds", "minutes", "json", "record", "block_size", "n_layer", "n_head", "n_embd",
+    "attention_window", "device", "dtype", "compile",
+)  # fmt: skip
+# Options of train.py for a run, which have no effect here.
+OF_A_RUN = (
+    "out_dir", "init_from", "eval_interval", "eval_iters", "eval_on_start", "eval_only",
+    "log_interval", "keep_checkpoints", "sample_tokens", "wandb_log", "wandb_project",
+    "wandb_run_name", "max_iters", "warmup_iters", "lr_decay_iters", "parallel", "shard_size",
+    "async_checkpoint", "hang_timeout", "attention_fallback",
+)  # fmt: skip
+
+
+def shown(mode: str | None) -> set[str]:
+    """Return the options in the help of a mode; None: the usual ones."""
+    if mode is None:
+        return set(USUAL)
+    every = {f.name for f in fields(Flat)} - set(OF_A_RUN)
+    return {name for name in every if mode in OF_MODES.get(name, (mode,))}
+
+
+def check(mode: str, config: BenchConfig) -> None:
+    """Raises UserError for options that this mode does not have."""
+    default = BenchConfig()
+    for name, modes in OF_MODES.items():
+        if mode not in modes and getattr(config, name, None) != getattr(default, name, None):
+            raise UserError(f"--{name}: for {', '.join(modes)} only, got mode {mode}")
+    if config.paths and config.backends != ("all",):
+        raise UserError("give either --paths or --backends")
+    if config.hf and (config.rival or config.profile):
+        raise UserError("--hf does not support --rival and --profile")
+    if config.batch_size == "auto" and mode not in ("train", "decode"):
+        raise UserError(f"--batch_size=auto: for train and decode only, got mode {mode}")
+    if "auto" in config.batch_sizes and mode != "decode":
+        raise UserError(f"--batch_sizes=auto: for decode only, got mode {mode}")
+
+
+def load_config(argv: list[str], mode: str | None = None) -> Loaded[BenchConfig]:
     """Return the settings and the origin of each given one.
 
-    Without a config file a CPU uses bench/cpu.py: GPT-2 124M takes half an hour there.
+    Without a config file a CPU uses config/bench_cpu.py: GPT-2 124M takes half an hour there.
     """
     known: Json = {"aliases": ALIASES, "ignored": OTHERS}
     given, origins = gather(Flat, [w for w in argv if w not in ("-h", "--help")], **known)
     named = any(origin != "command line" for origin in origins.values())
     if not named and mode != "plan" and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
-    loaded: Loaded[Any] = read(Flat, argv, **known)
+    loaded: Loaded[Any] = read(Flat, argv, shown=shown(mode), **known)
     mine, of_train = (
         {f.name: getattr(loaded.settings, f.name) for f in fields(kind)}
         for kind in (Knobs, TrainConfig)
@@ -119,7 +185,7 @@ def load_config(argv: list[str], mode: str = "train") -> Loaded[BenchConfig]:
     if mine["records_dir"] == RECORDS:  # also where the command is run from elsewhere
         mine["records_dir"] = str(ROOT / RECORDS)
     try:
-        train = TrainConfig(**of_train)
+        train = TrainConfig(**of_train | {"batch_size": TrainConfig.batch_size})
     except ValueError as e:
         raise UserError(str(e)) from e
     if train.init_from != "scratch":
@@ -127,17 +193,19 @@ def load_config(argv: list[str], mode: str = "train") -> Loaded[BenchConfig]:
             f"init_from must be 'scratch', got {train.init_from!r}: the values of weights do not "
             "change the time, so give the sizes instead"
         )
-    return Loaded(BenchConfig(**mine, train=train), loaded.origins)
+    config = BenchConfig(**mine, train=train)
+    check(mode or "train", config)
+    return Loaded(config, loaded.origins)
 
 
 def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
     """Return the backends to measure, and {name: reason} of those left out of "all"."""
-    asked = config.backends
-    if asked == ("all",) and config.train.attention_backend != "auto":  # --attention_backend=sdpa
-        asked = (config.train.attention_backend,)
+    wanted = config.backends
+    if wanted == ("all",) and config.train.attention_backend != "auto":  # --attention_backend=sdpa
+        wanted = (config.train.attention_backend,)
     chosen: dict[str, None] = {}
     left_out: dict[str, str] = {}
-    for word in asked:
+    for word in wanted:
         if word in attention.RULES:
             raise UserError(f"{word!r} is a rule, not a backend; name backends, or all")
         if word != "all":

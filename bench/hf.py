@@ -1,6 +1,6 @@
 """--hf=FOLDER_OR_NAME: benchmark a causal language model of transformers with random weights.
 
-It runs with every backend and, as baselines, with transformers' eager and sdpa attention. FLOPs are
+It runs with every backend and, as rivals, with transformers' eager and sdpa attention. FLOPs are
 counted by FlopCounterMode; those of attention are core/flops.py's, with each layer's window.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,11 +17,15 @@ from attention import Resolution, Spec
 from attention import hf as bridge
 from bench import Json
 from bench.job import Job
+from bench.process import Failure
 from core.flops import flops_per_token, mean_keys
 from core.hub import why_not_hub
 from core.settings import UserError, first_line
 
-IMPLEMENTATIONS = ("eager", "sdpa")  # of transformers, as baselines
+if TYPE_CHECKING:
+    from bench.rounds import Run
+
+IMPLEMENTATIONS = ("eager", "sdpa")  # of transformers, as rivals
 CACHES = ("dynamic", "static")  # of its generate()
 FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sinks")  # of a layer
 
@@ -92,16 +96,16 @@ def build(job: Job, config: Json, implementation: str) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    told = dict(config)
-    for name in told:  # the name depends on the architecture
-        if name.endswith(("dropout", "pdrop")) and isinstance(told[name], (int, float)):
-            told[name] = job.config.dropout
-    sizes = CONFIG_MAPPING[told["model_type"]].from_dict(told)
+    given = dict(config)
+    for name in given:  # the name depends on the architecture
+        if name.endswith(("dropout", "pdrop")) and isinstance(given[name], (int, float)):
+            given[name] = job.config.dropout
+    sizes = CONFIG_MAPPING[given["model_type"]].from_dict(given)
     longest = getattr(sizes, "max_position_embeddings", None)
     if longest and longest < job.config.block_size:
         raise UserError(f"--block_size={job.config.block_size}: the model has {longest} positions")
     if implementation.startswith(bridge.PREFIX):
-        bridge.register(policy=job.config.policy)  # no fallback: Bench.job()
+        bridge.register(policy=job.config.policy)  # no fallback: rounds.Run.job()
     try:
         make: Any = AutoModelForCausalLM.from_config
         model = make(sizes, attn_implementation=implementation, trust_remote_code=False)
@@ -117,7 +121,7 @@ def ran(model: Any) -> list[Resolution]:
     return [chosen for layer in bridge.report(model) for _, chosen, _ in layer.ran]
 
 
-def asked(model: Any, x: torch.Tensor) -> list[Spec]:
+def specs(model: Any, x: torch.Tensor) -> list[Spec]:
     """Run x, (B, T) int64, once; return the layers' Specs and set eager attention.
 
     Raises:
@@ -144,3 +148,18 @@ def parameters(model: Any) -> int:
     head = model.get_output_embeddings()
     looked_up -= {id(head.weight)} if head is not None else set()
     return sum(p.numel() for p in model.parameters() if id(p) not in looked_up)
+
+
+def count(run: Run) -> None:
+    """Count the model of --hf, and compute its loss with eager attention in float32."""
+    config = run.config
+    batch = config.batch_size if config.batch_size != "auto" else 1
+    batch = batch * config.train.gradient_accumulation_steps if run.mode == "train" else 1
+    try:
+        reference = run.ask_once("reference", batch)
+    except Failure as e:
+        if e.kind == "stopped":
+            raise
+        raise UserError(f"--hf={config.hf}: {e}") from None
+    run.part["hf"]["counted"] = reference.pop("counted")
+    run.part["reference"] = {} if config.batch_size == "auto" else reference

@@ -1,4 +1,4 @@
-"""Settings, device and model of a job of bench/worker.py."""
+"""Settings, device and model of a worker's job."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from train import TrainConfig
 
 
 class Job:
-    """train.py's settings and set-up, seeded; `told` is from Bench.job()."""
+    """Settings, device and model of a job, as rounds.Run.job() sends it; seeded."""
 
-    def __init__(self, told: Json, **changes: Any) -> None:
-        self.config = replace(from_dict(TrainConfig, told["train"]), **changes)
-        self.vocab_size = told["vocab_size"]
-        self.hf = told["hf"].get("config") if told.get("hf") else None  # a model of transformers
-        self.device = torch.device(told["device"])
+    def __init__(self, job: Json, **changes: Any) -> None:
+        self.config = replace(from_dict(TrainConfig, job["train"]), **changes)
+        self.vocab_size = job["vocab_size"]
+        self.hf = job["hf"].get("config")  # a model of transformers
+        self.device = torch.device(job["device"])
         self.setup = self.config.setup(self.device)
         self.dtype = dtype_name(self.setup.dtype)
         torch.manual_seed(self.config.seed)

@@ -1,7 +1,6 @@
-"""Clock, memory, bandwidth, description and disturbances of the machine; the job "machine".
+"""Memory, bandwidth, description and disturbances of the machine; the job "machine".
 
-Time: device events on CUDA, elsewhere the process's clock, synchronized only at the ends of an
-interval. Memory: on CUDA the peak of PyTorch's allocator, on the CPU the peak resident size of the
+Memory: on CUDA the peak of PyTorch's allocator, on the CPU the peak resident size of the
 process, which Linux can reset. Bandwidth: bytes read and written per second by copies of 1 GB.
 """
 
@@ -12,22 +11,24 @@ import gc
 import os
 import platform
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import attention
-from attention.machine.system import cpu_name, synchronize
-from attention.spec import Machine, Spec
+from attention.machine.system import cpu_name
+from attention.machine.timing import Clock
+from attention.spec import Machine, Policy, Spec
 from bench import Json
 from bench.job import Job
 from core import flops
-from core.runtime import describe, peak_memory
+from core.runtime import OUT_OF_MEMORY, describe, peak_memory
 
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
 STATUS = Path("/proc/self/status")
@@ -35,40 +36,6 @@ MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # a container's limits
 CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
 LARGEST_COPY = 2**30  # bytes, beyond the caches
-
-
-Stamp = float | torch.cuda.Event  # seconds, or an event
-
-
-class Clock:
-    """Time stamps that need no synchronization, and the milliseconds between them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.apart = device.type != "mps"  # stamps within a step are meaningful
-
-    def stamp(self) -> Stamp:
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-        return time.perf_counter()
-
-    def start(self) -> Stamp:
-        synchronize(self.device)
-        return self.stamp()
-
-    def stop(self) -> Stamp:
-        """Stamp the end of all work; earlier stamps can be read after it."""
-        stamp = self.stamp()
-        synchronize(self.device)
-        return stamp if self.device.type == "cuda" else self.stamp()
-
-    def ms(self, a: Stamp, b: Stamp) -> float:
-        if isinstance(a, float) or isinstance(b, float):
-            assert isinstance(a, float) and isinstance(b, float)
-            return (b - a) * 1e3
-        return float(a.elapsed_time(b))
 
 
 # --- memory ---
@@ -111,6 +78,43 @@ def empty_cache(device: torch.device, keep: bool = False) -> int:
     return memory(device, peak=False)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    found = re.search("bad_alloc|could not create a (primitive|memory)", str(error))  # oneDNN's
+    return found is not None or OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def first_line(error: BaseException) -> str:
+    """Return the error's type and first line."""
+    name = "out of memory" if out_of_memory(error) else type(error).__name__
+    return f"{name}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
+def largest(run: Callable[[int], object], device: torch.device, most: int) -> int:
+    """Return the largest n, up to `most`, for which run(n) does not run out of memory.
+
+    By doubling, then by halving the difference until it is an eighth. Raises the error of run(1).
+    """
+
+    def fits(n: int) -> bool:
+        try:
+            run(n)
+        except Exception as e:
+            if n == 1 or not out_of_memory(e):
+                raise
+            return False
+        finally:
+            reset_peak(device)
+        return True
+
+    good, bad = 0, most + 1
+    while bad - good > max(1, good // 8):
+        n = min(max(1, 2 * good), most) if bad > most else (good + bad) // 2
+        good, bad = (n, bad) if fits(n) else (good, n)
+    return good
+
+
 def free_memory(device: torch.device) -> int:
     """Return the free bytes of the device or of this container; 0 if unknown."""
     if device.type == "cuda":
@@ -149,36 +153,38 @@ def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, st
 # --- description ---
 
 
-class MachineProbe:
-    """Describes this machine, and refuses backends that need not be tried here."""
+class Description:
+    """Describes this machine."""
 
-    def __init__(self, told: Json) -> None:
-        self.job = job = Job(told)
+    def __init__(self, sent: Json) -> None:
+        self.job = job = Job(sent)
         self.device = job.device
         self.about = look(job)
         rate, source = None, "not measured"
-        if told["bandwidth_gbs"]:
-            rate, source = told["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
-        elif told["wants_bandwidth"]:  # takes seconds
-            rate, source = bandwidth(self.device, told["memory_limit"])
+        if sent["bandwidth_gbs"]:
+            rate, source = sent["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
+        elif sent["wants_bandwidth"]:  # takes seconds
+            rate, source = bandwidth(self.device, sent["memory_limit"])
         self.about |= {"bandwidth": rate, "bandwidth_source": source}
 
-    def round(self, request: Json) -> Json:
-        """Return the backends among "names" that declare support for none of the "specs"."""
-        config = self.job.config
-        here = Machine.here(str(self.device))
-        refused = {}
-        specs = [Spec(dtype=self.job.dtype, **spec) for spec in request["specs"]]
-        for name in request["names"]:
-            reasons = []
-            for spec in specs:
-                try:
-                    attention.resolve(name, spec, here, config.policy)
-                except attention.BackendUnavailable as e:
-                    reasons.append(reason(e))
-            if len(reasons) == len(specs):
-                refused[name] = reasons[:1]
-        return {"refused": refused}
+
+def refused(names: list[str], specs: list[Spec], machine: Json, policy: Policy) -> dict[str, Any]:
+    """Return {name: reasons} of the backends that declare support for none of the Specs on the
+    machine of a description; nothing is run."""
+    here, found = Machine.here("cpu"), {}
+    if machine["kind"] != "cpu":
+        capability = tuple(machine["capability"] or ()) or None
+        here = replace(here, device=machine["kind"], name=machine["name"], capability=capability)
+    for name in names:
+        reasons = []
+        for spec in specs:
+            try:
+                attention.resolve(name, spec, here, policy)
+            except attention.BackendUnavailable as e:
+                reasons.append(reason(e))
+        if len(reasons) == len(specs):
+            found[name] = reasons[:1]
+    return found
 
 
 def reason(error: ValueError) -> str:
@@ -200,7 +206,8 @@ def look(job: Job) -> Json:
         own = {
             "name": torch.cuda.get_device_name(device),
             "capability": list(torch.cuda.get_device_capability(device)),
-            "driver": next(iter(nvidia_smi("driver_version")), [None])[0],
+            "driver": driver(),
+            "cudnn": torch.backends.cudnn.version(),
             # the rate that matmuls reach: always below the datasheet's
             "products_tflops": flops.best_peak(device, job.dtype).tflops,
         }
@@ -224,27 +231,35 @@ def look(job: Job) -> Json:
     }
 
 
-def nvidia_smi(query: str) -> list[list[str]]:
-    """Return the fields of a query, one list per GPU; [] if nvidia-smi is missing or fails."""
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+def nvml(ask: Callable[[Any, Any], float]) -> list[float]:
+    """Return the answer for each GPU by NVIDIA's library; [] without the package nvidia-ml-py."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):  # it hangs if a GPU has fallen off the bus
+        import pynvml
+    except ImportError:
         return []
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
-    return [[word.strip() for word in line.split(",")] for line in lines]
+    try:
+        pynvml.nvmlInit()
+        gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [ask(pynvml, gpu) for gpu in gpus]
+    except pynvml.NVMLError:  # no driver, or a GPU that has fallen off the bus
+        return []
 
 
-def busy(device: str, ask: Callable[[str], list[list[str]]] = nvidia_smi) -> list[str]:
+def driver() -> str | None:
+    found: list[Any] = nvml(lambda lib, _: lib.nvmlSystemGetDriverVersion())
+    return found[0] if found else None
+
+
+def busy(device: str) -> list[str]:
     """Return a line for each sign of other processes at work before the measurement."""
     found = []
     if device == "cuda":
-        for i, line in enumerate(ask("memory.used,utilization.gpu")):
-            with suppress(ValueError, IndexError):
-                used, share = float(line[0]), float(line[1])
-                if used > 1000 or share > 10:
-                    what = f"{used:,.0f} MB, {share:.0f}%"
-                    found.append(f"GPU {i} was in use before we began: {what}")
+        used = nvml(lambda lib, gpu: lib.nvmlDeviceGetMemoryInfo(gpu).used / 1e6)
+        shares = nvml(lambda lib, gpu: lib.nvmlDeviceGetUtilizationRates(gpu).gpu)
+        for i, (mb, share) in enumerate(zip(used, shares)):
+            if mb > 1000 or share > 10:
+                what = f"{mb:,.0f} MB, {share:.0f}%"
+                found.append(f"GPU {i} was in use before we began: {what}")
     if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > (os.cpu_count() or 1) / 2:
         found.append(f"the CPU was busy before we began: a load of {load:.1f}")
     return found

@@ -13,17 +13,17 @@ from attention.check import command as check
 from attention.spec import DTYPES, Machine
 from bench import Json
 from bench.job import Job
-from bench.process import Failure, Worker
+from bench.process import Failure
 
 if TYPE_CHECKING:
-    from bench.bench import Bench
+    from bench.rounds import Run
 
 Item = dict[str, str]  # a case or a property, its feature, and a dtype
 
 
 class Proof:
-    def __init__(self, told: Json) -> None:
-        self.device = Job(told).device
+    def __init__(self, sent: Json) -> None:
+        self.device = Job(sent).device
         self.items = {(item.name, item.spec.dtype): item for item in check.items(DTYPES)}
         self.about: Json = {}
 
@@ -50,19 +50,19 @@ def items(dtypes: list[str]) -> list[Item]:
     ]
 
 
-def prove(bench: Bench, dtypes: list[str]) -> list[Json]:
+def prove(run: Run, dtypes: list[str]) -> list[Json]:
     """Test until the time is up, always the backend that has used the least; return their rows."""
-    asked, job = items(dtypes), bench.job("proof", "")
-    answers: dict[str, list[Json]] = {name: [] for name in bench.backends}
-    spent = dict.fromkeys(bench.backends, 0.0)
+    wanted, job = items(dtypes), run.job("proof")
+    answers: dict[str, list[Json]] = {name: [] for name in run.backends}
+    spent = dict.fromkeys(run.backends, 0.0)
     worker = None
     try:
-        while waiting := [name for name in bench.backends if len(answers[name]) < len(asked)]:
-            bench.stop.check()
+        while waiting := [name for name in run.backends if len(answers[name]) < len(wanted)]:
+            run.stop.check()
             name = min(waiting, key=spent.__getitem__)
-            item, began = asked[len(answers[name])], time.monotonic()
-            bench.watch(f"proof: {name}, {item['what']}, {item['dtype']}")
-            worker = worker or Worker(bench.config.timeout, bench.stop).begin(job)
+            item, began = wanted[len(answers[name])], time.monotonic()
+            run.progress.watch(f"proof: {name}, {item['what']}, {item['dtype']}")
+            worker = worker or run.worker(job)
             try:
                 answer = worker.ask({"backend": name, **item})
             except Failure as e:
@@ -80,17 +80,17 @@ def prove(bench: Bench, dtypes: list[str]) -> list[Json]:
     finally:
         if worker is not None:
             worker.close()
-    return [row(name, answers[name], len(asked), spent[name]) for name in bench.backends]
+    return [row(name, answers[name], len(wanted), spent[name]) for name in run.backends]
 
 
-def row(name: str, answers: list[Json], asked: int, seconds: float) -> Json:
+def row(name: str, answers: list[Json], wanted: int, seconds: float) -> Json:
     verdicts = [a["verdict"] for a in answers]
-    heard = {a["verdict"] for a in answers if a["feature"] == "causality"} - {"refused"}
+    causal = {a["verdict"] for a in answers if a["feature"] == "causality"} - {"refused"}
     return {
         "backend": name,
         **{verdict: verdicts.count(verdict) for verdict in ("right", "wrong", "refused")},
-        "not_reached": asked - len(answers),
-        "canary": "wrong" not in heard if heard else None,
+        "not_reached": wanted - len(answers),
+        "canary": "wrong" not in causal if causal else None,
         "failures": [a for a in answers if a["verdict"] == "wrong"],
         "seconds": seconds,
     }

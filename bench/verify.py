@@ -1,36 +1,22 @@
 """Checks of a record that need no other machine.
 
-A record keeps raw rounds, sizes and the profiler's kernel names. Medians, rates and MFU are
-recomputed from them by bench/rows.py and compared. docs/MEASURE.md lists the checks.
+All figures are computed anew from the raw rounds and compared; peak, kernel names and proofs are
+looked at. docs/MEASURE.md lists the checks.
 """
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import math
 import re
-import statistics
 from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
 
 from attention import is_file
 from attention.machine.gpus import datasheet_tflops
-from bench import Json, hf, records, rows, tables
-from bench.candidates import HF
-from bench.decoding import token_numbers, weight_bytes
-from bench.modes import CONVERGE_ROUNDS
-from bench.process import Outcome
-from bench.rows import Row
-from core import flops
-from core.settings import UserError, from_dict
-from model import GPTConfig
-from train import TrainConfig
-
-TOLERANCE = 0.01  # of a final loss in converge: a larger one proves nothing
-OLD = "old"
-# Records of format 1 and of other programs, accepted by their hash (sha256sum -c).
-FROZEN = records.ROOT / "bench" / "records" / "before_proofs.sha256"
+from bench import Json, converge, tables
+from bench.record import MODES, disagreeing, sections_of
+from bench.tables import Row
+from core.settings import UserError
 
 # Kernels by backend: a pattern of the short names (KERNELS in attention/probing.py; empty: none of
 # them), and one of the names on a GPU (empty: not checked).
@@ -51,16 +37,14 @@ SHOWS: dict[str, tuple[str, str]] = {
     "nanogpt": (rf"({ANY})?", ""),
 }
 FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
-OTHERS = {"nanogpt", *(f"hf_{name}" for name in HF)}
+RIVALS = {"nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2"}
+TOLERANCE = 0.01  # of a final loss in converge: a larger one proves nothing
 
 
-def verify(content: Json, folder: Path) -> list[str]:
+def verify(content: Json) -> list[str]:
     """Return the problems of a record, one sentence each."""
-    if content.get("format") != records.FORMAT:
-        digest = hashlib.sha256((folder / "record.json").read_bytes()).hexdigest()
-        if digest in FROZEN.read_text(encoding="ascii").split():
-            return []
-        return [f"its format is not {records.FORMAT}, and it is not in {FROZEN.name}"]
+    if not {"rows", "stages"} & content.keys():
+        return []  # another program's
     try:
         return list(dict.fromkeys(_problems(content)))
     except UserError as e:
@@ -70,108 +54,61 @@ def verify(content: Json, folder: Path) -> list[str]:
 
 
 def _problems(content: Json) -> Iterator[str]:
-    if content["rounds_sha256"] != records.rounds_sha256(content):
-        yield "its raw rounds do not match their hash"
-    for part in records.parts(content):
-        yield from _peak(part)
-        ok = [row for row in part["rows"] if row["status"] == "ok"]
-        for row in ok:
-            at = f"{row['mode']} {row['backend']} {rows.where(row['point'])}".strip()
-            yield from (f"{at}: {why}" for why in _row(row, part))
-        yield from tables.disagreeing(ok, part)
+    for part in sections_of(content):
+        m = part["machine"]
+        known = datasheet_tflops(m["name"], m["dtype"], bool(part["settings"].get("tf32")))
+        if not m["peak_source"]:
+            yield f"its peak of {m['peak_tflops']:,.4g} TFLOP/s has no source"
+        elif known and not math.isclose(m["peak_tflops"], known[0]):
+            yield f"its peak is {m['peak_tflops']:,.4g} TFLOP/s, but {known[1]} has {known[0]:,.4g}"
+        again = copy.deepcopy(part["rows"])
+        for row in again:
+            if row["status"] == "ok":
+                row |= MODES[row["mode"]].figures(row, part)
         if part["mode"] == "converge":
-            yield from _convergence(part)
+            converge.compare(again, part["settings"])
+        for row, new in zip(part["rows"], again, strict=True):
+            if row["status"] == "ok":
+                at = f"{row['mode']} {row['backend']} {tables.where(row['point'])}".strip()
+                yield from (f"{at}: {why}" for why in _row(row, new, part))
+        yield from disagreeing([row for row in part["rows"] if row["status"] == "ok"], part)
+        if part["mode"] == "converge" and part["settings"]["tolerance"] > TOLERANCE:
+            wide = part["settings"]["tolerance"]
+            yield f"its tolerance is {wide:.0%}, at most {TOLERANCE:.0%} is allowed"
 
 
-def _peak(part: Json) -> Iterator[str]:
-    m = part["machine"]
-    known = datasheet_tflops(m["name"], m["dtype"], bool(part["settings"].get("tf32")))
-    if not m["peak_source"]:
-        yield f"its peak of {m['peak_tflops']:,.4g} TFLOP/s has no source"
-    elif known and not math.isclose(m["peak_tflops"], known[0]):
-        yield f"its peak is {m['peak_tflops']:,.4g} TFLOP/s, but {known[1]} has {known[0]:,.4g}"
-
-
-# ----------------------------------------------------------------------------- a row
-
-
-def _row(row: Row, part: Json) -> Iterator[str]:
+def _row(row: Row, again: Row, part: Json) -> Iterator[str]:
     settings, mode = part["settings"], row["mode"]
     expected = settings["rounds"]
     if mode == "converge":
-        expected = CONVERGE_ROUNDS * settings.get("seeds", 1)
-    if len(row["rounds"]) < expected and part.get("complete", True):
+        expected = converge.ROUNDS * settings.get("seeds", 1)
+    old = part["format"] == 1  # it has no sizes in its rounds, and no proofs
+    if len(row["rounds"]) < expected and part.get("complete", True) and not old:
         yield f"it has {len(row['rounds'])} of {expected} rounds"
-    yield from _work(row, part)
-    for name, value in figures(row, part).items():
-        if not same(row.get(name), value):
+    for name, value in again.items():
+        unknown = old and name == "mbu" and row["backend"] in RIVALS  # parameters
+        if not same(row.get(name), value) and not unknown:
             yield f"{name} is {row.get(name)}, but its rounds and sizes give {value}"
-    for name in ("mfu", "share"):  # mfu_causal is never more than mfu
-        if (row.get(name) or 0) > 1:
-            yield f"{name} of {row[name]:.1%} is more than the peak"
-    if not (mode == "converge" and settings.get("paths")):
-        yield from _kernel(row, part["machine"]["kind"] == "cuda")
-        if row["backend"] not in OTHERS:
-            yield from _proof(row)
-
-
-def model_of(part: Json) -> GPTConfig | hf.Counted:
-    """The model of the settings, or the counted one of transformers."""
-    if "hf" in part:
-        return hf.Counted(**part["hf"]["counted"])
-    ours = {f.name for f in fields(TrainConfig)}
-    given = {k: v for k, v in part["settings"].items() if k in ours}
-    return from_dict(TrainConfig, given).model(part["vocab_size"])
-
-
-def sequences_of(part: Json) -> int:
-    """Sequences in a training step."""
-    settings = part["settings"]
-    return settings["batch_size"] * settings["gradient_accumulation_steps"]
-
-
-def _work(row: Row, part: Json) -> Iterator[str]:
-    """Compare the row's sizes with each round's."""
-    model, sizes = model_of(part), dict(row["point"])
-    if row["mode"] in ("train", "converge"):
-        sizes = {"B": sequences_of(part), "T": model.block_size}
-        if row["dtype"] != part["machine"]["dtype"] and not part["settings"].get("paths"):
-            yield f"it ran in {row['dtype']}, but the record is of {part['machine']['dtype']}"
-    least = flops.n_params(model) if isinstance(model, GPTConfig) else model.parameters
-    biases = row["backend"] in OTHERS and isinstance(model, GPTConfig)  # transformers' always
-    most = least * (1 + 2 / model.n_embd * biases)
-    for ran in (r["shape"] for r in row["rounds"]):
+    sizes = dict(row["point"])
+    if "batch_size" in row:
+        sizes["B"] = row["batch_size"]
+    if mode in ("train", "converge"):
+        sequences = row.get("batch_size", settings["batch_size"])
+        sizes = {"B": sequences * settings["gradient_accumulation_steps"]}
+        sizes["T"] = settings["block_size"]
+    for ran in (r.get("shape", {}) for r in row["rounds"]):
         for name in sizes.keys() & ran.keys():
             if sizes[name] != ran[name]:
                 yield f"it has {name}={sizes[name]}, but a round ran {name}={ran[name]}"
-        if not least <= ran.get("parameters", least) <= most:
-            yield f"a round ran {ran['parameters']:,} parameters, its settings give {least:,}"
-
-
-def figures(row: Row, part: Json) -> Json:
-    """Recompute medians, quartiles, rates and shares of the peak from rounds and sizes."""
-    m, mode, model = part["machine"], row["mode"], model_of(part)
-    first = ("first_step_s", "loss", "gradient_norm")
-    warm: Json = {k: row[k] for k in first if k in row}
-    outcome = Outcome(row, row["setup_s"], warm, row["warm_up_s"], row["rounds"])
-    again = rows.begin(mode, row["backend"], row["point"], outcome)
-    peak = flops.Peak(m["peak_tflops"], m["peak_source"])
-    if mode in ("train", "converge"):
-        known = part["reference"] if mode == "train" else {}
-        again = rows.of_training(again, outcome, model, sequences_of(part), peak, known)
-    elif mode == "kernel":
-        again = rows.of_kernel(again, outcome, peak)
-    elif mode == "decode":
-        size = 4 if m["dtype"] == "float32" else 2
-        shape = row["rounds"][0]["shape"]
-        read = weight_bytes(shape["parameters"], shape.get("int8_parameters", 0), size)
-        outcome.about = {"weight_bytes": read, "token_bytes": token_numbers(model) * size}
-        again = rows.of_decoding(again, outcome, m["bandwidth"])
-    else:
-        raise ValueError(f"unknown mode {mode!r}")
-    # They include the warm-up, which a record keeps only as a sum.
-    skip = {"memory_bytes", "kernels", "device_kernels", "title", "proof"}
-    return {k: v for k, v in again.items() if k not in skip}
+    for name in ("mfu", "share"):  # mfu_causal is never more than mfu
+        if (row.get(name) or 0) > 1:
+            yield f"{name} of {row[name]:.1%} is more than the peak"
+    if row.get("verdict") == "FAIL":
+        yield f"it did not converge: its final loss is {row['difference']:+.2%} off"
+    if not (mode == "converge" and settings.get("paths")):
+        yield from _kernel(row, part["machine"]["kind"] == "cuda")
+        if row["backend"] not in RIVALS and not old:
+            yield from _proof(row)
 
 
 def same(a: object, b: object) -> bool:
@@ -210,28 +147,3 @@ def _proof(row: Row) -> Iterator[str]:
         error, allowed = (proof.get(grad + name, math.nan) for name in ("error", "allowed"))
         if not error <= allowed:  # also for NaN
             yield f"its {grad}error is {error:.2g}, and {allowed:.2g} is allowed"
-
-
-def _convergence(part: Json) -> Iterator[str]:
-    """Check that each candidate's final loss is near its baseline's."""
-    tolerance = part["settings"]["tolerance"]
-    judged = [r for r in part["rows"] if r["mode"] == "converge" and r["status"] != "unavailable"]
-    base = next((r for r in judged if r.get("verdict") == "baseline"), None)
-    if base is None:
-        if part.get("complete", True):
-            yield "converge has no baseline"
-        return
-    if tolerance > TOLERANCE:
-        yield f"its tolerance is {tolerance:.0%}, at most {TOLERANCE:.0%} is allowed"
-    for row in judged:
-        name = f"converge {row['backend']}"
-        if row["status"] != "ok" or row["verdict"] == "FAIL":
-            yield f"{name} did not converge"
-            continue
-        finals, off = row["final_losses"], row["final_loss"] / base["final_loss"] - 1
-        if not same(finals[0], rows.final_loss(row["losses"])):
-            yield f"{name}: its final loss does not follow from its losses"
-        if not (same(row["final_loss"], statistics.fmean(finals)) and same(row["difference"], off)):
-            yield f"{name}: final_loss or difference does not follow from its losses"
-        if not abs(off) <= rows.allowed(base, tolerance):
-            yield f"{name} did not converge: its final loss is {off:+.2%} off"

@@ -97,6 +97,7 @@ def gather(
     aliases: Mapping[str, str] = {},
     ignored: Mapping[str, str] = {},
     positional: str | None = None,
+    shown: Collection[str] | None = None,
 ) -> tuple[Values, dict[str, str]]:
     """Return the given values and their origins, without making an instance.
 
@@ -105,6 +106,7 @@ def gather(
         ignored: other program's setting -> the reason why it has no value here, only an origin.
         positional: the field that bare words set. Without it they are config files; `--config=FILE`
             names one in any case.
+        shown: the fields in the help; None: all.
     """
     hints = _hints(cls)
     switches = {n for n in (*hints, *aliases) if hints[aliases.get(n, n)] in (bool, bool | None)}
@@ -128,7 +130,7 @@ def gather(
             values[field] = check(hints[field], value, f"{path}:{line}: {name}")
             origins[field] = f"{path}:{line}"
     if {"-h", "--help"} & {*argv}:
-        _print_help(cls, values)
+        _print_help(cls, values, shown)
     for name, text in options:
         if name in ignored:
             origins[name] = "command line"
@@ -297,7 +299,9 @@ def _parse(hint: object, text: str, name: str) -> Any:
     return check(hint, values if _is_tuple(hint) else values[0], name, strict=False)
 
 
-def _print_help(cls: type, values: Mapping[str, object]) -> None:
+def _print_help(
+    cls: type, values: Mapping[str, object], only: Collection[str] | None = None
+) -> None:
     """Print the fields with their comments; `values` are shown as the defaults."""
     import tyro
 
@@ -305,10 +309,12 @@ def _print_help(cls: type, values: Mapping[str, object]) -> None:
     shown: Values = _defaults(cls) | dict(values)
     lists = {name: str for name, hint in hints.items() if _is_tuple(hint)}  # as one text: A,B,...
     shown |= {name: ",".join(map(str, shown[name])) for name in lists}
+    hide = () if only is None else (name for name in hints if name not in only)
+    hidden = {name: Annotated[lists.get(name, hints[name]), tyro.conf.Suppress] for name in hide}
     # Without __post_init__, which may need imports that are not made yet.
     about = (cls.__doc__ or "").split("\n\n")[0]
     changes = {"__post_init__": lambda self: None, "__doc__": about, "__module__": cls.__module__,
-               "__annotations__": lists}  # fmt: skip
+               "__annotations__": lists | hidden}  # fmt: skip
     spec = sys.modules["__main__"].__spec__  # of python -m
     name = Path(sys.argv[0]).name if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
     plain = type(cls.__name__, (cls,), changes)

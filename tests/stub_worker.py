@@ -1,54 +1,62 @@
-"""Workers of the bench without torch: they start in a tenth of a second."""
+"""Workers of the bench without torch: python stub_worker.py [stuck]. They start in 0.1 s.
+
+A worker does as its job says: {"warm p": "dies"}; a line in `log` for each answer.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-NOTE = "nanoattn_note"  # environment: a file for the pids
+PIDS = "NANOATTN_TEST_PIDS"  # environment: a file for the pids of a worker and its child
 
 
-def stuck(pipe: Any, errors: str) -> None:
-    """A worker in the middle of a long step, with a child of its own."""
-    from bench.worker import alone
+def answer(request: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    what = "job"
+    if request is not job:
+        what = f"{'warm' if request.get('warm_up') else 'round'} {request['at']}"
+    with Path(job["log"]).open("a", encoding="utf-8") as log:
+        log.write(f"{job['name']} {what}\n")
+    how = job.get(what, "")
+    if how == "dies":
+        os.write(2, b"Fatal: bad address\n")
+        os._exit(3)
+    elif how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "hangs":
+        time.sleep(1000)
+    elif how == "refuses":
+        return {"unavailable": ["too old"]}
+    elif how == "fails":
+        return {"failed": "RuntimeError: no", "broken": False}
+    return {"ok": {"ms": 1.0, "held_bytes": 6, "peak_bytes": 5}}
 
-    alone(errors)
+
+def stuck() -> None:
+    """In the middle of a long step, with a child of its own."""
+    from bench.worker import lines
+
+    lines()
     child = subprocess.Popen(["sleep", "1000"])
-    note = Path(os.environ[NOTE])
-    note.write_text(f"{os.getpid()} {child.pid}")
-    note.rename(f"{note}.there")
+    note = Path(os.environ[PIDS])
+    note.with_suffix(".part").write_text(f"{os.getpid()} {child.pid}")
+    note.with_suffix(".part").rename(note)
     time.sleep(1000)
 
 
-def scripted(pipe: Any, errors: str) -> None:
-    """A worker that does as its job says, where it says anything; a line in `log` per answer."""
-    os.setsid()
-    os.dup2(os.open(errors, os.O_WRONLY), 2)
-    job = pipe.recv()
-
-    def note(what: str) -> None:
-        with Path(job["log"]).open("a", encoding="utf-8") as out:
-            out.write(f"{job['name']} {what}\n")
-
-    note("job")
-    pipe.send({"unavailable": job["refuses"]} if "refuses" in job else {"ok": {"pid": os.getpid()}})
+def main() -> None:
+    job = json.loads(sys.stdin.readline())
+    request = job
     while True:
-        asked = pipe.recv()
-        what = "warm" if asked.get("warm_up") else "round"
-        note(f"{what} {asked['at']}")
-        how = job.get(f"{what} {asked['at']}", "")
-        if how == "dies":
-            os.write(2, b"Fatal: bad address\n")
-            os._exit(3)
-        elif how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif how == "hangs":
-            time.sleep(1000)
-        elif how in ("failed", "broken"):
-            pipe.send({"failed": "RuntimeError: no", "broken": how == "broken"})
-        else:
-            pipe.send({"ok": {"ms": 1.0, "held_bytes": 6, "peak_bytes": 5}})
+        print(json.dumps(answer(request, job)), flush=True)
+        request = json.loads(sys.stdin.readline())
+
+
+if __name__ == "__main__":
+    stuck() if sys.argv[1:] else main()

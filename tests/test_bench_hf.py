@@ -54,10 +54,9 @@ def test_a_row_for_every_backend_and_for_transformers_own(trained):
         assert abs(rows[name]["loss_difference"]) < 1e-5
         assert abs(rows[name]["gradient_norm_difference"]) < 1e-4
         assert rows[name]["proof"] is None or rows[name]["proof"]["canary"]
-    assert verify(content, record) == []
+    assert verify(content) == []
     page = (record / "README.md").read_text(encoding="utf-8")
     assert "(llama), random weights, 2 layers" in page and "products by the formula" in page
-    assert "all agree with eager" in page
 
 
 @pytest.mark.slow
@@ -112,8 +111,7 @@ def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
 def test_generation_with_its_caches(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
     argv = ["decode", *SMALL, folder(tmp_path), "--backends=sdpa", "--batch_sizes=2",
-            "--prompts=5", "--new_tokens=4", "--json", "--record=d",
-            f"--records_dir={tmp_path / 'r'}"]
+            "--prompts=5", "--new_tokens=4", "--json"]
     code, out = run(argv)
     content = last_line(out)
     at = {(r["backend"], r["point"]["cache"]): r for r in content["rows"]}
@@ -124,26 +122,20 @@ def test_generation_with_its_caches(tmp_path, monkeypatch):
         assert row["status"] == "ok" and row["cache_bytes"] == 4 * 2 * (5 + 4 - 1) * numbers
         size = 4 * (WEIGHTS + 5 * 32) + 2 * (5 + 4 / 2) * numbers * 4
         assert row["mbu"] == pytest.approx(size / (row["ms"] / 1e3) / 8e9)
-        assert row["baseline"] == row["backend"].startswith("hf_")
     assert at["sdpa", "dynamic"]["proof"]["canary"] and at["sdpa", "static"]["proof"]["canary"]
-    assert verify(content, next((tmp_path / "r").iterdir())) == []
+    assert verify(content) == []
 
 
 @pytest.mark.parametrize("kind, more, value", [
     ("bert", {}, "causal"), ("t5", {}, "T5Config"),
     ("llama", {"max_position_embeddings": 16}, "--block_size=32"),
+    ("bloom", {"n_head": 4}, "computes with the mask"),  # its own attention
 ])
 def test_a_model_that_cannot_be_measured(kind, more, value, tmp_path, monkeypatch):
     in_process.use(monkeypatch)
     with pytest.raises(UserError) as e:
         run([*SMALL, folder(tmp_path, kind, **more), "--backends=sdpa"])
     assert value in str(e.value) and f"--hf={tmp_path / kind}: " in str(e.value)
-
-
-def test_a_model_that_computes_its_own_attention_is_refused(tmp_path, monkeypatch):
-    in_process.use(monkeypatch)
-    with pytest.raises(UserError, match="computes with the mask"):
-        run([*SMALL, folder(tmp_path, "bloom", n_head=4), "--backends=sdpa"])
 
 
 @pytest.mark.parametrize("mode, folder, more", [

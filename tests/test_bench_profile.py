@@ -6,71 +6,51 @@ code links and nests before ours sees them. No time is asserted but of those.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import in_process
 import pytest
+from test_bench import MODEL, SMALL, job, run
 from torch.autograd import DeviceType
 from torch.autograd.profiler import profile as autograd_profile
 from torch.autograd.profiler_util import EventList
 from torch.profiler import record_function
 
-import bench_mfu
-from bench import profiling, roofline, rows, training
-from bench.profiling import RANGE, Scopes, read
-from bench.roofline import work
+from bench import parts, train
+from bench.config import BenchConfig
+from bench.parts import RANGE, Scopes, read, work
 from core import flops
-from core.flops import Peak
-from core.settings import UserError
 from model import GPTConfig
-from train import TrainConfig
 
 GPT2 = GPTConfig(bias=False)  # 124M, vocabulary 50304, T = 1024
 H200, PEAK = 4.8e12, 989.4
 
 
-def run(argv: list[str]) -> tuple[int, str]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        code = bench_mfu.main(argv)
-    return code, out.getvalue()
-
-
-# ----------------------------------------------------------------------------- the roofline
+# --- the roofline ---
 
 
 def test_a_step_of_gpt2_on_an_h200():
     """At 790 TFLOP/s the products of 64 x 1024 tokens take 61.5 ms; the rest by hand."""
-    parts = work(GPT2, 64, 1, "bfloat16", clip=True)
-    products = parts["linear"].flops + parts["head and loss"].flops
+    works = work(GPT2, 64, 1, "bfloat16", clip=True)
+    products = works["linear"].flops + works["head and loss"].flops
     assert f"{products / 790e12 * 1e3:.1f}" == "61.5"
     N, C, L, P = 65536, 768, 12, 123_587_328 + 1024 * 768
-    assert parts["linear"].flops == 6 * N * L * 12 * C * C
-    assert parts["head and loss"].flops == 6 * N * 50304 * C
-    assert parts["attention"].flops == 14 * N * L * C * 512.5
-    assert parts["attention"].bytes == 2 * N * L * 12 * C
-    assert parts["norms and elementwise"].bytes == 2 * N * C * 8 * 25
-    assert parts["optimizer"].bytes == 32 * P
-    assert parts["embedding"].bytes == N * C * 8 + 8 * C * 50304
-    ms = {part: w.ms(PEAK, H200) for part, w in parts.items()}
-    assert {k: f"{v:.2f}" for k, v in ms.items()} == {
-        "linear": "33.76", "head and loss": "15.35", "attention": "4.38",
-        "norms and elementwise": "4.19", "embedding": "0.15", "optimizer": "0.83",
-        "data": "0.00", "gaps": "0.00", "unattributed": "0.00",
-    }
-    limits = {w.limit(PEAK, H200) for k, w in parts.items() if k in ("linear", "attention")}
-    assert limits == {"FLOPs"} and parts["optimizer"].limit(PEAK, H200) == "bytes"
-    assert parts["gaps"].limit(PEAK, H200) == "-"
-    best = roofline.ceiling(parts, GPT2, 64, PEAK, H200, PEAK)
-    assert best["ms"] == pytest.approx(sum(ms.values()))
+    assert works["linear"].flops == 6 * N * L * 12 * C * C
+    assert works["head and loss"].flops == 6 * N * 50304 * C
+    assert works["attention"].flops == 14 * N * L * C * 512.5
+    assert works["attention"].bytes == 2 * N * L * 12 * C
+    assert works["norms and elementwise"].bytes == 2 * N * C * 8 * 25
+    assert works["optimizer"].bytes == 32 * P
+    assert works["embedding"].bytes == N * C * 8 + 8 * C * 50304
+    by_bytes = {k for k, w in works.items() if w.limit(PEAK, H200) == "bytes"}
+    assert by_bytes == {"norms and elementwise", "optimizer", "embedding"}
+    best = parts.at_roofline(works, GPT2, 64, PEAK, H200, PEAK)
+    assert f"{best['ms']:.2f}" == "58.66"
     assert best["mfu"] == pytest.approx(854.77e6 * N / (best["ms"] / 1e3) / 989.4e12, rel=1e-5)
-    slower = roofline.ceiling(parts, GPT2, 64, 790, H200, PEAK)
+    slower = parts.at_roofline(works, GPT2, 64, 790, H200, PEAK)
     assert f"{best['mfu']:.3f} {slower['mfu']:.3f}" == "0.965 0.785"
 
 
@@ -78,44 +58,22 @@ def test_a_step_of_gpt2_on_an_h200():
 def test_the_flops_of_the_parts_are_those_of_mfu(kv_head, window):
     """but for norm gains, which MFU counts, and QK^T once more, which it does not."""
     config = GPTConfig(16, 77, 3, 4, 32, kv_head, bias=False, attention_window=window)
-    parts = work(config, 5, 1, "float32", clip=False)
-    model = parts["linear"].flops + parts["head and loss"].flops
-    model += parts["attention"].flops * 12 / 14
+    works = work(config, 5, 1, "float32", clip=False)
+    model = works["linear"].flops + works["head and loss"].flops
+    model += works["attention"].flops * 12 / 14
     gains = (2 * 3 + 1) * 32
     a_token = flops.flops_per_token(config, 16, causal=True) - 6 * gains
     assert model == pytest.approx(5 * 16 * a_token, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "argv, says",
-    [
-        (["kernel", "--profile", "--device=cpu"], "--profile"),
-        (["--products_tflops=0"], "products_tflops"),
-    ],
-)
-def test_a_mistake_is_one_line_that_names_it(argv, says):
-    with pytest.raises(UserError) as told:
-        run(argv)
-    assert says in str(told.value) and "\n" not in str(told.value)
+# --- real steps ---
 
 
-# ----------------------------------------------------------------------------- real steps
-
-
-def job(**changes: Any) -> dict[str, Any]:
-    config = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 16, "batch_size": 4,
-              "device": "cpu", "attention_backend": "manual", "attention_fallback": False,
-              "onednn": False}
-    train = asdict(TrainConfig(**{**config, **changes}))
-    return {"job": "train", "name": "manual", "baseline": "", "train": train, "device": "cpu",
-            "vocab_size": 80, "memory_limit": None, "profile": True}
-
-
-def profiled(worker: training.Training) -> list[Any]:
+def profiled(worker: train.Training) -> list[Any]:
     """The events of one step, in its ranges."""
     scopes = Scopes(worker.who.model)
     worker.step(*worker.batch)
-    with scopes.modules(), training.profiler(worker.device) as looking:
+    with scopes.modules(), parts.profiler(worker.device) as looking:
         with record_function(RANGE + "data"):
             pass
         with record_function(RANGE + "head and loss"):
@@ -145,15 +103,15 @@ def wrong_parts(found: Any) -> list[tuple[str, str]]:
 
 
 def test_every_operator_of_a_step_belongs_to_the_part_that_it_works_for():
-    worker = training.Training(job(gradient_accumulation_steps=2))
+    worker = train.Training(job("train", "manual", gradient_accumulation_steps=2))
     events = profiled(worker)
     found = read(events, "cpu")
-    assert set(found.ms) == set(roofline.PARTS) - {"gaps", "unattributed"}
+    assert set(found.ms) == set(parts.PARTS) - {"gaps", "unattributed"}
     assert wrong_parts(found) == []
     for part, names in OPERATORS.items():
         assert names - {"aten::addmm", "aten::addmm_"} <= set(found.names[part]), part
     top = [e for e in events if e.cpu_parent is None]
-    inside = sum(e.self_cpu_time_total for e in events if e.scope == profiling.USER
+    inside = sum(e.self_cpu_time_total for e in events if e.scope == parts.USER
                  and e.name != RANGE + "data")
     assert sum(found.ms.values()) == pytest.approx(
         (sum(e.cpu_time_total for e in top) - inside) / 1e3
@@ -162,15 +120,16 @@ def test_every_operator_of_a_step_belongs_to_the_part_that_it_works_for():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "bfloat16", "attention_backend": "sdpa"}, {"gradient_checkpointing": True},
+    [{"dtype": "bfloat16", "backend": "sdpa"}, {"gradient_checkpointing": True},
      {"dropout": 0.1, "bias": True, "onednn": True}, {"dtype": "float16"}],
     ids=lambda c: " ".join(c),
 )
 def test_nothing_is_left_over_in_other_kinds_of_steps(changes):
-    worker = training.Training(job(**changes))
+    changes = dict(changes)
+    worker = train.Training(job("train", changes.pop("backend", "manual"), **changes))
     events = profiled(worker)
     found = read(events, "cpu")
-    assert set(found.ms) == set(roofline.PARTS) - {"gaps", "unattributed"}
+    assert set(found.ms) == set(parts.PARTS) - {"gaps", "unattributed"}
     names = [e.name for e in events if e.name.startswith(RANGE)]
     again = 2 if changes.get("gradient_checkpointing") else 1  # a block's modules run twice
     assert names.count(RANGE + "attention") == 2 * again
@@ -178,14 +137,14 @@ def test_nothing_is_left_over_in_other_kinds_of_steps(changes):
 
 def test_a_model_of_transformers_has_the_same_parts():
     pytest.importorskip("transformers", reason="package 'transformers' is missing")
-    worker = training.Training({**job(attention_backend="auto"), "baseline": "hf=sdpa"})
+    worker = train.Training(job("train", "", "hf=sdpa"))
     events = profiled(worker)
     found = read(events, "cpu")
-    assert set(found.ms) == set(roofline.PARTS) - {"gaps", "unattributed"}
+    assert set(found.ms) == set(parts.PARTS) - {"gaps", "unattributed"}
     assert wrong_parts(found) == []
 
 
-# ----------------------------------------------------------------------------- CUDA's events
+# --- CUDA's events ---
 
 
 class Event:
@@ -223,7 +182,7 @@ def linked(*events: Event) -> EventList:
 
 
 def scope(part: str, start: float, end: float, **given: Any) -> Event:
-    return Event(RANGE + part, start, end, scope=profiling.USER, is_user_annotation=True, **given)
+    return Event(RANGE + part, start, end, scope=parts.USER, is_user_annotation=True, **given)
 
 
 def eager() -> EventList:
@@ -241,13 +200,13 @@ def eager() -> EventList:
         Event("aten::mm", 10, 20, sequence_nr=5, correlation_id=11),
         Event("cudaLaunchKernel", 12, 14, linked_correlation_id=11, correlation_id=501),
         Event("aten::div", 40, 45, sequence_nr=6, correlation_id=12),
-        Event(profiling.ENGINE + "MmBackward0", 50, 70, sequence_nr=5, fwd_thread_id=1, **back),
+        Event(parts.ENGINE + "MmBackward0", 50, 70, sequence_nr=5, fwd_thread_id=1, **back),
         Event("MmBackward0", 51, 69, sequence_nr=5, fwd_thread_id=1, scope=1, **back),
         Event("aten::mm", 52, 60, correlation_id=13, **back),
         Event("aten::mm", 61, 68, correlation_id=14, **back),
-        Event(profiling.ENGINE + "torch::autograd::AccumulateGrad", 71, 75, scope=0, **back),
+        Event(parts.ENGINE + "torch::autograd::AccumulateGrad", 71, 75, scope=0, **back),
         Event("aten::add_", 72, 74, correlation_id=15, **back),
-        Event(profiling.ENGINE + "LostBackward0", 76, 80, sequence_nr=99, fwd_thread_id=1, **back),
+        Event(parts.ENGINE + "LostBackward0", 76, 80, sequence_nr=99, fwd_thread_id=1, **back),
         Event("aten::mul", 77, 79, correlation_id=16, **back),
         scope("optimizer", 80, 95),
         Event("aten::_fused_adamw_", 82, 90, correlation_id=17),
@@ -279,16 +238,19 @@ def test_kernels_are_linked_to_operators_and_backward_to_forward():
     assert backwards.ms == pytest.approx(found.ms) and backwards.busy_ms == found.busy_ms
 
 
-# ----------------------------------------------------------------------------- the report
+# --- the report ---
 
 
 def test_the_largest_gap_comes_first():
-    parts = work(GPT2, 64, 1, "bfloat16", clip=True)
     found = {"steps": 3, "by": "modules", "of": "kernels", "plain_ms": 120.0, "seen_ms": 130.0,
              "parts": {"linear": 40.0, "head and loss": 35.0, "attention": 12.0, "optimizer": 1.0,
                        "norms and elementwise": 22.0, "embedding": 1.0, "gaps": 9.0},
              "names": {"linear": [["nvjet", 38.0]]}}
-    row = rows.of_profile(found, parts, GPT2, 64, Peak(PEAK, "p"), (H200, "b"), 790)
+    here = {"name": "x", "dtype": "bfloat16", "peak_tflops": PEAK, "bandwidth": H200,
+            "bandwidth_source": "b"}
+    config = BenchConfig(bandwidth_gbs=H200 / 1e9, products_tflops=790)
+    bench: Any = SimpleNamespace(config=config, part={"machine": here}, model=GPT2)
+    row = parts.beside_roofline(bench, found, 64, 1)
     order = [p["part"] for p in row["parts"]]
     assert order[:3] == ["head and loss", "norms and elementwise", "gaps"]
     assert row["ms"] == 120.0 and "data" not in order and "unattributed" not in order
@@ -298,29 +260,19 @@ def test_the_largest_gap_comes_first():
     assert gaps["times"] is None and gaps["over_ms"] == 9.0
     assert row["ceiling"]["ms"] == pytest.approx(58.66, abs=0.01)
     assert row["reachable"]["mfu"] == pytest.approx(0.785, abs=0.001)
+    last = parts.table(row)[1][-2:]
+    assert [line[3] for line in last] == ["58.7", "72.2"] and "96.5%" in last[0][-1]
 
 
 def test_a_profile_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     in_process.use(monkeypatch)
-    argv = ["--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=16",
-            "--vocab_size=64", "--batch_size=2", "--peak_tflops=0.5", "--rounds=1",
-            "--seconds=0.01", "--warm_up_steps=1", "--backends=manual", 
-            "--gradient_accumulation_steps=3",
-            "--profile", "--record=p", f"--records_dir={tmp_path}", "--json",
-            "--bandwidth_gbs=20"]
-    code, out = run(argv)
-    (record,) = tmp_path.glob("*_cpu_p")
-    content = json.loads((record / "record.json").read_text(encoding="utf-8"))
-    found = content["rows"][0]["profile"]
-    assert code == 0
-    assert (found["bandwidth"], found["bandwidth_source"]) == (20e9, "--bandwidth_gbs")
+    code, out = run([*SMALL, "--backends=manual", "--gradient_accumulation_steps=3", "--profile",
+                     "--record=p", f"--records_dir={tmp_path}"])
+    (record,) = tmp_path.glob("*_cpu_p/record.json")
+    found = json.loads(record.read_text(encoding="utf-8"))["rows"][0]["profile"]
+    assert code == 0 and "(largest gap)" in out
     assert sum(p["ms"] for p in found["parts"]) == pytest.approx(found["ms"])
-    least = {p["part"]: p["roofline_ms"] for p in found["parts"]}
-    parts = work(GPTConfig(16, 64, 1, 2, 32, bias=False), 2, 1, "float32", clip=True)
-    for part, w in parts.items():
-        if part in least:
-            assert least[part] == pytest.approx(max(w.flops / 0.5e9, w.bytes / 20e6))
-    over = [p["over_ms"] for p in found["parts"]]
-    assert over == sorted(over, reverse=True) and "unattributed" not in least
-    page = (record / "README.md").read_text(encoding="utf-8")
-    assert all("(largest gap)" in text for text in (out, page))
+    works = work(MODEL, 4, 1, "float32", clip=True)
+    for p in found["parts"]:
+        w = works[p["part"]]
+        assert p["roofline_ms"] == pytest.approx(max(w.flops / 0.5e9, w.bytes / 8e6))

@@ -334,7 +334,7 @@ def test_the_bench_measures_it_by_its_path(tmp_path: Path) -> None:
     """Each worker process loads the file."""
     path = kernel(tmp_path)
     for word in (f"--backends=manual,{path}", f"--backends={path}", f"--attention_backend={path}"):
-        found, _ = names(load_config(["bench/cpu.py", word]).settings, "cpu")
+        found, _ = names(load_config(["config/bench_cpu.py", word]).settings, "cpu")
         assert found == ["manual", path][-1 - ("manual" in word) :]
     with pytest.raises(UserError, match="no such file"):
-        names(load_config(["bench/cpu.py", "--backends=none.py"]).settings, "cpu")
+        names(load_config(["config/bench_cpu.py", "--backends=none.py"]).settings, "cpu")

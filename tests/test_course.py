@@ -142,7 +142,8 @@ def test_a_command_of_the_pages_runs(line, capsys, monkeypatch, tmp_path) -> Non
     elif words[:2] == ["python", "explain.py"]:
         settings.read(ExplainConfig, words[2:])
     elif words[:2] == ["python", "bench_mfu.py"]:
-        load_config(words[3:] if words[2:] and words[2] in bench_mfu.MODES else words[2:])
+        mode = words[2] if words[2:] and words[2] in bench_mfu.MODES else None
+        load_config(words[3:] if mode else words[2:], mode)
     elif words[:3] == ["python", "-m", "pytest"]:
         file, _, test = words[3].partition("::")
         assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8")

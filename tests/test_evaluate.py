@@ -1,4 +1,4 @@
-"""Bits per byte, the tasks of bench/tasks.py, and log-likelihoods with our kernels."""
+"""Bits per byte, the tasks of evaluate/tasks.py, and log-likelihoods with our kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import hf_table
 import pytest
 import torch
 from test_train import TEXT, run
@@ -15,11 +16,11 @@ from torch import Tensor
 
 import data
 from attention import Policy, hf
-from bench import harness, hf_table
-from bench.tasks import TasksConfig, main
 from checkpoint.__main__ import main as export
 from core.settings import UserError
 from data.prepare import PrepareConfig, prepare
+from evaluate import harness
+from evaluate.tasks import TasksConfig, main
 
 # --- bits per byte ---
 

@@ -1,6 +1,6 @@
 """Models of transformers with our kernels, compared with their own eager attention.
 
-The harness is bench/hf_table.py, which also writes the table of docs/HF.md. With
+The harness is tests/hf_table.py, which also writes the table of docs/HF.md. With
 NANOATTN_OLD_TRANSFORMERS=FOLDER (pip install --target FOLDER) all but the slow tests run again with
 the transformers in that folder.
 """
@@ -15,16 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hf_table
 import pytest
 import torch
+from hf_table import CASES, MODELS, build, cell, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from attention import BackendUnavailable, Policy, Spec, hf, visible
 from attention.hf.mask import Mask, Proof, prove
-from bench import hf_table
-from bench.hf_table import CASES, MODELS, build, cell, run
 
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("triton", reason="package 'triton' is not installed")

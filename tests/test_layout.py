@@ -16,7 +16,7 @@ BELOW: dict[str, set[str]] = {  # the rooms that each may import
     "inference": {"attention", "core", "data", "model"},
     "checkpoint": {"attention", "core", "data", "model"},
 }
-TOP = {*COMMANDS, "bench", "viewer", "course"}
+TOP = {*COMMANDS, "bench", "evaluate", "viewer", "course"}
 KERNELS = ("manual", "tiled", "sdpa", "sdpa_bmm", "flex", "triton_flash", "flash", "paged")
 # A backend has about 150 lines. flash.py holds three packages, flex.py its compilation, and
 # tiled.py the backward pass written out; sdpa.py is five backends.
@@ -100,4 +100,5 @@ def test_no_file_is_past_its_budget() -> None:
     for path in sources():
         name, lines = path.relative_to(ROOT).as_posix(), path.read_text("utf-8").count("\n")
         if "kernels" not in name:
-            assert lines <= BUDGETS.get(name, 450), f"{name} has {lines} lines"
+            usual = 350 if name.startswith("bench") else 450
+            assert lines <= BUDGETS.get(name, usual), f"{name} has {lines} lines"

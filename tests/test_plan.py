@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import re
@@ -18,6 +17,7 @@ from typing import Any
 
 import processes
 import pytest
+import test_bench
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +28,7 @@ import attention
 import bench_mfu
 from bench.plan import scale
 from bench.plan.scale import Cluster, Job, Plan, Sent
-from core import flops, parallel
+from core import parallel
 from core.distributed import DistInfo
 from core.flops import Peak
 from core.optimizer import build_optimizer
@@ -39,7 +39,6 @@ from model import GPT, GPTConfig
 
 # Nothing is a multiple of 2, 3 or 4.
 UNEVEN = GPTConfig(17, 101, 3, 3, 30, 1, bias=True, attention_backend="sdpa_flash")
-PLAIN = GPTConfig(64, 97, 2, 3, 48, bias=False, attention_backend="sdpa_flash")
 
 
 def cluster(dtype: str = "float32", **rates: Any) -> Cluster:
@@ -70,25 +69,7 @@ def tokens(model: GPTConfig, batch: int) -> Tensor:
     return torch.randint(model.vocab_size, (batch, model.block_size))
 
 
-# ----------------------------------------------------------------------------- what is held
-
-LLAMA: dict[str, Any] = {"position": "rope", "norm": "rms", "mlp": "swiglu", "qk_norm": True}
-MODELS = [UNEVEN, PLAIN, GPTConfig(8, 50, 1, 4, 32, 2, bias=True),
-          GPTConfig(8, 50, 1, 4, 32, 2, bias="qkv", tied=False, **LLAMA)]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_the_shapes_are_those_of_the_model(model: GPTConfig) -> None:
-    real, blocks, root = GPT(model), Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-    for name, p in real.named_parameters():
-        shape = len(p), p.numel() // len(p)
-        (blocks if ".h." in name else root)[shape] += 1
-    once = Counter(scale.block_shapes(model))
-    assert blocks == Counter({shape: n * model.n_layer for shape, n in once.items()})
-    assert root == Counter(scale.root_shapes(model))
-    assert scale.parameters(model) == real.get_num_params(non_embedding=False)
-    assert flops.n_params(model) == real.get_num_params()
-
+# --- what is held ---
 
 class Live(TorchDispatchMode):
     """The most bytes that the storages of all tensors seen held at one time."""
@@ -116,22 +97,14 @@ class Live(TorchDispatchMode):
         return out
 
 
-def stepped(
-    module: Any, model: GPT, dtype: str, batch: int, micro: int, added: list[int] | None = None
-) -> tuple[int, Any]:
-    """The most bytes of the second of two steps, and the optimizer.
-
-    Args:
-        added: of FSDP: gets the numbers of the gradients that are whole after a micro-batch.
-    """
+def stepped(module: Any, model: GPT, dtype: str, batch: int, micro: int) -> tuple[int, Any]:
+    """The most bytes of the second of two steps, and the optimizer."""
     how: Any = SimpleNamespace(learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
     optimizer = build_optimizer(model, how, torch.device("cpu"))
     with autocast(dtype):
         model.plan(batch)
     for _ in range(2):  # the first makes the moments
         optimizer.zero_grad(set_to_none=True)
-        if added:
-            added.clear()
         with Live() as live:
             live.add(
                 [list(model.parameters()), [list(s.values()) for s in optimizer.state.values()]]
@@ -143,21 +116,8 @@ def stepped(
                         loss = module(x, x)[1]
                     loss.backward()
                     del loss
-                if added is not None and i < micro - 1:
-                    added.append(unreduced(model))
             optimizer.step()
     return live.peak, optimizer
-
-
-def unreduced(model: GPT) -> int:
-    """Numbers of the float32 gradients that FSDP2 keeps whole, for the micro-batches to come."""
-    modules = [model, *model.transformer.h]
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in modules]  # type: ignore[operator]
-    kept = [p.unsharded_accumulated_grad for g in groups for p in g.fsdp_params]
-    kept += [p._unsharded_param.grad for g in groups for p in g.fsdp_params]
-    whole = [t for t in kept if t is not None]
-    assert all(t.dtype == torch.float32 for t in whole)
-    return sum(t.numel() for t in whole)
 
 
 DEEP = GPTConfig(128, 128, 8, 4, 64, bias=False, attention_backend="sdpa_flash")
@@ -178,7 +138,7 @@ def test_the_sum_is_a_little_more_than_the_most_that_is_held(
     assert (0.65 if checkpointing or dtype == "bfloat16" else 0.85) * want < got <= want
 
 
-# ----------------------------------------------------------------------------- what is sent
+# --- what is sent ---
 
 GATHER, SCATTER = (
     ("all_gather_single", "reduce_scatter_single")
@@ -228,15 +188,13 @@ def fsdp_step(rank: int, n: int, model: GPTConfig, size: int, dtype: str, micro:
     real = made(model, checkpointing)
     setup = Setup.of(torch.device("cpu"), dtype)
     parallel.shard(real, group_of(rank, n), setup, size)
-    added: list[int] = []  # numbers of the gradients that wait for the last micro-batch
     with counted(calls):
-        peak, optimizer = stepped(real, real, dtype, 2, micro, added)
+        peak, optimizer = stepped(real, real, dtype, 2, micro)
     params = list(real.parameters())
     return {
         "weights": storages(params),
         "gradients": storages(p.grad for p in params),
         "AdamW": sum(storages(s[m] for s in optimizer.state.values()) for m in MOMENTS),
-        "added": added,
         "peak": peak,
         "calls": calls[len(calls) // 2 :],  # of the second step
     }
@@ -265,7 +223,6 @@ def test_what_fsdp_holds_and_sends(
         whole = 4 * total * (of == "gradients" and micro > 1)
         # A moment has no filling: whoever has most of each parameter has as much as planned.
         assert want.memory[of] - whole == largest, of
-    assert all(process["added"] == [total] * (micro - 1) for process in got)
     for process in got:
         assert 0.6 * want.held < process["peak"] <= want.held
         sent, calls = Counter[str](), Counter[str]()
@@ -277,36 +234,6 @@ def test_what_fsdp_holds_and_sends(
             planned_[kind] += round(times * (each.nvlink + each.network))
             often[kind] += times * (each != Sent())
         assert sent == +planned_ and calls == +often
-
-
-def ddp_step(rank: int, n: int, model: GPTConfig) -> tuple[list[int], int]:
-    """The bytes of each bucket that a process reduces in a step, and of its gradients."""
-    real, sent = made(model), list[int]()
-    module = parallel.replicate(real, group_of(rank, n))
-
-    def hook(state, bucket):  # DDP reads annotations, and strings are none
-        sent.append(bucket.buffer().numel() * bucket.buffer().element_size())
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda f: f.value()[0])
-
-    module.register_comm_hook(None, hook)
-    x = tokens(model, 2)
-    for last in (False, True):
-        with contextlib.nullcontext() if last else parallel.no_sync(module):
-            module(x, x)[1].backward()
-    grads = {p.grad.untyped_storage()._cdata: p.grad.untyped_storage() for p in real.parameters()}
-    return sent, sum(s.nbytes() for s in grads.values())
-
-
-@pytest.mark.slow
-def test_what_ddp_holds_and_sends() -> None:
-    want = plan(UNEVEN, "ddp", 2, sequences=8)
-    ((kind, buckets, each),) = want.sent()
-    assert want.micro == 2 and kind == "all-reduce"
-    for sent, held in processes.run(ddp_step, 2, UNEVEN):
-        assert len(sent) == buckets  # once a step
-        assert sum(sent) * 2 * (2 - 1) / 2 == buckets * (each.nvlink + each.network)
-        assert held == want.memory["gradients"]
 
 
 def ring_step(rank: int, n: int, model: GPTConfig, dtype: str, checkpointing: bool) -> Any:
@@ -362,16 +289,15 @@ def test_what_a_ring_holds_and_sends(n: int, dtype: str, checkpointing: bool) ->
 def test_gpt2_against_the_formulas_of_the_page(dtype: str, r: int, checkpointing: bool) -> None:
     """What a rank of 16 in 2 servers holds and sends, by the symbols of docs/PLAN.md."""
     argv = [*ARGV, "--gpus=16", "--context_parallels=1,4", "--batch_size=12", "--n_kv_head=4",
-            "--gradient_accumulation_steps=40", f"--dtype={dtype}", "--json",
+            "--gradient_accumulation_steps=40", f"--dtype={dtype}",
             *["--gradient_checkpointing"] * checkpointing]
     if r == 2:
         argv.append("--residual_dtype=autocast")
-    _, out = run(*argv)
-    rows = [row for row in json.loads(out.splitlines()[-1])["rows"] if "memory" in row]
+    made = [row for row in rows(*argv) if "memory" in row]
     refused = dtype == "float16"  # FSDP has no loss scaling
     ways = ["ddp"] if refused else ["ddp", "fsdp", "hybrid"]
-    assert [(w["parallel"], w["context_parallel"]) for w in rows] == list(product(ways, (1, 4)))
-    for row in rows:
+    assert [(w["parallel"], w["context_parallel"]) for w in made] == list(product(ways, (1, 4)))
+    for row in made:
         formulas(row, dtype, r, checkpointing)
 
 
@@ -441,14 +367,15 @@ def formulas(row: dict[str, Any], dtype: str, r: int, checkpointing: bool) -> No
     assert row["tokens_per_s"] == pytest.approx(480e3 * T / row["ms"])
 
 
-# ----------------------------------------------------------------------------- the command
+# --- the command ---
 
 
 def run(*argv: str) -> tuple[int, str]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        code = bench_mfu.main(["plan", *argv])
-    return code, out.getvalue()
+    return test_bench.run(["plan", *argv])
+
+
+def rows(*argv: str) -> list[dict[str, Any]]:
+    return json.loads(run(*argv, "--json")[1].splitlines()[-1])["rows"]
 
 
 ARGV = ("--gpu=NVIDIA H200", "--config=config/train_gpt2.py", "--vocab_size=50304")
@@ -473,25 +400,14 @@ def test_every_table_says_that_it_is_planned() -> None:
 def test_what_does_not_fit_is_told_with_the_amount() -> None:
     _, out = run(*ARGV, "--gpus=8", "--context_parallels=1", "--memory_gb=9", "--json")
     ddp, fsdp = json.loads(out.splitlines()[-1])["rows"]
-    assert (
-        -ddp["left_bytes"] == pytest.approx(ddp["memory_bytes"] - 0.95 * 9e9)
-        and fsdp["left_bytes"] > 0
-    )
+    assert -ddp["left_bytes"] == pytest.approx(ddp["memory_bytes"] - 0.95 * 9e9)
+    assert fsdp["left_bytes"] > 0
     assert f"over by {-ddp['left_bytes'] / 1e9:.3g} |" in out and "does not fit" in out
 
 
-def test_given_rates_count() -> None:
-    base = (*ARGV, "--gpus=64", "--context_parallels=1", "--json")
-    given = ("--nvlink_gbs=100", "--network_gbs=10", "--gpus_per_node=4", "--products_tflops=700")
-    slow, fast = (json.loads(run(*argv)[1].splitlines()[-1])["rows"]
-                  for argv in ((*base, *given), base))
-    assert [row["shard_size"] for row in slow] == [1, 64, 4]
-    assert all(a["ms"] > b["ms"] for a, b in zip(slow, fast, strict=True))
-
-
 def test_one_gpu_beside_several_leaves_the_links_of_the_several() -> None:
-    out = run(*ARGV, "--gpus=1,8,16", "--context_parallels=1", "--json")[1].splitlines()
-    sent = {(r["gpus"], r["parallel"]): r["communication_ms"] for r in json.loads(out[-1])["rows"]}
+    made = rows(*ARGV, "--gpus=1,8,16", "--context_parallels=1")
+    sent = {(r["gpus"], r["parallel"]): r["communication_ms"] for r in made}
     assert sent[1, "ddp"] == 0
     # A ring of 8: 7/8 of the gradients, twice; 14 hops of 1.9 us for each of the 5 buckets.
     numbers = 124_373_760  # GPT-2's, without biases
@@ -499,25 +415,21 @@ def test_one_gpu_beside_several_leaves_the_links_of_the_several() -> None:
 
 
 def test_a_step_of_gpt2_on_one_gpu_is_its_roofline() -> None:
-    one = (*ARGV, "--gpus=1", "--batch_size=64", "--gradient_accumulation_steps=1", "--json")
+    one = (*ARGV, "--gpus=1", "--batch_size=64", "--gradient_accumulation_steps=1")
     for more, ms in (((), 58.66), (("--products_tflops=790",), 72.16)):
-        (row,) = json.loads(run(*one, *more)[1].splitlines()[-1])["rows"]
+        (row,) = rows(*one, *more)
         assert row["ms"] == pytest.approx(ms, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    "argv, named",
-    [
-        ([], "--gpu"),
-        (["--gpu=NVIDIA H20O"], "NVIDIA H200"),  # the name that is near
-        (["--gpu=RTX 409"], "NVIDIA GeForce RTX 4090"),
-        (["--gpu=Tesla T4", "--dtype=bfloat16"], "bfloat16 rates"),
-        (["--gpu=NVIDIA H200", "--gpus=12"], "--gpus=12"),
-        (["--gpu=NVIDIA H200", "--context_parallels=3"], "--context_parallels"),
-        (["--gpu=NVIDIA L40S"], "--memory_gb"),
-        (["--gpu=NVIDIA H200", "--record=x"], "--record"),
-    ],
-)
+@pytest.mark.parametrize("argv, named", [
+    ([], "--gpu"),
+    (["--gpu=RTX 409"], "NVIDIA GeForce RTX 4090"),  # the name that is near
+    (["--gpu=Tesla T4", "--dtype=bfloat16"], "bfloat16 rates"),
+    (["--gpu=NVIDIA H200", "--gpus=12"], "--gpus=12"),
+    (["--gpu=NVIDIA H200", "--context_parallels=3"], "--context_parallels"),
+    (["--gpu=NVIDIA L40S"], "--memory_gb"),
+    (["--gpu=NVIDIA H200", "--record=x"], "--record"),
+])
 def test_a_mistake_is_named(argv: list[str], named: str) -> None:
     with pytest.raises(UserError, match=named):
         run(*argv)

@@ -1,42 +1,23 @@
-"""bench_mfu.py qualify: its stages, its time limit, and a rehearsal for a GPU that is not here.
-
-The rehearsal takes every decision that an H200 would bring about; the workers' answers are computed
-on the CPU.
-"""
+"""bench_mfu.py qualify: its stages and its time limit. On a made-up GPU: test_rehearsal.py."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import in_process
 import pytest
-import torch
-from test_bench import SMALL
+from test_bench import SMALL, run
 
-import attention
-import bench_mfu
 from attention.check import matrix
-from attention.machine.gpus import describe
-from bench import config as config_
-from bench import qualify, records
-from bench.bench import Bench
+from bench import qualify, record
+from bench.rounds import Run
 from bench.verify import verify
-from core.settings import UserError
 
-TINY = [*SMALL, "--seconds=0.02", "--rounds=2", "--new_tokens=4", "--prompts=8", "--timeout=60"]
-
-
-def run(*argv: str) -> tuple[int, str, str]:
-    """The exit code, what was printed, what was told meanwhile."""
-    out, told = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(told):
-        code = bench_mfu.main(["qualify", *argv])
-    return code, out.getvalue(), told.getvalue()
+TINY = ["qualify", *SMALL, "--seconds=0.02", "--new_tokens=4", "--prompts=8", "--timeout=60"]
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -52,24 +33,21 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "in_order", lambda: few)
     small = [{**p, "T": p["T"] // 32} for p in qualify.grid(False)[:3]]
     monkeypatch.setattr(qualify, "grid", lambda cuda: small)
-    options = {"batch_size": 4, "steps": 10}
-    stage = qualify.STAGE["converge"]._replace(options=options)
-    monkeypatch.setitem(qualify.STAGE, "converge", stage)
-
-
-# --- a real run, made small ---
+    options = {"batch_size": 4, "steps": 10, "rival": ()}
+    stage = replace(qualify.STAGES["converge"], options=options)
+    monkeypatch.setitem(qualify.STAGES, "converge", stage)
 
 
 @pytest.mark.slow
 def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> None:
-    code, out, _ = run(*TINY, "--backends=sdpa,manual", f"--records_dir={tmp_path}")
+    code, out = run([*TINY, "--backends=sdpa,manual", f"--records_dir={tmp_path}"])
     made = read(tmp_path)
     assert code == 0 and made["complete"], out
     assert [(s["name"], s["status"]) for s in made["stages"]] == [
         (name, "done") for name in qualify.STAGES]
     (folder,) = tmp_path.iterdir()
-    assert verify(made, folder) == []
-    assert {p["mode"] for p in records.parts(made)} == {"kernel", "train", "decode", "converge"}
+    assert verify(made) == []
+    assert {p["mode"] for p in record.sections_of(made)} == set(record.MODES)
     page = (folder / "README.md").read_text(encoding="utf-8")
     for title in ("## Proof", "## Training steps", "## Generation", "\n| sdpa ", "## Final losses"):
         assert title in page
@@ -78,15 +56,15 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
 def test_the_minutes_end_it(tmp_path, quick, monkeypatch) -> None:
     """The clock jumps past the limit while the kernels are timed."""
     real, passed = time.monotonic, [0.0]
-    inside = qualify.STAGE["kernels"].run
+    stage = qualify.STAGES["kernels"]
 
-    def late(bench: Bench, box: float) -> Any:
+    def late(run: Run) -> Any:
         passed[0] = 600.0
-        return inside(bench, box)
+        return stage.measure(run)
 
     monkeypatch.setattr(time, "monotonic", lambda: real() + passed[0])
-    monkeypatch.setitem(qualify.STAGE, "kernels", qualify.STAGE["kernels"]._replace(run=late))
-    _, out, _ = run(*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--minutes=9")
+    monkeypatch.setitem(qualify.STAGES, "kernels", replace(stage, measure=late))
+    _, out = run([*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--minutes=9"])
     made = read(tmp_path)
     assert not made["complete"] and out.startswith("INCOMPLETE")
     assert [s["name"] for s in made["stages"]] == list(qualify.STAGES)
@@ -94,108 +72,17 @@ def test_the_minutes_end_it(tmp_path, quick, monkeypatch) -> None:
 
 
 def test_a_signal_ends_it_and_leaves_what_there_is(tmp_path, quick, monkeypatch) -> None:
-    inside = qualify.STAGE["proof"].run
+    stage = qualify.STAGES["proof"]
 
-    def stopped(bench: Bench, box: float) -> Any:
-        assert bench.stop.signals
-        found = inside(bench, box)
-        bench.stop.signals.signal = 15
-        bench.stop.check()
-        return found
+    def stopped(run: Run) -> Any:
+        assert run.stop.signals
+        stage.measure(run)
+        run.stop.signals.signal = 15
+        run.stop.check()
 
-    monkeypatch.setitem(qualify.STAGE, "proof", qualify.STAGE["proof"]._replace(run=stopped))
-    code, out, _ = run(*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--stages=2,4,5")
+    monkeypatch.setitem(qualify.STAGES, "proof", replace(stage, measure=stopped))
+    code, out = run([*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--stages=2,4,5"])
     assert code == 143 and out.startswith("INCOMPLETE")
     stages = read(tmp_path)["stages"]
     assert [s["status"] for s in stages] == ["skipped"] * 3
     assert all("SIGTERM" in s["why"] for s in stages)
-
-
-def test_knobs_of_qualify_are_no_other_modes() -> None:
-    with pytest.raises(UserError, match="qualify"):
-        bench_mfu.main(["train", "--stages=1"])
-    with pytest.raises(UserError, match="--stages"):
-        bench_mfu.main(["qualify", "--stages=7"])
-
-
-# --- the rehearsal ---
-
-H200 = describe("NVIDIA H200", torch=torch.__version__, packages=["triton"])
-SHOWN = {"triton": "flash (our Triton)", "sdpa_cudnn": "cudnn", "sdpa_flash": "flash",
-         "sdpa_efficient": "efficient", "sdpa_math": "math", "sdpa": "cudnn"}
-ON_DEVICE = {"triton": "forward_kernel", "sdpa_cudnn": "cudnn_generated_sdpa", "flex": "flex_attn",
-             "sdpa_flash": "flash_fwd_kernel", "sdpa": "cudnn_generated_sdpa",
-             "sdpa_efficient": "fmha_cutlassF"}
-
-
-class OnH200(in_process.InProcess):
-    """Answers as a worker on an H200: computed on the CPU, by sdpa where only CUDA has a kernel."""
-
-    def begin(self, job: Any) -> in_process.InProcess:
-        self.job = job
-        here = attention.Machine.here("cpu")
-        name = job["name"]
-        spec = attention.Spec(2, 2, 16, "bfloat16")
-        known = name in attention.BACKENDS and not attention.BACKENDS[name].why_not(spec, here)
-        mine = name if known else "sdpa"
-        train = {**job["train"], "attention_backend": mine, "compile": False, "peak_tflops": 1.0}
-        told = {**job, "device": "cpu", "train": train, "bandwidth_gbs": 8.0}
-        super().begin(told if job["baseline"] or not name else {**told, "name": mine})
-        if job["job"] == "machine":
-            tflops, source = attention.machine.gpus.datasheet_tflops("NVIDIA H200", "bfloat16")
-            self.about |= {"kind": "cuda", "name": "NVIDIA H200", "about": "NVIDIA H200",
-                           "capability": [9, 0], "driver": "580.1", "free_memory": 140e9,
-                           "peak_tflops": tflops, "peak_source": source,
-                           "products_tflops": 0.7 * tflops}
-        return self
-
-    def ask(self, request: Any) -> dict[str, Any]:
-        if "specs" in request:
-            specs = [attention.Spec(**{"dtype": "bfloat16", **s}) for s in request["specs"]]
-            told = {n: [attention.BACKENDS[n].why_not(s, H200) for s in specs]
-                    for n in request["names"]}
-            return {"refused": {n: why[0] for n, why in told.items() if all(why)}}
-        if "backend" in request:
-            request = {**request, "backend": "sdpa"}
-        answer = super().ask(request)
-        name = self.job["name"]
-        if name and "kernels" in answer:
-            answer["kernels"] = [SHOWN[name]] if name in SHOWN else []
-            answer["device_kernels"] = [ON_DEVICE[name]] if name in ON_DEVICE else []
-        if "machine" in answer:
-            answer["machine"] = f"NVIDIA H200, run {self.job['run']}"
-        return answer
-
-
-@pytest.fixture
-def on_h200(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
-    in_process.use(monkeypatch, OnH200)
-    for module in (bench_mfu, config_):
-        monkeypatch.setattr(module, "pick_device", lambda wanted: torch.device("cuda"))
-    monkeypatch.setattr(qualify, "busy", lambda device: ["GPU 0 was in use before we began"])
-
-
-@pytest.mark.slow
-def test_a_rehearsal_for_cuda(tmp_path, on_h200) -> None:
-    """Everything but the answers is what an H200 gets."""
-    words = [w for w in TINY if not w.startswith(("--device", "--peak_tflops", "--bandwidth"))]
-    words.append("--dtype=bfloat16")
-    asked = "manual,tiled,sdpa,sdpa_flash,sdpa_efficient,sdpa_cudnn,sdpa_math,triton"
-    words += [f"--backends={asked}", f"--records_dir={tmp_path}"]  # flex would compile, on the CPU
-    code, out, told = run(*words, "--minutes=25")
-    (folder,) = tmp_path.iterdir()
-    made = read(tmp_path)
-    assert folder.name.endswith("_h200_qualify")
-    statuses = {s["name"]: (s["status"], s["why"]) for s in made["stages"]}
-    assert statuses == {name: ("done", "") for name in qualify.STAGES}, told
-    assert code == 0 and verify(made, folder) == []
-    trained = {r["backend"] for r in qualify.ok_rows(made, "training")}
-    assert len(trained) == 4
-    assert not trained & {"manual", "tiled", "sdpa_math"}  # no minutes of compiling for these
-    paths = {r["backend"] for r in qualify.ok_rows(made, "converge")}
-    assert paths == {"plain", "bfloat16"}
-    assert {r["point"]["new_tokens"] for r in qualify.ok_rows(made, "decode")} == {4}
-    assert "Suspicious: GPU 0 was in use before we began." in out
-
-
-# --- what fits ---

@@ -11,6 +11,7 @@ from typing import Any
 
 import in_process
 import pytest
+import support_tables
 import test_bench
 import test_train
 
@@ -21,13 +22,12 @@ from attention.__main__ import main as explained
 from attention.__main__ import parser
 from attention.check import command as check
 from attention.select import PREFERENCE
-from bench import support
 from bench.config import load_config
-from bench.tasks import TasksConfig
 from checkpoint.__main__ import ExportConfig
 from core.settings import read
 from course.exercises import COUNT
 from data.prepare import DATASETS, PrepareConfig
+from evaluate.tasks import TasksConfig
 from explain import ExplainConfig
 from sample import SampleConfig
 from train import IGNORED, TrainConfig
@@ -84,26 +84,23 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
     elif rest[:2] == ["-m", "attention"]:
         parser().parse_args(rest[2:])
     elif rest[0] == "bench_mfu.py":
-        words = rest[1:]
-        load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
+        mode = rest[1] if rest[1:] and rest[1] in bench_mfu.MODES else None
+        load_config(rest[2:] if mode else rest[1:], mode)
     elif rest[:3] == ["-m", "checkpoint", "export"]:
         read(ExportConfig, rest[2:], positional="command")
-    elif rest[:2] == ["-m", "bench.tasks"]:
+    elif rest[:2] == ["-m", "evaluate.tasks"]:
         read(TasksConfig, rest[2:], positional="folder")
     elif rest[:2] == ["-m", "course.exercises"]:
         assert rest[2] in map(str, range(1, COUNT + 1))
     else:
-        module = rest[:2] in (
-            ["-m", "pytest"], ["-m", "bench.support"], ["-m", "bench.board"],
-            ["-m", "bench.harness"],
-        )
+        module = rest[:2] in (["-m", "pytest"], ["-m", "bench.board"], ["-m", "evaluate.harness"])
         assert module or (ROOT / rest[0]).is_file(), f"unknown: {line}"
 
 
 def test_the_support_tables_are_those_that_caps_give() -> None:
-    """python -m bench.support writes them."""
-    assert support.overview() in README
-    assert support.table() in (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8")
+    """python tests/support_tables.py writes them."""
+    assert support_tables.overview() in README
+    assert support_tables.table() in (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8")
 
 
 def test_auto_is_shown_in_its_order() -> None:

@@ -135,23 +135,48 @@ def warmed_up(call: Callable[[], None], device: torch.device) -> float:
     return min(samples)
 
 
-def time_call(call: Callable[[], None], device: torch.device, n: int = 1) -> float:
+Stamp = float | torch.cuda.Event  # seconds, or an event
+
+
+class Clock:
+    """Time stamps that need no synchronization, and the milliseconds between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.apart = device.type != "mps"  # stamps within a step are meaningful
+
+    def stamp(self) -> Stamp:
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):  # events belong to the current device
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+            return event
+        return perf_counter()
+
+    def start(self) -> Stamp:
+        synchronize(self.device)
+        return self.stamp()
+
+    def stop(self) -> Stamp:
+        """Stamp the end of all work; earlier stamps can be read after it."""
+        stamp = self.stamp()
+        synchronize(self.device)
+        return stamp if self.device.type == "cuda" else self.stamp()
+
+    def ms(self, a: Stamp, b: Stamp) -> float:
+        if isinstance(a, float) or isinstance(b, float):
+            assert isinstance(a, float) and isinstance(b, float)
+            return (b - a) * 1e3
+        return float(a.elapsed_time(b))
+
+
+def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> float:
     """Seconds of one call, the mean of n in a row; on CUDA by the device's clock."""
-    synchronize(device)
-    if device.type == "cuda":
-        with torch.cuda.device(device):  # events belong to the current device
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(n):
-                call()
-            end.record()
-            synchronize(device)
-        return start.elapsed_time(end) / 1e3 / n
-    began = perf_counter()
+    clock = Clock(device)
+    start = clock.start()
     for _ in range(n):
         call()
-    synchronize(device)
-    return (perf_counter() - began) / n
+    return clock.ms(start, clock.stop()) / 1e3 / n
 
 
 # --- one attention call ---

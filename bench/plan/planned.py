@@ -99,6 +99,7 @@ def run(config: BenchConfig) -> int:
     vocab_size, source = vocabulary(config)
     model = train.model(vocab_size)
     residual = 2 if train.residual_dtype == "autocast" and at.dtype != "float32" else 4
+    assert config.batch_size != "auto"
     sequences = config.batch_size * train.gradient_accumulation_steps
     checkpointing, clip = train.gradient_checkpointing, bool(train.grad_clip)
     job = Job(model, sequences, config.batch_size, checkpointing, clip, residual)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from bench import roofline
+from bench import parts
 from core import flops
 from core.flops import Peak
 from core.loss import chunk_rows
@@ -267,10 +267,10 @@ class Plan:
         each)."""
         job, at, L = self.job, self.at, self.job.model.n_layer
         sizes = job.model, self.sequences / self.context
-        parts = roofline.work(*sizes, self.micro, at.dtype, job.clip)
-        ms = {name: w.ms(at.products, at.bandwidth) for name, w in parts.items()}
+        works = parts.work(*sizes, self.micro, at.dtype, job.clip)
+        ms = {name: w.ms(at.products, at.bandwidth) for name, w in works.items()}
         # A rank updates only its shard.
-        update = roofline.work(*sizes, 1, at.dtype, job.clip)["optimizer"].ms(1, at.bandwidth)
+        update = parts.work(*sizes, 1, at.dtype, job.clip)["optimizer"].ms(1, at.bandwidth)
         ms["optimizer"] -= update * (1 - self.kept / parameters(job.model))
         # Forward: 1 of 3 matmuls, 2 of attention's 7, half of the norms' bytes.
         linear, scores, norms = (

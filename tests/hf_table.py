@@ -1,6 +1,6 @@
 """Tiny models of `transformers` with each kernel, compared with their eager attention in float64.
 
-    python -m bench.hf_table      runs them all and writes the table of docs/HF.md
+    python tests/hf_table.py      runs them all and writes the table of docs/HF.md
 
 The models have random weights, large enough that windows, softcaps and sinks matter.
 """
@@ -8,13 +8,13 @@ The models have random weights, large enough that windows, softcaps and sinks ma
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bench import Json
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: these are many tiny tensors
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton
 
@@ -25,6 +25,7 @@ from attention import BackendUnavailable, Machine, Policy, hf
 from attention import get as get_backend
 from attention.probing import allowed_error
 
+Json = dict[str, Any]
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "HF.md"
 BACKENDS = ("manual", "tiled", "sdpa", "triton")
 CACHED = ("dynamic cache", "static cache")
@@ -202,7 +203,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-MARKS = ("<!-- table: python -m bench.hf_table -->\n", "<!-- end -->\n")
+MARKS = ("<!-- table: python tests/hf_table.py -->\n", "<!-- end -->\n")
 
 
 def main() -> None:

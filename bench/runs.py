@@ -1,9 +1,9 @@
-"""Training speed and memory of train.py and of nanoGPT's train.py on the CPU, interleaved.
+"""The mode runs: whole runs of train.py and of nanoGPT's train.py on the CPU, interleaved.
 
     git clone https://github.com/karpathy/nanoGPT ../nanoGPT
-    python bench/against_nanogpt.py --nanogpt=../nanoGPT
+    python bench_mfu.py runs --rival=nanogpt=../nanoGPT
 
-Each run is a new process on the same tokens and sizes, A B A B ...
+Each run is a new process on the same tokens and sizes, A B A B ... nanoGPT computes in float32.
 """
 
 from __future__ import annotations
@@ -20,29 +20,16 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
-
-from attention.machine.system import cpu_name  # noqa: E402
-from bench.tables import markdown  # noqa: E402
-from core.settings import UserError, exit_on_user_error, read  # noqa: E402
+from attention.machine.system import cpu_name
+from bench import candidates
+from bench.config import ROOT, BenchConfig
+from bench.tables import markdown
+from core.settings import UserError
 
 Pair = tuple[tuple[float, int], tuple[float, int]]  # (s a step, bytes) of ours, of nanoGPT
 SKIP = 3  # first steps of each run, not counted
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """Compare this project's training loop with nanoGPT's on the CPU."""
-
-    nanogpt: str = "../nanoGPT"  # folder of a nanoGPT checkout
-    rounds: int = 5  # pairs of runs at each size
-    sizes: str = "abc"  # which of the sizes a, b and c
-    compile: bool = False  # torch.compile, on both sides
-    attention_backend: str = "auto"  # this project's
-    dtype: str = "float32"  # this project's: auto, float32 or bfloat16; nanoGPT has float32
 
 
 @dataclass(frozen=True)
@@ -67,13 +54,14 @@ SIZES = {  # and the steps that are counted in a run
 def settings(name: str, config: BenchConfig) -> list[str]:
     """Return the options that both train.py share."""
     size, steps = SIZES[name]
-    both = {**asdict(size), "max_iters": SKIP + steps, "compile": config.compile, "device": "cpu"}
+    both = {**asdict(size), "max_iters": SKIP + steps, "device": "cpu"}
+    both["compile"] = config.train.compile is True
     both |= {"dropout": 0.0, "bias": False, "gradient_accumulation_steps": 1, "warmup_iters": 10}
     both |= {"eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1}
     return [f"--{name}={value}" for name, value in both.items()]
 
 
-def run(command: list[str], cwd: Path) -> tuple[str, int]:
+def ended(command: list[str], cwd: Path) -> tuple[str, int]:
     """Run a command; return its output and its peak resident memory in bytes."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
@@ -95,34 +83,34 @@ def ours(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
     """Return mean seconds per step, and bytes, of this project's loop."""
     command = [sys.executable, str(ROOT / "train.py"), *settings(size, config)]
     command += [f"--data_dir={work / 'data'}", f"--out_dir={work / 'ours'}", "--peak_tflops=1"]
-    command += [f"--attention_backend={config.attention_backend}", f"--dtype={config.dtype}"]
-    _, memory = run(command, work)
+    command.append(f"--attention_backend={config.train.attention_backend}")
+    command.append(f"--dtype={config.train.dtype}")
+    _, memory = ended(command, work)
     with (work / "ours" / "metrics.jsonl").open(encoding="utf-8") as rows:
         times = [r["ms"] / 1e3 for r in map(json.loads, rows) if "ms" in r and r["iter"] > SKIP]
     return statistics.mean(times), memory
 
 
-def theirs(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
+def theirs(size: str, config: BenchConfig, checkout: Path, work: Path) -> tuple[float, int]:
     """Return the same for nanoGPT's loop."""
-    command = [sys.executable, str(Path(config.nanogpt).resolve() / "train.py")]
+    command = [sys.executable, str(checkout / "train.py")]
     command += [*settings(size, config), f"--out_dir={work / 'theirs'}"]
     command += ["--always_save_checkpoint=False"]
-    text, memory = run(command, work)
+    text, memory = ended(command, work)
     times = [float(t) / 1e3 for t in re.findall(r"^iter \d+: loss .*, time ([\d.]+)ms", text, re.M)]
     return statistics.mean(times[SKIP + 1 :]), memory
 
 
-def prepare(config: BenchConfig, work: Path) -> None:
+def prepare(sizes: tuple[str, ...], checkout: Path, work: Path) -> None:
     """Fill a folder for both: datasets with the metadata that each needs."""
-    checkout = Path(config.nanogpt).resolve()
     for name in ("train.py", "model.py", "configurator.py"):
         if not (checkout / name).is_file():
             raise UserError(f"{checkout} is not a nanoGPT checkout ({name} not found)")
     # It reads configurator.py and data/ from the working directory.
     (work / "configurator.py").symlink_to(checkout / "configurator.py")
-    for dataset in {SIZES[s][0].dataset for s in config.sizes}:
+    for dataset in {SIZES[s][0].dataset for s in sizes}:
         folder = work / "data" / dataset
-        run([sys.executable, "-m", "data", dataset, f"--out_dir={folder}"], ROOT)
+        ended([sys.executable, "-m", "data", dataset, f"--out_dir={folder}"], ROOT)
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         if meta["vocab_size"] < 1024:  # for BPE both use 50304
             (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": meta["vocab_size"]}))
@@ -141,28 +129,31 @@ def row(size: Size, pairs: list[Pair]) -> list[str]:
     return [title, other, mine, ratio, *sizes]
 
 
-def main() -> int:
-    config = read(BenchConfig, sys.argv[1:]).settings
-    if not set(config.sizes) <= set(SIZES):
-        raise UserError(f"--sizes must be some of a, b and c, got {config.sizes!r}")
+def run_pairs(config: BenchConfig, checkout: Path) -> dict[str, list[Pair]]:
     results: dict[str, list[Pair]] = {s: [] for s in config.sizes}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        prepare(config, work)
+        prepare(config.sizes, checkout, work)
         for n in range(config.rounds):
             for s, pairs in results.items():
                 print(f"round {n + 1} of {config.rounds}, size {s}", file=sys.stderr)
-                pairs.append((ours(s, config, work), theirs(s, config, work)))
+                pairs.append((ours(s, config, work), theirs(s, config, checkout, work)))
+    return results
+
+
+def run(config: BenchConfig) -> int:
+    """Run both commands and print the table. Returns the exit code."""
+    rivals = candidates.rivals(config.rival)
+    if [*rivals] != ["nanogpt"]:
+        raise UserError("runs needs --rival=nanogpt=PATH, a nanoGPT checkout")
+    checkout = Path(rivals["nanogpt"].partition("=")[2]).parent
+    results = run_pairs(config, checkout)
     print(
         f"{cpu_name() or platform.machine()}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, {config.rounds} rounds, ours in {config.dtype}, "
-        f"{'compiled' if config.compile else 'not compiled'}\n"
+        f"torch {torch.__version__}, {config.rounds} rounds, ours in {config.train.dtype}, "
+        f"{'compiled' if config.train.compile else 'not compiled'}\n"
     )
     head = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nanoGPT GB"]
     lines = [row(SIZES[s][0], pairs) for s, pairs in results.items()]
     print(markdown(([*head, "ours GB"], lines)))
     return 0
-
-
-if __name__ == "__main__":
-    exit_on_user_error(main)

@@ -1,4 +1,4 @@
-"""Small tasks for lm-evaluation-harness: python -m bench.tasks FOLDER [--key=value ...].
+"""Small tasks for lm-evaluation-harness: python -m evaluate.tasks FOLDER [--key=value ...].
 
     copy        k q z f = k q z f
     add         4 7 + 8 5 = 1 3 2
@@ -28,7 +28,7 @@ Question = tuple[str, str]  # context and answer
 
 @dataclass(frozen=True)
 class TasksConfig:
-    """Write tasks for lm-evaluation-harness, and text to train on: python -m bench.tasks FOLDER."""
+    """Write tasks for the harness, and text to train on: python -m evaluate.tasks FOLDER."""
 
     folder: str | None = None  # where to write
     separator: str = " "  # between symbols; empty for one token per character
@@ -93,7 +93,7 @@ def tasks(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
 def main(argv: list[str]) -> int:
     config = read(TasksConfig, argv, positional="folder").settings
     if config.folder is None:
-        raise UserError("usage: python -m bench.tasks FOLDER")
+        raise UserError("usage: python -m evaluate.tasks FOLDER")
     folder, gap, draw = Path(config.folder), config.separator, random.Random(f"text {config.seed}")
     folder.mkdir(parents=True, exist_ok=True)
     text = (gap.join(line(config, draw)) + "\n" for _ in range(config.lines))

@@ -1,9 +1,12 @@
-"""Write the tables of README.md and docs/SUPPORT.md from Caps: python -m bench.support."""
+"""Write the tables of README.md and docs/SUPPORT.md from Caps: python tests/support_tables.py."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script
 
 from attention.caps import Caps, dotted
 from attention.select import BACKENDS

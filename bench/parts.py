@@ -1,4 +1,4 @@
-"""Time of a training step by its parts (bench/roofline.py), from PyTorch's profiler.
+"""Time of a training step by its parts, from PyTorch's profiler, next to their rooflines.
 
 Hooks put a record_function range around each module, and an operator belongs to the innermost
 range. A backward operator is linked to its forward operator by autograd's sequence number. So the
@@ -8,6 +8,30 @@ gradients over micro-batches counts as optimizer. The rest is the row "unattribu
 On CUDA the times are of kernels, and `gaps` is the rest of a step without the profiler, which slows
 down the host but no kernel. On the CPU the times are of operators without their children, and
 `gaps` is Python's own.
+
+The roofline is the larger of the time of the FLOPs at peak rate and the time of the bytes at full
+bandwidth (Williams, Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels. Only a
+step that fits into the caches is faster.
+
+N tokens in a step, L layers, C channels, E = H * D = C, K = Hkv * D, V tokens in the vocabulary, P
+weights; a: bytes of an activation (2 in half precision, 4 in float32); weights, their gradients and
+AdamW's moments are float32. W = C (C + 2 K) + C^2 + 8 C^2: the weights of a layer's matmuls, whose
+inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro-batches in a step.
+
+    part                   FLOPs           bytes
+    linear                 6 N L W         L (3 a N S + m W (2 a + 4))
+    head and loss          6 N V C         3 a N C + m V C (2 a + 4)
+    attention              14 N L C keys   a N L (6 C + 6 K)
+    norms and elementwise  -               8 a N C (2 L + 1)
+    embedding              -               N C (4 + 2 a) + 8 C min(N, V)
+    optimizer              -               28 P, to clip 4 P more, to accumulate 12 P (m - 1) more
+    data, gaps             -               -
+
+- linear, head: one matmul forward and two backward. Logits stay on the chip; GELU, biases fused.
+- attention: QK^T and PV forward; dV, dP, dQ, dK and QK^T again backward, of 2 C FLOPs per visible
+  pair. `keys` is the mean number of keys per query. Exponentials are not counted.
+- norms and elementwise: 2 L + 1 norms with the addition before each.
+- optimizer: AdamW reads weight, gradient and two moments, and writes all but the gradient.
 """
 
 from __future__ import annotations
@@ -17,6 +41,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -25,6 +50,143 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import record_function
 
 from attention.probing import KERNELS
+from bench import Json, tables
+from core import flops
+from model import GPTConfig
+
+if TYPE_CHECKING:
+    from bench.rounds import Run
+
+# --- rooflines ---
+
+ROOFED = ("linear", "head and loss", "attention", "norms and elementwise", "embedding", "optimizer")
+PARTS = (*ROOFED, "data", "gaps", "unattributed")
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs and bytes of a part in a step."""
+
+    flops: float
+    bytes: float
+
+    def ms(self, tflops: float, bandwidth: float) -> float:
+        """Return the roofline in ms; bandwidth in bytes per second."""
+        return 1e3 * max(self.flops / (tflops * 1e12), self.bytes / bandwidth)
+
+    def limit(self, tflops: float, bandwidth: float) -> str:
+        """Return "FLOPs", "bytes", or "-" without work."""
+        if not self.flops and not self.bytes:
+            return "-"
+        return "FLOPs" if self.flops / (tflops * 1e12) > self.bytes / bandwidth else "bytes"
+
+
+def work(
+    config: GPTConfig, sequences: float, micro: int, dtype: str, clip: bool
+) -> dict[str, Work]:
+    """Return the work by part, in a step of `sequences` in `micro` micro-batches.
+
+    With context parallelism `sequences` of a rank is fractional.
+    """
+    T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
+    K, N = config.kv_heads * config.head_dim, sequences * config.block_size
+    a = 4 if dtype == "float32" else 2
+    made = flops.matrices(config)
+    W, S = sum(m * n for m, n, _ in made), sum(m + n for m, n, _ in made)
+    P = flops.n_params(config)
+    P += T * C if config.position == "learned" else 0
+    P += 0 if config.tied else V * C
+    keys = sum(flops.mean_keys(T, w) for w in config.windows) / config.n_layer
+    found = {
+        "linear": Work(6 * N * L * W, L * (3 * a * N * S + micro * W * (2 * a + 4))),
+        "head and loss": Work(6 * N * V * C, 3 * a * N * C + micro * V * C * (2 * a + 4)),
+        "attention": Work(14 * N * L * C * keys, a * N * L * (6 * C + 6 * K)),
+        "norms and elementwise": Work(0, 8 * a * N * C * (2 * L + 1)),
+        "embedding": Work(0, N * C * (4 + 2 * a) + 8 * C * min(N, V)),
+        "optimizer": Work(0, (28 + 4 * clip + 12 * (micro - 1)) * P),
+    }
+    return {part: found.get(part, Work(0, 0)) for part in PARTS}
+
+
+def at_roofline(
+    parts: dict[str, Work],
+    config: GPTConfig,
+    sequences: int,
+    tflops: float,
+    bandwidth: float,
+    peak: float,
+) -> Json:
+    """Return ms, tokens_per_s, mfu and mfu_causal of a step at its roofline.
+
+    `mfu` counts masked keys, so it can exceed 1; then it is None.
+
+    Args:
+        tflops: rate of matmuls.
+        bandwidth: bytes per second.
+        peak: TFLOP/s that the MFU refers to.
+    """
+    ms, T = sum(w.ms(tflops, bandwidth) for w in parts.values()), config.block_size
+    of = flops.Peak(peak, "the roofline's")
+    return {"ms": ms, **flops.Speed(config, T, sequences * T / (ms / 1e3), of).row()}
+
+
+def beside_roofline(run: Run, found: Json, batch: int, micro: int) -> Json:
+    """Add rooflines to a worker's profile of one micro-batch and the update, the largest gap
+    first."""
+    config, m = run.config, run.part["machine"]
+    works = work(run.model, batch, 1, m["dtype"], bool(config.train.grad_clip))
+    known = None if config.bandwidth_gbs else flops.datasheet_bandwidth(m["name"])
+    bandwidth, source = known or (m["bandwidth"], m["bandwidth_source"])
+    products, peak = config.products_tflops or m["products_tflops"], m["peak_tflops"]
+    total = sum(found["parts"].values())
+    lines = []
+    for part, w in works.items():
+        ms, least = found["parts"].get(part, 0.0), w.ms(peak, bandwidth)
+        if ms or least:
+            line = {"part": part, "ms": ms, "share": ms / total, "roofline_ms": least}
+            # Less than its roofline: attributed to another part, or read from a cache.
+            line |= {"times": ms / least if least and ms >= least else None, "over_ms": ms - least}
+            line["limit"] = w.limit(peak, bandwidth)
+            lines.append({**line, "names": found["names"].get(part, [])})
+    lines.sort(key=lambda line: -line["over_ms"])
+    made = {k: v for k, v in found.items() if k != "names"} | {"parts": lines, "ms": total}
+    made |= {"bandwidth": bandwidth, "bandwidth_source": source, "products_tflops": products}
+    for name, rate in (("ceiling", peak), ("reachable", products)):
+        if rate:
+            made[name] = at_roofline(works, run.model, batch, rate, bandwidth, peak)
+    return made | {"micro_batches": micro}
+
+
+def title(backend: str, found: Json) -> str:
+    of = found.get("micro_batches", 1)
+    whole = f"One of {of} micro-batches, and the update," if of > 1 else "A step"
+    return (
+        f"{whole} of {backend} by parts, from {found['by']} ({found['seen_ms']:,.4g} ms under the "
+        f"profiler, {found['plain_ms']:,.4g} without)"
+    )
+
+
+def table(found: Json, of: str = "") -> tables.Cells:
+    """Return the parts of a step and their sum; `of` as in tables.cells()."""
+    head = ["part", "ms", "share", "roofline ms", "times", "over ms", "limit"]
+    number, lines = tables.number, []
+    for i, p in enumerate(found["parts"]):
+        cells = [p["part"], number(p["ms"]), tables.percent(p["share"]), number(p["roofline_ms"])]
+        over = number(p["over_ms"]) + (" (largest gap)" if i == 0 else "")
+        lines.append([*cells, number(p["times"]), over, p["limit"]])
+    sums = [("the step", "ceiling")]
+    if "reachable" in found:
+        sums.append((f"with matmuls at {found['products_tflops']:,.4g} TFLOP/s", "reachable"))
+    for name, rate in sums:
+        least, ms = found[rate]["ms"], found["ms"]
+        times = number(ms / least if ms >= least else None)
+        at_best = f"at best {flops.in_words(found[rate])}"
+        lines.append([name, number(ms), "100.0%", number(least), times, number(ms - least),
+                      at_best])  # fmt: skip
+    return [tables.marked(name, of) for name in head], lines
+
+
+# --- the profile ---
 
 # In the names of attention kernels: flash_fwd_kernel, fmha_cutlassF_bf16,
 # cudnn_generated_fort_native_sdpa, triton_tem_fused_flex_attention,
@@ -42,9 +204,9 @@ def profiler(device: torch.device) -> torch.profiler.profile:
     return torch.profiler.profile(activities=activities)
 
 
-def kernels_of(looking: torch.profiler.profile) -> dict[str, list[str]]:
+def kernels_of(watched: torch.profiler.profile) -> dict[str, list[str]]:
     """Return the attention kernels that ran: short names, operators, device kernels."""
-    ran = looking.key_averages()
+    ran = watched.key_averages()
     named = [e for e in ran if ATTENTION.search(e.key) and not e.key.startswith("autograd::")]
     return {
         "kernels": list(dict.fromkeys(KERNELS[e.key] for e in ran if e.key in KERNELS)),

@@ -1,8 +1,8 @@
-"""Training steps, timed: the jobs "train", "converge" and "reference".
+"""Training steps, timed: the mode train, and the workers of converge.
 
-A step is train.train_step; a baseline has the step of its own loop. Tokens are random, in converge
-the dataset's. Our model computes the gradients of head and loss in the forward pass: compare only
-whole steps with other models.
+A step is train.train_step; a rival has the step of its own loop. Tokens are random, in converge the
+dataset's. Our model computes the gradients of head and loss in the forward pass: compare only whole
+steps with other models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,11 +24,99 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import data
 from attention.machine.system import synchronize
-from bench import Json, candidates, hf, machine
+from attention.machine.timing import Clock, Stamp
+from bench import Json, candidates, hf, machine, parts, tables
 from bench.job import Job
-from bench.profiling import RANGE, Scopes, kernels_of, profiler, read
+from bench.process import Failure
+from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
+from core import flops
 from core.optimizer import learning_rate
 from core.runtime import keep_freed_memory
+
+if TYPE_CHECKING:
+    from bench.rounds import Run
+
+TITLE = "Training steps"
+PROFILED_STEPS = 3
+MOST = 4096  # sequences that --batch_size=auto tries
+# Longest sequences of a backend that is not named: the scores fill the memory (manual, math), or a
+# loop over tiles launches 10,000 kernels (tiled).
+LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
+COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}  # in a compiled step: minutes of compiling
+COLUMNS: list[Column] = [
+    ("batch", lambda r: str(r["batch_size"])),
+    ("tok/s", lambda r: number(r["tokens_per_s"])),
+    ("ms/step", lambda r: number(r["ms"])),
+    *QUARTILES,
+    *PASSES,
+    ("mfu", lambda r: percent(r["mfu"])),
+    ("causal", lambda r: percent(r["mfu_causal"])),
+    MEMORY,
+    ("loss diff", lambda r: error(r.get("loss_difference"))),
+    ("warm-up s", lambda r: f"{r['setup_s'] + r['warm_up_s']:.1f}"),
+    ("compile s", lambda r: f"{r['compile_s']:.1f}" if "compile_s" in r else "-"),
+    ("kernel", tables.kernel_names),
+]
+
+
+def specs(run: Run) -> list[Json]:
+    """Return fields of the Specs; a backend that supports none is not started."""
+    return [{**run.layer, "dropout": run.model.dropout}]
+
+
+def measure(run: Run) -> None:
+    """Training steps of every backend and rival."""
+    config, micro = run.config, run.config.train.gradient_accumulation_steps
+    auto = config.batch_size == "auto"
+    batch = 1 if config.batch_size == "auto" else config.batch_size
+    if not run.part["reference"] and not auto:
+        try:
+            run.part["reference"] = run.ask_once("reference", batch * micro)
+        except Failure as e:
+            run.part["reference"] = {"why": str(e)}
+    everyone = candidates.everyone(run)
+    jobs = {name: run.job("train", name, batch, rival) for name, rival in everyone.items()}
+    request = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps, "auto": auto}
+    request["profile"] = PROFILED_STEPS if config.profile else 0
+    run.measure(jobs, request=request, skip=lambda name, _: too_long(run, name))
+    for row in run.part["rows"]:
+        if "by" in (found := row.get("profile", {})) and row["status"] == "ok":
+            row["profile"] = parts.beside_roofline(run, found, row["batch_size"], micro)
+
+
+def too_long(run: Run, name: str) -> str:
+    """Return why a backend is not measured, or ""."""
+    config = run.config
+    compiled = run.cuda if config.train.compile is None else config.train.compile
+    longest = (COMPILED if compiled else LONGEST).get(name, config.train.block_size)
+    if name in config.backends or config.train.block_size <= longest:
+        return ""
+    how = "as a compiled step " if compiled else ""
+    return f"left out {how}beyond {longest:,} tokens: name it in --backends"
+
+
+def figures(row: Row, part: Json) -> Json:
+    """Compute a row's figures from its rounds; also of converge."""
+    from bench.record import model_of
+
+    model, settings, m = model_of(part), part["settings"], part["machine"]
+    batch = row.get("batch_size", settings["batch_size"])
+    tokens = batch * settings["gradient_accumulation_steps"] * model.block_size
+    found = tables.medians(row)
+    peak = flops.Peak(m["peak_tflops"], m["peak_source"], m.get("peak_measured", False))
+    rate = tokens / (found["ms"] / 1e3)
+    found |= {"tokens_a_step": tokens, **flops.Speed(model, model.block_size, rate, peak).row()}
+    if row["compiled"] and "first_step_s" in row:
+        found["compile_s"] = max(0.0, row["first_step_s"] - found["ms"] / 1e3)
+    reference = part["reference"] if row["mode"] == "train" else {}
+    if "loss" in reference and "loss" in row and not model.dropout:
+        found["loss_difference"] = row["loss"] - reference["loss"]
+        norm = reference["gradient_norm"]
+        found["gradient_norm_difference"] = (row["gradient_norm"] - norm) / norm
+    return found
+
+
+# --- in the worker ---
 
 
 def gradient_norm(params: Iterable[Tensor]) -> float:
@@ -45,14 +133,14 @@ class Reference:
     """Loss, gradient norm and counted FLOPs of the first batch by manual (--hf: eager) in float32,
     one sequence at a time to save memory."""
 
-    def __init__(self, told: Json) -> None:
+    def __init__(self, sent: Json) -> None:
         exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
-        job = Job(told, attention_backend="manual", gradient_checkpointing=False, **exact)
+        job = Job(sent, attention_backend="manual", gradient_checkpointing=False, **exact)
         what = hf.rows_of(["manual"])["manual"] if job.hf else ""
         who = candidates.build(what, job).for_training(job.setup.scaler())
         params = list(who.model.parameters())
         x, y = job.random_tokens(job.config.batch_size)
-        specs = hf.asked(who.model, x[:1]) if job.hf else []
+        specs = hf.specs(who.model, x[:1]) if job.hf else []
         who.loss(x[:1], y[:1])  # probes the backend, which must not be counted
 
         def addmm(out: Any, a: Any, b: Any, out_shape: Any, **kwargs: Any) -> int:
@@ -79,21 +167,22 @@ class Reference:
 
 
 class Training:
-    """Training steps of one backend or baseline."""
+    """Training steps of one backend or rival."""
 
-    def __init__(self, told: Json) -> None:
-        self.converge, baseline = told["job"] == "converge", told["baseline"]
-        self.base = machine.memory(torch.device(told["device"]), peak=False)
-        job = self.job = Job(told)
+    def __init__(self, sent: Json) -> None:
+        self.converge, rival = sent["job"] == "converge", sent["rival"]
+        self.base = machine.memory(torch.device(sent["device"]), peak=False)
+        job = self.job = Job(sent)
         self.config = config = job.config
         self.device, self.setup = job.device, job.setup
-        self.clock = machine.Clock(self.device)
-        if self.device.type == "cpu" and not baseline:  # as train.py does
+        self.clock = Clock(self.device)
+        if self.device.type == "cpu" and not rival:  # as train.py does
             keep_freed_memory()
         self.compiled = bool(job.setup.compile)
         scaler = self.scaler = job.setup.scaler()
-        self.who = candidates.build(baseline, job).for_training(scaler)
+        self.who = candidates.build(rival, job).for_training(scaler)
         self.micro = config.gradient_accumulation_steps
+        self.batch_size = config.batch_size
         n = config.batch_size * self.micro
         self.done = 0  # steps
         if self.converge:
@@ -117,7 +206,7 @@ class Training:
         numbers = range(self.done, self.done + steps)
         batches = [self.batches.get(n) for n in numbers] if self.converge else [self.batch] * steps
         self.done += steps
-        stamps: list[list[machine.Stamp]] = []  # of a step: each forward, backward, update, end
+        stamps: list[list[Stamp]] = []  # of a step: each forward, backward, update, end
         losses = []
         start = self.clock.start()
         for n, (x, y) in zip(numbers, batches, strict=True):
@@ -132,8 +221,8 @@ class Training:
         answer["shape"] = {"B": B, "T": T, "parameters": N}  # as executed
         if self.clock.apart:
             last = 2 * self.micro
-            parts = {"forward": range(0, last, 2), "backward": range(1, last, 2), "optimizer": [-2]}
-            for name, places in parts.items():
+            spans_of = {"forward": range(0, last, 2), "backward": range(1, last, 2)}
+            for name, places in {**spans_of, "optimizer": [-2]}.items():
                 spans = (ms(s[i], s[i + 1]) for s in stamps for i in places)
                 answer[f"{name}_ms"] = sum(spans) / steps
         finite(losses[-1])
@@ -142,6 +231,8 @@ class Training:
         return answer
 
     def round(self, request: Json) -> Json:
+        if request.get("largest"):
+            return {"batch_size": self.largest()}
         if request.get("warm_up"):
             return self.warm_up(request)
         if "steps" in request:
@@ -154,7 +245,10 @@ class Training:
 
     def warm_up(self, request: Json) -> Json:
         """Compile, fill caches, time a step; return the first loss and the kernels' names."""
-        answer: Json = {}
+        answer: Json = {"batch_size": self.batch_size}
+        if request.get("auto"):
+            self.batch_size = answer["batch_size"] = request["batch_size"]
+            self.batch = self.job.random_tokens(self.batch_size * self.micro)
         if self.converge:  # every step counts: no step before the first
             if self.compiled:  # compile without an update
                 with self.setup.autocast:
@@ -179,14 +273,23 @@ class Training:
             self.step(*self.batch)
         self.step_s = self.timed(1)["ms"] / 1e3
         answer["peak_bytes"] = machine.memory(self.device)
-        with profiler(self.device) as looking:
+        with parts.profiler(self.device) as watched:
             self.step(*self.batch)
             synchronize(self.device)
-        answer |= kernels_of(looking)
+        answer |= parts.kernels_of(watched)
         if request.get("profile") and not request.get("again"):
             answer["profile"] = self.profile(request["profile"])
         machine.reset_peak(self.device)
         return {**candidates.evidence(self.who.chosen()), **answer}
+
+    def largest(self) -> int:
+        """Return the largest micro-batch whose step fits into memory."""
+
+        def run(n: int) -> None:
+            self.who.step(*self.job.random_tokens(n), 1, lambda part: None)
+            synchronize(self.device)
+
+        return machine.largest(run, self.device, MOST)
 
     def profile(self, steps: int) -> Json:
         """Return milliseconds by part of steps of one micro-batch, with batches as in train.py.
@@ -196,11 +299,11 @@ class Training:
         config, device, who = self.config, self.device, self.who
         if device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not support {device.type}"}
-        V, n = self.job.vocab_size, config.batch_size
+        V, n = self.job.vocab_size, self.batch_size
         draw = np.random.default_rng(config.seed)
         tokens = draw.integers(min(V, 2**16), size=(2 * n + 2) * config.block_size, dtype=np.uint16)
         batches = data.Batches(tokens, config.block_size, n, config.seed, device)
-        scopes = Scopes(who.model)
+        scopes = parts.Scopes(who.model)
 
         def run(watching: AbstractContextManager[object]) -> float:
             ahead: Any = batches.prefetch(0, steps + 1)
@@ -210,34 +313,34 @@ class Training:
                 with watching:
                     start = self.clock.start()
                     for _ in range(steps):
-                        with record_function(RANGE + "data"):
+                        with record_function(parts.RANGE + "data"):
                             x, y = next(ahead)
-                        with record_function(RANGE + "head and loss"):
+                        with record_function(parts.RANGE + "head and loss"):
                             who.step(x, y, 1, scopes.mark)
                     return self.clock.ms(start, self.clock.stop())
 
-        looking, compiled = profiler(device), who.run
+        watched, compiled = parts.profiler(device), who.run
         who.run = who.model
         try:
             plain = run(nullcontext())
             with scopes.modules():
-                seen = run(looking)
+                seen = run(watched)
         except torch.OutOfMemoryError:
             return {"why": "a step without torch.compile does not fit into memory"}
         finally:
             who.run = compiled
-        kernels, found = device.type == "cuda", read(looking.events(), device.type)
+        kernels, found = device.type == "cuda", parts.read(watched.events(), device.type)
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}
         gaps = max(0.0, (plain if kernels else seen) - found.busy_ms)
-        parts = {**found.ms, "gaps": gaps}
+        times = {**found.ms, "gaps": gaps}
         return {
             "steps": steps,
             "by": "modules" + (", not compiled" if self.compiled else ""),
             "of": "kernels" if kernels else "operators",
             "plain_ms": plain / steps,
             "seen_ms": seen / steps,
-            "parts": {part: ms / steps for part, ms in parts.items()},
+            "parts": {part: ms / steps for part, ms in times.items()},
             "names": {
                 part: [[name, ms / steps] for name, ms in Counter(names).most_common(8)]
                 for part, names in found.names.items()

@@ -1,6 +1,6 @@
 """lm-evaluation-harness with our kernels (docs/EVALUATE.md).
 
-    python -m bench.harness --model_args pretrained=FOLDER,attention=sdpa --tasks nanoattn
+    python -m evaluate.harness --model_args pretrained=FOLDER,attention=sdpa --tasks nanoattn
 
 It takes the options of `lm_eval run`. The last lines name the kernels that ran.
 """

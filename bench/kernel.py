@@ -1,4 +1,4 @@
-"""Attention alone, timed and compared with float64: the job "kernel".
+"""Attention alone, timed and compared with float64: the mode kernel.
 
 FLOPs of a call at (B, T, H, D):
 
@@ -13,8 +13,11 @@ sequence and the first key/value head.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,15 +25,88 @@ from torch import Tensor
 import attention
 from attention import manual
 from attention.machine.system import synchronize
+from attention.machine.timing import Clock, Stamp, time_call
 from attention.select import select
 from attention.spec import Spec
-from bench import Json, machine
+from bench import Json, machine, parts, tables
 from bench.job import Job
-from bench.profiling import kernels_of, profiler
-from core.flops import mean_keys
+from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
+from bench.train import LONGEST
+from core.flops import Peak, mean_keys
 
-Call = Callable[[list[machine.Stamp]], tuple[Tensor, ...]]
+if TYPE_CHECKING:
+    from bench.rounds import Run
+
+Call = Callable[[list[Stamp]], tuple[Tensor, ...]]
+TITLE = "Attention alone, forward and backward"
 LONGEST_CHECKED = 8192  # float64 scores of one head of one sequence: 0.5 GB, several times
+SURE = 0.1  # seconds above which a call is bound by its work, not by launches
+MOST_CALLS = 1000  # of a round
+COLUMNS: list[Column] = [
+    ("B", lambda r: str(r["point"]["B"])),
+    ("T", lambda r: str(r["point"]["T"])),
+    ("H", lambda r: str(r["point"]["H"])),
+    ("D", lambda r: str(r["point"]["D"])),
+    ("window", lambda r: str(r["point"]["window"] or "-")),
+    *PASSES,
+    ("both ms", lambda r: number(r["ms"])),
+    *QUARTILES,
+    ("TFLOP/s", lambda r: number(r["tflops_causal"])),
+    ("full", lambda r: number(r["tflops_full"])),
+    ("of peak", lambda r: percent(r["share"])),
+    MEMORY,
+    ("err out", lambda r: error(r.get("error_out"))),
+    ("err grad", lambda r: error(r.get("error_grad"))),
+]
+
+
+def grid(run: Run) -> list[Json]:
+    """Return the points."""
+    config, model = run.config, run.model
+    usual = tuple(512 * 2**i for i in range(7)) if run.cuda else (128, 512, 2048)
+    lengths = config.lengths or usual
+    sizes = [B for B in config.batch_sizes if B != "auto"] or [1, 8 if run.cuda else 4]
+    windows = config.windows or tuple(dict.fromkeys(model.windows))
+    heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
+    # Without the corner of large batches and long sequences, which takes most of the time.
+    most = math.inf if config.lengths and config.batch_sizes else sorted(lengths)[len(lengths) // 2]
+    return [
+        {"B": B, "T": T, **heads, "window": window}
+        for B, T, window in itertools.product(sizes, lengths, windows)
+        if min(sizes) == B or most >= T
+    ]
+
+
+def specs(run: Run) -> list[Json]:
+    """Return fields of the Specs; a backend that supports none is not started."""
+    return [{**run.layer, "window": point["window"]} for point in grid(run)]
+
+
+def measure(run: Run, points: list[Json] | None = None) -> None:
+    """Attention alone over a grid."""
+    jobs = {name: run.job("kernel", name) for name in run.backends}
+    request = {"seconds": run.config.seconds / 5}
+    run.measure(jobs, points or grid(run), request, skip=lambda *pair: too_long(run, *pair))
+
+
+def work(point: Json) -> int:
+    """Return a number proportional to the time of a call."""
+    heads = point["B"] * point["H"] * point["D"]
+    return heads * point["T"] * min(point["T"], point["window"] or point["T"])
+
+
+def too_long(run: Run, name: str, point: Json) -> str:
+    """Return why a backend is not measured at a point, or ""; from its calls at other points."""
+    config, longest = run.config, LONGEST.get(name, point["T"])
+    if longest < point["T"] and not (name in config.backends and config.lengths):
+        return f"left out beyond {longest:,} tokens: name it in --backends, and --lengths"
+    for row in run.part["rows"]:
+        took, at = row.get("call_s", 0.0), row["point"]
+        alike = row["backend"] == name and bool(at["window"]) == bool(point["window"])
+        if alike and took >= SURE and (wait := took * work(point) / work(at)) > config.slowest_step:
+            at_text = tables.where(at)
+            return f"a call would take about {wait:.2g} s, as at {at_text} (--slowest_step)"
+    return ""
 
 
 def flops_of(point: Json, causal: bool) -> float:
@@ -39,13 +115,28 @@ def flops_of(point: Json, causal: bool) -> float:
     return 4 * B * H * D * T * (mean_keys(T, window) if causal else T)
 
 
+def figures(row: Row, part: Json) -> Json:
+    """Compute a row's figures from its rounds; rates are of forward and backward together."""
+    found, m = tables.medians(row), part["machine"]
+    for name, causal in (("tflops_causal", True), ("tflops_full", False)):
+        found[name] = 3 * flops_of(row["point"], causal) / (found["ms"] / 1e3) / 1e12
+    found["share"] = found["tflops_causal"] / m["peak_tflops"]
+    if found["share"] > 1:
+        peak = Peak(m["peak_tflops"], m["peak_source"])
+        found |= {"share": None, "share_why": f"above the peak of {peak}"}
+    return found
+
+
+# --- in the worker ---
+
+
 class Kernels:
     """Calls of one backend at the points of the grid."""
 
-    def __init__(self, told: Json) -> None:
-        self.job, self.name = Job(told), told["name"]
+    def __init__(self, sent: Json) -> None:
+        self.job, self.name = Job(sent), sent["name"]
         self.config, self.device = self.job.config, self.job.device
-        self.clock = machine.Clock(self.device)
+        self.clock = Clock(self.device)
         self.backend = attention.get(self.name)
         self.about = {"title": self.backend.title}
         self.kernels: dict[Spec, Json] = {}  # what ran, and how exact it was
@@ -68,7 +159,7 @@ class Kernels:
         q, k, v, dout = self.tensors(request)
         clock = self.clock
 
-        def call(stamps: list[machine.Stamp]) -> tuple[Tensor, ...]:
+        def call(stamps: list[Stamp]) -> tuple[Tensor, ...]:
             stamps.append(clock.stamp())
             out = self.backend.attend(q, k, v, spec)
             stamps.append(clock.stamp())
@@ -79,7 +170,7 @@ class Kernels:
         if request.get("warm_up"):
             return self.warm_up(request, spec, (q, k, v, dout), call)
         calls = self.fill(call, request["seconds"])
-        stamps: list[machine.Stamp] = []
+        stamps: list[Stamp] = []
         start = clock.start()
         for _ in range(calls):
             call(stamps)
@@ -93,34 +184,27 @@ class Kernels:
         return answer
 
     def fill(self, call: Call, seconds: float) -> int:
-        """Return the number of calls that fill the time, 1000 at most.
+        """Return the number of calls that fill the time.
 
         On CUDA the first call allocates memory: slow, so time others, for a tenth of the time.
         """
-
-        def ms(n: int) -> float:
-            start = self.clock.start()
-            for _ in range(n):
-                call([])
-            return max(self.clock.ms(start, self.clock.stop()), 1e-3)
-
-        n, took = 1, ms(1)
-        if took < 1e3 * seconds:
-            took = ms(1)
-            while took < 100 * seconds and n < 1000:
+        n, took = 1, time_call(lambda: call([]), self.device)
+        if took < seconds:
+            took = time_call(lambda: call([]), self.device)
+            while took * n < seconds / 10 and n < MOST_CALLS:
                 n *= 2
-                took = ms(n)
-        return min(max(round(1e3 * seconds * n / took), 1), 1000)
+                took = time_call(lambda: call([]), self.device, n)
+        return min(max(round(seconds / max(took, 1e-6)), 1), MOST_CALLS)
 
     def warm_up(self, point: Json, spec: Spec, inputs: tuple[Tensor, ...], call: Call) -> Json:
         if spec not in self.kernels:
             chosen = select(self.name, spec, self.device, self.config.policy)
             self.backend = chosen.backend  # a prebuilt one, if that is allowed
-            with profiler(self.device) as looking:
+            with parts.profiler(self.device) as watched:
                 call([])
                 synchronize(self.device)
             proof = {"kernels": list(chosen.kernels), "proof": chosen.proof}
-            self.kernels[spec] = kernels_of(looking) | proof
+            self.kernels[spec] = parts.kernels_of(watched) | proof
         got = call([])
         answer: Json = dict(self.kernels[spec])
         if point["T"] <= LONGEST_CHECKED:
@@ -128,10 +212,7 @@ class Kernels:
         del got
         known = machine.reset_peak(self.device)
         before = machine.memory(self.device, peak=False)
-        start = self.clock.start()
-        call([])
-        answer["call_s"] = self.clock.ms(start, self.clock.stop()) / 1e3  # for the plan
-        answer["point"] = {name: point[name] for name in ("B", "T", "H", "D", "window")}
+        answer["call_s"] = time_call(lambda: call([]), self.device)  # for too_long()
         if known:
             answer["memory_bytes"] = max(0, machine.memory(self.device) - before)
         return answer
