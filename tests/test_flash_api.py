@@ -252,7 +252,6 @@ X = torch.randn(2, 6, 2, 16)
 
 
 @pytest.mark.parametrize("name, options", [
-    ("causal", {"causal": False}), ("causal", {"causal": False, "window_size": (3, 3)}),
     ("alibi_slopes", {"alibi_slopes": torch.ones(2)}), ("qv", {"qv": X}),
     ("q_descale", {"q_descale": torch.ones(1)}), ("attention_chunk", {"attention_chunk": 4}),
     ("dropout", {"dropout_p": 0.1, "return_attn_probs": True}),

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import Backend
+from ..function import attention, whole
 from ..probing import leakage, run_cached
 from ..spec import Spec, visible
+from ..views import mask
 from . import matrix, oracle
 from .oracle import require
 
@@ -38,29 +40,34 @@ def properties(dtype: str) -> Iterator[Item]:
         name: str, feature: str, spec: Spec, ask: Callable[..., None], deterministic: bool = False
     ) -> Item:
         heads = f", {spec.n_head} heads over {spec.n_kv_head}" * (spec.n_head > spec.n_kv_head)
-        window = f", window {spec.window}" if spec.window else ""
-        return Item(name + heads + window, (feature,), spec, ask, deterministic)
+        sides = f", window {spec.window}" if spec.window else ""
+        if spec.right != 0:
+            sides += f", right {spec.right}"
+        return Item(name + heads + sides, (feature,), spec, ask, deterministic)
 
     heads = partial(Spec, 4, 2, 32, dtype)
     windows = (None, 9)
+    all_sides = (*((w, 0) for w in windows), (None, 5), (9, 5), (9, None), (None, None))
     for phase, (_, _, grad) in PHASES.items():
-        for w, Hkv in itertools.product(windows, (4, 2)):
-            spec = Spec(4, Hkv, 32, dtype, window=w, grad=grad)
-            yield item(f"causality, {phase}", "causality", spec, partial(causality, phase))
+        for (w, right), Hkv in itertools.product(all_sides[:-1], (4, 2)):
+            if right == 0 or Hkv == 2:
+                spec = Spec(4, Hkv, 32, dtype, window=w, right=right, grad=grad)
+                yield item(f"causality, {phase}", "causality", spec, partial(causality, phase))
         if phase != "decode":
-            for w in windows:
-                spec = heads(window=w, segments=True, grad=grad)
+            for w, right in (*all_sides[:2], *all_sides[-2:]):
+                spec = heads(window=w, right=right, segments=True, grad=grad)
                 yield item(f"segments, {phase}", "causality", spec, partial(segments, phase))
     for w, Tq in itertools.product((None, 5), (20, 7, 1)):
         spec = Spec(2, 1, 32, dtype, window=w, grad=Tq == 20)
         yield item(f"huge negative scores, {Tq} of 20", "causality", spec, partial(negative, Tq))
-    for w in windows:
-        yield item("no gradient to later tokens", "causality", heads(window=w), later_gradient)
+    for w, right in all_sides[:4]:
+        spec = heads(window=w, right=right)
+        yield item("no gradient to later tokens", "causality", spec, later_gradient)
     for grad, seg in itertools.product((True, False), (False, True)):
         name = "empty" + (", segments" if seg else "") + ("" if grad else ", no gradients")
         yield item(name, "lengths", heads(segments=seg, grad=grad), empty)
     autocast = partial(surrounded, partial(torch.autocast, dtype=torch.bfloat16))
-    for given in (heads(), heads(segments=True), heads(sinks=True)):
+    for given in (heads(), heads(segments=True), heads(sinks=True), heads(right=None)):
         has = ", segments" if given.segments else ", sinks" if given.sinks else ""
         yield item("gradients of some inputs" + has, "gradients", given, some_gradients)
         yield item("other values in the same memory" + has, "repeated calls", given, again)
@@ -73,17 +80,20 @@ def properties(dtype: str) -> Iterator[Item]:
     for p in (0.0, 0.25):
         name = "the same bits" + ", with dropout" * bool(p)
         yield item(name, "determinism", heads(dropout=p), same_bits, deterministic=True)
-    for grad in (True, False):
-        name = "compiled" + ", no gradients" * (not grad)
-        yield item(name, "torch.compile", heads(grad=grad, compiled=True), compiled)
+    for grad, (w, right) in itertools.product((True, False), ((None, 0), (9, 5))):
+        name, spec = "compiled", heads(window=w, right=right, grad=grad, compiled=True)
+        if not grad:
+            name += ", no gradients"
+        yield item(name, "torch.compile", spec, compiled)
     for w, Tq in itertools.product((None, 6), (24, 3, 1)):
         spec = heads(window=w, segments=True, grad=False, cache="dynamic")
         yield item(f"dynamic, left padding, {Tq} of 24", "caches", spec, partial(padded, Tq))
-    for w, size in itertools.product(windows, (None, 16, 256)):
+    cached_sides = (*all_sides[:2], *all_sides[3:])
+    for (w, right), size in itertools.product(cached_sides, (None, 16, 256)):
         kind, name = ("paged", f"paged by {size}") if size else ("static", "static")
-        spec = heads(window=w, grad=False, cache=kind, page_size=size)
+        spec = heads(window=w, right=right, grad=False, cache=kind, page_size=size)
         yield item(name, "caches", spec, cached)
-        if w is None:
+        if w is None and right == 0:
             more = replace(spec, scale=0.5, softcap=4.0, sinks=True)
             yield item(f"{name}, scale, softcap and sinks", "caches", more, cached)
     for w, seg in itertools.product(windows, (False, True)):
@@ -91,6 +101,9 @@ def properties(dtype: str) -> Iterator[Item]:
         yield item(name, "parts", heads(window=w, segments=seg, lse=True), in_parts)
     spec = heads(scale=0.5, softcap=4.0, lse=True)
     yield item("in parts, scale and softcap", "parts", spec, in_parts)
+    for (w, right), seg in itertools.product(all_sides[2:], (False, True)):
+        spec = heads(window=w, right=right, segments=seg, lse=True)
+        yield item("log-sum-exp" + (", segments" if seg else ""), "parts", spec, log_sum_exp)
     for grad in (True, False):
         name = f"causality, long text, {'training' if grad else 'evaluation'}"
         yield item(name, "causality", Spec(1, 1, 32, dtype, grad=grad), long_causality)
@@ -144,11 +157,12 @@ def moved(
 
 
 def causality(phase: str, backend: Backend, spec: Spec, device: str) -> None:
-    """Multiply one position of q, k or v by HUGE: earlier outputs keep their bits, and some output
-    changes. Keys before every window change nothing."""
+    """Multiply one position of q, k or v by HUGE: outputs that do not see it, since it is beyond
+    their `right`, keep their bits, and some output changes. Keys before every window change
+    nothing."""
     Tq, Tk, _ = PHASES[phase]
     q, k, v = qkv(spec, Tk, device)
-    first = Tk - Tq
+    first, ahead = Tk - Tq, Tk if spec.right is None else spec.right
 
     def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return call(backend, q[:, first:], k, v, spec)
@@ -158,9 +172,10 @@ def causality(phase: str, backend: Backend, spec: Spec, device: str) -> None:
         for which, name in enumerate("qkv"):
             Q, K, V = (t.clone() for t in (q, k, v))
             (Q, K, V)[which][:, changed] *= HUGE
-            found = moved(output, (q, k, v), (Q, K, V), since=changed - first)
+            since = changed - first - (0 if name == "q" else ahead)
+            found = moved(output, (q, k, v), (Q, K, V), since=since)
             text = f"{name} changed at {changed}; moved: {found or 'nothing'} ({spec})"
-            require(bool(found) and found[0] >= changed - first, text)
+            require(bool(found) and found[0] >= since, text)
     if spec.window is not None:
         K, V = k.clone(), v.clone()
         for t in (K, V):
@@ -216,8 +231,9 @@ def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
     given = matrix.inputs(case_of(spec, 33), spec.dtype, device)
     given["dout"] = given["dout"] * (torch.arange(33, device=device) < 20)[:, None, None]
     for name, grad in list(matrix.run(backend, given, spec).tensors.items())[1:]:
-        require(not grad[:, 20:].any(), f"{name} of a later token is not zero")
-        require(grad[:, 19].any(), f"{name} of token 19 is zero")
+        last = 19 if name == "dq" else 19 + (spec.right or 0)
+        require(not grad[:, last + 1 :].any(), f"{name} of a later token is not zero")
+        require(grad[:, last].any(), f"{name} of token {last} is zero")
 
 
 def _close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
@@ -339,6 +355,7 @@ def again(backend: Backend, spec: Spec, device: str) -> None:
         t.data.copy_(t.flip(min(1, t.dim() - 1)))
     got = matrix.run(backend, given, spec)
     options: dict[str, Any] = {name: given.get(name) for name in ("segments", "sinks")}
+    options["right"] = spec.right
     inputs = [given[name] for name in ("q", "k", "v", "dout")]
     rough, exact = (f(*inputs, **options) for f in (oracle.plain, oracle.attention))
     oracle.check(got, rough, exact, getattr(torch, spec.dtype))
@@ -399,14 +416,54 @@ def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
 
 
 def cached(backend: Backend, spec: Spec, device: str) -> None:
-    """With a cache the output equals the whole sequence's and is causal."""
+    """With a cache the output equals that of each chunk with the keys up to its end, and is
+    causal."""
     T = 64 if (spec.page_size or 0) < 64 else 300
     case = case_of(spec, T)
     inputs = [t.clone() for t in matrix.inputs(case, spec.dtype, device).values()]
     (out,) = run_cached(backend.attend, inputs, None, spec)
-    matrix.compare(oracle.Result(out), case, spec.dtype, device)
+    if spec.right == 0:
+        matrix.compare(oracle.Result(out), case, spec.dtype, device)
+    else:
+        rough = oracle.Result(_chunked(oracle.plain, inputs, spec))
+        exact = _chunked(oracle.attention, [t.double() for t in inputs], spec)
+        truth = oracle.Result(exact.cpu(), condition={"out": 0.0})
+        oracle.check(oracle.Result(out), rough, truth, out.dtype)
     leak = leakage(partial(run_cached, backend.attend), inputs, None, spec)
     require(leak == 0, f"a later token moves earlier outputs, by up to {leak:.2g}")
+
+
+def _chunked(of: Callable[..., oracle.Result], inputs: list[Tensor], spec: Spec) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+        with torch.enable_grad():
+            return of(q, k, v, q, window=spec.window, right=spec.right).out
+
+    uncached = replace(spec, cache="none", page_size=None)
+    return run_cached(attend, inputs, None, uncached)[0]
+
+
+def log_sum_exp(backend: Backend, spec: Spec, device: str) -> None:
+    """L of whole rows that see later keys, and the gradients by it."""
+    assert backend.partial is not None, "it declares lse but has no partial"
+    for Tq, Tk in ((33, 33), (20, 33), *([] if spec.segments else [(40, 33)])):
+        case = replace(case_of(spec, Tk), Tq=Tq)
+        given = matrix.inputs(case, spec.dtype, device)
+        run = replace(backend, attend=whole(backend))
+        matrix.compare(matrix.run(run, given, spec), case, spec.dtype, device)
+        q, k, seg = (given.get(name) for name in ("q", "k", "segments"))
+        assert q is not None and k is not None
+        with torch.no_grad():
+            options: dict[str, Any] = {"segments": seg, "kernel": backend.partial}
+            L = attention(q, k, given["v"], spec, **options)[1]
+        keys = k.double().repeat_interleave(spec.n_head // spec.n_kv_head, dim=2)
+        scores = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * spec.softmax_scale
+        sides = spec.window, seg, torch.device(device), None, spec.right
+        seen = mask(Tq, Tk, *sides)
+        want = scores.masked_fill(~seen, -torch.inf).logsumexp(dim=3)
+        masked = want.isneginf()
+        require(torch.equal(masked, L.isneginf()), "L must be -inf in fully masked rows only")
+        tolerance = 20 * max(torch.finfo(q.dtype).eps, torch.finfo(torch.float32).eps)
+        _close(L[~masked], want[~masked], tolerance, "L")
 
 
 def in_parts(backend: Backend, spec: Spec, device: str) -> None:
