@@ -331,8 +331,9 @@ def run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor 
         lengths_before, lengths = lengths, [at.stop for at in spans]
         if spec.cache == "none":
             for b, at in enumerate(spans):
-                one = q[b : b + 1, at], k[b : b + 1, : at.stop], v[b : b + 1, : at.stop]
-                out[b, at] = attend(*one, spec, **more)[0]
+                if at.start < at.stop:
+                    one = q[b : b + 1, at], k[b : b + 1, : at.stop], v[b : b + 1, : at.stop]
+                    out[b, at] = attend(*one, spec, **more)[0]
             continue
         padded = pad_sequence([q[b, at] for b, at in enumerate(spans)], True)
         got = attend(padded, k, v, spec, segments=seg, cache=view(lengths_before, counts), **more)

@@ -52,8 +52,9 @@ def same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=2e-5)
 
 
-def side(window: int | None) -> tuple[int, int]:
-    return (-1, -1) if window is None else (window - 1, 0)
+def side(window: int | None, right: int | None = 0) -> tuple[int, int]:
+    left = -1 if window is None else window - 1
+    return left, -1 if right is None else right
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ def side(window: int | None) -> tuple[int, int]:
 def test_flash_attn_func_and_its_gradients(case, backend) -> None:
     *qkv, dout = (t.detach() for t in matrix.draw(case, "float32"))
     leaves = [t.requires_grad_() for t in qkv]
-    out = nanoattn.flash_attn_func(*leaves, 0.0, case.scale, True, side(case.window),
-                                   case.softcap or 0.0)
+    out = nanoattn.flash_attn_func(*leaves, 0.0, case.scale, case.right == 0,
+                                   side(case.window, case.right), case.softcap or 0.0)
     got = oracle.Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
     matrix.compare(got, case, "float32", "cpu")
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable, Resolution
+from ..flash_args import check_deterministic
 from ..machine.flash_impl import flash_impl
 from ..plan import Plans
 from ..probabilities import weights
@@ -38,7 +39,7 @@ PREFIX = "nanoattn:"
 RESERVED = ("sdpa", "flash", "flex_attention", "eager")
 # Arguments that do not change attention.
 IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
-           "output_router_logits", "num_items_in_batch"}
+           "output_router_logits", "num_items_in_batch", "deterministic"}
 # Models that look up an attention class, not a function, by the implementation's name.
 OWN_CLASSES = ("gptj", "gpt_neo", "falcon")
 
@@ -248,6 +249,7 @@ def _attend(
     try:
         if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
             raise ValueError(f"unknown argument {', '.join(unknown)}")
+        check_deterministic(bool(others.get("deterministic")), query)
         if isinstance(scaling, Tensor) or (s_aux is not None and s_aux.shape != (H,)):
             raise ValueError("scaling must be a number, and s_aux one for each head")
         if scaling is None and getattr(module, "scale_attn_by_inverse_layer_idx", False):

@@ -103,9 +103,10 @@ def prove(
         try:
             return _causal(seen, window, seen.any(-1) if real is None else real)
         except ValueError as e:
-            if found := _same_keys(seen) or _two_sided(seen, real):
-                return found
-            raise e
+            found = _same_keys(seen) or _two_sided(seen, real)
+            if found is None or found.right == 0:
+                raise e
+            return found
     if found := _same_keys(seen) or _two_sided(seen, real):
         return found
     raise ValueError("not causal, and not a window to both sides or one run of keys in each row")
