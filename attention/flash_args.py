@@ -45,7 +45,8 @@ class Request:
     ) -> Request:
         """Raise ValueError for what is not supported. `others` are HINTS, or REFUSED unless None,
         False or 0."""
-        sides = list(window) if isinstance(window, (tuple, list)) else []
+        pair: Any = window.tolist() if isinstance(window, Tensor) else window
+        sides = list(pair) if isinstance(pair, (tuple, list)) else []
         if len(sides) != 2 or not all(n is None or is_a(Integral, n) for n in sides):
             wrong("window_size", "a pair of integers", window)
         if not (is_a(Real, dropout) and 0 <= dropout < 1):

@@ -69,6 +69,13 @@ class Case:
         return 0 if self.right is None else max(before - self.right, 0)
 
 
+def case_of(spec: Spec, T: int, segments: str = "packed") -> Case:
+    sizes = spec.n_head, spec.n_kv_head, spec.head_dim, 2
+    options: dict[str, Any] = {name: getattr(spec, name) for name in OPTIONS}
+    options["segments"] = segments if spec.segments else None
+    return Case(f"{T}", T, T, *sizes, **options)
+
+
 WAYS = ("BHTD", "sliced", "strided", "expanded")
 LAYOUTS = (*(f"{name} {way}" for name in ("q", "k", "v", "dout") for way in WAYS),
            *(f"segments {way}" for way in WAYS[1:]))
@@ -167,7 +174,7 @@ SAMPLE = ("gqa", "113x203", "split", "window16", "packed-window16-gqa", "1x97", 
           "dominant", "D72", "D192", "beyond the view", "sinks strided", *LAYOUTS,
           "both", "right16", "both-97x43", "window16-right16", "right30-97x43",
           "window20-right9-113x203", "both-padded-43x97", "window16-right7-packed-gqa",
-          "scale-softcap-sinks-window20-right9-packed")
+          "scale-softcap-sinks-window20-right9-packed", "both-packed-97x43")
 # Segment ids: in no order; some are equal as int8, int16 or float32.
 IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 

@@ -194,3 +194,10 @@ def require(ok: bool | Tensor, text: str) -> None:
     """Assert, also under `python -O`."""
     if not ok:
         raise AssertionError(text)
+
+
+def close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
+    """Assert |got - want| <= tolerance * (1 + |want|)."""
+    got, want = got.detach().double(), want.detach().double()
+    off = (got - want).abs() - tolerance * want.abs()
+    require((off <= tolerance).all(), f"{what} is off by up to {float(off.max()):.3g}")

@@ -10,16 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import Backend
-from ..function import attention, whole
 from ..probing import leakage, run_cached
 from ..spec import Spec, visible
-from ..views import mask
 from . import matrix, oracle
 from .oracle import require
+from .parts import in_parts, log_sum_exp
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,9 @@ def properties(dtype: str) -> Iterator[Item]:
     heads = partial(Spec, 4, 2, 32, dtype)
     windows = (None, 9)
     all_sides = (*((w, 0) for w in windows), (None, 5), (9, 5), (9, None), (None, None))
+    for p in (0.0, 0.25):  # first: other tests compare bits
+        name = "the same bits" + ", with dropout" * bool(p)
+        yield item(name, "determinism", heads(dropout=p), same_bits, deterministic=True)
     for phase, (_, _, grad) in PHASES.items():
         for (w, right), Hkv in itertools.product(all_sides[:-1], (4, 2)):
             if right == 0 or Hkv == 2:
@@ -77,9 +78,7 @@ def properties(dtype: str) -> Iterator[Item]:
     for p in (0.125, 0.5):
         yield item(f"dropout rate, {p}", "dropout", _dropping(dtype, p), rate)
     yield item("the same mask again", "dropout", _dropping(dtype, 0.25), replay)
-    for p in (0.0, 0.25):
-        name = "the same bits" + ", with dropout" * bool(p)
-        yield item(name, "determinism", heads(dropout=p), same_bits, deterministic=True)
+
     for grad, (w, right) in itertools.product((True, False), ((None, 0), (9, 5))):
         name, spec = "compiled", heads(window=w, right=right, grad=grad, compiled=True)
         if not grad:
@@ -125,13 +124,6 @@ def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: 
     with torch.set_grad_enabled(spec.grad):
         q, k, v = (t.detach().requires_grad_(spec.grad) for t in (q, k, v))
         return backend.attend(q, k, v, spec, **more).detach()
-
-
-def case_of(spec: Spec, T: int, segments: str = "packed") -> matrix.Case:
-    sizes = spec.n_head, spec.n_kv_head, spec.head_dim, 2
-    options: dict[str, Any] = {name: getattr(spec, name) for name in matrix.OPTIONS}
-    options["segments"] = segments if spec.segments else None
-    return matrix.Case(f"{T}", T, T, *sizes, **options)
 
 
 def qkv(spec: Spec, T: int, device: str) -> list[Tensor]:
@@ -224,23 +216,16 @@ def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
     out = call(backend, q, k, v.contiguous(), spec)[0, :, 0, 0].double().cpu()
     last = torch.arange(Tk - Tq, Tk)  # each output is the mean index of the visible keys
     first = (last - (spec.window or Tk) + 1).clamp(min=0)
-    _close(out, (first + last) / 2, 0.02, "the mean of the visible values")
+    oracle.close(out, (first + last) / 2, 0.02, "the mean of the visible values")
 
 
 def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
-    given = matrix.inputs(case_of(spec, 33), spec.dtype, device)
+    given = matrix.inputs(matrix.case_of(spec, 33), spec.dtype, device)
     given["dout"] = given["dout"] * (torch.arange(33, device=device) < 20)[:, None, None]
     for name, grad in list(matrix.run(backend, given, spec).tensors.items())[1:]:
         last = 19 if name == "dq" else 19 + (spec.right or 0)
         require(not grad[:, last + 1 :].any(), f"{name} of a later token is not zero")
         require(grad[:, last].any(), f"{name} of token {last} is zero")
-
-
-def _close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
-    """Assert |got - want| <= tolerance * (1 + |want|)."""
-    got, want = got.detach().double(), want.detach().double()
-    off = (got - want).abs() - tolerance * want.abs()
-    require((off <= tolerance).all(), f"{what} is off by up to {float(off.max()):.3g}")
 
 
 # --- dropout: if v is the identity, the output is the matrix P after dropout ---
@@ -272,7 +257,7 @@ def rate(backend: Backend, spec: Spec, device: str) -> None:
         got = call(backend, q, k, v, spec).cpu()
         kept = got != 0
         tolerance = 8 * torch.finfo(got.dtype).eps
-        _close(got[kept], probs[kept] / (1 - p), tolerance, "what was kept")
+        oracle.close(got[kept], probs[kept] / (1 - p), tolerance, "what was kept")
         total, n = total + got.double().sum(dim=0, keepdim=True), n + len(got)
         shares.append(kept.sum() / (probs != 0).sum())
     # Standard deviation of the mean of n draws of P M / (1 - p), with M Bernoulli.
@@ -309,7 +294,8 @@ def replay(backend: Backend, spec: Spec, device: str) -> None:
     want = torch.einsum("bihj,bjhd->bihd", probs, exact[2])
     truth = [want, *torch.autograd.grad(want, exact, dout.double())]
     for (name, t), w in zip(got.tensors.items(), truth, strict=True):
-        _close(t, w, 20 * torch.finfo(t.dtype).eps, f"{name} with the mask of the forward pass")
+        what = f"{name} with the mask of the forward pass"
+        oracle.close(t, w, 20 * torch.finfo(t.dtype).eps, what)
 
 
 # --- empty inputs, gradients of some inputs, repeated calls, surroundings ---
@@ -331,7 +317,7 @@ def empty(backend: Backend, spec: Spec, device: str) -> None:
 
 def some_gradients(backend: Backend, spec: Spec, device: str) -> None:
     """Gradients of each input alone, and of all but it; a graph that is kept gives them again."""
-    case = case_of(spec, 17)
+    case = matrix.case_of(spec, 17)
     given = matrix.inputs(case, spec.dtype, device)
     names = [name for name in ("q", "k", "v", "sinks") if name in given]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
@@ -347,7 +333,7 @@ def again(backend: Backend, spec: Spec, device: str) -> None:
         cuda = torch.device(device).type == "cuda"
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
 
-    kept = matrix.inputs(case_of(spec, 33), spec.dtype, device)
+    kept = matrix.inputs(matrix.case_of(spec, 33), spec.dtype, device)
     given = {name: t.clone() for name, t in kept.items()}
     first = matrix.run(backend, given, spec)
     before, state = {name: t.clone() for name, t in first.tensors.items()}, states()
@@ -372,7 +358,7 @@ def surrounded(context: Callable[[str], Any], backend: Backend, spec: Spec, devi
             return backend.attend(*args, **more)
 
     within = replace(backend, attend=attend)
-    matrix.check(within, case_of(spec, 33), spec.dtype, device, grad=spec.grad)
+    matrix.check(within, matrix.case_of(spec, 33), spec.dtype, device, grad=spec.grad)
 
 
 # --- determinism, torch.compile, caches, partial attention ---
@@ -381,7 +367,7 @@ def surrounded(context: Callable[[str], Any], backend: Backend, spec: Spec, devi
 def same_bits(backend: Backend, spec: Spec, device: str) -> None:
     """Five runs give the same bits; on CUDA at a size of many thread blocks."""
     T = 1024 if torch.device(device).type == "cuda" else 97
-    given, results = matrix.inputs(case_of(spec, T), spec.dtype, device), []
+    given, results = matrix.inputs(matrix.case_of(spec, T), spec.dtype, device), []
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -406,12 +392,13 @@ def compiled(backend: Backend, spec: Spec, device: str) -> None:
 
     traced = torch.compile(attend, backend=compiler, fullgraph=backend.fullgraph, dynamic=False)
     backend = replace(backend, attend=traced)
-    matrix.check(backend, case_of(spec, 65), spec.dtype, device, grad=spec.grad, compiled=True)
+    case = matrix.case_of(spec, 65)
+    matrix.check(backend, case, spec.dtype, device, grad=spec.grad, compiled=True)
     torch.compiler.reset()
 
 
 def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
-    case = replace(case_of(spec, 24, "left"), Tq=Tq, B=3)
+    case = replace(matrix.case_of(spec, 24, "left"), Tq=Tq, B=3)
     matrix.check(backend, case, spec.dtype, device, grad=False, cache=spec.cache)
 
 
@@ -419,7 +406,7 @@ def cached(backend: Backend, spec: Spec, device: str) -> None:
     """With a cache the output equals that of each chunk with the keys up to its end, and is
     causal."""
     T = 64 if (spec.page_size or 0) < 64 else 300
-    case = case_of(spec, T)
+    case = matrix.case_of(spec, T)
     inputs = [t.clone() for t in matrix.inputs(case, spec.dtype, device).values()]
     (out,) = run_cached(backend.attend, inputs, None, spec)
     if spec.right == 0:
@@ -440,68 +427,3 @@ def _chunked(of: Callable[..., oracle.Result], inputs: list[Tensor], spec: Spec)
 
     uncached = replace(spec, cache="none", page_size=None)
     return run_cached(attend, inputs, None, uncached)[0]
-
-
-def log_sum_exp(backend: Backend, spec: Spec, device: str) -> None:
-    """L of whole rows that see later keys, and the gradients by it."""
-    assert backend.partial is not None, "it declares lse but has no partial"
-    for Tq, Tk in ((33, 33), (20, 33), *([] if spec.segments else [(40, 33)])):
-        case = replace(case_of(spec, Tk), Tq=Tq)
-        given = matrix.inputs(case, spec.dtype, device)
-        run = replace(backend, attend=whole(backend))
-        matrix.compare(matrix.run(run, given, spec), case, spec.dtype, device)
-        q, k, seg = (given.get(name) for name in ("q", "k", "segments"))
-        assert q is not None and k is not None
-        with torch.no_grad():
-            options: dict[str, Any] = {"segments": seg, "kernel": backend.partial}
-            L = attention(q, k, given["v"], spec, **options)[1]
-        keys = k.double().repeat_interleave(spec.n_head // spec.n_kv_head, dim=2)
-        scores = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * spec.softmax_scale
-        sides = spec.window, seg, torch.device(device), None, spec.right
-        seen = mask(Tq, Tk, *sides)
-        want = scores.masked_fill(~seen, -torch.inf).logsumexp(dim=3)
-        masked = want.isneginf()
-        require(torch.equal(masked, L.isneginf()), "L must be -inf in fully masked rows only")
-        tolerance = 20 * max(torch.finfo(q.dtype).eps, torch.finfo(torch.float32).eps)
-        _close(L[~masked], want[~masked], tolerance, "L")
-
-
-def in_parts(backend: Backend, spec: Spec, device: str) -> None:
-    """Partial attention over blocks, merged by its log-sum-exp L, equals full attention."""
-    assert backend.partial is not None, "it declares lse but has no partial"
-    Tq, Tk = 50, 41  # the first 9 queries see no key
-    case = replace(case_of(spec, Tk), Tq=Tq)
-    q, k, v, dout = matrix.draw(case, spec.dtype, device)
-    seg, acc, parts = matrix.segments(case, device), torch.promote_types(q.dtype, torch.float32), []
-    # In rows 16 to 37 and keys 13 to 30 the mask hides a few pairs.
-    borders = itertools.pairwise((0, 16, 37, Tq)), itertools.pairwise((0, 13, 30, Tk))
-    for I, J in ((slice(*i), slice(*j)) for i, j in itertools.product(*borders)):
-        pair = None if seg is None else (F.pad(seg, (Tq - Tk, 0))[:, I], seg[:, J])
-        parts.append((I, J, I.start - J.start + Tk - Tq, pair))
-    out = torch.zeros(q.shape, dtype=acc, device=device)
-    L = torch.full((*q.shape[:1], q.shape[2], Tq), torch.finfo(acc).min, dtype=acc, device=device)
-    with torch.no_grad():
-        for I, J, offset, pair in parts:
-            O_ij, L_ij = backend.partial.forward(q[:, I], k[:, J], v[:, J], spec, offset, pair)
-            require(O_ij.dtype == L_ij.dtype == acc, f"out is {O_ij.dtype}, L is {L_ij.dtype}")
-            i, j = (torch.arange(x.stop - x.start, device=device) for x in (I, J))
-            both = (None, None) if pair is None else (pair[0][:, :, None], pair[1][:, None])
-            masked = ~visible(i[:, None], j, offset, spec.window, *both).any(dim=-1)  # (B, or ,) Tq
-            masked = masked.expand(q.shape[0], -1)
-            require(not O_ij[masked].any(), "a fully masked row must give zeros")
-            empty = (L_ij.transpose(1, 2)[masked] == -torch.inf).all()
-            require(empty, "the L of a fully masked row must be -inf")
-            L_new = torch.logaddexp(L[..., I], L_ij)
-            old, new = (torch.exp(x - L_new).mT[..., None] for x in (L[..., I], L_ij))
-            out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
-        L = L.masked_fill(L.eq(torch.finfo(acc).min), -torch.inf)
-        sums = [torch.zeros(t.shape, dtype=acc, device=device) for t in (q, k, v)]
-        whole = out.to(q.dtype)
-        for I, J, offset, pair in parts:
-            of_row = dout[:, I], q[:, I], k[:, J], v[:, J], whole[:, I], L[..., I]
-            grads = backend.partial.backward(*of_row, spec, offset, pair)
-            for total, rows, grad in zip(sums, (I, J, J), grads, strict=True):
-                require(grad.dtype == acc, f"a gradient is {grad.dtype}")
-                total[:, rows] += grad
-    got = oracle.Result(whole, *(t.to(q.dtype) for t in sums))
-    matrix.compare(got, case, spec.dtype, device)
