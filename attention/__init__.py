@@ -19,6 +19,7 @@ from .flash_api import (
 )
 from .machine.flash_impl import use_flash_impl
 from .plan import Call, Phase, Plan, Plans
+from .probabilities import weights
 from .probing import probe
 from .ring import Ring
 from .select import (
@@ -73,6 +74,7 @@ __all__ = [
     "use",
     "use_flash_impl",
     "visible",
+    "weights",
 ]
 __version__ = "0.2.0"  # pyproject.toml reads it here
 

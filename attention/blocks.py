@@ -1,7 +1,7 @@
 """Windows and segments at their true cost, for kernels that mask: the queries in blocks.
 
-A block of queries attends to the keys from the first one that any of them sees to its own last
-position. This is a smaller attention problem, aligned bottom-right too:
+A block of queries attends to the keys from the first to the last one that any of them sees. This is
+a smaller attention problem, with an offset of its own:
 
              k0  k1  k2  k3  k4  k5  k6  k7
         q2   x   x   x   .   .   .   .   .      window=3, blocks of 2 queries: each block needs
@@ -9,8 +9,8 @@ position. This is a smaller attention problem, aligned bottom-right too:
         q4   .   .   x   x   x   .   .   .
         q5   .   .   .   x   x   x   .   .
 
-A window W costs time in T * (W + BLOCK) and memory in T; segments cost the sum of their squares,
-since a block ends where a long segment ends, and a whole segment needs no mask.
+A window W costs time in T * (W + right + BLOCK) and memory in T; segments cost the sum of their
+squares, since a block ends where a long segment ends, and a whole segment needs no mask.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .spec import Spec
-from .views import StaticView, kept
+from .views import StaticView, kept, sees_all
 
 BLOCK = 256  # queries; 128 is a little faster on a CPU, with twice the calls (docs/LOG.md)
 CUDA_BLOCK = 1024  # each block is a kernel launch; not measured
@@ -40,24 +40,25 @@ class Piece:
 
 
 def ranges(
-    Tq: int, Tk: int, window: int | None, block: int, offset: int, segments: bool = False
+    Tq: int, Tk: int, window: int | None, block: int, offset: int, segments: bool = False,
+    right: int | None = 0,
 ) -> Iterator[Piece]:
     """Blocks of queries with the keys that any of them sees, offset as in visible(). A block that
     sees no key is left out."""
     for a in range(0, Tq, block):
         b = min(a + block, Tq)
         first = 0 if window is None else max(0, a + offset - window + 1)
-        stop = min(Tk, b + offset)
+        stop = Tk if right is None else min(Tk, b + offset + right)
         if first < stop:
             yield Piece(slice(a, b), slice(first, stop), segments)
 
 
 def pieces(
-    Tq: int, Tk: int, window: int | None, borders: tuple[int, ...], block: int
+    Tq: int, Tk: int, window: int | None, borders: tuple[int, ...], block: int, right: int | None
 ) -> list[Piece]:
     """Cut the last Tq of Tk positions, one row whose segments begin at `borders`.
 
-    Short neighbors share a block; a segment without a window is one piece.
+    Short neighbors share a block; a segment that needs no mask is one piece.
     """
     found: list[Piece] = []
     offset = Tk - Tq
@@ -65,8 +66,8 @@ def pieces(
         if e <= offset:
             continue
         n = min(e - offset, e - s)  # queries of this segment, its last positions
-        whole = n == e - s and (window is None or window >= n)
-        for piece in ranges(n, e - s, window, n if whole else block, e - s - n):
+        size = n if maskless(n, e - s, window, e - s - n, right) else block
+        for piece in ranges(n, e - s, window, size, e - s - n, right=right):
             at = e - n - offset  # of the segment's first query
             I = slice(piece.I.start + at, piece.I.stop + at)
             J = slice(piece.J.start + s, piece.J.stop + s)
@@ -77,6 +78,15 @@ def pieces(
             else:
                 found.append(Piece(I, J, False))
     return found
+
+
+def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> str:
+    """ "causal" for as many queries as keys, each seeing those up to its own, "full" if every query
+    sees every key: kernels compute both without a mask. "" needs a mask."""
+    if sees_all(Tq, Tk, window, offset, right):
+        return "full"
+    square = Tq == Tk and offset == 0 and right == 0
+    return "causal" if square and (window is None or window >= Tk) else ""
 
 
 def begins(segments: Tensor) -> Tensor:
@@ -100,16 +110,16 @@ def in_blocks(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
     segments: Tensor | None, cache: StaticView | None = None, **options: Any,
 ) -> Tensor:
-    """Call attend(), which masks and takes Tq <= Tk, for blocks of queries and the keys that they
-    see. Segments are only masked in a call of one block and under torch.compile."""
+    """Call attend(q, k, v, spec, offset=, segments=), which masks, for blocks of queries and the
+    keys that they see. Segments are only masked in a call of one block and under torch.compile."""
     block = CUDA_BLOCK if q.is_cuda else BLOCK
     if cache is not None:  # where a row's queries are is on the device: the mask is in blocks
-        outs = [
-            attend(part, k, v, spec, cache=replace(cache, start=cache.start + n * block), **options)
-            for n, part in enumerate(q.split(block, dim=1))
-        ]
+        outs = []
+        for n, part in enumerate(q.split(block, dim=1)):
+            rest = replace(cache, start=cache.start + n * block, count=cache.count - n * block)
+            outs.append(attend(part, k, v, spec, cache=rest, **options))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-    groups = list(cut(q, k, spec.window, segments, block))
+    groups = list(cut(q, k, spec.window, segments, block, spec.right))
     if len(groups) == 1:
         return _in_pieces(attend, q, k, v, spec, segments, groups[0][1], options)
     assert segments is not None
@@ -120,20 +130,20 @@ def in_blocks(
 
 
 def cut(
-    q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, block: int
+    q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, block: int,
+    right: int | None = 0,
 ) -> Iterator[tuple[slice, list[Piece]]]:
     """Rows (B) with the same segments, and the pieces of each."""
     (B, Tq), Tk = q.shape[:2], k.shape[1]
-    window = None if window is None or window >= Tk else window
     if segments is None or Tq <= block or torch.compiler.is_compiling():
-        square = segments is None and window is None and Tq == Tk
-        size = Tq if square else block
-        yield slice(0, B), list(ranges(Tq, Tk, window, size, Tk - Tq, segments is not None))
+        kind = maskless(Tq, Tk, window, Tk - Tq, right) if segments is None else ""
+        size, several = Tq if kind else block, segments is not None
+        yield slice(0, B), list(ranges(Tq, Tk, window, size, Tk - Tq, several, right))
         return
     rows, b = borders(segments), 0
     while b < B:
         n = next((i for i in range(b, B) if rows[i] != rows[b]), B)
-        yield slice(b, n), pieces(Tq, Tk, window, rows[b], block)
+        yield slice(b, n), pieces(Tq, Tk, window, rows[b], block, right)
         b = n
 
 
@@ -146,9 +156,13 @@ def _in_pieces(
     qs = q.split(sizes, dim=1) if len(found) > 1 else (q,)
     ks, vs = (slices(t, [piece.J for piece in found]) for t in (k, v))
     outs = []
+    shift = k.shape[1] - q.shape[1]
     for piece, *qkv in zip(found, qs, ks, vs, strict=True):
-        own = segments[:, piece.J] if segments is not None and piece.segments else None
-        outs.append(attend(*qkv, spec, segments=own, **options))
+        I, J = piece.I, piece.J
+        own = None
+        if segments is not None and piece.segments:
+            own = segments[:, I.start + shift : I.stop + shift], segments[:, J]
+        outs.append(attend(*qkv, spec, offset=I.start + shift - J.start, segments=own, **options))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 

@@ -43,6 +43,7 @@ class Refusal(str):
 
 # Fields that Spec and Caps share: requested there, supported here.
 LACKS = {
+    "right": "it is causal only (got right={0.right})",
     "window": "it does not support a sliding window",
     "segments": "it does not support segments (packed or padded sequences)",
     "scale": "it scales scores by 1/sqrt(head_dim) only (got scale {0.scale:g})",
@@ -65,6 +66,7 @@ class Caps:
     min_torch: str | None = None
     head_dim_max: int | None = None
     head_dim_multiple: int = 1
+    right: bool = False  # later keys: all of them, or with `window` a number
     window: bool = True
     dropout: bool = True
     dropout_step: float | None = None  # dropout must be a multiple of this
@@ -117,8 +119,11 @@ class Caps:
             refuse("head_dim", f"it takes a head_dim up to {most}, not {spec.head_dim}")
         if spec.head_dim % (step := self.head_dim_multiple):
             refuse("head_dim", f"head_dim must be a multiple of {step}, not {spec.head_dim}")
+        requested = {name: getattr(spec, name) for name in LACKS}
+        requested["right"] = spec.right != 0
+        requested["window"] = spec.window or (spec.right and self.right)  # a limit on either side
         for name, text in LACKS.items():
-            if getattr(spec, name) and not getattr(self, name):
+            if requested[name] and not getattr(self, name):
                 refuse(name, text.format(spec))
         if (p := self.dropout_step) and spec.dropout % p:
             refuse("dropout", f"dropout must be a multiple of {p:g}, not {spec.dropout:g}")
@@ -153,6 +158,7 @@ class Partial:
 
     `offset` is the first query's position minus the first key's, as in visible(). `segments` is
     None or a pair of ids: (B, Tq) and (B, Tk). All results are float32, or float64 for float64.
+    If the Spec is not causal, these are all keys of the rows: offset is Tk - Tq.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -172,7 +178,7 @@ def checked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
         if not torch.compiler.is_compiling():
             dtype, given = getattr(torch, spec.dtype), map(options.get, OPTIONS)
-            if wrong := _contradiction(q, k, v, spec, dtype, *given):
+            if wrong := contradiction(q, k, v, spec, dtype, *given):
                 raise ValueError(wrong)
         with autocast_off(q):
             return attend(q, k, v, spec, **options)
@@ -185,7 +191,7 @@ OPTIONS = ("segments", "cache", "sinks")  # arguments of attend()
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 
 
-def _contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
+def contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
                    segments: Tensor | None, cache: Any, sinks: Tensor | None) -> str:
     """What is wrong with attend()'s arguments, in words; "" if nothing is."""
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim

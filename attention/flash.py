@@ -7,9 +7,10 @@
 Memory  O(T), by the algorithm of tiled.py. FLOPs as in sdpa.py.
 Layout  (B, T, H, D). With segments all sequences are concatenated, (total, H, D); cu_seqlens holds
         where each begins.
-Masks   `causal=True` is aligned bottom-right (in 2 since 2.1). A window of W keys is window_size=
-        (W - 1, 0); no window is -1 in 2 and 3, None in 4. The `varlen` functions do no work on
-        pairs of different segments. The number of segments decides a shape: the host waits.
+Masks   `causal=True` is aligned bottom-right (in 2 since 2.1), as are windows. A window of W keys
+        and n later ones is window_size=(W - 1, n), with causal=False unless n is 0; no limit is -1
+        in 2 and 3, None in 4. The `varlen` functions do no work on pairs of different segments. The
+        number of segments decides a shape: the host waits.
 Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function.
 Compile One graph in 2 (since 2.7) and 3 (since November 2025). A call of 4, a cache of 2, and
         segments break the graph.
@@ -69,12 +70,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     """
     flash = _load(package)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    window = (package.unbounded, package.unbounded)
+    causal, left = spec.right == 0, package.unbounded
+    right = package.unbounded if spec.right is None or causal else spec.right
     if spec.window is not None and (spec.window < k.shape[1] or cache is not None):
-        window = (spec.window - 1, 0)
+        left, right = spec.window - 1, 0 if causal else right
     options: dict[str, object] = {
-        "causal": True,
-        "window_size": window,
+        "causal": causal,
+        "window_size": (left, right),
         "softmax_scale": spec.scale,
     }
     if spec.softcap is not None:
@@ -113,7 +115,12 @@ def _from_cache(
     # Queries are aligned with the end: the length is start + Tq even if a row has fewer tokens.
     # Past its end the kernel reads the null page, or zeros, which only padding sees.
     Tq = q.shape[1]
-    seen = cache.start + Tq
+    seen, i = cache.start + Tq, torch.arange(Tq, device=q.device)
+    row, back = torch.arange(len(q), device=q.device)[:, None], None
+    if Tq > 1 and not options["causal"]:  # queries would see past the end: padding goes first
+        shift = (Tq - cache.count)[:, None]
+        q, back = q[row, (i - shift) % Tq], (i + shift) % Tq
+        seen = cache.start + cache.count
     if isinstance(cache, PagedView):
         table = F.pad(cache.page_table, (0, (Tq - 1) // k.shape[1] + 1))
         options["page_table" if package.kvcache is None else package.kvcache] = table
@@ -122,23 +129,28 @@ def _from_cache(
             k, v = (F.pad(t, (0, 0, 0, 0, 0, Tq)) for t in (k, v))
         seen = seen.clamp(max=k.shape[1])  # a row that has ended keeps counting
     if package.kvcache is None:
-        return _tensor(flash.flash_attn_varlen_func(q, k, v, seqused_k=seen, **options))
-    return _tensor(flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=seen, **options))
+        out = _tensor(flash.flash_attn_varlen_func(q, k, v, seqused_k=seen, **options))
+    else:
+        out = _tensor(flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=seen, **options))
+    return out if back is None else out[row, back]
 
 
 # --- in parts (caps.Partial) ---
 
 
-def band(Tq: int, Tk: int, offset: int, window: int | None) -> tuple[slice, slice, int, int] | None:
+def band(
+    Tq: int, Tk: int, offset: int, window: int | None, right: int | None = 0
+) -> tuple[slice, slice, int, int] | None:
     """The queries I that see a key, the keys J that are seen, and the packages' window: the keys
     seen to the left and right of the diagonal through the last corner of I x J. None: no keys."""
     W = max(offset + Tq, 1) if window is None else window
-    I = slice(max(0, -offset), min(Tq, Tk + W - 1 - offset))
-    J = slice(max(0, I.start + offset - W + 1), min(Tk, I.stop + offset))
+    R = max(Tk - 1 - offset, 0) if right is None else right
+    I = slice(max(0, -offset - R), min(Tq, Tk + W - 1 - offset))
+    J = slice(max(0, I.start + offset - W + 1), min(Tk, I.stop + offset + R))
     if J.start >= J.stop:  # no query sees a key
         return None
-    right = offset + I.stop - J.stop
-    return I, J, W - 1 - right, right
+    ahead = offset + R + I.stop - J.stop
+    return I, J, W - 1 + R - ahead, ahead
 
 
 def _in_band(
@@ -155,7 +167,7 @@ def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segme
     (B, Tq, H, _), Tk = q.shape, k.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     L = torch.full((B, H, Tq), -torch.inf, dtype=torch.float32, device=q.device)
-    if (found := band(Tq, Tk, offset, spec.window)) is not None:
+    if (found := band(Tq, Tk, offset, spec.window, spec.right)) is not None:
         I, J, *sides = found
         causal, window = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
         options = {"causal": causal, "window_size": window, package.lse: True}
@@ -170,7 +182,7 @@ def backward_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L:
                   offset: int, segments: None = None, *,
                   package: Package) -> tuple[Tensor, ...]:
     sums = tuple(torch.zeros(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v))
-    if (found := band(q.shape[1], k.shape[1], offset, spec.window)) is not None:
+    if (found := band(q.shape[1], k.shape[1], offset, spec.window, spec.right)) is not None:
         I, J, *sides = found
         cut = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
         rows = tuple(F.pad(t, (0, -t.shape[3] % 8)).contiguous() for t in cut)
@@ -232,8 +244,8 @@ def _load(package: Package) -> ModuleType:
 # csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is
 # made by padding), pages of a multiple of 256; "Softcapping does not support dropout for now". Its
 # backward came with 2.6.2 (5f1ae4a3): before, the gradients were silently wrong.
-_FA2 = Caps(("cuda",), HALF, (8, 0), head_dim_max=256, dropout=False, scale=True, softcap=True,
-            caches=CACHES, page_multiple=256, packages=("flash_attn>=2.6.2",),
+_FA2 = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, dropout=False, scale=True,
+            softcap=True, caches=CACHES, page_multiple=256, packages=("flash_attn>=2.6.2",),
             lse=True, lse_segments=False)
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
@@ -249,16 +261,16 @@ FA2_CAPS = (
 # hopper/flash_api.cpp at 0251105a (August 2026): head_dim to 256, a multiple of 8, deterministic
 # if it rounds up to less than 256; hopper/flash_attn_interface.py: pages of any size, a softcap in
 # all functions and in the backward, no sinks.
-_FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), head_dim_max=256, head_dim_multiple=8, dropout=False,
-            scale=True, softcap=True, deterministic=False, caches=CACHES,
+_FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), right=True, head_dim_max=256, head_dim_multiple=8,
+            dropout=False, scale=True, softcap=True, deterministic=False, caches=CACHES,
             packages=("flash_attn_interface",), lse=True, lse_segments=False)
 FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 
 # flash_attn/cute/interface.py of 4.0.0b13: Hopper and Blackwell. It has no backward for 8.x, and
 # 12.x failed to compile (Dao-AILab/flash-attention issue 2453). head_dim to 128, on Hopper to 256,
 # multiples of 8. On Blackwell 256 has separate kernels, without window, and pages of 128 only.
-_FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), head_dim_max=128, head_dim_multiple=8, dropout=False,
-            scale=True, grad=False, caches=CACHES,
+_FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), right=True, head_dim_max=128, head_dim_multiple=8,
+            dropout=False, scale=True, grad=False, caches=CACHES,
             packages=("flash_attn.cute>=4.0",), lse=True, lse_segments=False)
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 # Silently wrong gradients if head_dim is no multiple of 32: dQ at 72 and 104 on Hopper

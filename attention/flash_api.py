@@ -8,7 +8,6 @@ Signatures, layouts, defaults and in-place effects are those of flash-attn 2.8 (
 flash_attn/flash_attn_interface.py); FlashAttention-3's further keywords are accepted too. What
 cannot be computed is refused with a ValueError that names the argument:
 
-    causal=False  except where it changes nothing: one query, or a window whose right side is 0
     alibi_slopes, rotary_cos, cache_leftpad, qv, q_descale, attention_chunk, seqused_k, ...
 
 num_splits, pack_gqa, sm_margin and scheduler_metadata only tune the packages' own kernels: any
@@ -73,10 +72,12 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, *, return_softmax_lse: bool = False, **fa3: Any,
 ) -> Any:
-    """Causal attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
+    """Attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
     Args:
-        window_size: (left, right): query i sees the keys from i - left on, bottom-right aligned.
+        causal: no query sees a key after its own: right is 0.
+        window_size: (left, right): query i sees the keys i - left + Tk - Tq to i + right + Tk - Tq;
+            -1 is no limit.
         deterministic: on CUDA it needs torch.use_deterministic_algorithms(True).
         return_attn_probs: return (out, softmax_lse, None), the log-sum-exp (B, H, Tq) float32.
         return_softmax_lse: return (out, softmax_lse), as FlashAttention-3.
@@ -89,7 +90,7 @@ def flash_attn_func(
         wrong("k", f"of q's batch of {len(q)}", k)
     check_deterministic(deterministic, q)
     lse = return_attn_probs or return_softmax_lse
-    request = Request.of(q.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, lse,
+    request = Request.of(dropout_p, softmax_scale, causal, window_size, softcap, lse,
                          alibi_slopes=alibi_slopes, **fa3)
     return _returned(*_dense(q, k, v, request), return_attn_probs, lse)
 
@@ -114,13 +115,13 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False, block_table: Tensor | None = None, *,
     return_softmax_lse: bool = False, **fa3: Any,
 ) -> Any:
-    """Causal attention of N sequences of any lengths, one after the other.
+    """Attention of N sequences of any lengths, one after the other.
 
     Args:
         q, k, v: (total_q, H, D) and (total_k, Hkv, D); with block_table k and v are pages,
             (pages, page_size, Hkv, D).
         cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each sequence begins, and the total.
-        max_seqlen_q, max_seqlen_k: not read, except in a trace (1: causal=False is accepted).
+        max_seqlen_q, max_seqlen_k: not read.
         block_table: (N, pages of the longest) int32: the pages of each sequence.
 
     Returns:
@@ -136,18 +137,16 @@ def flash_attn_varlen_func(
         integers("block_table", block_table, (N, -1), q.device)
     check_deterministic(deterministic, q)
     lse = return_attn_probs or return_softmax_lse
-    shared = (dropout_p, softmax_scale, causal, window_size, softcap, lse)
-    others = {"alibi_slopes": alibi_slopes, **fa3}
+    request = Request.of(dropout_p, softmax_scale, causal, window_size, softcap, lse,
+                         alibi_slopes=alibi_slopes, **fa3)
     square = cu_seqlens_q is cu_seqlens_k and block_table is None
     if _shape_only(q) or (square and torch.compiler.is_compiling()):
-        request = Request.of(1 if max_seqlen_q == 1 else len(q), *shared, **others)
         segments = _segments(cu_seqlens_q, len(q)) if square else None
         k, v = (t.flatten(0, -3)[None] for t in (k, v))
         out, L = _dense(q[None], k, v, request, segments)
         return _returned(out[0], None if L is None else L[0], return_attn_probs, lse)
     lengths_q = lengths_of("cu_seqlens_q", cu_seqlens_q, len(q))
     lengths_k = lengths_of("cu_seqlens_k", cu_seqlens_k, len(k) if block_table is None else None)
-    request = Request.of(max(lengths_q, default=0), *shared, **others)
     if block_table is not None:
         room, longest = block_table.shape[1] * k.shape[1], max(lengths_k, default=0)
         if longest > room:
@@ -198,10 +197,11 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None, num_splits: int = 0, return_softmax_lse: bool = False, *,
     page_table: Tensor | None = None, **fa3: Any,
 ) -> Any:
-    """Causal attention to a cache, without gradients; k and v are first appended to it, in place.
+    """Attention to a cache, without gradients; k and v are first appended to it, in place.
 
     Args:
-        q: (B, Tq, H, D). The last query is aligned with the row's last key.
+        q: (B, Tq, H, D). The last query is aligned with the row's last key; if not causal, the
+            others see it too, as far as window_size allows.
         k_cache, v_cache: (B or more, S, Hkv, D); with block_table (pages, page_size, Hkv, D).
         k, v: (B, T_new, Hkv, D), new tokens.
         cache_seqlens: tokens of each row before this call, (B,) int32 or one number; None: S.
@@ -220,7 +220,7 @@ def flash_attn_with_kvcache(
     check(q, k_cache, v_cache, ("k_cache", "v_cache"), paged=table is not None)
     (B, Tq), (size, *heads), on = q.shape[:2], k_cache.shape[1:], q.device
     request = Request.of(
-        Tq, 0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
+        0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
         rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
         alibi_slopes=alibi_slopes, **fa3,
     )
@@ -266,7 +266,9 @@ def flash_attn_with_kvcache(
         out, L = _host_rows(q, k_cache, v_cache, skip, ends, table, request)
         return (out, L) if request.lse else out
     start = total - Tq
-    blind = start[:, None] + torch.arange(Tq, device=on) < 0  # queries before every key
+    # Queries before every key; of these `right` lets the last ones see some.
+    ahead = Tq if request.right is None else request.right
+    blind = (start[:, None] + torch.arange(Tq, device=on) + ahead < 0) | (total == 0)[:, None]
     view: PagedView | StaticView = StaticView(start, torch.full_like(start, Tq), size)
     if table is not None:
         view = PagedView(table, start, torch.full_like(start, Tq))
@@ -329,13 +331,14 @@ def _texts(
 ) -> tuple[Tensor, Tensor | None]:
     """out (total_q, H, D) and the log-sum-exp (H, total_q) of texts of any lengths.
 
-    Nearly equal ones are a batch, padded with zeros on the right, where a causal query does not
-    look: no mask, and NaN in one text does not reach another, as it does through a masked key.
+    Those of one length are a batch, and causal ones of nearly the same, padded with zeros on the
+    right, where no query looks: no mask, and NaN in one text does not reach another, as it does
+    through a masked key.
     """
     outs = [q] * len(lengths_q)
     Ls: list[Tensor] = [q] * len(lengths_q)
     texts = [t.split(n) for t, n in ((q, lengths_q), (k, lengths_k), (v, lengths_k))]
-    for rows in _similar(lengths_q, lengths_k):
+    for rows in _similar(lengths_q, lengths_k, request.right == 0):
         q, k, v = (_padded([of[i] for i in rows]) for of in texts)
         out, L = _dense(q, k, v, request)
         # Unbound first: the gradient of a slice of the batch would be of the batch's size.
@@ -345,15 +348,15 @@ def _texts(
     return torch.cat(outs), torch.cat(Ls, dim=1) if request.lse else None
 
 
-def _similar(lengths_q: list[int], lengths_k: list[int]) -> Iterator[list[int]]:
-    """The numbers of the texts in groups of one len_k - len_q, the longest last and at most 32
-    tokens or a quarter longer than the first."""
+def _similar(lengths_q: list[int], lengths_k: list[int], causal: bool) -> Iterator[list[int]]:
+    """The numbers of the texts in groups of one len_k - len_q and of one length, or if causal the
+    longest last and at most 32 tokens or a quarter longer than the first."""
     key = [(b - a, a) for a, b in zip(lengths_q, lengths_k)]
     rows: list[int] = []
     for i in sorted(range(len(key)), key=key.__getitem__):
         if rows:
             offset, first = key[rows[0]]
-            full = key[i][1] > first + max(32, first // 4)
+            full = key[i][1] > first + (max(32, first // 4) if causal else 0)
             if full or key[i][0] != offset or not min(first, lengths_k[rows[0]]):
                 yield rows
                 rows = []
@@ -374,14 +377,13 @@ def _kernel(
     cache: str = "none", page_size: int | None = None,
 ) -> tuple[Backend, Spec]:
     Tq, Tk = q.shape[1], k.shape[1]
-    window = request.window
-    if window is not None and cache != "paged" and window >= Tk:
-        window = None  # it hides nothing: then kernels without a window can run it
+    window, right = request.sides(Tq, Tk)
+    window = request.window if cache == "paged" else window  # there k is pages
     compiled = torch.compiler.is_compiling()
     # In the order of Spec's fields.
     asked = (
         window, request.dropout, segments, grad, cache, compiled, page_size, request.scale,
-        request.softcap, False, request.lse,
+        request.softcap, False, request.lse, right,
     )
     heads = q.shape[-2], k.shape[-2], q.shape[-1]
     dtype, device = str(q.dtype).removeprefix("torch."), str(q.device)

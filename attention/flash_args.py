@@ -34,17 +34,19 @@ class Request:
     dropout: float
     scale: float | None
     window: int | None
+    right: int | None
     softcap: float | None
     lse: bool  # return the log-sum-exp too
 
     @classmethod
     def of(
-        cls, Tq: int, dropout: float, scale: float | None, causal: bool, window: tuple[int, int],
+        cls, dropout: float, scale: float | None, causal: bool, window: tuple[int, int],
         softcap: float, lse: bool, **others: object,
     ) -> Request:
         """Raise ValueError for what is not supported. `others` are HINTS, or REFUSED unless None,
         False or 0."""
-        sides = list(window) if isinstance(window, (tuple, list)) else []
+        pair: Any = window.tolist() if isinstance(window, Tensor) else window
+        sides = list(pair) if isinstance(pair, (tuple, list)) else []
         if len(sides) != 2 or not all(n is None or is_a(Integral, n) for n in sides):
             wrong("window_size", "a pair of integers", window)
         if not (is_a(Real, dropout) and 0 <= dropout < 1):
@@ -53,25 +55,28 @@ class Request:
             wrong("softmax_scale", "positive", scale)
         if softcap is not None and not (is_a(Real, softcap) and 0 <= softcap < math.inf):
             wrong("softcap", "positive, or 0 for none", softcap)
-        left, right = (-1 if side is None else int(side) for side in sides)
-        if not causal and right != 0 and Tq > 1:
-            raise ValueError(
-                f"causal=False with window_size={window} is not supported: attention here is "
-                "causal (causal=True, or a window_size whose right side is 0)"
-            )
+        left, right = (None if side is None or side < 0 else int(side) for side in sides)
         for name, value in others.items():
             if name not in REFUSED:
                 if name not in HINTS:
                     raise TypeError(f"unexpected keyword argument {name!r}")
             elif isinstance(value, Tensor) or value:
                 raise ValueError(f"{name} is not supported")
-        return cls(dropout, scale, left + 1 if left >= 0 else None, softcap or None, lse)
+        width = None if left is None else left + 1
+        return cls(dropout, scale, width, 0 if causal else right, softcap or None, lse)
+
+    def sides(self, Tq: int, Tk: int) -> tuple[int | None, int | None]:
+        """`window` and `right` for a call, None if it hides nothing: more kernels have that."""
+        window = None if self.window is None or self.window >= Tk else self.window
+        if self.right == 0 or Tq == 1:
+            return window, 0
+        return window, None if self.right is None or self.right >= Tq - 1 else self.right
 
     def spec(self, q: Tensor, k: Tensor, segments: bool) -> Spec:
         return Spec(
             q.shape[-2], k.shape[-2], q.shape[-1], str(q.dtype)[6:], window=self.window,
             dropout=self.dropout, segments=segments, scale=self.scale, softcap=self.softcap,
-            lse=self.lse,
+            lse=self.lse, right=self.right,
         )
 
 

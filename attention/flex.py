@@ -75,11 +75,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         if spec.grad:
             kind = (q.shape[0], Tq, Tk)
         size = None if segments is None else room(segments)
-        call, make = compiled(replace(spec, window=None), kind, size), kept_block_mask
+        call, make = compiled(replace(spec, window=None, right=0), kind, size), kept_block_mask
         # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch
         # 2.13 generates C++ that does not compile.
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
-    mask = make(Tq, Tk, spec.window, segments, q.device)
+    mask = make(Tq, Tk, spec.window, segments, q.device, spec.right)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks)
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
@@ -123,9 +123,10 @@ def compiled(
 
 
 def block_mask(
-    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device
+    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device,
+    right: int | None = 0,
 ) -> Any:
-    """The BlockMask of visible() for Tq <= Tk.
+    """The BlockMask of visible(), with segments for Tq <= Tk.
 
     Computed from the corners of the tiles, without a mask of Tq x Tk, since a segment is one run of
     positions. A tile in which nothing is visible may be listed as partial.
@@ -139,28 +140,35 @@ def block_mask(
     # Without segments visible() depends on j - i alone: a tile is visible in part if the entry
     # nearest to the diagonal is, and in full if both extremes are.
     offset = Tk - Tq
-    (top, bottom), (left, right) = ends(Tq), ends(Tk)
-    least, most = left - bottom[:, None], right - top[:, None]  # (tiles, tiles) each
-    some = visible(0, torch.minimum(most, least.clamp(min=offset)), offset, window)[None]
-    every = (visible(0, least, offset, window) & visible(0, most, offset, window))[None]
+    (top, bottom), (first, last) = ends(Tq), ends(Tk)
+    least, most = first - bottom[:, None], last - top[:, None]  # (tiles, tiles) each
+    nearest, *both = (
+        visible(0, distance, offset, window, right=right)[None]
+        for distance in (torch.minimum(most, least.clamp(min=offset)), least, most)
+    )
+    some, every = nearest, both[0] & both[1]
     if segments is not None:
         begins = segments[:, 1:Tk] != segments[:, : Tk - 1]
         run = F.pad(begins.cumsum(dim=1), (1, 0))  # (B, Tk), segments counted from the left
         q_from, q_to = run[:, top + offset, None], run[:, bottom + offset, None]
-        k_from, k_to = run[:, None, left], run[:, None, right]
+        k_from, k_to = run[:, None, first], run[:, None, last]
         some = some & (q_from <= k_to) & (k_from <= q_to)
-        # No key comes after a query here, so a tile that begins and ends in one run lies in it.
-        every = every & (k_from == q_to)
+        # A tile whose queries and keys begin and end in one run lies in it.
+        every = every & (k_from == q_to) & (q_from == k_to)
 
     shift: Any = offset
     width: Any = window
+    ahead: Any = right
     if not torch.compiler.is_compiling():
-        shift, width = (torch.full((), n, device=device) for n in (offset, window or Tk))
+        ahead = Tq if right is None else right
+        shift, width, ahead = (
+            torch.full((), n, device=device) for n in (offset, window or Tk, ahead)
+        )
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if segments is None:
-            return visible(i, j, shift, width)
-        return visible(i, j, shift, width, segments[b, i + shift], segments[b, j])
+            return visible(i, j, shift, width, right=ahead)
+        return visible(i, j, shift, width, segments[b, i + shift], segments[b, j], ahead)
 
     def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
         tiles = tiles[:, None].int()  # (1 or B, 1, tiles, tiles)
@@ -178,20 +186,23 @@ _by_shape = lru_cache(maxsize=16)(block_mask)
 
 
 @kept
-def _by_segments(segments: Tensor, Tq: int, Tk: int, window: int | None) -> Any:
+def _by_segments(
+    segments: Tensor, Tq: int, Tk: int, window: int | None, right: int | None
+) -> Any:
     # A copy: an entry that held on to its own key would never die.
     copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()
     torch._dynamo.mark_static(copy)
-    return block_mask(Tq, Tk, window, copy, segments.device)
+    return block_mask(Tq, Tk, window, copy, segments.device, right)
 
 
 @torch.inference_mode(False)  # tensors made in inference mode cannot be used in training
 def kept_block_mask(
-    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device
+    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device,
+    right: int | None = 0,
 ) -> Any:
     if segments is None:
-        return _by_shape(Tq, Tk, window, None, device)
-    return _by_segments(segments, Tq, Tk, window)
+        return _by_shape(Tq, Tk, window, None, device, right)
+    return _by_segments(segments, Tq, Tk, window, right)
 
 
 def room(segments: Tensor) -> tuple[int, int]:
@@ -204,7 +215,8 @@ def room(segments: Tensor) -> tuple[int, int]:
     return B, TILE << ((Tk - 1) // TILE).bit_length()
 
 
-_CUDA = Caps(("cuda",), THREE, (8, 0), min_torch="2.5", dropout=False, scale=True, softcap=True)
+_CUDA = Caps(("cuda",), THREE, (8, 0), right=True, min_torch="2.5", dropout=False, scale=True,
+             softcap=True)
 BACKEND = Backend(
     name="flex",
     title="PyTorch flex_attention, compiled",

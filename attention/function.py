@@ -13,13 +13,14 @@ torch.func  vmap makes the mapped dimension a part of the batch. Sinks and a dro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .caps import Partial
+from .caps import Backend, Partial
 from .machine.system import autocast_off
 from .spec import Spec
 from .views import Pair, for_any_shape, unit_stride
@@ -49,6 +50,15 @@ def attention(
     if not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
         return Attention.forward(*how, q, k, v, *pair)  # apply() would double the time of decoding
     return Attention.apply(*how, q, k, v, *pair)
+
+
+def whole(backend: Backend) -> Callable[..., Tensor]:
+    """An attend() by Backend.partial, as flash-attn's functions call it for the log-sum-exp."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        return attention(q, k, v, spec, kernel=backend.partial, **options)[0]
+
+    return attend
 
 
 def _arguments(options: Options, sinks: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor,

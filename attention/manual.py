@@ -46,9 +46,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if cache is None:
-        seen = mask(Tq, Tk, spec.window, segments, q.device)[:, None]  # (1 or B, 1, 1, Tq, Tk)
+        seen = mask(Tq, Tk, spec.window, segments, q.device, right=spec.right)
     else:
-        seen = cache.seen(Tq, spec.window)[:, None]
+        seen = cache.seen(Tq, spec.window, spec.right)
+    seen = seen[:, None]  # (1 or B, 1, 1, Tq, Tk)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:  # the score of one more key, for every query of a head
         column = sinks.to(scores.dtype).view(Hkv, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -63,7 +64,8 @@ BACKEND = Backend(
     name="manual",
     title="softmax(QK^T)V written out, O(S^2) memory",
     attend=attend,
-    caps=(Caps(caches=("none", "dynamic", "static"), scale=True, softcap=True, sinks=True),),
+    caps=(Caps(right=True, caches=("none", "dynamic", "static"), scale=True, softcap=True,
+               sinks=True),),
     fallback=None,
     aliases=("eager",),
 )

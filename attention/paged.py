@@ -51,23 +51,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
             q, k, v, cache.page_table, cache.start, cache.count, sinks, spec.window or 0,
             spec.softmax_scale, spec.softcap, splits=0,
         )
-    outs = []
+    outs, end = [], cache.start + cache.count
     for a in range(0, q.shape[1], BLOCK):
         start = cache.start + cache.count.clamp(max=a)
-        part = PagedView(cache.page_table, start, (cache.count - a).clamp(0, BLOCK))
+        # The queries of later blocks are keys of this one, as far as `right` allows.
+        ahead = q.shape[1] if spec.right is None else spec.right
+        part = PagedView(cache.page_table, start, (end - start).clamp(max=BLOCK + ahead))
         outs.append(gather(q[:, a : a + BLOCK], k, v, spec, part, sinks))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
            sinks: Tensor | None = None) -> Tensor:
-    """Attention of q (B, Tq, H, D) to the tokens that it sees, copied from their pages."""
+    """Attention of q (B, Tq, H, D) to the tokens that it sees, copied from their pages. The row's
+    tokens end at cache.start + cache.count, which may be past the queries."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)[None]
     if spec.window is not None:  # earlier tokens' pages may be freed
         first = (cache.start[:, None] - spec.window + 1).clamp(min=0)  # (B, 1)
-        j = first + j[:, : spec.window + Tq - 1]
+        ahead = j.shape[1] if spec.right is None else spec.right
+        j = first + j[:, : spec.window + Tq - 1 + ahead]
     end = (cache.start + cache.count)[:, None]  # (B, 1)
     last = (end - 1).clamp(min=0)
     # 0 * NaN is NaN. So past the end of a row its last token is read again, not what another
@@ -77,7 +81,9 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     k, v = (_take(pages, slot) for pages in (k_pages, v_pages))  # (B, Tk, Hkv, D)
     # Queries from count on are padding: they see what the last real one sees.
     at = torch.minimum(cache.start[:, None] + i, last)  # (B, Tq)
-    seen = visible(at[:, :, None], j[:, None], 0, spec.window)  # (B, Tq, Tk)
+    seen = visible(at[:, :, None], j[:, None], 0, spec.window, right=spec.right)  # (B, Tq, Tk)
+    if spec.right != 0:
+        seen &= j[:, None] <= last[:, :, None]
 
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
     bare = spec.softcap is None and sinks is None
@@ -145,8 +151,8 @@ BACKEND = Backend(
     name="paged",
     title="attention over a page table",
     attend=attend,
-    caps=(Caps(dropout=False, segments=False, scale=True, softcap=True, sinks=True, grad=False,
-               caches=("paged",)),),
+    caps=(Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
+               grad=False, caches=("paged",)),),
     fallback="sdpa",
     aliases=("paged_attention",),
 )

@@ -18,10 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import manual
 from .caps import Backend, Proof
+from .function import whole
 from .machine.flash_impl import flash_impl
 from .machine.system import first_line, profiled
 from .ring import Ring
-from .spec import Spec
+from .spec import Spec, visible
 from .views import filled_cache
 
 # Profiler name of an attention operator -> usual name of the kernel.
@@ -68,11 +69,12 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     """
     device, cached = torch.device(device), spec.cache in ("static", "paged")
     # A window longer than T would not be tested, and no gradient flows through a cache.
-    window, grad = spec.window and min(spec.window, T // 2), spec.grad and spec.cache == "none"
-    spec = replace(spec, window=window, grad=grad)
-    quiet = replace(spec, dropout=0.0)
-    attend = Ring().attend(backend) if spec.lse else backend.attend
-    run = partial(run_cached if cached else _run, attend)
+    window, right = (n and min(n, T // 2) for n in (spec.window, spec.right))
+    spec = replace(spec, window=window, right=right, grad=spec.grad and spec.cache == "none")
+    quiet, uncached = replace(spec, dropout=0.0), replace(spec, dropout=0.0, cache="none",
+                                                          page_size=None)
+    way = run_cached if cached else _run
+    run = partial(way, attend_of(backend, spec))
     draw = torch.Generator().manual_seed(0)
     out, plain, truth = list[Tensor](), list[Tensor](), list[Tensor]()
     events: list[str] = []
@@ -80,8 +82,8 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
         # Inference also continues a prefix, with fewer queries than keys.
         for Tq in (T,) if spec.grad or cached or spec.lse else (T // 3, T):
             inputs, seg = _inputs(spec, device, Tq, T, draw)
-            plain += _run(manual.attend, inputs, seg, quiet)
-            truth += _exact(inputs, seg, quiet)
+            plain += way(manual.attend, inputs, seg, uncached)
+            truth += _exact(way, inputs, seg, uncached)
             try:
                 out += run(inputs, seg, quiet)
                 if Tq == T:
@@ -146,8 +148,7 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
                     backend.attend(part, held_k, held_v, spec, cache=view([rows[0]], [3]), **more)
                 ]
             else:
-                attend = Ring().attend(backend) if spec.lse else backend.attend
-                got = _run(attend, [q, k, v, dout, *sinks], seg, spec)
+                got = _run(attend_of(backend, spec), [q, k, v, dout, *sinks], seg, spec)
         except Exception as e:
             return (f"it failed at {T:,} tokens ({type(e).__name__}: {first_line(e)})",)
         got[0] = got[0] if cached else got[0][:, rows]
@@ -159,18 +160,30 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
     return tuple(f"at {T:,} tokens {text}" for text in _wrong(found))
 
 
+def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
+    """What runs `spec`: attend(), or for the log-sum-exp the partial, in parts if causal."""
+    if not spec.lse:
+        return backend.attend
+    return Ring().attend(backend) if spec.right == 0 else whole(backend)
+
+
 def _rows(inputs: list[Tensor], seg: Tensor | None, spec: Spec, rows: list[int],
           exact: bool) -> list[Tensor]:
-    """_run() of manual for these queries, each against the keys up to its own."""
+    """_run() of manual for these queries of one sequence, each against the keys that it sees."""
     q, k, v, dout, *sinks = inputs
     outs: list[Tensor] = []
     sums = [torch.zeros_like(t, dtype=torch.float64) for t in (q, k, v, *sinks)]
+    j = torch.arange(k.shape[1], device=k.device)
+    sees_all = replace(spec, window=None, segments=False)
     for i in rows:
-        part = [q[:, i : i + 1], k[:, : i + 1], v[:, : i + 1], dout[:, i : i + 1], *sinks]
-        own = None if seg is None else seg[:, : i + 1]
-        one = _exact(part, own, spec) if exact else _run(manual.attend, part, own, spec)
+        seg_i, seg_j = (None, None) if seg is None else (seg[0, i], seg[0])
+        seen = visible(i, j, 0, spec.window, seg_i, seg_j, spec.right).nonzero()
+        I, J = slice(i, i + 1), slice(int(seen[0]), int(seen[-1]) + 1)  # one run of keys
+        part = [q[:, I], k[:, J], v[:, J], dout[:, I], *sinks]
+        run = partial(_exact, _run) if exact else partial(_run, manual.attend)
+        one = run(part, None, sees_all)
         outs.append(one[0])
-        spans = slice(i, i + 1), slice(0, i + 1), slice(0, i + 1), slice(None)  # the sinks: (H,)
+        spans = I, J, J, slice(None)  # the sinks: (H,)
         for total, at, g in zip(sums, spans, one[1:], strict=False):
             (total[:, at] if total.dim() == 4 else total).add_(g.to(total.device))
     return [torch.cat(outs, dim=1), *(sums if spec.grad else ())]
@@ -193,13 +206,16 @@ def kernels_of(events: Sequence[str]) -> tuple[str, ...]:
 
 
 def leakage(
-    run: Callable[..., list[Tensor]], inputs: list[Tensor], seg: Tensor | None, spec: Spec
+    run: partial[list[Tensor]], inputs: list[Tensor], seg: Tensor | None, spec: Spec
 ) -> float:
-    """The largest change of earlier outputs when q, k and v of the last token change."""
+    """The largest change of outputs that do not see the last token when its q, k and v change."""
+    ahead = 0 if run.func is run_cached else spec.right  # there it comes alone, after all others
+    if ahead is None:
+        return 0.0
     changed = [torch.cat((t[:, :-1], 3 - t[:, -1:]), dim=1) for t in inputs[:3]] + inputs[3:]
     for _ in range(3):  # a library may round differently once, under load
         before, after = (run(x, seg, spec, backward=False)[0] for x in (inputs, changed))
-        moved = float((after.double() - before.double())[:, :-1].abs().max())
+        moved = float((after.double() - before.double())[:, : -1 - ahead].abs().max())
         if moved == 0:
             break
     return moved
@@ -279,11 +295,13 @@ def _inputs(
     return [q[:, T - Tq :], k, v, dout, *sinks], None if seg is None else seg.to(device)
 
 
-def _exact(inputs: list[Tensor], seg: Tensor | None, spec: Spec) -> list[Tensor]:
+def _exact(
+    way: Callable[..., list[Tensor]], inputs: list[Tensor], seg: Tensor | None, spec: Spec
+) -> list[Tensor]:
     """The results in float64, by manual; Metal has no float64."""
     on = torch.device("cpu") if inputs[0].device.type == "mps" else inputs[0].device
     exact = [t.to(on).double() for t in inputs]
-    return _run(
+    return way(
         manual.attend, exact, seg if seg is None else seg.to(on), replace(spec, dtype="float64")
     )
 
@@ -301,7 +319,8 @@ def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None
 @torch.no_grad()
 def run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
                 spec: Spec, backward: bool = False) -> list[Tensor]:
-    """The output through a cache: two chunks, then single tokens; rows of two lengths."""
+    """The output through a cache: two chunks, then single tokens; rows of two lengths. If the Spec
+    has none, each row's chunk is a call with the keys up to its end."""
     q, k, v, _, *sinks = inputs
     more = {"sinks": sinks[0]} if sinks else {}
     T, out = q.shape[1], torch.empty_like(q)
@@ -309,10 +328,16 @@ def run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor 
     lengths = [0, 0]
     for counts in ((T // 2, T // 3), (T - T // 2 - 3, T - T // 3 - 2), (1, 1), (1, 1), (1, 0)):
         spans = [slice(n, n + m) for n, m in zip(lengths, counts, strict=True)]
+        lengths_before, lengths = lengths, [at.stop for at in spans]
+        if spec.cache == "none":
+            for b, at in enumerate(spans):
+                if at.start < at.stop:
+                    one = q[b : b + 1, at], k[b : b + 1, : at.stop], v[b : b + 1, : at.stop]
+                    out[b, at] = attend(*one, spec, **more)[0]
+            continue
         padded = pad_sequence([q[b, at] for b, at in enumerate(spans)], True)
-        got = attend(padded, k, v, spec, segments=seg, cache=view(lengths, counts), **more)
+        got = attend(padded, k, v, spec, segments=seg, cache=view(lengths_before, counts), **more)
         assert got.shape == padded.shape and got.dtype == out.dtype, (got.shape, got.dtype)
         for b, at in enumerate(spans):
             out[b, at] = got[b, : counts[b]]
-        lengths = [at.stop for at in spans]
     return [out]

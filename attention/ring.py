@@ -32,7 +32,7 @@ Memory  O(T / N): its own K and V, the current block and the incoming one.
 Numbers O_i, dQ_i, dK_j and dV_j stay float32 until the end, then are rounded once. L_i is joined in
         float64, since its rounding is an error of all of P. (MPS has no float64: with scores of
         0 +- 9, dV's error was 1.3 times as large at N = 4 as at N = 1.)
-Refuses dropout, sinks and a cache. Under torch.compile each call is a graph break.
+Refuses `right`, dropout, sinks and a cache. Under torch.compile each call is a graph break.
 Source  Liu et al. 2023, Ring Attention (arXiv 2310.01889); Brandon et al. 2023, Striped Attention
         (arXiv 2311.09431), with single tokens instead of chunks.
 """
@@ -170,6 +170,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     if q.shape[1] != k.shape[1] or q.shape[1] % 2:
         got = f"{q.shape[1]} queries and {k.shape[1]} keys"
         raise ValueError(f"a ring takes parts of two equal chunks (Ring.shard), got {got}")
+    if spec.right != 0:
+        raise ValueError(f"a ring is causal, got right={spec.right}")
     options = ring, kernel
     return attention(q, k, v, spec, kernel=WHOLE, segments=segments, options=options)[0]
 

@@ -12,9 +12,10 @@ The formula of manual.py, by a fused kernel where there is one:
 FLOPs   4 * Tq * Tk * D a head forward, about half where a causal kernel skips masked tiles; a
         flash-type backward recomputes S: 2.5 times the forward instead of 2.
 Layout  (B, H, T, D) to PyTorch; these are transposed views.
-Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. A single query sees
-        every key: no mask. All else gets a bool mask, in blocks of queries (blocks.py), so a window
-        costs T * W; pinned flash on CUDA takes none (sdpa_flash.py).
+Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. Where every query
+        sees every key, as a single one does: no mask. All else gets a bool mask, in blocks of
+        queries (blocks.py), so a window costs T * W; pinned flash on CUDA takes none
+        (sdpa_flash.py).
 Bits    On CUDA the backward of flash and efficient is deterministic only under
         torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
 Refuses a softcap and sinks, and what Caps declare (sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch
@@ -32,12 +33,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .blocks import in_blocks
+from .blocks import in_blocks, maskless
 from .caps import Backend, Caps
 from .function import attention
 from .sdpa_flash import PARTIAL, varlen
 from .spec import Spec
-from .views import StaticView, for_any_shape, mask, not_compiled
+from .views import Pair, StaticView, for_any_shape, mask, not_compiled
 
 HALF = ("float16", "bfloat16")
 CUDNN_DROPOUT_STEP = 1 / 16
@@ -53,11 +54,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         kernel: the only one that may run, else RuntimeError (PyTorch's words); None: its choice.
     """
     Tq, Tk = q.shape[1], k.shape[1]
-    masked = segments is not None or (spec.window or Tk) < Tk
-    if Tq == Tk and not masked and cache is None:
-        return fused(q, k, v, spec, kernel, is_causal=True)
-    on_cpu = q.device.type == "cpu" and cache is None
-    if masked and on_cpu and not spec.dropout and kernel in (None, SDPBackend.FLASH_ATTENTION):
+    plain = segments is None and cache is None
+    if plain and (kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right)):
+        return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
+    prefix = plain and spec.right == 0 and (spec.window or Tk) >= Tk
+    on_cpu = q.device.type == "cpu" and cache is None and not prefix
+    if on_cpu and not spec.dropout and kernel in (None, SDPBackend.FLASH_ATTENTION):
         return attention(q, k, v, spec, kernel=PARTIAL, segments=segments)[0]
     return in_blocks(with_mask, q, k, v, spec, segments, cache, kernel=kernel)
 
@@ -83,25 +85,21 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
     return out.transpose(1, 2)
 
 
-def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-              cache: StaticView | None = None,
+def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int = 0,
+              segments: Pair = None, cache: StaticView | None = None,
               kernel: SDPBackend | None = None) -> Tensor:
     """Attention of a block of queries, with the mask that it needs."""
-    Tq, Tk = q.shape[1], k.shape[1]
-    window = None if spec.window is None or spec.window >= Tk else spec.window
-    attn_mask: Tensor | None = None
+    (Tq, Tk), sides = (q.shape[1], k.shape[1]), (spec.window, offset, spec.right)
     if cache is not None:
-        attn_mask = cache.seen(Tq, spec.window)  # (B, 1, Tq, Tk)
-    elif window is not None or segments is not None:
-        attn_mask = mask(Tq, Tk, window, segments, q.device)  # (1 or B, 1, Tq, Tk)
-    elif Tq == Tk:
-        return fused(q, k, v, spec, kernel, is_causal=True)
-    elif Tq > 1 and kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda:
+        attn_mask = cache.seen(Tq, spec.window, spec.right)  # (B, 1, Tq, Tk)
+    elif segments is None and (kind := maskless(Tq, Tk, *sides)):
+        return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
+    elif segments is None and kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda:
         from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1 s
 
         attn_mask = causal_lower_right(Tq, Tk)
-    elif Tq > 1:
-        attn_mask = mask(Tq, Tk, None, None, q.device)
+    else:
+        attn_mask = mask(Tq, Tk, spec.window, segments, q.device, offset, spec.right)
     return fused(q, k, v, spec, kernel, attn_mask)
 
 
@@ -121,14 +119,14 @@ def permitted(spec: Spec, on_cuda: bool) -> list[SDPBackend] | None:
 def _only_key(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
     """Attention to a single key, which cuDNN does not take: P = 1, so q and k have no gradient."""
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
-    return F.dropout(torch.ones_like(v[..., :1]), spec.dropout) * v + 0 * (q + k)
+    return F.dropout(torch.ones_like(q[..., :1]), spec.dropout) * v + 0 * (q + k)
 
 
 BACKEND = Backend(
     name="sdpa",
     title="PyTorch scaled_dot_product_attention",
     attend=attend,
-    caps=(Caps(min_torch="2.1", scale=True, caches=("none", "dynamic", "static")),),
+    caps=(Caps(right=True, min_torch="2.1", scale=True, caches=("none", "dynamic", "static")),),
     fallback=None,
 )
 
@@ -142,7 +140,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | Non
     """attend() by PyTorch's FlashAttention; on CUDA a window or segments by its varlen function."""
     if q.is_cuda and segments is not None:
         return varlen_by_segments(q, k, v, spec, segments=segments)
-    if q.is_cuda and spec.window is not None and spec.window < k.shape[1]:
+    if q.is_cuda and (spec.right or (spec.window or k.shape[1]) < k.shape[1]):
         return varlen(q, k, v, spec)
     return attend(q, k, v, spec, segments=segments, kernel=SDPBackend.FLASH_ATTENTION)
 
@@ -151,7 +149,7 @@ def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps) -> Backend:
     return Backend(name, title, partial(attend, kernel=kernel), caps, fallback="sdpa")
 
 
-_FLASH = Caps(("cuda",), HALF, (8, 0), min_torch="2.3", head_dim_max=256, scale=True)
+_FLASH = Caps(("cuda",), HALF, (8, 0), right=True, min_torch="2.3", head_dim_max=256, scale=True)
 FLASH = Backend(
     "sdpa_flash",
     "PyTorch SDPA pinned to its FlashAttention kernel",
@@ -159,13 +157,15 @@ FLASH = Backend(
     (
         replace(_FLASH, window=False, segments=False, lse=True),
         replace(_FLASH, min_torch="2.12", dropout=False),  # varlen_attn with a window
-        Caps(("cpu",), min_torch="2.3", dropout=False, scale=True, lse=True),
+        Caps(("cpu",), right=True, min_torch="2.3", dropout=False, scale=True, lse=True),
     ),
     fallback="sdpa",
     partial=PARTIAL,
     varlen=("cuda",),
 )
-_EFFICIENT = Caps(("cuda",), HALF, (8, 0), min_torch="2.3", head_dim_multiple=8, scale=True)
+_EFFICIENT = Caps(
+    ("cuda",), HALF, (8, 0), right=True, min_torch="2.3", head_dim_multiple=8, scale=True
+)
 EFFICIENT = _pinned(
     "sdpa_efficient",
     "PyTorch SDPA pinned to its memory-efficient kernel",
@@ -179,11 +179,12 @@ CUDNN = _pinned(
     "PyTorch SDPA pinned to cuDNN's kernel",
     SDPBackend.CUDNN_ATTENTION,
     Caps(("cuda",), HALF, min_capability=(8, 0), min_torch="2.5", head_dim_max=128,
-         head_dim_multiple=8, dropout_step=CUDNN_DROPOUT_STEP, deterministic=False, scale=True),
+         head_dim_multiple=8, dropout_step=CUDNN_DROPOUT_STEP, deterministic=False, scale=True,
+         right=True),
 )
 MATH = _pinned(
     "sdpa_math",
     "PyTorch SDPA pinned to its unfused kernel, O(S^2) memory",
     SDPBackend.MATH,
-    Caps(min_torch="2.3", scale=True),
+    Caps(right=True, min_torch="2.3", scale=True),
 )

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import in_blocks
+from .blocks import in_blocks, maskless
 from .caps import Backend, Caps, Partial
 from .function import attention
 from .spec import Spec
@@ -43,32 +43,36 @@ def attend(
     return in_blocks(call_sdpa, q, k, v, spec, segments)
 
 
-def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: None = None) -> Tensor:
+def call_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None = None
+) -> Tensor:
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
-    return attention(q, k, v, spec, kernel=WHOLE)[0]
+    return attention(q, k, v, spec, kernel=WHOLE, options=(offset,))[0]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None = None
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments: None, _sinks: None,
+    _seed: None, offset: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention by PyTorch; L is empty, since backward() does not need it."""
-    Tq, Tk = q.shape[1], k.shape[1]
-    causal = Tq == Tk and spec.window is None
-    seen = None if causal else mask(Tq, Tk, spec.window, None, q.device)  # (1, 1, Tq, Tk)
+    (Tq, Tk), seen = (q.shape[1], k.shape[1]), None
+    if not (kind := maskless(Tq, Tk, spec.window, offset, spec.right)):
+        seen = mask(Tq, Tk, spec.window, None, q.device, offset, spec.right)  # (1, 1, Tq, Tk)
     q_BHTD, k_BHTD, v_BHTD = (t.transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q_BHTD, k_BHTD, v_BHTD, seen, is_causal=causal, scale=spec.softmax_scale
+        q_BHTD, k_BHTD, v_BHTD, seen, is_causal=kind == "causal", scale=spec.softmax_scale
     )
     return out.transpose(1, 2), q.new_empty(len(q), 0)
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
-             offset: int, segments: None = None) -> tuple[Tensor, ...]:
+             _offset: int, segments: None, _sinks: None, _seed: None,
+             offset: int) -> tuple[Tensor, ...]:
     (B, Tq, H, _), Tk = q.shape, k.shape[1]
     scale = spec.softmax_scale
     Q, K, V, dO = (t.transpose(1, 2).flatten(0, 1) for t in (q * scale, k, v, dout))
     dQ, dK, dV = (torch.empty_like(t) for t in (Q, K, V))  # (B * H, T, D)
-    seen = mask(Tq, Tk, spec.window, None, q.device)[0, 0]
+    seen = mask(Tq, Tk, spec.window, None, q.device, offset, spec.right)[0, 0]
     hidden = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)
     heads = max(1, ELEMENTS // (Tq * Tk))
     for h in (slice(a, a + heads) for a in range(0, B * H, heads)):
@@ -87,7 +91,8 @@ BACKEND = Backend(
     title="PyTorch SDPA forward, backward by batched products",
     attend=attend,
     caps=(
-        Caps(("cpu",), ("bfloat16",), min_torch="2.3", dropout=False, segments=False, scale=True),
+        Caps(("cpu",), ("bfloat16",), right=True, min_torch="2.3", dropout=False, segments=False,
+             scale=True),
     ),
     fallback="sdpa",
 )

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import BLOCK, Runs, cut, ranges, runs
+from .blocks import BLOCK, Runs, cut, maskless, ranges, runs
 from .caps import Partial
 from .spec import Spec
 from .views import Pair, mask, unit_stride
@@ -51,7 +51,10 @@ def varlen(
     lengths = found.cu_q, found.cu_k, found.max_q, found.max_k
     out: Any = varlen_attn(
         q_THD, k_THD, v_THD, *lengths, scale=spec.softmax_scale,
-        window_size=(-1 if spec.window is None else spec.window - 1, 0),
+        window_size=(
+            -1 if spec.window is None else spec.window - 1,
+            -1 if spec.right is None else spec.right,
+        ),
         enable_gqa=spec.n_head != spec.n_kv_head,
     )
     return out.unflatten(0, (B, Tq))[..., :D]
@@ -67,7 +70,7 @@ def forward(
         return _cuda_forward(q, k, v, spec, offset)
     run = cpu_forward if torch.compiler.is_compiling() else _cpu_forward
     seg_q, seg_k = segments or (None, None)
-    return run(q, k, v, seg_q, seg_k, offset, spec.window, spec.scale)
+    return run(q, k, v, seg_q, seg_k, offset, spec.window, spec.right, spec.scale)
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
@@ -76,17 +79,17 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
         return _cuda_backward(dout, q, k, v, out, L, spec, offset)
     run = cpu_backward if torch.compiler.is_compiling() else _cpu_backward
     seg_q, seg_k = segments or (None, None)
-    return run(dout, q, k, v, out, L, seg_q, seg_k, offset, spec.window, spec.scale)
+    return run(dout, q, k, v, out, L, seg_q, seg_k, offset, spec.window, spec.right, spec.scale)
 
 
 def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None, seg_k: Tensor | None, offset: int,
-    window: int | None, scale: float | None,
+    window: int | None, right: int | None, scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     acc = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=acc, device=q.device)
     L = torch.full((len(q), q.shape[2], q.shape[1]), -torch.inf, dtype=acc, device=q.device)
-    for b, I, J, how, blind in _cpu_blocks(q, k, window, offset, seg_q, seg_k):
+    for b, I, J, how, blind in _cpu_blocks(q, k, window, right, offset, seg_q, seg_k):
         qkv = (_BHTD(t) for t in (q[b, I], k[b, J], v[b, J]))
         part, L_I = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, scale=scale, **how)
         out[b, I] = part.transpose(1, 2)
@@ -96,11 +99,11 @@ def _cpu_forward(
 
 def _cpu_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, seg_q: Tensor | None,
-    seg_k: Tensor | None, offset: int, window: int | None, scale: float | None,
+    seg_k: Tensor | None, offset: int, window: int | None, right: int | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     L = L.masked_fill(L.isneginf(), 0)  # where no key is seen P is exp(-inf - L): 0, not NaN
     dq, dk, dv = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (q, k, v))
-    for b, I, J, how, _ in _cpu_blocks(q, k, window, offset, seg_q, seg_k):
+    for b, I, J, how, _ in _cpu_blocks(q, k, window, right, offset, seg_q, seg_k):
         tensors = dout[b, I], q[b, I], k[b, J], v[b, J], out[b, I].to(q.dtype)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *map(_BHTD, tensors), L[b, :, I].contiguous(), 0.0,
@@ -133,19 +136,17 @@ def _BHTD(t: Tensor) -> Tensor:
 
 
 def _cpu_blocks(
-    q: Tensor, k: Tensor, window: int | None, offset: int, seg_q: Tensor | None,
-    seg_k: Tensor | None,
+    q: Tensor, k: Tensor, window: int | None, right: int | None, offset: int,
+    seg_q: Tensor | None, seg_k: Tensor | None,
 ) -> Iterator[tuple[slice, slice, slice, dict[str, Any], Tensor | None]]:
     """Rows of the batch, queries, their keys, the operator's mask, and which queries see no key,
     (B or 1, 1, |I|); None: all do."""
     (B, Tq), Tk = q.shape[:2], k.shape[1]
-    if offset == Tk - Tq:  # the queries are the last positions: segments tell what to skip
-        groups = cut(q, k, window, seg_k, BLOCK)
-    elif window is None and seg_k is None and offset >= Tk - 1:
-        yield slice(0, B), slice(0, Tq), slice(0, Tk), {}, None
-        return
+    if offset == Tk - Tq >= 0:  # the queries are the last positions: segments tell what to skip
+        groups = cut(q, k, window, seg_k, BLOCK, right)
     else:
-        found = list(ranges(Tq, Tk, window, BLOCK, offset, seg_k is not None))
+        size = Tq if seg_k is None and maskless(Tq, Tk, window, offset, right) else BLOCK
+        found = list(ranges(Tq, Tk, window, size, offset, seg_k is not None, right))
         groups = iter([(slice(0, B), found)])
     for rows, found in groups:
         for piece in found:
@@ -154,18 +155,23 @@ def _cpu_blocks(
             pair = None
             if piece.segments and seg_q is not None and seg_k is not None:
                 pair = seg_q[rows, I], seg_k[rows, J]
-            if pair is None and at == 0 and n == m and (window or n) >= n:
-                yield rows, I, J, {"is_causal": True}, None
+            if pair is None and (kind := maskless(n, m, window, at, right)):
+                yield rows, I, J, {"is_causal": True} if kind == "causal" else {}, None
                 continue
-            seen = mask(n, m, window, pair, q.device, at)
+            seen = mask(n, m, window, pair, q.device, at, right)
             zeros = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
             blind = ~seen.any(dim=-1)
             yield rows, I, J, {"attn_mask": zeros.masked_fill_(~seen, -torch.inf)}, blind
 
 
-def aligned(Tq: int, Tk: int, offset: int) -> Iterator[tuple[slice, slice, bool]]:
+def aligned(
+    Tq: int, Tk: int, offset: int, right: int | None
+) -> Iterator[tuple[slice, slice, bool]]:
     """Split the visible pairs into rectangles of queries and keys: causal to their bottom-right
     corner (True), or not masked."""
+    if right is None:
+        yield slice(0, Tq), slice(0, Tk), False
+        return
     first, whole = min(max(-offset, 0), Tq), min(max(Tk - offset, 0), Tq)
     if first < whole:
         yield slice(first, whole), slice(0, whole + offset), True
@@ -179,7 +185,7 @@ def _cuda_forward(
     (B, Tq, H, D), Tk = q.shape, k.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     L = torch.full((B, H, Tq), -torch.inf, dtype=torch.float32, device=q.device)
-    for I, J, causal in aligned(Tq, Tk, offset):
+    for I, J, causal in aligned(Tq, Tk, offset, spec.right):
         qkv = (by_8(t).transpose(1, 2) for t in (q[:, I], k[:, J], v[:, J]))
         got = aten._scaled_dot_product_flash_attention(
             *qkv, 0.0, causal, False, scale=spec.softmax_scale
@@ -193,7 +199,7 @@ def _cuda_backward(
 ) -> tuple[Tensor, ...]:
     dq, dk, dv = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (q, k, v))
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
-    for I, J, causal in aligned(q.shape[1], k.shape[1], offset):
+    for I, J, causal in aligned(q.shape[1], k.shape[1], offset, spec.right):
         tensors = (dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype))
         given = (by_8(t).transpose(1, 2) for t in tensors)
         lengths = I.stop - I.start, J.stop - J.start

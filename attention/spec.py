@@ -31,7 +31,7 @@ Numbers = Any  # an integer, or a tensor or array of integers or bool
 
 def visible(
     i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = None,
-    seg_i: Numbers = None, seg_j: Numbers = None,
+    seg_i: Numbers = None, seg_j: Numbers = None, right: Numbers = 0,
 ) -> Numbers:
     """True if query i may attend to key j: the one definition of masking in this project.
 
@@ -43,16 +43,24 @@ def visible(
             q1   x  x  x  x  .       q1   .  .  x  x  .
             q2   x  x  x  x  x       q2   .  .  .  x  x
 
+    Not causal: ``right=1``, and with ``window=2`` too::
+
+                k0 k1 k2 k3 k4           k0 k1 k2 k3 k4
+            q0   x  x  x  x  .       q0   .  x  x  x  .
+            q1   x  x  x  x  x       q1   .  .  x  x  x
+            q2   x  x  x  x  x       q2   .  .  .  x  x
+
     Args:
         i, j: query and key positions, integers or integer tensors that broadcast.
         offset: Tk - Tq.
-        window: the most keys that a query attends to, itself included; None: all.
+        window: the most keys up to its own that a query attends to, itself included; None: all.
         seg_i, seg_j: segment ids of the query and of the key, which must be equal.
+        right: the most keys after its own that a query attends to; None: all.
 
     Returns:
         bool, or a bool tensor of the broadcast shape.
     """
-    seen = j <= i + offset
+    seen = (i == i) & (j == j) if right is None else j <= i + offset + right
     if window is not None:
         seen = seen & (j > i + offset - window)
     if seg_i is not None:
@@ -72,7 +80,7 @@ class Spec:
     n_kv_head: int
     head_dim: int
     dtype: str
-    window: int | None = None  # keys that a query attends to, itself included
+    window: int | None = None  # keys up to its own that a query attends to, itself included
     dropout: float = 0.0  # on the attention probabilities
     segments: bool = False  # attend() receives `segments`
     grad: bool = True  # backward() will be called
@@ -83,6 +91,7 @@ class Spec:
     softcap: float | None = None  # c: scores become c * tanh(s / c), after the scale
     sinks: bool = False  # attend() receives `sinks`
     lse: bool = False  # Backend.partial is called, which also returns each row's log-sum-exp
+    right: int | None = 0  # later keys that a query attends to; 0: causal, None: all
 
     def __post_init__(self) -> None:
         if self.n_head < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
@@ -91,6 +100,8 @@ class Spec:
         for name in ("head_dim", "window", "page_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.right is not None and self.right < 0:
+            raise ValueError(f"right must be at least 0 (causal), or None, got {self.right}")
         for name in ("scale", "softcap"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -111,8 +122,9 @@ class Spec:
         """The options that differ from the defaults: "4 heads over 2 of 32, float32, window 9"."""
         groups = f" over {self.n_kv_head}" if self.n_kv_head != self.n_head else ""
         parts = [f"{self.n_head} heads{groups} of {self.head_dim}", self.dtype]
-        for name in ("window", "dropout", "scale", "softcap"):
+        for name in ("window", "right", "dropout", "scale", "softcap"):
             parts += [f"{name} {value:g}"] if (value := getattr(self, name)) else []
+        parts += ["not causal"] if self.right is None else []
         parts += [name for name in ("segments", "sinks", "lse", "compiled") if getattr(self, name)]
         if self.cache != "none":
             parts.append(

@@ -38,7 +38,7 @@ from torch import Tensor
 from .caps import Backend, Caps, Partial
 from .function import attention
 from .spec import Spec, visible
-from .views import Pair, not_compiled
+from .views import Pair, mask, not_compiled, sees_all
 
 BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
 
@@ -65,7 +65,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
     out = torch.empty(q.shape, dtype=acc, device=q.device)
     O, L = by_kv_head(out, Hkv), torch.empty(*Q.shape[:-1], 1, dtype=acc, device=q.device)
     rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
-    skipped = masked_tiles(rows, cols, offset, spec.window, segments)
+    skipped = masked_tiles(rows, cols, offset, spec, segments)
     for i, I in enumerate(rows):
         Q_i = Q[..., I, :].to(acc)  # (B, Hkv, H/Hkv, B_r, D)
         O_i = torch.zeros_like(Q_i)
@@ -81,7 +81,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
             S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
             if spec.softcap is not None:
                 S_ij = spec.softcap * torch.tanh(S_ij / spec.softcap)
-            S_ij = masked(S_ij, I, J, offset, spec.window, segments)
+            S_ij = masked(S_ij, I, J, offset, spec, segments)
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
             P_tilde_ij = torch.exp(S_ij - m_new)
             rescale = torch.exp(m_i - m_new)
@@ -107,7 +107,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     dq, dk, dv = (torch.zeros(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
     dQ, dK, dV = (by_kv_head(t, Hkv) for t in (dq, dk, dv))
     rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
-    skipped = masked_tiles(rows, cols, offset, spec.window, segments)
+    skipped = masked_tiles(rows, cols, offset, spec, segments)
     L = L.clamp(min=torch.finfo(acc).min).unflatten(1, (Hkv, -1))[..., None]
     D = (dO.to(acc) * O.to(acc)).sum(dim=-1, keepdim=True)  # (B, Hkv, H/Hkv, Tq, 1), as L
     for j, J in enumerate(cols):
@@ -120,7 +120,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
             S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
             if spec.softcap is not None:
                 S_ij = spec.softcap * torch.tanh(S_ij / spec.softcap)
-            P_ij = torch.exp(masked(S_ij, I, J, offset, spec.window, segments) - L[..., I, :])
+            P_ij = torch.exp(masked(S_ij, I, J, offset, spec, segments) - L[..., I, :])
             Z_ij = dropout(P_ij, spec.dropout, seed, i * len(cols) + j)
             # Query heads that share a key/value head add to the same dK_j and dV_j.
             dropped = (Z_ij * P_ij).to(q.dtype).to(acc)
@@ -148,40 +148,44 @@ def blocks(T: int, size: int) -> list[slice]:
     return [slice(t, min(t + size, T)) for t in range(0, T, size)]
 
 
-def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
+def wholly_masked(
+    I: slice, J: slice, offset: int, window: int | None, right: int | None = 0
+) -> bool:
     """True if no query of block I sees a key of block J: the pair nearest the diagonal decides."""
     least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # of j - i
     nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset
-    return not visible(0, nearest, offset, window)
+    return not visible(0, nearest, offset, window, right=right)
 
 
 def masked_tiles(
-    rows: list[slice], cols: list[slice], offset: int, window: int | None, segments: Pair
+    rows: list[slice], cols: list[slice], offset: int, spec: Spec, segments: Pair
 ) -> list[list[bool]]:
     """True for each tile in which no query sees a key."""
-    hidden = [[wholly_masked(I, J, offset, window) for J in cols] for I in rows]
+    hidden = [[wholly_masked(I, J, offset, spec.window, spec.right) for J in cols] for I in rows]
     if segments is None or offset < 0 or offset != cols[-1].stop - rows[-1].stop:
         return hidden  # the queries are not the last positions: ids say nothing of keys between
     keys = segments[1]
     run = F.pad((keys[:, 1:] != keys[:, :-1]).cumsum(dim=1), (1, 0)).cpu()  # (B, Tk), from the left
-    first_q = run[:, [offset + I.start for I in rows], None]
-    last_k = run[:, None, [J.stop - 1 for J in cols]]
-    apart = (last_k < first_q).all(dim=0).tolist()
+    first_q, last_q = (
+        run[:, at, None]
+        for at in ([offset + I.start for I in rows], [offset + I.stop - 1 for I in rows])
+    )
+    first_k, last_k = (
+        run[:, None, at] for at in ([J.start for J in cols], [J.stop - 1 for J in cols])
+    )
+    apart = ((last_k < first_q) | (last_q < first_k)).all(dim=0).tolist()
     return [
         [a or b for a, b in zip(*both, strict=True)] for both in zip(hidden, apart, strict=True)
     ]
 
 
-def masked(
-    S_ij: Tensor, I: slice, J: slice, offset: int, window: int | None, segments: Pair
-) -> Tensor:
-    corners = (I.start, J.stop - 1), (I.stop - 1, J.start)  # with the latest key, and the earliest
-    if segments is None and all(visible(*corner, offset, window) for corner in corners):
+def masked(S_ij: Tensor, I: slice, J: slice, offset: int, spec: Spec, segments: Pair) -> Tensor:
+    (n, m), at = S_ij.shape[-2:], offset + I.start - J.start
+    if segments is None and sees_all(n, m, spec.window, at, spec.right):
         return S_ij
-    i, j = (torch.arange(x.start, x.stop, device=S_ij.device) for x in (I, J))
-    seg = (segments[0][:, I, None], segments[1][:, None, J]) if segments else (None, None)
-    seen = visible(i[:, None], j, offset, window, *seg)
-    return S_ij.masked_fill(~(seen[:, None, None] if segments else seen), -torch.inf)
+    pair = (segments[0][:, I], segments[1][:, J]) if segments else None
+    seen = mask(n, m, spec.window, pair, S_ij.device, at, spec.right)  # (1 or B, 1, n, m)
+    return S_ij.masked_fill(~seen[:, None], -torch.inf)
 
 
 def dropout(P_ij: Tensor, p: float, seed: Tensor | None, tile: int) -> Tensor | float:
@@ -196,5 +200,5 @@ def dropout(P_ij: Tensor, p: float, seed: Tensor | None, tile: int) -> Tensor | 
 
 PARTIAL = Partial(forward_tiles, backward_tiles)
 BACKEND = Backend("tiled", "FlashAttention's algorithm in plain PyTorch, O(S) memory", attend,
-                  (Caps(scale=True, softcap=True, sinks=True, lse=True),), fallback=None,
-                  fullgraph=False, partial=PARTIAL)
+                  (Caps(right=True, scale=True, softcap=True, sinks=True, lse=True),),
+                  fallback=None, fullgraph=False, partial=PARTIAL)

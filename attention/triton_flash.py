@@ -47,32 +47,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     assert cache is None, "triton has no cache"
     pair = None
     if segments is not None:
-        first, last = borders(segments)
-        pair = first[:, k.shape[1] - q.shape[1] :].contiguous(), last
+        runs = borders(segments)
+        pair = runs[:, :, k.shape[1] - q.shape[1] :].contiguous(), runs
     seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
     return attention(q, k, v, spec, kernel=WHOLE, segments=pair, sinks=sinks, seed=seed)[0]
 
 
 def whole_forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, borders: Pair,
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, runs: Pair,
     sinks: Tensor | None = None, seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out in q's dtype, and L for whole_backward()."""
     from .triton.flash_kernels import flash_forward  # imports triton, which is optional
 
     sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
-    numbers = spec.window, spec.dropout, spec.softmax_scale, spec.softcap
-    return flash_forward(q, k, v, *(borders or (None, None)), seed, sinks, *numbers, None)
+    numbers = spec.window, spec.right, spec.dropout, spec.softmax_scale, spec.softcap
+    return flash_forward(q, k, v, *(runs or (None, None)), seed, sinks, *numbers, None)
 
 
 def whole_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec, offset: int,
-    borders: Pair, sinks: Tensor | None = None, seed: Tensor | None = None,
+    runs: Pair, sinks: Tensor | None = None, seed: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     from .triton.flash_kernels import flash_backward
 
-    numbers = spec.window, spec.dropout, spec.softmax_scale, spec.softcap
-    given = *(borders or (None, None)), seed
+    numbers = spec.window, spec.right, spec.dropout, spec.softmax_scale, spec.softcap
+    given = *(runs or (None, None)), seed
     *grads, D = flash_backward(dout, q, k, v, out, L, *given, *numbers, None)
     if sinks is None:
         return tuple(grads)
@@ -88,9 +88,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     from .triton.flash_kernels import LOWEST, flash_forward
 
-    numbers = spec.window, 0.0, spec.softmax_scale, spec.softcap, offset
-    borders_ = borders_of_pair(segments, k.shape[1], offset)
-    out, L = flash_forward(q, k, v, *borders_, None, None, *numbers)
+    numbers = spec.window, spec.right, 0.0, spec.softmax_scale, spec.softcap, offset
+    runs = runs_of_pair(segments, k.shape[1], offset)
+    out, L = flash_forward(q, k, v, *runs, None, None, *numbers)
     return out, torch.where(L.eq(LOWEST.value), -torch.inf, L * math.log(2))
 
 
@@ -98,15 +98,15 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
              offset: int, segments: Pair = None) -> tuple[Tensor, ...]:
     from .triton.flash_kernels import LOWEST, flash_backward
 
-    numbers = spec.window, 0.0, spec.softmax_scale, spec.softcap, offset
-    borders_ = borders_of_pair(segments, k.shape[1], offset)
+    numbers = spec.window, spec.right, 0.0, spec.softmax_scale, spec.softcap, offset
+    runs = runs_of_pair(segments, k.shape[1], offset)
     L_2 = (L / math.log(2)).clamp(min=LOWEST.value)  # where no key is seen; -inf would give NaN
     rows = dout, q, k, v, out.contiguous(), L_2.contiguous()
-    return tuple(flash_backward(*rows, *borders_, None, *numbers)[:3])
+    return tuple(flash_backward(*rows, *runs, None, *numbers)[:3])
 
 
-def borders_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None, Tensor | None]:
-    """flash_forward's `first` and `last` for keys and queries `offset` apart.
+def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None, Tensor | None]:
+    """flash_forward's `run_q` and `run_k` for keys and queries `offset` apart.
 
     Queries past the last key are put directly after it, without the gap: a segment that both have
     stays one run.
@@ -116,28 +116,27 @@ def borders_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None
     seg_q, seg_k = segments
     Tq, gap = seg_q.shape[1], max(offset - Tk, 0)
     past = min(max(Tk - offset, 0), Tq)  # the first query past the last key
-    first, last = borders(torch.cat([seg_k, seg_q[:, past:]], dim=1))
+    runs = borders(torch.cat([seg_k, seg_q[:, past:]], dim=1))
     i = torch.arange(Tq, device=seg_q.device) + offset - gap
-    # A query before all keys sees none, whatever `first` is.
-    first = first[:, i.clamp(min=0)]
-    last = last[:, :Tk]
-    return first.contiguous(), torch.where(last < Tk, last, last + gap).contiguous()
+    # A causal query before all keys sees none, whatever its run is.
+    run_q, run_k = runs[:, :, i.clamp(min=0)], runs[:, :, :Tk]
+    return run_q.contiguous(), torch.where(run_k < Tk, run_k, run_k + gap).contiguous()
 
 
-def borders(segments: Tensor) -> tuple[Tensor, Tensor]:
+def borders(segments: Tensor) -> Tensor:
     """Where each position's segment begins and ends.
 
-    [[5, 5, 5, 2, 2]], (B, T), gives [[0, 0, 0, 3, 3]] and [[2, 2, 2, 4, 4]], int32.
+    [[5, 5, 5, 2, 2]], (B, T), gives [[[0, 0, 0, 3, 3], [2, 2, 2, 4, 4]]], (B, 2, T) int32.
     """
     j = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device)
     changes = segments[:, 1:] != segments[:, :-1]
     begins, ends = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)
     first = torch.where(begins, j, 0).cummax(dim=1).values
     last = torch.where(ends, j, len(j) - 1).flip(1).cummin(dim=1).values.flip(1)
-    return first, last
+    return torch.stack((first, last), dim=1)
 
 
-_AMPERE = Caps(("cuda",), ("float16", "bfloat16", "float32"), (8, 0), min_torch="2.5",
+_AMPERE = Caps(("cuda",), ("float16", "bfloat16", "float32"), (8, 0), right=True, min_torch="2.5",
                head_dim_max=128, scale=True, softcap=True, sinks=True, lse=True,
                packages=("triton>=3.1",))
 _TURING = replace(_AMPERE, dtypes=("float16", "float32"), min_capability=(7, 5))

@@ -6,7 +6,7 @@ The cache (inference/cache.py) stores a call's keys and values before the kernel
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -24,27 +24,33 @@ Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
 
 def mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | tuple[Tensor, Tensor] | None,
-    device: torch.device, offset: int | None = None,
+    device: torch.device, offset: int | None = None, right: int | None = 0,
 ) -> Tensor:
-    """visible() as bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments: ids of the keys (B, Tk),
-    or a pair for queries and keys. offset None: Tk - Tq."""
+    """visible() as bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments: ids of the keys (B, Tk)
+    for Tq <= Tk, or a pair for queries and keys. offset None: Tk - Tq."""
     i = torch.arange(Tq, device=device)[:, None]
     j = torch.arange(Tk, device=device)[None, :]
     offset = Tk - Tq if offset is None else offset
     if segments is None:
-        return visible(i, j, offset, window)[None, None]
+        return visible(i, j, offset, window, right=right)[None, None]
     if isinstance(segments, Tensor):
-        # Where Tq > Tk the first queries come before every key and see nothing.
-        segments = F.pad(segments, (Tq - Tk, 0)), segments
+        segments = segments[:, Tk - Tq :], segments
     seg_i, seg_j = segments[0][:, :, None], segments[1][:, None, :]
-    return visible(i, j, offset, window, seg_i, seg_j)[:, None]
+    return visible(i, j, offset, window, seg_i, seg_j, right)[:, None]
+
+
+def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> bool:
+    """True if every query sees every key: the first the last one, and the last the first."""
+    corners = (0, Tk - 1), (Tq - 1, 0)
+    return all(visible(*corner, offset, window, right=right) for corner in corners)
 
 
 def for_any_shape(attend: Callable[..., Any], lse: bool = False) -> Callable[..., Any]:
-    """Make an attend() for 0 < Tq <= Tk and contiguous head dimensions take all shapes and strides,
-    and compute in q's dtype under autocast.
+    """Make an attend() for 0 < Tq <= Tk, or where every query sees every key, and for contiguous
+    head dimensions take all shapes and strides, and compute in q's dtype under autocast.
 
-    The first Tq - Tk queries come before every key, so their outputs are zeros.
+    The first Tq - Tk queries come before every key. They see the first `right` keys at most, and
+    none with segments, which they do not have: a call of their own, of zeros if they see no key.
 
     Args:
         lse: attend() also returns the log-sum-exp (B, H, Tq), -inf where no key is seen.
@@ -61,16 +67,18 @@ def for_any_shape(attend: Callable[..., Any], lse: bool = False) -> Callable[...
             acc = torch.promote_types(q.dtype, torch.float32)
             L = torch.full((B, H, Tq), -torch.inf, dtype=acc, device=q.device)
             return (out, L) if lse else out
-        before = max(Tq - Tk, 0)
-        with autocast_off(q):
-            found = attend(
-                *map(unit_stride, (q[:, before:] if before else q, k, v)), spec, **options
-            )
-        if not before:
-            return found
-        out, *Ls = found if lse else (found,)
-        out = F.pad(out, (0, 0, 0, 0, before, 0))
-        return (out, F.pad(Ls[0], (before, 0), value=-torch.inf)) if lse else out
+        before, apart = max(Tq - Tk, 0), options.get("segments") is not None
+        if not before or (not apart and sees_all(Tq, Tk, spec.window, -before, spec.right)):
+            with autocast_off(q):
+                return attend(*map(unit_stride, (q, k, v)), spec, **options)
+        n = 0 if apart else Tk if spec.right is None else min(spec.right, Tk)  # keys that they see
+        right = None if spec.right is None else spec.right - n
+        early = replace(spec, window=None, right=right)
+        first = wrapped(q[:, :before], k[:, :n], v[:, :n], early, **{**options, "segments": None})
+        rest = wrapped(q[:, before:], k, v, spec, **options)
+        if lse:
+            return torch.cat((first[0], rest[0]), dim=1), torch.cat((first[1], rest[1]), dim=2)
+        return torch.cat((first, rest), dim=1)
 
     return wrapped
 
@@ -135,7 +143,8 @@ class StaticView:
     """View of a static cache, whose k and v are buffers (B, length, Hkv, D).
 
     Token i of row b in this call is at position ``start[b] + i`` and sees the positions up to its
-    own. Tokens from ``count[b]`` on are padding: their outputs are meaningless.
+    own, and those after it up to the row's last, ``start[b] + count[b] - 1``, as far as Spec.right
+    allows. Tokens from ``count[b]`` on are padding: their outputs are meaningless.
     """
 
     start: Tensor  # (B,) int32, tokens of each row stored before this call
@@ -143,13 +152,17 @@ class StaticView:
     length: int  # positions that are read
     kind: ClassVar[str] = "static"  # Spec.cache
 
-    def seen(self, Tq: int, window: int | None) -> Tensor:
+    def seen(self, Tq: int, window: int | None, right: int | None = 0) -> Tensor:
         """The mask of this call's queries: bool (B, 1, Tq, length)."""
         i = torch.arange(Tq, device=self.start.device)
-        # Padding may lie past the positions that are read: it sees what the last of them sees.
-        at = (self.start[:, None] + i).clamp(max=self.length - 1)
         j = torch.arange(self.length, device=self.start.device)
-        return visible(at[:, None, :, None], j, 0, window)
+        # Padding may lie past the positions that are read: it sees what the last of them sees.
+        last: Any = self.length - 1
+        if right != 0:
+            last = (self.start + self.count).clamp(1, self.length)[:, None, None, None] - 1
+        at = (self.start[:, None, None, None] + i[:, None]).clamp(max=last)
+        seen = visible(at, j, 0, window, right=right)
+        return seen if right == 0 else seen & (j <= last)
 
 
 @dataclass(frozen=True)
@@ -157,8 +170,9 @@ class PagedView:
     """View of a paged cache, whose k and v are pages (n_pages, page_size, Hkv, D).
 
     The j-th token of row b is ``k[page_table[b, j // page_size], j % page_size]``. Token i of row b
-    in this call is the row's token ``start[b] + i`` and sees the row's tokens up to itself. Tokens
-    from ``count[b]`` on are padding: their outputs are finite but meaningless.
+    in this call is the row's token ``start[b] + i`` and sees the row's tokens up to itself, and
+    later ones as in StaticView. Tokens from ``count[b]`` on are padding: their outputs are finite
+    but meaningless.
     """
 
     page_table: Tensor  # (B, max_pages) int32, 0 (the null page) where a row has no page

@@ -565,11 +565,12 @@ def scaled_dot_product_attention(
 
 def varlen_attn(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int, scale: float,
                 window_size: tuple[int, int], enable_gqa: bool) -> Tensor:
-    """torch.nn.attention.varlen.varlen_attn, a sequence at a time, causal."""
-    outs, left = [], window_size[0]
+    """torch.nn.attention.varlen.varlen_attn, a sequence at a time."""
+    outs, (left, right) = [], window_size
     for (a, b), (c, d) in zip(*(pairwise(cu.tolist()) for cu in (cu_q, cu_k)), strict=True):
         at, j = torch.arange(b - a)[:, None] + (d - c) - (b - a), torch.arange(d - c)
-        seen = CudaTensor((j <= at) & (j >= at - left if left >= 0 else True))
+        seen = (j <= at + right) if right >= 0 else torch.ones(len(at), len(j), dtype=torch.bool)
+        seen = CudaTensor(seen & (j >= at - left if left >= 0 else True))
         qkv = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d]))
         grad = torch.is_grad_enabled()
         out = aten._scaled_dot_product_efficient_attention(*qkv, seen, grad, scale=scale)[0]

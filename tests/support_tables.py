@@ -64,6 +64,7 @@ def abilities(caps: Caps) -> dict[str, str]:
         "dtypes": "all" if caps.dtypes == DTYPES else ", ".join(caps.dtypes),
         "head_dim": (f"up to {caps.head_dim_max}" if caps.head_dim_max else "any") + multiple,
         "window": yes[caps.window],
+        "right": yes[caps.right],
         "segments": yes[caps.segments],
         "scores": ", ".join(n for n in ("scale", "softcap", "sinks") if getattr(caps, n)) or "-",
         "dropout": f"multiples of {step:g}" if step else yes[caps.dropout],

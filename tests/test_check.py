@@ -34,9 +34,15 @@ BUGS = {
         "visible(i, seen_at, Tk - Tq,", "visible(i, seen_at, 0,", "lengths"),
     "window off by one": (
         "Tk - Tq, spec.window,", "Tk - Tq, spec.window and spec.window - 1 or None,", "window"),
-    "segments ignored": ("spec.window, seg_i, seg_j)", "spec.window)", "segments"),
-    "segments by order": ("spec.window, seg_i, seg_j)",
-        "spec.window) & (True if seg_i is None else seg_i <= seg_j)", "segments"),
+    "right ignored": ("seg_i, seg_j, spec.right)", "seg_i, seg_j)", "right"),
+    "right off by one": (
+        "seg_j, spec.right)", "seg_j, spec.right and spec.right + 1)", "right"),
+    "all later keys, none of them": ("seg_j, spec.right)", "seg_j, spec.right or 0)", "right"),
+    "keys past the end": (" & (seen_at < Tk)", "", "right"),
+    "queries before the first segment": (" & (i + Tk - Tq >= 0)", "", "masked rows"),
+    "segments ignored": ("seg_i, seg_j, spec.right)", "right=spec.right)", "segments"),
+    "segments by order": ("spec.window, seg_i, seg_j, spec.right)",
+        "spec.window, right=spec.right) & (True if seg_i is None else seg_i <= seg_j)", "segments"),
     "segments as int8": ("segments[:, at][", "segments.char()[:, at][", "segments"),
     "segments as float32": ("segments[:, at][", "segments.float()[:, at][", "segments"),
     "segments assumed dense": (

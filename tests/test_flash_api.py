@@ -52,8 +52,9 @@ def same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=2e-5)
 
 
-def side(window: int | None) -> tuple[int, int]:
-    return (-1, -1) if window is None else (window - 1, 0)
+def side(window: int | None, right: int | None = 0) -> tuple[int, int]:
+    left = -1 if window is None else window - 1
+    return left, -1 if right is None else right
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ def side(window: int | None) -> tuple[int, int]:
 def test_flash_attn_func_and_its_gradients(case, backend) -> None:
     *qkv, dout = (t.detach() for t in matrix.draw(case, "float32"))
     leaves = [t.requires_grad_() for t in qkv]
-    out = nanoattn.flash_attn_func(*leaves, 0.0, case.scale, True, side(case.window),
-                                   case.softcap or 0.0)
+    out = nanoattn.flash_attn_func(*leaves, 0.0, case.scale, case.right == 0,
+                                   side(case.window, case.right), case.softcap or 0.0)
     got = oracle.Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
     matrix.compare(got, case, "float32", "cpu")
 
@@ -252,7 +253,6 @@ X = torch.randn(2, 6, 2, 16)
 
 
 @pytest.mark.parametrize("name, options", [
-    ("causal", {"causal": False}), ("causal", {"causal": False, "window_size": (3, 3)}),
     ("alibi_slopes", {"alibi_slopes": torch.ones(2)}), ("qv", {"qv": X}),
     ("q_descale", {"q_descale": torch.ones(1)}), ("attention_chunk", {"attention_chunk": 4}),
     ("dropout", {"dropout_p": 0.1, "return_attn_probs": True}),

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hf_table
 import pytest
@@ -131,12 +132,17 @@ def made(seen: Tensor, kind: str) -> Tensor:
 
 def rebuilt(proof: Proof, Tk: int) -> Tensor:
     """The mask of a proof, bool (B or 1, Tq, Tk)."""
+    if proof.runs:
+        found = torch.zeros(sum(len(rows) for rows, _ in proof.runs), proof.queries, Tk).bool()
+        for rows, J in proof.runs:
+            found[rows, :, J] = True
+        return found
     i, j, offset = torch.arange(proof.queries)[:, None], torch.arange(proof.end), proof.end
     offset -= proof.queries
     seg_i = seg_j = None
     if (ids := proof.segments) is not None:
         seg_i, seg_j = ids[:, offset:, None], ids[:, None, :]
-    seen = visible(i, j, offset, proof.window, seg_i, seg_j)
+    seen = visible(i, j, offset, proof.window, seg_i, seg_j, proof.right)
     return torch.nn.functional.pad(seen.reshape(-1, proof.queries, proof.end), (0, Tk - proof.end))
 
 
@@ -174,7 +180,6 @@ HOLE[1, 3:, 2] = False
 AHEAD = causal().repeat(2, 1, 1)
 AHEAD[1, 2, 4] = True
 REFUSED: dict[str, tuple[Tensor, str]] = {
-    "bidirectional": (torch.ones(1, 1, 6, 6, dtype=torch.bool), "not causal"),
     "prefix": (PREFIX[:, None], "not causal"),
     "strictly causal": (causal().tril(-1)[:, None], "not just causal"),
     "a query sees ahead": (AHEAD[:, None], "not causal: query 2 of 6 sees key 4 of 6"),
@@ -187,7 +192,6 @@ REFUSED: dict[str, tuple[Tensor, str]] = {
         "a bias",
     ),
     "integers": (causal()[:, None].long(), "int64"),
-    "anticausal": (causal().mT[:, None], "not causal"),
 }
 
 
@@ -410,16 +414,164 @@ def test_positions_of_padding_do_not_matter(name: str) -> None:
     check()
 
 
+# --- encoders and cross-attention ---
+
+_SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+          "num_attention_heads": 4}
+_IMAGES = {"image_size": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48,
+           "num_hidden_layers": 2, "num_attention_heads": 4}
+_SPEECH = {"vocab_size": 61, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+           "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+           "decoder_ffn_dim": 48}
+ENCODERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("bert", "roberta", "electra", "xlm-roberta"), _SIZES),
+    "distilbert": {"vocab_size": 61, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "modernbert": _SIZES | {
+        "local_attention": 6, "global_attn_every_n_layers": 2, "reference_compile": False,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id",
+                         "sep_token_id"), 0)},
+    "llama": hf_table.MODELS["llama"] | {"is_causal": False},
+    "gemma3_text": hf_table.MODELS["gemma3_text"] | {"use_bidirectional_attention": True},
+    **dict.fromkeys(("vit", "clip_vision_model", "dinov2"), _IMAGES),
+    "siglip_vision_model": _IMAGES | {"vision_use_head": False},  # by torch's own module
+    "clip_text_model": _SIZES,
+    "whisper": _SPEECH | {"num_mel_bins": 8, "max_source_positions": 10, "pad_token_id": 0,
+                          "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+    "bart": _SPEECH | {"max_position_embeddings": 32},
+}
+ENCODERS = {n: c for n, c in ENCODERS.items() if n in transformers.CONFIG_MAPPING}
+
+
+def finite_mask(**asked: Any) -> Tensor | None:
+    """In float64 the eager mask's minimum becomes -inf in a float32 softmax: padding is NaN."""
+    mask: Tensor | None = transformers.masking_utils.eager_mask(**asked)
+    return None if mask is None else mask.clamp(min=torch.finfo(torch.float32).min)
+
+
+def encoder(name: str, implementation: str) -> Any:
+    config = transformers.AutoConfig.for_model(name, **ENCODERS[name])
+    torch.manual_seed(0)
+    return transformers.AutoModel.from_config(config, attn_implementation=implementation).eval()
+
+
+def encoder_inputs(name: str, mask: Tensor | None) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 61, (2, 20), generator=draw)
+    if name in ("whisper",):
+        sound = torch.randn(2, 8, 20, generator=draw)
+        return {"input_features": sound, "decoder_input_ids": ids[:, :7]}
+    if "image_size" in ENCODERS[name]:
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=draw)}
+    asked = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
+    return asked | ({"decoder_input_ids": ids[:, :7]} if name == "bart" else {})
+
+
+TEXTS = torch.ones(2, 20, dtype=torch.long)
+TEXTS[1, 13:] = 0
+PADDINGS = {"full": None, "right-padded": TEXTS, "left-padded": TEXTS.flip(1)}
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_and_cross_attention(name: str, padding: str) -> None:
+    """As eager attention, forward and backward, in every layer by our kernels."""
+    mask = PADDINGS[padding]
+    asked = encoder_inputs(name, mask)
+    if mask is not None and "attention_mask" not in asked:
+        pytest.skip("an input without padding")
+    asked = {n: t.double() if t.is_floating_point() else t for n, t in asked.items()}
+    found, masking = [], transformers.masking_utils.AttentionMaskInterface
+    for implementation in ("eager", "nanoattn:auto"):
+        model = encoder(name, implementation).double()
+        with mock.patch.dict(masking._global_mapping, eager=finite_mask):
+            hidden = model(**asked).last_hidden_state
+        if mask is not None and hidden.shape[1] == 20:
+            hidden = hidden[mask.bool()]
+        leaves = [p for p in model.parameters() if p.requires_grad]
+        torch.manual_seed(1)
+        dout = torch.randn_like(hidden)  # of squares a normalization makes a constant
+        grads = torch.autograd.grad(hidden, leaves, dout, allow_unused=True)
+        found.append([hidden, *(g for g in grads if g is not None)])
+    for got, want in zip(found[1], found[0], strict=True):
+        size = max(1.0, float(want.detach().abs().max()))  # Llama's eager softmax is in float32
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * size)
+    layers = hf.report(model)
+    assert all(layer.ran for layer in layers)
+    assert name == "clip_text_model" or any(
+        spec.right != 0 for layer in layers for spec, *_ in layer.ran)
+
+
+def test_windows_to_both_sides() -> None:
+    model = encoder("modernbert", "nanoattn:auto")
+    model(**encoder_inputs("modernbert", TEXTS))
+    sides = {(spec.window, spec.right, spec.segments) for layer in hf.report(model)
+             for spec, *_ in layer.ran}
+    assert sides == {(None, None, False), (4, 3, True)}
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_a_mask_that_is_not_causal_is_proved_or_refused(data: Any) -> None:
+    """What prove() returns gives the mask again; masks of the three forms are never refused."""
+    B, Tq, Tk = (data.draw(st.integers(1, n)) for n in (2, 7, 7))
+    form = data.draw(st.sampled_from(["runs", "band", "noise"]))
+    i, j = torch.arange(Tq)[:, None], torch.arange(Tk)
+    real = torch.ones(B, Tq, dtype=torch.bool)
+    if form == "band":
+        Tk, j = Tq, torch.arange(Tq)
+        n = data.draw(st.integers(0, Tq - 1))
+        real = (j >= n).expand(B, -1)
+        sides = data.draw(st.tuples(st.integers(1, 7), st.integers(0, 7)))
+        seen = visible(i, j, 0, sides[0], right=sides[1])[None] & real[:, None]
+    else:
+        first = [data.draw(st.integers(0, Tk - 1)) for _ in range(B)]
+        stop = [data.draw(st.integers(a + 1, Tk)) for a in first]
+        a, e = (torch.tensor(x)[:, None, None] for x in (first, stop))
+        seen = ((j >= a) & (j < e)).expand(B, Tq, Tk)
+    if form == "noise":
+        flip = torch.tensor(data.draw(st.lists(st.booleans(), min_size=Tq * Tk, max_size=Tq * Tk)))
+        seen = seen ^ flip.view(Tq, Tk)
+    try:
+        proof = prove(seen[:, None], real=real if form == "band" else None, causal=False)
+    except ValueError:
+        assert form == "noise"
+        return
+    again = rebuilt(proof, Tk).expand(B, -1, -1)
+    assert torch.equal(again[real], seen.expand(B, -1, -1)[real])
+
+
+def test_attention_weights_of_a_model() -> None:
+    """As eager attention returns them, with a warning."""
+    for name, key in (("bert", "attentions"), ("bart", "cross_attentions"),
+                      ("llama", "attentions")):
+        asked = encoder_inputs(name, TEXTS)
+        want = encoder(name, "eager")(**asked, output_attentions=True)[key]
+        with pytest.warns(UserWarning, match="output_attentions"):
+            got = encoder(name, "nanoattn:auto")(**asked, output_attentions=True)[key]
+        assert len(got) == len(want) == 2
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 # --- refusals ---
 
-CROSS = torch.nn.Linear(1, 1)
-CROSS.is_causal = False  # type: ignore[assignment]
 
+@pytest.mark.parametrize("name", ["t5", "mpt"])
+def test_a_bias_is_refused(name: str) -> None:
+    if name == "t5":
+        sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
+                 "num_heads": 4, "decoder_start_token_id": 0}
+    else:
+        sizes = {"vocab_size": 61, "d_model": 32, "n_heads": 4, "n_layers": 2}
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    more = {"decoder_input_ids": IDS[:, :7]} if name == "t5" else {}
+    with pytest.raises((BackendUnavailable, ValueError, RuntimeError)):
+        model = transformers.AutoModel.from_config(config, attn_implementation="nanoattn:auto")
+        model(IDS, **more)
+        hf.report(model)
 
 @pytest.mark.parametrize(("asked", "why"), [
     ({"position_bias": torch.zeros(1)}, "position_bias"),
-    ({"output_attentions": True}, "output_attentions"),
-    ({"module": CROSS}, "not causal"),
     ({"scaling": torch.tensor(0.5)}, "scaling"),
     ({"s_aux": torch.zeros(3)}, "s_aux"),
     ({"value": torch.zeros(1, 2, 4, 16)}, "head_dim"),

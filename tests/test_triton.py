@@ -202,11 +202,10 @@ def test_tiles_that_no_row_sees_are_not_read(tiles, case) -> None:
 
 def test_borders_of_segments_by_hand() -> None:
     segments = torch.tensor([[5, 5, 5, 2, 2], [0, 1, 1, 1, 0]], dtype=torch.int32)
-    first, last = borders(segments)
-    assert first.tolist() == [[0, 0, 0, 3, 3], [0, 1, 1, 1, 4]]
-    assert last.tolist() == [[2, 2, 2, 4, 4], [0, 3, 3, 3, 4]]
-    assert {first.dtype, last.dtype} == {torch.int32}
-    assert first.is_contiguous() and last.is_contiguous()
+    found = borders(segments)
+    assert found[:, 0].tolist() == [[0, 0, 0, 3, 3], [0, 1, 1, 1, 4]]
+    assert found[:, 1].tolist() == [[2, 2, 2, 4, 4], [0, 3, 3, 3, 4]]
+    assert found.dtype == torch.int32 and found.is_contiguous()
 
 
 def test_the_same_bits_each_time_and_contiguous_in_the_layout_of_the_inputs() -> None:
@@ -300,15 +299,16 @@ def test_compile_takes_the_call_whole_and_computes_the_same(case, p) -> None:
 def test_opcheck() -> None:
     inputs, seg, _ = draw("segments-window-chunk-mqa")
     q, k, v, dout = inputs
-    first, last = borders(seg)
+    runs = borders(seg)
+    own = runs[:, :, k.shape[1] - q.shape[1] :].contiguous()
     seed = torch.tensor([7], device=DEVICE)
     sinks = torch.tensor([1.0, -torch.inf], device=DEVICE)
-    whole = (first, last, seed, sinks, 21, 0.5, 0.3, 2.0, None)
-    for more in ((None, None, None, None, None, 0.0, 0.25, None, None), whole):
+    whole = (own, runs, seed, sinks, 21, 3, 0.5, 0.3, 2.0, None)
+    for more in ((None, None, None, None, None, None, 0.0, 0.25, None, None), whole):
         torch.library.opcheck(triton_kernels.flash_forward, (q, k, v, *more))
     out, L = triton_kernels.flash_forward(q, k, v, *whole)
     kept = [dout, q, k, v, out, L]
-    args = (*kept, first, last, seed, 21, 0.5, 0.3, 2.0, None)
+    args = (*kept, own, runs, seed, 21, 3, 0.5, 0.3, 2.0, None)
     torch.library.opcheck(triton_kernels.flash_backward, args)
     half = *(t.half() for t in kept[:-1]), L  # whose gradients are float16
     for op, given in ((triton_kernels.flash_backward, (*half, *args[6:])),

@@ -23,7 +23,7 @@ SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0):
 Compiled = tuple[int, str, int, str, str]
 QUICK: list[Compiled] = [
     (90, "bf16", 64, "forward", ""),
-    (90, "fp16", 80, "dkdv", "window first last seed group"),
+    (90, "fp16", 80, "dkdv", "window run seed group"),
     (100, "bf16", 128, "forward", ""),
     (90, "bf16", 64, "forward", "softcap sinks"),
 ]
@@ -35,8 +35,8 @@ SLOW: list[Compiled] = [
     (75, "fp16", 128, "dkdv", ""),
     (80, "fp32", 64, "dq", ""),
     (90, "bf16", 128, "dkdv", "group"),
-    (90, "bf16", 64, "forward", "window first seed"),
-    (90, "fp16", 80, "dkdv", "window first last seed group softcap"),
+    (90, "bf16", 64, "forward", "window run seed"),
+    (90, "fp16", 80, "dkdv", "window run seed group softcap"),
 ]
 # Bytes of registers that a thread puts into memory, stores and loads together, by the ptxas of
 # Triton 3.7.1. What is not here spills nothing; what is may spill so much, and not more.
@@ -49,9 +49,9 @@ SPILLS: dict[Compiled, int] = {
     (86, "bf16", 128, "forward", ""): 12,
     (90, "bf16", 128, "dkdv", ""): 172,
     (90, "bf16", 128, "dkdv", "group"): 176,
-    (90, "fp16", 80, "dkdv", "window first last seed group"): 636,
+    (90, "fp16", 80, "dkdv", "window run seed group"): 636,
     (80, "bf16", 64, "dq", "softcap sinks"): 16,
-    (90, "fp16", 80, "dkdv", "window first last seed group softcap"): 992,
+    (90, "fp16", 80, "dkdv", "window run seed group softcap"): 992,
 }
 COMPILER = r"""
 import json, re, subprocess, sys, tempfile
@@ -83,9 +83,9 @@ for capability, dtype, head_dim, kernel, features in json.loads(sys.argv[1]):
         kernel, divmod(capability, 10), head_dim, 4 if dtype == "fp32" else 2)
     given = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": M, "BLOCK_N": N,
              "GROUP": 4 if "group" in features else 1}
-    given |= {name: None for name in ("First", "Last", "Seed", "Sinks", "window", "softcap")
+    given |= {name: None for name in ("Run", "Seed", "Sinks", "window", "softcap")
               if name in fn.arg_names and name.lower() not in features}
-    types = {"L": "*fp32", "D": "*fp32", "First": "*i32", "Last": "*i32", "Seed": "*i64",
+    types = {"L": "*fp32", "D": "*fp32", "Run": "*i32", "Seed": "*i64",
              "Sinks": "*fp32", "tau": "fp32", "softcap": "fp32", "keep": "fp32"}
     types |= {name: "*" + dtype for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")}
     signature = {name: types.get(name, "i32") for name in fn.arg_names}

@@ -1,6 +1,6 @@
 """Attention maps P = softmax(Q K^T / sqrt(D)), which a fused kernel never materializes.
 
-Hooks capture the q, k and v of each layer; manual.py recomputes P, with the identity for V.
+Hooks capture the q, k and v of each layer; attention.weights() recomputes P.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import attention
 from attention import Spec, manual, views
 from attention.probing import allowed_error
 from model import GPT
@@ -74,11 +75,8 @@ def maps(calls: list[Call]) -> Maps:
 
 def weights(call: Call) -> Tensor:
     """P of every head, (H, T, T) float32."""
-    T, Hkv = call.k.shape[1:3]
-    identity = torch.eye(T, device=call.q.device).expand(Hkv, T, T).transpose(0, 1)[None]
     spec = replace(call.spec, dtype="float32")
-    P = manual.attend(call.q.float(), call.k.float(), identity, spec, segments=call.segments)
-    return P[0].transpose(0, 1)
+    return attention.weights(call.q.float(), call.k.float(), spec, segments=call.segments)[0]
 
 
 def seen(T: int, window: int | None, segments: Tensor | None) -> list[list[int]]:

@@ -33,8 +33,8 @@ from .properties import Item, properties
 # Rows of the table. A test counts in the rows of all its features.
 FEATURES = (
     *("causality", "causal", "lengths", "masked rows", "grouped heads", "window", "segments"),
-    *("scale", "softcap", "sinks", "large scores", "unusual scores", "strides", "gradients"),
-    *("long sequences", "repeated calls", "surroundings", "dropout", "determinism"),
+    *("right", "scale", "softcap", "sinks", "large scores", "unusual scores", "strides"),
+    *("gradients", "long sequences", "repeated calls", "surroundings", "dropout", "determinism"),
     *("torch.compile", "caches", "parts"),
 )
 VERDICTS = ("passed", "failed", "refused")

@@ -14,7 +14,7 @@ from ..caps import Backend
 from ..spec import Spec
 from . import oracle
 
-OPTIONS = ("window", "segments", "scale", "softcap", "sinks")
+OPTIONS = ("window", "right", "segments", "scale", "softcap", "sinks")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Case:
     D: int = 32
     B: int = 2
     window: int | None = None
+    right: int | None = 0
     # "packed": three documents; "many": of 30 tokens; "padded" on the right; "left": on the left
     segments: str | None = None
     # "split": q, k and v are views of one tensor; else one of WAYS, and before it the tensors that
@@ -50,14 +51,29 @@ class Case:
         """Rows of command.FEATURES in which the case counts."""
         has = {
             "lengths": self.Tq != self.Tk,
-            "masked rows": self.Tq > self.Tk,
+            "masked rows": self.masked > 0,
             "grouped heads": self.Hkv < self.H,
             "large scores": self.size > 2,
             "unusual scores": self.kind != "noise",
             "strides": self.layout != "contiguous",
         }
-        has |= {name: getattr(self, name) for name in OPTIONS}
+        has |= {name: getattr(self, name) for name in OPTIONS} | {"right": self.right != 0}
         return tuple(name for name, there in has.items() if there) or ("causal",)
+
+    @property
+    def masked(self) -> int:
+        """The first queries that see no key."""
+        before = max(self.Tq - self.Tk, 0)
+        if self.segments is not None:
+            return before
+        return 0 if self.right is None else max(before - self.right, 0)
+
+
+def case_of(spec: Spec, T: int, segments: str = "packed") -> Case:
+    sizes = spec.n_head, spec.n_kv_head, spec.head_dim, 2
+    options: dict[str, Any] = {name: getattr(spec, name) for name in OPTIONS}
+    options["segments"] = segments if spec.segments else None
+    return Case(f"{T}", T, T, *sizes, **options)
 
 
 WAYS = ("BHTD", "sliced", "strided", "expanded")
@@ -102,6 +118,32 @@ CASES = [
     Case("sinks strided", 17, 17, layout="sinks strided", sinks="bfloat16"),
     *(Case(f"{x}-31x64-window-packed", 31, 64, H=4, window=20, segments="packed", layout=x)
       for x in ("split", "BHTD")),
+    Case("both", 97, 97, right=None),
+    *(Case(f"both-{Tq}x{Tk}", Tq, Tk, H=4, right=None)
+      for Tq, Tk in ((43, 97), (97, 43), (1, 97), (2, 97), (65, 1))),
+    *(Case(f"right{n}", 97, 97, right=n) for n in (1, 16, 64, 95, 96, 500)),
+    Case("right20-113x203", 113, 203, B=1, H=6, Hkv=3, right=20),
+    *(Case(f"right{n}-97x43", 97, 43, H=4, right=n) for n in (1, 30, 54, 80)),
+    *(Case(f"window{w}-right{n}", 97, 97, window=w, right=n)
+      for w, n in ((1, 1), (16, 16), (64, 5), (3, None), (500, 96))),
+    Case("window20-right9-113x203", 113, 203, B=1, window=20, right=9),
+    Case("window20-right40-97x43", 97, 43, window=20, right=40),
+    Case("window20-both-97x43", 97, 43, window=20, right=None),
+    Case("both-packed", 97, 97, B=4, right=None, segments="packed"),
+    Case("both-padded-43x97", 43, 97, right=None, segments="padded"),
+    Case("both-left", 97, 97, right=None, segments="left"),
+    Case("both-packed-97x43", 97, 43, right=None, segments="packed"),
+    Case("window16-right7-packed-gqa", 97, 97, H=4, window=16, right=7, segments="packed"),
+    *(Case(name, Tq, Tk, Hkv=1, D=16, **has)
+      for name, Tq, Tk, has in (
+          ("long-right100-280x700", 280, 700, {"B": 1, "window": 60, "right": 100}),
+          ("long-right100-600x300", 600, 300, {"B": 1, "window": 60, "right": 100}),
+          ("long-both-packed-550x900", 550, 900, {"segments": "packed", "right": None}),
+          ("long-many-right20-520x600", 520, 600,
+           {"segments": "many", "window": 40, "right": 20}))),
+    Case("scale-softcap-sinks-window20-right9-packed", 43, 97, H=4, window=20, right=9,
+         segments="packed", layout="split", scale=0.5, softcap=4, sinks=True),
+    Case("large-sinks-both", 97, 97, D=64, size=4, right=None, sinks=True),
     Case("scale", 97, 97, D=20, scale=0.4),
     Case("softcap", 97, 97, D=64, size=2, softcap=3),
     Case("softcap-large-window16-packed", 97, 97, D=64, window=16, segments="packed", size=30,
@@ -129,7 +171,10 @@ SAMPLE = ("gqa", "113x203", "split", "window16", "packed-window16-gqa", "1x97", 
           "63x64", "packed", "large-gqa-window-packed", "scale", "softcap", "sinks-64x17",
           "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20",
           "softcap-large-window16-packed", "sinks-large4", "overflow", "equal",
-          "dominant", "D72", "D192", "beyond the view", "sinks strided", *LAYOUTS)
+          "dominant", "D72", "D192", "beyond the view", "sinks strided", *LAYOUTS,
+          "both", "right16", "both-97x43", "window16-right16", "right30-97x43",
+          "window20-right9-113x203", "both-padded-43x97", "window16-right7-packed-gqa",
+          "scale-softcap-sinks-window20-right9-packed", "both-packed-97x43")
 # Segment ids: in no order; some are equal as int8, int16 or float32.
 IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
@@ -214,7 +259,8 @@ def sinks(case: Case, dtype: str, device: str = "cpu") -> Tensor | None:
 
 def options(case: Case, dtype: str, device: str = "cpu") -> dict[str, Any]:
     """Return the oracle's keyword arguments."""
-    more: dict[str, Any] = {"window": case.window, "scale": case.scale, "softcap": case.softcap}
+    names = ("window", "right", "scale", "softcap")
+    more: dict[str, Any] = {name: getattr(case, name) for name in names}
     return more | {"segments": segments(case, device), "sinks": sinks(case, dtype, device)}
 
 
@@ -269,7 +315,7 @@ def check(
     overwrote or returned."""
     given = inputs(case, dtype, device)
     before = {name: t.clone() for name, t in given.items()}
-    masked = max(case.Tq - case.Tk, 0)  # fully masked rows: the first queries precede all keys
+    masked = case.masked
     for recorded in (True, False) if grad else (False,):
         spec = case.spec(dtype, grad=recorded, cache=cache, compiled=compiled)
         got = run(backend, given, spec)

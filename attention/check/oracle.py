@@ -38,7 +38,8 @@ class Result:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
               segments: Tensor | None = None, scale: float | None = None,
-              softcap: float | None = None, sinks: Tensor | None = None) -> Result:
+              softcap: float | None = None, sinks: Tensor | None = None,
+              right: int | None = 0) -> Result:
     """Return the exact result, in float64 on the CPU.
 
     Per row, with the scale tau (1 / sqrt(D)), t_j = tau q . k_j, s_j = c tanh(t_j / c) with a
@@ -61,7 +62,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
 
     Args:
         q, dout: (B, Tq, H, D); k, v: (B, Tk, Hkv, D).
-        segments: (B, Tk) integers; the queries are the last Tq positions.
+        segments: (B, Tk) integers; the queries are the last Tq positions. A query before all of
+            them belongs to no segment: it sees no key.
         sinks: (H,).
     """
     q_, k_, v_, do = (t.detach().cpu().double().numpy() for t in (q, k, v, dout))
@@ -75,8 +77,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
     offset, j = Tk - Tq, np.arange(Tk)
     for b in range(B):
         for i in range(Tq):
-            seg_i = None if seg is None or i + offset < 0 else seg[b, i + offset]
-            seen = visible(i, j, offset, window, seg_i, None if seg is None else seg[b])
+            if seg is not None and i + offset < 0:
+                continue
+            seg_i, seg_j = (None, None) if seg is None else (seg[b, i + offset], seg[b])
+            seen = visible(i, j, offset, window, seg_i, seg_j, right)
             if not seen.any():
                 continue  # a fully masked row: all its terms are zero
             for h in range(H):
@@ -124,16 +128,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
 
 def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
           segments: Tensor | None = None, scale: float | None = None,
-          softcap: float | None = None, sinks: Tensor | None = None) -> Result:
+          softcap: float | None = None, sinks: Tensor | None = None,
+          right: int | None = 0) -> Result:
     """Return the result of plain PyTorch in the inputs' dtype."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     (Tq, H, D), (Tk, Hkv) = q.shape[1:], k.shape[1:3]
     k_all, v_all = (t.repeat_interleave(H // Hkv, dim=2) for t in (k, v))
     i, j = torch.arange(Tq, device=q.device)[:, None], torch.arange(Tk, device=q.device)
-    seen = visible(i, j, Tk - Tq, window).expand(q.shape[0], Tq, Tk)
+    seen = visible(i, j, Tk - Tq, window, right=right).expand(q.shape[0], Tq, Tk)
     if segments is not None:
-        seg_i = segments[:, (i.flatten() + Tk - Tq).clamp(min=0)]  # clamped rows see nothing
-        seen = seen & visible(i, j, Tk - Tq, window, seg_i[:, :, None], segments[:, None, :])
+        seg_i = segments[:, (i.flatten() + Tk - Tq).clamp(min=0)]
+        seen = seen & (seg_i[:, :, None] == segments[:, None, :]) & (i + Tk - Tq >= 0)
     seen = seen[:, None]  # (B, 1, Tq, Tk)
     # q times a power of two is exact, and q . k stays as far from overflow as the scores are.
     rest, power = math.frexp(scale or 1 / math.sqrt(D))
@@ -189,3 +194,10 @@ def require(ok: bool | Tensor, text: str) -> None:
     """Assert, also under `python -O`."""
     if not ok:
         raise AssertionError(text)
+
+
+def close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
+    """Assert |got - want| <= tolerance * (1 + |want|)."""
+    got, want = got.detach().double(), want.detach().double()
+    off = (got - want).abs() - tolerance * want.abs()
+    require((off <= tolerance).all(), f"{what} is off by up to {float(off.max()):.3g}")

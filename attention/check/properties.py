@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import Backend
@@ -18,6 +17,7 @@ from ..probing import leakage, run_cached
 from ..spec import Spec, visible
 from . import matrix, oracle
 from .oracle import require
+from .parts import in_parts, log_sum_exp
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,37 @@ def properties(dtype: str) -> Iterator[Item]:
         name: str, feature: str, spec: Spec, ask: Callable[..., None], deterministic: bool = False
     ) -> Item:
         heads = f", {spec.n_head} heads over {spec.n_kv_head}" * (spec.n_head > spec.n_kv_head)
-        window = f", window {spec.window}" if spec.window else ""
-        return Item(name + heads + window, (feature,), spec, ask, deterministic)
+        sides = f", window {spec.window}" if spec.window else ""
+        if spec.right != 0:
+            sides += f", right {spec.right}"
+        return Item(name + heads + sides, (feature,), spec, ask, deterministic)
 
     heads = partial(Spec, 4, 2, 32, dtype)
     windows = (None, 9)
+    all_sides = (*((w, 0) for w in windows), (None, 5), (9, 5), (9, None), (None, None))
+    for p in (0.0, 0.25):  # first: other tests compare bits
+        name = "the same bits" + ", with dropout" * bool(p)
+        yield item(name, "determinism", heads(dropout=p), same_bits, deterministic=True)
     for phase, (_, _, grad) in PHASES.items():
-        for w, Hkv in itertools.product(windows, (4, 2)):
-            spec = Spec(4, Hkv, 32, dtype, window=w, grad=grad)
-            yield item(f"causality, {phase}", "causality", spec, partial(causality, phase))
+        for (w, right), Hkv in itertools.product(all_sides[:-1], (4, 2)):
+            if right == 0 or Hkv == 2:
+                spec = Spec(4, Hkv, 32, dtype, window=w, right=right, grad=grad)
+                yield item(f"causality, {phase}", "causality", spec, partial(causality, phase))
         if phase != "decode":
-            for w in windows:
-                spec = heads(window=w, segments=True, grad=grad)
+            for w, right in (*all_sides[:2], *all_sides[-2:]):
+                spec = heads(window=w, right=right, segments=True, grad=grad)
                 yield item(f"segments, {phase}", "causality", spec, partial(segments, phase))
     for w, Tq in itertools.product((None, 5), (20, 7, 1)):
         spec = Spec(2, 1, 32, dtype, window=w, grad=Tq == 20)
         yield item(f"huge negative scores, {Tq} of 20", "causality", spec, partial(negative, Tq))
-    for w in windows:
-        yield item("no gradient to later tokens", "causality", heads(window=w), later_gradient)
+    for w, right in all_sides[:4]:
+        spec = heads(window=w, right=right)
+        yield item("no gradient to later tokens", "causality", spec, later_gradient)
     for grad, seg in itertools.product((True, False), (False, True)):
         name = "empty" + (", segments" if seg else "") + ("" if grad else ", no gradients")
         yield item(name, "lengths", heads(segments=seg, grad=grad), empty)
     autocast = partial(surrounded, partial(torch.autocast, dtype=torch.bfloat16))
-    for given in (heads(), heads(segments=True), heads(sinks=True)):
+    for given in (heads(), heads(segments=True), heads(sinks=True), heads(right=None)):
         has = ", segments" if given.segments else ", sinks" if given.sinks else ""
         yield item("gradients of some inputs" + has, "gradients", given, some_gradients)
         yield item("other values in the same memory" + has, "repeated calls", given, again)
@@ -70,20 +78,21 @@ def properties(dtype: str) -> Iterator[Item]:
     for p in (0.125, 0.5):
         yield item(f"dropout rate, {p}", "dropout", _dropping(dtype, p), rate)
     yield item("the same mask again", "dropout", _dropping(dtype, 0.25), replay)
-    for p in (0.0, 0.25):
-        name = "the same bits" + ", with dropout" * bool(p)
-        yield item(name, "determinism", heads(dropout=p), same_bits, deterministic=True)
-    for grad in (True, False):
-        name = "compiled" + ", no gradients" * (not grad)
-        yield item(name, "torch.compile", heads(grad=grad, compiled=True), compiled)
+
+    for grad, (w, right) in itertools.product((True, False), ((None, 0), (9, 5))):
+        name, spec = "compiled", heads(window=w, right=right, grad=grad, compiled=True)
+        if not grad:
+            name += ", no gradients"
+        yield item(name, "torch.compile", spec, compiled)
     for w, Tq in itertools.product((None, 6), (24, 3, 1)):
         spec = heads(window=w, segments=True, grad=False, cache="dynamic")
         yield item(f"dynamic, left padding, {Tq} of 24", "caches", spec, partial(padded, Tq))
-    for w, size in itertools.product(windows, (None, 16, 256)):
+    cached_sides = (*all_sides[:2], *all_sides[3:])
+    for (w, right), size in itertools.product(cached_sides, (None, 16, 256)):
         kind, name = ("paged", f"paged by {size}") if size else ("static", "static")
-        spec = heads(window=w, grad=False, cache=kind, page_size=size)
+        spec = heads(window=w, right=right, grad=False, cache=kind, page_size=size)
         yield item(name, "caches", spec, cached)
-        if w is None:
+        if w is None and right == 0:
             more = replace(spec, scale=0.5, softcap=4.0, sinks=True)
             yield item(f"{name}, scale, softcap and sinks", "caches", more, cached)
     for w, seg in itertools.product(windows, (False, True)):
@@ -91,6 +100,9 @@ def properties(dtype: str) -> Iterator[Item]:
         yield item(name, "parts", heads(window=w, segments=seg, lse=True), in_parts)
     spec = heads(scale=0.5, softcap=4.0, lse=True)
     yield item("in parts, scale and softcap", "parts", spec, in_parts)
+    for (w, right), seg in itertools.product(all_sides[2:], (False, True)):
+        spec = heads(window=w, right=right, segments=seg, lse=True)
+        yield item("log-sum-exp" + (", segments" if seg else ""), "parts", spec, log_sum_exp)
     for grad in (True, False):
         name = f"causality, long text, {'training' if grad else 'evaluation'}"
         yield item(name, "causality", Spec(1, 1, 32, dtype, grad=grad), long_causality)
@@ -112,13 +124,6 @@ def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: 
     with torch.set_grad_enabled(spec.grad):
         q, k, v = (t.detach().requires_grad_(spec.grad) for t in (q, k, v))
         return backend.attend(q, k, v, spec, **more).detach()
-
-
-def case_of(spec: Spec, T: int, segments: str = "packed") -> matrix.Case:
-    sizes = spec.n_head, spec.n_kv_head, spec.head_dim, 2
-    options: dict[str, Any] = {name: getattr(spec, name) for name in matrix.OPTIONS}
-    options["segments"] = segments if spec.segments else None
-    return matrix.Case(f"{T}", T, T, *sizes, **options)
 
 
 def qkv(spec: Spec, T: int, device: str) -> list[Tensor]:
@@ -144,11 +149,12 @@ def moved(
 
 
 def causality(phase: str, backend: Backend, spec: Spec, device: str) -> None:
-    """Multiply one position of q, k or v by HUGE: earlier outputs keep their bits, and some output
-    changes. Keys before every window change nothing."""
+    """Multiply one position of q, k or v by HUGE: outputs that do not see it, since it is beyond
+    their `right`, keep their bits, and some output changes. Keys before every window change
+    nothing."""
     Tq, Tk, _ = PHASES[phase]
     q, k, v = qkv(spec, Tk, device)
-    first = Tk - Tq
+    first, ahead = Tk - Tq, Tk if spec.right is None else spec.right
 
     def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return call(backend, q[:, first:], k, v, spec)
@@ -158,9 +164,10 @@ def causality(phase: str, backend: Backend, spec: Spec, device: str) -> None:
         for which, name in enumerate("qkv"):
             Q, K, V = (t.clone() for t in (q, k, v))
             (Q, K, V)[which][:, changed] *= HUGE
-            found = moved(output, (q, k, v), (Q, K, V), since=changed - first)
+            since = changed - first - (0 if name == "q" else ahead)
+            found = moved(output, (q, k, v), (Q, K, V), since=since)
             text = f"{name} changed at {changed}; moved: {found or 'nothing'} ({spec})"
-            require(bool(found) and found[0] >= changed - first, text)
+            require(bool(found) and found[0] >= since, text)
     if spec.window is not None:
         K, V = k.clone(), v.clone()
         for t in (K, V):
@@ -209,22 +216,16 @@ def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
     out = call(backend, q, k, v.contiguous(), spec)[0, :, 0, 0].double().cpu()
     last = torch.arange(Tk - Tq, Tk)  # each output is the mean index of the visible keys
     first = (last - (spec.window or Tk) + 1).clamp(min=0)
-    _close(out, (first + last) / 2, 0.02, "the mean of the visible values")
+    oracle.close(out, (first + last) / 2, 0.02, "the mean of the visible values")
 
 
 def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
-    given = matrix.inputs(case_of(spec, 33), spec.dtype, device)
+    given = matrix.inputs(matrix.case_of(spec, 33), spec.dtype, device)
     given["dout"] = given["dout"] * (torch.arange(33, device=device) < 20)[:, None, None]
     for name, grad in list(matrix.run(backend, given, spec).tensors.items())[1:]:
-        require(not grad[:, 20:].any(), f"{name} of a later token is not zero")
-        require(grad[:, 19].any(), f"{name} of token 19 is zero")
-
-
-def _close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
-    """Assert |got - want| <= tolerance * (1 + |want|)."""
-    got, want = got.detach().double(), want.detach().double()
-    off = (got - want).abs() - tolerance * want.abs()
-    require((off <= tolerance).all(), f"{what} is off by up to {float(off.max()):.3g}")
+        last = 19 if name == "dq" else 19 + (spec.right or 0)
+        require(not grad[:, last + 1 :].any(), f"{name} of a later token is not zero")
+        require(grad[:, last].any(), f"{name} of token {last} is zero")
 
 
 # --- dropout: if v is the identity, the output is the matrix P after dropout ---
@@ -256,7 +257,7 @@ def rate(backend: Backend, spec: Spec, device: str) -> None:
         got = call(backend, q, k, v, spec).cpu()
         kept = got != 0
         tolerance = 8 * torch.finfo(got.dtype).eps
-        _close(got[kept], probs[kept] / (1 - p), tolerance, "what was kept")
+        oracle.close(got[kept], probs[kept] / (1 - p), tolerance, "what was kept")
         total, n = total + got.double().sum(dim=0, keepdim=True), n + len(got)
         shares.append(kept.sum() / (probs != 0).sum())
     # Standard deviation of the mean of n draws of P M / (1 - p), with M Bernoulli.
@@ -293,7 +294,8 @@ def replay(backend: Backend, spec: Spec, device: str) -> None:
     want = torch.einsum("bihj,bjhd->bihd", probs, exact[2])
     truth = [want, *torch.autograd.grad(want, exact, dout.double())]
     for (name, t), w in zip(got.tensors.items(), truth, strict=True):
-        _close(t, w, 20 * torch.finfo(t.dtype).eps, f"{name} with the mask of the forward pass")
+        what = f"{name} with the mask of the forward pass"
+        oracle.close(t, w, 20 * torch.finfo(t.dtype).eps, what)
 
 
 # --- empty inputs, gradients of some inputs, repeated calls, surroundings ---
@@ -315,7 +317,7 @@ def empty(backend: Backend, spec: Spec, device: str) -> None:
 
 def some_gradients(backend: Backend, spec: Spec, device: str) -> None:
     """Gradients of each input alone, and of all but it; a graph that is kept gives them again."""
-    case = case_of(spec, 17)
+    case = matrix.case_of(spec, 17)
     given = matrix.inputs(case, spec.dtype, device)
     names = [name for name in ("q", "k", "v", "sinks") if name in given]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
@@ -331,7 +333,7 @@ def again(backend: Backend, spec: Spec, device: str) -> None:
         cuda = torch.device(device).type == "cuda"
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
 
-    kept = matrix.inputs(case_of(spec, 33), spec.dtype, device)
+    kept = matrix.inputs(matrix.case_of(spec, 33), spec.dtype, device)
     given = {name: t.clone() for name, t in kept.items()}
     first = matrix.run(backend, given, spec)
     before, state = {name: t.clone() for name, t in first.tensors.items()}, states()
@@ -339,6 +341,7 @@ def again(backend: Backend, spec: Spec, device: str) -> None:
         t.data.copy_(t.flip(min(1, t.dim() - 1)))
     got = matrix.run(backend, given, spec)
     options: dict[str, Any] = {name: given.get(name) for name in ("segments", "sinks")}
+    options["right"] = spec.right
     inputs = [given[name] for name in ("q", "k", "v", "dout")]
     rough, exact = (f(*inputs, **options) for f in (oracle.plain, oracle.attention))
     oracle.check(got, rough, exact, getattr(torch, spec.dtype))
@@ -355,7 +358,7 @@ def surrounded(context: Callable[[str], Any], backend: Backend, spec: Spec, devi
             return backend.attend(*args, **more)
 
     within = replace(backend, attend=attend)
-    matrix.check(within, case_of(spec, 33), spec.dtype, device, grad=spec.grad)
+    matrix.check(within, matrix.case_of(spec, 33), spec.dtype, device, grad=spec.grad)
 
 
 # --- determinism, torch.compile, caches, partial attention ---
@@ -364,7 +367,7 @@ def surrounded(context: Callable[[str], Any], backend: Backend, spec: Spec, devi
 def same_bits(backend: Backend, spec: Spec, device: str) -> None:
     """Five runs give the same bits; on CUDA at a size of many thread blocks."""
     T = 1024 if torch.device(device).type == "cuda" else 97
-    given, results = matrix.inputs(case_of(spec, T), spec.dtype, device), []
+    given, results = matrix.inputs(matrix.case_of(spec, T), spec.dtype, device), []
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -389,62 +392,38 @@ def compiled(backend: Backend, spec: Spec, device: str) -> None:
 
     traced = torch.compile(attend, backend=compiler, fullgraph=backend.fullgraph, dynamic=False)
     backend = replace(backend, attend=traced)
-    matrix.check(backend, case_of(spec, 65), spec.dtype, device, grad=spec.grad, compiled=True)
+    case = matrix.case_of(spec, 65)
+    matrix.check(backend, case, spec.dtype, device, grad=spec.grad, compiled=True)
     torch.compiler.reset()
 
 
 def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
-    case = replace(case_of(spec, 24, "left"), Tq=Tq, B=3)
+    case = replace(matrix.case_of(spec, 24, "left"), Tq=Tq, B=3)
     matrix.check(backend, case, spec.dtype, device, grad=False, cache=spec.cache)
 
 
 def cached(backend: Backend, spec: Spec, device: str) -> None:
-    """With a cache the output equals the whole sequence's and is causal."""
+    """With a cache the output equals that of each chunk with the keys up to its end, and is
+    causal."""
     T = 64 if (spec.page_size or 0) < 64 else 300
-    case = case_of(spec, T)
+    case = matrix.case_of(spec, T)
     inputs = [t.clone() for t in matrix.inputs(case, spec.dtype, device).values()]
     (out,) = run_cached(backend.attend, inputs, None, spec)
-    matrix.compare(oracle.Result(out), case, spec.dtype, device)
+    if spec.right == 0:
+        matrix.compare(oracle.Result(out), case, spec.dtype, device)
+    else:
+        rough = oracle.Result(_chunked(oracle.plain, inputs, spec))
+        exact = _chunked(oracle.attention, [t.double() for t in inputs], spec)
+        truth = oracle.Result(exact.cpu(), condition={"out": 0.0})
+        oracle.check(oracle.Result(out), rough, truth, out.dtype)
     leak = leakage(partial(run_cached, backend.attend), inputs, None, spec)
     require(leak == 0, f"a later token moves earlier outputs, by up to {leak:.2g}")
 
 
-def in_parts(backend: Backend, spec: Spec, device: str) -> None:
-    """Partial attention over blocks, merged by its log-sum-exp L, equals full attention."""
-    assert backend.partial is not None, "it declares lse but has no partial"
-    Tq, Tk = 50, 41  # the first 9 queries see no key
-    case = replace(case_of(spec, Tk), Tq=Tq)
-    q, k, v, dout = matrix.draw(case, spec.dtype, device)
-    seg, acc, parts = matrix.segments(case, device), torch.promote_types(q.dtype, torch.float32), []
-    # In rows 16 to 37 and keys 13 to 30 the mask hides a few pairs.
-    borders = itertools.pairwise((0, 16, 37, Tq)), itertools.pairwise((0, 13, 30, Tk))
-    for I, J in ((slice(*i), slice(*j)) for i, j in itertools.product(*borders)):
-        pair = None if seg is None else (F.pad(seg, (Tq - Tk, 0))[:, I], seg[:, J])
-        parts.append((I, J, I.start - J.start + Tk - Tq, pair))
-    out = torch.zeros(q.shape, dtype=acc, device=device)
-    L = torch.full((*q.shape[:1], q.shape[2], Tq), torch.finfo(acc).min, dtype=acc, device=device)
-    with torch.no_grad():
-        for I, J, offset, pair in parts:
-            O_ij, L_ij = backend.partial.forward(q[:, I], k[:, J], v[:, J], spec, offset, pair)
-            require(O_ij.dtype == L_ij.dtype == acc, f"out is {O_ij.dtype}, L is {L_ij.dtype}")
-            i, j = (torch.arange(x.stop - x.start, device=device) for x in (I, J))
-            both = (None, None) if pair is None else (pair[0][:, :, None], pair[1][:, None])
-            masked = ~visible(i[:, None], j, offset, spec.window, *both).any(dim=-1)  # (B, or ,) Tq
-            masked = masked.expand(q.shape[0], -1)
-            require(not O_ij[masked].any(), "a fully masked row must give zeros")
-            empty = (L_ij.transpose(1, 2)[masked] == -torch.inf).all()
-            require(empty, "the L of a fully masked row must be -inf")
-            L_new = torch.logaddexp(L[..., I], L_ij)
-            old, new = (torch.exp(x - L_new).mT[..., None] for x in (L[..., I], L_ij))
-            out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
-        L = L.masked_fill(L.eq(torch.finfo(acc).min), -torch.inf)
-        sums = [torch.zeros(t.shape, dtype=acc, device=device) for t in (q, k, v)]
-        whole = out.to(q.dtype)
-        for I, J, offset, pair in parts:
-            of_row = dout[:, I], q[:, I], k[:, J], v[:, J], whole[:, I], L[..., I]
-            grads = backend.partial.backward(*of_row, spec, offset, pair)
-            for total, rows, grad in zip(sums, (I, J, J), grads, strict=True):
-                require(grad.dtype == acc, f"a gradient is {grad.dtype}")
-                total[:, rows] += grad
-    got = oracle.Result(whole, *(t.to(q.dtype) for t in sums))
-    matrix.compare(got, case, spec.dtype, device)
+def _chunked(of: Callable[..., oracle.Result], inputs: list[Tensor], spec: Spec) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+        with torch.enable_grad():
+            return of(q, k, v, q, window=spec.window, right=spec.right).out
+
+    uncached = replace(spec, cache="none", page_size=None)
+    return run_cached(attend, inputs, None, uncached)[0]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
+from warnings import warn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,8 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable, Resolution
+from ..flash_args import check_deterministic
 from ..machine.flash_impl import flash_impl
 from ..plan import Plans
+from ..probabilities import weights
 from ..select import BACKENDS, RULES, get
 from ..spec import Policy, Spec
 from ..views import kept
@@ -36,7 +39,7 @@ PREFIX = "nanoattn:"
 RESERVED = ("sdpa", "flash", "flex_attention", "eager")
 # Arguments that do not change attention.
 IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
-           "output_router_logits", "num_items_in_batch"}
+           "output_router_logits", "num_items_in_batch", "deterministic"}
 # Models that look up an attention class, not a function, by the implementation's name.
 OWN_CLASSES = ("gptj", "gpt_neo", "falcon")
 
@@ -134,16 +137,20 @@ def _refuse_model(name: str, config: PretrainedConfig, *_: object, **__: object)
 
 
 def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **asked: Any) -> Mask:
-    """transformers' mask for SDPA, proved. No mask is built if it is causal."""
+    """transformers' mask for SDPA, proved. No mask is built if it is causal, or hides nothing."""
     B, Tk = asked["batch_size"], asked["kv_length"]
     Tq = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
     window = asked.get("local_size")
+    causal = "allow_is_bidirectional_skip" not in asked
     # With one query, no mask would mean all keys, including the free places of a static cache.
     skip = asked.pop("allow_is_causal_skip", True) and Tq > 1
-    asked.pop("allow_is_bidirectional_skip", None)
     seen = sdpa_mask(**asked, allow_is_causal_skip=skip)
     try:
-        proof = Proof(Tq, Tq, window) if seen is None else prove(seen, window, _tokens(Tq, **asked))
+        if seen is None:
+            proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
+        else:
+            real = _tokens(Tq, **asked) if causal or Tq == Tk else None
+            proof = prove(seen, window if causal else None, real, causal)
     except ValueError as e:
         raise BackendUnavailable(f"{name} refuses the mask: {e}") from None
     return Mask.of(proof, name, (B, 1, Tq, Tk))
@@ -176,10 +183,10 @@ def _proof(
 ) -> Proof:
     """Proof of a layer's mask: from _mask(), or made here and cached with the mask."""
     if mask is None:
-        # Eager attention without a mask sees all keys, so the layer must declare itself causal.
-        if is_causal is not True or Tq != Tk:
-            raise ValueError(f"{Tq} queries and {Tk} keys without a mask, or not causal")
-        proof = Proof(Tq, Tk)
+        # Eager attention without a mask sees all keys: the layer must declare what it means.
+        if is_causal is None or (is_causal and Tq != Tk):
+            raise ValueError(f"{Tq} queries and {Tk} keys without a mask, is_causal={is_causal}")
+        proof = Proof(Tq, Tk, right=0 if is_causal else None)
     elif isinstance(mask, Mask):
         if not hasattr(mask, "proof"):
             raise ValueError("the model changed the mask")
@@ -188,7 +195,8 @@ def _proof(
         proof = _proved(mask, window)
     if proof.queries != Tq or proof.end > Tk or (mask is not None and mask.shape[-1] < Tk):
         raise ValueError(f"the mask does not fit {Tq} queries and {Tk} keys")
-    if window is not None and proof.effective(window) != proof.effective(proof.window):
+    own = proof.effective(proof.window)
+    if proof.right == 0 and window is not None and proof.effective(window) != own:
         raise ValueError(f"the layer's window is {window}, its mask's {proof.window or 'none'}")
     return proof
 
@@ -223,7 +231,7 @@ def _attend(
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     is_causal: bool | None = None, output_attentions: bool | None = None,
     position_ids: Tensor | None = None, **others: object,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer, as AttentionInterface calls it.
 
     Args:
@@ -231,7 +239,7 @@ def _attend(
         is_causal: overrides the module's; used only without a mask.
 
     Returns:
-        (B, Tq, H, D), and None for the attention weights.
+        (B, Tq, H, D), and with output_attentions the weights (B, H, Tq, Tk), without dropout.
 
     Raises:
         BackendUnavailable: an argument is not supported.
@@ -241,10 +249,7 @@ def _attend(
     try:
         if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
             raise ValueError(f"unknown argument {', '.join(unknown)}")
-        if output_attentions:
-            raise ValueError("output_attentions=True: a kernel returns no weights (use eager)")
-        if getattr(module, "is_causal", True) is False:
-            raise ValueError("the layer is not causal")
+        check_deterministic(bool(others.get("deterministic")), query)
         if isinstance(scaling, Tensor) or (s_aux is not None and s_aux.shape != (H,)):
             raise ValueError("scaling must be a number, and s_aux one for each head")
         if scaling is None and getattr(module, "scale_attn_by_inverse_layer_idx", False):
@@ -265,12 +270,13 @@ def _attend(
             _check_packing(position_ids, proof, attention_mask)
         learned = [t for t in (query, key, value, s_aux) if t is not None and t.requires_grad]
         grad = torch.is_grad_enabled() and bool(learned)
+        right = None if proof.right is None or proof.right >= Tq - 1 > 0 else proof.right
         spec = Spec(
             H, Hkv, D, str(query.dtype).removeprefix("torch."),
             window=proof.effective(proof.window), dropout=float(dropout),
             segments=proof.segments is not None, grad=grad,
-            cache="none" if grad or Tq == proof.end else "dynamic",
-            scale=scaling, softcap=softcap, sinks=s_aux is not None,
+            cache="none" if grad or Tq == proof.end or right != 0 else "dynamic",
+            scale=scaling, softcap=softcap, sinks=s_aux is not None, right=right,
         )
     except ValueError as e:
         who = f"{implementation(plans.name)} refuses {type(module).__name__}"
@@ -280,14 +286,27 @@ def _attend(
     ran = _ran.setdefault(module, {})
     call = spec, chosen.requested, chosen.backend.name, chosen.kernels
     ran[call] = spec, chosen, ran[call][2] + 1 if call in ran else 1
-    # Views: a static cache is longer than its contents.
-    k_BTHD, v_BTHD = (t.transpose(1, 2)[:, : proof.end] for t in (key, value))
+    q_BTHD, k_BTHD, v_BTHD = (t.transpose(1, 2) for t in (query, key, value))
     options: dict[str, Tensor] = {} if s_aux is None else {"sinks": s_aux}
     if proof.segments is not None:
         options["segments"] = proof.segments.to(device).expand(B, -1)
+    if output_attentions:
+        warn(f"output_attentions=True stores {Tq} x {Tk} attention weights a head", stacklevel=2)
+    # Views: a static cache is longer than its contents.
+    runs = proof.runs or (([], slice(0, proof.end)),)
+    outs, Ps = [], []
     with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
-        out = chosen.backend.attend(query.transpose(1, 2), k_BTHD, v_BTHD, spec, **options)
-    return out.contiguous(), None
+        for rows, J in runs:
+            tensors = q_BTHD, k_BTHD[:, J], v_BTHD[:, J]
+            q, k, v = tensors if len(runs) == 1 else (t[rows] for t in tensors)
+            outs.append(chosen.backend.attend(q, k, v, spec, **options))
+            if output_attentions:
+                P = weights(q, k, spec, **options).to(query.dtype)
+                Ps.append(F.pad(P, (J.start, Tk - J.stop)))
+    if len(runs) > 1:
+        back = torch.tensor([b for rows, _ in runs for b in rows], device=device).argsort()
+        outs, Ps = ([torch.cat(ts)[back]] if ts else [] for ts in (outs, Ps))
+    return outs[0].contiguous(), Ps[0] if Ps else None
 
 
 def _choose(

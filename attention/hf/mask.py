@@ -1,4 +1,4 @@
-"""Convert a mask of `transformers` to a window and segments.
+"""Convert a mask of `transformers` to a window, `right` and segments.
 
 transformers passes a mask (B, 1, Tq, Tk). It is decomposed, rebuilt by
 :func:`visible <attention.spec.visible>`, and compared in every entry. Any other mask is refused.
@@ -20,7 +20,7 @@ from ..views import mask as rebuilt
 
 @dataclass(frozen=True)
 class Proof:
-    """A mask as causal (bottom-right, over the first `end` keys), window and segments.
+    """A mask as window, `right` (bottom-right, over the first `end` keys) and segments.
 
     Keys from `end` on, the free places of a static cache, are visible to no query.
     """
@@ -28,8 +28,11 @@ class Proof:
     queries: int
     end: int
     window: int | None = None
-    segments: Tensor | None = None  # (B, end) int32; 0 is padding; None: causal is enough
+    segments: Tensor | None = None  # (B, end) int32; 0 is padding; None: the sides are enough
     texts: Tensor | None = None  # the same, with right padding too; None: all keys are one text
+    right: int | None = 0
+    # Rows of the batch, and the keys that all their queries see; empty: all see the same.
+    runs: tuple[tuple[list[int], slice], ...] = ()
 
     def effective(self, window: int | None) -> int | None:
         """Return the window, or None if it masks nothing."""
@@ -77,22 +80,80 @@ class Mask(Tensor):
         return out
 
 
-def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None) -> Proof:
-    """Decompose a mask into causality, a window and segments.
+def prove(
+    mask: Tensor, window: int | None = None, real: Tensor | None = None, causal: bool = True
+) -> Proof:
+    """Decompose a mask: causal with a window and segments; or each query of a row sees the same run
+    of keys, as in cross-attention to padded texts; or a window to both sides, and segments.
 
-    Rows of padding are not compared: nobody reads their outputs. Synchronizes with the device.
+    Except in the second form, rows of padding are not compared: nobody reads their outputs.
+    Synchronizes with the device.
 
     Args:
         mask: (B or 1, 1, Tq, Tk): True or 0.0 where visible, else False or the minimum.
-        window: declared by the layer; None: taken from the mask.
+        window: declared by a causal layer; None: taken from the mask.
         real: (B, Tq) bool, True for tokens; None: rows with any visible key.
+        causal: the model's request; False: the queries may not be the keys' tokens.
 
     Raises:
-        ValueError: the mask is not of this form; names the entry.
+        ValueError: the mask is not of these forms; names the entry.
     """
     seen = _entries(mask)  # (B, Tq, Tk)
+    if causal:
+        try:
+            return _causal(seen, window, seen.any(-1) if real is None else real)
+        except ValueError as e:
+            found = _same_keys(seen) or _two_sided(seen, real)
+            if found is None or found.right == 0:
+                raise e
+            return found
+    if found := _same_keys(seen) or _two_sided(seen, real):
+        return found
+    raise ValueError("not causal, and not a window to both sides or one run of keys in each row")
+
+
+def _same_keys(seen: Tensor) -> Proof | None:
+    """The proof of a mask in which all queries of a row see the same run of keys."""
     Tq, Tk = seen.shape[1:]
+    keys, first = seen[:, 0], seen[:, 0].to(torch.uint8).argmax(-1)
+    stop = first + keys.sum(-1)
+    j = torch.arange(Tk, device=seen.device)
+    run = (j >= first[:, None]) & (j < stop[:, None])
+    if not bool((seen == run[:, None]).all()):
+        return None
+    found: dict[tuple[int, int], list[int]] = {}
+    for b, ends in enumerate(zip(first.tolist(), stop.tolist(), strict=True)):
+        found.setdefault(ends, []).append(b)
+    runs = tuple((rows, slice(*ends)) for ends, rows in found.items())
+    everywhere = [J for _, J in runs] == [slice(0, Tk)]
+    return Proof(Tq, Tk, right=None, runs=() if everywhere else runs)
+
+
+def _two_sided(seen: Tensor, real: Tensor | None) -> Proof | None:
+    """The proof of a window to both sides, and segments, of as many queries as keys."""
+    T, Tk = seen.shape[1:]
+    if Tk != T:
+        return None
     real = seen.any(-1) if real is None else real
+    i = torch.arange(T, device=seen.device)
+    first, last = (x.to(torch.uint8).argmax(-1) for x in (seen, seen.flip(-1)))
+    rows = real & seen.any(-1)
+    left, right = (
+        int(torch.where(rows, n, 0).amax().clamp(min=0)) for n in (i - first, Tk - 1 - last - i)
+    )
+    joined = seen.diagonal(-1, 1, 2) | seen.diagonal(1, 1, 2) | ~real[:, 1:]
+    joined = joined & (real[:, 1:] == real[:, :-1])  # neither token to padding nor to other texts
+    ids = (1 + F.pad(~joined, (1, 0)).cumsum(1)).int()
+    for segments in (None, ids):
+        want = rebuilt(T, T, left + 1, segments, seen.device, None, right)[:, 0]
+        if not bool(((want != seen) & real[:, :, None]).any()):
+            return Proof(T, T, left + 1, segments, torch.where(real, ids, 0), right)
+    return None
+
+
+def _causal(seen: Tensor, window: int | None, real: Tensor) -> Proof:
+    """The proof of a causal mask, perhaps with a window and segments."""
+    Tq, Tk = seen.shape[1:]
     # Query i is at the position of key i + offset: the last key that it sees.
     last = Tk - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
     ahead = torch.where(real & seen.any(-1), last, -1) - torch.arange(Tq, device=seen.device)

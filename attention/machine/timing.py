@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ..caps import Backend
-from ..probing import probe
-from ..ring import Ring
+from ..probing import attend_of, probe
 from ..select import admit
 from ..spec import Machine, Policy, Spec
 from ..views import PagedView, StaticView, filled_cache
@@ -213,7 +212,7 @@ def draw(spec: Spec, device: torch.device, shape: Shape) -> Inputs:
 def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
     """One attention call as the model makes it, with the backward if spec.grad."""
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
-    attend = Ring().attend(backend) if spec.lse else backend.attend
+    attend = attend_of(backend, spec)
 
     def forward(inputs: Inputs) -> Tensor:
         sizes = [H * D, Hkv * D, Hkv * D]

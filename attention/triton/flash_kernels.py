@@ -115,28 +115,46 @@ def store_rows(
 
 
 @triton.jit
-def first_key(i, offset, window, First):
+def first_key(i, offset, window, Run):
     """Return the first key that query i sees (a scalar or a block); its position is i + offset.
 
-    First[i] is the first key of its segment, Tk or more if that has none. A query at a negative
-    position sees no key.
+    Run[i] is the first key of its segment, Tk or more if that has none.
     """
     first = i * 0
     if window is not None:
         first = tl.maximum(first, i + offset - window + 1)
-    if First is not None:
-        first = tl.maximum(first, tl.load(First + i))
+    if Run is not None:
+        first = tl.maximum(first, tl.load(Run + i))
     return first
 
 
 @triton.jit
-def last_position(j, end, window, Last):
-    """Return the last query position that sees key j. Segments end at Last[j], queries at `end`."""
+def last_key(i, Tq, Tk, offset, right, Run):
+    """Return the last key that query i sees; Run[Tq + i] is the last one of its segment."""
+    last = tl.minimum(i + offset + right, Tk - 1)
+    if Run is not None:
+        last = tl.minimum(last, tl.load(Run + Tq + i))
+    return last
+
+
+@triton.jit
+def first_position(j, start, right, Run):
+    """Return the first query position that sees key j, at least `start`."""
+    first = tl.maximum(j - right, start)
+    if Run is not None:
+        first = tl.maximum(first, tl.load(Run + j))
+    return first
+
+
+@triton.jit
+def last_position(j, end, Tk, window, Run):
+    """Return the last query position that sees key j. Its segment ends at Run[Tk + j], queries at
+    `end`."""
     last = j * 0 + end - 1
     if window is not None:
         last = tl.minimum(last, j + window - 1)
-    if Last is not None:
-        last = tl.minimum(last, tl.load(Last + j))
+    if Run is not None:
+        last = tl.minimum(last, tl.load(Run + Tk + j))
     return last
 
 
@@ -153,23 +171,24 @@ def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.conste
 
 
 @triton.jit
-def keys_seen(i0, Tq, Tk, offset, window, First, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the first and last key of each query of a block, and its visible_tiles().
 
     Rows past the end get the last row's keys; their results are not stored.
     """
     i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
     i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
-    last = tl.minimum(i + offset, Tk - 1)
-    first_end, last_end = tl.minimum(i0 + offset + 1, Tk), tl.minimum(i_last + offset + 1, Tk)
-    if window is None and First is None:
+    last = last_key(i, Tq, Tk, offset, right, Run)
+    first_end = last_key(i0, Tq, Tk, offset, right, Run) + 1
+    last_end = last_key(i_last, Tq, Tk, offset, right, Run) + 1
+    if window is None and Run is None:
         first = last * 0
         begin, inner_begin, inner_end, end = visible_tiles(0, first_end, 0, last_end, BLOCK_N)
     else:
-        first = first_key(i, offset, window, First)
+        first = first_key(i, offset, window, Run)
         begin, inner_begin, inner_end, end = visible_tiles(
-            first_key(i0, offset, window, First), first_end,
-            first_key(i_last, offset, window, First), last_end, BLOCK_N)
+            first_key(i0, offset, window, Run), first_end,
+            first_key(i_last, offset, window, Run), last_end, BLOCK_N)
     return first, last, begin, inner_begin, inner_end, end
 
 
@@ -195,9 +214,9 @@ def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, O, L, First, Seed, Sinks,
+    Q, K, V, O, L, Run, Seed, Sinks,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
-    Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
+    Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
@@ -208,13 +227,13 @@ def forward_kernel(
     V += b * v_b + h // GROUP * v_h
     O += (b * Tq * H + h) * HEAD_DIM
     L += bh.to(tl.int64) * Tq
-    if First is not None:
-        First += b * Tq
+    if Run is not None:
+        Run += b * 2 * Tq
     if Seed is not None:
         seed = tl.load(Seed)
 
     first, last, begin, inner_begin, inner_end, end = keys_seen(
-        i0, Tq, Tk, offset, window, First, BLOCK_M, BLOCK_N
+        i0, Tq, Tk, offset, window, right, Run, BLOCK_M, BLOCK_N
     )
     i = i0 + tl.arange(0, BLOCK_M)
     Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
@@ -242,7 +261,7 @@ def forward_kernel(
             if MASKED:
                 j = j0 + tl.arange(0, BLOCK_N)
                 seen = j[None, :] <= last[:, None]
-                if window is not None or First is not None:
+                if window is not None or Run is not None:
                     seen = seen & (j[None, :] >= first[:, None])
                 S_ij = tl.where(seen, S_ij, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(S_ij, axis=1) * unit)
@@ -266,9 +285,9 @@ def forward_kernel(
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, O, dO, L, D, dQ, First, Seed,
+    Q, K, V, O, dO, L, D, dQ, Run, Seed,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
+    Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
@@ -282,13 +301,13 @@ def dq_kernel(
     dQ += (b * Tq * H + h) * HEAD_DIM
     L += bh.to(tl.int64) * Tq
     D += bh.to(tl.int64) * Tq
-    if First is not None:
-        First += b * Tq
+    if Run is not None:
+        Run += b * 2 * Tq
     if Seed is not None:
         seed = tl.load(Seed)
 
     first, last, begin, inner_begin, inner_end, end = keys_seen(
-        i0, Tq, Tk, offset, window, First, BLOCK_M, BLOCK_N
+        i0, Tq, Tk, offset, window, right, Run, BLOCK_M, BLOCK_N
     )
     i = i0 + tl.arange(0, BLOCK_M)
     dO_i = load_rows(dO, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
@@ -316,7 +335,7 @@ def dq_kernel(
             if MASKED:
                 j = j0 + tl.arange(0, BLOCK_N)
                 seen = j[None, :] <= last[:, None]
-                if window is not None or First is not None:
+                if window is not None or Run is not None:
                     seen = seen & (j[None, :] >= first[:, None])
                 S_ij = tl.where(seen, S_ij, float("-inf"))
             P_ij = tl.exp2(S_ij * unit - L_i[:, None])
@@ -334,9 +353,9 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_kernel(
-    Q, K, V, dO, L, D, dK, dV, Last, Seed,
+    Q, K, V, dO, L, D, dK, dV, Run, Seed,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
+    Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
@@ -353,8 +372,8 @@ def dkdv_kernel(
     V += b * v_b + g * v_h
     dK += (b * Tk * Hkv + g) * HEAD_DIM
     dV += (b * Tk * Hkv + g) * HEAD_DIM
-    if Last is not None:
-        Last += b * Tk
+    if Run is not None:
+        Run += b * 2 * Tk
     if Seed is not None:
         seed = tl.load(Seed)
 
@@ -362,11 +381,13 @@ def dkdv_kernel(
     j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)
     j_last = tl.minimum(j0 + BLOCK_N, Tk) - 1
     p_end = Tq + offset
-    seen_to = last_position(j, p_end, window, Last)
+    seen_from = first_position(j, offset, right, Run)
+    seen_to = last_position(j, p_end, Tk, window, Run)
     begin, inner_begin, inner_end, end = visible_tiles(
-        j0 - offset, last_position(j0, p_end, window, Last) + 1 - offset,
-        j_last - offset, last_position(j_last, p_end, window, Last) + 1 - offset,
-        BLOCK_M)
+        first_position(j0, offset, right, Run) - offset,
+        last_position(j0, p_end, Tk, window, Run) + 1 - offset,
+        first_position(j_last, offset, right, Run) - offset,
+        last_position(j_last, p_end, Tk, window, Run) + 1 - offset, BLOCK_M)
 
     K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
@@ -401,8 +422,8 @@ def dkdv_kernel(
                     slope = 1 - S_T * S_T
                 if MASKED:
                     p = i + offset
-                    seen = j[:, None] <= p[None, :]
-                    if window is not None or Last is not None:
+                    seen = seen_from[:, None] <= p[None, :]
+                    if window is not None or Run is not None:
                         seen = seen & (p[None, :] <= seen_to[:, None])
                     S_T = tl.where(seen, S_T, float("-inf"))
                 P_T = tl.exp2(S_T * unit - L_i[None, :])
@@ -506,15 +527,16 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float, scale: float,
-             softcap: float | None, offset: int | None) -> tuple[Any, ...]:
-    """Return Tq, Tk, offset, H, window, tau, softcap, threshold, keep and GROUP."""
-    Tq, H, _ = q.shape[1:]
-    offset = k.shape[1] - Tq if offset is None else offset
+def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropout: float,
+             scale: float, softcap: float | None, offset: int | None) -> tuple[Any, ...]:
+    """Return Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep and GROUP."""
+    (Tq, H), Tk = q.shape[1:3], k.shape[1]
+    offset = Tk - Tq if offset is None else offset
+    right = Tk - 1 - offset if right is None else right  # the first query sees the last key
     # A random word, read as a signed integer, is at least this with probability 1 - dropout.
     threshold = round(dropout * 2**32) - 2**31
-    sizes = Tq, k.shape[1], offset, H
-    return *sizes, window, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
+    sizes = Tq, Tk, offset, H
+    return *sizes, window, right, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
 
 
 # --- Operators for torch.compile ---
@@ -524,19 +546,20 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float, scale: fl
 
 
 @torch.library.custom_op("nanoattn::flash_forward", mutates_args=())
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None,
-                  seed: Tensor | None, sinks: Tensor | None, window: int | None, dropout: float,
-                  scale: float, softcap: float | None,
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: Tensor | None,
+                  seed: Tensor | None, sinks: Tensor | None, window: int | None,
+                  right: int | None, dropout: float, scale: float, softcap: float | None,
                   offset: int | None) -> tuple[Tensor, Tensor]:
     """Attention.
 
     Args:
         q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
-        first: (B, Tq) int32, where each query's segment begins among the keys; last: (B, Tk) int32,
-            where each key's ends; None without segments. Only the backward pass uses `last`.
+        run_q: (B, 2, Tq) int32, the first and the last key of each query's segment; run_k: (B, 2,
+            Tk) int32, the first and the last position of each key's; None without segments. Only
+            the backward pass uses run_k.
         seed: (1,) int64 on q's device, of the dropout mask; None without dropout.
         sinks: (H,) float32, or None.
-        window, scale, softcap: as in Spec; scale is a number, not None.
+        window, right, scale, softcap: as in Spec; scale is a number, not None.
         dropout: the probability that an entry of P is dropped.
         offset: as in visible(); then the results are float32.
 
@@ -549,8 +572,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: T
     out = _result(q, offset)
     L = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
     _launch(
-        "forward", B * H, Tq, q, k, v, out, L, first, seed, sinks, *_strides(q, k, v),
-        *_numbers(q, k, window, dropout, scale, softcap, offset)
+        "forward", B * H, Tq, q, k, v, out, L, run_q, seed, sinks, *_strides(q, k, v),
+        *_numbers(q, k, window, right, dropout, scale, softcap, offset)
     )
     return out, L
 
@@ -562,8 +585,9 @@ def _result(x: Tensor, offset: int | None) -> Tensor:
 
 @torch.library.custom_op("nanoattn::flash_backward", mutates_args=())
 def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-                   first: Tensor | None, last: Tensor | None, seed: Tensor | None,
-                   window: int | None, dropout: float, scale: float, softcap: float | None,
+                   run_q: Tensor | None, run_k: Tensor | None, seed: Tensor | None,
+                   window: int | None, right: int | None, dropout: float, scale: float,
+                   softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous, and D (B, H, Tq) float32, the row sums of
     dO * O. `out` and `L` are flash_forward's."""
@@ -572,10 +596,11 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     Tk, Hkv = k.shape[1:3]
     dq, dk, dv = (_result(t, offset) for t in (q, k, v))
     D = torch.empty_like(L)
-    numbers = *_strides(q, k, v, dout), *_numbers(q, k, window, dropout, scale, softcap, offset)
-    _launch("dq", B * H, Tq, q, k, v, out, dout, L, D, dq, first, seed, *numbers)
+    asked = window, right, dropout, scale, softcap, offset
+    numbers = *_strides(q, k, v, dout), *_numbers(q, k, *asked)
+    _launch("dq", B * H, Tq, q, k, v, out, dout, L, D, dq, run_q, seed, *numbers)
     # After dq: it reads D.
-    _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, D, dk, dv, last, seed, *numbers)
+    _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, D, dk, dv, run_k, seed, *numbers)
     return dq, dk, dv, D
 
 

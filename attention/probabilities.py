@@ -1,0 +1,68 @@
+"""Attention probabilities next to a fused kernel, which never stores them.
+
+With L, the log-sum-exp of each row's scores S, any row of P can be computed alone, whatever kernel
+gave L: P_ij = exp(S_ij - L_i) (Dao et al. 2022, arXiv 2205.14135, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .caps import contradiction, unlike
+from .spec import DTYPES, Spec, visible
+
+
+def weights(
+    q: Tensor, k: Tensor, spec: Spec, *, rows: Sequence[int] | Tensor | None = None,
+    L: Tensor | None = None, segments: Tensor | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """Exact probabilities of the queries `rows`, (B, H, rows, Tk) float32 (float64 for float64).
+
+    The memory is that of these rows. No dropout; a query that sees no key has zeros; with sinks a
+    row's sum is less than 1.
+
+    Args:
+        q: (B, Tq, H, D); k: (B, Tk, Hkv, D).
+        rows: indices into Tq, as in q[:, rows]; None: all.
+        L: (B, H, Tq), natural, as flash_attn_func(..., return_attn_probs=True) and Backend.partial
+            return it; it contains any sinks. Then the result has no gradient. None: computed here.
+        segments, sinks: as in attend().
+
+    Raises:
+        ValueError: tensors that contradict the Spec or one another; a row that does not exist.
+    """
+    (B, Tq, H, _), (Tk, Hkv) = q.shape, k.shape[1:3]
+    dtype = getattr(torch, spec.dtype)
+    if wrong := contradiction(q, k, k, spec, dtype, segments, None, sinks):
+        raise ValueError(wrong)
+    if L is not None and (why := unlike(L, (B, H, Tq), q.device, DTYPES)):
+        raise ValueError(f"L must be {why}")
+    at = torch.arange(Tq, device=q.device)
+    if rows is not None:
+        chosen = torch.as_tensor(rows, device=q.device).long()
+        if chosen.dim() != 1 or bool(((chosen < -Tq) | (chosen >= Tq)).any()):
+            raise ValueError(f"rows must be indices of {Tq} queries, got {chosen.tolist()}")
+        at = at[chosen]
+    acc = torch.promote_types(dtype, torch.float32)
+    q_BGRTD = q[:, at].to(acc).transpose(1, 2).unflatten(1, (Hkv, H // Hkv))
+    S = (q_BGRTD * spec.softmax_scale @ k.to(acc).permute(0, 2, 3, 1)[:, :, None]).flatten(1, 2)
+    if spec.softcap is not None:
+        S = spec.softcap * torch.tanh(S / spec.softcap)
+    offset = Tk - Tq
+    i, j = at[:, None], torch.arange(Tk, device=q.device)
+    seen = visible(i, j, offset, spec.window, right=spec.right)
+    if segments is not None:
+        own = segments[:, (at + offset).clamp(min=0), None]  # a query before all keys has none
+        seen = (seen & (i + offset >= 0) & (own == segments[:, None]))[:, None]
+    S = S.masked_fill(~seen, -torch.inf)
+    if L is None:
+        L_i = S.logsumexp(dim=-1)
+        if sinks is not None:
+            L_i = torch.logaddexp(L_i, sinks.to(acc)[:, None])
+    else:
+        S, L_i = S.detach(), L.detach()[:, :, at].to(acc)
+    # Where nothing is seen, both are -inf.
+    return torch.exp(S - L_i.masked_fill(L_i.isneginf(), 0)[..., None])
