@@ -79,13 +79,15 @@ class TrainConfig:
     sdpa_flash_impl: Literal["FA2", "FA3", "FA4"] = "FA2"  # PyTorch's own flash kernel: swap it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- optimizer ---
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices (docs/TRAIN.md)
+    muon_rates: tuple[PositiveFloat, ...] = (0.025,)  # highest: matrices,embeddings,head,vectors
     max_iters: PositiveInt = 600000  # total steps
     learning_rate: PositiveFloat = 6e-4  # the highest, after warm-up
     min_lr: NonNegativeFloat | None = None  # the lowest, at the end; none: learning_rate / 10
-    decay_lr: bool = True  # warm-up and cosine decay; False: always learning_rate
+    decay_lr: bool | Literal["linear"] = True  # cosine or linear decay; False: none, no warm-up
     warmup_iters: NonNegativeInt = 2000  # steps of linear warm-up
     lr_decay_iters: NonNegativeInt | None = None  # when min_lr is reached; none: max_iters
-    weight_decay: NonNegativeFloat = 0.1  # AdamW's, on matrices only
+    weight_decay: NonNegativeFloat = 0.1  # on matrices only; with muon on the blocks' only
     beta1: Fraction = 0.9  # AdamW
     beta2: Fraction = 0.95  # AdamW
     grad_clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
@@ -135,7 +137,6 @@ IGNORED = {"always_save_checkpoint": "every evaluation saves; the newest and the
 if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
     read_early(TrainConfig, sys.argv[1:], aliases=ALIASES, ignored=IGNORED)
 
-import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -147,7 +148,7 @@ from core import flops, parallel, runtime
 from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
-from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
+from core.optimizer import about, build_optimizer, schedule_warnings, set_learning_rate, update
 from core.runtime import Setup
 from inference.engine import generate
 from model import GPT, GPTConfig
@@ -167,7 +168,7 @@ class Run:
     module: nn.Module  # the same model to call: compiled, DDP or FSDP
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
-    splits: dict[str, np.ndarray]  # "train" and "val": (N,) tokens
+    splits: dict[str, data.Tokens]  # "train" and "val": (N,) tokens
     attention: Resolution  # the kernel of the training steps
     micro_steps: int  # micro-batches per step in this process
     saver: checkpoint.Saver
@@ -207,7 +208,8 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     model.ring = parallel.ring(distributed, T)
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = config.residual_dtype == "autocast"
-    optimizer, scaler = build_optimizer(model, config, device), setup.scaler()
+    copies = distributed.world_size if config.parallel == "ddp" else 1
+    optimizer, scaler = build_optimizer(model, config, device, copies), setup.scaler()
     torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
     done = checkpoint.Progress(evaluated=not config.eval_on_start)
     if config.init_from == "resume":
@@ -220,9 +222,10 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     module: nn.Module = model  # FSDP has changed it in place
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
-    say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
-    N, about = model.get_num_params(non_embedding=False), data.about(folder, meta)
-    say(f"model: {N:,} parameters{flops.uncounted(model.config)}; {about}")
+    how = [*setup.report(distributed.world_size), *about(optimizer)]
+    say("\n".join([*how, parallel.held(model, optimizer)]))
+    N, dataset = model.get_num_params(non_embedding=False), data.about(folder, meta)
+    say(f"model: {N:,} parameters{flops.uncounted(model.config)}; {dataset}")
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, done.best_loss)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
@@ -284,9 +287,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     stopping, began, began_step = False, runtime.now(device), run.step
     for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
         # --- one step ---
-        lr = learning_rate(run.step, config)
-        for group in run.optimizer.param_groups:
-            group["lr"] = lr
+        lr = set_learning_rate(run.optimizer, run.step, config)
         x, y = parallel.shard_batch(run.model.ring, x, y)
         random = runtime.random_state(device)
         try:
