@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import numpy as np
 
 from core.settings import UserError, first_line
+from data.shards import Shards, Tokens
 from data.tokenizer import GPT2Tokenizer, Json
 
 if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does not need it
@@ -118,27 +119,25 @@ def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
     return nats / math.log(2) * tokens / size if size else None
 
 
-def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
-    """Return the tokens of a split ("train" or "val"), (N,) uint16 or uint32, memory-mapped.
+def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> Tokens:
+    """Return the tokens of a split ("train" or "val"), (N,) uint16 or uint32, read when needed.
 
     Raises:
         UserError: fewer tokens than one sequence of block_size and its targets, or an id >=
             vocab_size (in files above 2**24 tokens, 256 places are checked).
     """
-    path = Path(folder) / f"{split}.bin"
     meta = read_meta(folder)
-    N, dtype = meta["tokens"].get(split, 0), np.dtype(meta.get("dtype", "uint16"))
-    size = path.stat().st_size if path.is_file() else 0
-    if size == 0 or size != dtype.itemsize * N:
-        why = f"expected {dtype.itemsize * N:,} bytes ({N:,} tokens), got {size:,}"
-        again = f"python -m data {path.parent.name} --force" if "dataset" in meta else "prepare.py"
-        raise UserError(f"{path}: {why if size else 'no tokens'}; prepare it again: {again}")
+    tokens: Tokens
+    if "shards" in meta:
+        tokens, path = Shards(meta["shards"][split]), Path(folder) / f"({split})"
+    else:
+        tokens, path = _mapped(Path(folder) / f"{split}.bin", meta), Path(folder) / f"{split}.bin"
+    N = len(tokens)
     if block_size + 1 > N:
         raise UserError(
             f"{path} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
             "smaller --block_size or more text"
         )
-    tokens = np.asarray(np.memmap(path, dtype=dtype.newbyteorder("<"), mode="r"))
     vocab_size = min(vocab_size, meta["vocab_size"])  # the model's may be rounded up
     places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
     if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= vocab_size:
@@ -146,10 +145,20 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
     return tokens
 
 
+def _mapped(path: Path, meta: Json) -> np.ndarray:
+    N, dtype = meta["tokens"].get(path.stem, 0), np.dtype(meta.get("dtype", "uint16"))
+    size = path.stat().st_size if path.is_file() else 0
+    if size == 0 or size != dtype.itemsize * N:
+        why = f"expected {dtype.itemsize * N:,} bytes ({N:,} tokens), got {size:,}"
+        again = f"python -m data {path.parent.name} --force" if "dataset" in meta else "prepare.py"
+        raise UserError(f"{path}: {why if size else 'no tokens'}; prepare it again: {again}")
+    return np.asarray(np.memmap(path, dtype=dtype.newbyteorder("<"), mode="r"))
+
+
 class Batches:
     """The training sequences of every step."""
 
-    def __init__(self, tokens: np.ndarray, block_size: int, global_batch: int, seed: int,
+    def __init__(self, tokens: Tokens, block_size: int, global_batch: int, seed: int,
                  device: str | torch.device = "cpu", seen: tuple[int, int] = (0, 0),
                  ) -> None:  # fmt: skip
         """The sequences of a run, in their order.
@@ -197,7 +206,7 @@ class Batches:
             yield from map_ahead(pool, lambda step: self.get(step, rank, world), steps, 5)
 
 
-def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: int, rank: int = 0,
+def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int, rank: int = 0,
                  world: int = 1, device: str | torch.device = "cpu",
                  ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Yield evenly spaced windows of a split and their targets, (batch_size, T) int64.
@@ -218,13 +227,15 @@ def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: 
 
 
 def _gather(
-    tokens: np.ndarray, T: int, starts: np.ndarray, device: str | torch.device
+    tokens: Tokens, T: int, starts: np.ndarray, device: str | torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return the sequences of T tokens that begin at `starts`, and their targets."""
     import torch
 
-    # Copying rows of a view is several times faster than indexing each token.
-    cut = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts]
+    if isinstance(tokens, Shards):
+        cut = tokens.windows(starts, T + 1)
+    else:  # copying rows of a view is several times faster than indexing each token
+        cut = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts]
     x = torch.from_numpy(cut[:, :-1].astype(np.int64))
     y = torch.from_numpy(cut[:, 1:].astype(np.int64))
     if torch.device(device).type != "cuda":
