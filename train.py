@@ -54,6 +54,7 @@ class TrainConfig:
     data_dir: str = "data"  # folder of the prepared datasets
     batch_size: PositiveInt = 12  # largest micro-batch per process, sequences
     gradient_accumulation_steps: PositiveInt = 1  # micro-batches per step, over all processes
+    document_mask: bool = False  # no token sees another document of its sequence
     # --- model ---
     block_size: PositiveInt = 1024  # context length, tokens
     n_layer: PositiveInt = 12  # blocks
@@ -169,6 +170,7 @@ class Run:
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
     splits: dict[str, data.Tokens]  # "train" and "val": (N,) tokens
+    borders: data.loader.Documents | None  # of the documents that the mask keeps apart
     attention: Resolution  # the kernel of the training steps
     micro_steps: int  # micro-batches per step in this process
     saver: checkpoint.Saver
@@ -208,28 +210,29 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     model.ring = parallel.ring(distributed, T)
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = config.residual_dtype == "autocast"
-    copies = distributed.world_size if config.parallel == "ddp" else 1
-    optimizer, scaler = build_optimizer(model, config, device, copies), setup.scaler()
+    model.packed = config.document_mask
+    borders = data.loader.Documents.of(folder, meta) if config.document_mask else None
+    optimizer = build_optimizer(model, config, device, distributed.world_size)
     torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
-    done = checkpoint.Progress(evaluated=not config.eval_on_start)
+    done, scaler = checkpoint.Progress(evaluated=not config.eval_on_start), setup.scaler()
     if config.init_from == "resume":
         done = checkpoint.restore_run(config, model, optimizer, scaler, distributed)
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
     compiled = bool(setup.compile) and config.parallel == "ddp"  # fsdp compiles block by block
-    phase: Any = {"dtype": config.dtype, "compiled": compiled}
+    phase: Any = {"dtype": config.dtype, "compiled": compiled, "segments": config.document_mask}
     kernel = model.plan(config.batch_size, distributed, **phase)[0].chosen
     model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
     module: nn.Module = model  # FSDP has changed it in place
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
-    how = [*setup.report(distributed.world_size), *about(optimizer)]
-    say("\n".join([*how, parallel.held(model, optimizer)]))
+    say("\n".join([*setup.report(distributed.world_size), *about(model, optimizer)]))
     N, dataset = model.get_num_params(non_embedding=False), data.about(folder, meta)
     say(f"model: {N:,} parameters{flops.uncounted(model.config)}; {dataset}")
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, done.best_loss)  # fmt: skip
-    return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
-               micro_steps, saver, done.step, done.sequences_seen, done.evaluated)  # fmt: skip
+    return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, borders,
+               kernel, micro_steps, saver,
+               done.step, done.sequences_seen, done.evaluated)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -275,7 +278,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device,
-                           (run.step, run.sequences_seen))  # fmt: skip
+                           (run.step, run.sequences_seen), run.borders)  # fmt: skip
 
     def save(val_loss: float | None) -> None:
         run.saver.save(
@@ -285,14 +288,16 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         )  # fmt: skip
 
     stopping, began, began_step = False, runtime.now(device), run.step
-    for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
+    for batch in batches.prefetch(run.step, config.max_iters, *distributed.data):
         # --- one step ---
         lr = set_learning_rate(run.optimizer, run.step, config)
-        x, y = parallel.shard_batch(run.model.ring, x, y)
+        meter.count(*batch[2:])
+        x, y, *segments = parallel.shard_batch(run.model.ring, *batch)
         random = runtime.random_state(device)
         try:
             loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
-                              run.micro_steps, config.grad_clip, found_inf, stop.mark)  # fmt: skip
+                              run.micro_steps, config.grad_clip, found_inf, stop.mark,
+                              *segments)  # fmt: skip
         except Stopped:
             runtime.set_random_state(random, device)
             stopping, lost = True, f", {stop.micro_batches}/{run.micro_steps} of the next is lost"
@@ -307,8 +312,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         due = time.perf_counter() - began > 30 or (device.type == "cpu" and bool(found_inf))
         stopping, overdue = map(bool, distributed.sum([float(stop.request.noted), float(due)]))
         done = run.step == config.max_iters
-        logging_now = stopping or overdue or done or run.step == 1
-        logging_now = logging_now or run.step % config.log_interval == 0
+        often = run.step == 1 or run.step % config.log_interval == 0
+        logging_now = stopping or overdue or done or often
         evaluating = done or run.step % config.eval_interval == 0
         if not (logging_now or evaluating):
             continue
@@ -354,21 +359,13 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
 def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None) -> float | None:
     """Print and log the mean loss on fixed batches of each split; returns val's, None: stopped."""
     config, distributed, device, losses = run.config, run.distributed, run.setup.device, {}
-    T, iters, B = config.block_size, config.eval_iters, config.batch_size
+    ring, shape = run.model.ring, (config.block_size, config.eval_iters, config.batch_size)
     run.model.eval()
     try:
         for split, tokens in run.splits.items():
-            total = torch.zeros((), device=device)
-            targets = torch.zeros((), dtype=torch.int64, device=device)
-            for x, y in data.eval_batches(tokens, T, iters, B, *distributed.data, device):
-                if stop:
-                    stop.check()
-                x, y = parallel.shard_batch(run.model.ring, x, y)
-                with run.setup.autocast:
-                    mean, n = run.module(x, y)[1], (y != IGNORE).sum()
-                total += torch.where(n == 0, 0.0, mean * n)
-                targets += n
-            summed, n_targets = distributed.sum([float(total), float(targets)])
+            batches = data.eval_batches(tokens, *shape, *distributed.data, device, run.borders)
+            sums = parallel.summed_loss(run.module, ring, batches, run.setup.autocast, stop)
+            summed, n_targets = distributed.sum([*sums])
             losses[split] = summed / n_targets if n_targets else math.nan
     except Stopped:
         distributed.say(f"the evaluation after step {run.step} was not finished")
@@ -406,7 +403,7 @@ def sample(run: Run) -> None:
 def train_step(
     module: nn.Module, optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler,
     autocast: torch.autocast, x: Tensor, y: Tensor, micro_steps: int, clip: float,
-    found_inf: Tensor, mark: Callable[[str], None] = lambda part: None,
+    found_inf: Tensor, mark: Callable[[str], None] = lambda part: None, *segments: Tensor,
 ) -> Tensor:  # fmt: skip
     """One step of training: forward and backward of each micro-batch, clip, update.
 
@@ -414,21 +411,22 @@ def train_step(
         module: the model: plain, compiled, DDP or FSDP.
         x, y: (micro_steps * B, T) int64, token ids and their successors (IGNORE: no target).
         mark: called with "forward", "backward", "update" and "end" (benchmarks).
+        segments: (micro_steps * B, T) int32, or none: a token sees all before it.
 
     Returns:
         loss in nats per token, float32 (): its average over processes is the mean over all targets
         of the step. On a GPU nothing here waits for the device.
     """
     loss = torch.zeros((), device=x.device)
-    xs, ys = x.tensor_split(micro_steps), y.tensor_split(micro_steps)
-    weights = parallel.loss_weights(module, torch.stack([(my != IGNORE).sum() for my in ys]))
-    for i, (mx, my, weight) in enumerate(zip(xs, ys, weights, strict=True)):
+    parts = [*zip(*(t.tensor_split(micro_steps) for t in (x, y, *segments)), strict=True)]
+    weights = parallel.loss_weights(module, torch.stack([(p[1] != IGNORE).sum() for p in parts]))
+    for i, (batch, weight) in enumerate(zip(parts, weights, strict=True)):
         # Processes average their gradients once, in the backward pass of the last micro-step.
         with parallel.no_sync(module) if i < micro_steps - 1 else nullcontext():
             mark("forward")
             with autocast:
                 # Without targets the mean is NaN.
-                part = torch.where(weight == 0, 0.0, module(mx, my)[1] * weight)
+                part = torch.where(weight == 0, 0.0, module(*batch)[1] * weight)
                 # A loss that is not finite makes the gradients NaN: every process sees it.
                 part = part * torch.where(part.isfinite(), 1.0, torch.nan)
             mark("backward")

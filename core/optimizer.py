@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention.machine.system import matrix_units
-from core.parallel import copies, deal, local, whole
+from core.parallel import copies, deal, held, local, whole
 from core.settings import UserError
 
 FLAT = 0.3  # of the steps, before a linear decay
@@ -115,7 +115,7 @@ def muon_groups(model: Any, config: Any) -> list[dict[str, Any]]:
         raise UserError(f"--muon_rates: expected one to four rates, got {config.muon_rates}")
     c, rates = model.config, (*config.muon_rates, *[config.learning_rate] * 3)
     q, kv = c.n_head * c.head_dim, c.kv_heads * c.head_dim
-    joined = {"attn.c_attn.weight": (q, kv, kv)}
+    joined: dict[str, tuple[int, ...]] = {"attn.c_attn.weight": (q, kv, kv)}
     if c.mlp == "swiglu":
         joined["mlp.c_fc.weight"] = (c.hidden, c.hidden)
     groups: dict[Any, dict[str, Any]] = {}
@@ -133,13 +133,14 @@ def muon_groups(model: Any, config: Any) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def about(optimizer: torch.optim.Optimizer) -> list[str]:
-    """A line on Muon and the operations of its iterations, or no line."""
-    if not isinstance(optimizer, Muon):
-        return []
-    n = sum(len(group["params"]) * len(group["rows"]) for group in muon_only(optimizer))
-    flops = f"{optimizer.flops / 1e12:.3g} TFLOP a step, which MFU does not count"
-    return [f"optimizer: Muon for {n} matrices ({flops}), AdamW for the rest"]
+def about(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Lines on the memory of weights and optimizer, and on Muon's operations."""
+    lines = [held(model, optimizer)]
+    if isinstance(optimizer, Muon):
+        n = sum(len(group["params"]) * len(group["rows"]) for group in muon_only(optimizer))
+        flops = f"{optimizer.flops / 1e12:.3g} TFLOP a step, which MFU does not count"
+        lines.append(f"optimizer: Muon for {n} matrices ({flops}), AdamW for the rest")
+    return lines
 
 
 def muon_only(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

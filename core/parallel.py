@@ -12,7 +12,7 @@ gradients in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import Ring
-from core.distributed import DistInfo
+from core.distributed import DistInfo, Stop
 from core.loss import IGNORE
 from core.runtime import CUDA_GRAPHS, Setup
 from core.settings import UserError
@@ -116,9 +116,36 @@ def ring(distributed: DistInfo, T: int) -> Ring | None:
     return Ring(distributed.ring)
 
 
-def shard_batch(ring: Ring | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut (B, T) tokens and targets along T for context parallelism."""
-    return (x, y) if ring is None else (ring.shard(x, 0), ring.shard(y, IGNORE))
+def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
+    """Cut (B, T) tokens, targets and perhaps segments along T for context parallelism."""
+    # What fills the last shard is a segment of its own.
+    fillings = 0, IGNORE, batch[0].shape[1]
+    return batch if ring is None else (*map(ring.shard, batch, fillings),)
+
+
+def summed_loss(
+    module: nn.Module,
+    ring: Ring | None,
+    batches: Iterable[tuple[Tensor, ...]],
+    autocast: torch.autocast,
+    stop: Stop | None,
+) -> tuple[float, float]:
+    """The summed loss of all targets in this process's batches, and their number.
+
+    Args:
+        batches: (tokens, targets), and perhaps segments, (B, T) each.
+        stop: checked before each.
+    """
+    total, targets = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+    for batch in batches:
+        if stop:
+            stop.check()
+        x, y, *segments = shard_batch(ring, *batch)
+        with autocast:
+            mean, n = module(x, y, *segments)[1], (y != IGNORE).sum()
+        total = total.to(x.device) + torch.where(n == 0, 0.0, mean * n)
+        targets = targets.to(x.device) + n
+    return float(total), float(targets)
 
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:

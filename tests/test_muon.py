@@ -15,6 +15,7 @@ import processes
 import pytest
 import test_train
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_parallel import data_dir, ended_well, lines, losses, trained
@@ -24,7 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import checkpoint
 import train
 from core import parallel
+from core.distributed import DistInfo
 from core.optimizer import build_optimizer, orthogonal, set_learning_rate, update
+from core.runtime import Setup
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -59,19 +62,20 @@ def factor(x: Tensor) -> Tensor:
 
 
 def gradients(model: GPT, step: int) -> None:
-    """Gradients whose singular values are far from 0, where no iteration can follow."""
-    generator = torch.Generator().manual_seed(step)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    """Gradients of matrices whose singular values are near 1: the iterations lose none."""
+    own, noise = (torch.Generator().manual_seed(seed) for seed in (0, step + 1))
+    for name, p in model.named_parameters():
+        p.grad = 0.04 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
         if p.dim() == 2:
-            p.grad += 3 * factor(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+            for part in p.grad.split(pieces(model, name)):
+                part += factor(torch.randn(part.shape, generator=own, dtype=p.dtype))
 
 
 shapes = st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=1, max_size=4)
 
 
 @given(shapes, st.integers(0, 99))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_batch_of_matrices_becomes_orthogonal(shapes: list[Any], seed: int) -> None:
     torch.manual_seed(seed)
     exact = [factor(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
@@ -146,7 +150,7 @@ def test_steps_by_torch() -> None:
 @pytest.mark.parametrize("spoiled", ["gradient", "loss"])
 def test_clipping_and_what_is_not_finite(spoiled: str) -> None:
     scaler, bad = torch.amp.GradScaler("cpu", enabled=False), torch.zeros(())
-    clipped, plain = small("llama"), small("llama")
+    clipped, plain = small("llama").float(), small("llama").float()
     ours, theirs = (build_optimizer(m, TrainConfig(**HOW), CPU) for m in (clipped, plain))
 
     def state() -> list[Tensor]:
@@ -200,7 +204,7 @@ def test_all_rates_follow_the_schedule() -> None:
 
 RUN: dict[str, Any] = {**HOW, "muon_rates": "0.02", "max_iters": 20, "eval_interval": 20,
                        "position": "rope", "mlp": "swiglu", "norm": "rms", "bias": False,
-                       "n_layer": 3, "decay_lr": "linear", "warmup_iters": 0}
+                       "n_layer": 3, "decay_lr": "linear", "warmup_iters": 0, "peak_tflops": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -217,9 +221,11 @@ def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def same(out: Path, alone: Path, bits: bool = False) -> None:
     """Losses and weights are those of one process to 1e-5."""
     want, found = losses(alone / "one"), losses(out)
-    assert want["20 loss"] < want["1 loss"] - 0.5 and {"20 loss", "20 val_loss"} < found.keys()
+    assert want["20 loss"] < want["1 loss"] - 0.3 and "20 val_loss" in found
     ours, theirs = (checkpoint.load(checkpoint.latest(p)).weights() for p in (out, alone / "one"))
-    for name, x in found.items():
+    assert {f"{step} loss" for step in range(11, 21)} < found.keys()
+    for name in found.keys() & want.keys():
+        x = found[name]
         assert x == want[name] if bits else abs(x - want[name]) < 1e-5, (out, name, x, want[name])
     for name, t in theirs.items():
         error = float((ours[name] - t).abs().max())
@@ -235,7 +241,41 @@ SHARED: dict[int, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
+def stepped(rank: int, n: int, kinds: list[str]) -> dict[str, dict[str, Tensor]]:
+    """The weights after three steps, by the kind of sharing."""
+    found = {}
+    everyone = DistInfo(CPU, rank, n, dist.group.WORLD if n > 1 else None)
+    setup = Setup.of(CPU, "float32")
+    for kind in kinds:
+        model = small("llama")
+        if kind != "ddp":
+            parallel.shard(model, everyone, setup, None if kind == "fsdp" else 2)
+        optimizer = build_optimizer(model, TrainConfig(**HOW), CPU, n)
+        module = parallel.replicate(model, everyone) if kind == "ddp" else model
+        for step in range(3):
+            torch.manual_seed(step)
+            x, y = (t.tensor_split(n)[rank] for t in torch.randint(19, (2, 12, 8)))
+            train.train_step(module, optimizer, setup.scaler(), setup.autocast, x, y, 1, 0.0,
+                             torch.zeros(()))  # fmt: skip
+        found[kind] = {name: parallel.whole(t).clone() for name, t in model.state_dict().items()}
+    return found
+
+
+@pytest.mark.parametrize("n, kinds", [
+    (2, ["ddp", "fsdp"]), pytest.param(3, ["ddp", "fsdp"], marks=pytest.mark.slow),
+    pytest.param(4, ["ddp", "fsdp", "hybrid"], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_whole_matrices_are_orthogonalized(n: int, kinds: list[str]) -> None:
+    """In float64 the weights of one process, with rows that do not divide by n."""
+    want = stepped(0, 1, ["ddp"])["ddp"]
+    for found in processes.run(stepped, n, kinds):
+        for kind in kinds:
+            for name, t in want.items():
+                torch.testing.assert_close(found[kind][name], t, rtol=0, atol=1e-8, msg=kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", SHARED)
 def test_any_number_of_processes_learns_the_same(
     n: int, data_dir: Path, alone: Path, tmp_path: Path
 ) -> None:
