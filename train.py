@@ -278,7 +278,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device,
-                           (run.step, run.sequences_seen), run.borders)  # fmt: skip
+                           run.borders, (run.step, run.sequences_seen))  # fmt: skip
 
     def save(val_loss: float | None) -> None:
         run.saver.save(

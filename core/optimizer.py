@@ -77,9 +77,8 @@ def build_optimizer(
     betas, fused = (config.beta1, config.beta2), device.type in ("cuda", "cpu")
     how: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
-        dtype = torch.bfloat16 if device.type == "cuda" else None
-        if device.type == "cpu" and config.dtype == "bfloat16" and matrix_units():
-            dtype = torch.bfloat16
+        half = device.type == "cpu" and config.dtype == "bfloat16" and matrix_units()
+        dtype = torch.bfloat16 if half or device.type == "cuda" else None
         return Muon(muon_groups(model, config), dtype, copies(device, processes), **how)
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -94,7 +93,7 @@ def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor
     if any(p is q for group in muon_only(optimizer) for q in group["params"]):
         return {"momentum_buffer": torch.zeros_like(weight)}
     step = torch.zeros((), device=p.device if optimizer.defaults["fused"] else "cpu")
-    return {"step": step, **{k: torch.zeros_like(weight) for k in ("exp_avg", "exp_avg_sq")}}
+    return {"step": step} | {k: torch.zeros_like(weight) for k in ("exp_avg", "exp_avg_sq")}
 
 
 # ----------------------------------------------------------------------------- Muon
@@ -135,12 +134,11 @@ def muon_groups(model: Any, config: Any) -> list[dict[str, Any]]:
 
 def about(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Lines on the memory of weights and optimizer, and on Muon's operations."""
-    lines = [held(model, optimizer)]
-    if isinstance(optimizer, Muon):
-        n = sum(len(group["params"]) * len(group["rows"]) for group in muon_only(optimizer))
-        flops = f"{optimizer.flops / 1e12:.3g} TFLOP a step, which MFU does not count"
-        lines.append(f"optimizer: Muon for {n} matrices ({flops}), AdamW for the rest")
-    return lines
+    if not isinstance(optimizer, Muon):
+        return [held(model, optimizer)]
+    flops = f"{optimizer.flops / 1e9:,.4g} GFLOP a step, which MFU does not count"
+    muon = f"optimizer: Muon for the blocks' matrices ({flops}), AdamW for the rest"
+    return [held(model, optimizer), muon]
 
 
 def muon_only(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -167,19 +165,11 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         # As the fused AdamW: a divisor of the gradients, and a flag that leaves all as it is.
         divisor, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        muon = [
-            {**group, "params": params}
-            for group in muon_only(self)
-            if (params := [p for p in group["params"] if p.grad is not None])
-        ]
-        shares: list[Tensor] = []
-        returns = []
-        for group in muon:
-            momenta = []
+        shares, returns = [], []
+        for group in muon_only(self):
             for p in group["params"]:
-                if not self.state[p]:
-                    self.state[p] |= empty_state(self, p)
-                momenta.append(local(self.state[p]["momentum_buffer"]))
+                self.state[p] = self.state[p] or empty_state(self, p)
+            momenta = [local(self.state[p]["momentum_buffer"]) for p in group["params"]]
             grads = torch.stack([local(p.grad) for p in group["params"]])
             if divisor is not None:
                 grads /= divisor
@@ -191,7 +181,7 @@ class Muon(torch.optim.AdamW):
             shares += share.split(group["rows"], dim=1)
             returns.append(give_back)
         factors = iter(orthogonal(shares))
-        for group, give_back in zip(muon, returns):
+        for group, give_back in zip(muon_only(self), returns):
             parts = [next(factors) for _ in group["rows"]]
             parts = [x * max(1, x.shape[1] / x.shape[2]) ** 0.5 for x in parts]
             rate: Any = group["lr"] if found_inf is None else group["lr"] * (found_inf == 0)
@@ -209,13 +199,12 @@ class Muon(torch.optim.AdamW):
     @property
     def flops(self) -> int:
         """Operations of the Newton-Schulz iterations of a step, over all processes."""
-        sides = (
-            sorted((rows, p.shape[1]))
-            for group in muon_only(self)
-            for p in group["params"]
-            for rows in group["rows"]
-        )
-        return ITERATIONS * sum(4 * r * r * c + 2 * r**3 for r, c in sides)
+        total = 0
+        for group in muon_only(self):
+            n, C = len(group["params"]), group["params"][0].shape[1]
+            for r, c in (sorted((rows, C)) for rows in group["rows"]):
+                total += n * ITERATIONS * (4 * r * r * c + 2 * r**3)
+        return total
 
 
 def orthogonal(matrices: list[Tensor]) -> list[Tensor]:

@@ -204,11 +204,9 @@ def local(t: Tensor) -> Tensor:
 
 def copies(device: torch.device, processes: int) -> DeviceMesh | None:
     """The mesh of all processes, of which each has the whole model; None: there is only one."""
-    if processes == 1:
-        return None
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device.type, (processes,))
+    return init_device_mesh(device.type, (processes,)) if processes > 1 else None
 
 
 def deal(

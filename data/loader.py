@@ -187,14 +187,14 @@ class Batches:
     """The training sequences of every step."""
 
     def __init__(self, tokens: Tokens, block_size: int, global_batch: int, seed: int,
-                 device: str | torch.device = "cpu", seen: tuple[int, int] = (0, 0),
-                 documents: Documents | None = None) -> None:  # fmt: skip
+                 device: str | torch.device = "cpu", documents: Documents | None = None,
+                 seen: tuple[int, int] = (0, 0)) -> None:  # fmt: skip
         """The sequences of a run, in their order.
 
         Args:
             global_batch: sequences a step, over all processes and micro-batches.
-            seen: (steps, sequences) of the run until now, with batches of any size.
             documents: a batch has their starts too.
+            seen: (steps, sequences) of the run until now, with batches of any size.
         """
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
         self.seed, self.device, self.seen, self.documents = seed, device, seen, documents

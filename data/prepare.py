@@ -162,9 +162,10 @@ def prepare_shards(config: PrepareConfig, out_dir: Path, made_from: Json) -> Non
         os.replace(partial, out_dir / "meta.json")
     except OSError as e:
         raise UserError(f"cannot write {out_dir} ({e.strerror or e}); use another --out_dir") from e
-    files, tokens = ({s: found[key][s] for s in ("train", "val")} for key in ("shards", "tokens"))
-    parts = (f"{tokens[s]:,} {s} tokens in {len(files[s])} files" for s in tokens)
-    print(f"{out_dir}: {', '.join(parts)}, read where they lie; {V:,} in vocabulary")
+    train, val = (
+        f"{n:,} {s} tokens ({len(found['shards'][s])} files)" for s, n in found["tokens"].items()
+    )
+    print(f"{out_dir}: {train} and {val}, read where they lie; {V:,} in vocabulary")
 
 
 def prepare_shakespeare(

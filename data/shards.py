@@ -101,35 +101,26 @@ def describe(path: str) -> Json:
     return {"path": path, **about, "skip": skip, "tokens": tokens}
 
 
-def find(source: str | None) -> dict[str, list[Json]]:
-    """The described files of a pattern, or of a folder, by split: "val" is in a file's name.
+def meta(source: str | None) -> Json:
+    """The files and tokens of a pattern, or of a folder, for meta.json.
 
     Raises:
-        UserError: there is none of a split, or one is damaged.
+        UserError: there is no file of a split ("val" in the name: validation), or one is damaged.
     """
     if source is None:
         raise UserError("shards needs --source=PATTERN, as --source='fineweb_*.bin'")
     pattern = os.path.join(glob.escape(source), "*.bin") if Path(source).is_dir() else source
-    paths = sorted({os.path.abspath(p) for p in glob.glob(os.path.expanduser(pattern))})
     found: dict[str, list[Json]] = {"train": [], "val": []}
-    for path in paths:
-        found["val" if "val" in Path(path).name else "train"].append(describe(path))
+    for path in sorted(glob.glob(pattern)):
+        split = "val" if "val" in Path(path).name else "train"
+        found[split].append(describe(os.path.abspath(path)))
     for split, files in found.items():
         if not files:
-            raise UserError(
-                f"--source={source}: {len(paths)} files, none of them for {split} (validation: "
-                "those with val in the name)"
-            )
-    if len({bool(file["skip"]) for files in found.values() for file in files}) > 1:
-        plain = next(f["path"] for files in found.values() for f in files if not f["skip"])
-        raise UserError(f"{plain} has no header, but other files of --source={source} have one")
-    return found
-
-
-def meta(source: str | None) -> Json:
-    """The files and tokens of a dataset, for meta.json."""
-    found = find(source)
+            names = "have val in the name" if split == "val" else "have not"
+            raise UserError(f"--source={source}: no file for {split} (those that {names})")
+    files = found["train"] + found["val"]
+    begins = files[0]["skip"] > 0  # llm.c's documents begin with the end-of-text token
+    if odd := [file["path"] for file in files if (file["skip"] > 0) != begins]:
+        raise UserError(f"of {files[0]['path']} and {odd[0]} only one has a header")
     tokens = {split: sum(file["tokens"] for file in files) for split, files in found.items()}
-    # llm.c's documents begin with the end-of-text token, nanoGPT's end with it.
-    begins = bool(found["train"][0]["skip"])
     return {"dtype": "uint16", "tokens": tokens, "shards": found, "eot_begins": begins}

@@ -1,0 +1,32 @@
+"""python -m bench.runs: finished runs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_train import enter, make_data, run
+
+from bench.runs import main, reached
+
+
+def test_runs_by_their_settings(tmp_path: Path) -> None:
+    data, ends = make_data(tmp_path / "data"), []
+    for name, how in {"a": {}, "b": {"seed": 1}, "c": {"optimizer": "muon"}}.items():
+        r = run(data, tmp_path / name, eval_interval=2, **how)
+        ends.append(r.evaluations()[8][1])
+    names = [str(tmp_path / name) for name in "abc"]
+    code, out, _ = enter(main, names)
+    *_, adamw, muon = out.splitlines()
+    assert code == 0 and "optimizer=adamw | 2 | 8" in adamw and "optimizer=muon | 1 | 8" in muon
+    both = ends[:2]
+    assert f"{sum(both) / 2:.4f} ({min(both):.4f} to {max(both):.4f})" in adamw
+    assert f"{ends[2]:.4f} ({ends[2]:.4f} to {ends[2]:.4f})" in muon
+    assert enter(main, [])[0] == 2
+
+
+def test_when_a_loss_is_reached() -> None:
+    curve = [(10, 1.0, 4.0), (20, 3.0, 2.0), (30, 5.0, 3.0)]
+    assert reached(curve, 2.5) == pytest.approx((17.5, 2.5))
+    assert reached(curve, 2.0) == (20, 3.0) and reached(curve, 5.0) == (10, 1.0)
+    assert reached(curve, 1.9) is None
