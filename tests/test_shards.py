@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,17 @@ from data.__main__ import main
 from data.shards import Shards
 
 
-def write(path: Path, tokens: Any, header: bool = True) -> Path:
-    """A file as llm.c writes it, or nanoGPT."""
+def write(path: Path, tokens: Any, header: bool = True) -> None:
+    """Write a file as llm.c does, or nanoGPT."""
     head = np.zeros(256, "<i4")
     head[:3] = 20240520, 1, len(tokens)
     body = np.asarray(tokens, "<u2").tobytes()
     path.write_bytes(head.tobytes() + body if header else body)
-    return path
 
 
-def prepare(source: Any, out: Path, *more: str) -> Any:
-    """(exit code, stdout, stderr)"""
-    return enter(main, ["shards", f"--source={source}", f"--out_dir={out}", *more])
+def prepare(source: Path, out: Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    return enter(main, ["shards", f"--source={source}", f"--out_dir={out}"])
 
 
 @pytest.mark.parametrize("header", [True, False])
@@ -44,12 +44,13 @@ def test_batches_are_those_of_one_file(
     folder = tmp_path_factory.mktemp("shards")
     tokens = np.arange(sum(sizes) + T + 1, dtype=np.uint16)
     parts = np.split(tokens, np.cumsum(sizes))
-    files = [write(folder / f"x_{i:03}.bin", part, header) for i, part in enumerate(parts)]
+    for i, part in enumerate(parts):
+        write(folder / f"x_{i:03}.bin", part, header)
     write(folder / "x_val.bin", tokens[: T + 1], header)
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()}
     assert prepare(folder / "x_*.bin", folder / "out")[0] == 0
     found = data.load(folder / "out", "train", T, 50257)
-    assert len(files) == len(sizes) + 1 and len(found) == len(tokens)
+    assert len(found) == len(tokens)
     ours, theirs = (data.Batches(t, T, 5, seed) for t in (found, tokens))
     for step in range(4):
         for a, b in zip(ours.get(step, 1, 2), theirs.get(step, 1, 2), strict=True):
@@ -83,73 +84,36 @@ def test_a_run_on_shards_and_its_resumption(fw: Path) -> None:
     assert again.losses() == straight.losses() and len(again.losses()) == 4
 
 
-def longer(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"ab")
-
-
-def other(path: Path) -> None:
-    """The same size, written again."""
-    content = bytearray(path.read_bytes())
-    content[1500] ^= 1
-    path.write_bytes(content)
-    os.utime(path, ns=(0, 0))
-
-
-@pytest.mark.parametrize("change", [longer, other, Path.unlink])
-@pytest.mark.parametrize("name", ["fw_train_002", "fw_val_000"])
-def test_a_file_that_changed_since_is_named(fw: Path, change: Any, name: str) -> None:
+@pytest.mark.parametrize("change", ["longer", "as long", "gone"])
+@pytest.mark.parametrize("name", ["fw_train_002.bin", "fw_val_000.bin"])
+def test_a_file_that_changed_since_is_named(fw: Path, change: str, name: str) -> None:
     batches = data.Batches(data.load(fw / "fw", "train", 16, 50257), 16, 40, 0)
-    change(fw / f"{name}.bin")
-    assert f"{name}.bin" in refusal(run(fw, fw / "out", **TINY))
+    path, content = fw / name, (fw / name).read_bytes()
+    if change == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content + b"ab" if change == "longer" else content[:-2] + b"ab")
+        os.utime(path, ns=(0, 0))
+    assert name in refusal(run(fw, fw / "out", **TINY))
     if "train" in name:  # a run that is under way
         with pytest.raises(UserError, match=name):
             [*batches.prefetch(0, 3)]
-    if change is not Path.unlink:
-        assert (prepare(fw / "fw_*.bin", fw / "fw")[0] == 0) == (change is other)
+    made_again = prepare(fw / "fw_*.bin", fw / "fw")[0] == 0
+    assert made_again == (change == "as long" or (change, name[3]) == ("gone", "t"))
 
 
-def no_version(content: bytearray) -> None:
-    content[4] = 2
-
-
-def no_magic(content: bytearray) -> None:
-    content[:4] = b"abcd"
-
-
-def cut_header(content: bytearray) -> None:
-    del content[800:]
-
-
-def cut_tokens(content: bytearray) -> None:
-    del content[-2:]
-
-
-def half_a_token(content: bytearray) -> None:
-    del content[-1:]
-
-
-def no_tokens(content: bytearray) -> None:
-    del content[1024:]
-
-
-def empty(content: bytearray) -> None:
-    del content[:]
-
-
-def without_header(content: bytearray) -> None:
-    del content[:1024]
-
-
-DAMAGES = [no_version, no_magic, cut_header, cut_tokens, half_a_token, no_tokens, empty,
-           without_header]  # fmt: skip
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "another version": lambda x: x[:4] + b"\2" + x[5:], "another magic": lambda x: b"abcd" + x[4:],
+    "another number of tokens": lambda x: x[:8] + b"\1" + x[9:], "no tokens": lambda x: x[:1024],
+    "half a header": lambda x: x[:800], "a token less": lambda x: x[:-2],
+    "half a token": lambda x: x[:-1], "nothing": lambda x: b"", "no header": lambda x: x[1024:],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named(fw: Path, damage: Any) -> None:
+def test_a_damaged_file_is_named(fw: Path, damage: str) -> None:
     path = fw / "fw_train_001.bin"
-    content = bytearray(path.read_bytes())
-    damage(content)
-    path.write_bytes(content)
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
     code, _, err = prepare(fw / "fw_*.bin", fw / "other")
     assert code == 2 and path.name in err and not (fw / "other").exists()
 
