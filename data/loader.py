@@ -127,22 +127,18 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
         UserError: fewer tokens than one sequence of block_size and its targets, or an id >=
             vocab_size (in files above 2**24 tokens, 256 places are checked).
     """
-    meta = read_meta(folder)
-    tokens: Tokens
-    if "shards" in meta:
-        tokens, path = Shards(meta["shards"][split]), Path(folder) / f"({split})"
-    else:
-        tokens, path = _mapped(Path(folder) / f"{split}.bin", meta), Path(folder) / f"{split}.bin"
-    N = len(tokens)
+    meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
+    tokens: Tokens = Shards(meta["shards"][split]) if "shards" in meta else _mapped(path, meta)
+    N, name = len(tokens), f"{folder} ({split} shards)" if "shards" in meta else path
     if block_size + 1 > N:
         raise UserError(
-            f"{path} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
+            f"{name} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
             "smaller --block_size or more text"
         )
     vocab_size = min(vocab_size, meta["vocab_size"])  # the model's may be rounded up
     places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
     if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= vocab_size:
-        raise UserError(f"{path} has token {largest}, but the vocabulary is {vocab_size}")
+        raise UserError(f"{name} has token {largest}, but the vocabulary is {vocab_size}")
     return tokens
 
 
