@@ -11,69 +11,58 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from statistics import mean
+
+import numpy as np
 
 import checkpoint
 from core import metrics
 from core.settings import UserError, exit_on_user_error
 
-Curve = list[tuple[int, float, float]]  # step, seconds of training, validation loss
+SAME = ("seed", "out_dir", "init_from")  # settings in which the runs of a line may differ
+HEAD = "| settings | seeds | steps | s | val loss: mean (lowest to highest) | steps to {:.4f} | s |"
 
 
-def curve(folder: Path) -> Curve:
-    """The evaluations of a run. Its first steps, which are not timed, count as the next ones."""
+def curve(folder: Path) -> np.ndarray:
+    """(3, n): step, seconds and validation loss of each evaluation of a run. The first steps, which
+    are not timed, count as the next ones."""
     seconds, last, found = 0.0, 0, []
     rows = metrics.read(folder / "metrics.jsonl")
     first = next((row["ms"] for row in rows if "ms" in row), 0.0)
     for row in rows:
         seconds += (row["iter"] - last) * row.get("ms", first) / 1e3
         last = row["iter"]
-        if "val_loss" in row:
-            found.append((last, seconds, row["val_loss"]))
+        found += [(last, seconds, row["val_loss"])] if "val_loss" in row else []
     if not found:
         raise UserError(f"{folder} has no evaluation")
-    return found
+    return np.array(found).T
 
 
-def reached(curve: Curve, loss: float) -> tuple[float, float] | None:
-    """Steps and seconds after which a curve first has this loss; None: it never has."""
-    before = None
-    for step, seconds, now in curve:
-        if now <= loss:
-            if before is None:
-                return step, seconds
-            part = (before[2] - loss) / (before[2] - now)
-            return tuple(a + part * (b - a) for a, b in zip(before, (step, seconds)))  # type: ignore
-        before = step, seconds, now
-    return None
+def reached(curve: np.ndarray, loss: float) -> list[float]:
+    """Steps and seconds after which a curve first has this loss; NaN if it never has."""
+    best, first = np.unique(-np.minimum.accumulate(curve[2]), return_index=True)
+    return [float(np.interp(-loss, best, x[first], right=np.nan)) for x in curve[:2]]
 
 
 def table(folders: list[Path]) -> list[str]:
     """The lines of a Markdown table."""
-    groups: dict[str, list[Curve]] = {}
+    groups: dict[str, list[np.ndarray]] = {}
     for folder in folders:
         settings = checkpoint.load(checkpoint.latest(folder)).settings["train"]
-        settings = {k: v for k, v in settings.items() if k not in ("seed", "out_dir", "init_from")}
-        groups.setdefault(json.dumps(settings), []).append(curve(folder))
-    known = [json.loads(key) for key in groups]
-    differ = [name for name in known[0] if len({json.dumps(s.get(name)) for s in known}) > 1]
-    target = mean(c[-1][2] for c in next(iter(groups.values())))
-    lines = [
-        f"| settings | seeds | steps | s | validation loss: mean (lowest to highest) | steps to "
-        f"{target:.4f} | s |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        key = json.dumps({k: v for k, v in settings.items() if k not in SAME})
+        groups.setdefault(key, []).append(curve(folder))
+    known: list[dict[str, object]] = [json.loads(key) for key in groups]
+    differ = [name for name in known[0] if any(s.get(name) != known[0][name] for s in known)]
+    target = float(np.mean([c[2, -1] for c in next(iter(groups.values()))]))
+    lines = [HEAD.format(target), "|---" * 7 + "|"]
     for settings, curves in zip(known, groups.values()):
         what = " ".join(f"{name}={settings.get(name)}" for name in differ) or "all"
-        ends = [c[-1] for c in curves]
-        losses = [loss for _, _, loss in ends]
-        when = [reached(c, target) for c in curves]
-        steps, seconds = ("never", "")
-        if all(when):
-            steps, seconds = (f"{mean(w[i] for w in when if w):,.0f}" for i in (0, 1))
-        loss = f"{mean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})"
-        cost = f"{ends[0][0]:,} | {mean(s for _, s, _ in ends):,.0f}"
-        lines.append(f"| {what} | {len(curves)} | {cost} | {loss} | {steps} | {seconds} |")
+        losses = np.array([c[2, -1] for c in curves])
+        steps, seconds = np.mean([c[:2, -1] for c in curves], axis=0)
+        when = np.mean([reached(c, target) for c in curves], axis=0)
+        there = [f"{x:,.0f}" if np.isfinite(x) else "never" for x in when]
+        loss = f"{losses.mean():.4f} ({losses.min():.4f} to {losses.max():.4f})"
+        cells = what, len(curves), f"{steps:,.0f}", f"{seconds:,.0f}", loss, *there
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 

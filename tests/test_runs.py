@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_train import enter, make_data, run
 
@@ -26,7 +27,6 @@ def test_runs_by_their_settings(tmp_path: Path) -> None:
 
 
 def test_when_a_loss_is_reached() -> None:
-    curve = [(10, 1.0, 4.0), (20, 3.0, 2.0), (30, 5.0, 3.0)]
-    assert reached(curve, 2.5) == pytest.approx((17.5, 2.5))
-    assert reached(curve, 2.0) == (20, 3.0) and reached(curve, 5.0) == (10, 1.0)
-    assert reached(curve, 1.9) is None
+    curve = np.array([[10, 1.0, 4.0], [20, 3.0, 2.0], [30, 5.0, 3.0], [40, 7.0, 2.0]]).T
+    for loss, want in ((2.5, [17.5, 2.5]), (2.0, [20, 3.0]), (5.0, [10, 1.0]), (1.9, [np.nan] * 2)):
+        assert reached(curve, loss) == pytest.approx(want, nan_ok=True)
