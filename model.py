@@ -225,6 +225,7 @@ class GPT(nn.Module):
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
         self.ring: Ring | None = None  # context parallelism: idx is a shard of each sequence
+        self.packed = False  # segments are where a token's document begins: positions count from it
         self.plans = Plans(config.attention_backend, policy, config.specs, config.block_size)
         learned = config.position == "learned"
         self.transformer: Any = nn.ModuleDict({
@@ -267,6 +268,8 @@ class GPT(nn.Module):
             raise ValueError("segments cannot be passed with a cache, which has its own")
         pos = self.positions(idx) if cache is None else cache.positions(idx.shape[1])
         segments = segments if cache is None else cache.segments
+        if self.packed and segments is not None and cache is None:
+            pos = (pos - segments).clamp(min=0)  # (B, T)
         x, rope = self.embed(idx, pos)
         plan = self.plans.look_up(self.phase(segments is not None, cache), len(idx))
         for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):

@@ -54,6 +54,7 @@ class TrainConfig:
     data_dir: str = "data"  # folder of the prepared datasets
     batch_size: PositiveInt = 12  # largest micro-batch per process, sequences
     gradient_accumulation_steps: PositiveInt = 1  # micro-batches per step, over all processes
+    document_mask: bool = False  # no token sees another document of its sequence
     # --- model ---
     block_size: PositiveInt = 1024  # context length, tokens
     n_layer: PositiveInt = 12  # blocks
@@ -79,13 +80,15 @@ class TrainConfig:
     sdpa_flash_impl: Literal["FA2", "FA3", "FA4"] = "FA2"  # PyTorch's own flash kernel: swap it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- optimizer ---
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices (docs/TRAIN.md)
+    muon_rates: tuple[PositiveFloat, ...] = (0.025,)  # highest: matrices,embeddings,head,vectors
     max_iters: PositiveInt = 600000  # total steps
     learning_rate: PositiveFloat = 6e-4  # the highest, after warm-up
     min_lr: NonNegativeFloat | None = None  # the lowest, at the end; none: learning_rate / 10
-    decay_lr: bool = True  # warm-up and cosine decay; False: always learning_rate
+    decay_lr: bool | Literal["linear"] = True  # cosine or linear decay; False: none, no warm-up
     warmup_iters: NonNegativeInt = 2000  # steps of linear warm-up
     lr_decay_iters: NonNegativeInt | None = None  # when min_lr is reached; none: max_iters
-    weight_decay: NonNegativeFloat = 0.1  # AdamW's, on matrices only
+    weight_decay: NonNegativeFloat = 0.1  # on matrices only; with muon on the blocks' only
     beta1: Fraction = 0.9  # AdamW
     beta2: Fraction = 0.95  # AdamW
     grad_clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
@@ -135,7 +138,6 @@ IGNORED = {"always_save_checkpoint": "every evaluation saves; the newest and the
 if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
     read_early(TrainConfig, sys.argv[1:], aliases=ALIASES, ignored=IGNORED)
 
-import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -147,7 +149,7 @@ from core import flops, parallel, runtime
 from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
-from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
+from core.optimizer import about, build_optimizer, schedule_warnings, set_learning_rate, update
 from core.runtime import Setup
 from inference.engine import generate
 from model import GPT, GPTConfig
@@ -167,7 +169,8 @@ class Run:
     module: nn.Module  # the same model to call: compiled, DDP or FSDP
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
-    splits: dict[str, np.ndarray]  # "train" and "val": (N,) tokens
+    splits: dict[str, data.Tokens]  # "train" and "val": (N,) tokens
+    borders: data.loader.Documents | None  # of the documents that the mask keeps apart
     attention: Resolution  # the kernel of the training steps
     micro_steps: int  # micro-batches per step in this process
     saver: checkpoint.Saver
@@ -207,27 +210,30 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     model.ring = parallel.ring(distributed, T)
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = config.residual_dtype == "autocast"
-    optimizer, scaler = build_optimizer(model, config, device), setup.scaler()
+    model.packed = config.document_mask
+    borders = data.loader.Documents.of(folder, meta) if config.document_mask else None
+    optimizer = build_optimizer(model, config, device, distributed.world_size)
     torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
-    done = checkpoint.Progress(evaluated=not config.eval_on_start)
+    done, scaler = checkpoint.Progress(evaluated=not config.eval_on_start), setup.scaler()
     if config.init_from == "resume":
         done = checkpoint.restore_run(config, model, optimizer, scaler, distributed)
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
     compiled = bool(setup.compile) and config.parallel == "ddp"  # fsdp compiles block by block
-    phase: Any = {"dtype": config.dtype, "compiled": compiled}
+    phase: Any = {"dtype": config.dtype, "compiled": compiled, "segments": config.document_mask}
     kernel = model.plan(config.batch_size, distributed, **phase)[0].chosen
     model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
     module: nn.Module = model  # FSDP has changed it in place
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
-    say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
+    say("\n".join([*setup.report(distributed.world_size), *about(model, optimizer)]))
     N, tokenizer = model.get_num_params(non_embedding=False), meta["tokenizer"]["name"]
     say(f"model: {N:,} parameters{flops.uncounted(model.config)}; dataset {folder}, tokenizer "
         f"{tokenizer}, vocabulary {meta['vocab_size']:,}")  # fmt: skip
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, done.best_loss)  # fmt: skip
-    return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
-               micro_steps, saver, done.step, done.sequences_seen, done.evaluated)  # fmt: skip
+    return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, borders,
+               kernel, micro_steps, saver,
+               done.step, done.sequences_seen, done.evaluated)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -273,7 +279,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device,
-                           (run.step, run.sequences_seen))  # fmt: skip
+                           run.borders, (run.step, run.sequences_seen))  # fmt: skip
 
     def save(val_loss: float | None) -> None:
         run.saver.save(
@@ -283,16 +289,16 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         )  # fmt: skip
 
     stopping, began, began_step = False, runtime.now(device), run.step
-    for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
+    for batch in batches.prefetch(run.step, config.max_iters, *distributed.data):
         # --- one step ---
-        lr = learning_rate(run.step, config)
-        for group in run.optimizer.param_groups:
-            group["lr"] = lr
-        x, y = parallel.shard_batch(run.model.ring, x, y)
+        lr = set_learning_rate(run.optimizer, run.step, config)
+        meter.count(*batch[2:])
+        x, y, *segments = parallel.shard_batch(run.model.ring, *batch)
         random = runtime.random_state(device)
         try:
             loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
-                              run.micro_steps, config.grad_clip, found_inf, stop.mark)  # fmt: skip
+                              run.micro_steps, config.grad_clip, found_inf, stop.mark,
+                              *segments)  # fmt: skip
         except Stopped:
             runtime.set_random_state(random, device)
             stopping, lost = True, f", {stop.micro_batches}/{run.micro_steps} of the next is lost"
@@ -307,8 +313,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         due = time.perf_counter() - began > 30 or (device.type == "cpu" and bool(found_inf))
         stopping, overdue = map(bool, distributed.sum([float(stop.request.noted), float(due)]))
         done = run.step == config.max_iters
-        logging_now = stopping or overdue or done or run.step == 1
-        logging_now = logging_now or run.step % config.log_interval == 0
+        often = run.step == 1 or run.step % config.log_interval == 0
+        logging_now = stopping or overdue or done or often
         evaluating = done or run.step % config.eval_interval == 0
         if not (logging_now or evaluating):
             continue
@@ -355,21 +361,13 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
 def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None) -> float | None:
     """Print and log the mean loss on fixed batches of each split; returns val's, None: stopped."""
     config, distributed, device, losses = run.config, run.distributed, run.setup.device, {}
-    T, iters, B = config.block_size, config.eval_iters, config.batch_size
+    ring, shape = run.model.ring, (config.block_size, config.eval_iters, config.batch_size)
     run.model.eval()
     try:
         for split, tokens in run.splits.items():
-            total = torch.zeros((), device=device)
-            targets = torch.zeros((), dtype=torch.int64, device=device)
-            for x, y in data.eval_batches(tokens, T, iters, B, *distributed.data, device):
-                if stop:
-                    stop.check()
-                x, y = parallel.shard_batch(run.model.ring, x, y)
-                with run.setup.autocast:
-                    mean, n = run.module(x, y)[1], (y != IGNORE).sum()
-                total += torch.where(n == 0, 0.0, mean * n)
-                targets += n
-            summed, n_targets = distributed.sum([float(total), float(targets)])
+            batches = data.eval_batches(tokens, *shape, *distributed.data, device, run.borders)
+            sums = parallel.summed_loss(run.module, ring, batches, run.setup.autocast, stop)
+            summed, n_targets = distributed.sum([*sums])
             losses[split] = summed / n_targets if n_targets else math.nan
     except Stopped:
         distributed.say(f"the evaluation after step {run.step} was not finished")
@@ -407,7 +405,7 @@ def sample(run: Run) -> None:
 def train_step(
     module: nn.Module, optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler,
     autocast: torch.autocast, x: Tensor, y: Tensor, micro_steps: int, clip: float,
-    found_inf: Tensor, mark: Callable[[str], None] = lambda part: None,
+    found_inf: Tensor, mark: Callable[[str], None] = lambda part: None, *segments: Tensor,
 ) -> Tensor:  # fmt: skip
     """One step of training: forward and backward of each micro-batch, clip, update.
 
@@ -415,21 +413,22 @@ def train_step(
         module: the model: plain, compiled, DDP or FSDP.
         x, y: (micro_steps * B, T) int64, token ids and their successors (IGNORE: no target).
         mark: called with "forward", "backward", "update" and "end" (benchmarks).
+        segments: (micro_steps * B, T) int32, or none: a token sees all before it.
 
     Returns:
         loss in nats per token, float32 (): its average over processes is the mean over all targets
         of the step. On a GPU nothing here waits for the device.
     """
     loss = torch.zeros((), device=x.device)
-    xs, ys = x.tensor_split(micro_steps), y.tensor_split(micro_steps)
-    weights = parallel.loss_weights(module, torch.stack([(my != IGNORE).sum() for my in ys]))
-    for i, (mx, my, weight) in enumerate(zip(xs, ys, weights, strict=True)):
+    parts = [*zip(*(t.tensor_split(micro_steps) for t in (x, y, *segments)), strict=True)]
+    weights = parallel.loss_weights(module, torch.stack([(p[1] != IGNORE).sum() for p in parts]))
+    for i, (batch, weight) in enumerate(zip(parts, weights, strict=True)):
         # Processes average their gradients once, in the backward pass of the last micro-step.
         with parallel.no_sync(module) if i < micro_steps - 1 else nullcontext():
             mark("forward")
             with autocast:
                 # Without targets the mean is NaN.
-                part = torch.where(weight == 0, 0.0, module(mx, my)[1] * weight)
+                part = torch.where(weight == 0, 0.0, module(*batch)[1] * weight)
                 # A loss that is not finite makes the gradients NaN: every process sees it.
                 part = part * torch.where(part.isfinite(), 1.0, torch.nan)
             mark("backward")

@@ -30,7 +30,7 @@ from bench.job import Job
 from bench.process import Failure
 from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
 from core import flops
-from core.optimizer import learning_rate
+from core.optimizer import set_learning_rate
 from core.runtime import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -211,8 +211,7 @@ class Training:
         start = self.clock.start()
         for n, (x, y) in zip(numbers, batches, strict=True):
             if self.converge:
-                for group in self.who.optimizer.param_groups:
-                    group["lr"] = learning_rate(n, self.config)
+                set_learning_rate(self.who.optimizer, n, self.config)
             stamps.append([])
             losses.append(self.step(x, y, lambda _: stamps[-1].append(self.clock.stamp())))
         ms = self.clock.ms

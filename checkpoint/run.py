@@ -27,6 +27,7 @@ from checkpoint.convert import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint, Json
 from core import runtime
 from core.distributed import DistInfo
+from core.optimizer import empty_state
 from core.parallel import is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError
@@ -145,15 +146,13 @@ def tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights and optimizer state, in one dict of plain tensors or DTensors (--parallel=fsdp).
 
     {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}. Optimizer state that does not
-    exist yet is created as in AdamW's first step.
+    exist yet is created as in its first step.
     """
     flat: dict[str, Tensor] = {}
     for name, p in model.state_dict(keep_vars=True).items():
-        flat[f"model.{name}"] = weight = p.detach()
+        flat[f"model.{name}"] = p.detach()
         if not (state := optimizer.state[p]):
-            device = p.device if optimizer.defaults["fused"] else "cpu"
-            state["step"] = torch.zeros((), device=device)
-            state |= {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
+            state |= empty_state(optimizer, p)
         flat |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
     return flat
 
@@ -244,6 +243,11 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
         # The checkpoint may come from somebody else: ask again before downloading code.
         store.log.warning(f"--attention_hub_kernels=True of {saved.folder} is not resumed")
         changes["attention_hub_kernels"] = False
+    if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
+        raise UserError(
+            f"{saved.folder} was trained with --optimizer={kept}, whose state {wanted} cannot use; "
+            f"begin another run with its weights: --init_from={settings.out_dir}"
+        )
     if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate
         changes.setdefault("lr_decay_iters", before.max_iters)
     if os.environ.get("WORLD_SIZE", "1") == "1":

@@ -9,7 +9,7 @@ of the operations that the model's mathematics needs, over the device's peak rat
                  embeddings that are only looked up (positions; tokens, if the head is not tied to
                  them); L layers, H heads of Q channels, T tokens in a sequence.
     mfu_causal   the same with T replaced by the mean number of keys that a query sees: (T + 1) / 2,
-                 fewer with a sliding window.
+                 fewer with a sliding window, and with a document mask as many as were counted.
 
 6 N: a multiply and an add per weight forward, twice that backward. 12 L H Q T: QK^T and PV take
 2 * 2 * Q * T forward per head, twice that backward. Recomputation (gradient checkpointing, a flash
@@ -77,6 +77,17 @@ def mean_keys(T: int, window: int | None = None) -> float:
     if T <= 2048:  # count the definition itself
         return float(visible(i[:, None], i[None, :], 0, window).sum()) / T
     return float((i + 1).clamp(max=window or T).sum()) / T
+
+
+def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Tensor:
+    """Keys that a query sees, the mean over (B, T) queries and the layers; float32 ().
+
+    Args:
+        starts: (B, T), where a query's document begins.
+    """
+    T = starts.shape[1]
+    keys = torch.arange(1, T + 1, device=starts.device) - starts
+    return torch.stack([keys.clamp(max=window or T).float().mean() for window in windows]).mean()
 
 
 @singledispatch  # bench/hf.py adds models that were counted
@@ -187,10 +198,13 @@ def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def mfu(
-    config: Sizes, T: int, tokens_per_second: float, peak: Peak, devices: int = 1
-) -> tuple[float, float]:
-    """(mfu, mfu_causal), each a fraction of the peak of all devices."""
+    config: Sizes, T: int, tokens_per_second: float, peak: Peak, devices: int = 1,
+    keys: float | None = None,
+) -> tuple[float, float]:  # fmt: skip
+    """(mfu, mfu_causal), each a fraction of the peak of all devices. keys: of keys_seen()."""
     mfu, causal = (flops_per_token(config, T, causal=c) for c in (False, True))
+    if keys is not None:
+        causal = mfu - 12 * config.n_head * config.head_dim * config.n_layer * (T - keys)
     per_flop = tokens_per_second / (peak.tflops * 1e12 * devices)
     return mfu * per_flop, causal * per_flop
 
@@ -204,11 +218,12 @@ class Speed:
     tokens_per_s: float
     peak: Peak
     devices: int = 1
+    keys: float | None = None  # that a query saw (keys_seen); None: without a document mask
 
     @property
     def mfu(self) -> tuple[float, float]:
         """(mfu, mfu_causal); above 1 if the peak is too low."""
-        return mfu(self.model, self.T, self.tokens_per_s, self.peak, self.devices)
+        return mfu(self.model, self.T, self.tokens_per_s, self.peak, self.devices, self.keys)
 
     def row(self) -> Row:
         """The fields of metrics.jsonl and the records. MFU above 1 is None; "mfu_why" is why."""

@@ -13,9 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import torch
+from torch import Tensor
+
 from attention.machine.system import write_at_once
 from core.distributed import DistInfo
-from core.flops import ALONE, Peak, Row, Sizes, Speed, best_peak, differ, peak
+from core.flops import ALONE, Peak, Row, Sizes, Speed, best_peak, differ, keys_seen, peak
 from core.runtime import peak_memory
 from core.settings import UserError, first_line
 
@@ -111,9 +114,16 @@ class Meter:
         self.hinted = self.distributed.device.type != "cpu" or self.distributed.world_size > 1
         self.rates: list[float] = []  # tokens a second, of each logged interval
         self.metrics: Metrics | None = None  # the main process's
+        self.counted: list[Tensor] = []  # keys that a query saw, of each step since the last line
+        self.keys: float | None = None  # their mean in the last interval
 
     def speed(self, tokens_per_s: float) -> Speed:
-        return Speed(self.model, self.T, tokens_per_s, self.peak, self.distributed.world_size)
+        n = self.distributed.world_size
+        return Speed(self.model, self.T, tokens_per_s, self.peak, n, self.keys)
+
+    def count(self, *starts: Tensor) -> None:
+        """Count the keys that a step's queries see. starts: see keys_seen(); or none: no mask."""
+        self.counted += [keys_seen(t, self.model.windows) for t in starts]
 
     def begin(self, step: int) -> None:
         """Print the peak rate and the least time of the remaining steps."""
@@ -127,7 +137,14 @@ class Meter:
         )
 
     def log(self, step: int, loss: float, lr: float, seconds: float | None) -> None:
-        """Print and log a step. seconds: per step, since the last line; None: a first step."""
+        """Print and log a step; all processes call this.
+
+        seconds: per step, since the last line; None: a first step.
+        """
+        if self.counted:
+            mine = float(torch.stack(self.counted).mean())
+            self.keys = self.distributed.sum([mine])[0] / self.distributed.world_size
+            self.counted.clear()
         if not self.distributed.main:
             return
         memory = peak_memory(self.distributed.device)

@@ -1,4 +1,5 @@
-"""AdamW, its learning rate, and an update that clips and checks without waiting for the device.
+"""AdamW and Muon, their learning rate, and an update that clips and checks without waiting for the
+device.
 
 `config` is train.py's TrainConfig.
 """
@@ -12,12 +13,16 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from core.parallel import whole
+from attention.machine.system import matrix_units
+from core.parallel import copies, deal, held, local, whole
+from core.settings import UserError
+
+FLAT = 0.3  # of the steps, before a linear decay
 
 
 def learning_rate(step: int, config: Any) -> float:
     """Linear warm-up, cosine decay to min_lr, then flat; step counts from 0. Without decay_lr the
-    rate is constant, as in nanoGPT."""
+    rate is constant, as in nanoGPT. decay_lr="linear": flat after the warm-up, then a line."""
     if not config.decay_lr:
         return config.learning_rate
     low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
@@ -26,6 +31,9 @@ def learning_rate(step: int, config: Any) -> float:
         return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
     if step >= last:
         return low
+    if config.decay_lr == "linear":
+        left = min(1.0, (last - step) / ((1 - FLAT) * last))
+        return low + left * (config.learning_rate - low)
     done = (step - config.warmup_iters) / (last - config.warmup_iters)
     return low + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - low)
 
@@ -48,15 +56,176 @@ def schedule_warnings(config: Any) -> list[str]:
     return [f"WARNING: {line}" for line in found]
 
 
-def build_optimizer(model: nn.Module, config: Any, device: torch.device) -> torch.optim.AdamW:
-    """AdamW, fused on CPU and CUDA, that decays the matrices, but no biases and norm gains."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Any) -> float:
+    """Set the rate of a step in each group of parameters; returns AdamW's."""
+    rate = learning_rate(step, config)
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("factor", 1.0)
+    return rate
+
+
+def build_optimizer(
+    model: nn.Module, config: Any, device: torch.device, processes: int = 1
+) -> torch.optim.AdamW:
+    """AdamW, fused on CPU and CUDA, that decays the matrices, but no biases and norm gains; or Muon
+    (config.optimizer).
+
+    Args:
+        processes: that have a copy of the model each (DDP) and divide Muon's work.
+    """
     params = [p for p in model.parameters() if p.requires_grad]
+    betas, fused = (config.beta1, config.beta2), device.type in ("cuda", "cpu")
+    how: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": fused}
+    if getattr(config, "optimizer", "adamw") == "muon":
+        half = device.type == "cpu" and config.dtype == "bfloat16" and matrix_units()
+        dtype = torch.bfloat16 if half or device.type == "cuda" else None
+        return Muon(muon_groups(model, config), dtype, copies(device, processes), **how)
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
-    betas, fused = (config.beta1, config.beta2), device.type in ("cuda", "cpu")
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+    return torch.optim.AdamW(groups, **how)
+
+
+def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """The state of a parameter before its first step."""
+    weight = p.detach()
+    if any(p is q for group in muon_only(optimizer) for q in group["params"]):
+        return {"momentum_buffer": torch.zeros_like(weight)}
+    step = torch.zeros((), device=p.device if optimizer.defaults["fused"] else "cpu")
+    return {"step": step} | {k: torch.zeros_like(weight) for k in ("exp_avg", "exp_avg_sq")}
+
+
+# ----------------------------------------------------------------------------- Muon
+
+MOMENTUM = 0.95
+NEWTON_SCHULZ = 2.0, -1.5, 0.5  # x -> a x + b x^3 + c x^5 brings singular values to 1
+ITERATIONS = 12
+ADAMW_EPS, ADAMW_DECAY = 1e-10, 1e-3  # of all other parameters
+
+
+def muon_groups(model: Any, config: Any) -> list[dict[str, Any]]:
+    """The blocks' matrices by shape, then embeddings, head and vectors.
+
+    "rows" of a group: of each matrix that a parameter joins; "factor": its highest learning rate
+    over config.learning_rate.
+    """
+    if not 1 <= len(config.muon_rates) <= 4:
+        raise UserError(f"--muon_rates: expected one to four rates, got {config.muon_rates}")
+    c, rates = model.config, (*config.muon_rates, *[config.learning_rate] * 3)
+    q, kv = c.n_head * c.head_dim, c.kv_heads * c.head_dim
+    joined: dict[str, tuple[int, ...]] = {"attn.c_attn.weight": (q, kv, kv)}
+    if c.mlp == "swiglu":
+        joined["mlp.c_fc.weight"] = (c.hidden, c.hidden)
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        how: dict[str, Any] = {"weight_decay": ADAMW_DECAY, "eps": ADAMW_EPS}
+        kind = 3 if p.dim() < 2 else 2 if name.startswith("lm_head") else 1
+        if p.dim() == 2 and ".h." in name:
+            rows = joined.get(name.split(".", 3)[3], (p.shape[0],))
+            kind, how = 0, {"weight_decay": config.weight_decay, "rows": rows}
+        how |= {"lr": rates[kind], "factor": rates[kind] / config.learning_rate, "params": []}
+        key = kind, how.get("rows"), p.shape if kind == 0 else None
+        groups.setdefault(key, how)["params"].append(p)
+    return list(groups.values())
+
+
+def about(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Lines on the memory of weights and optimizer, and on Muon's operations."""
+    if not isinstance(optimizer, Muon):
+        return [held(model, optimizer)]
+    flops = f"{optimizer.flops / 1e9:,.4g} GFLOP a step, which MFU does not count"
+    muon = f"optimizer: Muon for the blocks' matrices ({flops}), AdamW for the rest"
+    return [held(model, optimizer), muon]
+
+
+def muon_only(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [group for group in optimizer.param_groups if "rows" in group]
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the groups with "rows", AdamW for the others.
+
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a matrix by its momentum with
+    all singular values set to 1. The momentum is sharded as the weights are; each process gathers
+    its share of the matrices whole: the orthogonal factor of rows is not the rows of the factor.
+
+    Args:
+        dtype: of the Newton-Schulz iterations; None: of the weights.
+        mesh: of the processes that have a copy of the weights each; None: one, or FSDP.
+    """
+
+    def __init__(self, groups: Any, dtype: torch.dtype | None, mesh: Any, **adamw: Any) -> None:
+        super().__init__(groups, **adamw)
+        self.dtype, self.mesh = dtype, mesh
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        # As the fused AdamW: a divisor of the gradients, and a flag that leaves all as it is.
+        divisor, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        shares, returns = [], []
+        for group in muon_only(self):
+            for p in group["params"]:
+                self.state[p] = self.state[p] or empty_state(self, p)
+            momenta = [local(self.state[p]["momentum_buffer"]) for p in group["params"]]
+            grads = torch.stack([local(p.grad) for p in group["params"]])
+            if divisor is not None:
+                grads /= divisor
+            if found_inf is not None:
+                grads = torch.where(found_inf > 0, torch.stack(momenta), grads)
+            torch._foreach_lerp_(momenta, grads.unbind(), 1 - MOMENTUM)
+            nesterov = grads.lerp_(torch.stack(momenta), MOMENTUM).to(self.dtype or grads.dtype)
+            share, give_back = deal(nesterov, group["params"][0], self.mesh)
+            shares += share.split(group["rows"], dim=1)
+            returns.append(give_back)
+        factors = iter(orthogonal(shares))
+        for group, give_back in zip(muon_only(self), returns):
+            parts = [next(factors) for _ in group["rows"]]
+            parts = [x * max(1, x.shape[1] / x.shape[2]) ** 0.5 for x in parts]
+            rate: Any = group["lr"] if found_inf is None else group["lr"] * (found_inf == 0)
+            weights = [local(p) for p in group["params"]]
+            torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
+            update = give_back(torch.cat(parts, dim=1)).to(weights[0].dtype) * rate
+            torch._foreach_sub_(weights, update.unbind())
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if "rows" not in group]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+
+    @property
+    def flops(self) -> int:
+        """Operations of the Newton-Schulz iterations of a step, over all processes."""
+        total = 0
+        for group in muon_only(self):
+            n, C = len(group["params"]), group["params"][0].shape[1]
+            for r, c in (sorted((rows, C)) for rows in group["rows"]):
+                total += n * ITERATIONS * (4 * r * r * c + 2 * r**3)
+        return total
+
+
+def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
+    """U V^T of each matrix U S V^T, (n, rows, columns) each, those of one shape in one batch."""
+    wide = [x.mT if x.shape[1] > x.shape[2] else x for x in matrices]
+    by_shape: dict[Any, list[int]] = {}
+    for i, x in enumerate(wide):
+        by_shape.setdefault(x.shape[1:], []).append(i)
+    a, b, c = NEWTON_SCHULZ
+    for which in by_shape.values():
+        x = torch.cat([wide[i] for i in which])
+        x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)
+        for _ in range(ITERATIONS):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        for i, part in zip(which, x.split([len(wide[i]) for i in which])):
+            wide[i] = part.mT if matrices[i].shape[1] > matrices[i].shape[2] else part
+    return wide
+
+
+# ----------------------------------------------------------------------------- the update
 
 
 def update(

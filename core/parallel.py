@@ -1,9 +1,9 @@
 """A model over several processes: each has all of it (DDP), or a part (FSDP2).
 
 ddp   Every process holds the whole model and optimizer. Gradients are averaged in backward.
-fsdp  Parameters, gradients and AdamW's moments are sharded along the first dimension (ZeRO-3,
-      Rajbhandari et al. 2020, arXiv 1910.02054). A block's parameters are gathered before it
-      computes, forward and backward, then freed. With --shard_size each group of that many
+fsdp  Parameters, gradients and the optimizer's state are sharded along the first dimension
+      (ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054). A block's parameters are gathered before
+      it computes, forward and backward, then freed. With --shard_size each group of that many
       neighbours holds one copy, and gradients are averaged between the groups.
 
 In bfloat16 FSDP gathers blocks in bfloat16, embeddings and the last norm in float32, and adds up
@@ -12,9 +12,9 @@ gradients in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import Ring
-from core.distributed import DistInfo
+from core.distributed import DistInfo, Stop
 from core.loss import IGNORE
 from core.runtime import CUDA_GRAPHS, Setup
 from core.settings import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BUCKET_MB = 100  # of gradients that DDP sends at once; PyTorch's default is 25
 
@@ -113,9 +116,36 @@ def ring(distributed: DistInfo, T: int) -> Ring | None:
     return Ring(distributed.ring)
 
 
-def shard_batch(ring: Ring | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut (B, T) tokens and targets along T for context parallelism."""
-    return (x, y) if ring is None else (ring.shard(x, 0), ring.shard(y, IGNORE))
+def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
+    """Cut (B, T) tokens, targets and perhaps segments along T for context parallelism."""
+    # What fills the last shard is a segment of its own.
+    fillings = 0, IGNORE, batch[0].shape[1]
+    return batch if ring is None else (*map(ring.shard, batch, fillings),)
+
+
+def summed_loss(
+    module: nn.Module,
+    ring: Ring | None,
+    batches: Iterable[tuple[Tensor, ...]],
+    autocast: torch.autocast,
+    stop: Stop | None,
+) -> tuple[float, float]:
+    """The summed loss of all targets in this process's batches, and their number.
+
+    Args:
+        batches: (tokens, targets), and perhaps segments, (B, T) each.
+        stop: checked before each.
+    """
+    total, targets = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+    for batch in batches:
+        if stop:
+            stop.check()
+        x, y, *segments = shard_batch(ring, *batch)
+        with autocast:
+            mean, n = module(x, y, *segments)[1], (y != IGNORE).sum()
+        total = total.to(x.device) + torch.where(n == 0, 0.0, mean * n)
+        targets = targets.to(x.device) + n
+    return float(total), float(targets)
 
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
@@ -167,9 +197,58 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-def held(model: nn.Module) -> str:
-    """Describe this process's memory of weights, gradients and optimizer."""
-    parts = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
-    n = sum(4 * p.numel() * p.element_size() for p in parts)
+def local(t: Tensor) -> Tensor:
+    """Return this process's part of a tensor that may be sharded."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def copies(device: torch.device, processes: int) -> DeviceMesh | None:
+    """The mesh of all processes, of which each has the whole model; None: there is only one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device.type, (processes,)) if processes > 1 else None
+
+
+def deal(
+    rows: Tensor, like: Tensor, mesh: DeviceMesh | None
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Divide whole matrices among the processes. All must call this, and the returned function.
+
+    Args:
+        rows: (n, r, C), the rows of n matrices that this process has: all, or FSDP's shard.
+        like: a parameter of the shape (R, C) of one matrix, sharded as `rows` are.
+        mesh: of the processes that have all rows (DDP); None: a single one, or FSDP.
+
+    Returns:
+        (m, R, C), this process's share of the matrices, and a function from their results back
+        to (n, r, C).
+    """
+    mesh = getattr(like, "device_mesh", mesh)
+    if mesh is None:
+        return rows, lambda results: results
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+    copy: list[Placement] = [Replicate()] * mesh.ndim
+    by_row = [Shard(1) if p.is_shard() else p for p in getattr(like, "placements", copy)]
+    by_matrix: list[Placement] = [Shard(0)] * mesh.ndim
+    (n, _, _), (R, C) = rows.shape, like.shape
+
+    def move(t: Tensor, before: list[Placement], after: list[Placement]) -> Tensor:
+        shape: Any = {"shape": torch.Size((n, R, C)), "stride": (R * C, C, 1)}
+        whole = DTensor.from_local(t.contiguous(), mesh, before, run_check=False, **shape)
+        if mesh.device_type == "cpu":  # gloo has no all-to-all: DTensor would warn
+            whole = whole.redistribute(placements=copy)
+        return whole.redistribute(placements=after).to_local()
+
+    return move(rows, by_row, by_matrix), lambda results: move(results, by_matrix, by_row)
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """Describe this process's memory of weights, gradients and optimizer (None: AdamW)."""
+    groups = optimizer.param_groups if optimizer else []
+    muon = {id(p) for group in groups if "rows" in group for p in group["params"]}
+    sizes = ((3 if id(p) in muon else 4, local(p)) for p in model.parameters())
+    n = sum(tensors * p.numel() * p.element_size() for tensors, p in sizes)
+    whose = "Muon's and AdamW's" if muon else "AdamW's"
     how = " (fsdp)" if is_sharded(model) else ""
-    return f"memory: {n / 1e6:,.1f} MB a process of weights, gradients and AdamW's moments{how}"
+    return f"memory: {n / 1e6:,.1f} MB a process of weights, gradients and {whose} moments{how}"

@@ -18,6 +18,7 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import numpy as np
 
 from core.settings import UserError, first_line
+from data.shards import Shards, Tokens
 from data.tokenizer import GPT2Tokenizer, Json
 
 if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does not need it
@@ -122,59 +124,92 @@ def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
     return nats / math.log(2) * tokens / size if size else None
 
 
-def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
-    """Return the tokens of a split ("train" or "val"), (N,) uint16 or uint32, memory-mapped.
+def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> Tokens:
+    """Return the tokens of a split ("train" or "val"), (N,) uint16 or uint32, read when needed.
 
     Raises:
         UserError: fewer tokens than one sequence of block_size and its targets, or an id >=
             vocab_size (in files above 2**24 tokens, 256 places are checked).
     """
-    path = Path(folder) / f"{split}.bin"
-    meta = read_meta(folder)
-    N, dtype = meta["tokens"][split], np.dtype(meta.get("dtype", "uint16"))
+    meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
+    tokens: Tokens = Shards(meta["shards"][split]) if "shards" in meta else _mapped(path, meta)
+    N, name = len(tokens), f"{folder} ({split} shards)" if "shards" in meta else path
+    if block_size + 1 > N:
+        raise UserError(
+            f"{name} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
+            "smaller --block_size or more text"
+        )
+    vocab_size = min(vocab_size, meta["vocab_size"])  # the model's may be rounded up
+    places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
+    if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= vocab_size:
+        raise UserError(f"{name} has token {largest}, but the vocabulary is {vocab_size}")
+    return tokens
+
+
+def _mapped(path: Path, meta: Json) -> np.ndarray:
+    split, dtype = path.stem, np.dtype(meta.get("dtype", "uint16"))
+    N = meta["tokens"].get(split, 0)
     try:
         with path.open("rb") as f:
             size, expected = os.fstat(f.fileno()).st_size, dtype.itemsize * N
             if size != expected or not size:
                 why = f"expected {expected:,} bytes ({N:,} tokens), got {size:,}"
                 raise ValueError(why if size else "no tokens")
-            tokens = np.asarray(np.memmap(f, dtype=dtype.newbyteorder("<"), mode="r"))
+            return np.asarray(np.memmap(f, dtype=dtype.newbyteorder("<"), mode="r"))
     except (FileNotFoundError, ValueError) as e:
         again = ["prepare.py"]
         if "dataset" in meta:
-            options = meta.get("options", {}) | {"out_dir": folder, "force": True}
+            options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
             again = ["python", "-m", "data", meta["dataset"]]
             again += [f"--{name}={value}" for name, value in options.items()]
         why = getattr(e, "strerror", None) or first_line(e)
         raise UserError(f"{path}: {why}; prepare it again: {shlex.join(again)}") from e
     except OSError as e:
         raise UserError(f"cannot read {path} ({e.strerror})") from e
-    if block_size + 1 > N:
-        raise UserError(
-            f"{path} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
-            "smaller --block_size or more text"
-        )
-    vocab_size = min(vocab_size, meta["vocab_size"])  # the model's may be rounded up
-    places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
-    if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= vocab_size:
-        raise UserError(f"{path} has token {largest}, but the vocabulary is {vocab_size}")
-    return tokens
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The borders of the documents in a batch."""
+
+    eot: int  # the end-of-text token
+    begins: bool  # a document begins with it (llm.c), or ends with it
+
+    @classmethod
+    def of(cls, folder: Path, meta: Json) -> Documents:
+        """Those of a dataset. Raises UserError if its tokenizer has no end-of-text token."""
+        tokenizer = meta["tokenizer"]
+        gpt2 = tokenizer["name"] == GPT2Tokenizer.name
+        eot = GPT2Tokenizer.eot if gpt2 else tokenizer.get("eot")
+        if eot is None:
+            raise UserError(f"--document_mask=True: {folder} has no token that ends a document")
+        return cls(eot, meta.get("eot_begins", False))
+
+    def starts(self, rows: np.ndarray) -> np.ndarray:
+        """The place where each token's document begins in its row; (B, T) ids -> (B, T) int32."""
+        first = rows == self.eot
+        if not self.begins:
+            first[:, 1:] = first[:, :-1].copy()
+        places = np.arange(rows.shape[1], dtype=np.int32) * first
+        places[:, 0] = 0  # a document that began before the row
+        return np.maximum.accumulate(places, axis=1)
 
 
 class Batches:
     """The training sequences of every step."""
 
-    def __init__(self, tokens: np.ndarray, block_size: int, global_batch: int, seed: int,
-                 device: str | torch.device = "cpu", seen: tuple[int, int] = (0, 0),
-                 ) -> None:  # fmt: skip
+    def __init__(self, tokens: Tokens, block_size: int, global_batch: int, seed: int,
+                 device: str | torch.device = "cpu", documents: Documents | None = None,
+                 seen: tuple[int, int] = (0, 0)) -> None:  # fmt: skip
         """The sequences of a run, in their order.
 
         Args:
             global_batch: sequences a step, over all processes and micro-batches.
+            documents: a batch has their starts too.
             seen: (steps, sequences) of the run until now, with batches of any size.
         """
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
-        self.seed, self.device, self.seen = seed, device, seen
+        self.seed, self.device, self.seen, self.documents = seed, device, seen, documents
         # A window's last target is the first token of the next. One window fewer than would fit
         # leaves room for the offset, so over the epochs sequences start anywhere.
         fit = (len(tokens) - 1) // block_size
@@ -195,27 +230,29 @@ class Batches:
         offset = random.integers(0, self.slack, endpoint=True)
         return offset + self.block_size * random.permutation(self.windows)
 
-    def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
-        """Return this process's sequences of a step and their targets, (n, T) int64.
+    def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
+        """Return this process's sequences of a step and their targets, (n, T) int64; with documents
+        also Documents.starts(), int32.
 
         n is global_batch / world, rounded up for the first processes.
         """
         mine = np.array_split(self.starts(step), world)[rank]
-        return _gather(self.tokens, self.block_size, mine, self.device)
+        return _gather(self.tokens, self.block_size, mine, self.device, self.documents)
 
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[tuple[Tensor, ...]]:
         """Yield get(start), ..., get(stop - 1); a thread prepares up to four steps ahead."""
         with ThreadPoolExecutor(1, "batches") as pool:
             steps = range(start, stop)
             yield from map_ahead(pool, lambda step: self.get(step, rank, world), steps, 5)
 
 
-def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: int, rank: int = 0,
+def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int, rank: int = 0,
                  world: int = 1, device: str | torch.device = "cpu",
-                 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Yield evenly spaced windows of a split and their targets, (batch_size, T) int64.
+                 documents: Documents | None = None) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
+    """Yield evenly spaced windows of a split and their targets, (batch_size, T) int64, and perhaps
+    their documents as Batches.get() does.
 
     The same windows every time. Each process takes every world-th batch. Fillers, with IGNORE as
     targets, keep all batches of one shape (one compiled graph), and of one number on all processes.
@@ -227,28 +264,33 @@ def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: 
     for first in range(0, n, world * batch_size):
         mine = starts[first + rank * batch_size :][:batch_size]
         fillers = np.repeat(starts[:1], batch_size - len(mine))
-        x, y = _gather(tokens, block_size, np.concatenate([mine, fillers]), device)
-        y[len(mine) :] = IGNORE
-        yield x, y
+        starts_here = np.concatenate([mine, fillers])
+        batch = _gather(tokens, block_size, starts_here, device, documents)
+        batch[1][len(mine) :] = IGNORE
+        yield batch
 
 
 def _gather(
-    tokens: np.ndarray, T: int, starts: np.ndarray, device: str | torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return the sequences of T tokens that begin at `starts`, and their targets."""
+    tokens: Tokens, T: int, starts: np.ndarray, device: str | torch.device,
+    documents: Documents | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the sequences of T tokens that begin at `starts`, their targets and documents."""
     import torch
 
-    # Copying rows of a view is several times faster than indexing each token.
-    cut = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts]
-    x = torch.from_numpy(cut[:, :-1].astype(np.int64))
-    y = torch.from_numpy(cut[:, 1:].astype(np.int64))
+    if isinstance(tokens, Shards):
+        cut = tokens.windows(starts, T + 1)
+    else:  # copying rows of a view is several times faster than indexing each token
+        cut = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts]
+    arrays = [cut[:, :-1].astype(np.int64), cut[:, 1:].astype(np.int64)]
+    if documents:
+        arrays.append(documents.starts(cut[:, :-1]))
+    batch = [torch.from_numpy(array) for array in arrays]
     if torch.device(device).type != "cuda":
-        return x.to(device), y.to(device)
+        return tuple(t.to(device) for t in batch)
     # From pinned memory the copy overlaps the computation. The thread that prefetches starts on
     # device 0, where pinning would create a second context.
     with torch.cuda.device(device):
-        x, y = x.pin_memory(), y.pin_memory()
-        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        return tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
 
 
 def map_ahead(

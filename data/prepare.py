@@ -1,4 +1,5 @@
-"""Text -> train.bin, val.bin (token ids, uint16 or uint32, little endian) and meta.json.
+"""Text -> train.bin, val.bin (token ids, uint16 or uint32, little endian) and meta.json. Of shards
+(shards.py), which are read where they lie, only meta.json.
 
 Files are written in a temporary folder and moved at the end, meta.json last: an interrupted run
 never looks complete. Errors are UserErrors.
@@ -24,7 +25,7 @@ import numpy as np
 from pydantic import Field, PositiveInt
 
 from core.settings import UserError, check_fields
-from data import documents, sources
+from data import documents, shards, sources
 from data.documents import HUB, Piece
 from data.loader import is_foreign, map_ahead
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer, from_meta, from_path
@@ -36,6 +37,7 @@ DATASETS = {  # name -> the settings that determine its result
     "shakespeare": _SHAKESPEARE,
     "text": _DOCUMENTS,
     **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
+    "shards": {"source", "tokenizer"},
 }
 BINS = ("train.bin", "val.bin")
 
@@ -48,7 +50,7 @@ class PrepareConfig:
     """Options of `python -m data`."""
 
     # --- what to read ---
-    source: str | None = None  # your text: a file or folder; or tinyshakespeare
+    source: str | None = None  # your text: a file or folder; or tinyshakespeare; shards: a pattern
     text_key: str = "text"  # the field with the text in .jsonl and on the hub
     limit: PositiveInt | None = None  # documents to take at most (None: all)
 
@@ -79,6 +81,9 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         raise UserError(f"{out_dir} has tokens of another program; use another --out_dir")
     if not config.force and _is_prepared(out_dir, made_from):
         print(f"{out_dir} is already prepared (--force prepares it again)")
+        return
+    if dataset == "shards":
+        prepare_shards(config, out_dir, made_from)
         return
     work = prepare_shakespeare if dataset.startswith("shakespeare") else prepare_documents
     new = out_dir / ".partial"
@@ -129,7 +134,8 @@ def _is_prepared(out_dir: Path, made_from: Json) -> bool:
     try:
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
         there = {key: meta[key] for key in made_from}
-        sizes = {s: (out_dir / f"{s}.bin").stat().st_size for s in meta["tokens"]}
+        splits = () if "shards" in meta else meta["tokens"]
+        sizes = {s: (out_dir / f"{s}.bin").stat().st_size for s in splits}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
         return False
     if there | {"source": None} != made_from | {"source": None}:
@@ -138,8 +144,29 @@ def _is_prepared(out_dir: Path, made_from: Json) -> bool:
             "use another --out_dir, or --force to replace it"
         )
     item = np.dtype(meta["dtype"]).itemsize
-    complete = all(sizes[split] == item * n for split, n in meta["tokens"].items())
+    complete = all(sizes.get(split) == item * n for split, n in meta["tokens"].items())
     return complete and there["source"] == made_from["source"]
+
+
+def prepare_shards(config: PrepareConfig, out_dir: Path, made_from: Json) -> None:
+    """Write meta.json with the list of the files."""
+    found = shards.meta(config.source)
+    tokenizer: Json = {"name": GPT2Tokenizer.name}
+    V = GPT2Tokenizer.vocab_size
+    if config.tokenizer is not None:
+        named = tokenizer_of(config)
+        tokenizer, V = named.to_meta(), named.vocab_size
+    meta = {**made_from, "tokenizer": tokenizer, "vocab_size": V, **found}
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        (partial := out_dir / "meta.json.partial").write_text(json.dumps(meta, indent=1), "utf-8")
+        os.replace(partial, out_dir / "meta.json")
+    except OSError as e:
+        raise UserError(f"cannot write {out_dir} ({e.strerror or e}); use another --out_dir") from e
+    train, val = (
+        f"{n:,} {s} tokens ({len(found['shards'][s])} files)" for s, n in found["tokens"].items()
+    )
+    print(f"{out_dir}: {train} and {val}, read where they lie; {V:,} in vocabulary")
 
 
 def prepare_shakespeare(

@@ -1,0 +1,126 @@
+"""Tokens in .bin files of other programs, read where they lie.
+
+    llm.c, modded-nanogpt   a header of 256 int32 (20240520, 1, number of tokens), then uint16 ids
+    nanoGPT                 uint16 ids alone
+
+meta.json lists the files. A file is opened for each read, and checked: however many there are,
+nothing is kept open or in memory, and one that changes during a run is an error.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from core.settings import UserError
+
+if TYPE_CHECKING:
+    from data.tokenizer import Json
+
+MAGIC, VERSION = 20240520, 1
+HEADER = 256  # int32
+ID = np.dtype("<u2")
+_AGAIN = "make the dataset again: python -m data shards --source=..."
+
+
+class Shards:
+    """The tokens of several files as one array: len(), slices, and windows()."""
+
+    def __init__(self, files: list[Json]) -> None:
+        """files: as describe() returns them."""
+        self.files = files
+        self.ends = np.cumsum([0, *(file["tokens"] for file in files)])
+        for file in files:  # all of them, before a run begins
+            with _unchanged(file):
+                pass
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, step = part.indices(len(self))
+        assert step == 1
+        return np.concatenate([np.empty(0, ID), *self._read(start, stop)])
+
+    def windows(self, starts: np.ndarray, n: int) -> np.ndarray:
+        """The n tokens from each start, (len(starts), n) uint16."""
+        return np.stack([self[start : start + n] for start in starts.tolist()])
+
+    def _read(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        while start < stop:
+            i = int(np.searchsorted(self.ends, start, side="right")) - 1
+            n = min(stop, int(self.ends[i + 1])) - start
+            with _unchanged(self.files[i]) as f:
+                f.seek(self.files[i]["skip"] + ID.itemsize * (start - int(self.ends[i])))
+                yield np.frombuffer(f.read(ID.itemsize * n), ID)
+            start += n
+
+
+Tokens = np.ndarray | Shards
+
+
+def _unchanged(file: Json) -> Any:
+    """Open a file, or raise UserError if it is not the one that was described."""
+    try:
+        f = open(file["path"], "rb")  # noqa: SIM115
+    except OSError as e:
+        raise UserError(f"cannot read {file['path']} ({e.strerror}); {_AGAIN}") from e
+    stat = os.fstat(f.fileno())
+    if (stat.st_size, stat.st_mtime_ns) != (file["size"], file["mtime_ns"]):
+        f.close()
+        raise UserError(f"{file['path']} has changed since the dataset was made; {_AGAIN}")
+    return f
+
+
+def describe(path: str) -> Json:
+    """Path, size, time, tokens and bytes to skip of a file. Raises UserError if it is damaged."""
+    try:
+        with open(path, "rb") as f:
+            stat, start = os.fstat(f.fileno()), f.read(4 * HEADER)
+    except OSError as e:
+        raise UserError(f"cannot read {path} ({e.strerror})") from e
+    header, skip = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist(), 0
+    # A damaged header, or one of another kind: text has no such run of zeros.
+    if header[:1] == [MAGIC] or (len(header) == HEADER and not any(header[3:])):
+        if header[:2] != [MAGIC, VERSION] or len(header) < HEADER:
+            raise UserError(
+                f"{path}: expected a header of {HEADER} int32 that begins {MAGIC}, {VERSION}; got "
+                f"{header[:2]} in {len(start):,} bytes"
+            )
+        skip = 4 * HEADER
+    tokens, rest = divmod(stat.st_size - skip, ID.itemsize)
+    if rest or not tokens or (skip and tokens != header[2]):
+        want = f"{header[2]:,} tokens, as its header says" if skip else "uint16 tokens"
+        raise UserError(f"{path}: expected {want}; got {stat.st_size - skip:,} bytes of tokens")
+    about = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    return {"path": path, **about, "skip": skip, "tokens": tokens}
+
+
+def meta(source: str | None) -> Json:
+    """The files and tokens of a pattern, or of a folder, for meta.json.
+
+    Raises:
+        UserError: there is no file of a split ("val" in the name: validation), or one is damaged.
+    """
+    if source is None:
+        raise UserError("shards needs --source=PATTERN, as --source='fineweb_*.bin'")
+    pattern = os.path.join(glob.escape(source), "*.bin") if Path(source).is_dir() else source
+    found: dict[str, list[Json]] = {"train": [], "val": []}
+    for path in sorted(glob.glob(pattern)):
+        split = "val" if "val" in Path(path).name else "train"
+        found[split].append(describe(os.path.abspath(path)))
+    for split, files in found.items():
+        if not files:
+            names = "have val in the name" if split == "val" else "have not"
+            raise UserError(f"--source={source}: no file for {split} (those that {names})")
+    files = found["train"] + found["val"]
+    begins = files[0]["skip"] > 0  # llm.c's documents begin with the end-of-text token
+    if odd := [file["path"] for file in files if (file["skip"] > 0) != begins]:
+        raise UserError(f"of {files[0]['path']} and {odd[0]} only one has a header")
+    tokens = {split: sum(file["tokens"] for file in files) for split, files in found.items()}
+    return {"dtype": "uint16", "tokens": tokens, "shards": found, "eot_begins": begins}

@@ -1,0 +1,297 @@
+"""Muon: a step against the singular value decomposition, torch.optim.Muon and AdamW, alone and on
+several processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import test_step
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_parallel import data_dir, ended_well, lines, losses, trained
+from test_train import NO_SCALER, refusal, run_line, state_of
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import checkpoint
+import train
+from core import parallel
+from core.distributed import DistInfo
+from core.optimizer import build_optimizer, orthogonal, set_learning_rate, update
+from core.runtime import Setup
+from model import GPT, GPTConfig
+from train import TrainConfig
+
+__all__ = ["data_dir"]  # a fixture
+CPU = torch.device("cpu")
+RATES = 0.03, 0.02, 0.01, 0.005  # of matrices, embeddings, head and vectors
+HOW: dict[str, Any] = {"optimizer": "muon", "muon_rates": RATES, "weight_decay": 0.1}
+LLAMA: dict[str, Any] = {"position": "rope", "norm": "rms", "mlp": "swiglu", "n_kv_head": 1,
+                         "tied": False, "bias": False, "qk_norm": True}  # fmt: skip
+kinds = pytest.mark.parametrize("kind", [{"bias": True}, LLAMA], ids=["gpt", "llama"])
+
+
+def small(kind: dict[str, Any]) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(8, 19, 2, 2, 12, attention_backend="manual", **kind)).double()
+
+
+def muon(model: GPT, **how: Any) -> Any:
+    return build_optimizer(model, TrainConfig(**HOW | how), CPU)
+
+
+def pieces(model: GPT, name: str) -> list[int]:
+    """The rows of each matrix in a parameter, by hand."""
+    if "c_attn" in name:
+        return [12, 12, 12] if model.config.kv_heads == 2 else [12, 6, 6]
+    if "c_fc" in name and model.config.mlp == "swiglu":
+        return [model.config.hidden] * 2
+    return [len(model.get_parameter(name))]
+
+
+def factor(x: Tensor) -> Tensor:
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    return u @ vh
+
+
+def gradients(model: GPT, step: int) -> None:
+    """Gradients of matrices whose singular values are near 1: the iterations lose none."""
+    own, noise = (torch.Generator().manual_seed(seed) for seed in (0, step + 1))
+    for name, p in model.named_parameters():
+        p.grad = 0.04 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
+        for part in p.grad.split(pieces(model, name)) if p.dim() == 2 else ():
+            part += factor(torch.randn(part.shape, generator=own, dtype=p.dtype))
+
+
+@given(st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=1, max_size=4), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_a_batch_of_matrices_becomes_orthogonal(shapes: list[Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    parts = [torch.linalg.svd(torch.randn(shape).double(), full_matrices=False) for shape in shapes]
+    scaled = [(0.05 + torch.rand_like(s)) * 10 ** torch.randn(1) for _, s, _ in parts]
+    found = orthogonal([(u * s[:, None]) @ vh for s, (u, _, vh) in zip(scaled, parts, strict=True)])
+    for x, (u, _, vh) in zip(found, parts, strict=True):
+        torch.testing.assert_close(x, u @ vh, rtol=0, atol=1e-6)
+
+
+@kinds
+def test_steps_by_the_singular_value_decomposition_and_by_adamw(kind: Any) -> None:
+    """q, k and v apart, and the two parts of SwiGLU; all else by AdamW with its own rates."""
+    model = small(kind)
+    optimizer, config = muon(model), TrainConfig()
+    want = {name: p.detach().clone() for name, p in model.named_parameters()}
+    momentum = {name: torch.zeros_like(p) for name, p in want.items()}
+    rest = {}
+    for name, p in want.items():
+        if p.dim() < 2 or ".h." not in name:
+            rate = RATES[3] if p.dim() < 2 else RATES[2] if "lm_head" in name else RATES[1]
+            betas = config.beta1, config.beta2
+            rest[name] = torch.optim.AdamW([p], rate, betas, eps=1e-10, weight_decay=1e-3)
+    for step in range(3):
+        gradients(model, step)
+        for name, p in model.named_parameters():
+            want[name].grad = grad = p.grad.clone()  # type: ignore[union-attr]
+            if name in rest:
+                rest[name].step()
+                continue
+            momentum[name] = 0.95 * momentum[name] + 0.05 * grad
+            nesterov = (0.05 * grad + 0.95 * momentum[name]).split(pieces(model, name))
+            want[name] *= 1 - RATES[0] * 0.1
+            for rows, part in zip(want[name].split(pieces(model, name)), nesterov, strict=True):
+                rows -= RATES[0] * math.sqrt(max(1, len(part) / part.shape[1])) * factor(part)
+        update(optimizer, NO_SCALER, torch.zeros(()), 0.0, torch.zeros(()))
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.detach(), want[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_steps_by_torch(dtype: torch.dtype | None) -> None:
+    """torch.optim.Muon always iterates in bfloat16."""
+    model = small({}).float()
+    named = model.named_parameters()
+    theirs = {name: p.detach().clone() for name, p in named if "c_proj.w" in name}
+    how: Any = {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 12, "weight_decay": 0.1}
+    torchs, ours = torch.optim.Muon(theirs.values(), RATES[0], **how), muon(model)
+    ours.dtype = dtype
+    for step in range(4):
+        before = {name: p.clone() for name, p in theirs.items()}
+        gradients(model, step)
+        for name, p in theirs.items():
+            p.grad = model.get_parameter(name).grad
+        torchs.step()
+        ours.step()
+        for name, p in theirs.items():
+            error = (model.get_parameter(name).detach() - p).norm() / (p - before[name]).norm()
+            assert error < (step + 1) * 2**-7, (step, name, error)
+
+
+@pytest.mark.parametrize("spoiled", ["gradient", "loss"])
+def test_clipping_and_what_is_not_finite(spoiled: str) -> None:
+    clipped, plain, bad = small(LLAMA).float(), small(LLAMA).float(), torch.zeros(())
+    ours, theirs = muon(clipped), muon(plain)
+    for step in range(3):
+        for m in (clipped, plain):
+            gradients(m, step)
+            for p in m.parameters():
+                p.grad *= 10**step  # type: ignore[operator]
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        theirs.step()
+        update(ours, NO_SCALER, torch.zeros(()), 0.3, bad)
+        torch.testing.assert_close([*clipped.parameters()], [*plain.parameters()])
+    before = state_of(ours, [*clipped.parameters()])
+    gradients(clipped, 3)
+    if spoiled == "gradient":
+        clipped.transformer.h[1].mlp.c_fc.weight.grad[2, 3] = math.inf
+    update(ours, NO_SCALER, torch.tensor(math.nan if spoiled == "loss" else 1.0), 0.3, bad)
+    assert bad
+    for a, b in zip(before, state_of(ours, [*clipped.parameters()]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_step_never_asks_the_device() -> None:
+    step = test_step.Step("float32", "float32", 2)
+    step.optimizer = muon(step.model)
+    assert step.watched().reads == []
+
+
+@kinds
+def test_operations_and_memory_are_those_of_a_step(kind: Any) -> None:
+    model = small(kind).float()
+    optimizer = muon(model)
+    gradients(model, 0)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    assert counter.get_total_flops() == optimizer.flops
+    kept = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
+    kept += [t for p in model.parameters() for t in (p, p.grad)]
+    (said,) = re.findall(r"([\d.]+) MB", parallel.held(model, optimizer))
+    assert float(said) == pytest.approx(sum(t.nbytes for t in kept) / 1e6, abs=0.05)
+
+
+def test_all_rates_follow_the_schedule() -> None:
+    how: dict[str, Any] = {"max_iters": 100, "warmup_iters": 10, "min_lr": 0.0}
+    config = TrainConfig(**HOW, **how, decay_lr="linear")
+    optimizer = muon(small(LLAMA))
+    for step, share in ((0, 1 / 11), (10, 1), (30, 1), (65, 0.5), (93, 0.1), (100, 0)):
+        rate = set_learning_rate(optimizer, step, config)
+        assert rate == pytest.approx(share * config.learning_rate)
+        found = {group["lr"] for group in optimizer.param_groups}
+        assert sorted(found) == pytest.approx(sorted({share * r for r in RATES}))
+
+
+# --- several processes ---
+
+
+def stepped(rank: int, n: int, kinds: list[str]) -> dict[str, dict[str, Tensor]]:
+    """The weights after three steps, by the kind of sharing."""
+    found = {}
+    everyone = DistInfo(CPU, rank, n, dist.group.WORLD if n > 1 else None)
+    setup = Setup.of(CPU, "float32")
+    for kind in kinds:
+        module: Any = (model := small(LLAMA))
+        if kind != "ddp":
+            parallel.shard(model, everyone, setup, 2 if kind == "hybrid" else None)
+        optimizer = build_optimizer(model, TrainConfig(**HOW), CPU, n)
+        module = parallel.replicate(model, everyone) if kind == "ddp" else model
+        for step in range(3):
+            torch.manual_seed(step)
+            x, y = (t.tensor_split(n)[rank] for t in torch.randint(19, (2, 12, 8)))
+            how = setup.scaler(), setup.autocast, x, y, 1, 0.0, torch.zeros(())
+            train.train_step(module, optimizer, *how)
+        found[kind] = {name: parallel.whole(t).clone() for name, t in model.state_dict().items()}
+    return found
+
+
+slow = pytest.mark.slow
+SHARED = {2: ["ddp", "fsdp"], 3: ["ddp", "fsdp"], 4: ["ddp", "fsdp", "hybrid"]}
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=slow), pytest.param(4, marks=slow)])
+def test_whole_matrices_are_orthogonalized(n: int) -> None:
+    """In float64 the weights of one process, with rows that n does not divide."""
+    want = stepped(0, 1, ["ddp"])["ddp"]
+    for found in processes.run(stepped, n, SHARED[n]):
+        for kind in SHARED[n]:
+            torch.testing.assert_close(found[kind], want, rtol=0, atol=1e-8, msg=kind)
+
+
+RUN: dict[str, Any] = {**HOW, "muon_rates": "0.02", "max_iters": 20, "eval_interval": 20,
+                       **LLAMA, "n_layer": 3, "decay_lr": "linear", "warmup_iters": 0,
+                       "peak_tflops": 1.0}  # fmt: skip
+HALF = {**RUN, "max_iters": 10, "lr_decay_iters": 20}
+
+
+@pytest.fixture(scope="module")
+def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process, and one that has stopped after 10 steps."""
+    out = tmp_path_factory.mktemp("alone")
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert not any(map(train.main, lines(data_dir, out, one=RUN, half=HALF).values()))
+    return out
+
+
+def same(out: Path, alone: Path, within: float = 1e-5) -> None:
+    """Losses and weights are those of one process."""
+    want, found = losses(alone / "one"), losses(out)
+    assert want["20 loss"] < want["1 loss"] - 0.3
+    assert {"20 val_loss", *(f"{step} loss" for step in range(11, 21))} < found.keys()
+    for name in found.keys() & want.keys():
+        assert abs(found[name] - want[name]) <= within, (out, name)
+    ours, theirs = (checkpoint.load(checkpoint.latest(p)).weights() for p in (out, alone / "one"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_any_number_of_processes_learns_the_same(
+    n: int, data_dir: Path, alone: Path, tmp_path: Path
+) -> None:
+    runs = {"ddp": RUN} | ({"fsdp": {**RUN, "parallel": "fsdp"}} if n > 1 else {})
+    if n == 4:
+        runs["ring"] = {**RUN, "context_parallel": 2}
+        runs["hybrid"] = {**RUN, "parallel": "fsdp", "shard_size": 2}
+    ended_well(processes.run(trained, n, lines(data_dir, tmp_path, **runs), timeout=300))
+    for name in runs:
+        same(tmp_path / name, alone)
+
+
+def resume(folder: Path, **how: Any) -> list[str]:
+    words = {"out_dir": folder, "init_from": "resume", "max_iters": 20, **how}
+    return [f"--{k}={v}" for k, v in words.items()]
+
+
+def test_one_process_resumes_bit_for_bit(alone: Path, tmp_path: Path) -> None:
+    shutil.copytree(alone / "half", tmp_path / "out")
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert train.main(resume(tmp_path / "out")) == 0
+    same(tmp_path / "out", alone, within=0)
+
+
+@pytest.mark.slow
+def test_other_numbers_of_processes_resume(alone: Path, data_dir: Path, tmp_path: Path) -> None:
+    saved = lines(data_dir, tmp_path, ddp=HALF, fsdp={**HALF, "parallel": "fsdp"})
+    ended_well(processes.run(trained, 3, saved, timeout=300))
+    shutil.copytree(alone / "half", tmp_path / "one")
+    for n, parallel_ in ((1, "ddp"), (2, "ddp"), (4, "fsdp")):
+        folders = {name: tmp_path / f"{name}-{n}" for name in ("one", "ddp", "fsdp")}
+        for name, folder in folders.items():
+            shutil.copytree(tmp_path / name, folder)
+        runs = {name: resume(folder, parallel=parallel_) for name, folder in folders.items()}
+        ended_well(processes.run(trained, n, runs, timeout=300))
+        for folder in folders.values():
+            same(folder, alone)
+
+
+def test_another_optimizer_is_refused(alone: Path) -> None:
+    said = refusal(run_line(resume(alone / "half", optimizer="adamw"), alone / "half"))
+    assert "--optimizer=muon" in said and f"--init_from={alone / 'half'}" in said

@@ -1,0 +1,162 @@
+"""python -m data shards: .bin files of other programs, read where they lie."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_train import enter, refusal, run
+
+import data
+from core.settings import UserError
+from data.__main__ import main
+from data.shards import Shards
+
+
+def write(path: Path, tokens: Any, header: bool = True) -> None:
+    """Write a file as llm.c does, or nanoGPT."""
+    head = np.zeros(256, "<i4")
+    head[:3] = 20240520, 1, len(tokens)
+    body = np.asarray(tokens, "<u2").tobytes()
+    path.write_bytes(head.tobytes() + body if header else body)
+
+
+def prepare(source: Path, out: Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    return enter(main, ["shards", f"--source={source}", f"--out_dir={out}"])
+
+
+@pytest.mark.parametrize("header", [True, False])
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 8), st.integers(0, 9))
+@settings(max_examples=25, deadline=None)
+def test_batches_are_those_of_one_file(
+    tmp_path_factory: pytest.TempPathFactory, header: bool, sizes: list[int], T: int, seed: int
+) -> None:
+    """However the tokens are cut into files: the same sequences, over their borders too."""
+    folder = tmp_path_factory.mktemp("shards")
+    tokens = np.arange(sum(sizes) + T + 1, dtype=np.uint16)
+    parts = np.split(tokens, np.cumsum(sizes))
+    for i, part in enumerate(parts):
+        write(folder / f"x_{i:03}.bin", part, header)
+    write(folder / "x_val.bin", tokens[: T + 1], header)
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()}
+    assert prepare(folder / "x_*.bin", folder / "out")[0] == 0
+    found = data.load(folder / "out", "train", T, 50257)
+    assert len(found) == len(tokens)
+    ours, theirs = (data.Batches(t, T, 5, seed) for t in (found, tokens))
+    for step in range(4):
+        for a, b in zip(ours.get(step, 1, 2), theirs.get(step, 1, 2), strict=True):
+            assert torch.equal(a, b)
+    for a, b in zip(data.eval_batches(found, T, 3, 4), data.eval_batches(tokens, T, 3, 4)):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    assert np.array_equal(found[3:-2], tokens[3:-2])
+    assert [p.name for p in (folder / "out").iterdir()] == ["meta.json"]
+    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before}
+
+
+@pytest.fixture
+def fw(tmp_path: Path) -> Path:
+    """Two training shards and one of validation, and the dataset "fw" of them."""
+    draw = np.random.default_rng(0)
+    for name in ("fw_val_000", "fw_train_001", "fw_train_002"):
+        write(tmp_path / f"{name}.bin", draw.integers(50257, size=600))
+    assert prepare(tmp_path / "fw_*.bin", tmp_path / "fw")[0] == 0
+    return tmp_path
+
+
+TINY: dict[str, Any] = {"dataset": "fw", "vocab_size": 50257, "n_embd": 2, "n_head": 1,
+                        "max_iters": 4}  # fmt: skip
+
+
+def test_a_run_on_shards_and_its_resumption(fw: Path) -> None:
+    straight = run(fw, fw / "a", **TINY)
+    assert straight.code == 0, straight.err
+    run(fw, fw / "b", **TINY | {"max_iters": 2, "lr_decay_iters": 4})
+    again = run(fw, fw / "b", **TINY, init_from="resume")
+    assert again.losses() == straight.losses() and len(again.losses()) == 4
+
+
+@pytest.mark.parametrize("change", ["longer", "as long", "gone"])
+@pytest.mark.parametrize("name", ["fw_train_002.bin", "fw_val_000.bin"])
+def test_a_file_that_changed_since_is_named(fw: Path, change: str, name: str) -> None:
+    batches = data.Batches(data.load(fw / "fw", "train", 16, 50257), 16, 40, 0)
+    path, content = fw / name, (fw / name).read_bytes()
+    if change == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content + b"ab" if change == "longer" else content[:-2] + b"ab")
+        os.utime(path, ns=(0, 0))
+    assert name in refusal(run(fw, fw / "out", **TINY))
+    if "train" in name:  # a run that is under way
+        with pytest.raises(UserError, match=name):
+            [*batches.prefetch(0, 3)]
+    made_again = prepare(fw / "fw_*.bin", fw / "fw")[0] == 0
+    assert made_again == (change == "as long" or (change, name[3]) == ("gone", "t"))
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "another version": lambda x: x[:4] + b"\2" + x[5:], "another magic": lambda x: b"abcd" + x[4:],
+    "another number of tokens": lambda x: x[:8] + b"\1" + x[9:], "no tokens": lambda x: x[:1024],
+    "half a header": lambda x: x[:800], "a token less": lambda x: x[:-2],
+    "half a token": lambda x: x[:-1], "nothing": lambda x: b"", "no header": lambda x: x[1024:],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named(fw: Path, damage: str) -> None:
+    path = fw / "fw_train_001.bin"
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    code, _, err = prepare(fw / "fw_*.bin", fw / "other")
+    assert code == 2 and path.name in err and not (fw / "other").exists()
+
+
+@pytest.mark.parametrize("source, said", [
+    ("nothing_*.bin", "nothing_"), ("fw_val*.bin", "train"), ("fw_train*.bin", "val"),
+])  # fmt: skip
+def test_files_that_are_missing(fw: Path, source: str, said: str) -> None:
+    code, _, err = prepare(fw / source, fw / "other")
+    assert code == 2 and said in err
+
+
+def test_other_data_are_not_replaced(fw: Path) -> None:
+    made = {p: p.read_bytes() for p in (fw / "fw").iterdir()}
+    (fw / "text.txt").write_text("to be or not to be " * 50)
+    text = ["shakespeare_char", f"--source={fw / 'text.txt'}", f"--out_dir={fw / 'fw'}"]
+    assert enter(main, text)[0] == 2
+    text[-1] = f"--out_dir={fw / 'text'}"
+    assert enter(main, text)[0] == 0
+    meta = (fw / "text" / "meta.json").read_bytes()
+    assert prepare(fw / "fw_*.bin", fw / "text")[0] == 2
+    assert (fw / "text" / "meta.json").read_bytes() == meta
+    assert {p: p.read_bytes() for p in (fw / "fw").iterdir()} == made
+
+
+def test_a_token_outside_the_vocabulary_is_named(fw: Path) -> None:
+    write(fw / "fw_train_002.bin", [*range(500), 60000])
+    assert prepare(fw / "fw_*.bin", fw / "fw")[0] == 0
+    with pytest.raises(UserError, match="60000"):
+        data.load(fw / "fw", "train", 16, 50304)
+
+
+def test_large_shards_cost_nothing(tmp_path: Path) -> None:
+    """100M tokens, sparse on disk: neither read nor held."""
+    head = np.array([20240520, 1, 10**8], "<i4").tobytes()
+    for name in ("a_train.bin", "a_val.bin"):
+        with (tmp_path / name).open("wb") as f:
+            f.write(head)
+            f.truncate(1024 + 2 * 10**8)
+    tracemalloc.start()
+    assert prepare(tmp_path / "a_*.bin", tmp_path / "a")[0] == 0
+    tokens = data.load(tmp_path / "a", "train", 1024, 50304)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(tokens) == 10**8 and isinstance(tokens, Shards)
+    assert peak < 2e6
