@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from attention.__main__ import parser
 from bench.config import load_config
 from core import settings
 from core.settings import UserError
-from course import build, source
+from course import build, draw, source
 from course.exercises import COUNT
 from course.exercises import __main__ as command_line
 from course.exercises.check import examine, mistaken
@@ -67,6 +68,21 @@ def test_what_is_generated_is_up_to_date(name: str) -> None:
     fresh, changed = build.rebuild(TEXT[name], COURSE / name)
     assert not changed
     assert fresh == TEXT[name]
+
+
+@pytest.mark.parametrize("name", draw.PICTURES)
+def test_a_picture_is_up_to_date_and_fits(name: str) -> None:
+    """Well-formed, with a rule for dark mode, and no text beyond its edge (7 px a letter)."""
+    drawn = draw.PICTURES[name]()
+    assert (COURSE / "pictures" / f"{name}.svg").read_text(encoding="utf-8") == drawn
+    root = ElementTree.fromstring(drawn)
+    width = float(root.attrib["viewBox"].split()[2])
+    assert "prefers-color-scheme: dark" in drawn
+    for words in root.iter("{http://www.w3.org/2000/svg}text"):
+        x, kind = float(words.attrib["x"]), words.attrib["class"]
+        long = 7.2 * len(words.text or "")
+        right = x if "end" in kind else x + long / 2 if "middle" in kind else x + long
+        assert right <= width + 1, words.text
 
 
 @pytest.mark.parametrize("name", TEXT)
