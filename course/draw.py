@@ -163,7 +163,8 @@ def frame(x: float, y: float, n: int, tile: Tile | None, last: Tile, out: torch.
     for a in range(B):
         top, sums, O = (t[0, 0, a].tolist() for t in (now.m, now.l, now.O))
         words = " ".join(f"{o:5.2f}" for o in O)
-        parts.append(text(x + 18, y + 182 + 18 * a, f"m {top:.1f}  l {sums:.2f}  O {words}", "mono"))
+        words = f"m {top:.1f}  l {sums:.2f}  O {words}"
+        parts.append(text(x + 18, y + 182 + 18 * a, words, "mono"))
     scale = " ".join(f"{r:.2f}" for r in now.rescale[0, 0].tolist())
     if now.j:
         parts.append(text(x + 18, y + 226, f"old l and O times {scale}", "small"))
@@ -240,7 +241,7 @@ def ring() -> str:
                         "bold")]
     for n in range(3):
         x0, y0, r = 110 + 215 * n, 140, 72
-        parts.append(text(x0, 46, f"round {n + 1}", "middle"))
+        parts.append(text(x0, 40, f"round {n + 1}", "middle"))
         for rank in range(N):
             angle = 2 * math.pi * rank / N - math.pi / 2
             x, y = x0 + r * math.cos(angle), y0 + r * math.sin(angle)
