@@ -21,6 +21,7 @@ from torch import Tensor
 import bench_mfu
 from attention import Spec, manual, visible
 from attention.__main__ import parser
+from attention.check.command import main as check_kernel
 from bench.config import load_config
 from core import settings
 from core.settings import UserError
@@ -32,6 +33,7 @@ from course.figures import __main__ as figures
 from course.figures import basics, fused, trace
 from course.format import table
 from explain import ExplainConfig
+from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 COURSE = ROOT / "course"
@@ -122,6 +124,10 @@ def test_a_command_of_the_pages_runs(line, capsys, monkeypatch, tmp_path) -> Non
         else:
             start = written(tmp_path, command_line.exercise(words[3]).START)
             assert command_line.main([words[3], str(start)]) == 1
+    elif words[:4] == ["python", "-m", "attention", "check"]:
+        assert words[4:] == ["mykernel.py", "--quick"]  # a slow test below runs it
+    elif words[:2] == ["python", "train.py"]:
+        settings.read(TrainConfig, words[2:])
     elif words[:3] == ["python", "-m", "attention"]:
         parser().parse_args(words[3:])
     elif words[:2] == ["python", "explain.py"]:
@@ -542,6 +548,19 @@ def test_the_command(capsys, tmp_path) -> None:
     for words in (["0"], ["12"], ["2", str(tmp_path / "none.py")], ["2", "--end"]):
         with pytest.raises(UserError, match=re.escape(words[-1])):
             command_line.main(words)
+
+
+@pytest.mark.slow
+def test_the_answers_of_pages_4_and_6_are_a_kernel(tmp_path, capsys, monkeypatch) -> None:
+    """The code of page 6 joins them; `attention check` finds nothing."""
+    for n in (4, 6):
+        text = (ANSWERS / f"ex{n}.py").read_text(encoding="utf-8")
+        (tmp_path / f"answer{n}.py").write_text(text, encoding="utf-8")
+    code = TEXT["6_backward.md"].split("## Train on your own kernel")[1].split("```")[1]
+    kernel = tmp_path / "mykernel.py"
+    kernel.write_text(code.removeprefix("python\n"), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert check_kernel([str(kernel), "--quick"]) == 0, capsys.readouterr().out
 
 
 # --- the bytes of the figures ---
