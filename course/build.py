@@ -1,4 +1,4 @@
-"""Write the generated parts of course/ and docs/PLAN.md.
+"""Write the generated parts of course/ and docs/PLAN.md, and course/pictures/.
 
     python -m course.build            rewrite the pages
     python -m course.build --check    print each place that is out of date; exit code 1
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.settings import UserError, exit_on_user_error
+from course.draw import PICTURES
 from course.figures import __main__ as figures
 from course.source import ROOT, source
 
@@ -48,6 +49,14 @@ def main(argv: Sequence[str]) -> int:
             page.write_text(fresh, encoding="utf-8")
         for mark in changed:
             print(f"{page.name}: {'is out of date' if argv else 'written'}: {mark}")
+    for name, draw in PICTURES.items():
+        picture, made = COURSE / "pictures" / f"{name}.svg", draw()
+        if not picture.exists() or picture.read_text(encoding="utf-8") != made:
+            stale += 1
+            print(f"{picture.name}: {'is out of date' if argv else 'written'}")
+            if not argv:
+                picture.parent.mkdir(exist_ok=True)
+                picture.write_text(made, encoding="utf-8")
     if argv and stale:
         print("run python -m course.build")
     return int(bool(argv) and stale > 0)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -20,17 +21,19 @@ from torch import Tensor
 import bench_mfu
 from attention import Spec, manual, visible
 from attention.__main__ import parser
+from attention.check.command import main as check_kernel
 from bench.config import load_config
 from core import settings
 from core.settings import UserError
-from course import build, source
+from course import build, draw, source
 from course.exercises import COUNT
 from course.exercises import __main__ as command_line
-from course.exercises.check import examine
+from course.exercises.check import examine, mistaken
 from course.figures import __main__ as figures
 from course.figures import basics, fused, trace
 from course.format import table
 from explain import ExplainConfig
+from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 COURSE = ROOT / "course"
@@ -40,40 +43,9 @@ COMMANDS = list(dict.fromkeys(line for text in TEXT.values() for line in command
 ANSWERS = COURSE / "exercises" / "answers"
 NUMBERS = range(1, COUNT + 1)
 
-# Exercise, a text in its right answer, and a common mistake in its place.
 MISTAKES = [
-    (1, " / math.sqrt(len(q))", ""),
-    (1, "torch.exp(s - s.max())", "torch.exp(s)"),
-    (2, "+ Tk - Tq", ""),
-    (2, "j > i - window", "j >= i - window"),
-    (2, "segments[i.clamp(min=0)]", "segments[:Tq, None]"),
-    (3, ".masked_fill(~seen, 0.0)", ""),
-    (3, "t.repeat_interleave(H // k.shape[1], dim=1)", "t.repeat(1, H // k.shape[1], 1)"),
-    (3, "probs, v)", "probs.detach(), v)"),
-    (4, "torch.maximum(m, S.amax(dim=1, keepdim=True))", "S.amax(dim=1, keepdim=True)"),
-    (4, "rescale * l", "l"),
-    (5, "J.start > I.stop - 1 + offset", "False"),
-    (5, ".masked_fill(l == 0, 1)", ""),
-    (5, "[:, None] + offset", "[:, None]"),
-    (6, " - D_i", ""),
-    (6, "tau * (dS @ k[J])", "dS @ k[J]"),
-    (6, "i + Tk - Tq", "i"),
-    (7, "tl.exp2", "tl.exp"),
-    (7, "rescale[:, None] * O_i", "O_i"),
-    (7, ", mask=j[:, None] < Tk, other=0.0", ""),
-    (7, "O_i / l_i[:, None], mask=i[:, None] < Tq", "O_i / l_i[:, None]"),
-    (8, "top > m + threshold", "top > m"),
-    (8, "l[rows] *= rescale", "pass"),
-    (8, "S_j - m)", "S_j - top)"),
-    (9, "page_table[j // page_size].long()", "j // page_size"),
-    (9, "torch.arange(length)", "torch.arange(-(-length // page_size) * page_size)"),
-    (9, 'peaks["dense"]', 'peaks["sparse"]'),
-    (10, "share * O + share_new * O_new", "(O + O_new) / 2"),
-    (10, "torch.logaddexp(L, L_new)", "torch.log(torch.exp(L) + torch.exp(L_new))"),
-    (10, "S - L[:, None]", "S - S.logsumexp(1, keepdim=True)"),
-    (11, "x.chunk(2, dim=1)", "x[:, ::2], x[:, 1::2]"),
-    (11, "b * cos + a * sin", "b * cos - a * sin"),
-    (11, "torch.arange(Tk - Tq, Tk)", "torch.arange(Tq)"),
+    (number, n) for number in NUMBERS
+    for n in range(len(command_line.exercise(str(number)).MISTAKES))
 ]
 
 
@@ -98,6 +70,21 @@ def test_what_is_generated_is_up_to_date(name: str) -> None:
     fresh, changed = build.rebuild(TEXT[name], COURSE / name)
     assert not changed
     assert fresh == TEXT[name]
+
+
+@pytest.mark.parametrize("name", draw.PICTURES)
+def test_a_picture_is_up_to_date_and_fits(name: str) -> None:
+    """Well-formed, with a rule for dark mode, and no text beyond its edge (7 px a letter)."""
+    drawn = draw.PICTURES[name]()
+    assert (COURSE / "pictures" / f"{name}.svg").read_text(encoding="utf-8") == drawn
+    root = ElementTree.fromstring(drawn)
+    width = float(root.attrib["viewBox"].split()[2])
+    assert "prefers-color-scheme: dark" in drawn
+    for words in root.iter("{http://www.w3.org/2000/svg}text"):
+        x, kind = float(words.attrib["x"]), words.attrib["class"]
+        long = 7.2 * len(words.text or "")
+        right = x if "end" in kind else x + long / 2 if "middle" in kind else x + long
+        assert right <= width + 1, words.text
 
 
 @pytest.mark.parametrize("name", TEXT)
@@ -137,6 +124,10 @@ def test_a_command_of_the_pages_runs(line, capsys, monkeypatch, tmp_path) -> Non
         else:
             start = written(tmp_path, command_line.exercise(words[3]).START)
             assert command_line.main([words[3], str(start)]) == 1
+    elif words[:4] == ["python", "-m", "attention", "check"]:
+        assert words[4:] == ["mykernel.py", "--quick"]  # a slow test below runs it
+    elif words[:2] == ["python", "train.py"]:
+        settings.read(TrainConfig, words[2:])
     elif words[:3] == ["python", "-m", "attention"]:
         parser().parse_args(words[3:])
     elif words[:2] == ["python", "explain.py"]:
@@ -469,13 +460,68 @@ def test_the_right_answer_passes_and_the_start_does_not(number, tmp_path) -> Non
     assert examine(exercise, written(tmp_path, exercise.START))
 
 
-@pytest.mark.parametrize("number, right, wrong", MISTAKES)
-def test_a_common_mistake_is_refused(number, right, wrong, tmp_path) -> None:
+@pytest.mark.parametrize("number, n", MISTAKES)
+def test_a_common_mistake_is_named(number, n, tmp_path) -> None:
+    """Or another mistake that gives the same numbers."""
     needing_triton(number)
-    answer = (ANSWERS / f"ex{number}.py").read_text(encoding="utf-8")
-    assert right in answer
-    path = written(tmp_path, answer.replace(right, wrong))
-    assert examine(command_line.exercise(str(number)), path)
+    exercise = command_line.exercise(str(number))
+    said = examine(exercise, written(tmp_path, mistaken(exercise, n))) or ""
+    assert any(said.endswith(f". {hint}") for _, _, hint in exercise.MISTAKES), said
+
+
+# Answers that are written another way, with their mistake and a word of the hint.
+OTHERS = [
+    (1, "def softmax(s): return torch.softmax(s, 0)\n"
+        "def attend(q, K, V): return softmax(K @ q / len(q) ** 0.5) @ V", "was called"),
+    (1, "def softmax(s):\n    e = s.exp()\n    return e / e.sum()\n"
+        "def attend(q, K, V): return V.T @ softmax(K @ q / len(q) ** 0.5)", "overflows"),
+    (2, "from attention import visible\n"
+        "def mask(Tq, Tk, window, segments):\n"
+        "    i = torch.arange(Tq)[:, None]\n"
+        "    return visible(i, torch.arange(Tk), Tk - Tq, window)", "was called"),
+    (3, "def attention(q, k, v, seen):\n"
+        "    q, k, v = (t.transpose(0, 1) for t in (q, k, v))\n"
+        "    k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))\n"
+        "    sdpa = torch.nn.functional.scaled_dot_product_attention\n"
+        "    return sdpa(q, k, v, seen).transpose(0, 1)", "was called"),
+    (4, "def update(m, l, O, S, V):\n"
+        "    top = S.max(1, keepdim=True).values\n"
+        "    P, r = (S - top).exp(), (m - top).exp()\n"
+        "    return top, r * l + P.sum(1, keepdim=True), r * O + P @ V", "all blocks so far"),
+    (5, "def forward(load, store, rows, cols, offset):\n"
+        "    for i, I in enumerate(rows):\n"
+        "        Q, S, V = load('Q', i).clone(), [], []\n"
+        "        for j, J in enumerate(cols):\n"
+        "            if J.start < I.stop + offset:\n"
+        "                at = torch.arange(I.start, I.stop)[:, None] + offset\n"
+        "                s = Q @ load('K', j).T / Q.shape[1] ** 0.5\n"
+        "                hidden = torch.arange(J.start, J.stop) > at\n"
+        "                S.append(s.masked_fill(hidden, -1e30))\n"
+        "                V.append(load('V', j).clone())\n"
+        "        if not S:\n"
+        "            store(i, torch.zeros_like(Q))\n"
+        "            continue\n"
+        "        P = torch.softmax(torch.cat(S, 1), 1)\n"
+        "        none = torch.cat(S, 1).amax(1, keepdim=True) < -1e29\n"
+        "        store(i, P.masked_fill(none, 0) @ torch.cat(V))", "Do not collect"),
+]
+
+
+@pytest.mark.parametrize("number, text, word", OTHERS)
+def test_a_mistake_is_named_however_it_is_written(number, text, word, tmp_path) -> None:
+    path = written(tmp_path, "import torch\n" + text)
+    assert word in (examine(command_line.exercise(str(number)), path) or "")
+
+
+def test_a_class_is_graded(tmp_path, capsys) -> None:
+    for student, number in (("ada", 2), ("bob", 1)):
+        (tmp_path / student).mkdir()
+        key = (ANSWERS / f"ex{number}.py").read_text(encoding="utf-8")
+        (tmp_path / student / "answer1.py").write_text(key, encoding="utf-8")
+    assert command_line.main(["grade", str(tmp_path)]) == 0
+    grades = json.loads(capsys.readouterr().out)
+    assert {who: grades[who]["points"] for who in grades} == {"ada": 0, "bob": 1}
+    assert "softmax" in grades["ada"]["answers"]["1"] and grades["bob"]["answers"]["1"] == "right"
 
 
 @pytest.mark.parametrize("text, said", [
@@ -503,6 +549,19 @@ def test_the_command(capsys, tmp_path) -> None:
     for words in (["0"], ["12"], ["2", str(tmp_path / "none.py")], ["2", "--end"]):
         with pytest.raises(UserError, match=re.escape(words[-1])):
             command_line.main(words)
+
+
+@pytest.mark.slow
+def test_the_answers_of_pages_4_and_6_are_a_kernel(tmp_path, capsys, monkeypatch) -> None:
+    """The code of page 6 joins them; `attention check` finds nothing."""
+    for n in (4, 6):
+        text = (ANSWERS / f"ex{n}.py").read_text(encoding="utf-8")
+        (tmp_path / f"answer{n}.py").write_text(text, encoding="utf-8")
+    code = TEXT["6_backward.md"].split("## Train on your own kernel")[1].split("```")[1]
+    kernel = tmp_path / "mykernel.py"
+    kernel.write_text(code.removeprefix("python\n"), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert check_kernel([str(kernel), "--quick"]) == 0, capsys.readouterr().out
 
 
 # --- the bytes of the figures ---

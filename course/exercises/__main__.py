@@ -4,12 +4,18 @@
     python -m course.exercises 4                       print the task of page 4
     python -m course.exercises 4 --start > answer.py   a file to start from
     python -m course.exercises 4 answer.py             check an answer
+    python -m course.exercises 4 --answer              print the right answer
+    python -m course.exercises grade FOLDER            check a class: JSON, and points on stderr
 
-The exit code is 0 for a right answer, 1 for a wrong one. The answer is executed.
+The exit code is 0 for a right answer, 1 for a wrong one. The answer is executed. In FOLDER each
+student has a folder of answer1.py, answer2.py, ...
 """
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -19,7 +25,10 @@ from types import ModuleType
 from core.settings import UserError, exit_on_user_error
 from course.exercises import COUNT
 
-USAGE = "usage: python -m course.exercises [number [--start | FILE]]"
+FOLDER = Path(__file__).resolve().parent
+
+USAGE = "usage: python -m course.exercises [number [--start | --answer | FILE] | grade FOLDER]"
+GRADING_S = 300  # seconds for an answer, in its own process
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,17 +38,23 @@ def main(argv: Sequence[str]) -> int:
             print(f"{n:2}  {exercise(str(n)).TASK.splitlines()[0]}")
         return 0
     number, *rest = argv
+    if number == "grade" and len(rest) == 1:
+        print(json.dumps(grade(Path(rest[0])), indent=1))
+        return 0
     if len(rest) > 1 or number not in map(str, range(1, COUNT + 1)):
         raise UserError(f"{USAGE}, number 1 to {COUNT}; got {' '.join(argv)}")
     if rest == ["--start"]:
         print(exercise(number).START.strip())
+        return 0
+    if rest == ["--answer"]:
+        print((FOLDER / "answers" / f"ex{number}.py").read_text(encoding="utf-8").strip())
         return 0
     if not rest:
         print(
             f"{exercise(number).TASK.strip()}\n"
             f"\nStart:   python -m course.exercises {number} --start > answer{number}.py"
             f"\nCheck:   python -m course.exercises {number} answer{number}.py"
-            f"\nAnswer:  course/exercises/answers/ex{number}.py"
+            f"\nAnswer:  python -m course.exercises {number} --answer"
         )
         return 0
     answer = Path(rest[0])
@@ -50,6 +65,37 @@ def main(argv: Sequence[str]) -> int:
     why = examine(exercise(number), answer)
     print(f"exercise {number}: {'right' if why is None else why}")
     return int(why is not None)
+
+
+def grade(folder: Path) -> dict[str, dict[str, object]]:
+    """Return {student: {"points": right answers, "of": exercises, "answers": {number: result}}}.
+
+    Each answer runs in its own process. The students are the folders of the files.
+    """
+    if not folder.is_dir():
+        raise UserError(f"no such folder: {str(folder)!r}; {USAGE}")
+    found: dict[str, dict[str, str]] = {}
+    for path in sorted(folder.rglob("*.py")):
+        number = re.search(r"(\d+)\D*$", path.stem)
+        if number is None or not 1 <= int(number[1]) <= COUNT:
+            print(f"{path}: not answerN.py with N from 1 to {COUNT}", file=sys.stderr)
+            continue
+        student = str(path.parent.relative_to(folder))
+        command = [sys.executable, "-m", "course.exercises", str(int(number[1])), str(path)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=GRADING_S)
+            said = done.stdout.strip() or done.stderr.strip()
+        except subprocess.TimeoutExpired:
+            said = f"not finished after {GRADING_S} s"
+        result = said.rpartition("\n")[2].partition(": ")[2] or said
+        found.setdefault(student, {})[str(int(number[1]))] = result
+        print(f"{path}: {result}", file=sys.stderr)
+    grades: dict[str, dict[str, object]] = {}
+    for student, answers in found.items():
+        points = [*answers.values()].count("right")
+        grades[student] = {"points": points, "of": COUNT, "answers": answers}
+        print(f"{student}: {points} of {COUNT}", file=sys.stderr)
+    return grades
 
 
 def exercise(number: str) -> ModuleType:

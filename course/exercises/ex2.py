@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attention.spec import visible
+from course.exercises.check import Wrong, forbidding
 
 TASK = """The mask
 
@@ -41,7 +42,23 @@ CASES: list[tuple[int, int, int | None, list[int] | None]] = [
 ]
 
 
+MISTAKES = [
+    ("[:, None] + Tk - Tq", "[:, None]", "Query i stands at position i + Tk - Tq"),
+    ("j > i - window", "j >= i - window", "A query is in its window: it sees window - 1 others"),
+    ("j > i - window", "j > i - window + 1", "The window is one key too short"),
+    ("seen = j <= i", "seen = j < i", "A query sees itself"),
+    ("seen = j <= i", "seen = j >= i", "A query sees earlier keys, not later ones"),
+    ("seen = j <= i", "seen = (j <= i) | True", "A query sees no later key"),
+    ("return seen", "return ~seen", "True means that the query sees the key"),
+    ("segments[i.clamp(min=0)]", "segments[(i - Tk + Tq).clamp(max=Tk - 1)]",
+     "The document of query i is that of position i + Tk - Tq"),
+    ("seen &= segments[i.clamp(min=0)] == segments", "pass", "Other documents are visible"),
+]
+
+
 def check(answer: ModuleType) -> None:
+    with forbidding(answer, ("visible",), "write the mask with comparisons"):
+        answer.mask(2, 2, None, None)
     for Tq, Tk, window, seg in CASES:
         segments = None if seg is None else torch.tensor(seg)
         got = answer.mask(Tq, Tk, window, segments)
@@ -49,15 +66,9 @@ def check(answer: ModuleType) -> None:
         assert isinstance(got, Tensor) and got.dtype == torch.bool and got.shape == (Tq, Tk), (
             f"{case} must return a bool tensor ({Tq}, {Tk})"
         )
-        want = truth(Tq, Tk, Tk - Tq, window, segments)
-        mistakes = {
-            "Query i stands at position i + Tk - Tq": truth(Tq, Tk, 0, window, segments),
-            "A query is in its window": truth(Tq, Tk, Tk - Tq, window and window + 1, segments),
-            "A query sees itself": want.tril(Tk - Tq - 1),
-        }
-        why = next((f". {why}" for why, mask in mistakes.items() if mask.equal(got)), "")
-        wrong = torch.nonzero(got != want).tolist()
-        assert not wrong, f"{case} is wrong at {wrong[0]}{why}"
+        wrong = torch.nonzero(got != truth(Tq, Tk, Tk - Tq, window, segments)).tolist()
+        if wrong:
+            raise Wrong(f"wrong at {wrong[0]}", case, got)
 
 
 def truth(Tq: int, Tk: int, offset: int, window: int | None, segments: Tensor | None) -> Tensor:

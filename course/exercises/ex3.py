@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from course.exercises.check import same
+from course.exercises.check import forbidding, same
 
 TASK = """Attention by the formula, with masks and shared heads
 
@@ -43,6 +43,26 @@ CASES = {
 }
 
 
+REPEAT = "t.repeat_interleave(H // k.shape[1], dim=1)"
+MISTAKES = [
+    (" / math.sqrt(D)", "", "Divide the scores by sqrt(D)"),
+    (REPEAT, "t.repeat(1, H // k.shape[1], 1)",
+     "Head h reads head h // (H / Hkv), not h % Hkv"),
+    ("dim=-1", "dim=1", "Softmax over the keys, not over the queries"),
+    ("dim=-1", "dim=0", "Softmax over the keys, not over the heads"),
+    ("~seen", "seen", "The mask is inverted: hide the keys where seen is False"),
+    ("scores.masked_fill(~seen, torch.finfo(scores.dtype).min)", "scores",
+     "Hide the keys before softmax: weights that are zeroed after it do not sum to 1"),
+    ("    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)\n    probs = "
+     "torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)",
+     "    probs = torch.softmax(scores, dim=-1)", "The mask is missing"),
+    (".masked_fill(~seen, 0.0)", "", "A query that sees no key must return zeros"),
+    ("torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)",
+     "torch.softmax(scores.masked_fill(~seen, -math.inf), dim=-1)",
+     "Softmax of a row of -inf is NaN: give it finite numbers"),
+]
+
+
 def check(answer: ModuleType) -> None:
     draw = torch.Generator().manual_seed(0)
     for case, (H, Hkv, seen) in CASES.items():
@@ -51,21 +71,13 @@ def check(answer: ModuleType) -> None:
         q, k, v, dout = (torch.randn(*shape, generator=draw) for shape in shapes)
         leaves = [t.requires_grad_() for t in (q, k, v)]
         want = attention(q, k, v, seen)
-        turned = [t.repeat(1, H // Hkv, 1) for t in (k, v)]
-        mistakes = {
-            "Divide the scores by sqrt(D)": attention(2 * q, k, v, seen),
-            "Head h reads head h // (H / Hkv), not h % Hkv": attention(
-                q, turned[0], turned[1], seen
-            ),
-            "The mask is missing": attention(q, k, v, torch.ones_like(seen)),
-        }
-        out = answer.attention(*(t.clone() for t in (q, k, v)), seen.clone())
-        same(out, want, "out", case, mistakes)
+        with forbidding(answer, ("scaled_dot_product_attention",), "compute the scores yourself"):
+            out = answer.attention(*(t.clone() for t in (q, k, v)), seen.clone())
+        same(out, want, "out", case)
         assert out.requires_grad, "no gradient flows: do not use .detach(), no_grad() or numpy"
         got = torch.autograd.grad(out, leaves, dout, allow_unused=True)
         for name, grad, w in zip(("dq", "dk", "dv"), got, torch.autograd.grad(want, leaves, dout)):
-            nan = {"Softmax of a row of -inf is NaN: give it finite numbers": w * torch.nan}
-            same(grad, w, name, case, nan)
+            same(grad, w, name, case)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:

@@ -42,6 +42,23 @@ CASES: dict[str, list[list[list[float]]]] = {
 }
 
 
+MAX = "torch.maximum(m, S.amax(dim=1, keepdim=True))"
+MISTAKES = [
+    ("rescale * l + P.sum(dim=1, keepdim=True), rescale * O + P @ V",
+     "P.sum(dim=1, keepdim=True), P @ V", "Keep the old sums: rescale and add"),
+    (MAX, "S.amax(dim=1, keepdim=True)", "m is the maximum of all blocks so far"),
+    (MAX, "torch.zeros_like(m)", "m is the largest score of each row so far"),
+    (MAX, "torch.maximum(m, S.amax())", "m is a maximum for each row, not one for the block"),
+    ("rescale * l", "l", "Rescale the old sum l by exp(m - m_new)"),
+    ("rescale * O", "O", "Rescale the old sum O by exp(m - m_new)"),
+    ("torch.exp(m - m_new)", "torch.exp(m_new - m)", "Rescale by exp(m - m_new), the other way"),
+    ("rescale * O + P @ V",
+     "(rescale * O + P @ V) / (rescale * l + P.sum(dim=1, keepdim=True))",
+     "Divide by l once, after the last block"),
+    ("torch.exp(S - m_new)", "torch.exp(S - m)", "Subtract the new maximum from the scores"),
+]
+
+
 def check(answer: ModuleType) -> None:
     draw = torch.Generator().manual_seed(0)
     for name, case in CASES.items():
@@ -52,14 +69,7 @@ def check(answer: ModuleType) -> None:
             got = several(answer.update(*(t.clone() for t in (m, l, O, S, V))), 3, "update()")
             m_new = torch.maximum(m, S.amax(dim=1, keepdim=True))
             P, rescale = torch.exp(S - m_new), torch.exp(m - m_new)
-            new_l, new_O = P.sum(dim=1, keepdim=True), P @ V
-            want = (m_new, rescale * l + new_l, rescale * O + new_O)
-            mistakes = {
-                "m is the maximum of all blocks so far": (S.amax(1, keepdim=True), new_l, new_O),
-                "Rescale the old sums by exp(m - m_new)": (m_new, l + new_l, O + new_O),
-                "Keep the old sums": (m_new, new_l, new_O),
-            }
-            for i, letter in enumerate("mlO"):
-                why = {text: values[i] for text, values in mistakes.items()}
-                same(got[i], want[i], letter, f"block {n} of the case '{name}'", why)
+            want = m_new, rescale * l + P.sum(dim=1, keepdim=True), rescale * O + P @ V
+            for letter, g, w in zip("mlO", got, want):
+                same(g, w, letter, f"block {n} of the case '{name}'")
             m, l, O = want

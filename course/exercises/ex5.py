@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention.spec import visible
 from attention.tiled import blocks, wholly_masked
-from course.exercises.check import same
+from course.exercises.check import Live, same
 
 TASK = """Attention tile by tile
 
@@ -48,17 +48,39 @@ def forward(load, store, rows, cols, offset):
         store(i, O)
 '''
 
-# Tq, Tk, B_r, B_c
-CASES = [(4, 4, 2, 2), (6, 6, 2, 3), (8, 8, 4, 2), (7, 7, 3, 2), (1, 6, 1, 4), (3, 10, 2, 4),
-         (6, 3, 2, 2), (40, 40, 8, 16)]
+# Tq, Tk, B_r, B_c, large scores
+CASES = [(4, 4, 2, 2, False), (6, 6, 2, 3, False), (8, 8, 4, 2, False), (7, 7, 3, 2, False),
+         (1, 6, 1, 4, False), (3, 10, 2, 4, False), (6, 3, 2, 2, False), (40, 40, 8, 16, False),
+         (8, 8, 4, 2, True), (8, 512, 8, 16, False)]
+SEEN = "torch.arange(J.start, J.stop) <= torch.arange(I.start, I.stop)[:, None] + offset"
+MAX = "torch.maximum(m, S.amax(dim=1, keepdim=True))"
+MISTAKES = [
+    (SEEN, SEEN.removesuffix(" + offset"),
+     "Query i sees key j where j <= i + offset, not j <= i"),
+    (SEEN, f"({SEEN}) | True", "The mask inside the tile is missing"),
+    (" / math.sqrt(Q_i.shape[1])", "", "Divide the scores by sqrt(D)"),
+    ("O / l.masked_fill(l == 0, 1)", "O", "Divide by l after the last tile"),
+    ("O / l.masked_fill(l == 0, 1)", "O / l", "l is 0 for a query without a visible key"),
+    ("rescale * O", "O", "Rescale O by exp(m - m_new)"),
+    ("rescale * l", "l", "Rescale l by exp(m - m_new)"),
+    ("rescale = torch.exp(m - m_new)", "rescale = 1",
+     "Rescale l and O by exp(m - m_new) when the maximum rises"),
+    (MAX, "torch.zeros_like(m)", "exp() overflows: subtract the largest score of the row so far"),
+    (MAX, "torch.maximum(m, S.amax().clamp(min=-1e30))",
+     "m is a maximum for each row: S.amax(dim=1), not one for the tile"),
+    ("J.start > I.stop - 1 + offset", "J.start > I.start + offset",
+     "A tile is visible if the LAST query of the block sees its first key"),
+]
 
 
 class Memory:
     """Main memory, and fast memory for one block each of Q, K and V."""
 
-    def __init__(self, Tq: int, Tk: int, B_r: int, B_c: int, D: int = 4) -> None:
+    def __init__(self, Tq: int, Tk: int, B_r: int, B_c: int, large: bool, D: int = 4) -> None:
         draw = torch.Generator().manual_seed(100 * Tq + Tk)
         self.main = {n: torch.randn(T, D, generator=draw) for n, T in zip("QKV", (Tq, Tk, Tk))}
+        if large:  # scores of rows in hundreds, of others near 0
+            self.main["Q"] *= 400.0 * (torch.arange(Tq)[:, None] % 2)
         self.rows, self.cols = blocks(Tq, B_r), blocks(Tk, B_c)
         self.fast = {n: torch.empty(B, D) for n, B in zip("QKV", (B_r, B_c, B_c))}
         self.loads: Counter[tuple[int, str, int]] = Counter()  # (row of tiles, name, block)
@@ -78,22 +100,16 @@ class Memory:
 
 
 def check(answer: ModuleType) -> None:
-    for Tq, Tk, B_r, B_c in CASES:
-        memory, offset = Memory(Tq, Tk, B_r, B_c), Tk - Tq
-        answer.forward(memory.load, memory.store, [*memory.rows], [*memory.cols], offset)
+    for Tq, Tk, B_r, B_c, large in CASES:
+        memory, offset = Memory(Tq, Tk, B_r, B_c, large), Tk - Tq
+        with Live() as live:
+            answer.forward(memory.load, memory.store, [*memory.rows], [*memory.cols], offset)
         case = f"Tq = {Tq}, Tk = {Tk}, B_r = {B_r}, B_c = {B_c}"
-        queries, keys = torch.arange(Tq)[:, None], torch.arange(Tk)
-        seen = visible(queries, keys, offset)
-        want, top_left = formula(memory, seen), formula(memory, visible(queries, keys))
-        no_scale = formula(memory, seen, scale=1.0)
+        case += ", scores in the hundreds" if large else ""
+        want = formula(memory, visible(torch.arange(Tq)[:, None], torch.arange(Tk), offset))
         for i, I in enumerate(memory.rows):
             assert i in memory.out, f"block {i} of the output is not stored, {case}"
-            assert not memory.out[i].isnan().any(), f"O_{i} is NaN, {case}: l may be 0"
-            mistakes = {
-                "Query i sees key j where j <= i + offset, not j <= i": top_left[I],
-                "Divide the scores by sqrt(D)": no_scale[I],
-            }
-            same(memory.out[i], want[I], f"O_{i}", case, mistakes)
+            same(memory.out[i], want[I], f"O_{i}", case)
             assert memory.loads[i, "Q", i] == 1, f"load block {i} of Q once, {case}"
             for n, name in product(range(len(memory.cols)), "KV"):
                 got = memory.loads[i, name, n]
@@ -102,10 +118,14 @@ def check(answer: ModuleType) -> None:
                     f"block {n} of {name} was loaded {got} times for block {i} of Q, expected "
                     f"{need}, {case}. Skip a tile, before loading it, if no query sees a key of it"
                 )
+        assert Tk < 512 or live.most < B_r * Tk, (
+            f"{live.most} numbers were held at one time, {case}: fast memory has room for a few "
+            f"tiles of {B_r * B_c}. Do not collect the scores of all keys"
+        )
 
 
-def formula(memory: Memory, seen: Tensor, scale: float = 0.5) -> Tensor:
-    """softmax(scale Q K^T) V, and zeros for a query that sees no key; D = 4."""
+def formula(memory: Memory, seen: Tensor) -> Tensor:
+    """softmax(Q K^T / sqrt(D)) V, and zeros for a query that sees no key; D = 4."""
     Q, K, V = memory.main.values()
-    S = (scale * Q @ K.T).masked_fill(~seen, torch.finfo().min)
+    S = (Q @ K.T / 2).masked_fill(~seen, torch.finfo().min)
     return torch.softmax(S, dim=1) * seen @ V

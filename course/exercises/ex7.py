@@ -55,18 +55,42 @@ def forward(Q, K, V, O, L, Tq, Tk, scale,
     tl.store(L + i, m_i, mask=i < Tq)
 """
 
-BLOCK, D = 16, 16
+BLOCK_M, BLOCK_N, D = 16, 32, 64
 GUARD = 64  # rows of NaN before and after each tensor
+NEEDS = ("triton",)
+MISTAKES = [
+    ("O_i / l_i[:, None]", "O_i", "Divide O_i by l_i after the loop"),
+    ("rescale[:, None] * O_i", "O_i", "Rescale O_i by 2^(m_i - m_new)"),
+    ("rescale * l_i", "l_i", "Rescale l_i by 2^(m_i - m_new)"),
+    ("rescale = tl.exp2(m_i - m_new)", "rescale = tl.exp2(m_new - m_new)",
+     "Rescale l_i and O_i by 2^(m_i - m_new)"),
+    ("tl.exp2", "tl.exp", "Use tl.exp2: scale has the factor log2(e)"),
+    ("tl.log2", "tl.log", "L is to base 2: m_i + tl.log2(l_i)"),
+    ("m_i + tl.log2(l_i)", "m_i", "L is m_i + tl.log2(l_i)"),
+    ("tl.maximum(m_i, tl.max(S_ij, axis=1))", "tl.max(S_ij, axis=1)",
+     "m_new is the maximum of m_i and of the block: a block may hide all keys of a row"),
+    ("tl.maximum(m_i, tl.max(S_ij, axis=1))", "tl.maximum(m_i, tl.max(S_ij, axis=0))",
+     "The maximum of a row is tl.max(S_ij, axis=1)"),
+    ("tl.sum(P_ij, axis=1)", "tl.sum(P_ij, axis=0)",
+     "The sum of a row is tl.sum(P_ij, axis=1)"),
+    ("tl.maximum(m_i, tl.max(S_ij, axis=1))", "tl.zeros((BLOCK_M,), tl.float32)",
+     "2^S overflows: subtract the largest score of the row so far"),
+    ("S_ij = tl.where(seen, S_ij, float(\"-inf\"))", "pass", "The causal mask is missing"),
+    (", mask=j[:, None] < Tk, other=0.0", "",
+     "Memory after the last key holds NaN: loads need a mask"),
+]
 
 
 def check(answer: ModuleType) -> None:
     assert hasattr(answer.forward, "run"), "forward needs the decorator @triton.jit"
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for Tq, Tk in ((16, 16), (8, 16), (16, 48), (21, 43)):
+    for Tq, Tk, size in ((16, 16, 1), (8, 32, 1), (16, 80, 1), (21, 43, 1), (16, 40, 200)):
         draw = torch.Generator().manual_seed(Tq)
         q, k, v = (torch.randn(T, D, generator=draw) for T in (Tq, Tk, Tk))
-        k *= 1 + torch.arange(Tk)[:, None] // BLOCK  # the maximum of a row grows block by block
-        case = f"Tq = {Tq}, Tk = {Tk}, D = {D}, BLOCK_M = BLOCK_N = {BLOCK}"
+        k *= 1 + torch.arange(Tk)[:, None] // BLOCK_N  # the maximum of a row grows block by block
+        q *= size
+        case = f"Tq = {Tq}, Tk = {Tk}, D = {D}, BLOCK_M = {BLOCK_M}, BLOCK_N = {BLOCK_N}"
+        case += ", scores in the hundreds" if size > 1 else ""
         guarded = []
         for x in (q, k, v, torch.zeros_like(q), torch.zeros(Tq)):
             around = x.new_full((len(x) + 2 * GUARD, *x.shape[1:]), torch.nan).to(device)
@@ -74,24 +98,16 @@ def check(answer: ModuleType) -> None:
             guarded.append(around)
         inner = [x[GUARD:-GUARD] for x in guarded]
         scale = math.log2(math.e) / math.sqrt(D)
-        grid = (-(-Tq // BLOCK),)
-        answer.forward[grid](*inner, Tq, Tk, scale, D=D, BLOCK_M=BLOCK, BLOCK_N=BLOCK)
+        grid = (-(-Tq // BLOCK_M),)
+        answer.forward[grid](*inner, Tq, Tk, scale, D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
         for name, x in zip("QKVOL", guarded):
             outside = torch.cat([x[:GUARD], x[-GUARD:]])
             assert outside.isnan().all(), f"a store outside {name}, {case}: use mask=i < Tq"
-        out, L = (x.cpu() for x in inner[3:])
-        assert not out.isnan().any(), (
-            f"O is NaN, {case}. Memory after the last row holds NaN: loads need a mask"
-        )
         S = scale * q @ k.T
         seen = torch.arange(Tk) <= torch.arange(Tq)[:, None] + Tk - Tq
         S = S.masked_fill(~seen, -math.inf)
         m = S.amax(dim=1, keepdim=True)
         P = torch.exp2(S - m)
         l = P.sum(dim=1, keepdim=True)
-        mistakes = {
-            "Divide O_i by l_i": P @ v,
-            "Use tl.exp2: scale has the factor log2(e)": torch.softmax(S, dim=1) @ v,
-        }
-        same(out, P @ v / l, "O", case, mistakes)
-        same(L, (m + l.log2())[:, 0], "L", case, {"L is m_i + log2(l_i)": m[:, 0]})
+        same(inner[3].cpu(), P @ v / l, "O", case)
+        same(inner[4].cpu(), (m + l.log2())[:, 0], "L", case)

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from course.exercises.check import same, several
+from course.exercises.check import Wrong, same, several
 
 TASK = """Rescale only when you must
 
@@ -57,6 +57,26 @@ CASES: list[tuple[list[list[float]], int, float]] = [
 ]
 
 
+MISTAKES = [
+    ("(top > m + threshold)[:, 0]", "torch.ones(T, dtype=torch.bool) & (first > 0)",
+     "Rescale only rows whose maximum is more than the threshold above their m"),
+    ("top > m + threshold", "top >= m + threshold", "Equal to the threshold is not more"),
+    ("top > m + threshold", "top > m", "Rescale only above the threshold"),
+    ("int(rows.sum())", "int(rows.any())", "Count the rescaled rows, not the blocks"),
+    ("int(rows.sum())", "T", "Count the rescaled rows, not all rows of the block"),
+    ("rescaled = 0", "rescaled = T", "The first block has nothing to rescale"),
+    ("            rescale = torch.exp2(m[rows] - top[rows])\n",
+     "            top[rows] = m[rows] + threshold\n"
+     "            rescale = torch.exp2(m[rows] - top[rows])\n",
+     "A rescaled row's m becomes its new maximum, not m + threshold"),
+    ("S_j - m)", "S_j - top)", "P is 2^(S - m) with the m that was kept"),
+    ("l[rows] *= rescale", "pass", "Rescale l as well as O"),
+    ("O[rows] *= rescale", "pass", "Rescale O as well as l"),
+    ("m[rows] = top[rows]", "m = top",
+     "Compare the maximum with the m that was kept, not with the maximum of the block before"),
+]
+
+
 def check(answer: ModuleType) -> None:
     draw = torch.Generator().manual_seed(8)
     cases = [(torch.tensor(S, dtype=torch.float32), b, t) for S, b, t in CASES]
@@ -68,15 +88,12 @@ def check(answer: ModuleType) -> None:
         case = f"S = {S.tolist()}, threshold = {threshold}" if S.numel() < 12 else case
         P = torch.exp2(S - S.amax(1, keepdim=True))
         L = S.amax(1) + P.sum(1).log2()
-        assert not isinstance(got[0], Tensor) or got[0].isfinite().all(), (
-            f"out is not finite, {case}: compare the maximum with the m that was kept, not with "
-            "the maximum of the block before"
-        )
         same(got[0], P @ V / P.sum(1, keepdim=True), "out", case)
         same(got[1], L, "L", case)
         want = count(S, block, threshold)
-        first = ". The first block has nothing to rescale" if got[2] == want + len(S) else ""
-        assert int(got[2]) == want, f"rescaled is {int(got[2])}, expected {want}, {case}{first}"
+        if int(got[2]) != want:
+            says = f"rescaled is {int(got[2])}, expected {want}"
+            raise Wrong(says, case, torch.tensor(int(got[2])))
 
 
 def count(S: Tensor, block: int, threshold: float) -> int:

@@ -6,9 +6,8 @@ import math
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
-from course.exercises.check import same
+from course.exercises.check import Wrong, same
 
 TASK = """Read from pages; compute MFU
 
@@ -47,6 +46,27 @@ def mfu(parameters, positions, n_layer, n_head, head_dim, T, tokens_per_second, 
 """
 
 
+MISTAKES = [
+    ("page_table[j // page_size].long()", "j // page_size",
+     "The page table says which pages hold the tokens, in which order"),
+    ("torch.arange(length)", "torch.arange(-(-length // page_size) * page_size)",
+     "Read the last page only up to `length`"),
+    ("torch.arange(length)", "torch.arange(length // page_size * page_size)",
+     "The last page, which is not full, is left out"),
+    ("torch.arange(length)", "torch.arange(length - 1)", "The newest token sees itself, too"),
+    (" / math.sqrt(D)", "", "Divide the scores by sqrt(D)"),
+    ('peaks["dense"]', 'peaks["sparse"]', "Divide by the dense peak"),
+    (" + 12 * n_layer * n_head * head_dim * T", "",
+     "12 L H Q T, of attention's products, is missing"),
+    ("12 * n_layer * n_head * head_dim * T", "6 * n_layer * n_head * head_dim * T",
+     "PaLM and nanoGPT count all T keys of a query, not the visible half"),
+    ("parameters - positions", "parameters", "Leave the position embeddings out of N"),
+    ("return flops_per_token", "return (4 / 3 if recomputes else 1) * flops_per_token",
+     "What is recomputed does not count"),
+    ("6 * N + ", "(8 if recomputes else 6) * N + ", "What is recomputed does not count"),
+]
+
+
 def check(answer: ModuleType) -> None:
     # Pages in order; out of order; a full last page; a last page with one token.
     for table, length in (([1, 0, 0], 4), ([5, 2, 0], 6), ([3, 6, 1], 12), ([4, 5, 2], 9)):
@@ -54,15 +74,9 @@ def check(answer: ModuleType) -> None:
         k_pages, v_pages = torch.randn(2, 7, 4, 2, generator=draw)
         q, page_table = torch.tensor([2.0, 1.0]), torch.tensor(table, dtype=torch.int32)
         case = f"page_table = {table}, page_size = 4, length = {length}"
-        k, v = (pages[page_table.long()].flatten(0, 1) for pages in (k_pages, v_pages))
-        in_order = (pages[:3].flatten(0, 1)[:length] for pages in (k_pages, v_pages))
-        stored = -(-length // 4) * 4
-        mistakes = {
-            "The page table says which pages hold the tokens, in which order": of(q, *in_order),
-            "Read the last page only up to `length`": of(q, k[:stored], v[:stored]),
-        }
-        want = of(q, k[:length], v[:length])
-        same(answer.attend(q, k_pages, v_pages, page_table, length), want, "out", case, mistakes)
+        k, v = (pages[page_table.long()].flatten(0, 1)[:length] for pages in (k_pages, v_pages))
+        want = torch.softmax(k @ q / math.sqrt(2), dim=0) @ v
+        same(answer.attend(q, k_pages, v_pages, page_table, length), want, "out", case)
         other = torch.ones(7, 4, dtype=torch.bool)
         for j in range(length):
             other[table[j // 4], j % 4] = False
@@ -74,24 +88,13 @@ def check(answer: ModuleType) -> None:
     check_mfu(answer)
 
 
-def of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(k @ q / math.sqrt(len(q)), dim=0) @ v
-
-
 def check_mfu(answer: ModuleType) -> None:
     # GPT-2 124M at 400,000 tokens/s on an H100
     N, positions, pairs, peak = 123_587_328, 1024 * 768, 12 * 12 * 64 * 1024, 989.4e12
     for recomputes in (False, True):
         got = answer.mfu(N + positions, positions, 12, 12, 64, 1024, 400_000.0,
                          {"dense": peak, "sparse": 2 * peak}, recomputes)
-        rate = 400_000 / peak
-        want = (6 * N + 12 * pairs) * rate
-        mistakes = {
-            "Divide by the dense peak": want / 2,
-            "12 L H Q T, of attention's products, is missing": 6 * N * rate,
-            "Leave the position embeddings out of N": want + 6 * positions * rate,
-        }
-        why = next((f". {why}" for why, x in mistakes.items() if math.isclose(got, x)), "")
-        assert math.isclose(got, want, rel_tol=1e-6), (
-            f"mfu is {got:.4g}, expected {want:.4g} (recomputes={recomputes}){why}"
-        )
+        want = (6 * N + 12 * pairs) * 400_000 / peak
+        if not math.isclose(got, want, rel_tol=1e-6):
+            says = f"mfu is {got:.4g}, expected {want:.4g}"
+            raise Wrong(says, f"recomputes={recomputes}", torch.tensor(got).double())
