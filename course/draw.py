@@ -92,30 +92,31 @@ def token_to_qkv() -> str:
 
 # --- page 2 ---
 
-MASKS: list[tuple[str, int, int, int | None, list[int] | None]] = [
-    ("causal", 5, 5, None, None),
-    ("3 queries, 5 keys", 3, 5, None, None),
-    ("a window of 2", 5, 5, 2, None),
-    ("two segments", 5, 5, None, [0, 0, 1, 1, 1]),
+MASKS: list[tuple[str, int, int, int | None, int, list[int] | None]] = [
+    ("causal", 5, 5, None, 0, None),
+    ("3 queries, 5 keys", 3, 5, None, 0, None),
+    ("a window of 2", 5, 5, 2, 0, None),
+    ("two segments", 5, 5, None, 0, [0, 0, 1, 1, 1]),
+    ("2 on each side", 5, 5, 2, 1, None),
 ]
 
 
 def masks() -> str:
-    """The pairs that visible() allows, for four masks."""
+    """The pairs that visible() allows, for five masks."""
     parts, size = [], 24
-    for n, (name, Tq, Tk, window, seg) in enumerate(MASKS):
+    for n, (name, Tq, Tk, window, right, seg) in enumerate(MASKS):
         left = 30 + 170 * n
         parts += [text(left, 18, name, "bold"), text(left, 40, "keys", "small")]
         i, j = torch.arange(Tq)[:, None], torch.arange(Tk)
         segments = None if seg is None else torch.tensor(seg)
-        more = () if segments is None else (segments[i + Tk - Tq], segments)
-        seen = visible(i, j, Tk - Tq, window, *more)
+        pair = (None, None) if segments is None else (segments[i + Tk - Tq], segments)
+        seen = visible(i, j, Tk - Tq, window, *pair, right)
         for a in range(Tq):
             parts.append(text(left - 6, 64 + size * a, f"q{a}", "small end"))
             for b in range(Tk):
                 kind = "on" if seen[a, b] else "off"
                 parts.append(rect(left + size * b, 48 + size * a, size - 3, size - 3, kind))
-    return svg(700, 180, "Four masks: which keys each query sees", parts)
+    return svg(870, 180, "Five masks: which keys each query sees", parts)
 
 
 # --- page 5 and README ---
