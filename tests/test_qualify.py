@@ -27,8 +27,12 @@ def read(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes, a few cases of the matrix, short schedules."""
     in_process.use(monkeypatch)
+    shorten(monkeypatch)
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few cases of the matrix, short schedules."""
     few = [c for c in matrix.in_order() if c.name in ("gqa", "64x17")]
     monkeypatch.setattr(matrix, "in_order", lambda: few)
     small = [{**p, "T": p["T"] // 32} for p in qualify.grid(False)[:3]]
