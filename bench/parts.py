@@ -108,14 +108,8 @@ def work(
     return {part: found.get(part, Work(0, 0)) for part in PARTS}
 
 
-def at_roofline(
-    parts: dict[str, Work],
-    config: GPTConfig,
-    sequences: int,
-    tflops: float,
-    bandwidth: float,
-    peak: float,
-) -> Json:
+def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: float,
+                bandwidth: float, peak: float) -> Json:  # fmt: skip
     """Return ms, tokens_per_s, mfu and mfu_causal of a step at its roofline.
 
     `mfu` counts masked keys, so it can exceed 1; then it is None.

@@ -73,6 +73,13 @@ def model_of(part: Json) -> Any:
     return from_dict(TrainConfig, given).model(part["vocab_size"])
 
 
+def planned(mode: str, settings: Json) -> int:
+    """Return the number of rounds of a row."""
+    if mode == "converge":
+        return converge.ROUNDS * settings.get("seeds", 1)
+    return settings["rounds"]
+
+
 def complete(content: Json) -> Json:
     """Return a record with the figures of its rows, and the sentences under the tables."""
     content = copy.deepcopy(content)

@@ -82,16 +82,17 @@ class Run:
 
     def content(self, why: str = "") -> Json:
         """Return the content of the record so far; `why`: the reason if it is incomplete."""
-        rows, rounds = self.part["rows"], self.config.rounds
+        rows = self.part["rows"]
         none = sum(r["status"] == "stopped" for r in rows)
         why = why or self.stop.why or ("the time limit was reached" if none else "")
         content = {**self.part, "mode": self.mode, "settings": self.config.flat()}
         content |= {"seconds": time.perf_counter() - self.began, "complete": not why}
         content["machine"] = dict(self.part["machine"])  # look_again() changes it
         if why:
-            few = sum(r["status"] == "ok" and len(r["rounds"]) < rounds for r in rows)
+            planned = record.planned(self.mode, content["settings"])
+            few = sum(r["status"] == "ok" and len(r["rounds"]) < planned for r in rows)
             missing = [f"{none} of {len(rows)} rows were not measured"] if none else []
-            missing += [f"{few} have fewer than {rounds} rounds"] if few else []
+            missing += [f"{few} have fewer than {planned} rounds"] if few else []
             content["incomplete"] = "; ".join([why, *missing])
         return content
 
@@ -251,7 +252,8 @@ class Turns:
                 row["batch_size"] = n * 3 // 4  # several steps need more than one
                 self.drop(name)
                 return self.take(name, point, round_, skip)
-            lives = name in self.workers or e.kind == "skipped"
+            no_size = bool(self.request.get("auto")) and e.kind == "failed"  # at this point
+            lives = name in self.workers or e.kind == "skipped" or no_size
             others = [p for p in self.run.part["rows"] if p["backend"] == name]
             for other in [row] if lives else others:  # a job that cannot begin has no points
                 self.ended.add((name, str(other["point"])))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from attention import is_file
 from attention.machine.gpus import datasheet_tflops
 from bench import Json, converge, tables
-from bench.record import MODES, disagreeing, sections_of
+from bench.record import MODES, disagreeing, planned, sections_of
 from bench.tables import Row
 from core.settings import UserError
 
@@ -79,9 +79,7 @@ def _problems(content: Json) -> Iterator[str]:
 
 def _row(row: Row, again: Row, part: Json) -> Iterator[str]:
     settings, mode = part["settings"], row["mode"]
-    expected = settings["rounds"]
-    if mode == "converge":
-        expected = converge.ROUNDS * settings.get("seeds", 1)
+    expected = planned(mode, settings)
     old = part["format"] == 1  # it has no sizes in its rounds, and no proofs
     if len(row["rounds"]) < expected and part.get("complete", True) and not old:
         yield f"it has {len(row['rounds'])} of {expected} rounds"

@@ -109,8 +109,8 @@ def masks() -> str:
         parts += [text(left, 18, name, "bold"), text(left, 40, "keys", "small")]
         i, j = torch.arange(Tq)[:, None], torch.arange(Tk)
         segments = None if seg is None else torch.tensor(seg)
-        pair = (None, None) if segments is None else (segments[i + Tk - Tq], segments)
-        seen = visible(i, j, Tk - Tq, window, *pair, right)
+        seg_i = None if segments is None else segments[i + Tk - Tq]
+        seen = visible(i, j, Tk - Tq, window, seg_i, segments, right)
         for a in range(Tq):
             parts.append(text(left - 6, 64 + size * a, f"q{a}", "small end"))
             for b in range(Tk):
