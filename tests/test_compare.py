@@ -1,4 +1,4 @@
-"""python -m bench.runs: finished runs side by side."""
+"""python -m bench.compare: finished runs side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_train import enter, make_data, run
 
-from bench.runs import main, reached
+from bench.compare import main, reached
 
 
 def test_runs_by_their_settings(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Finished runs of train.py side by side.
 
-    python -m bench.runs out/adamw-* out/muon-*
+    python -m bench.compare out/adamw-* out/muon-*
 
 Runs whose settings differ in the seed alone are one line. The last columns say when a line first
 had the final loss of the first line, between two evaluations by interpolation.
@@ -68,7 +68,7 @@ def table(folders: list[Path]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-"):
-        raise UserError("expected the folders of runs: python -m bench.runs out/a out/b")
+        raise UserError("expected the folders of runs: python -m bench.compare out/a out/b")
     print(*table([Path(name) for name in argv]), sep="\n")
     return 0
 
