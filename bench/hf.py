@@ -126,11 +126,15 @@ def specs(model: Any, x: torch.Tensor) -> list[Spec]:
 
     Raises:
         BackendUnavailable: the bridge refuses the model.
+        UserError: it is not a causal model.
     """
     with torch.no_grad():
         model(input_ids=x, use_cache=False)
     model.config._attn_implementation = "eager"
-    return [spec for layer in bridge.report(model) for spec, _, _ in layer.ran]
+    found = [spec for layer in bridge.report(model) for spec, _, _ in layer.ran]
+    if any(spec.right != 0 for spec in found):
+        raise UserError("its attention is not causal")
+    return found
 
 
 def counted(job: Job, model: Any, specs: list[Spec], flops: float) -> Counted:

@@ -94,7 +94,7 @@ def _nanogpt_meta(folder: Path) -> Json:
             "".join(vocabulary).encode()
             if {c: i for i, c in enumerate(vocabulary)} != saved["stoi"]:
                 raise ValueError("stoi and itos differ")
-            if not len(vocabulary) <= V <= 2**16:
+            if not 1 <= len(vocabulary) <= V <= 2**16:
                 raise ValueError(f"vocab_size is {V}, for {len(vocabulary)} characters in uint16")
         except Exception as e:  # a damaged pickle may raise any
             why = f"{type(e).__name__}: {first_line(e)}"

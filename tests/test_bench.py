@@ -245,7 +245,7 @@ def write_tokens(folder: Path) -> Path:
     for split in ("train", "val"):
         data = torch.tensor(tokens, dtype=torch.uint16).numpy().tobytes()
         (folder / "tiny" / f"{split}.bin").write_bytes(data)
-    meta = {"tokenizer": {"kind": "char"}, "vocab_size": 61,
+    meta = {"tokenizer": {"name": "char"}, "vocab_size": 61,
             "tokens": {"train": len(tokens), "val": len(tokens)}}
     (folder / "tiny" / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     return folder

@@ -15,7 +15,7 @@ from data import DATASETS
 from train import ALIASES, IGNORED, TrainConfig
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "config").glob("*.py"))
+FILES = sorted(p for p in (ROOT / "config").glob("*.py") if p.stem != "bench_cpu")
 
 
 def load(name: str) -> TrainConfig:
