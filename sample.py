@@ -54,7 +54,7 @@ class SampleConfig:
     # --- speed ---
     kv_cache: Literal["none", "dynamic", "static", "paged"] = "dynamic"  # see inference/engine.py
     compile: bool = False  # each decode step as one graph, with --kv_cache=static
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and arithmetic
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: half on CUDA
     weights: Literal["dtype", "int8"] = "dtype"  # int8: linear layers and head in 8 bits
     batch_size: PositiveInt = 8  # texts at a time
     n_pages: Annotated[int, Field(ge=2)] | None = None  # --kv_cache=paged; none: enough

@@ -288,6 +288,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             attention_backend=kernel.backend.name, attention_kernels=list(kernel.kernels),
         )  # fmt: skip
 
+    runtime.settle(device)
     stopping, began, began_step = False, runtime.now(device), run.step
     for batch in batches.prefetch(run.step, config.max_iters, *distributed.data):
         # --- one step ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import platform
@@ -281,6 +282,16 @@ def peak_memory(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def settle(device: torch.device) -> None:
+    """Before a loop: garbage collection leaves alone what is there already (it may take half a
+    second), and the peak of memory begins anew."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def keep_freed_memory() -> bool:

@@ -31,6 +31,8 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from core.threads import wait_passively
+
 T = TypeVar("T")
 Values = dict[str, Any]  # field -> value
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
@@ -81,13 +83,15 @@ def read(
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Handle --help, mistakes and signals before the slow imports, without cls.__post_init__."""
+    """Handle --help, mistakes, signals and a busy machine before the slow imports, without
+    cls.__post_init__."""
     _on_signals(lambda number, _: os._exit(_interrupted(number)))  # no trace of imports
     _print_any_text()
     try:
         gather(cls, argv, **options)
     except UserError as error:
         _fail(error)
+    wait_passively()
 
 
 def gather(

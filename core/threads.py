@@ -1,0 +1,42 @@
+"""How idle threads of matrix products wait; imported before torch, which reads it once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+BUSY = 0.5  # share of the cores that other programs use, from which threads should not spin
+LOOK_S = 0.1
+
+
+def cores_in_use() -> float:
+    """Return the share of all cores that was in use in the next tenth of a second; 0: unknown."""
+
+    def times() -> list[int]:
+        with open("/proc/stat", encoding="ascii") as f:
+            return [int(word) for word in f.readline().split()[1:9]]
+
+    try:
+        before = times()
+        time.sleep(LOOK_S)
+        passed = [b - a for a, b in zip(before, times(), strict=True)]
+    except (OSError, ValueError):
+        return 0.0
+    idle = passed[3] + passed[4]  # and waiting for a disk
+    return 1 - idle / max(1, sum(passed))
+
+
+def wait_passively() -> None:
+    """On a machine that others use, let idle OpenMP threads sleep instead of spin, and say so.
+
+    A spinning thread keeps its core from the program that the other thread waits for: steps took 5
+    to 20 times as long (docs/LOG.md). A setting of the user's stands.
+    """
+    if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() or sys.platform != "linux":
+        return
+    if (used := cores_in_use()) >= BUSY:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        if os.environ.get("RANK", "0") == "0":
+            print(f"threads: other programs use {used:.0%} of the cores, so idle threads sleep "
+                  "(OMP_WAIT_POLICY=passive; =active for a quiet machine)")  # fmt: skip
