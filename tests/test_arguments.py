@@ -184,7 +184,8 @@ def test_every_contradiction_is_refused_before_anything_is_written(dtype, D, lse
 
 # --- surroundings that change nothing ---
 
-NAMES = ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math", "triton"]
+NAMES = ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math",
+         pytest.param("triton", marks=pytest.mark.slow)]  # in the interpreter
 
 
 @pytest.mark.parametrize("name", NAMES)

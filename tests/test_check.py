@@ -150,7 +150,12 @@ def test_a_kernel_without_a_bug_passes_every_case_in_bfloat16(capsys) -> None:
     assert code == 0, said
 
 
-@pytest.mark.parametrize("bug", BUGS)
+FAST = 3  # bugs of the fast tests
+
+
+@pytest.mark.parametrize("bug", [
+    pytest.param(bug, marks=[pytest.mark.slow] if n >= FAST else []) for n, bug in enumerate(BUGS)
+])
 def test_a_planted_bug_is_found_and_named(bug: str, tmp_path: Path, capsys) -> None:
     """The first failure names the property that is broken: with a wrong mask not the heads."""
     path, row = planted(bug, tmp_path)

@@ -188,6 +188,7 @@ def course(tmp_path, monkeypatch) -> Path:
     (folder / "1_page.md").write_text(PAGE, encoding="utf-8")
     monkeypatch.setattr(build, "ROOT", tmp_path)
     monkeypatch.setattr(build, "COURSE", folder)
+    monkeypatch.setattr(build, "PICTURES", {"dot": lambda: "<svg/>"})
     squares = lambda n=2: table(("n", "n²"), [(m, m * m) for m in range(n)])  # noqa: E731
     monkeypatch.setitem(figures.FIGURES, "squares", squares)
     return folder / "1_page.md"
@@ -513,6 +514,7 @@ def test_a_mistake_is_named_however_it_is_written(number, text, word, tmp_path) 
     assert word in (examine(command_line.exercise(str(number)), path) or "")
 
 
+@pytest.mark.slow
 def test_a_class_is_graded(tmp_path, capsys) -> None:
     for student, number in (("ada", 2), ("bob", 1)):
         (tmp_path / student).mkdir()
