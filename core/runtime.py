@@ -255,10 +255,14 @@ def explained(less_memory: str) -> Iterator[None]:
             raise UserError(f"out of memory ({text.splitlines()[0]}); try {less_memory}") from e
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-        if f"{cache_dir()}/" in text:  # the libraries of a run that was killed while it linked them
-            why = f"torch.compile failed ({' '.join(text.splitlines()[:2])})"
-            remove = f"rm -r {shlex.quote(cache_dir())}, or --compile=False"
-            raise UserError(f"{why}; its cache may be damaged: {remove}") from e
+        # A compiler that fails, or libraries of a run that was killed while it linked them.
+        if f"{cache_dir()}/" in text or "InvalidCxxCompiler" in text:
+            lines = [line for line in text.splitlines() if "rror" in line]
+            why = " ".join(lines[:2] or text.splitlines()[:1])
+            raise UserError(
+                f"torch.compile failed ({why:.400}); if its cache is damaged: "
+                f"rm -r {shlex.quote(cache_dir())}; else --compile=False"
+            ) from e
         raise
 
 
