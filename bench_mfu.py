@@ -146,11 +146,7 @@ def main(argv: list[str]) -> int:
     loaded = load_config(rest, mode)
     if mode in ("plan", "runs"):
         return (planned if mode == "plan" else runs).run(loaded.settings)
-    try:
-        return measure(mode or "train", rest, loaded)
-    except KeyboardInterrupt:
-        print("\nstopped before anything was measured", file=sys.stderr)
-        return 130
+    return measure(mode or "train", rest, loaded)
 
 
 if __name__ == "__main__":

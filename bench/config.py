@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -228,8 +229,8 @@ def vocabulary(config: BenchConfig) -> tuple[int, str]:
     """Return the vocabulary size and its source."""
     if config.train.vocab_size:
         return config.train.vocab_size, "--vocab_size"
-    folder = Path(config.train.data_dir) / config.train.dataset
-    if (folder / "meta.json").is_file():
+    folder = data.find(config.train.dataset, config.train.data_dir)
+    with suppress(UserError):
         V = data.read_meta(folder)["vocab_size"]
         return data.padded(V), f"the dataset in {folder}"
     return 50304, f"GPT-2's, since {folder} is not prepared (--vocab_size)"

@@ -7,7 +7,6 @@ than the tolerance fails, a lower loss too. The workers are bench/train.py's.
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import data
@@ -47,7 +46,7 @@ def measure(run: Run) -> None:
     if rest or not steps:
         raise UserError(f"--steps must be a multiple of {ROUNDS}, got {config.steps}")
     assert batch != "auto"
-    folder = Path(config.train.data_dir) / config.train.dataset
+    folder = data.find(config.train.dataset, config.train.data_dir)
     data.load(folder, "train", run.model.block_size, run.part["vocab_size"])  # or raise UserError
     schedule: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps}
     schedule["warmup_iters"] = config.steps // 10

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -186,7 +185,7 @@ class Training:
         n = config.batch_size * self.micro
         self.done = 0  # steps
         if self.converge:
-            folder = Path(config.data_dir) / config.dataset
+            folder = data.find(config.dataset, config.data_dir)
             tokens = data.load(folder, "train", config.block_size, job.vocab_size)
             self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
         else:
