@@ -33,10 +33,11 @@ def wait_passively() -> None:
     A spinning thread keeps its core from the program that the other thread waits for: steps took 5
     to 20 times as long (docs/LOG.md). A setting of the user's stands.
     """
-    if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() or sys.platform != "linux":
+    one = os.environ.get("OMP_NUM_THREADS") == "1"  # which never waits for another
+    if one or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         return
     if (used := cores_in_use()) >= BUSY:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         if os.environ.get("RANK", "0") == "0":
             print(f"threads: other programs use {used:.0%} of the cores, so idle threads sleep "
-                  "(OMP_WAIT_POLICY=passive; =active for a quiet machine)")  # fmt: skip
+                  "(OMP_WAIT_POLICY=passive; =active for a quiet machine)", file=sys.stderr)  # fmt: skip
