@@ -39,5 +39,6 @@ def wait_passively() -> None:
     if (used := cores_in_use()) >= BUSY:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         if os.environ.get("RANK", "0") == "0":
-            print(f"threads: other programs use {used:.0%} of the cores, so idle threads sleep "
-                  "(OMP_WAIT_POLICY=passive; =active for a quiet machine)", file=sys.stderr)  # fmt: skip
+            why = f"other programs use {used:.0%} of the cores"
+            how = "OMP_WAIT_POLICY=passive; =active for a quiet machine"
+            print(f"threads: {why}, so idle threads sleep ({how})", file=sys.stderr)

@@ -23,8 +23,9 @@ def policy(**env: str) -> str:
     spin = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(spin) for _ in range(2 * (os.cpu_count() or 1))]
     try:
-        done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, text=True, check=True,
-                              env={**os.environ, "OMP_NUM_THREADS": "2", **env}, capture_output=True)
+        own = {**os.environ, "OMP_NUM_THREADS": "2", **env}
+        done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=own, text=True,
+                              capture_output=True, check=True)
     finally:
         for other in others:
             other.kill()
