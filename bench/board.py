@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 
 from bench import Json, record, tables
-from bench.record import MODES, model_of
+from bench.hf import model_of
+from bench.record import MODES
 from bench.tables import Row
 from bench.verify import verify
 

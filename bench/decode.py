@@ -94,9 +94,7 @@ def too_long(run: Run, name: str) -> str:
 
 def figures(row: Row, part: Json) -> Json:
     """Compute a row's figures from its rounds and their sizes."""
-    from bench.record import model_of
-
-    model, m, found, point = model_of(part), part["machine"], tables.medians(row), row["point"]
+    model, m, found, point = hf.model_of(part), part["machine"], tables.medians(row), row["point"]
     shape = row["rounds"][0].get("shape", {})  # as executed; older records have none
     B, new = row.get("batch_size", point["B"]), point["new_tokens"]
     N = shape.get("parameters")

@@ -7,7 +7,7 @@ counted by FlopCounterMode; those of attention are core/flops.py's, with each la
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from bench.job import Job
 from bench.process import Failure
 from core.flops import flops_per_token, mean_keys
 from core.hub import why_not_hub
-from core.settings import UserError, first_line
+from core.settings import UserError, first_line, from_dict
+from train import TrainConfig
 
 if TYPE_CHECKING:
     from bench.rounds import Run
@@ -57,6 +58,15 @@ def _(config: Counted, T: int, causal: bool = False) -> float:
         keys = mean_keys(T, layer["window"]) if causal else T
         found += 12 * layer["n_head"] * layer["head_dim"] * keys
     return found
+
+
+def model_of(part: Json) -> Any:
+    """Return the GPTConfig of the settings, or the counted sizes of a transformers model."""
+    if "counted" in part.get("hf", {}):
+        return Counted(**part["hf"]["counted"])
+    ours = {f.name for f in fields(TrainConfig)} - {"batch_size"}
+    given = {k: v for k, v in part["settings"].items() if k in ours}
+    return from_dict(TrainConfig, given).model(part["vocab_size"])
 
 
 def read(name: str) -> Json:

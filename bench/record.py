@@ -10,11 +10,9 @@ import copy
 import json
 import re
 import subprocess
-from dataclasses import fields
 from datetime import date
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -22,8 +20,7 @@ from attention.probing import allowed_error
 from bench import Json, converge, decode, hf, kernel, parts, tables, train
 from bench.tables import Cells, Row
 from core import flops
-from core.settings import UserError, from_dict
-from train import TrainConfig
+from core.settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 2  # format 1 has no sizes in its rounds, and no proofs
@@ -64,15 +61,6 @@ def sections_of(content: Json) -> list[Json]:
     return [{**shared, **record} for record in own if record.get("mode") in MODES]
 
 
-def model_of(part: Json) -> Any:
-    """Return the GPTConfig of the settings, or the counted sizes of a transformers model."""
-    if "counted" in part.get("hf", {}):
-        return hf.Counted(**part["hf"]["counted"])
-    ours = {f.name for f in fields(TrainConfig)} - {"batch_size"}
-    given = {k: v for k, v in part["settings"].items() if k in ours}
-    return from_dict(TrainConfig, given).model(part["vocab_size"])
-
-
 def planned(mode: str, settings: Json) -> int:
     """Return the number of rounds of a row."""
     if mode == "converge":
@@ -83,7 +71,7 @@ def planned(mode: str, settings: Json) -> int:
 def complete(content: Json) -> Json:
     """Return a record with the figures of its rows, and the sentences under the tables."""
     content = copy.deepcopy(content)
-    model = model_of(content)
+    model = hf.model_of(content)
     both = {"mfu": False, "mfu_causal": True}
     content["flops_per_token"] = {
         name: flops.flops_per_token(model, model.block_size, causal=c) for name, c in both.items()

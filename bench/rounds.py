@@ -64,7 +64,7 @@ class Run:
     @property
     def model(self) -> Any:
         """GPTConfig, or the sizes of the model of --hf."""
-        return record.model_of(self.content())
+        return hf.model_of(self.content())
 
     @property
     def layer(self) -> Json:

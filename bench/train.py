@@ -96,9 +96,7 @@ def too_long(run: Run, name: str) -> str:
 
 def figures(row: Row, part: Json) -> Json:
     """Compute a row's figures from its rounds; also of converge."""
-    from bench.record import model_of
-
-    model, settings, m = model_of(part), part["settings"], part["machine"]
+    model, settings, m = hf.model_of(part), part["settings"], part["machine"]
     batch = row.get("batch_size", settings["batch_size"])
     tokens = batch * settings["gradient_accumulation_steps"] * model.block_size
     found = tables.medians(row)
