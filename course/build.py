@@ -7,15 +7,18 @@ In a page, the text between one of these comments and `<!-- end -->` is generate
 
     <!-- code: attention/tiled.py forward_tiles -->
     <!-- code: attention/tiled.py forward_tiles from "S_ij = tau" to "m_i = m_new" -->
+    <!-- code: attention/manual.py attend from "scores = (q" to "out = probs @" plain -->
     <!-- figure: mask --Tq=3 --Tk=5 -->
 
 The first is the source of a function, class, method (`Tiled.forward`) or constant. The second is
 a part of it, from the first line that contains the one text to the next that contains the other.
-The third is the output of `python -m course.figures`.
+The third leaves out softcap, sinks, dropout and caches. The last is the output of `python -m
+course.figures`.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -33,7 +36,10 @@ COURSE = ROOT / "course"
 PLAN = ROOT / "docs" / "PLAN.md"
 END = "<!-- end -->\n"
 MARK = re.compile(r"^<!-- (code|figure): (.+?) -->\n", re.M)
-CODE = re.compile(r'(\S+) (\S+)(?: from "(.+?)" to "(.+?)")?')
+CODE = re.compile(r'(\S+) (\S+)(?: from "(.+?)" to "(.+?)")?( plain)?')
+# What plain() leaves out within a line.
+OPTIONS = [(r"\[\.\.\., :Tk\]", ""), (r"  # the sink has no value", ""),
+           (r"\(Z_ij \* (\w+)\)", r"\1"), (r"Z_ij \* \((.+)\)", r"\1")]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,7 +94,7 @@ def code(what: str, page: Path) -> str:
     parsed = CODE.fullmatch(what)
     if not parsed:
         raise UserError('expected: FILE NAME, or FILE NAME from "TEXT" to "TEXT"')
-    file, name, first, last = parsed.groups()
+    file, name, first, last, short = parsed.groups()
     path = ROOT / file
     if not path.is_file():
         raise UserError(f"file not found: {file}")
@@ -96,7 +102,33 @@ def code(what: str, page: Path) -> str:
     lines = source(path.read_text(encoding="utf-8"), name)
     if first:
         lines = cut(lines, first, last)
-    return f"[{file}]({link}), `{name}`:\n\n```python\n{lines}```\n"
+    of = ", without softcap, sinks, dropout and caches" if short else ""
+    lines = plain(lines) if short else lines
+    return f"[{file}]({link}), `{name}`{of}:\n\n```python\n{lines}```\n"
+
+
+def plain(text: str) -> str:
+    """The lines without those that serve softcap, sinks, dropout and caches alone."""
+    lines: list[str | None] = [*text.splitlines(keepends=True)]
+
+    def drop(first: int, last: int) -> None:
+        lines[first - 1 : last] = [None] * (last - first + 1)
+
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.If) and re.search("softcap|sinks", ast.unparse(node.test)):
+            drop(node.lineno, node.end_lineno or 0)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "cache is None":
+            inside = [*range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1)]
+            kept = [(n, (lines[n - 1] or "").removeprefix("    ")) for n in inside]
+            drop(node.lineno, node.end_lineno or 0)
+            for n, line in kept:
+                lines[n - 1] = line
+        elif isinstance(node, ast.Assign) and re.search(r"\bdropout\(", ast.unparse(node.value)):
+            drop(node.lineno, node.end_lineno or 0)
+    kept_text = "".join(line for line in lines if line is not None)
+    for option, instead in OPTIONS:
+        kept_text = re.sub(option, instead, kept_text)
+    return kept_text
 
 
 def cut(text: str, first: str, last: str) -> str:

@@ -361,21 +361,6 @@ def test_lazy_rescaling_without_a_threshold_is_eager() -> None:
         assert int(past.split()[0]) < int(grew.split()[0])
 
 
-@pytest.mark.parametrize("lengths, size", [((30, 100, 500, 1000), 16), ((7, 65), 64), ((3,), 1)])
-def test_places_of_three_caches(lengths, size) -> None:
-    rows = cells(figures.draw(["three_caches", f"--lengths={lengths}", f"--page_size={size}"]))
-    longest = max(lengths)
-    places = (
-        len(lengths) * 1025,
-        len(lengths) * min(1024, 1 << longest.bit_length()),
-        sum(math.ceil(n / size) * size for n in lengths),
-    )
-    for row, n in zip(rows, places, strict=True):
-        assert row[1] == f"{n:,}"
-        assert row[2] == f"{n * 36864 / 1e6:.1f}"
-        assert row[3] == f"{sum(lengths) / n:.0%}"
-
-
 def test_mfu_of_the_record_is_what_the_record_says() -> None:
     content = json.loads((ROOT / fused.TRAINING / "record.json").read_text(encoding="utf-8"))
     rows = {r["backend"]: r for r in content["rows"] if r["mode"] == "train"}

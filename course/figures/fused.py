@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +15,6 @@ from core.settings import UserError
 from course.figures.trace import trace_of
 from course.format import drawing, table
 from course.source import ROOT
-from inference.cache import DynamicCache, PagedCache, StaticCache
 from model import GPTConfig
 
 
@@ -64,58 +62,6 @@ def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
     titles = ("spread of the scores", "rows of later tiles", "maximum grew",
               f"passed m by more than {threshold:g}")
     return table(titles, rows)
-
-
-GPT2 = {"gpt2": (12, 12, 64), "gpt2-medium": (24, 16, 64), "gpt2-large": (36, 20, 64),
-        "gpt2-xl": (48, 25, 64)}
-META = torch.device("meta")
-
-
-def cache_bytes() -> str:
-    """Page 9: bytes that one token takes in the KV cache, for GPT-2's four sizes."""
-    rows = []
-    for name, (n_layer, n_head, D) in GPT2.items():
-        less, more = (
-            StaticCache(n_layer, 1, T, n_head, D, dtype=torch.bfloat16, device=META)
-            for T in (1023, 1024)
-        )
-        token = more.nbytes - less.nbytes
-        rows.append((name, n_layer, n_head, D, f"{token:,}", f"{1024 * token / 1e6:.1f}"))
-    titles = ("model", "layers", "K/V heads", "head_dim", "bytes a token", "MB for 1,024 tokens")
-    return table(titles, rows)
-
-
-LENGTHS = (30, 100, 500, 1000)
-
-
-def three_caches(lengths: Sequence[int] = LENGTHS, page_size: int = 16) -> str:
-    """Page 9: memory of texts of several lengths in each cache, GPT-2 124M, bfloat16."""
-    if not lengths or not 1 <= min(lengths) <= max(lengths) <= 1024:
-        raise UserError("lengths must be from 1 to 1,024")
-    (n_layer, Hkv, D), B, longest = GPT2["gpt2"], len(lengths), max(lengths)
-    static = StaticCache(n_layer, B, 1024, Hkv, D, dtype=torch.bfloat16, device=META)
-    dynamic = DynamicCache(n_layer, max_len=1024, pad=[longest - n for n in lengths], device=META)
-    step = dynamic.reserve(longest)
-    new = torch.empty(B, longest, Hkv, D, dtype=torch.bfloat16, device=META)
-    for layer in range(n_layer):
-        step.layer(layer).append(new, new)
-    pages = sum(-(-n // page_size) for n in lengths)
-    pool: dict[int | None, int] = {None: pages + 1}
-    paged = PagedCache(
-        n_layer, Hkv, D, n_pages=pool, page_size=page_size, dtype=torch.bfloat16, device=META
-    )
-    for n in lengths:
-        paged.pool.grow({paged.pool.new(): n})
-    token = paged.nbytes // ((pages + 1) * page_size)
-    rows = [
-        (name, f"{size // token:,}", f"{size / 1e6:.1f}", f"{sum(lengths) * token / size:.0%}")
-        for name, size in (
-            ("`static`", static.nbytes),
-            ("`dynamic`", dynamic.nbytes),
-            (f"`paged`, {page_size} tokens a page", paged.nbytes_used),
-        )
-    ]
-    return table(("cache", "places for tokens", "MB", "filled"), rows)
 
 
 TRAINING = "bench/records/2026-11-21_cpu_train"
