@@ -156,8 +156,8 @@ def test_a_text_through_flash_attn_with_kvcache(window, paged, backend) -> None:
     assert k_cache.isnan().any()  # nothing else was written
 
 
-@pytest.mark.parametrize("window", [None, 50])
-def test_a_long_prompt_in_pages(window) -> None:
+@pytest.mark.parametrize("window, right", [(None, 0), (50, 0), (50, 30), (None, None)])
+def test_a_long_prompt_in_pages(window, right) -> None:
     """Longer than the queries that `paged` takes at a time, into rows of different lengths."""
     nanoattn.use("paged")
     q, k, v = (torch.randn(2, 400, h, 16) for h in (4, 2, 2))
@@ -170,9 +170,10 @@ def test_a_long_prompt_in_pages(window) -> None:
     new = [torch.stack([t[b, n : n + 320] for b, n in enumerate(before)]) for t in (q, k, v)]
     out = nanoattn.flash_attn_with_kvcache(
         new[0], k_cache, v_cache, *new[1:], cache_seqlens=torch.tensor(before).int(),
-        block_table=table, causal=True, window_size=side(window))
+        block_table=table, causal=right == 0, window_size=side(window, right))
     for b, n in enumerate(before):
-        want = truth(q[b, n : n + 320], k[b, : n + 320], v[b, : n + 320], window=window)
+        want = truth(q[b, n : n + 320], k[b, : n + 320], v[b, : n + 320], window=window,
+                     right=right)
         same(out[b], want)
 
 

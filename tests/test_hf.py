@@ -456,9 +456,9 @@ def encoder(name: str, implementation: str) -> Any:
 
 def encoder_inputs(name: str, mask: Tensor | None) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 61, (2, 20), generator=draw)
+    ids = torch.randint(3, 61, (3, 20), generator=draw)
     if name in ("whisper",):
-        sound = torch.randn(2, 8, 20, generator=draw)
+        sound = torch.randn(3, 8, 20, generator=draw)
         return {"input_features": sound, "decoder_input_ids": ids[:, :7]}
     if "image_size" in ENCODERS[name]:
         return {"pixel_values": torch.randn(2, 3, 16, 16, generator=draw)}
@@ -466,7 +466,7 @@ def encoder_inputs(name: str, mask: Tensor | None) -> dict[str, Tensor]:
     return asked | ({"decoder_input_ids": ids[:, :7]} if name == "bart" else {})
 
 
-TEXTS = torch.ones(2, 20, dtype=torch.long)
+TEXTS = torch.ones(3, 20, dtype=torch.long)  # two of one length, with another between
 TEXTS[1, 13:] = 0
 PADDINGS = {"full": None, "right-padded": TEXTS, "left-padded": TEXTS.flip(1)}
 

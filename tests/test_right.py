@@ -92,6 +92,20 @@ def test_keys_beyond_the_window_on_both_sides_are_not_read(name: str) -> None:
             assert torch.equal(a[:, rows], b[:, rows])
 
 
+@pytest.mark.parametrize("name", ["tiled", "sdpa", "sdpa_flash", "triton"])
+def test_later_segments_are_not_read(name: str) -> None:
+    if why := BACKENDS[name].why_not(Spec(1, 1, 16, "float32", segments=True, right=None), HERE):
+        pytest.skip(why[0])
+    T = 128 if name == "triton" else 640
+    spec = Spec(1, 1, 16, "float32", segments=True, right=None, grad=False)
+    q, k, v = (torch.randn(1, T, 1, 16) for _ in "qkv")
+    seg = (torch.arange(T) >= T // 2).int()[None]
+    want = BACKENDS[name].attend(q, k, v, spec, segments=seg)[:, : T // 2]
+    for t in (k, v):
+        t[:, T // 2 :] = torch.nan
+    assert torch.equal(BACKENDS[name].attend(q, k, v, spec, segments=seg)[:, : T // 2], want)
+
+
 # --- declared, or refused ---
 
 

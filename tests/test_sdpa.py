@@ -118,3 +118,14 @@ def test_strides_that_the_operators_do_not_take() -> None:
     grads = [torch.autograd.grad(out.square().sum(), qkv) for out in outs]
     for got, want in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_a_single_key_is_dropped_for_each_query_alone() -> None:
+    """cuDNN takes no single key, so none of its kernels runs: this is PyTorch on any device."""
+    q, k = torch.randn(2, 64, 4, 16), torch.randn(2, 1, 2, 16)
+    spec = Spec(4, 2, 16, "float32", dropout=0.5, right=None)
+    out = BACKENDS["sdpa_cudnn"].attend(q, k, k, spec)
+    want = 2 * k.repeat_interleave(2, dim=2).expand_as(out)
+    kept = out.abs().sum(-1) > 0  # (2, 64, 4)
+    torch.testing.assert_close(out[kept], want[kept])
+    assert 0.3 < kept.float().mean() < 0.7 and (kept != kept[:, :1]).any()
