@@ -70,9 +70,13 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
         return _only_key(q, k, v, spec)
     grouped = spec.n_kv_head != spec.n_head
     takes_no_groups = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
+    if grouped and q.is_cuda and kernel is None:  # flash and cuDNN take no float32
+        old = torch.cuda.get_device_properties(q.device).major < 8
+        takes_no_groups |= old or q.dtype == torch.float32
     if grouped and takes_no_groups and q.is_cuda:
-        # Most CUDA kernels that take a mask do not take grouped heads: repeat each K/V head, since
-        # PyTorch would fall back to the math kernel and its O(T^2) memory.
+        # The efficient kernel, and most that take a mask, take no grouped heads: repeat each K/V
+        # head, since PyTorch would fall back to the math kernel and its O(T^2) memory (transformers
+        # issue 48633, PyTorch issue 181528).
         k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
         grouped = False
 

@@ -96,6 +96,24 @@ PREFERENCE = {
 }
 
 
+def preferred(spec: Spec, machine: Machine) -> list[str]:
+    """PREFERENCE, with what is faster on this machine first."""
+    order = [*PREFERENCE[machine.device]]
+
+    def before(first: str, then: str) -> None:
+        order.remove(first)
+        order.insert(order.index(then), first)
+
+    if machine.device == "cuda":
+        if (machine.capability or (0, 0)) >= (9, 0):  # sdpa may take cuDNN's kernel
+            before("sdpa", "flash_attn_2")
+        if spec.window is not None or spec.segments:  # it skips tiles, sdpa takes a mask
+            before("sdpa_flash", "sdpa")
+    elif machine.matrix_units and spec.grad and not spec.compiled:
+        order.insert(0, "sdpa_bmm")  # a faster backward, which Dynamo does not trace
+    return order
+
+
 def admit(
     name: str, spec: Spec, machine: Machine, policy: Policy = Policy()
 ) -> tuple[Backend, list[Refusal]]:
@@ -123,15 +141,10 @@ def resolve(
         ValueError: unknown name.
         BackendUnavailable: refused, with no fallback left or allowed; lists every reason.
     """
-    failed, order = failed or {}, PREFERENCE[machine.device]
-    if name in RULES:
-        # On a CPU with matrix units the other backward is faster, but Dynamo does not trace it.
-        names = [*order]
-        if machine.matrix_units and spec.grad and not spec.compiled:
-            names.insert(0, "sdpa_bmm")
-    else:
+    failed, names = failed or {}, preferred(spec, machine)
+    if name not in RULES:
         after = get(name).fallback
-        names = [name, *([after] if after else []), *order] if policy.fallback else [name]
+        names = [name, *([after] if after else []), *names] if policy.fallback else [name]
     refused: dict[str, tuple[str, ...]] = {}
     reported: dict[str, tuple[str, ...]] = {}
     for candidate in names:

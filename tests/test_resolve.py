@@ -155,6 +155,19 @@ def test_auto_takes_the_latest_flash_attention_that_runs_there(machine, best) ->
     assert runs("auto", spec, machine) == ("manual" if machine is APPLE else "sdpa")
 
 
+@pytest.mark.parametrize("machine, change, installed, best", [
+    (H100, {}, "flash_attn", "sdpa"), (A100, {}, "flash_attn", "flash_attn_2"),
+    (H100, {"window": 64}, "", "sdpa_flash"), (A100, {"segments": True}, "", "sdpa_flash"),
+    (A100, {"window": 64}, "flash_attn", "flash_attn_2"), (TITAN, {"window": 64}, "", "sdpa"),
+    (B200, {}, "", "sdpa"), (B200, {"segments": True}, "", "sdpa_flash"),
+])
+def test_auto_by_compute_capability_and_mask(machine, change, installed, best) -> None:
+    """DESIGN.md: cuDNN by sdpa before FlashAttention-2 from 9.0 on; what skips tiles first."""
+    spec = replace(FP16 if machine is TITAN else BF16, **change)
+    there = replace(machine, packages={installed: "2.8.3"} if installed else {})
+    assert runs("auto", spec, there, STRICT) == best
+
+
 def test_auto_trains_with_batched_products_where_a_cpu_has_matrix_units() -> None:
     there = replace(CPU, matrix_units=True)
     assert runs("auto", BF16, there, STRICT) == "sdpa_bmm"

@@ -5,6 +5,7 @@ calls that need no kernel. The numbers of what runs here are in test_attention.p
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,11 +31,35 @@ def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: 
         return q
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    on_card(monkeypatch, 9)
     with FakeTensorMode():
         q, k = (torch.empty(2, T, h, spec.head_dim, device="cuda", dtype=torch.bfloat16)
                 for T, h in ((Tq, spec.n_head), (Tk, spec.n_kv_head)))
         BACKENDS[name].attend(q, k, k, spec)
     return asked[0]
+
+
+def on_card(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
+    card = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+
+
+@pytest.mark.parametrize("major, dtype, repeated", [
+    (7, torch.float16, True), (9, torch.float32, True), (9, torch.bfloat16, False)])
+def test_grouped_heads_never_end_in_the_math_kernel(monkeypatch, major, dtype, repeated) -> None:
+    """Where only the efficient kernel can run, which takes equal heads (transformers#48633)."""
+    shapes: list[tuple[int, bool]] = []
+
+    def record(q: Tensor, k: Tensor, *_: Any, enable_gqa: bool, **__: Any) -> Tensor:
+        shapes.append((k.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    on_card(monkeypatch, major)
+    with FakeTensorMode():
+        q, k = (torch.empty(2, 8, h, 64, device="cuda", dtype=dtype) for h in (4, 2))
+        BACKENDS["sdpa"].attend(q, k, k, Spec(4, 2, 64, str(dtype).removeprefix("torch.")))
+    assert shapes == [(4, False) if repeated else (2, True)]
 
 
 def test_without_a_gradient_sdpa_leaves_cudnn_out(monkeypatch) -> None:
