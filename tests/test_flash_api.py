@@ -48,8 +48,11 @@ def truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, **options
     return got.out[0] if one else got.out
 
 
-def same(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=2e-5)
+def same(got: Tensor, want: Tensor, largest: float = 0.0) -> None:
+    """Equal up to rounding; `largest` true value of all gradients, as in probing.allowed_error: with
+    a window of 1 those of q and k are 0, and what is left is the rounding of those of v."""
+    atol = max(2e-6, 32 * torch.finfo(torch.float32).eps * largest)
+    torch.testing.assert_close(got.double(), want, atol=atol, rtol=2e-5)
 
 
 def side(window: int | None, right: int | None = 0) -> tuple[int, int]:
@@ -74,6 +77,7 @@ lengths = st.lists(st.tuples(length, length), min_size=1, max_size=6)
 
 
 @given(lengths, st.sampled_from([None, 1, 3, 40]), st.booleans(), st.booleans())
+@example([(1, 1), (24, 24), (24, 24), (46, 46), (55, 55)], 1, True, False)
 @example([(2, 11), (2, 50), (9, 7)], 3, False, True)  # a window that begins with a page
 @settings(max_examples=40, deadline=None)
 def test_flash_attn_varlen_func_takes_any_lengths(pairs, window, square, paged) -> None:
@@ -108,7 +112,8 @@ def test_flash_attn_varlen_func_takes_any_lengths(pairs, window, square, paged) 
                 d, *qkv = (t[None] for t in one)
                 if qkv[0].shape[1] and qkv[1].shape[1]:
                     want = oracle.attention(*qkv, d, window=window)
-                    same(got, getattr(want, name)[0])
+                    largest = max(float(g.abs().max()) for g in (want.dq, want.dk, want.dv))
+                    same(got, getattr(want, name)[0], largest)
                 else:
                     assert not got.any(), (name, i)
     assert torch.equal(nanoattn.flash_attn_varlen_kvpacked_func(
