@@ -49,8 +49,8 @@ def truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, **options
 
 
 def same(got: Tensor, want: Tensor, largest: float = 0.0) -> None:
-    """Equal up to rounding; `largest` true value of all gradients, as in probing.allowed_error: with
-    a window of 1 those of q and k are 0, and what is left is the rounding of those of v."""
+    """Equal up to rounding; `largest` true value of all gradients, as in probing.allowed_error:
+    with a window of 1 those of q and k are 0, and what is left is the rounding of those of v."""
     atol = max(2e-6, 32 * torch.finfo(torch.float32).eps * largest)
     torch.testing.assert_close(got.double(), want, atol=atol, rtol=2e-5)
 
