@@ -69,17 +69,14 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
     if k.shape[1] == 1 and kernel == SDPBackend.CUDNN_ATTENTION:
         return _only_key(q, k, v, spec)
     grouped = spec.n_kv_head != spec.n_head
-    takes_no_groups = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
-    if grouped and q.is_cuda and kernel is None:  # flash and cuDNN take no float32
-        old = torch.cuda.get_device_properties(q.device).major < 8
-        takes_no_groups |= old or q.dtype == torch.float32
-    if grouped and takes_no_groups and q.is_cuda:
-        # The efficient kernel, and most that take a mask, take no grouped heads: repeat each K/V
-        # head, since PyTorch would fall back to the math kernel and its O(T^2) memory (transformers
-        # issue 48633, PyTorch issue 181528).
+    repeats = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
+    if grouped and q.is_cuda and kernel is None:  # flash and cuDNN need half precision and 8.0
+        repeats |= spec.dtype not in HALF or torch.cuda.get_device_properties(q.device).major < 8
+    if grouped and repeats and q.is_cuda:
+        # Other CUDA kernels take no grouped heads, and PyTorch would fall back to the math kernel
+        # and its O(T^2) memory (transformers issue 48633, PyTorch issue 181528).
         k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
         grouped = False
-
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     kernels = permitted(spec, q.is_cuda) if kernel is None else [kernel]
     with sdpa_kernel(kernels) if kernels else nullcontext():
