@@ -46,8 +46,7 @@ CUDNN_DROPOUT_STEP = 1 / 16
 
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-           cache: StaticView | None = None,
-           kernel: SDPBackend | None = None) -> Tensor:
+           cache: StaticView | None = None, kernel: SDPBackend | None = None) -> Tensor:
     """Attention by F.scaled_dot_product_attention; shapes as in caps.Backend.
 
     Args:
