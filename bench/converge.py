@@ -71,6 +71,11 @@ def too_long(run: Run, name: str) -> str:
     return "" if name == "manual" else train.too_long(run, name)
 
 
+def planned(settings: Json) -> int:
+    """Return the number of rounds of a row: the parts of every seed's training."""
+    return ROUNDS * settings.get("seeds", 1)
+
+
 def final_loss(losses: list[float]) -> float:
     """Return the mean over the last tenth of the steps."""
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
@@ -101,10 +106,10 @@ def allowed(base: Row, tolerance: float) -> float:
 
 def compare(rows: list[Row], settings: Json) -> None:
     """Compare final losses with the baseline's, manual or plain, in place."""
-    planned = ROUNDS * settings.get("seeds", 1)
+    parts = planned(settings)
     for row in rows:
-        if row["status"] == "ok" and len(row["rounds"]) < planned:
-            row |= {"status": "stopped", "why": [f"{len(row['rounds'])} of {planned} parts"]}
+        if row["status"] == "ok" and len(row["rounds"]) < parts:
+            row |= {"status": "stopped", "why": [f"{len(row['rounds'])} of {parts} parts"]}
     plain = (r for r in rows if r["backend"] in ("manual", "plain") and r["status"] == "ok")
     base = next(plain, None)
     for row in rows:

@@ -63,9 +63,7 @@ def sections_of(content: Json) -> list[Json]:
 
 def planned(mode: str, settings: Json) -> int:
     """Return the number of rounds of a row."""
-    if mode == "converge":
-        return converge.ROUNDS * settings.get("seeds", 1)
-    return settings["rounds"]
+    return converge.planned(settings) if mode == "converge" else settings["rounds"]
 
 
 def complete(content: Json) -> Json:

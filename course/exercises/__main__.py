@@ -76,7 +76,7 @@ def grade(folder: Path) -> dict[str, dict[str, object]]:
         raise UserError(f"no such folder: {str(folder)!r}; {USAGE}")
     found: dict[str, dict[str, str]] = {}
     for path in sorted(folder.rglob("*.py")):
-        number = re.search(r"(\d+)\D*$", path.stem)
+        number = re.search(r"(\d+)", path.stem)
         if number is None or not 1 <= int(number[1]) <= COUNT:
             print(f"{path}: not answerN.py with N from 1 to {COUNT}", file=sys.stderr)
             continue

@@ -57,7 +57,6 @@ MISTAKES = [
      "D_i has no factor 1 / sqrt(D)"),
     ("tau * (dS @ k[J])", "dS @ k[J]", "Scale dq by 1 / sqrt(D), since S is scaled"),
     ("tau * (dS.mT @ q)", "(dS.mT @ q)", "Scale dk by 1 / sqrt(D), since S is scaled"),
-    ("dS = P * (dP - D_i)", "dS = P * (dP - D_i) / tau", "Scale dS by 1 / sqrt(D)"),
     ("dq += tau", "dq = tau", "Add the parts of dq of all blocks: dq is overwritten"),
     ("dv[J] = (P.mT @ dout).sum(dim=0)", "dv[J] = (P.mT @ dout)[0]",
      "Add the gradients of the R query heads that share k and v"),
