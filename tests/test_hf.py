@@ -471,6 +471,10 @@ TEXTS[1, 13:] = 0
 PADDINGS = {"full": None, "right-padded": TEXTS, "left-padded": TEXTS.flip(1)}
 
 
+encoders = pytest.mark.skipif(VERSION < (5, 0), reason="transformers before 5 refuses encoders")
+
+
+@encoders
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_and_cross_attention(name: str, padding: str) -> None:
@@ -501,6 +505,7 @@ def test_encoders_and_cross_attention(name: str, padding: str) -> None:
         spec.right != 0 for layer in layers for spec, *_ in layer.ran)
 
 
+@encoders
 def test_windows_to_both_sides() -> None:
     model = encoder("modernbert", "nanoattn:auto")
     model(**encoder_inputs("modernbert", TEXTS))
@@ -540,6 +545,7 @@ def test_a_mask_that_is_not_causal_is_proved_or_refused(data: Any) -> None:
     assert torch.equal(again[real], seen.expand(B, -1, -1)[real])
 
 
+@encoders
 def test_attention_weights_of_a_model() -> None:
     """As eager attention returns them, with a warning."""
     for name, key in (("bert", "attentions"), ("bart", "cross_attentions"),
@@ -600,8 +606,15 @@ def test_bloom_is_refused_at_its_first_forward_pass(asked: dict[str, Any]) -> No
         hf.report(model)
 
 
-@pytest.mark.parametrize("name", ["gptj", "gpt_neo", "falcon"])
+CLASSES = ["gptj", "gpt_neo", "falcon", *(("bert", "modernbert") if VERSION < (5, 0) else ())]
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_a_model_with_attention_classes_of_its_own_is_refused(name: str) -> None:
+    if name in ENCODERS:
+        with pytest.raises(BackendUnavailable, match=f"nanoattn:auto.*{name}"):
+            encoder(name, "nanoattn:auto")(**encoder_inputs(name, None))
+        return
     sizes = {"num_layers": 1, "attention_types": [[["global"], 1]]} if name == "gpt_neo" else {}
     sizes |= {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
     with pytest.raises(BackendUnavailable, match=f"nanoattn:auto.*{name}"):

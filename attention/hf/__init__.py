@@ -3,16 +3,17 @@
 transformers calls `_mask` once a forward pass for each kind of layer: it builds SDPA's mask and
 proves what it is (mask.py). It calls `_attend` in each layer: that builds a Spec, selects a kernel
 and runs it. Unknown arguments are refused, and so are models that compute their attention
-themselves: when they are built (OWN_CLASSES), at their first mask, or by `report()`.
+themselves: when they are built, at their first mask, or by `report()`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from importlib import import_module
+from itertools import product
 from typing import TYPE_CHECKING, Any, NoReturn
 from warnings import warn
 from weakref import WeakKeyDictionary
@@ -40,8 +41,6 @@ RESERVED = ("sdpa", "flash", "flex_attention", "eager")
 # Arguments that do not change attention.
 IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
            "output_router_logits", "num_items_in_batch", "deterministic"}
-# Models that look up an attention class, not a function, by the implementation's name.
-OWN_CLASSES = ("gptj", "gpt_neo", "falcon")
 
 
 def implementation(name: str) -> str:
@@ -91,17 +90,13 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
         untraced = torch.compiler.disable
         AttentionInterface.register(key, untraced(partial(_attend, Plans(name, policy))))
         AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
-        for model in OWN_CLASSES:
-            with suppress(ImportError, AttributeError):  # a version without this model or table
-                module = import_module(f"transformers.models.{model}.modeling_{model}")
-                classes = getattr(module, f"{model.upper()}_ATTENTION_CLASSES")
-                classes[key] = partial(_refuse_model, key)
 
     known = [*RULES, *BACKENDS, *extra, *_made]
     _made.clear()
     for name in dict.fromkeys(known):
         add(name)
     _register_files_when_named(add)
+    _refuse_models_with_classes()
 
 
 def _register_files_when_named(add: Callable[[str], None]) -> None:
@@ -128,8 +123,30 @@ def _register_files_when_named(add: Callable[[str], None]) -> None:
     PreTrainedModel.get_correct_attn_implementation = replacement  # type: ignore[method-assign]
 
 
-def _refuse_model(name: str, config: PretrainedConfig, *_: object, **__: object) -> NoReturn:
-    reason = "it computes its attention itself"
+def _refuse_models_with_classes() -> None:
+    """Make a model that looks up an attention class, not a function, refuse our names (GPT-J, all
+    of BERT's family before transformers 5)."""
+    from transformers import PreTrainedModel
+
+    init: Any = getattr(PreTrainedModel.__init__, "nanoattn_wraps", PreTrainedModel.__init__)
+
+    @wraps(init)
+    def with_refusals(self: object, *args: object, **kwargs: object) -> None:
+        modules = {sys.modules[cls.__module__] for cls in type(self).__mro__}
+        kinds = "ATTENTION_CLASSES", "ATTENTION_FUNCTION"  # the second: ModernBERT's
+        tables = [t for m in modules for n, t in vars(m).items() if n.endswith(kinds)]
+        for table, key in product(tables, _made.values()):
+            table.setdefault(key, partial(_refuse_model, key))
+        init(self, *args, **kwargs)
+
+    replacement: Any = with_refusals
+    replacement.nanoattn_wraps = init
+    PreTrainedModel.__init__ = replacement  # type: ignore[method-assign]
+
+
+def _refuse_model(name: str, owner: Any, *_: object, **__: object) -> NoReturn:
+    config: PretrainedConfig = getattr(owner, "config", owner)  # owner: a layer or a config
+    reason = "this version of transformers computes its attention in a class of the model's own"
     raise BackendUnavailable(f"{name} refuses the model {config.model_type}: {reason}")
 
 
