@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -46,6 +46,12 @@ def hurry_the_interpreter() -> None:
         return self.rewrite()(*args, **kwargs)
 
     function.__call__ = call
+
+
+def few(values: Sequence[Any], fast: int = 1) -> list[Any]:
+    """Parameters of which `make test` runs the first `fast`, and `make test-all` each one."""
+    rest = [v if isinstance(v, tuple) else (v,) for v in values[fast:]]
+    return [*values[:fast], *(pytest.param(*v, marks=pytest.mark.slow) for v in rest)]
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

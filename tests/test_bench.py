@@ -177,6 +177,7 @@ def test_kernel_times_attention_alone_at_every_point(quick):
         assert row["share"] == pytest.approx(row["tflops_causal"] / 0.5)
 
 
+@pytest.mark.slow
 def test_real_processes_from_a_folder_with_modules_of_the_same_names(tmp_path, monkeypatch):
     """Processes, pipes, and what libraries print; the workers import this checkout's modules."""
     (tmp_path / "bench").mkdir()

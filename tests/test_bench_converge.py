@@ -20,6 +20,7 @@ def argv(tmp_path: Path, *more: str) -> list[str]:
             "--learning_rate=0.01", *more]
 
 
+@pytest.mark.slow
 def test_the_training_paths_beside_a_plain_one(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
     steps = 20

@@ -11,6 +11,7 @@ from test_train import enter, make_data, run
 from bench.compare import main, reached
 
 
+@pytest.mark.slow
 def test_runs_by_their_settings(tmp_path: Path) -> None:
     data, ends = make_data(tmp_path / "data"), []
     for name, how in {"a": {}, "b": {"seed": 1}, "c": {"optimizer": "muon"}}.items():

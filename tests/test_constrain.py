@@ -212,6 +212,7 @@ def by_hand(text: list[int], n: int) -> list[int]:
     return text[-n:]
 
 
+@pytest.mark.slow
 def test_a_processor_reads_exactly_the_text(eager_graphs) -> None:  # noqa: F811
     """Of each row, in every way, up to block_size 16 and beyond; one graph, or two with Python."""
     how: Any = small(), ragged(), 13

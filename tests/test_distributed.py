@@ -102,6 +102,7 @@ def trained(shared: bool, graphs: list[Any], micro_steps: int = 2) -> dict[str, 
     return dict(model.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_cut_at_its_buckets_and_learns_the_same(torchrun) -> None:
     distributed = DistInfo.join("cpu")
     torch._dynamo.reset()

@@ -106,6 +106,7 @@ TINY: dict[str, Any] = {"dataset": "fw", "n_layer": 2, "n_embd": 8, "max_iters":
                         "eval_on_start": True}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_its_resumption_and_its_mfu(fw: Path, tmp_path: Path) -> None:
     straight = run(fw, tmp_path / "a", **TINY, gradient_accumulation_steps=2)
     assert straight.code == 0, straight.err

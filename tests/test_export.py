@@ -180,6 +180,7 @@ def test_what_no_family_has_is_not_exported(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_finetuning_needs_a_dataset_of_the_same_tokenizer(gpt2, tmp_path):
     assert run(make_data(tmp_path), tmp_path / "out", **SHAPES["llama"]).code == 0
     folder = exported(tmp_path / "out", tmp_path / "to")
@@ -218,6 +219,7 @@ def test_each_of_several_end_tokens_ends_a_text(transformers, tmp_path):
         assert made.shape[1] - 2 == (1 if said == "stop" else 9)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_above_65536(tmp_path):
     """Ids with a gap, a first token, and a stored truncation, which does not apply to datasets."""
     tk = pytest.importorskip("tokenizers")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import few
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_probe import wrong_beyond
@@ -60,9 +61,11 @@ def side(window: int | None, right: int | None = 0) -> tuple[int, int]:
     return left, -1 if right is None else right
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if not (c.segments or c.sinks)], ids=lambda c: c.name
-)
+PLAIN = sorted((c for c in CASES if not (c.segments or c.sinks)), key=lambda c: max(c.Tq, c.Tk))
+SHORT = sum(max(c.Tq, c.Tk) < 300 for c in PLAIN)
+
+
+@pytest.mark.parametrize("case", few(PLAIN, SHORT), ids=lambda c: c.name)
 def test_flash_attn_func_and_its_gradients(case, backend) -> None:
     *qkv, dout = (t.detach() for t in matrix.draw(case, "float32"))
     leaves = [t.requires_grad_() for t in qkv]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import few
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -414,8 +415,7 @@ def names_here(**asked: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", names_here())
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("window, training", few(list(itertools.product([4, None], [True, False]))))
 def test_canary_a_later_token_moves_nothing_before_it(name, window, training) -> None:
     model = build(attention_backend=name, attention_window=window).train(training)
     idx = tokens()

@@ -212,11 +212,11 @@ def stepped(rank: int, n: int, kinds: list[str]) -> dict[str, dict[str, Tensor]]
     return found
 
 
-slow = pytest.mark.slow
 SHARED = {2: ["ddp", "fsdp"], 3: ["ddp", "fsdp"], 4: ["ddp", "fsdp", "hybrid"]}
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=slow), pytest.param(4, marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3, 4])
 def test_whole_matrices_are_orthogonalized(n: int) -> None:
     """In float64 the weights of one process, with rows that n does not divide."""
     want = stepped(0, 1, ["ddp"])["ddp"]
@@ -270,6 +270,7 @@ def resume(folder: Path, **how: Any) -> list[str]:
     return [f"--{k}={v}" for k, v in words.items()]
 
 
+@pytest.mark.slow
 def test_one_process_resumes_bit_for_bit(alone: Path, tmp_path: Path) -> None:
     shutil.copytree(alone / "half", tmp_path / "out")
     with contextlib.redirect_stdout(io.StringIO()):
@@ -292,6 +293,7 @@ def test_other_numbers_of_processes_resume(alone: Path, data_dir: Path, tmp_path
             same(folder, alone)
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_refused(alone: Path) -> None:
     said = refusal(run_line(resume(alone / "half", optimizer="adamw"), alone / "half"))
     assert "--optimizer=muon" in said and f"--init_from={alone / 'half'}" in said

@@ -57,6 +57,7 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
         assert title in page
 
 
+@pytest.mark.slow
 def test_the_minutes_end_it(tmp_path, quick, monkeypatch) -> None:
     """The clock jumps past the limit while the kernels are timed."""
     real, passed = time.monotonic, [0.0]
@@ -75,6 +76,7 @@ def test_the_minutes_end_it(tmp_path, quick, monkeypatch) -> None:
     assert [s["status"] for s in made["stages"]] == ["done", "done", "cut", *["skipped"] * 3]
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_and_leaves_what_there_is(tmp_path, quick, monkeypatch) -> None:
     stage = qualify.STAGES["proof"]
 

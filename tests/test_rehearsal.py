@@ -174,6 +174,7 @@ def as_on_the_cpu(texts: dict[str, list[list[int]]], explained: Any) -> None:
     assert all(layer["agrees"] for layer in found["maps"]["layers"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("remembered_probes")
 def test_texts_and_what_is_explained_leave_no_tensor_on_the_host():
     """In a fork: a process once made to believe in the GPU does not forget it."""

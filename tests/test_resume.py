@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import few
 from test_train import Run, argv, make_data, refusal, run, run_line
 
 import checkpoint
@@ -99,6 +100,7 @@ def test_killed_between_checkpoints_the_losses_are_the_same(data_dir, tmp_path, 
     same(r, straight)
 
 
+@pytest.mark.slow
 def test_killed_within_a_row_and_right_after_a_checkpoint(data_dir, tmp_path, straight):
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
@@ -131,8 +133,8 @@ def dying(patch: pytest.MonkeyPatch, step: int, error: Exception | None = None,
 # --- asked to stop ---
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("step", [1, 13, 21])  # 21: step 20 has been saved
+@pytest.mark.parametrize("signum", few([signal.SIGTERM, signal.SIGINT]))
+@pytest.mark.parametrize("step", few([13, 1, 21]))  # 21: step 20 has been saved
 def test_a_signal_ends_the_step_saves_the_last_and_says_how_to_go_on(
     signum, step, data_dir, tmp_path, straight, monkeypatch
 ):
@@ -166,6 +168,7 @@ def test_a_signal_before_and_after_the_steps(signum, how, data_dir, tmp_path, mo
     assert len(checkpoint.folders(out)) == (how == "sample_tokens")
 
 
+@pytest.mark.slow
 def test_a_signal_ends_an_evaluation_which_the_resumed_run_repeats(
     data_dir, tmp_path, straight, monkeypatch
 ):
@@ -188,6 +191,7 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_repeats(
         assert resumed.losses() == straight.losses()
 
 
+@pytest.mark.slow
 def test_the_loss_scale_goes_on(data_dir, tmp_path, monkeypatch):
     """One so large that the first steps overflow, and that grows again soon."""
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**24, growth_interval=7)
@@ -351,6 +355,7 @@ def test_a_damaged_checkpoint_names_the_newest_complete_one_and_how_to_use_it(ou
     assert r.code == 0 and "after step 5" in r.out
 
 
+@pytest.mark.slow
 def test_another_batch_size_goes_on_after_the_last_sequence(out, monkeypatch):
     begun: list[tuple[Any, ...]] = []
     monkeypatch.setattr(data, "Batches", lambda *a: begun.append(a) or Batches(*a))

@@ -173,6 +173,7 @@ def test_any_number_of_processes_loads_all_bits_and_goes_on(kind, n, all_kinds, 
             torch.testing.assert_close(got, want, rtol=0, atol=1e-5, msg=f"{of} to {kind} {n}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["one", "ddp", "fsdp"])
 def test_one_process_loads_all_bits_and_goes_on(of, two, tmp_path):
     want = Run("").train(23).losses[3:]
@@ -181,6 +182,7 @@ def test_one_process_loads_all_bits_and_goes_on(of, two, tmp_path):
     torch.testing.assert_close(losses, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["ddp", "fsdp"])
 def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two, recwarn):
     out, want = two[of]

@@ -76,6 +76,7 @@ TINY: dict[str, Any] = {"dataset": "fw", "vocab_size": 50257, "n_embd": 2, "n_he
                         "max_iters": 4}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_on_shards_and_its_resumption(fw: Path) -> None:
     straight = run(fw, fw / "a", **TINY)
     assert straight.code == 0, straight.err

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from conftest import few
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,7 +38,7 @@ N = B * T
 
 COPIES = ("clone", "copy_", "_to_copy", "cat", "repeat", "expand_copy", "contiguous")
 KINDS = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "autocast")]
-kinds = pytest.mark.parametrize("dtype, residual", KINDS, ids=map(" ".join, KINDS))
+kinds = pytest.mark.parametrize("dtype, residual", few(KINDS), ids=map(" ".join, KINDS))
 
 
 def name_of(function: Any) -> str:
@@ -289,6 +290,7 @@ def test_forward_and_loss_are_one_graph_without_a_break(dtype, residual, backend
     assert losses == pytest.approx(plain, rel=1e-5 if dtype == "float32" else 1e-2)
 
 
+@pytest.mark.slow
 def test_the_compiled_step_copies_no_more():
     """The operators that Inductor gets, forward and backward."""
     from torch._dynamo.backends.common import aot_autograd

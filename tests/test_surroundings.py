@@ -241,7 +241,8 @@ os._exit(0)  # gloo's threads may crash a process that leaves them
 
 
 @pytest.mark.parametrize("broken, instead", [
-    (("", FAILS), "tiled"), pytest.param((FAILS, ""), "sdpa", marks=pytest.mark.slow)])
+    (("", FAILS), "tiled"), ((FAILS, ""), "sdpa")])
+@pytest.mark.slow
 def test_ranks_take_the_first_kernel_that_each_accepts(
     tmp_path: Path, broken: tuple[str, str], instead: str
 ) -> None:

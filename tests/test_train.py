@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import few
 from torch import Tensor
 
 import checkpoint
@@ -274,6 +275,7 @@ def test_gradient_accumulation_does_not_change_the_losses(data_dir, tmp_path):
     assert close(results[0], results[1]) and close(results[0], results[2])
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_gives_the_same_bits(data_dir, tmp_path):
     plain, again = (
         run(data_dir, tmp_path / str(on), n_layer=2, dropout=0.2, gradient_checkpointing=on)
@@ -282,7 +284,7 @@ def test_gradient_checkpointing_gives_the_same_bits(data_dir, tmp_path):
     assert plain.losses() == again.losses() and len(plain.losses()) == 8
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", few(["bfloat16", "float16"]))
 def test_half_precision_learns_what_float32_learns(dtype, data_dir, tmp_path, monkeypatch):
     seen = []
     forward = GPT.hidden
@@ -420,6 +422,7 @@ def test_from_a_checkpoint_folder(data_dir, tmp_path):
         assert loss == one.evaluations()[8][1]
 
 
+@pytest.mark.slow
 def test_from_a_checkpoint_folder_the_window_stays(data_dir, tmp_path):
     """What the weights were trained with is kept where nothing else is asked for."""
     one = run(data_dir, tmp_path / "one", attention_window=3)
@@ -494,6 +497,7 @@ def test_a_size_that_the_weights_do_not_have_is_refused(knob, data_dir, tmp_path
     assert name in refusal(r)
 
 
+@pytest.mark.slow
 def test_the_seed_is_of_weights_batches_and_dropout(data_dir, tmp_path):
     a, b, c = (
         run(data_dir, tmp_path / str(i), dropout=0.2, seed=seed).losses()
@@ -544,12 +548,10 @@ def finite(out: Path) -> None:
             assert value is None or math.isfinite(value), (folder, name, value)
 
 
-@pytest.mark.parametrize("log_interval", [1, 4])
-@pytest.mark.parametrize(
-    "how, dtype",
-    [("both", "float32"), ("loss", "float32"), ("gradient", "float32"), ("both", "float16"),
-     ("loss", "float16")],
-)
+@pytest.mark.parametrize("log_interval", few([4, 1]))
+@pytest.mark.parametrize("how, dtype", few([
+    ("both", "float16"), ("both", "float32"), ("loss", "float32"), ("gradient", "float32"),
+    ("loss", "float16")]))
 def test_a_loss_that_is_not_finite_stops_the_run(
     how, dtype, log_interval, data_dir, tmp_path, monkeypatch
 ):
@@ -614,6 +616,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(data_dir, tmp_path):
     assert "file" in refusal(run(data_dir, tmp_path / "file" / "out"))
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_the_old_checkpoint_stays(data_dir, tmp_path, monkeypatch):
     out = tmp_path / "out"
     straight = run(data_dir, tmp_path / "straight")
@@ -673,6 +676,7 @@ def test_the_dtype_that_is_picked(capability, dtype, monkeypatch):
     assert runtime.pick_dtype("auto", torch.device("cpu")) is torch.float32
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_the_dtype_it_began_with(data_dir, tmp_path, monkeypatch):
     """Also on a processor without the units; and one of an earlier version, "auto", in float32."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
@@ -783,6 +787,7 @@ def test_no_time_is_printed_that_was_not_measured(data_dir, tmp_path) -> None:
     assert again.code == 0 and "at the peak rate 0 s" in again.out  # and not a negative time
 
 
+@pytest.mark.slow
 def test_more_steps_than_the_schedule_has_are_warned_of(data_dir, tmp_path, caplog) -> None:
     assert run(data_dir, tmp_path, max_iters=2).code == 0
     r = run(data_dir, tmp_path, max_iters=4, init_from="resume")
