@@ -1,6 +1,6 @@
 """The rule "fastest": every backend is timed at the run's shape (machine/timing.py).
 
-The fastest is taken if it beats the choice of "auto" by 2 %. Of several processes rank 0 measures
+The fastest is taken if it beats the choice of "auto" by 2 %. With several processes rank 0 measures
 for all. fastest.json in ~/.cache/nanoattn ($XDG_CACHE_HOME, $NANOATTN_CACHE) holds the names, by
 the versions of this package and torch, the device, the Spec and the shape. A remembered name must
 pass the probe.

@@ -21,7 +21,7 @@ def weights(
 ) -> Tensor:
     """Exact probabilities of the queries `rows`, (B, H, rows, Tk) float32 (float64 for float64).
 
-    The memory is that of these rows. No dropout; a query that sees no key has zeros; with sinks a
+    Only these rows are stored. No dropout; a query that sees no key has zeros; with sinks a
     row's sum is less than 1.
 
     Args:

@@ -133,7 +133,7 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
             with torch.inference_mode(False):
                 state = t.detach().clone() if on_host else t._version
                 found = known[t] = args, state, make(t, *args)
-        return found[2]  # not read again: another thread may have replaced it
+        return found[2]  # not read again: another thread can replace it
 
     return call
 

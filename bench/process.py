@@ -105,7 +105,7 @@ class Worker:
                 return result(json.loads(line))
         except OSError:
             pass
-        self.stop.check()  # Ctrl-C may have ended it, too
+        self.stop.check()  # perhaps ended by Ctrl-C, too
         raise self._died()
 
     def _died(self) -> Failure:

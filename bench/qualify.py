@@ -152,7 +152,7 @@ STAGES = {
 
 def settled(run: Run, given: Container[str]) -> None:
     """Choose the model to train: the requested one; else GPT-2 124M without gradient accumulation;
-    on a small GPU that of config/bench_cpu.py."""
+    on a small GPU the model of config/bench_cpu.py."""
     config, free = run.config, run.part["machine"]["free_memory"]
     config = replace(config, rounds=config.rounds if "rounds" in given else ROUNDS)
     if run.cuda and "batch_size" not in given:

@@ -3,8 +3,8 @@
     gpt2              GPT-2
     llama             Llama 1 to 3.2, SmolLM2
     mistral           llama with one window for all layers
-    qwen2             llama with biases of q, k and v; some layers may have a window
-    qwen3             llama with qk_norm; some layers may have a window
+    qwen2             llama with biases of q, k and v, and a window in some layers
+    qwen3             llama with qk_norm, and a window in some layers
 
 Anything else in a config is refused, never loaded approximately.
 """

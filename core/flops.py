@@ -162,7 +162,7 @@ def differ(before: Peak, after: Peak) -> str:
         return ""
     return (
         f"the peak was {before.tflops:,.4g} TFLOP/s before and {after.tflops:,.4g} after: other "
-        "programs use this machine; the MFU does not compare with that of other runs"
+        "programs use this machine; the MFU does not compare with other runs'"
     )
 
 

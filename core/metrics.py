@@ -202,7 +202,7 @@ class Meter:
             self.metrics.close()
 
     def _best_peak(self) -> Peak:
-        """The peak, measured again; the known one if there is no memory left."""
+        """The peak, measured again; the known one if memory is exhausted."""
         try:
             return best_peak(self.distributed.device, self.dtype)
         except RuntimeError as e:

@@ -209,17 +209,17 @@ def tokenizer_of(config: PrepareConfig) -> Tokenizer:
         )
     tokenizer = GPT2Tokenizer() if path is None else from_path(Path(path))
     if tokenizer is None:
-        raise UserError(f"--tokenizer={path}: there is no tokenizer.json")
+        raise UserError(f"--tokenizer={path}: tokenizer.json not found")
     return tokenizer
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """Of the token ids in a file, little endian."""
+    """NumPy dtype of the token ids in a file, little endian."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def token_sizes(tokens: np.ndarray, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the tokens: those of the text, if its tokens keep all of it."""
+    """UTF-8 bytes of the tokens; the text's own if its tokens keep all of it."""
     length, step = np.array([len(text) for text in tokenizer.token_bytes()]), 2**24
     return sum(int(length[tokens[a : a + step]].sum()) for a in range(0, len(tokens), step))
 

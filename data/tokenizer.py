@@ -258,7 +258,7 @@ def from_meta(meta: Json) -> Tokenizer:
 
 def same(a: Json, b: Json) -> bool:
     """True if two to_meta() describe tokenizers with the same ids, perhaps of two kinds."""
-    # GPT-2's may have to be downloaded: compare the sizes first.
+    # GPT-2's tokenizer can cost a download: compare the sizes first.
     sizes = {(GPT2Tokenizer if m["name"] == "gpt2" else from_meta(m)).vocab_size for m in (a, b)}
     return a == b or (len(sizes) == 1 and from_meta(a).token_bytes() == from_meta(b).token_bytes())
 
@@ -284,7 +284,7 @@ def from_path(path: Path) -> Tokenizer | None:
 
 
 def _object(path: Path) -> Json:
-    """The object in a JSON file; {} if there is no file."""
+    """The object in a JSON file; {} if the file is missing."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as e:

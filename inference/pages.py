@@ -45,7 +45,7 @@ def pages_for(tokens: int, page_size: int, window: int | None = None) -> int:
 @dataclass
 class _Held:
     names: list[bytes]  # of the prompt's full pages
-    length: int = 0  # tokens stored; the pages may have room for more
+    length: int = 0  # tokens stored; the pages can hold more
     pages: dict[int | None, list[int]] = field(default_factory=dict)  # of each window
 
 

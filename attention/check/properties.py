@@ -326,7 +326,7 @@ def some_gradients(backend: Backend, spec: Spec, device: str) -> None:
 
 
 def again(backend: Backend, spec: Spec, device: str) -> None:
-    """A second call with other values in the same memory, which its caller may have changed without
+    """A second call with other values in the same memory, which its caller can have changed without
     PyTorch's knowledge, draws no random number and does not change the first result."""
 
     def states() -> list[Tensor]:
