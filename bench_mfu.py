@@ -64,8 +64,10 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
         **state,
     }
     folder: Path | None = None
-    others = [{"mode": mode, "backend": name, "point": {}, "status": "unavailable", "why": [why]}
-              for name, why in left_out.items()]  # fmt: skip
+    others = [
+        {"mode": mode, "backend": name, "point": {}, "status": "unavailable", "why": [why]}
+        for name, why in left_out.items()
+    ]
 
     def content_of(run: Run, why: str = "") -> Json:
         made = run.content(why)

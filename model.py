@@ -57,8 +57,7 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm of each query and key, before RoPE
     tied: bool = True  # the head uses the token embedding's weights (Press & Wolf 2017)
     rope_theta: PositiveFloat = 10000.0  # the slowest channels turn 2 pi * theta tokens
-    # Of models that were trained elsewhere; None: the usual.
-    rope_scaling: tuple[float, float, float, int] | None = None  # see rope_rates()
+    rope_scaling: tuple[float, float, float, int] | None = None  # Llama 3.1's: see rope_rates()
     head_size: PositiveInt | None = None  # D; None: n_embd / n_head
     n_hidden: PositiveInt | None = None  # inside the MLP; None: see `hidden`
     norm_eps: PositiveFloat = 1e-5
@@ -74,11 +73,10 @@ class GPTConfig:
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"position=rope needs heads of an even width, got {self.head_dim}")
         attention.check_name(self.attention_backend)  # runs no file: a saved config may name one
-        if isinstance(several := self.attention_window, tuple):
-            if not several:
-                raise ValueError("attention_window is empty")
-            if len(several) == 1:  # equal models have equal configs
-                object.__setattr__(self, "attention_window", several[0])
+        if (several := self.attention_window) == ():
+            raise ValueError("attention_window is empty")
+        if isinstance(several, tuple) and len(several) == 1:  # equal models have equal configs
+            object.__setattr__(self, "attention_window", several[0])
         self.specs(Phase("cpu", "float32"))  # checks n_kv_head, attention_window and dropout
 
     @property
@@ -332,8 +330,7 @@ class GPT(nn.Module):
         caches, and draws other random numbers from the same distributions.
         """
         for _ in range(max_new_tokens):
-            context = idx[:, -self.config.block_size :]  # positions end at block_size
-            logits = self.head(self.hidden(context)[:, -1])  # (B, V), of the last token only
+            logits = self.head(self.hidden(idx[:, -self.config.block_size :])[:, -1])  # (B, V)
             if temperature == 0:
                 token = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
             else:
@@ -364,8 +361,7 @@ class GPT(nn.Module):
         self.plans = Plans(config.attention_backend, self.policy, config.specs, block_size)
 
     @classmethod
-    def from_pretrained(cls, source: str, override_args: dict[str, object] | None = None,
-                        **changes: Any) -> GPT:  # fmt: skip
+    def from_pretrained(cls, source: str, override_args: Any = None, **changes: Any) -> GPT:
         """Load a model of checkpoint/families.py: a folder of transformers, or a name on the hub.
         override_args (as in nanoGPT) and changes are GPTConfig fields to replace."""
         from checkpoint import load_hf

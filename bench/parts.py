@@ -175,8 +175,8 @@ def table(found: Json, of: str = "") -> tables.Cells:
         least, ms = found[rate]["ms"], found["ms"]
         times = number(ms / least if ms >= least else None)
         at_best = f"at best {flops.in_words(found[rate])}"
-        lines.append([name, number(ms), "100.0%", number(least), times, number(ms - least),
-                      at_best])  # fmt: skip
+        numbers = [number(ms), "100.0%", number(least), times, number(ms - least)]
+        lines.append([name, *numbers, at_best])
     return [tables.marked(name, of) for name in head], lines
 
 

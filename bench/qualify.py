@@ -233,8 +233,11 @@ def attempt(name: str, run: Run, box: float) -> Json:
 
 def ranked(content: Json, names: list[str]) -> list[str]:
     """Sort by the time at 1,024 tokens and heads of 64, as far as known."""
-    ms = {r["backend"]: r["ms"] for r in rows_of(content, "kernels")
-          if r["status"] == "ok" and (r["point"]["T"], r["point"]["D"]) == (1024, 64)}  # fmt: skip
+    ms = {
+        r["backend"]: r["ms"]
+        for r in rows_of(content, "kernels")
+        if r["status"] == "ok" and (r["point"]["T"], r["point"]["D"]) == (1024, 64)
+    }
     return sorted(names, key=lambda name: ms.get(name, math.inf))
 
 

@@ -30,7 +30,7 @@ MODES: dict[str, ModuleType] = {
     "decode": decode,
     "converge": converge,
 }
-OLD_CUDNN = 91500  # slower attention before 9.15 (FIELD: PyTorch picks another kernel)
+OLD_CUDNN = 91500  # before 9.15 PyTorch does not take cuDNN's kernel on Hopper
 # Entries of a qualify record that its stages share.
 SHARED = (
     "format", "command", "date", "commit", "dirty", "seconds", "machine", "vocab_size",
@@ -183,8 +183,8 @@ def facts(content: Json) -> dict[str, str]:
 def sections(content: Json) -> list[tuple[str, Cells]]:
     """Return the tables of a record or its stages, with titles."""
     if content["mode"] == "qualify":
-        found = [("Proof", proof(stage["record"]["rows"])) for stage in content["stages"]
-                 if stage["name"] == "proof" and stage["record"]]  # fmt: skip
+        proved = (s["record"] for s in content["stages"] if s["name"] == "proof")
+        found = [("Proof", proof(part["rows"])) for part in proved if part]
         return found + [table for part in sections_of(content) for table in sections(part)]
     of, found = flops.given(content["machine"]["peak_source"]), []
     for name, mode in MODES.items():
@@ -240,8 +240,8 @@ def answers(content: Json) -> list[str]:
         reasons: dict[str, list[str]] = {}
         for r in (r for r in rows if f"{of}_why" in r):
             reasons.setdefault(r[f"{of}_why"], []).append(r["backend"])
-        found += [f"Peak: {name} not known of {', '.join(dict.fromkeys(names))}: {why}."
-                  for why, names in reasons.items()]  # fmt: skip
+        for why, names in reasons.items():
+            found.append(f"Peak: {name} not known of {', '.join(dict.fromkeys(names))}: {why}.")
     if doubt := content["machine"].get("peak_doubt"):
         found.append(f"Peak: {doubt}.")
     found += [f"Agreement: {why}." for why in disagreeing(rows, content)]

@@ -222,8 +222,16 @@ class Turns:
             if row["backend"] == name and row["point"] == point:
                 return row
         why = ["no round was measured yet"]
-        rows.append({"mode": self.run.mode, "backend": name, "point": point, "status": "stopped",
-                     "why": why, "rounds": []})  # fmt: skip
+        rows.append(
+            {
+                "mode": self.run.mode,
+                "backend": name,
+                "point": point,
+                "status": "stopped",
+                "why": why,
+                "rounds": [],
+            }
+        )
         return rows[-1]
 
     def drop(self, *names: str) -> None:
@@ -244,8 +252,9 @@ class Turns:
             row["status"] = "ok"
             row.pop("why", None)
             if round_ == 0:
-                self.run.progress.tell(f"{name} {tables.where(point)}".strip() +
-                                       f": {row['rounds'][-1]['ms']:.4g} ms")  # fmt: skip
+                self.run.progress.tell(
+                    f"{name} {tables.where(point)}".strip() + f": {row['rounds'][-1]['ms']:.4g} ms"
+                )
         except Failure as e:
             n = 1 if row["rounds"] else row.get("batch_size", 1)
             if self.request.get("auto") and "out of memory" in str(e) and n > 1:

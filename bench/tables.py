@@ -46,8 +46,9 @@ def spread_of(values: Sequence[float]) -> float | None:
 def medians(row: Row) -> Json:
     """Return the median of each time, and the quartiles and spread of `ms`."""
     rounds = row["rounds"]
-    found: Json = {name: quartiles([r[name] for r in rounds])[1] for name in TIMES
-                   if name in rounds[0]}  # fmt: skip
+    found: Json = {
+        name: quartiles([r[name] for r in rounds])[1] for name in TIMES if name in rounds[0]
+    }
     ms = [r["ms"] for r in rounds]
     (found["q1_ms"], _, found["q3_ms"]), spread = quartiles(ms), spread_of(ms)
     return {**found, "spread": spread, "noisy": spread is not None and spread > NOISY}

@@ -83,9 +83,12 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
     # As in GPT-2: no text needs it, but ctranslate2 expects one.
     unknown = content["model"].get("unk_token")
     names["unk_token"] = unknown if unknown in special.values() else special.get(eot)
-    tokens = {"tokenizer_class": "PreTrainedTokenizerFast",
-              "model_max_length": model.config.block_size, "clean_up_tokenization_spaces": False,
-              **{k: name for k, name in names.items() if name in special.values()}}  # fmt: skip
+    tokens = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.config.block_size,
+        "clean_up_tokenization_spaces": False,
+        **{k: name for k, name in names.items() if name in special.values()},
+    }
     store.save_json(tokens, folder / "tokenizer_config.json")
     how: Json = {"do_sample": True, "max_new_tokens": 100}  # else a server ignores the temperature
     if tokenizer.unused:

@@ -135,8 +135,14 @@ def _download(name: str) -> Path:
     logging.getLogger("huggingface_hub").propagate = False
     offline = why_not_hub()
     try:
-        files = ["model*.safetensors", f"{WEIGHTS}.index.json", "*config.json", "tokenizer.json",
-                 *OTHER_FILES, *ENDS_IN]  # fmt: skip
+        files = [
+            "model*.safetensors",
+            f"{WEIGHTS}.index.json",
+            "*config.json",
+            "tokenizer.json",
+            *OTHER_FILES,
+            *ENDS_IN,
+        ]
         return Path(snapshot_download(name, allow_patterns=files, local_files_only=bool(offline)))
     except (OSError, ValueError, HfHubHTTPError) as e:
         raise UserError(f"{no_file}; downloading it failed ({offline or first_line(e)})") from e

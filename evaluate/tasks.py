@@ -104,12 +104,18 @@ def main(argv: list[str]) -> int:
         rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in questions]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         task = {
-            "task": f"nanoattn_{name}", "tag": "nanoattn", "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test",
-            "output_type": "loglikelihood", "doc_to_text": "{{context}}",
-            "doc_to_target": "{{answer}}", "target_delimiter": "", "fewshot_delimiter": "",
+            "task": f"nanoattn_{name}",
+            "tag": "nanoattn",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test",
+            "output_type": "loglikelihood",
+            "doc_to_text": "{{context}}",
+            "doc_to_target": "{{answer}}",
+            "target_delimiter": "",
+            "fewshot_delimiter": "",
             "metric_list": [{"metric": "acc"}],
-        }  # fmt: skip
+        }
         # JSON is YAML too.
         (folder / f"{name}.yaml").write_text(json.dumps(task, indent=1), encoding="utf-8")
         print(f"{file}: {task['task']}")

@@ -51,9 +51,12 @@ class Automaton(nn.Module):
     onward: Tensor  # (states,) int32: the fewest to a longer match
 
     def __init__(
-        self, transition: np.ndarray, token_class: np.ndarray, least: np.ndarray,
+        self,
+        transition: np.ndarray,
+        token_class: np.ndarray,
+        least: np.ndarray,
         starts: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.starts = starts  # the first state of each row; None: START
         spare = [(0, max(64, 1 << (n - 1).bit_length()) - n) for n in transition.shape]

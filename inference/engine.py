@@ -230,8 +230,9 @@ class _Batch(Decoder[Row]):
             static.reset()
         else:  # tensors of inference mode cannot be written to outside it
             with torch.inference_mode(False):
-                static = StaticCache(L, self.B, max_len, *heads, windows=config.windows,
-                                     dtype=dtype, device=device)  # fmt: skip
+                static = StaticCache(
+                    L, self.B, max_len, *heads, windows=config.windows, dtype=dtype, device=device
+                )
         if self.compile:
             self.lent[key] = static
             model.plan(self.B, cache="static", compiled=True)

@@ -36,7 +36,7 @@ _TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id
 _PLAIN = _TOKENS | {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64, "initializer_range": 0.3,
-}  # fmt: skip
+}
 _GROUPED = _PLAIN | {"num_key_value_heads": 2}
 _WINDOW = _GROUPED | {"sliding_window": 7}
 _SECOND = _WINDOW | {"use_sliding_window": True, "max_window_layers": 1}  # in layer 2
@@ -60,7 +60,7 @@ MODELS: dict[str, Json] = {  # model_type -> config
                         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "starcoder2": _WINDOW | {"residual_dropout": 0.0, "embedding_dropout": 0.0},
     "bloom": _TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-}  # fmt: skip
+}
 
 
 def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, **other: Any) -> Any:
@@ -98,7 +98,7 @@ def run(model: Any, case: str) -> dict[str, Tensor]:
                 ids, attention_mask=seen, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
                 cache_implementation=case.partition(" ")[0], output_logits=True,
                 return_dict_in_generate=True,
-            )  # fmt: skip
+            )
         return {"logits": torch.stack(made.logits, dim=1), "tokens": made.sequences}
     asked: Json = {"use_cache": False}
     if case == "packed":

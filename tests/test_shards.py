@@ -73,7 +73,7 @@ def fw(tmp_path: Path) -> Path:
 
 
 TINY: dict[str, Any] = {"dataset": "fw", "vocab_size": 50257, "n_embd": 2, "n_head": 1,
-                        "max_iters": 4}  # fmt: skip
+                        "max_iters": 4}
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "another number of tokens": lambda x: x[:8] + b"\1" + x[9:], "no tokens": lambda x: x[:1024],
     "half a header": lambda x: x[:800], "a token less": lambda x: x[:-2],
     "half a token": lambda x: x[:-1], "nothing": lambda x: b"", "no header": lambda x: x[1024:],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -121,7 +121,7 @@ def test_a_damaged_file_is_named(fw: Path, damage: str) -> None:
 
 @pytest.mark.parametrize("source, said", [
     ("nothing_*.bin", "nothing_"), ("fw_val*.bin", "train"), ("fw_train*.bin", "val"),
-])  # fmt: skip
+])
 def test_files_that_are_missing(fw: Path, source: str, said: str) -> None:
     code, _, err = prepare(fw / source, fw / "other")
     assert code == 2 and said in err
