@@ -20,6 +20,7 @@ from pydantic import PositiveInt
 
 import checkpoint
 import sample
+from attention import DeviceLost
 from core.runtime import describe, show_log
 from core.settings import UserError, check_fields, exit_on_user_error, read
 from data.tokenizer import Tokenizer
@@ -168,7 +169,7 @@ def main(argv: list[str]) -> int:
     try:
         model, tokenizer = load(config)
         document = explain(model, tokenizer, config, source_of(config))
-    except ValueError as e:  # BackendUnavailable too
+    except (ValueError, DeviceLost) as e:  # BackendUnavailable too
         raise UserError(str(e)) from e
     if config.json is not None:
         write(config.json, json.dumps(document, allow_nan=False))

@@ -5,7 +5,7 @@ import os
 import sys
 
 from . import hf
-from .caps import Backend, BackendUnavailable, Caps, Partial, Refusal, Resolution
+from .caps import Backend, BackendUnavailable, Caps, DeviceLost, Partial, Refusal, Resolution
 from .choose import fastest
 from .flash_api import (
     flash_attn_func,
@@ -43,6 +43,7 @@ __all__ = [
     "BackendUnavailable",
     "Call",
     "Caps",
+    "DeviceLost",
     "Machine",
     "Partial",
     "Phase",

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import torch
 
-from .caps import BackendUnavailable, dotted
+from .caps import BackendUnavailable, DeviceLost, dotted
 from .choose import fastest
 from .machine.gpus import describe
 from .machine.timing import Row, Shape, measure, table
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add("--kv_cache", choices=CACHES, default="none", help="inference with this cache")
     add("--page_size", type=int, help="tokens in a page of the paged cache (default: 256)")
     flags = {
-        "allow_mps_sdpa": "allow PyTorch's SDPA on Apple's Metal",
+        "allow_mps_sdpa": "allow PyTorch's SDPA on Apple's Metal before torch 2.13",
         "segments": "two documents in each sequence",
         "sinks": "a logit for each head in the softmax's denominator",
         "lse": "split sequences, as --context_parallel of train.py",
@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(check(argv[1:]))
     try:
         run(parser().parse_args(argv))
-    except ValueError as e:
+    except (ValueError, DeviceLost) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
 

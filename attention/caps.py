@@ -312,6 +312,10 @@ class BackendUnavailable(ValueError):
     """No allowed backend can compute what was requested."""
 
 
+class DeviceLost(RuntimeError):
+    """A kernel has left the GPU in a state in which this process can run nothing more."""
+
+
 class Proof(TypedDict):
     """The errors of a probe, relative to the largest true value, and their limits."""
 

@@ -7,7 +7,8 @@ check that no earlier output moves. The profiler records which kernels ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,10 +18,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from . import manual
-from .caps import Backend, Proof
+from .caps import Backend, DeviceLost, Proof
 from .function import whole
 from .machine.flash_impl import flash_impl
-from .machine.system import first_line, profiled
+from .machine.system import first_line, loses_device, profiled
 from .ring import Ring
 from .spec import Spec, visible
 from .views import filled_cache
@@ -62,12 +63,36 @@ class Probe:
         return self.proof["error"] if self.proof else None
 
 
+@contextmanager
+def gpu_survives(backend: Backend) -> Iterator[None]:
+    """Name the kernel that has lost the GPU: everything that runs next would fail, and be blamed.
+
+    Raises:
+        DeviceLost: instead of CUDA's error.
+    """
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, DeviceLost) or not loses_device(e):
+            raise
+        other = backend.fallback or "manual"
+        raise DeviceLost(
+            f"{backend.name} has crashed on the GPU ({first_line(e)}), which this process cannot "
+            f"use any more; start again with another kernel: --attention_backend={other}"
+        ) from e
+
+
 def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHORT) -> Probe:
     """Run `backend` once, forward and, if `spec.grad`, backward, at batch 2 and length T.
 
     With a cache the queries come in chunks, then one by one. The random state is restored.
     """
-    device, cached = torch.device(device), spec.cache in ("static", "paged")
+    with gpu_survives(backend):
+        return _probe(backend, spec, torch.device(device), T)
+
+
+def _probe(backend: Backend, spec: Spec, device: torch.device, T: int) -> Probe:
+    cached = spec.cache in ("static", "paged")
     # A window longer than T would not be tested, and no gradient flows through a cache.
     window, right = (n and min(n, T // 2) for n in (spec.window, spec.right))
     spec = replace(spec, window=window, right=right, grad=spec.grad and spec.cache == "none")
@@ -93,6 +118,8 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
                         raise FloatingPointError("not finite with dropout")
                     leak = leakage(run, inputs, seg, quiet)
             except Exception as e:
+                if loses_device(e):
+                    raise
                 return Probe((f"it failed in the probe ({type(e).__name__}: {first_line(e)})",))
     names = ["out after a prefix"] if len(out) > 1 and not spec.grad else []
     names += ["out", "dq", "dk", "dv", "dsinks"][: len(out) - len(names)]
@@ -126,7 +153,12 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
     Compares the outputs of some queries, and the gradients that flow from them, of one sequence and
     the query heads of one key/value head: memory O(T). With a cache, the last queries only.
     """
-    R, on = spec.n_head // spec.n_kv_head, torch.device(device)
+    with gpu_survives(backend):
+        return _wrong_at(backend, spec, torch.device(device), T)
+
+
+def _wrong_at(backend: Backend, spec: Spec, on: torch.device, T: int) -> tuple[str, ...]:
+    R = spec.n_head // spec.n_kv_head
     cached = spec.cache in ("static", "paged")
     grad = spec.grad and spec.cache == "none"
     spec = replace(spec, n_head=R, n_kv_head=1, dropout=0.0, grad=grad)
@@ -150,6 +182,8 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
             else:
                 got = _run(attend_of(backend, spec), [q, k, v, dout, *sinks], seg, spec)
         except Exception as e:
+            if loses_device(e):
+                raise
             return (f"it failed at {T:,} tokens ({type(e).__name__}: {first_line(e)})",)
         got[0] = got[0] if cached else got[0][:, rows]
         inputs = [q, k, v, dout, *sinks]

@@ -24,7 +24,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from attention import BackendUnavailable, use_flash_impl
+from attention import BackendUnavailable, DeviceLost, use_flash_impl
 from attention.machine.system import cpu_name, synchronize
 from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
@@ -247,7 +247,7 @@ def explained(less_memory: str) -> Iterator[None]:
     """Raise failures with a known remedy as UserError; `less_memory`: the options to try."""
     try:
         yield
-    except BackendUnavailable as e:
+    except (BackendUnavailable, DeviceLost) as e:
         raise UserError(str(e)) from e
     except (RuntimeError, MemoryError) as e:
         text = str(e).strip() or type(e).__name__

@@ -17,6 +17,7 @@ from attention import (
     BACKENDS,
     Backend,
     BackendUnavailable,
+    DeviceLost,
     Machine,
     Policy,
     Spec,
@@ -25,6 +26,8 @@ from attention import (
     probe,
     select,
 )
+from attention.__main__ import main
+from attention.check.command import check
 
 SPEC = Spec(4, 2, 32, "float32")
 STRICT = Policy(fallback=False)
@@ -298,6 +301,45 @@ def test_a_broken_backend_is_refused_with_a_telling_reason(
     assert info.startswith(
         "Attention backend: sdpa (PyTorch scaled_dot_product_attention; kernel: "
     )
+
+
+@pytest.mark.parametrize("text, lost", [
+    ("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...", True),
+    ("CUDA error: device-side assert triggered", True), ("CUDA error: misaligned address", True),
+    ("Triton Error [CUDA]: an illegal memory access was encountered", True),
+    ("CUDA error: no kernel image is available for execution on the device", False),
+    ("CUDA out of memory. Tried to allocate 2.00 GiB", False)])
+@pytest.mark.parametrize("T", [100, 1000])  # in the first probe, and in that of the run's length
+def test_no_kernel_is_tried_on_a_gpu_that_another_has_crashed(text, lost, T, monkeypatch) -> None:
+    """CUDA refuses all work of a process after some errors: a fallback would get the blame."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        if k.shape[1] >= min(T, 1000) or T < 256:
+            raise torch.AcceleratorError(text) if hasattr(torch, "AcceleratorError") else (
+                RuntimeError(text))
+        return manual.attend(q, k, v, spec, **options)
+
+    monkeypatch.setitem(sys.modules["attention.select"]._BY_ANY_NAME, "made_up", made_up(attend))
+    if lost:
+        with pytest.raises(DeviceLost, match=r"made_up .*--attention_backend=sdpa") as e:
+            select("made_up", SPEC, "cpu", shape=(1, T))
+        assert "\n" not in str(e.value) and text.partition("\n")[0] in str(e.value)
+    else:
+        assert select("made_up", SPEC, "cpu", shape=(1, T)).backend.name == "sdpa"
+
+
+def test_a_crash_on_the_gpu_is_one_line_of_a_command(tmp_path, capsys) -> None:
+    file = tmp_path / "crash.py"
+    file.write_text(
+        "from attention import Backend, Caps\n"
+        "def attend(*args, **options):\n"
+        "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+        "BACKEND = Backend('crash', 'crashes', attend, (Caps(),), None)\n")
+    with pytest.raises(SystemExit):
+        main([str(file), "--device=cpu"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert "illegal memory access" in line and "--attention_backend=manual" in line
+    assert check(str(file), ["cpu"], ["float32"]).features["total"]["failed"] == 1
 
 
 @pytest.mark.parametrize("cache", ["none", "static", "paged"])

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from ..caps import Backend, Refusal
-from ..machine.system import first_line
+from ..machine.system import first_line, loses_device
 from ..machine.timing import aligned
 from ..probing import wrong_at
 from ..select import get
@@ -161,6 +161,7 @@ def check(
     longest = max(length, *(item.case.Tk for _, item in tests if item.case))
     about = machine_names, torch.__version__, quick, longest
     report = Report(name, backend.name, backend.title, *about)
+    lost = False
     for n, (device, item) in enumerate(tests):
         watch(n, len(tests), f"{item.name}, {item.spec.dtype}, {device}")
         try:
@@ -168,8 +169,9 @@ def check(
                 answer = judge(backend, item, here[device], device)
         except Exception as e:  # its Caps declare the Spec, so any exception is a failure
             answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",))
+            lost = loses_device(e)  # every later test would fail
         report.add(item, device, answer)
-        if first and report.failures:
+        if lost or (first and report.failures):
             break
     watch(len(tests), len(tests), "done")
     report.seconds = time.monotonic() - began

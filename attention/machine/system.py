@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -14,6 +16,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+# Errors after which a CUDA context is lost, as PyTorch, Triton and CUTLASS print them (CUDA
+# Runtime API, cudaError: "the process must be terminated and relaunched").
+LOST = re.compile(
+    "CUDA.*(illegal memory access|illegal address|device-side assert|misaligned address|illegal "
+    "instruction|invalid program counter|unspecified launch failure|hardware stack error|"
+    "ILLEGAL_ADDRESS|MISALIGNED_ADDRESS|LAUNCH_FAILED|ECC error)", re.I | re.S
+)
 UNKNOWN_VERSION = "unknown version"  # for a package that imports but has no version
 
 
@@ -53,7 +62,10 @@ def import_version(package: str) -> str | None:
     except Exception as e:  # a broken binary can raise anything
         if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
             return None  # "a.b" where a is missing
-        return f"{type(e).__name__}: {e}"
+        owners = [f"{name} {metadata.version(name)}" for name, _ in _owners(package)]
+        mixed = f"; {' and '.join(owners)} have both installed it: reinstall the one "
+        mixed += "that you need, with pip install --force-reinstall --no-deps"
+        return f"{type(e).__name__}: {e}" + mixed * (len(owners) > 1)
     version = str(getattr(module, "__version__", ""))
     if re.match(r"[\d.]*[1-9]", version):
         return version
@@ -62,12 +74,23 @@ def import_version(package: str) -> str | None:
 
 
 def _distribution_version(package: str) -> str | None:
+    return next((metadata.version(name) for name, intact in _owners(package) if intact), None)
+
+
+def _owners(package: str) -> Iterator[tuple[str, bool]]:
+    """The distributions that installed a package, and whether its file is still theirs.
+
+    The wheel of flash-attn 2.8 has an old flash_attn/cute, flash-attn-4's the new one.
+    """
     path = package.replace(".", "/")
-    for name in metadata.packages_distributions().get(package.partition(".")[0], ()):
-        files = {str(file) for file in metadata.files(name) or ()}
-        if files & {f"{path}.py", f"{path}/__init__.py"}:
-            return metadata.version(name)
-    return None
+    for name in dict.fromkeys(metadata.packages_distributions().get(package.partition(".")[0], ())):
+        for file in metadata.files(name) or ():
+            if str(file) in (f"{path}.py", f"{path}/__init__.py"):
+                intact = True
+                if file.hash is not None:
+                    digest = hashlib.new(file.hash.mode, Path(file.locate()).read_bytes()).digest()
+                    intact = file.hash.value == base64.urlsafe_b64encode(digest).decode().strip("=")
+                yield name, intact
 
 
 def cache_folder() -> Path:
@@ -100,6 +123,11 @@ def write_at_once(path: Path, text: str) -> None:
 def first_line(e: BaseException) -> str:
     """Return the first line of the message, or the exception's type if it is empty."""
     return (str(e).strip() or type(e).__name__).splitlines()[0]
+
+
+def loses_device(e: BaseException) -> bool:
+    """True if CUDA refuses all further work of this process after this error."""
+    return isinstance(e, RuntimeError) and bool(LOST.search(str(e)))
 
 
 def own_code(f: Callable[P, R], name: str) -> Callable[P, R]:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ..caps import Backend
-from ..probing import attend_of, probe
+from ..probing import attend_of, gpu_survives, probe
 from ..select import admit
 from ..spec import Machine, Policy, Spec
 from ..views import PagedView, StaticView, filled_cache
-from .system import first_line, own_code, synchronize
+from .system import first_line, loses_device, own_code, synchronize
 
 Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
 
@@ -76,8 +76,11 @@ def measure(
                 for spec in able:
                     key = name, spec
                     calls[key] = work(backend, spec, inputs)
-                    once[key] = warmed_up(calls[key], device)
+                    with gpu_survives(backend):
+                        once[key] = warmed_up(calls[key], device)
             except Exception as e:  # any failure, such as out of memory, is the reason
+                if loses_device(e):
+                    raise
                 rows[name] = replace(row, why=(f"at this shape: {first_line(e)}",))
                 continue
             best = min(best, once[key])
