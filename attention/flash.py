@@ -1,8 +1,8 @@
 """The three generations of Tri Dao's flash-attn packages.
 
-    flash_attn_2  import flash_attn (>= 2.6.2) Ampere and later   Dao 2023, arXiv 2307.08691
-    flash_attn_3  import flash_attn_interface  Hopper             Shah et al. 2024, arXiv 2407.08608
-    flash_attn_4  import flash_attn.cute       Hopper, Blackwell  kernels written in Python (CuTe)
+    flash_attn_2  import flash_attn (>= 2.6.2) Ampere and later  Dao 2023, arXiv 2307.08691
+    flash_attn_3  import flash_attn_interface  Hopper, 8.0 (hub) Shah et al. 2024, arXiv 2407.08608
+    flash_attn_4  import flash_attn.cute       8.0 to 12.1       kernels written in Python (CuTe)
 
 Memory  O(T), by the algorithm of tiled.py. FLOPs as in sdpa.py.
 Layout  (B, T, H, D). With segments all sequences are concatenated, (total, H, D); cu_seqlens holds
@@ -265,11 +265,16 @@ _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), right=True, head_dim_max=256, head_
             dropout=False, scale=True, softcap=True, deterministic=False, caches=CACHES,
             packages=("flash_attn_interface",), lse=True, lse_segments=False)
 FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
+# The prebuilt kernels also have machine code for 8.0 (flash-attn3/build.toml of kernels-community).
+# It would load on 8.6 and 8.9, too, which nobody has documented.
+FA3_HUB_CAPS = (
+    *FA3_CAPS, *(replace(c, min_capability=(8, 0), max_capability=(8, 0)) for c in FA3_CAPS)
+)
 
-# flash_attn/cute/interface.py of 4.0.0b13: Hopper and Blackwell. It has no backward for 8.x, and
-# 12.x failed to compile (Dao-AILab/flash-attention issue 2453). head_dim to 128, on Hopper to 256,
-# multiples of 8. On Blackwell 256 has separate kernels, without window, and pages of 128 only.
-_FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), right=True, head_dim_max=128, head_dim_multiple=8,
+# flash_attn/cute/interface.py of 4.0.0b13: Hopper and Blackwell, 11.0 as 10.x. head_dim to 128, on
+# Hopper to 256, multiples of 8. On Blackwell 256 has separate kernels, without window, and pages of
+# 128 only.
+_FA4 = Caps(("cuda",), HALF, (9, 0), (11, 0), right=True, head_dim_max=128, head_dim_multiple=8,
             dropout=False, scale=True, grad=False, caches=CACHES,
             packages=("flash_attn.cute>=4.0",), lse=True, lse_segments=False)
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
@@ -281,15 +286,24 @@ _FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32)
 # with b24 (b54df166). That backward hung on a GB200 (issue 2466, open): Hopper only. Blackwell's
 # kernels for 256 have neither.
 _B26 = ("flash_attn.cute>=4.0.0b26",)
+# 8.x and 12.x share a kernel without sinks, pages and, in the backward, a softcap or a fixed order;
+# only 12.x has a backward. Before b21 it did not compile for 12.x (6e646e00, issue 2453).
+_FA4_MMA = replace(_FA4, max_capability=(8, 9), min_capability=(8, 0), caches=("none", "dynamic"),
+                   packages=("flash_attn.cute>=4.0.0b21",))
+_FA4_12 = replace(_FA4_MMA, min_capability=(12, 0), max_capability=(12, 1))
 FA4_CAPS = (
     _FA4,
     _FA4_GRAD,
     replace(_FA4_WIDE, max_capability=(9, 0)),
-    replace(_FA4_WIDE, min_capability=(10, 0), head_dim_multiple=256, window=False),
+    replace(_FA4_WIDE, min_capability=(10, 0), max_capability=(10, 3), head_dim_multiple=256,
+            window=False),
     replace(_FA4, softcap=True, sinks=True, packages=_B26),
     replace(_FA4_GRAD, sinks=True, packages=_B26),
     replace(_FA4_GRAD, max_capability=(9, 0), softcap=True, sinks=True, packages=_B26),
     replace(_FA4_WIDE, max_capability=(9, 0), softcap=True, sinks=True, packages=_B26),
+    _FA4_MMA,
+    _FA4_12,
+    replace(_FA4_12, grad=True, head_dim_multiple=32, deterministic=False),
 )
 
 _HUB = "--attention_hub_kernels=True with pip install kernels"
@@ -297,7 +311,7 @@ _HUB = "--attention_hub_kernels=True with pip install kernels"
 
 def _backend(
     generation: int, package: Package, caps: tuple[Caps, ...], fallback: str, install: str,
-    hub: tuple[str, str] | None = None,
+    hub: tuple[str, str] | None = None, hub_caps: tuple[Caps, ...] = (),
 ) -> Backend:
     distribution = "flash-attn" if generation == 2 else f"flash-attn-{generation}"
     plain = Backend(
@@ -316,13 +330,13 @@ def _backend(
     if hub is None:
         return plain
     # 0.14 is the first release with kernel repositories.
-    rows = tuple(replace(row, packages=("kernels>=0.14",)) for row in caps)
+    rows = tuple(replace(row, packages=("kernels>=0.14",)) for row in hub_caps or caps)
     prebuilt = _backend(generation, replace(package, hub=hub), rows, fallback, install)
     return replace(plain, install=f"{install}, or {_HUB}", prebuilt=prebuilt)
 
 
 V2 = _backend(2, FA2, FA2_CAPS, "sdpa", "pip install flash-attn --no-build-isolation", HUB2)
 V3 = _backend(3, FA3, FA3_CAPS, "flash_attn_2", "from github.com/Dao-AILab/flash-attention: "
-              "cd hopper && python setup.py install", HUB3)
+              "cd hopper && python setup.py install", HUB3, FA3_HUB_CAPS)
 V4 = _backend(4, FA4, FA4_CAPS, "flash_attn_3", "pip install --pre flash-attn-4")
 V4 = replace(V4, attend=not_compiled(V4.attend), fullgraph=False)

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from . import flash, flex, manual, own, paged, sdpa, sdpa_bmm, tiled, triton_flash
-from .caps import Backend, BackendUnavailable, Refusal, Resolution
+from .caps import Backend, BackendUnavailable, Refusal, Resolution, version
 from .machine.apart import apart
 from .probing import LONG, Probe, probe, wrong_at
 from .spec import Machine, Policy, Spec
@@ -38,10 +38,22 @@ REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory, and no tiles: not probed 
 RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (choose.py)
 _BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
 
-MPS_GUARD = Refusal(
-    "on Apple's Metal it has given NaN and leaked future tokens (--allow_mps_sdpa=True permits it)",
-    "device",
-)
+
+def metal_bug(spec: Spec, machine: Machine) -> list[Refusal]:
+    """The known bug of PyTorch's SDPA on Apple's Metal that this request meets, if any."""
+    release, half = version(machine.torch), spec.dtype in ("float16", "bfloat16")
+    bugs = {  # those of pytorch/pytorch that the probe may miss, or that depend on what ran before
+        "half precision sees up to three later tokens (issue 195910)": half and release < (2, 13),
+        "a scale may be that of an earlier call (pull request 184122)":
+            spec.scale is not None and release < (2, 13),
+        "a mask that the heads share is misread (pull request 184180)":
+            (spec.segments or spec.cache == "static") and release < (2, 13),
+        "strides are misread, rows without a key are NaN (issues 163597, 156707)":
+            release < (2, 9),
+    }
+    where = f"on Apple's Metal torch {machine.torch} is wrong"
+    permit = "(newer torch, or --allow_mps_sdpa=True)"
+    return [Refusal(f"{where}: {bug} {permit}", "metal") for bug, met in bugs.items() if met][:1]
 
 
 def is_file(name: str) -> bool:
@@ -105,8 +117,11 @@ def preferred(spec: Spec, machine: Machine) -> list[str]:
         order.insert(order.index(then), first)
 
     if machine.device == "cuda":
-        if (machine.capability or (0, 0)) >= (9, 0):  # sdpa may take cuDNN's kernel
+        major = (machine.capability or (0, 0))[0]
+        if major >= 9:  # sdpa may take cuDNN's kernel
             before("sdpa", "flash_attn_2")
+        if major in (8, 12):  # there 4 uses the instructions of Ampere, as 2 does
+            before("flash_attn_2" if major == 8 else "sdpa", "flash_attn_4")
         if spec.window is not None or spec.segments:  # it skips tiles, sdpa takes a mask
             before("sdpa_flash", "sdpa")
     elif machine.matrix_units and spec.grad and not spec.compiled:
@@ -124,7 +139,7 @@ def admit(
         return backend.prebuilt, []
     why = backend.why_not(spec, machine)
     on_metal = machine.device == "mps" and backend.name in ("sdpa", "sdpa_math")
-    return backend, [*why, MPS_GUARD] if on_metal and not policy.mps_sdpa else why
+    return backend, why + metal_bug(spec, machine) if on_metal and not policy.mps_sdpa else why
 
 
 def resolve(
@@ -156,7 +171,7 @@ def resolve(
             return Resolution(name, backend, reported)
         refused[backend.name] = (*why, *found)
         # Report another kernel only if its Caps would have let it run.
-        if candidate == name or found or why == [MPS_GUARD]:
+        if candidate == name or found or [w.kind for w in why] == ["metal"]:
             reported[backend.name] = refused[backend.name]
     reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in refused.items())
     raise BackendUnavailable(f"attention backend {name!r} cannot run here. {reasons}")

@@ -144,7 +144,7 @@ class Policy:
 
     fallback: bool = True  # try another backend; False: a refusal is an error
     hub_kernels: bool = False  # download prebuilt kernels, and run them
-    mps_sdpa: bool = False  # use PyTorch's SDPA on Apple's Metal, where it has given wrong numbers
+    mps_sdpa: bool = False  # use PyTorch's SDPA on Apple's Metal despite its known bugs
 
 
 @dataclass(frozen=True)

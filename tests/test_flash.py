@@ -10,12 +10,15 @@ at the end of this file.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,7 +28,17 @@ from conftest import few
 from test_attention import REQUIRED, _need
 from torch import Tensor
 
-from attention import BACKENDS, Machine, Policy, Spec, flash, get, probe
+from attention import (
+    BACKENDS,
+    BackendUnavailable,
+    Machine,
+    Policy,
+    Spec,
+    flash,
+    get,
+    probe,
+    use_flash_impl,
+)
 from attention.check import matrix, oracle
 from attention.check import properties as promises
 from attention.check.matrix import CASES
@@ -613,6 +626,62 @@ def test_flash_attn_4_alone_is_no_flash_attn_2(tmp_path, monkeypatch) -> None:
     for name in ("flash_attn", "flash_attn.cute"):
         sys.modules.pop(name, None)
     import_version.cache_clear()
+
+
+def install(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """What pip leaves of a wheel: its files, over those of others, and their hashes."""
+    record = ""
+    for file, text in files.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        record += f"{file},sha256={digest.rstrip('=')},{len(text)}\n"
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n")
+    (info / "RECORD").write_text(record)
+    (info / "top_level.txt").write_text("flash_attn\n")
+
+
+@pytest.mark.parametrize("last", ["flash-attn", "flash-attn-4"])
+def test_flash_attn_2_and_4_side_by_side(last, tmp_path, monkeypatch) -> None:
+    """The wheel of 2.8.3 has an old flash_attn/cute (NovaSky-AI/SkyRL issue 2132), which does not
+    import next to what flash-attn-4 needs. Whichever pip wrote last is there; 2 works always."""
+    init, cute = "flash_attn/__init__.py", "flash_attn/cute/__init__.py"
+    wheels = {"flash-attn": ("2.8.3", {init: "__version__ = '2.8.3'", cute: "import os; os.no"}),
+              "flash-attn-4": ("4.0.0b27", {cute: "__version__ = '0.0.0'"})}
+    for name in sorted(wheels, key=lambda name: name == last):
+        install(tmp_path, name, *wheels[name])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import_version.cache_clear()
+    there = replace(H100, packages=None)
+    assert get("flash_attn_2").why_not(BF16, there) == []
+    why = get("flash_attn_4").why_not(BF16, there)
+    if last == "flash-attn-4":
+        assert why == [] and there.version_of("flash_attn.cute") == "4.0.0b27"
+        with pytest.raises(BackendUnavailable, match=r"4\.0\.0b18"):  # PyTorch's own hook
+            use_flash_impl("FA4")
+    else:
+        assert "flash-attn 2.8.3" in why[0] and "flash-attn-4 4.0.0b27" in why[0]
+        assert "--force-reinstall" in why[0]
+    for name in ("flash_attn", "flash_attn.cute"):
+        sys.modules.pop(name, None)
+    import_version.cache_clear()
+
+
+@pytest.mark.parametrize("generation, capability, grad, runs", [
+    (3, (8, 0), True, True), (3, (8, 6), True, False), (3, (9, 0), True, True),
+    (4, (8, 6), False, True), (4, (8, 6), True, False), (4, (12, 0), True, True),
+    (4, (11, 0), True, True), (4, (7, 5), False, False)])
+def test_the_gpus_of_prebuilt_3_and_of_4(generation, capability, grad, runs) -> None:
+    """flash-attn3/build.toml of kernels-community; flash_attn/cute/interface.py of 4.0.0b27."""
+    here = {"kernels": "0.14", "flash_attn.cute": "4.0.0b27"}
+    there = replace(H100, capability=capability, packages=here)
+    spec = replace(BF16, grad=grad)
+    _, why = admit(f"flash_attn_{generation}", spec, there, Policy(hub_kernels=True))
+    assert (not why) == runs, why
 
 
 # --- the real packages ---

@@ -26,7 +26,7 @@ from attention import (
     resolve,
 )
 from attention.caps import version
-from attention.select import MPS_GUARD, math_note
+from attention.select import math_note
 
 ROOT = Path(__file__).parent.parent
 STRICT = Policy(fallback=False)
@@ -145,14 +145,13 @@ def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
 
 @pytest.mark.parametrize("machine, best", [
     (TITAN, "sdpa"), (A100, "flash_attn_2"), (RTX3050, "flash_attn_2"), (RTX4090, "flash_attn_2"),
-    (H100, "flash_attn_4"), (B200, "flash_attn_4"), (CPU, "sdpa"), (APPLE, "manual"),
+    (H100, "flash_attn_4"), (B200, "flash_attn_4"), (CPU, "sdpa"), (APPLE, "sdpa"),
 ], ids=lambda x: getattr(x, "name", ""))
 def test_auto_takes_the_latest_flash_attention_that_runs_there(machine, best) -> None:
     spec = FP16 if machine is TITAN else BF16
     chosen = resolve("auto", spec, full(machine), STRICT)
     assert chosen.backend.name == best
-    assert list(chosen.rejected) == (["sdpa"] if machine is APPLE else [])
-    assert runs("auto", spec, machine) == ("manual" if machine is APPLE else "sdpa")
+    assert not chosen.rejected and runs("auto", spec, machine) == "sdpa"
 
 
 @pytest.mark.parametrize("machine, change, installed, best", [
@@ -199,13 +198,23 @@ def test_a_feature_goes_to_the_first_kernel_that_has_it(machine, spec, installed
             assert f"Falling back to '{best}'" in str(chosen)
 
 
+@pytest.mark.parametrize("torch, change, issue", [  # the pages of pytorch/pytorch give the releases
+    ("2.12.1", {"dtype": "bfloat16"}, "195910"), ("2.10.0", {"dtype": "float16"}, "195910"),
+    ("2.12.1", {"segments": True}, "184180"), ("2.11.0", {"scale": 0.1}, "184122"),
+    ("2.8.0", {}, "163597"), ("2.12.1", {}, None), ("2.13.0", {"dtype": "bfloat16"}, None)])
 @pytest.mark.parametrize("name", ["auto", "sdpa", "sdpa_flash", "sdpa_math"])
-def test_sdpa_on_apples_metal_has_to_be_allowed(name) -> None:
-    chosen = resolve(name, FP32, APPLE)
+def test_sdpa_on_apples_metal_has_to_be_allowed_where_it_is_wrong(
+    name, torch, change, issue
+) -> None:
+    spec, there = replace(FP32, **change), replace(APPLE, torch=torch)
     guarded = "sdpa_math" if name == "sdpa_math" else "sdpa"
-    assert chosen.backend.name == "manual" and MPS_GUARD in chosen.rejected[guarded]
-    assert "--allow_mps_sdpa=True" in str(chosen)
-    assert runs(name, FP32, APPLE, Policy(mps_sdpa=True)) == guarded
+    if issue:
+        chosen = resolve(name, spec, there)
+        assert chosen.backend.name == "manual"
+        assert issue in str(chosen) and "--allow_mps_sdpa=True" in str(chosen)
+        assert runs(name, spec, there, Policy(mps_sdpa=True)) == guarded
+    else:
+        assert runs(name, spec, there) == guarded
 
 
 def test_what_failed_is_reported_and_the_search_ends() -> None:
@@ -241,8 +250,8 @@ def test_what_is_chosen_can_run_and_what_is_refused_cannot(
         assert not able & {"manual", "tiled", "paged"} and f"{name!r}" in str(e)
         return
     assert chosen.backend.name in able
-    assert (chosen.backend.name == name) == (name in able) or machine is APPLE or name == "auto"
-    assert all(n == name or MPS_GUARD in why for n, why in chosen.rejected.items())
+    assert (chosen.backend.name == name) == (name in able) or name == "auto"
+    assert all(n == name for n in chosen.rejected)
 
 
 SETUPS: list[tuple[dict[str, Any], dict[str, Any], Spec]] = [  # caps that can, that cannot
