@@ -8,8 +8,10 @@ import itertools
 import math
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import processes
@@ -309,6 +311,38 @@ def between(rank: int, n: int) -> tuple[str, str, bool]:
 @pytest.mark.slow
 def test_an_evaluation_leaves_nothing_gathered_and_blocks_are_compiled() -> None:
     assert processes.run(between, 2) == [("Parameter", "DTensor", True)] * 2
+
+
+def compiled_steps(rank: int, n: int, backend: str) -> tuple[list[float], list[float], int]:
+    """The losses of steps and of an evaluation, eager and compiled, and the number of graphs."""
+    device = torch.device("cpu")
+    everyone = DistInfo(device, rank, n, dist.group.WORLD)
+    found: list[list[float]] = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(16, 65, 2, 2, 32, attention_backend="manual"))
+        setup = Setup.of(device, "float32", compile=on)
+        torch._dynamo.utils.counters.clear()
+        with mock.patch("torch.compile", partial(torch.compile, backend=backend)):
+            parallel.shard(model, everyone, setup, None)
+        optimizer = build_optimizer(model, train.TrainConfig(learning_rate=1e-2), device)
+        losses = []
+        for _ in range(3):
+            x, y = (t.tensor_split(n)[rank] for t in torch.randint(-1, 65, (2, 4 * n, 16)))
+            losses.append(train.train_step(model, optimizer, setup.scaler(), setup.autocast,
+                                           x.clamp(min=0), y, 2, 1.0, torch.zeros(())))
+        with torch.no_grad():
+            losses.append(model(x.clamp(min=0), y)[1])
+        found.append([float(loss) for loss in losses])
+    eager, compiled = found
+    return eager, compiled, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_and_head_learn_what_plain_ones_do() -> None:
+    for eager, compiled, graphs in processes.run(compiled_steps, 2, "aot_eager"):
+        torch.testing.assert_close(compiled, eager)
+        assert graphs == 4  # a block and the head with its loss, with gradients and without
 
 
 # --- the weight of a loss ---
