@@ -103,7 +103,7 @@ class Saver:
             "val_loss": val_loss,
             "best_val_loss": self.best_loss if math.isfinite(self.best_loss) else None,
             "processes": distributed.world_size,
-            "job": distributed.job,  # after a restart by torchrun this checkpoint is resumed
+            "job": distributed.job(),  # after a restart by torchrun this checkpoint is resumed
             "torch": torch.__version__,
             **state,
         }
@@ -280,7 +280,7 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
 def restarted(loaded: Loaded[C], distributed: DistInfo) -> Loaded[C]:
     """The settings to resume if this torchrun job wrote the newest checkpoint, else `loaded`."""
     settings: Any = loaded.settings
-    if (job := distributed.job) is None:
+    if (job := distributed.job()) is None:
         return loaded
     found = store.folders(settings.out_dir) if distributed.main else []
     if not distributed.gather(bool(found) and store.load(found[-1]).state.get("job") == job)[0]:

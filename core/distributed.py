@@ -111,9 +111,8 @@ class DistInfo:
         nodes = f"--nnodes={self.world_size // local_size} --nproc_per_node={local_size}"
         return f"torchrun {nodes} --rdzv_backend=c10d --rdzv_endpoint={first}"
 
-    @property
     def job(self) -> str | None:
-        """The torchrun job, the same after a restart; None without torchrun.
+        """The torchrun job, the same after a restart; None without torchrun. All ranks call it.
 
         Without --rdzv_id ("none") it is the process id of torchrun.
         """
