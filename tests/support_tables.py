@@ -14,6 +14,14 @@ from attention.spec import DTYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# What has been tried of a backend, by device; the legend is in docs/SUPPORT.md. The tests run the
+# rest of the rows for a CPU. Whoever runs them on a GPU writes "ran (NVIDIA H100)" here.
+COMPILED = "compiled, interpreted"  # tests/ptxas.py, and conftest.py's interpreter
+TRIED = {
+    ("triton", "cuda"): COMPILED, ("triton", "cpu"): "interpreted", ("paged", "cuda"): COMPILED,
+    **{(f"flash_attn_{n}", "cuda"): "stand-in" for n in (2, 3, 4)},  # tests/test_flash.py
+}
+
 
 def overview() -> str:
     """Return the table of the README: a row for each backend."""
@@ -42,12 +50,24 @@ def place(device: str, rows: list[Caps]) -> str:
 def table() -> str:
     """Return the table of docs/SUPPORT.md: a row for each row of Caps."""
     rows = [
-        {"name": f"`{backend.name}`", **abilities(caps)}
+        {"name": f"`{backend.name}`", **abilities(caps), "tried": tried(backend.name, caps)}
         for backend in BACKENDS.values()
         for caps in backend.caps
     ]
     lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in rows)])
+
+
+def tried(name: str, caps: Caps) -> str:
+    """Return what has been tried of a row, for each device where the row has several."""
+    usual = {"cpu": "ran"}
+    found = {d: TRIED.get((name, d), usual.get(d, "not tried")) for d in caps.devices}
+    by_words: dict[str, list[str]] = {}
+    for device, words in found.items():
+        by_words.setdefault(words, []).append(device)
+    if len(by_words) == 1:
+        return next(iter(by_words))
+    return "; ".join(f"{', '.join(devices)}: {words}" for words, devices in by_words.items())
 
 
 def abilities(caps: Caps) -> dict[str, str]:
@@ -75,11 +95,16 @@ def abilities(caps: Caps) -> dict[str, str]:
 
 
 def write() -> None:
-    for page, made in ((ROOT / "README.md", overview()), (ROOT / "docs" / "SUPPORT.md", table())):
-        head = re.escape(made.partition("\n")[0])
-        text = page.read_text(encoding="utf-8")
-        before, _, after = re.split(rf"^({head}(?:\n\|.*)*)", text, maxsplit=1, flags=re.M)
-        page.write_text(before + made + after, encoding="utf-8")
+    put(ROOT / "README.md", overview())
+    put(ROOT / "docs" / "SUPPORT.md", table())
+
+
+def put(page: Path, made: str) -> None:
+    """Replace the table with the same head in a page."""
+    head = re.escape(made.partition("\n")[0])
+    before, _, after = re.split(rf"^({head}(?:\n\|.*)*)", page.read_text("utf-8"), maxsplit=1,
+                                flags=re.M)
+    page.write_text(before + made + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

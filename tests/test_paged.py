@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -327,38 +325,3 @@ def test_torch_compile_takes_it_into_one_graph(run, device) -> None:
         eager = serve(run, SPEC, schedule, device, inputs)
         traced = serve(compiled, SPEC, schedule, device, inputs)
     assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
-
-
-@needs_triton
-@pytest.mark.slow
-def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path) -> None:
-    """The interpreter takes what the compiler may not."""
-    code = """if True:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-        from attention.triton.paged_kernels import block_sizes, combine_kernel, decode_kernel
-
-        def compile(kernel, dtype, capability, **constants):
-            kinds = {"tau": "fp32", "softcap": "fp32", "Sinks": "*fp32"}
-            kinds |= dict.fromkeys(constants, "constexpr")
-            kinds |= dict.fromkeys(("Q", "K", "V", "Out"), "*" + dtype)
-            kinds |= dict.fromkeys(("Table", "Start", "Count"), "*i32")
-            kinds |= dict.fromkeys(("Partial", "M", "L"), "*fp32")
-            signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-            source = ASTSource(kernel, signature, constexprs=constants)
-            made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-            assert made.metadata.shared <= 64 * 1024, made.metadata.shared  # Turing's
-
-        for none in (["softcap", "Sinks"], []):
-            for capability, dtype, size, D in ((75, "fp16", 2, 80), (90, "bf16", 2, 256)):
-                BLOCK_N, BLOCK_D = block_sizes(D, size)
-                compile(decode_kernel, dtype, capability, R=4, HEAD_DIM=D, BLOCK_R=16,
-                        BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, **dict.fromkeys(none[:1]))
-            compile(combine_kernel, "fp16", 75, HEAD_DIM=80, BLOCK_S=64, BLOCK_D=128,
-                    **dict.fromkeys(none[1:]))
-        """
-    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr

@@ -38,6 +38,7 @@ float32         is multiplied in float32 (input_precision="ieee"), without tenso
 # ^ the parameters of a kernel have no Python types: pointers, and compile-time values.
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -454,20 +455,23 @@ KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 HALF, SINGLE = 2, 4  # bytes an element
 
 # capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}. Other capabilities
-# use the nearest below. Chosen by the compiler's report (registers, spills, warps that fit an SM),
-# not yet by timing. Checked by tests/test_triton_compiled.py.
+# use the nearest below. Chosen by the compiler's report (docs/GPU.md: registers, spills, warps that
+# fit an SM), not yet by timing. Written and checked by tests/ptxas.py.
 _8_6 = {
     (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
     (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
     (SINGLE, 64): ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 2)),
-    (SINGLE, 128): ((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    (SINGLE, 128): ((32, 32, 8, 1), (16, 16, 8, 1), (32, 16, 8, 1)),
 }
-_7_5 = {64: ((32, 32, 8, 1),) * 3, 128: ((16, 32, 4, 1),) * 3}
+_7_5 = {
+    64: ((32, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1)),
+    128: ((16, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+}
 TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
     (7, 5): {(bytes_, D): tiles for D, tiles in _7_5.items() for bytes_ in (HALF, SINGLE)},
     (8, 0): _8_6 | {
         (HALF, 64): ((128, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2)),
-        (HALF, 128): ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+        (HALF, 128): ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2)),
     },
     (8, 6): _8_6,
     (8, 9): _8_6,
@@ -485,6 +489,7 @@ TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
 INTERPRETED: dict[str, Tile] = dict.fromkeys(KERNELS, (64, 32, 1, 1)) | {"dkdv": (32, 64, 1, 1)}
 
 
+@cache
 def default_tile(
     kernel: str, capability: tuple[int, int] | None, head_dim: int, itemsize: int
 ) -> Tile:
