@@ -455,8 +455,8 @@ KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 HALF, SINGLE = 2, 4  # bytes an element
 
 # capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}. Other capabilities
-# use the nearest below. Chosen by the compiler's report (docs/SUPPORT.md: registers, spills, warps that
-# fit an SM), not yet by timing. Written and checked by tests/ptxas.py.
+# use the nearest below. Chosen by the compiler's report (docs/SUPPORT.md: registers, spills) and
+# warps that fit an SM, not yet by timing. Written and checked by tests/ptxas.py.
 _8_6 = {
     (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
     (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
