@@ -124,7 +124,7 @@ def preferred(spec: Spec, machine: Machine) -> list[str]:
             before("flash_attn_2" if major == 8 else "sdpa", "flash_attn_4")
         if spec.window is not None or spec.segments:  # it skips tiles, sdpa takes a mask
             before("sdpa_flash", "sdpa")
-    elif machine.matrix_units and spec.grad and not spec.compiled:
+    elif machine.bfloat16_units and spec.grad and not spec.compiled:
         order.insert(0, "sdpa_bmm")  # a faster backward, which Dynamo does not trace
     return order
 

@@ -160,7 +160,7 @@ class Machine:
     packages: Mapping[str, str] | None = field(default_factory=dict)
     interpreted: bool = False  # Triton kernels run in Triton's interpreter, on the CPU
     deterministic: bool = False  # torch.use_deterministic_algorithms(True)
-    matrix_units: bool = False  # the CPU has AMX units for bfloat16
+    bfloat16_units: bool = False  # of the CPU: AMX or AVX512_BF16
 
     def version_of(self, package: str) -> str | None:
         """The version of a package or the error of its import; None: not installed."""
@@ -172,7 +172,7 @@ class Machine:
     def here(cls, device: str) -> Machine:
         import torch
 
-        from .machine.system import cpu_name, matrix_units
+        from .machine.system import bfloat16_units, cpu_name
 
         kind = torch.device(device).type
         name, capability = cpu_name() or platform.processor() or platform.machine(), None
@@ -183,5 +183,5 @@ class Machine:
             kind, name, capability, torch.__version__, torch.version.cuda, packages=None,
             interpreted=os.environ.get("TRITON_INTERPRET") == "1",
             deterministic=torch.get_deterministic_debug_mode() == 2,  # 1 only warns
-            matrix_units=kind == "cpu" and matrix_units(),
+            bfloat16_units=kind == "cpu" and bool(bfloat16_units()),
         )

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from attention.machine.system import matrix_units
+from core.cpu.matmul import why_not_bfloat16
 from core.parallel import copies, deal, held, local, whole
 from core.settings import UserError
 
@@ -77,7 +77,8 @@ def build_optimizer(
     betas, fused = (config.beta1, config.beta2), device.type in ("cuda", "cpu")
     how: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
-        half = device.type == "cpu" and config.dtype == "bfloat16" and matrix_units()
+        half = device.type == "cpu" and config.dtype == "bfloat16"
+        half = half and why_not_bfloat16(model.config.n_embd) is None
         dtype = torch.bfloat16 if half or device.type == "cuda" else None
         return Muon(muon_groups(model, config), dtype, copies(device, processes), **how)
     groups = [

@@ -25,7 +25,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import BackendUnavailable, DeviceLost, use_flash_impl
-from attention.machine.system import cpu_name, synchronize
+from attention.machine.system import bfloat16_units, cpu_name, synchronize
 from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
 
@@ -132,7 +132,7 @@ class Setup:
         products = decide_onednn(onednn, device, chosen, bool(graph))
         why = ""
         if dtype == "auto" and device.type == "cpu" and n_embd is not None:
-            why = cpu_matmul.why_not_bfloat16(n_embd) or cpu_matmul.WHY_BFLOAT16
+            why = cpu_matmul.why_not_bfloat16(n_embd) or f"this processor has {bfloat16_units()}"
         return cls(device, chosen, graph, compile_mode, products, why, onednn is not False)
 
     @property

@@ -83,7 +83,7 @@ def only(monkeypatch: pytest.MonkeyPatch, **attends: Attend) -> None:
     monkeypatch.setattr(resolve_module, "_BY_ANY_NAME", made)
     order = tuple(name for name in resolve_module.PREFERENCE["cpu"] if name in made)
     monkeypatch.setattr(resolve_module, "PREFERENCE", {"cpu": order})
-    monkeypatch.setattr("attention.machine.system.matrix_units", lambda: False)
+    monkeypatch.setattr("attention.machine.system.bfloat16_units", lambda: False)
 
 
 def said(log: pytest.LogCaptureFixture) -> str:

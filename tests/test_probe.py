@@ -411,7 +411,7 @@ def test_a_kernel_wrong_beyond_some_keys_is_refused_where_they_are_used(
     changes, monkeypatch, caplog
 ) -> None:
     monkeypatch.setitem(sys.modules["attention.select"]._BY_ANY_NAME, "far", wrong_beyond(700))
-    monkeypatch.setattr("attention.machine.system.matrix_units", lambda: False)
+    monkeypatch.setattr("attention.machine.system.bfloat16_units", lambda: False)
     spec = dataclasses.replace(SPEC, **changes)
     assert select("far", spec, "cpu", STRICT, shape=(2, 700)).backend.name == "far"
     with pytest.raises(BackendUnavailable, match="1,000 tokens"):

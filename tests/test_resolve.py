@@ -167,8 +167,8 @@ def test_auto_by_compute_capability_and_mask(machine, change, installed, best) -
     assert runs("auto", spec, there, STRICT) == best
 
 
-def test_auto_trains_with_batched_products_where_a_cpu_has_matrix_units() -> None:
-    there = replace(CPU, matrix_units=True)
+def test_auto_trains_with_batched_products_where_a_cpu_has_bfloat16_units() -> None:
+    there = replace(CPU, bfloat16_units=True)
     assert runs("auto", BF16, there, STRICT) == "sdpa_bmm"
     for other in (FP32, replace(BF16, grad=False), replace(BF16, compiled=True)):
         assert runs("auto", other, there, STRICT) == "sdpa"

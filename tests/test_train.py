@@ -676,11 +676,25 @@ def test_the_dtype_that_is_picked(capability, dtype, monkeypatch):
     assert runtime.pick_dtype("auto", torch.device("cpu")) is torch.float32
 
 
+@pytest.mark.parametrize("units, cpu, n_embd, dtype", [
+    ("amx_bf16", "Intel(R) Xeon(R)", 768, torch.bfloat16), ("amx_bf16", "", 16, torch.float32),
+    ("avx512_bf16", "AMD EPYC 9B14", 768, torch.bfloat16),
+    ("avx512_bf16", "AMD EPYC 9B14", 16, torch.float32),
+    ("avx512_bf16", "Intel(R) Xeon(R)", 768, torch.float32), ("", "AMD EPYC", 768, torch.float32),
+])  # fmt: skip
+def test_the_dtype_of_a_cpu_by_its_units_and_the_width(units, cpu, n_embd, dtype, monkeypatch):
+    """The records of docs/SPEED.md: Intel's AVX512_BF16 without AMX is slower than float32."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {units: True}, raising=False)
+    monkeypatch.setattr(cpu_matmul, "cpu_name", lambda: cpu)
+    setup = runtime.Setup.of(torch.device("cpu"), "auto", n_embd=n_embd)
+    assert setup.dtype is dtype and setup.why_dtype
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_in_the_dtype_it_began_with(data_dir, tmp_path, monkeypatch):
     """Also on a processor without the units; and one of an earlier version, "auto", in float32."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
-    monkeypatch.setattr(cpu_matmul, "LEAST_WIDTH", 1)
+    monkeypatch.setattr(cpu_matmul, "LEAST_WIDTH", {"AMX": 1})
     r = run(data_dir, tmp_path, max_iters=1)
     assert r.code == 0 and "dtype: bfloat16 (this processor" in r.out
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {}, raising=False)

@@ -43,12 +43,12 @@ def cpu_name() -> str | None:
     return found[1].strip() if found else None
 
 
-def matrix_units() -> bool:
-    """True if this processor has units for bfloat16 matrix products (AMX)."""
+def bfloat16_units() -> str:
+    """This processor's units for bfloat16 products, "AMX" or "AVX512_BF16"; "" if it has none."""
     import torch
 
     has: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # not in older releases
-    return has.get("amx_bf16", False)
+    return "AMX" if has.get("amx_bf16") else "AVX512_BF16" if has.get("avx512_bf16") else ""
 
 
 @cache

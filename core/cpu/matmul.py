@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.machine.system import cpu_name, matrix_units
+from attention.machine.system import bfloat16_units, cpu_name
 from core.loss import Context, Head, linear_cross_entropy
 
 
@@ -240,24 +240,30 @@ def exact() -> bool:
     return bool(ours <= 8 * plain)
 
 
+def _amd() -> bool:
+    name = cpu_name() or platform.processor()
+    return name.startswith("AMD") or "AuthenticAMD" in name
+
+
 def why_not() -> str | None:
     """The reason not to use oneDNN on this machine, or None."""
-    name = cpu_name() or platform.processor()
-    if not name.startswith("AMD") and "AuthenticAMD" not in name:
+    if not _amd():
         return "it is faster on AMD's processors only"
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return "this processor has no AVX-512"
     return None if exact() else "its products are less exact than float32 here"
 
 
-WHY_BFLOAT16 = "this processor has bfloat16 matrix units (AMX)"
-LEAST_WIDTH = 128  # n_embd of the smallest model that was measured
+# n_embd of the smallest model that was measured, by the units of the processor (docs/SPEED.md)
+LEAST_WIDTH = {"AMX": 128, "AVX512_BF16": 384}
 
 
 def why_not_bfloat16(n_embd: int) -> str | None:
-    """The reason not to train in bfloat16 on this processor, or None."""
-    if not matrix_units():
-        return "this processor has no bfloat16 matrix units (AMX)"
-    if n_embd < LEAST_WIDTH:
-        return f"measured to be faster from n_embd={LEAST_WIDTH} on, this is {n_embd}"
+    """The reason why bfloat16 is slower than float32 on this processor, or None."""
+    if not (units := bfloat16_units()):
+        return "this processor has no units for it (AMX, AVX512_BF16)"
+    if units == "AVX512_BF16" and not _amd():  # Intel's do as many operations a cycle as float32's
+        return "AVX512_BF16 is faster on AMD's processors only"
+    if n_embd < LEAST_WIDTH[units]:
+        return f"measured to be faster from n_embd={LEAST_WIDTH[units]} on, this is {n_embd}"
     return None
