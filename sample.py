@@ -94,6 +94,7 @@ def load(config: SampleConfig, **changes: Any) -> tuple[GPT, data.Tokenizer]:
     device = pick_device(config.device)
     if config.compile and not (possible := decide_compile(True, device)):
         raise UserError(f"--compile is not possible here: {possible.reason}")
+    setup = Setup.of(device, config.dtype)
     source = config.out_dir if config.init_from == "resume" else config.init_from
     if config.init_from == "resume" or checkpoint.folders(source):
         folder = checkpoint.latest(source)
@@ -103,7 +104,6 @@ def load(config: SampleConfig, **changes: Any) -> tuple[GPT, data.Tokenizer]:
     permitted = config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
     changes["attention_backend"] = config.attention_backend
     model = checkpoint.init_model(source, attention.Policy(*permitted), **changes)
-    setup = Setup.of(device, config.dtype, n_embd=model.config.n_embd)
     model = setup.place(model, cast=True).eval()
     if config.weights == "int8":
         head = model.head_weight

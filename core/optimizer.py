@@ -77,8 +77,9 @@ def build_optimizer(
     betas, fused = (config.beta1, config.beta2), device.type in ("cuda", "cpu")
     how: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
+        gpt: Any = model
         half = device.type == "cpu" and config.dtype == "bfloat16"
-        half = half and why_not_bfloat16(model.config.n_embd) is None
+        half = half and why_not_bfloat16(gpt.config.n_embd) is None
         dtype = torch.bfloat16 if half or device.type == "cuda" else None
         return Muon(muon_groups(model, config), dtype, copies(device, processes), **how)
     groups = [
