@@ -1,4 +1,4 @@
-"""Write the generated parts of course/ and docs/PLAN.md, and course/pictures/.
+"""Write the generated parts of course/ and docs/PLAN.md, course/pictures/ and notebooks/.
 
     python -m course.build            rewrite the pages
     python -m course.build --check    print each place that is out of date; exit code 1
@@ -30,10 +30,12 @@ from pathlib import Path
 from core.settings import UserError, exit_on_user_error
 from course.draw import PICTURES
 from course.figures import __main__ as figures
+from course.notebook import notebooks
 from course.source import ROOT, source
 
 COURSE = ROOT / "course"
 PLAN = ROOT / "docs" / "PLAN.md"
+NOTEBOOKS = ROOT / "notebooks"
 END = "<!-- end -->\n"
 MARK = re.compile(r"^<!-- (code|figure): (.+?) -->\n", re.M)
 CODE = re.compile(r'(\S+) (\S+)(?: from "(.+?)" to "(.+?)")?( plain)?')
@@ -55,17 +57,25 @@ def main(argv: Sequence[str]) -> int:
             page.write_text(fresh, encoding="utf-8")
         for mark in changed:
             print(f"{page.name}: {'is out of date' if argv else 'written'}: {mark}")
-    for name, draw in PICTURES.items():
-        picture, made = COURSE / "pictures" / f"{name}.svg", draw()
-        if not picture.exists() or picture.read_text(encoding="utf-8") != made:
-            stale += 1
-            print(f"{picture.name}: {'is out of date' if argv else 'written'}")
-            if not argv:
-                picture.parent.mkdir(exist_ok=True)
-                picture.write_text(made, encoding="utf-8")
+    made = {COURSE / "pictures" / f"{name}.svg": draw() for name, draw in PICTURES.items()}
+    for path, text in made.items():
+        stale += keep(path, text, not argv)
+    for name, text in notebooks().items():  # from the pages and pictures as they are now
+        stale += keep(NOTEBOOKS / name, text, not argv)
     if argv and stale:
         print("run python -m course.build")
     return int(bool(argv) and stale > 0)
+
+
+def keep(path: Path, text: str, write: bool) -> bool:
+    """Write a file that is out of date, or only print its name. Returns True if it was."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return False
+    print(f"{path.name}: {'written' if write else 'is out of date'}")
+    if write:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return True
 
 
 def rebuild(text: str, page: Path) -> tuple[str, list[str]]:

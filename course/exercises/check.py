@@ -35,16 +35,18 @@ class Wrong(AssertionError):
         self.case, self.value = case or message, value
 
 
-def examine(exercise: ModuleType, path: Path, seconds: float = 60.0) -> str | None:
-    """Check an answer, a Python file. Returns None, or the first error."""
+def examine(
+    exercise: ModuleType, answer: Path | ModuleType, seconds: float = 60.0
+) -> str | None:
+    """Check an answer, a Python file or module. Returns None, or the first error."""
     for package in getattr(exercise, "NEEDS", ()):
         if find_spec(package) is None:
             return f"this exercise needs the package {package}: pip install {package}"
     found: list[str | None] = []
 
     def work() -> None:
-        error = failure(exercise, path)
-        found.append(None if error is None else describe(error, path) + hint(exercise, error))
+        error = failure(exercise, answer)
+        found.append(None if error is None else describe(error, answer) + hint(exercise, error))
 
     # A thread: a signal cannot interrupt a long call into torch.
     thread = threading.Thread(target=work, daemon=True)
@@ -53,12 +55,19 @@ def examine(exercise: ModuleType, path: Path, seconds: float = 60.0) -> str | No
     return found[0] if found else f"not finished after {seconds:g} s: is there an endless loop?"
 
 
-def failure(exercise: ModuleType, path: Path) -> BaseException | None:
+def failure(exercise: ModuleType, answer: Path | ModuleType) -> BaseException | None:
     try:
-        exercise.check(load(path, re.findall(r"^def (\w+)", exercise.START, re.M)))
+        if isinstance(answer, Path):
+            answer = load(answer, names(exercise))
+        exercise.check(answer)
     except (Exception, SystemExit) as e:
         return e
     return None
+
+
+def names(exercise: ModuleType) -> list[str]:
+    """Return the names of the functions that an answer defines."""
+    return re.findall(r"^def (\w+)", exercise.START, re.M)
 
 
 def hint(exercise: ModuleType, error: BaseException) -> str:
@@ -104,11 +113,26 @@ def load(path: Path, names: list[str]) -> ModuleType:
     return module
 
 
-def describe(e: BaseException, path: Path) -> str:
-    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if Path(f.filename) == path]
+def made_of(*functions: Callable[..., object]) -> ModuleType:
+    """Return an answer made of the functions of a notebook's cell."""
+    answer = ModuleType("answer")
+    for function in functions:
+        plain = getattr(function, "fn", function)  # of a Triton kernel
+        setattr(answer, plain.__name__, function)
+        answer.__file__ = plain.__code__.co_filename
+    return answer
+
+
+def describe(e: BaseException, answer: Path | ModuleType) -> str:
+    file, name = str(answer), "the cell"
+    if isinstance(answer, Path):
+        name = answer.name
+    else:
+        file = str(answer.__file__)
+    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
     if isinstance(e, AssertionError) and not lines:
         return str(e)
-    at = f" at line {lines[-1]} of {path.name}" if lines else ""
+    at = f" at line {lines[-1]} of {name}" if lines else ""
     return f"{type(e).__name__}{at}: {e.__cause__ or e}"
 
 

@@ -1,0 +1,67 @@
+"""Functions that the cells of notebooks/attention.ipynb call."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+
+from course.exercises.__main__ import FOLDER, exercise
+from course.exercises.check import examine, made_of
+from course.figures.__main__ import draw
+from course.source import ROOT
+
+
+def figure(words: str) -> None:
+    """Show a figure of the course: 'mask --Tq=3 --Tk=5'."""
+    text = draw(shlex.split(words))
+    display({"text/plain": text, "text/markdown": text})
+
+
+def picture(name: str) -> None:
+    """Show a picture of the course."""
+    display(bundle(name))
+
+
+def bundle(name: str) -> dict[str, str]:
+    """Return a picture by MIME type."""
+    svg = (ROOT / "course" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+    return {"image/svg+xml": svg, "text/plain": f"course/pictures/{name}.svg"}
+
+
+def check(number: int, *functions: Callable[..., object]) -> None:
+    """Print whether an exercise is solved by these functions, else the first error and a hint."""
+    why = examine(exercise(str(number)), made_of(*functions))
+    end = "" if why is None else f"\nTo see a right answer: answer({number})"
+    print(f"exercise {number}: {'right' if why is None else why}{end}")
+
+
+def answer(number: int) -> None:
+    """Print a right answer."""
+    print((FOLDER / "answers" / f"ex{number}.py").read_text(encoding="utf-8").strip())
+
+
+def compare_kernels() -> None:
+    """Time manual, sdpa and triton on the GPU, with their errors against float64."""
+    if not torch.cuda.is_available():
+        print("No GPU here. Colab has one: Runtime > Change runtime type > T4 GPU.")
+        return
+    import bench_mfu
+
+    missing = [] if find_spec("triton") else [" (triton is not installed)"]
+    print("A few minutes: each kernel runs in its own process.", *missing)
+    bench_mfu.main(["kernel", "--backends=manual,sdpa,triton", "--lengths=512,2048",
+                    "--batch_sizes=8", "--minutes=4"])
+
+
+def display(data: dict[str, str]) -> None:
+    """Show the best of these forms in a notebook, elsewhere the plain text."""
+    if "ipykernel" in sys.modules:
+        from IPython.display import display as show
+
+        show(data, raw=True)
+    else:
+        print(data["text/plain"])
