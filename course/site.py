@@ -5,13 +5,14 @@
 
 MkDocs makes HTML of the pages. Before, their links to other files of the repository are turned into
 addresses and their formulas into HTML. A link that leads nowhere is an error. The site needs no
-network.
+network, but a web server for its search.
 """
 
 from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -55,13 +56,13 @@ def main(argv: list[str]) -> int:
             return 1
         settings = Path(folder) / "mkdocs.yml"  # YAML contains JSON
         settings.write_text(json.dumps(mkdocs(pages, out)), encoding="utf-8")
-        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", folder]
-        command[-1] = str(settings)
-        if subprocess.run(command).returncode:
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file"]
+        quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # an advertisement
+        if subprocess.run([*command, str(settings)], env=quiet).returncode:
             raise UserError("MkDocs found errors (above)")
     if lost := dead_links(out):
-        raise UserError("dead links: " + ", ".join(lost))
-    print(f"{out / 'index.html'}: open it in a browser")
+        raise UserError("dead links:\n" + "\n".join(lost))
+    print(f"python -m http.server --directory {config.out}: look at it in a browser")
     return 0
 
 
@@ -85,15 +86,15 @@ def relinked(page: str, path: Path, shown: set[Path]) -> str:
     """The page with addresses in the repository for links to files that are not in the site."""
 
     def link(found: re.Match[str]) -> str:
-        file, hash_, anchor = found[1].partition("#")
+        file, hash_, anchor = found[2].partition("#")
         target = (path.parent / file).resolve()
         if target in shown:
             return found[0]
         if not target.exists():
-            raise UserError(f"{path.name}: a link to {found[1]}, which does not exist")
-        return f"]({CODE}/{target.relative_to(ROOT).as_posix()}{hash_}{anchor})"
+            raise UserError(f"{path.name}: a link to {found[2]}, which does not exist")
+        return f"{found[1]}{CODE}/{target.relative_to(ROOT).as_posix()}{hash_}{anchor}"
 
-    return re.sub(r"\]\((?!http|#)([^)\s]+)\)", link, page)
+    return re.sub(r"(\]\(|^\[\d+\]: )(?!http|#)([^)\s]+)", link, page, flags=re.M)
 
 
 # --- formulas ---
@@ -131,7 +132,7 @@ def terms(text: str) -> str:
 
 def letters(text: str) -> str:
     """Italic for variables, which have one letter; "a" is an article."""
-    variable = r"(<[^>]*>|&\w+;)|(?<![A-Za-z])(d?[b-zA-Z])(?![A-Za-z])"
+    variable = r"(<sub>.*?</sub>|<[^>]*>|&\w+;)|(?<![A-Za-z])(d?[b-zA-Z])(?![A-Za-z])"
     return re.sub(variable, lambda m: m[1] or f"<i>{m[2]}</i>", text)
 
 
@@ -170,7 +171,7 @@ def mkdocs(pages: Path, out: Path) -> dict[str, Any]:
             ],
         },
         "extra_css": [STYLE.name],
-        "plugins": ["search", "offline"],  # offline: the search works from a folder too
+        "plugins": ["search"],
         "markdown_extensions": ["sane_lists", "tables", "toc", "pymdownx.superfences",
                                 "pymdownx.magiclink", {"toc": {"permalink": True}},
                                 {"pymdownx.highlight": {"guess_lang": False}}],
@@ -184,7 +185,7 @@ def mkdocs(pages: Path, out: Path) -> dict[str, Any]:
 
 def dead_links(site: Path) -> list[str]:
     """Links and pictures of the built pages that lead to no file, and what would need a network."""
-    lost = []
+    lost: dict[str, None] = {}
     for page in sorted(site.rglob("*.html")):
         if page.name in ("404.html", EXPLAIN):
             continue
@@ -194,8 +195,8 @@ def dead_links(site: Path) -> list[str]:
             away = re.match(r"(https?:)?//", address)
             if (away and kind != "a") or not (away or re.match(r"mailto:|#|data:", address)
                                               or (page.parent / file).exists()):
-                lost.append(f"{PurePosixPath(page.relative_to(site))}: {address}")
-    return lost
+                lost[f"{page.relative_to(site).as_posix()}: {address}"] = None
+    return [*lost]
 
 
 if __name__ == "__main__":
