@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= config/train_shakespeare_cpu.py
 
-.PHONY: setup train test test-all sample explain bench lint clean
+.PHONY: setup train test test-all sample explain bench site lint clean
 
 setup: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
@@ -33,6 +33,16 @@ explain: setup
 
 bench: setup
 	$(BIN)/python bench_mfu.py
+
+.venv/installed-site: .venv/installed
+	$(BIN)/pip install -c constraints.txt -e ".[site]"
+	@touch $@
+
+out/shakespeare_cpu:
+	$(MAKE) train
+
+site: .venv/installed-site out/shakespeare_cpu
+	$(BIN)/python -m course.site
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

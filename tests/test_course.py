@@ -189,6 +189,8 @@ def course(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(build, "ROOT", tmp_path)
     monkeypatch.setattr(build, "COURSE", folder)
     monkeypatch.setattr(build, "PICTURES", {"dot": lambda: "<svg/>"})
+    monkeypatch.setattr(build, "NOTEBOOKS", tmp_path / "notebooks")
+    monkeypatch.setattr(build, "notebooks", lambda: {"lesson.ipynb": "{}\n"})
     squares = lambda n=2: table(("n", "n²"), [(m, m * m) for m in range(n)])  # noqa: E731
     monkeypatch.setitem(figures.FIGURES, "squares", squares)
     return folder / "1_page.md"

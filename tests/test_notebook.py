@@ -1,0 +1,127 @@
+"""The notebooks run, and the site is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import browser as browsers
+import nbformat
+import pytest
+import test_train
+
+from course import lesson, site
+from course.exercises.__main__ import exercise
+from course.notebook import notebooks
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("attention.ipynb", "qualify.ipynb")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_is_up_to_date_and_valid(name: str) -> None:
+    text = (ROOT / "notebooks" / name).read_text(encoding="utf-8")
+    assert text == notebooks()[name], "run python -m course.build"
+    nbformat.validate(nbformat.reads(text, as_version=4))
+    # The badge has the address of pyproject.toml.
+    address = re.findall(r'\nRepository = "(.+)"', (ROOT / "pyproject.toml").read_text("utf-8"))[0]
+    assert json.loads(text)["cells"][0]["source"][2].count(address.rpartition("//github.com")[2])
+
+
+def executed(name: str, folder: Path, **changes: str) -> str:
+    """Run the code cells in one namespace, from the notebook's folder, as Jupyter does."""
+    cells = json.loads((ROOT / "notebooks" / name).read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for n, text in enumerate(code):
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        (folder / f"{n}.py").write_text(text, encoding="utf-8")
+    run = (f"for n in range({len(code)}):\n    file = r'{folder}/%d.py' % n\n"
+           "    exec(compile(open(file, encoding='utf-8').read(), file, 'exec'), globals())")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-P", "-c", run], cwd=ROOT / "notebooks", text=True,
+                          capture_output=True, env={**environment, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_lesson_runs_unsolved(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    said = executed(NAMES[0], tmp_path)
+    checked = [int(n) for n in re.findall(r"^exercise (\d+): (?!right)", said, re.M)]
+    assert checked == [1, 2, 3, 4, 5, 6, 7]
+    differences = [float(x) for x in re.findall(r"largest difference.*? (\d\S+e-\d+)$", said, re.M)]
+    assert len(differences) == 5 and max(differences) < 1e-4
+    assert "No GPU here" in said
+
+
+@pytest.mark.slow
+def test_qualify_keeps_its_record(tmp_path: Path) -> None:
+    """With the first stage alone."""
+    records = tmp_path / "records"
+    said = executed(NAMES[1], tmp_path, **{'records"]': 'records", "--stages=1"]',
+                                           "out/records": str(records)})
+    record = next(records.glob("*/record.json")).parent
+    assert (record / "README.md").read_text(encoding="utf-8") in said
+    archive = records / f"{record.name}.zip"
+    assert str(archive) in said and archive.is_file()
+
+
+def test_a_function_is_checked_like_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    made: dict[str, Any] = {}
+    exec((ROOT / "course/exercises/answers/ex4.py").read_text(encoding="utf-8"), made)
+    lesson.check(4, made["update"])
+    assert capsys.readouterr().out == "exercise 4: right\n"
+    exec(compile(exercise("4").START + "    1 / 0\n", "cell", "exec"), made)
+    lesson.check(4, made["update"])
+    assert "Keep the old sums" in capsys.readouterr().out
+    exec(compile("def update(m, l, O, S, V):\n    1 / 0", "cell", "exec"), made)
+    lesson.check(4, made["update"])
+    assert "line 2" in capsys.readouterr().out
+
+
+class Text(HTMLParser):
+    """The text of a page outside code."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.inside, self.text = 0, ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.inside += tag in ("code", "script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside -= tag in ("code", "script", "style")
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self.inside else data
+
+
+@pytest.mark.slow
+def test_the_site_is_complete(tmp_path: Path) -> None:
+    """Each page is there, its formulas are HTML, its links lead somewhere, and it fits a phone."""
+    pytest.importorskip("material")
+    run, out = tmp_path / "run", tmp_path / "site"
+    text = test_train.TEXT + site.PROMPT
+    test_train.run(test_train.make_data(tmp_path, text), run, max_iters=1, block_size=64)
+    assert site.main([f"--run={run}", f"--out={out}"]) == 0  # a dead link is an error
+    pages = [*ROOT.glob("course/[0-9]*.md"), *ROOT.glob("docs/*.md")]
+    for page in pages:
+        made = (out / page.relative_to(ROOT)).with_suffix(".html").read_text(encoding="utf-8")
+        unset = re.findall(r"\b[A-Z]_[a-z]{1,2}\b|\^[\w(]|\bsqrt\(|\$\$|\]\(", Text(made).text)
+        assert not unset, page.name
+    assert "<sup>" in (out / "course/1_softmax.html").read_text(encoding="utf-8")
+    assert "To be" in (out / "explain.html").read_text(encoding="utf-8")
+    with browsers.running() as browser:
+        phone = browser.new_page(viewport={"width": 420, "height": 800})
+        for page in pages:
+            phone.goto((out / page.relative_to(ROOT)).with_suffix(".html").as_uri())
+            assert phone.evaluate("document.documentElement.scrollWidth") <= 420, page.name
