@@ -131,7 +131,7 @@ display({"text/plain": text, "text/markdown": text})"""
 DOWNLOAD = """\
 import shutil
 
-archive = shutil.make_archive(record.name, "zip", record.parent, record.name)
+archive = shutil.make_archive(str(record), "zip", record.parent, record.name)
 print(archive)
 if "google.colab" in sys.modules:
     from google.colab import files
