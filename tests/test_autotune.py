@@ -98,9 +98,17 @@ def line(log: pytest.LogCaptureFixture, name: str) -> str:
 # --- who wins ---
 
 
-@pytest.mark.parametrize("rival_ms, winner", [
-    (10.2, "sdpa"), (10.0, "sdpa"), (9.85, "sdpa"), (9.79, "rival"), (9.7, "rival"), (1.0, "rival"),
-])
+@pytest.mark.parametrize(
+    "rival_ms, winner",
+    [
+        (10.2, "sdpa"),
+        (10.0, "sdpa"),
+        (9.85, "sdpa"),
+        (9.79, "rival"),
+        (9.7, "rival"),
+        (1.0, "rival"),
+    ],
+)
 def test_two_percent_unseat_the_rules_choice(rival_ms, winner, clock, monkeypatch, log) -> None:
     only(monkeypatch, rival=takes(clock, rival_ms), sdpa=takes(clock, 10.0))
     chosen = fastest(SPEC, "cpu", SHAPE)
@@ -137,9 +145,14 @@ def test_wrong_numbers_are_dropped_however_fast(clock, monkeypatch, log) -> None
     assert "off by" in line(log, "wrong")
 
 
-@pytest.mark.parametrize("error", [
-    RuntimeError("CUDA error: misaligned address\ntrace"), torch.OutOfMemoryError("CUDA out of "
-    "memory. Tried to allocate 9 GiB\ntrace"), NotImplementedError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: invalid configuration argument\ntrace"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\ntrace"),
+        NotImplementedError(),
+    ],
+)
 def test_what_fails_at_the_real_shape_is_dropped_in_its_own_words(error, clock, monkeypatch, log):
     def fails(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
         if q.shape[0] == SHAPE[0]:
