@@ -4,7 +4,7 @@ import importlib.util
 import os
 import sys
 
-from . import hf
+from . import bert_padding, hf
 from .caps import Backend, BackendUnavailable, Caps, DeviceLost, Partial, Refusal, Resolution
 from .choose import fastest
 from .flash_api import (
@@ -35,6 +35,7 @@ from .select import (
     select,
 )
 from .spec import Machine, Policy, Spec, visible
+from .stand_in import as_flash_attn
 
 __all__ = [
     "BACKENDS",
@@ -56,6 +57,8 @@ __all__ = [
     "Ring",
     "Spec",
     "announce",
+    "as_flash_attn",
+    "bert_padding",
     "check_name",
     "fastest",
     "flash_attn_func",

@@ -4,6 +4,8 @@
     try: from flash_attn import flash_attn_func
     except ImportError: from nanoattn import flash_attn_func
 
+stand_in.py is for programs that import flash_attn and cannot be changed.
+
 Signatures, layouts, defaults and in-place effects are those of flash-attn 2.8 (Dao-AILab,
 flash_attn/flash_attn_interface.py); FlashAttention-3's further keywords are accepted too. What
 cannot be computed is refused with a ValueError that names the argument:

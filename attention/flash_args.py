@@ -40,7 +40,7 @@ class Request:
 
     @classmethod
     def of(
-        cls, dropout: float, scale: float | None, causal: bool, window: tuple[int, int],
+        cls, dropout: float, scale: Any, causal: bool, window: tuple[int, int],
         softcap: float, lse: bool, **others: object,
     ) -> Request:
         """Raise ValueError for what is not supported. `others` are HINTS, or REFUSED unless None,
@@ -51,6 +51,8 @@ class Request:
             wrong("window_size", "a pair of integers", window)
         if not (is_a(Real, dropout) and 0 <= dropout < 1):
             wrong("dropout_p", "in [0, 1)", dropout)
+        # A tensor without dimensions is a number for flash-attn's operators too.
+        scale = scale.item() if isinstance(scale, Tensor) and not scale.dim() else scale
         if scale is not None and not (is_a(Real, scale) and 0 < scale < math.inf):
             wrong("softmax_scale", "positive", scale)
         if softcap is not None and not (is_a(Real, softcap) and 0 <= softcap < math.inf):

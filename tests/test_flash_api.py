@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -306,3 +309,89 @@ def test_a_longer_call_is_probed_at_its_length(monkeypatch) -> None:
         out = nanoattn.flash_attn_func(q, k, v, causal=True)
         want = BACKENDS["manual"].attend(q, k, v, nanoattn.Spec(2, 1, 16, "float32"))
         torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)
+
+
+# --- programs that import flash_attn ---
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4), left=st.booleans(),
+    dtype=st.sampled_from([torch.bool, torch.int32, torch.int64]), unused=st.booleans(),
+)
+def test_padding_is_removed_and_put_back(lengths, left, dtype, unused) -> None:
+    """Also with its gradient; places that are kept but unused are counted apart."""
+    B, T = len(lengths), 10
+    j = torch.arange(T).flip(0) if left else torch.arange(T)
+    mask = (j < torch.tensor(lengths)[:, None]).to(dtype)
+    spare = (j == 9).expand(B, T).to(dtype) if unused else None
+    kept = mask.bool() | (spare is not None and spare.bool())
+    x = torch.randn(B, T, 2, 3, dtype=torch.float64, requires_grad=True)
+    rows, indices, cu_seqlens, longest, used = nanoattn.bert_padding.unpad_input(x, mask, spare)
+    assert torch.equal(rows, x[kept]) and torch.equal(rows, x.flatten(0, 1)[indices])
+    totals = [n + unused for n in lengths]
+    assert cu_seqlens.tolist() == [sum(totals[:b]) for b in range(B + 1)]
+    assert (longest, used.tolist()) == (max(totals), lengths)
+    back = nanoattn.bert_padding.pad_input(rows, indices, B, T)
+    want = torch.where(kept[..., None, None], x.detach(), 0)
+    assert torch.equal(back, want)
+    dout = torch.randn_like(x)
+    (dx,) = torch.autograd.grad(back, x, dout)
+    assert torch.equal(dx, torch.where(kept[..., None, None], dout, 0))
+
+
+def test_a_padding_mask_of_another_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"attention_mask must be \(2, 5\)"):
+        nanoattn.bert_padding.unpad_input(torch.randn(2, 5, 3), torch.ones(2, 4))
+
+
+# As public models do: the names of flash-attn 2, a padded batch, a scale that is a tensor.
+PROGRAM = """
+import nanoattn
+nanoattn.as_flash_attn()
+nanoattn.as_flash_attn()
+import flash_attn, flash_attn.flash_attn_interface, importlib.util, torch
+from flash_attn import bert_padding, flash_attn_varlen_qkvpacked_func
+from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn.flash_attn_interface import flash_attn_varlen_func
+assert int(flash_attn.__version__[0]) == 2 and importlib.util.find_spec("flash_attn")
+for name in ("flash_attn.layers.rotary", "flash_attn.ops.triton.rotary", "flash_attn.cute"):
+    try: __import__(name)
+    except ModuleNotFoundError as e: assert name.startswith(e.name)
+    else: raise SystemExit(name)
+mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+qkv = torch.randn(2, 4, 3, 2, 8)
+rows, indices, ends, longest, _ = unpad_input(qkv, mask)
+out = flash_attn_varlen_qkvpacked_func(qkv=rows, cu_seqlens=ends, max_seqlen=longest,
+                                       softmax_scale=1 / torch.tensor(8.0).sqrt())
+q, k, v = qkv.transpose(1, 3).unbind(2)
+want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask.bool()[:, None, None])
+seen = mask == 1
+torch.testing.assert_close(pad_input(out, indices, 2, 4)[seen], want.transpose(1, 2)[seen])
+here = nanoattn.Machine.here("cpu")
+assert not any(here.version_of(p) for p in ("flash_attn", "flash_attn.cute"))
+print("ran")
+"""
+
+
+def run_program(program: str, folder: Any) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).resolve().parent.parent)
+    env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{root}"}
+    program = program.replace("import nanoattn\n", "import attention as nanoattn\n")
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto"], indirect=True)
+def test_a_program_that_imports_flash_attn(tmp_path) -> None:
+    ran = run_program(PROGRAM, tmp_path)
+    assert ran.stdout == "ran\n", ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto"], indirect=True)
+def test_an_installed_flash_attn_is_not_hidden(tmp_path) -> None:
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    for program in (PROGRAM, f"import flash_attn\n{PROGRAM}"):
+        assert "ImportError: flash-attn is installed" in run_program(program, tmp_path).stderr

@@ -1,0 +1,57 @@
+"""flash_attn.bert_padding: from a padded batch to the layout of the varlen functions, and back."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .flash_args import wrong
+
+
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    """The rows (n, ...) of x (rows, ...) at indices (n,) int64."""
+    return x.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Zeros (first_axis_dim, ...) with values (n, ...) in the rows of indices (n,) int64."""
+    zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
+    return zeros.index_copy(0, indices, values)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Remove the padding of a batch. The host waits for the device.
+
+    Args:
+        hidden_states: (B, T, ...).
+        attention_mask: (B, T), bool or integers: 1 for tokens, 0 for padding.
+        unused_mask: (B, T), 1 for places that are kept too but are not tokens.
+
+    Returns:
+        The kept rows (total, ...); their indices in (B * T) (total,) int64; cu_seqlens (B + 1,)
+        int32; the longest length; each sequence's tokens (B,) int32. Before flash-attn 2.7 the last
+        one was missing.
+
+    Raises:
+        ValueError: a mask is not (B, T).
+    """
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None and mask.shape != hidden_states.shape[:2]:
+            wrong(name, f"{tuple(hidden_states.shape[:2])} as hidden_states", mask)
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.sum(-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if len(lengths) else 0
+    used = attention_mask.sum(-1, dtype=torch.int32)
+    return (index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest,
+            used)
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """(batch, seqlen, ...) from the rows (total, ...) of unpad_input(), with zeros as padding."""
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.unflatten(0, (batch, seqlen))
