@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +27,11 @@ from core.settings import UserError, check_fields, exit_on_user_error, read
 from data.tokenizer import Tokenizer
 from model import GPT
 from viewer.document import About, Document, token_of
-from viewer.maps import Call, maps, watched
+from viewer.maps import Call, maps, tiles, watched
 from viewer.page import render as as_page
 from viewer.text import render as as_text
 
+log = logging.getLogger("nanoattn")
 MOST_TOKENS = 256  # shown
 
 
@@ -48,8 +50,8 @@ class ExplainConfig:
     prompt: str = "To be, or not to be"  # the text, or FILE:prompt.txt
     segments: str | None = None  # separator of documents in the prompt
     # --- what to look at ---
-    layer: int = 0  # shown first, and by --text
-    head: int = 0  # of that layer
+    layer: int | None = None  # shown first, and by --text; none: that of the lowest entropy
+    head: int | None = None  # of that layer
     # --- output ---
     html: str | None = None  # none: explain.html in out_dir, or here with --init_from
     text: bool = False  # print to the terminal instead
@@ -73,7 +75,7 @@ def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
     model, tokenizer = sample.load(settings, **window)
     c = model.config
     for name, got, n in (("layer", config.layer, c.n_layer), ("head", config.head, c.n_head)):
-        if not 0 <= got < n:
+        if got is not None and not 0 <= got < n:
             raise UserError(f"{name} must be 0 to {n - 1} in this model, got {got}")
     return model, tokenizer
 
@@ -87,18 +89,20 @@ class Prompt:
 
 
 def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> Prompt:
-    """The first tokens of the prompt. Raises UserError if it is empty or too long."""
+    """The first tokens of the prompt, with a note if others are cut. Raises UserError if empty."""
     text = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
     parts = [text] if config.segments is None else text.split(config.segments)
     encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
     ids = [id_ for part in encoded for id_ in part]
-    segments = [n for n, part in enumerate(encoded) for _ in part][:MOST_TOKENS]
-    if not 0 < len(ids) <= block_size:
-        raise UserError(f"--prompt: expected 1 to {block_size} tokens, got {len(ids)}")
+    most = min(block_size, MOST_TOKENS)
+    segments = [n for n, part in enumerate(encoded) for _ in part][:most]
+    if not ids:
+        raise UserError("--prompt: expected at least one token, got 0")
     notes = []
-    if len(ids) > MOST_TOKENS:
-        notes.append(f"The first {MOST_TOKENS} of {len(ids)} tokens are shown.")
-    return Prompt(text, ids[:MOST_TOKENS], segments if config.segments else None, notes)
+    if len(ids) > most:
+        why = f": the model reads at most {most} (block_size)" if most == block_size else ""
+        notes.append(f"Only the first {most} of the prompt's {len(ids)} tokens are shown{why}.")
+    return Prompt(text, ids[:most], segments if config.segments else None, notes)
 
 
 @torch.no_grad()
@@ -106,10 +110,24 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
     """Compute the document; `source` names the weights. Raises ValueError or UserError."""
     prompt = prompt_of(config, tokenizer, model.config.block_size)
     pieces = tokenizer.token_bytes()
+    calls = forward(model, prompt)
+    found = maps(calls)
     return {
-        "about": about(model, config, prompt, pieces, source),
-        "maps": maps(forward(model, prompt)),
+        "about": about(model, config, prompt, pieces, source, lowest(found["entropy"], config)),
+        "maps": found,
+        "tiles": tiles(calls),
     }
+
+
+def lowest(entropy: list[list[float]], config: ExplainConfig) -> tuple[int, int]:
+    """The requested layer and head; what is not requested has the lowest entropy."""
+    heads = [
+        (value, layer, head)
+        for layer, row in enumerate(entropy)
+        for head, value in enumerate(row)
+        if config.layer in (None, layer) and config.head in (None, head)
+    ]
+    return min(heads)[1:]
 
 
 @torch.no_grad()
@@ -130,7 +148,12 @@ def forward(model: GPT, prompt: Prompt) -> list[Call]:
 
 
 def about(
-    model: GPT, config: ExplainConfig, prompt: Prompt, pieces: list[bytes], source: str
+    model: GPT,
+    config: ExplainConfig,
+    prompt: Prompt,
+    pieces: list[bytes],
+    source: str,
+    first: tuple[int, int],
 ) -> About:
     c = model.config
     _, spec, chosen = model.plan(grad=False, segments=prompt.segments is not None)[0]
@@ -150,8 +173,8 @@ def about(
         "tokens": [token_of(id_, pieces) for id_ in prompt.ids],
         "segments": prompt.segments,
         "windows": list(c.windows),
-        "layer": config.layer,
-        "head": config.head,
+        "layer": first[0],
+        "head": first[1],
         "notes": prompt.notes,
     }
 
@@ -171,6 +194,8 @@ def main(argv: list[str]) -> int:
         document = explain(model, tokenizer, config, source_of(config))
     except (ValueError, DeviceLost) as e:  # BackendUnavailable too
         raise UserError(str(e)) from e
+    for note in document["about"]["notes"]:
+        log.warning(note)
     if config.json is not None:
         write(config.json, json.dumps(document, allow_nan=False))
     if config.text:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
 
 from .caps import Backend, BackendUnavailable, Caps
 from .machine.system import first_line
@@ -24,21 +27,7 @@ def load(path: str) -> Backend:
     Raises:
         BackendUnavailable: the file is missing or raises, or its BACKEND is not valid.
     """
-    if not os.path.isfile(path):
-        raise invalid(path, "no such file")
-    # In sys.modules, as dataclasses, Triton and torch.compile expect.
-    name = f"nanoattn_kernel_{load.cache_info().misses}"
-    spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, path))
-    assert spec and spec.loader
-    module = sys.modules[name] = module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as e:  # whatever the file raises
-        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
-        line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
-        hint = "; import nanoattn instead" if getattr(e, "name", "") == "attention" else ""
-        text = f"line {line}: {type(e).__name__}: {first_line(e)}{hint}"
-        raise invalid(path, text) from e
+    module = execute(path)
     backend = getattr(module, "BACKEND", None)
     if not isinstance(backend, Backend):
         raise invalid(path, "it defines no BACKEND = Backend(...)")
@@ -48,5 +37,33 @@ def load(path: str) -> Backend:
     return backend
 
 
-def invalid(path: str, why: str) -> BackendUnavailable:
-    return BackendUnavailable(f"attention kernel {path!r} cannot be used: {why}")
+@cache
+def execute(path: str, what: str = "attention kernel") -> ModuleType:
+    """Run the file at an absolute path, once a process. Raises BackendUnavailable, on one line."""
+    if not os.path.isfile(path):
+        raise invalid(path, "no such file", what)
+    # In sys.modules, as dataclasses, Triton and torch.compile expect.
+    name = f"nanoattn_kernel_{execute.cache_info().misses}"
+    spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, path))
+    assert spec and spec.loader
+    module = sys.modules[name] = module_from_spec(spec)
+    with explained(path, what):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def explained(path: str, what: str = "attention kernel") -> Iterator[None]:
+    """Within this context an error of the file is a BackendUnavailable with its line."""
+    try:
+        yield
+    except (Exception, SystemExit) as e:  # whatever the file raises
+        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
+        line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
+        hint = "; import nanoattn instead" if getattr(e, "name", "") == "attention" else ""
+        text = f"line {line}: {type(e).__name__}: {first_line(e)}{hint}"
+        raise invalid(path, text, what) from e
+
+
+def invalid(path: str, why: str, what: str = "attention kernel") -> BackendUnavailable:
+    return BackendUnavailable(f"{what} {path!r} cannot be used: {why}")

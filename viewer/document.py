@@ -14,7 +14,7 @@ import numpy as np
 class Packed(TypedDict):
     """An array: base64 of its elements, little endian, row by row."""
 
-    dtype: str  # uint8, uint16
+    dtype: str  # uint8, uint16, float32
     shape: list[int]
     data: str
 
@@ -69,11 +69,21 @@ class Maps(TypedDict):
     levels: int  # 65535 or 255
     seen: list[list[list[int]]]  # of each layer: [first, stop) of each query's keys
     layers: list[Agreement]
+    entropy: list[list[float]]  # of each layer and head, in nats: the mean over later queries
+
+
+class Tiles(TypedDict):
+    """The inputs of the recurrence over tiles, for the first N tokens; C components of D."""
+
+    scores: Packed  # (L, H, N (N + 1) / 2) float32: the lower triangle of S, -inf where masked
+    v: Packed  # (L, Hkv, N, C) float32
+    out: Packed  # (L, H, N, C) float32: the output of the kernel that ran
 
 
 class Document(TypedDict):
     about: About
     maps: Maps
+    tiles: Tiles
 
 
 LABELS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}

@@ -1,10 +1,11 @@
 """Attention maps P = softmax(Q K^T / sqrt(D)), which a fused kernel never materializes.
 
-Hooks capture the q, k and v of each layer; attention.weights() recomputes P.
+Hooks capture the q, k and v of each layer; attention.weights() recomputes P, tiled.py the scores S.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import attention
-from attention import Spec, manual, views
+from attention import Spec, manual, tiled, views
 from attention.probing import allowed_error
 from model import GPT
-from viewer.document import Agreement, Maps, pack
+from viewer.document import Agreement, Maps, Tiles, pack
 
 FINE = 5_000_000  # weights stored in 16 bits, else in 8; GPT-2 at 256 tokens has 4.7 million
+MOST_SCORES = 1_000_000  # stored, 4 MB: GPT-2 at 117 tokens
+COMPONENTS = 4  # of v and the output
+EARLY = 8  # queries that see few keys: their entropy is low in any head
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,43 @@ def maps(calls: list[Call]) -> Maps:
     T, H = calls[0].q.shape[1:3]
     levels = 65535 if len(calls) * H * T * (T + 1) // 2 <= FINE else 255
     lower = torch.tril_indices(T, T)
-    cells = [weights(call)[:, lower[0], lower[1]].cpu().numpy() for call in calls]
+    P = [weights(call).cpu() for call in calls]
+    cells = [x[:, lower[0], lower[1]].numpy() for x in P]
+    late = slice(min(EARLY, T // 2), None)
     kind = np.uint16 if levels > 255 else np.uint8
     return {
         "weights": pack(np.stack([np.rint(x * levels).astype(kind) for x in cells])),
         "levels": levels,
         "seen": [seen(T, call.spec.window, call.segments) for call in calls],
         "layers": [agreement(call) for call in calls],
+        "entropy": [torch.special.entr(x[:, late]).sum(dim=-1).mean(dim=-1).tolist() for x in P],
     }
+
+
+def tiles(calls: list[Call]) -> Tiles:
+    """The scores of all heads, and some components of v and out, for the page's recurrence."""
+    T, H = calls[0].q.shape[1:3]
+    pairs = MOST_SCORES // (len(calls) * H)
+    N = min(T, (math.isqrt(8 * pairs + 1) - 1) // 2)  # N (N + 1) / 2 pairs
+    lower = torch.tril_indices(N, N)
+    S = [scores(call, N)[:, lower[0], lower[1]] for call in calls]
+    v, out = (
+        [t[0, :N, :, :COMPONENTS].transpose(0, 1).float().cpu() for t in ts]
+        for ts in ([call.v for call in calls], [call.out for call in calls])
+    )
+    return {
+        name: pack(torch.stack(x).numpy()) for name, x in (("scores", S), ("v", v), ("out", out))
+    }
+
+
+def scores(call: Call, N: int) -> Tensor:
+    """S of every head for the first N tokens, (H, N, N) float32: tiled's only tile of that size."""
+    found: list[Tensor] = []
+    q, k, v = (t[:, :N].float().cpu() for t in (call.q, call.k, call.v))
+    pair = None if call.segments is None else (call.segments[:, :N].cpu(),) * 2
+    tiled.forward_tiles(q, k, v, replace(call.spec, dtype="float32"), segments=pair, B_r=N, B_c=N,
+                        on_tile=lambda i, j, S, *_: found.append(S.flatten(1, 2)[0]))  # fmt: skip
+    return found[0]
 
 
 def weights(call: Call) -> Tensor:

@@ -16,10 +16,22 @@ function opening() {
   $("notes").append(...[...about.notes, ...refused].map((note) => h("p", { class: "note" }, note)));
 }
 
+/** How the page chose its first head, if it did. */
+function beginning() {
+  const heads = maps.entropy.flat();
+  const least = heads[about.layer * H + about.head];
+  if (heads.length > 1 && least === Math.min(...heads)) {
+    $("begin").textContent = `The page begins with layer ${about.layer}, head ${about.head}: of all `
+      + "heads it spreads its weights over the fewest tokens (lowest mean entropy).";
+  }
+}
+
 opening();
+beginning();
 const thumbs = thumbnails();
 const strip = tokenStrip($("map-tokens"), (i) => lookAt(i));
 listenToMap();
+listenToTiles();
 
 drawMaps();
 

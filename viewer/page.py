@@ -15,7 +15,7 @@ from pathlib import Path
 from viewer.document import Document
 
 HERE = Path(__file__).parent
-SCRIPTS = ("page_common.js", "page_maps.js", "page.js")
+SCRIPTS = ("page_common.js", "page_maps.js", "page_tiles.js", "page.js")
 
 
 def render(document: Document) -> str:

@@ -2,7 +2,7 @@
 // Shared by all parts. Every number comes from the document; text is set as text, never as HTML.
 
 const doc = JSON.parse(document.getElementById("document").textContent);
-const { about, maps } = doc;
+const { about, maps, tiles } = doc;
 const T = about.tokens.length;
 const L = about.n_layer;
 const H = about.n_head;
@@ -25,7 +25,8 @@ function h(tag, attributes = {}, ...children) {
 /** The numbers of a Packed. */
 function unpack(packed) {
   const bytes = Uint8Array.from(atob(packed.data), (c) => c.charCodeAt(0));
-  return packed.dtype === "uint8" ? bytes : new Uint16Array(bytes.buffer); // both little endian
+  if (packed.dtype === "uint8") return bytes;
+  return new (packed.dtype === "uint16" ? Uint16Array : Float32Array)(bytes.buffer); // little endian
 }
 
 const many = (n, one) => `${n.toLocaleString("en")} ${one}${n === 1 ? "" : "s"}`;

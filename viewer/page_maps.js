@@ -52,8 +52,9 @@ function drawMap() {
   probe.font = "12px ui-monospace, monospace";
   const widths = about.tokens.map((t) => probe.measureText(t.label).width);
   const wide = Math.min(Math.ceil(Math.max(...widths)) + 8, 76);
-  const letters = Math.min(room, 620) - wide >= 12 * T; // is there room for the tokens themselves?
-  const [left, right, top] = letters ? [wide, 2, Math.max(wide, 18)] : [30, 14, 20];
+  const letters = Math.min(room, 620) - wide - 2 >= 8 * T; // is there room for every token?
+  const left = letters ? wide : wide + 7 * String(T).length; // else some, with their numbers
+  const [right, top] = [2, Math.max(left, 18)];
   const cell = Math.min((Math.min(room, 620) - left - right) / T, 34);
   const size = cell * T;
   Object.assign(mapView, { cell, left, top });
@@ -91,21 +92,21 @@ function drawMap() {
 
 function axes(c, left, top, cell, letters) {
   c.textBaseline = "middle";
-  const least = 14 + 7 * String(T).length; // pixels between two numbers
-  const every = letters ? 1 : [5, 10, 20, 25, 50, 100].find((n) => n * cell >= least) || 200;
+  const every = letters ? 1 : [2, 5, 10, 20, 25, 50].find((n) => n * cell >= 14) || 100;
+  const size = letters ? clamp(cell, 8, 12) : 12;
   for (let i = 0; i < T; i += every) {
     const label = [...about.tokens[i].label];
     const short = label.length > 9 ? `${label.slice(0, 8).join("")}…` : label.join("");
-    const name = letters ? short : String(i);
-    c.font = `${i === map.query ? "bold " : ""}12px ui-monospace, monospace`;
+    const name = letters ? short : `${i} ${short}`;
+    c.font = `${i === map.query ? "bold " : ""}${size}px ui-monospace, monospace`;
     c.fillStyle = colour(i === map.query ? "accent" : "muted");
     c.textAlign = "right";
     c.fillText(name, left - 6, top + (i + 0.5) * cell);
-    c.font = `${i === map.key ? "bold " : ""}12px ui-monospace, monospace`;
+    c.font = `${i === map.key ? "bold " : ""}${size}px ui-monospace, monospace`;
     c.fillStyle = colour(i === map.key ? "ink" : "muted");
     c.save();
     c.translate(left + (i + 0.5) * cell, top - 6);
-    const turned = letters && [...name].length > 1;
+    const turned = [...name].length > 1;
     if (turned) c.rotate(-Math.PI / 2);
     else c.translate(0, -5);
     c.textAlign = turned ? "left" : "center";
@@ -143,6 +144,9 @@ function drawMaps() {
     button.tabIndex = chosen ? 0 : -1;
   });
   $("map-title").textContent = `Layer ${layer}, head ${head}`;
+  const nats = maps.entropy[layer][head];
+  $("entropy").textContent = `Mean entropy ${nats.toFixed(2)} nats: a query's weights are spread as `
+    + `evenly over ${Math.exp(nats).toFixed(1)} tokens.`;
   mapLegend();
   drawAgreement();
   lookAt(query, key);
@@ -150,7 +154,8 @@ function drawMaps() {
 
 function lookAt(query, key = null) {
   Object.assign(map, { query, key });
-  drawMap();
+  if ($("map-panel").hidden) drawTiles();
+  else drawMap();
   drawQuery();
   const { layer, head } = map;
   const token = (n) => `${quote(about.tokens[n])} (${n})`;

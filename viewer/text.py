@@ -48,7 +48,7 @@ def attention_map(document: doc.Document, layer: int, head: int) -> list[str]:
     wide, n = min(8, max(map(len, labels))), len(str(T - 1))
     group = -(-T // (WIDTH - 2 * (n + wide + 4)))  # tokens a column
     shades = ", ".join(f"{c} from {low:g}" for low, c in SHADES[::-1])
-    title = f"MAP of layer {layer}, head {head}"
+    title = f"MAP of layer {layer}, head {head}: entropy {maps['entropy'][layer][head]:.2f} nats"
     lines = [title, "-" * len(title)]
     lines += wrap(f"A row is a query; each row sums to 1. {shades}. Blank: masked.")
     if group > 1:

@@ -1,4 +1,5 @@
-"""python -m attention check my_kernel.py: run every correctness test on one backend.
+"""python -m attention check my_kernel.py: run every correctness test on one backend. With --cs336
+the file is adapters.py of Stanford's course CS336, assignment 2 (cs336.py).
 
 Compares outputs and gradients with float64 (matrix.py) and tests properties (properties.py), on
 each device here and in each declared dtype. Prints a script that reproduces the first failure. Exit
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import ModuleType
 
 import torch
 
@@ -24,16 +26,17 @@ from ..caps import Backend, Refusal
 from ..machine.system import first_line, loses_device
 from ..machine.timing import aligned
 from ..probing import wrong_at
-from ..select import get
+from ..select import get as get
 from ..spec import DTYPES, Machine, Spec
-from . import matrix
+from . import cs336, matrix
 from .matrix import Case
 from .properties import Item, properties
 
 # Rows of the table. A test counts in the rows of all its features.
 FEATURES = (
-    *("causality", "causal", "lengths", "masked rows", "grouped heads", "window", "segments"),
-    *("right", "scale", "softcap", "sinks", "large scores", "unusual scores", "strides"),
+    *("causality", "causal", "not causal", "lengths", "odd lengths", "masked rows"),
+    *("grouped heads", "window", "segments", "right", "scale", "softcap", "sinks"),
+    *("large scores", "unusual scores", "strides"),
     *("gradients", "long sequences", "repeated calls", "surroundings", "dropout", "determinism"),
     *("torch.compile", "caches", "parts"),
 )
@@ -112,6 +115,7 @@ class Report:
     refusals: Counter[str] = field(default_factory=Counter)  # reason -> number of tests
     failures: list[dict[str, str]] = field(default_factory=list)
     script: str = ""  # reproduces the first failure
+    module: str = "command"  # of the tests
     seconds: float = 0.0
 
     def add(self, item: Item, device: str, answer: Answer) -> None:
@@ -121,7 +125,7 @@ class Report:
             self.refusals.update(map(str, answer.why))
         elif answer.verdict == "wrong":
             why = "; ".join(answer.why)
-            self.script = self.script or script(self.name, item, device, why)
+            self.script = self.script or script(self.name, item, device, why, self.module)
             failure = {"what": item.name, "dtype": item.spec.dtype, "device": device, "why": why}
             self.failures.append(failure)
         for row in ("total", f"{item.spec.dtype}, {device}", *rows):
@@ -142,6 +146,7 @@ def check(
     quick: bool = False,
     first: bool = False,
     length: int = 0,
+    tests: ModuleType = sys.modules[__name__],
     watch: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Report:
     """Run every test on a backend.
@@ -149,21 +154,23 @@ def check(
     Args:
         name: a backend's name, alias or file.
         first: stop at the first failure.
+        tests: a module with get(name) and items(dtypes, quick, length).
         watch: called before each test with the number done, the total, and the test's name.
 
     Raises:
         ValueError: unknown backend, or a file that defines none.
     """
-    backend, began = get(name), time.monotonic()
+    backend, began = tests.get(name), time.monotonic()
     here = {device: Machine.here(device) for device in devices}
     machine_names = {device: machine.name for device, machine in here.items()}
-    tests = [(device, item) for device in devices for item in items(dtypes, quick, length)]
-    longest = max(length, *(item.case.Tk for _, item in tests if item.case))
+    todo = [(device, item) for device in devices for item in tests.items(dtypes, quick, length)]
+    longest = max(length, *(item.case.Tk for _, item in todo if item.case))
     about = machine_names, torch.__version__, quick, longest
-    report = Report(name, backend.name, backend.title, *about)
+    module = tests.__name__.rpartition(".")[2]
+    report = Report(name, backend.name, backend.title, *about, module=module)
     lost = False
-    for n, (device, item) in enumerate(tests):
-        watch(n, len(tests), f"{item.name}, {item.spec.dtype}, {device}")
+    for n, (device, item) in enumerate(todo):
+        watch(n, len(todo), f"{item.name}, {item.spec.dtype}, {device}")
         try:
             with torch.random.fork_rng([device] if device[:4] == "cuda" else []):
                 answer = judge(backend, item, here[device], device)
@@ -173,20 +180,19 @@ def check(
         report.add(item, device, answer)
         if lost or (first and report.failures):
             break
-    watch(len(tests), len(tests), "done")
+    watch(len(todo), len(todo), "done")
     report.seconds = time.monotonic() - began
     return report
 
 
-def script(name: str, item: Item, device: str, why: str) -> str:
+def script(name: str, item: Item, device: str, why: str, module: str) -> str:
     """Return a script that reproduces the item's failure."""
     package = (__package__ or "attention").partition(".")[0]
     name = os.path.abspath(name) if os.path.exists(name) else name
     length = f", length={item.length}" if item.length else ""
     return "\n".join([
         *(f"# {line}" for line in f"{item.name}, {item.spec.dtype}: {why}".splitlines()),
-        f"from {package} import get",
-        f"from {package}.check.command import items",
+        f"from {package}.check.{module} import get, items",
         "",
         f"test = next(t for t in items([{item.spec.dtype!r}]{length}) if t.name == {item.name!r})",
         "print(test.case or test.spec)  # matrix.draw(test.case, test.spec.dtype): its inputs",
@@ -210,7 +216,8 @@ def text(report: Report) -> str:
     if not failures:
         lines += ["", f"Everything it declares is right. {report.seconds:.0f} s."]
         lines += ["(--quick: a sample of the cases.)"] if report.quick else []
-        return "\n".join([*lines, f"(Up to {report.length:,} tokens; --length=N looks further.)"])
+        further = "" if report.module == "cs336" else "; --length=N looks further"
+        return "\n".join([*lines, f"(Up to {report.length:,} tokens{further}.)"])
     lines += ["", f"{len(failures)} of {total['passed'] + total['failed']} failed:"]
     lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]
     lines += [f"  and {len(failures) - 10} more (--json lists all)"] * (len(failures) > 10)
@@ -232,9 +239,13 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="run a sample of the cases")
     parser.add_argument("--length", type=int, default=0, help="check sequences of N tokens too")
     parser.add_argument("--first", action="store_true", help="stop at the first failure")
+    parser.add_argument("--cs336", action="store_true", help="the file is CS336's adapters.py")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(argv)
-    options.dtypes = options.dtype.split(",") if options.dtype else DTYPES
+    usual = cs336.DTYPES if options.cs336 else DTYPES
+    options.dtypes = options.dtype.split(",") if options.dtype else usual
+    if options.cs336 and options.length:
+        parser.error("--length: not with --cs336")
     if unknown := set(options.dtypes) - set(DTYPES):
         parser.error(f"--dtype must be some of {', '.join(DTYPES)}, got {min(unknown)}")
     cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()
@@ -249,11 +260,23 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Check one backend; returns the exit code."""
     options = read(argv)
+    names, tests = [options.backend], sys.modules[__name__]
+    why: list[str] = []
     try:
+        if options.cs336:
+            tests = cs336
+            names, why = cs336.kinds(os.path.abspath(options.backend))
         how = {"quick": options.quick, "first": options.first, "length": options.length}
-        report = check(options.backend, options.devices, options.dtypes, watch=progress, **how)
+        how |= {"tests": tests, "watch": progress}
+        reports = [check(name, options.devices, options.dtypes, **how) for name in names]
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print(json.dumps(vars(report)) if options.json else text(report))
-    return report.code
+    if options.json:
+        found = {report.backend: vars(report) for report in reports}
+        print(json.dumps(found if options.cs336 else vars(reports[0])))
+    else:
+        print("\n\n".join(map(text, reports)))
+    for reason in why:
+        print(reason, file=sys.stderr)
+    return max(report.code for report in reports)

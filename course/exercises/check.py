@@ -1,8 +1,4 @@
-"""Check an answer within a time limit; name its mistake.
-
-An exercise lists common mistakes as replacements in its own right answer. A wrong answer that fails
-as one of these does, at the same place with the same numbers, gets that mistake's hint.
-"""
+"""Check an answer within a time limit; name its mistake (attention/check/named.py)."""
 
 from __future__ import annotations
 
@@ -18,21 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, ModuleType
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from attention.check.named import Wrong as Wrong
+from attention.check.named import named
+from attention.check.named import same as same
+
 ANSWERS = Path(__file__).resolve().parent / "answers"
-Mistake = tuple[str, str, str]  # a text of the right answer, the wrong one, the hint
-
-
-class Wrong(AssertionError):
-    """A wrong answer: in which case, and the wrong value if there is one."""
-
-    def __init__(self, message: str, case: str = "", value: Tensor | None = None) -> None:
-        super().__init__(f"{message}, {case}" if case else message)
-        self.case, self.value = case or message, value
 
 
 def examine(
@@ -73,35 +63,19 @@ def names(exercise: ModuleType) -> list[str]:
 def hint(exercise: ModuleType, error: BaseException) -> str:
     """Return the hint of the mistake that fails in the same way, or ""."""
     with tempfile.TemporaryDirectory() as folder:
-        for n, (_, _, why) in enumerate(exercise.MISTAKES):
-            path = Path(folder) / f"mistake{n}.py"
-            path.write_text(mistaken(exercise, n), encoding="utf-8")
-            if alike(error, failure(exercise, path)):
-                return f". {why}"
-    return ""
+
+        def fails(text: str) -> BaseException | None:
+            path = Path(folder) / f"mistake{len(list(Path(folder).iterdir()))}.py"
+            path.write_text(text, encoding="utf-8")
+            return failure(exercise, path)
+
+        why = named(error, right(exercise), exercise.MISTAKES, fails)
+    return f". {why}" if why else ""
 
 
-def mistaken(exercise: ModuleType, n: int) -> str:
-    """Return the right answer with mistake `n` in it."""
-    right = (ANSWERS / f"{exercise.__name__.rpartition('.')[2]}.py").read_text(encoding="utf-8")
-    old, new, _ = exercise.MISTAKES[n]
-    assert old in right, old
-    return right.replace(old, new)
-
-
-def alike(a: BaseException, b: BaseException | None) -> bool:
-    if not isinstance(a, Wrong) or not isinstance(b, Wrong):
-        known = isinstance(a, Exception) and not isinstance(a, (AssertionError, NameError))
-        return known and type(a) is type(b) and cause(a) == cause(b)
-    if a.case != b.case or a.value is None or b.value is None:
-        return a.case == b.case and a.value is b.value
-    alike = a.value.shape == b.value.shape and a.value.dtype == b.value.dtype
-    return alike and bool(close(a.value, b.value).all())
-
-
-def cause(e: BaseException) -> str:
-    """Return the error's first line, without places in a file."""
-    return re.sub(r"at \d+:\d+:", "", str(e.__cause__ or e)).strip().partition("\n")[0]
+def right(exercise: ModuleType) -> str:
+    """Return the text of the right answer."""
+    return (ANSWERS / f"{exercise.__name__.rpartition('.')[2]}.py").read_text(encoding="utf-8")
 
 
 def load(path: Path, names: list[str]) -> ModuleType:
@@ -182,25 +156,3 @@ class Live(TorchDispatchMode):
 def several(got: object, n: int, function: str) -> tuple[Tensor, ...]:
     assert isinstance(got, (tuple, list)) and len(got) == n, f"{function} must return {n} values"
     return tuple(got)
-
-
-def same(got: object, want: Tensor, what: str, case: str = "") -> None:
-    """Raise Wrong unless `got` equals `want` up to rounding."""
-    assert isinstance(got, Tensor), f"{what} must be a tensor, got {type(got).__name__}, {case}"
-    got = got.detach()
-    if (got.shape, got.dtype) != (want.shape, want.dtype):
-        raise Wrong(f"{what} must have shape {tuple(want.shape)} and dtype {want.dtype}, got "
-                    f"{tuple(got.shape)} and {got.dtype}", case, got)
-    if wrong := torch.nonzero(~close(got, want)).tolist():
-        at = tuple(wrong[0])
-        says = f"{what}{list(at)} is {got[at].item():.4g}, expected {want[at].item():.4g}"
-        raise Wrong(says, case, got)
-
-
-def close(got: Tensor, want: Tensor) -> Tensor:
-    """True within 100 rounding errors of the largest finite number."""
-    if not want.is_floating_point():
-        return got == want
-    finite = want.detach().abs().nan_to_num(posinf=0)
-    room = 100 * torch.finfo(want.dtype).eps * max(1.0, float(finite.max()))
-    return torch.isclose(got, want, rtol=0, atol=room, equal_nan=True)
