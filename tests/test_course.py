@@ -22,13 +22,14 @@ import bench_mfu
 from attention import Spec, manual, visible
 from attention.__main__ import parser
 from attention.check.command import main as check_kernel
+from attention.check.named import mistaken
 from bench.config import load_config
 from core import settings
 from core.settings import UserError
 from course import build, draw, source
 from course.exercises import COUNT
 from course.exercises import __main__ as command_line
-from course.exercises.check import examine, mistaken
+from course.exercises.check import examine, right
 from course.figures import __main__ as figures
 from course.figures import basics, fused, trace
 from course.format import table
@@ -452,7 +453,8 @@ def test_the_right_answer_passes_and_the_start_does_not(number, tmp_path) -> Non
 def test_a_common_mistake_is_named(number, n, tmp_path) -> None:
     needing_triton(number)
     exercise = command_line.exercise(str(number))
-    said = examine(exercise, written(tmp_path, mistaken(exercise, n))) or ""
+    text = mistaken(right(exercise), exercise.MISTAKES[n])
+    said = examine(exercise, written(tmp_path, text)) or ""
     assert said.endswith(f". {exercise.MISTAKES[n][2]}"), said
 
 

@@ -240,6 +240,26 @@ def test_a_long_prompt_is_shown_in_part():
     assert len(found["about"]["tokens"]) == 256 and "280" in found["about"]["notes"][0]
 
 
+def test_a_prompt_past_block_size_is_cut_with_a_note(run, caplog):
+    code, out, err = command(f"--out_dir={run}", f"--prompt={PROMPT * 2}", "--text")
+    note = re.search(r"first 48 of .* 58 tokens", " ".join(out.split()))
+    assert code == 0 and note and note[0] in caplog.text and "block_size" in caplog.text, err
+
+
+@pytest.mark.parametrize("layer, head", [(None, None), (1, None), (None, 3), (0, 2)])
+def test_it_begins_with_the_head_of_lowest_entropy(layer, head):
+    model, config = made("plain")
+    about = explained(model, replace(config, layer=layer, head=head))["about"]
+    P = torch.stack([softmax_by_hand(call) for call in calls_of("plain")])[:, :, 8:]
+    entropy = -torch.where(P > 0, P * P.log(), 0).sum(dim=-1).mean(dim=-1)  # (layers, heads)
+    torch.testing.assert_close(
+        torch.tensor(document("plain")["maps"]["entropy"]).double(), entropy, rtol=1e-4, atol=1e-5
+    )
+    least = min((float(entropy[n, m]), n, m) for n in range(2) for m in range(4)
+                if layer in (None, n) and head in (None, m))  # fmt: skip
+    assert (about["layer"], about["head"]) == least[1:]
+
+
 # --- the terminal ---
 
 
@@ -325,7 +345,7 @@ def test_the_page_is_written(run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("words, named", [
     (["--layer=2"], "got 2"), (["--head=-1"], "got -1"), (["--prompt=né"], "'é'"),
-    ([f"--prompt={'a' * 49}"], "49"), (["--prompt="], "prompt"),
+    (["--prompt="], "prompt"),
     (["--prompt=||", "--segments=|"], "prompt"), (["--window=0"], "window"),
     (["--segments="], "segments"),
     (["--prompt=FILE:no/such.txt"], "no/such.txt"), (["--html=no/x.html"], "no/x.html"),

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from attention import visible
+from attention import tiled, visible
 from data.tokenizer import CharTokenizer
 from explain import ExplainConfig, explain
 from model import GPT, GPTConfig
 from viewer.document import Document, unpack
+from viewer.maps import Call, tiles
 from viewer.page import render
 
 HOSTILE = (
@@ -251,6 +252,80 @@ def test_the_verdict_is_the_documents(show, plain):
         assert page.get_attribute("#agreement", "class") == f"verdict {kind}"
 
 
+# --- tiles ---
+
+
+@pytest.mark.parametrize("changes, size", [({}, 4), ({}, 8), (
+    {"prompt": DOCUMENTS, "segments": "|", "window": WINDOW, "layer": 0, "head": 3}, 2)])
+def test_a_row_plays_the_recurrence_of_tiled(show, changes, size):
+    """Each frame is tiled's hook for one query; the last is the output of the kernel that ran."""
+    shown, calls = document(**changes), watched_calls(**changes)
+    layer, head = shown["about"]["layer"], shown["about"]["head"]
+    q, k, v, out, spec, segments = vars(calls[layer]).values()
+    T = q.shape[1]
+    page = show(shown)
+    page.click("#tiles-tab")
+    page.select_option("#tiles-size", str(size))
+    for query in (0, T // 2, T - 1):
+        found: list[Any] = []
+
+        def on_tile(_: int, j: int, *state: Any, found: list[Any] = found) -> None:
+            if state[0].flatten(1, 2)[0, head].isfinite().any():  # else the page skips it
+                found.append((j, *(t.flatten(1, 2)[0, head, 0].tolist() for t in state)))
+
+        i = slice(query, query + 1)
+        pair = None if segments is None else (segments[:, i], segments)
+        tiled.forward_tiles(
+            q[:, i], k, v, spec, query, pair, B_r=1, B_c=size, on_tile=on_tile
+        )
+        page.locator("#map-tokens button").nth(query).click()
+        for n, (j, S, (rescale,), (m,), (l,), O) in enumerate(found):
+            page.fill("#tiles-at", str(n))
+            seen = [s for s in S if s > -np.inf]
+            p = [float(np.exp(s - m)) for s in seen]
+            title = f"Tile {n + 1} of {len(found)}, keys {j * size}"
+            assert title in page.inner_text("#tiles-title")
+            assert numbers(page, "#tiles-keys") == pytest.approx([*seen, *p], abs=1e-5)
+            state = numbers(page, "#tiles-state")
+            names = page.locator("#tiles-state th").all_inner_texts()
+            assert names[5:] == ["m", "l", *(f"O[{c}]" for c in range(4))]
+            want = [m, *([found[n - 1][4][0]] if n else [0.0]), rescale, sum(p), l]
+            assert state[n > 0 :][:5] == pytest.approx(want, abs=1e-4)
+            assert state[n > 0 :][8::4] == pytest.approx(O[:4], abs=1e-4)
+        page.click("#tiles-next")
+        rows = numbers(page, "#tiles-state")
+        assert rows[2::4] == pytest.approx(out[0, query, head, :4].tolist(), abs=1e-4)
+        assert rows[2::4] == pytest.approx(rows[3::4], abs=1e-4)
+
+
+def watched_calls(**changes: Any) -> list[Call]:
+    calls: list[Call] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("explain.tiles", lambda seen: calls.extend(seen) or tiles(seen))
+        document(**changes)
+    return calls
+
+
+def test_it_plays_and_stops_by_keyboard_too(show, plain):
+    page = show(plain)
+    page.focus("#map-tab")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#map-panel").is_hidden() and page.locator("#tiles").is_visible()
+    last = int(page.get_attribute("#tiles-at", "max") or 0)
+    page.focus("#tiles-at")
+    page.keyboard.press("ArrowRight")
+    assert "Tile 2 of" in page.inner_text("#tiles-title")
+    page.keyboard.press("End")
+    title = page.locator("#tiles-title")
+    assert "divided" in title.inner_text() and page.input_value("#tiles-at") == str(last)
+    page.focus("#tiles-play")
+    page.keyboard.press("Space")
+    assert page.inner_text("#tiles-play") == "Pause" and "Tile 1 of" in title.inner_text()
+    page.locator("#tiles-title", has_text="Tile 2 of").wait_for()
+    page.keyboard.press("Space")
+    assert page.inner_text("#tiles-play") == "Play"
+
+
 # --- the keyboard ---
 
 
@@ -258,13 +333,13 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     page = show(plain)
     T, keys = len(plain["about"]["tokens"]), page.keyboard
     reached = []
-    for _ in range(3):
+    for _ in range(4):
         keys.press("Tab")
         reached.append(
             page.evaluate("""() => { const e = document.activeElement;
           return e.id || e.parentElement.id || e.parentElement.parentElement?.id; }""")
         )
-    assert reached == ["thumbs", "map", "map-tokens"]
+    assert reached == ["thumbs", "map-tab", "map", "map-tokens"]
 
     page.locator("#thumbs [tabindex='0']").focus()
     keys.press("ArrowUp")

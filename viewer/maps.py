@@ -91,9 +91,8 @@ def tiles(calls: list[Call]) -> Tiles:
         [t[0, :N, :, :COMPONENTS].transpose(0, 1).float().cpu() for t in ts]
         for ts in ([call.v for call in calls], [call.out for call in calls])
     )
-    return {
-        name: pack(torch.stack(x).numpy()) for name, x in (("scores", S), ("v", v), ("out", out))
-    }
+    found = [pack(torch.stack(x).numpy()) for x in (S, v, out)]
+    return {"scores": found[0], "v": found[1], "out": found[2]}
 
 
 def scores(call: Call, N: int) -> Tensor:

@@ -37,7 +37,7 @@ from .properties import Item
 
 KINDS = ("pytorch", "triton")
 DTYPES = ("float32", "float64")  # float64: PyTorch only
-TILES = (16, 32, 64, 128)  # sizes that an answer may have, and on which some wrong numbers depend
+TILES = (128, 64, 32, 16)  # sizes that an answer may have, and on which some wrong numbers depend
 WHAT = "the assignment"  # in errors
 SHARE = 0.9  # of the wrong numbers: a row that sees no key has others in each answer
 
@@ -91,6 +91,7 @@ MISTAKES: list[Mistake] = [
      "The mask is aligned bottom-right: in this assignment query i sees key j where j <= i"),
     ("offset, right = 0,", "offset, right = -1,", "Query i sees key i too: j <= i, not j < i"),
     ("offset, right = 0,", "offset, right = 1,", "Query i sees one key too many: j <= i"),
+    (MAX, "torch.zeros_like(m_i)", "exp() overflows: subtract the largest score of the row so far"),
     ("O_i = rescale * O_i", "O_i = O_i", "Rescale O by exp(m - m_new)"),
     ("l_i = rescale * l_i", "l_i = l_i", "Rescale l by exp(m - m_new)"),
     ("rescale = torch.exp(m_i - m_new)", "rescale = torch.ones_like(m_i)",
@@ -98,7 +99,6 @@ MISTAKES: list[Mistake] = [
     ("torch.exp(m_i - m_new)", "torch.exp(m_new - m_i.clamp(min=-50))",
      "The factor is exp(m - m_new), not exp(m_new - m)"),
     ("= O_i / l_i", "= O_i", "Divide O by l after the last tile"),
-    (MAX, "torch.zeros_like(m_i)", "exp() overflows: subtract the largest score of the row so far"),
     (MAX, "torch.maximum(m_i, S_ij.amax(dim=(-2, -1), keepdim=True))",
      "m is a maximum for each row, not one for the tile"),
     (MAX, "S_ij.amax(dim=-1, keepdim=True)", "m_new is the maximum of m and of the tile"),
@@ -128,6 +128,13 @@ MISTAKES: list[Mistake] = [
 ]  # fmt: skip
 
 
+class Student(Backend):
+    """A Backend whose attend() takes (B, T, D)."""
+
+    def __post_init__(self) -> None:
+        """Leave attend() as it is: a Backend's checks its arguments, (B, T, H, D)."""
+
+
 def kinds(path: str) -> tuple[list[str], list[str]]:
     """The names that get() takes, "adapters.py::pytorch", and why others cannot be checked.
 
@@ -143,14 +150,14 @@ def kinds(path: str) -> tuple[list[str], list[str]]:
             unwritten = isinstance(e.__cause__, NotImplementedError)  # the assignment's own file
             if not unwritten and not (found and kind == "triton" and find_spec("triton") is None):
                 raise
-            why.append(f"{kind} is not checked: {e}")
+            why.append(f"{kind} is not checked: {'it is not written' if unwritten else e}")
     if not found:
         raise BackendUnavailable("; ".join(why))
     return found, why
 
 
 def get(name: str) -> Backend:
-    """The Function of "adapters.py::pytorch" or "...::triton"; the Backend's attend is its apply().
+    """The Function of "adapters.py::pytorch" or "...::triton" as a Backend.
 
     Raises:
         BackendUnavailable: the file, the function or a package is missing, or raises.
@@ -176,7 +183,13 @@ def get(name: str) -> Backend:
     dtypes = DTYPES if kind == "pytorch" else DTYPES[:1]
     title = f"{getattr(function, '__name__', function)}; odd lengths, strides and float64 are "
     caps = Caps(devices, dtypes, right=True)
-    return Backend(kind, f"{title}beyond the assignment", function.apply, (caps,), fallback=None)
+
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+        out: Tensor = function.apply(q, k, v, spec.right == 0)
+        return out
+
+    return Student(kind, f"{title}beyond the assignment", attend, (caps,), fallback=None)
 
 
 def items(dtypes: Iterable[str], quick: bool = False, length: int = 0) -> Iterator[Item]:
@@ -197,20 +210,21 @@ def right(case: Case, backend: Backend, spec: Spec, device: str) -> None:
     tf32 = backend.name == "triton" and device != "cpu"  # tl.dot rounds float32 to 10 bits
     given = [t[:, :, 0] for t in matrix.draw(case, spec.dtype, device)]
     try:
-        compare(run(backend, case, given), case, spec.dtype, tf32)
+        compare(run(backend, spec, given), case, spec.dtype, tf32)
     except Wrong as e:
         hint = "" if tf32 else mistake(e, case, spec.dtype)
-        raise Wrong(f"{e}. {hint}" if hint else str(e)) from None
+        said = str(e).removesuffix(f", {case.name}")
+        raise Wrong(f"{said}. {hint}" if hint else said) from None
 
 
-def run(backend: Backend, case: Case, given: list[Tensor]) -> list[Tensor]:
+def run(backend: Backend, spec: Spec, given: list[Tensor]) -> list[Tensor]:
     """out, L and the gradients of q, k and v."""
     before = [t.clone() for t in given]
     *inputs, dout = given
     leaves = [t.detach().requires_grad_() for t in inputs]
     eager = getattr(torch.compiler, "set_stance", nullcontext)  # each shape would be compiled
     with eager("force_eager"):
-        out = backend.attend(*leaves, case.right == 0)
+        out = backend.attend(*leaves, spec)
         require(isinstance(out, Tensor), f"apply() must return a tensor, got {type(out).__name__}")
         require(out.grad_fn is not None, "out has no grad_fn: is it made by Function.apply()?")
         saved = [t for t in getattr(out.grad_fn, "saved_tensors", ()) if t.shape == out.shape[:2]]
@@ -255,7 +269,7 @@ def mistake(error: Wrong, case: Case, dtype: str) -> str:
             return "It is exact to float32 only: create tensors with dtype=q.dtype"
     given = [t[:, :, 0] for t in matrix.draw(case, dtype)]
     start = "import math\n"  # in place of the docstring and the future import
-    for B in (b for n, b in enumerate(TILES) if not n or TILES[n - 1] < max(case.Tq, case.Tk)):
+    for B in (b for b in TILES if b == TILES[-1] or b < 2 * max(case.Tq, case.Tk)):
 
         def fails(text: str, B: int = B) -> BaseException | None:
             module = ModuleType("answer")
