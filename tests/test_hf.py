@@ -424,7 +424,8 @@ _SPEECH = {"vocab_size": 61, "d_model": 32, "encoder_layers": 2, "decoder_layers
            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
            "decoder_ffn_dim": 48}
 ENCODERS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("bert", "roberta", "electra", "xlm-roberta"), _SIZES),
+    **dict.fromkeys(("bert", "roberta", "electra", "xlm-roberta", "albert"), _SIZES),
+    "layoutlm": _SIZES,  # its mask has one row for all queries
     "distilbert": {"vocab_size": 61, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
     "modernbert": _SIZES | {
         "local_attention": 6, "global_attn_every_n_layers": 2, "reference_compile": False,

@@ -192,7 +192,10 @@ def _tokens(
     return F.pad(attention_mask.bool(), (0, max(0, missing)))[:, cache_position]
 
 
-_proved = kept(lambda mask, window: prove(mask, window))
+@kept
+def _proved(mask: Tensor, window: int | None, Tq: int) -> Proof:
+    one_row = mask.dim() == 4 and mask.shape[2] == 1  # for all queries, as LayoutLM's
+    return prove(mask.expand(-1, -1, Tq, -1) if one_row else mask, window)
 
 
 def _proof(
@@ -209,7 +212,7 @@ def _proof(
             raise ValueError("the model changed the mask")
         proof = mask.proof
     else:  # a 4-D mask of the caller's own
-        proof = _proved(mask, window)
+        proof = _proved(mask, window, Tq)
     if proof.queries != Tq or proof.end > Tk or (mask is not None and mask.shape[-1] < Tk):
         raise ValueError(f"the mask does not fit {Tq} queries and {Tk} keys")
     own = proof.effective(proof.window)
