@@ -257,6 +257,46 @@ def ring() -> str:
     return svg(650, 250, "Ring attention", parts)
 
 
+# --- page 13 ---
+
+
+def recall() -> str:
+    """The state of each variant of the lab, and the part of key-value pairs that it recalls."""
+    from course.lab import mqar, report, training
+
+    content, rows = report.record(), []
+    for name in dict.fromkeys(row["variant"] for row in content["rows"]):
+        runs = [r["recalled"] for r in content["rows"] if r["variant"] == name and "recalled" in r]
+        state = training.costs(training.build(name, training.RECALL))["state"]
+        rows.append((state, name, runs))
+    rows.sort(key=lambda row: (-row[0], report.NAMES.index(row[1])))
+    left, top, w, high = 330, 66, 320, 26
+    kinds = dict(zip((str(pairs) for pairs, _ in mqar.LEVELS), ("green", "warm", "on")))
+    parts = [text(10, 20, f"State after {training.LENGTH} tokens", "bold"),
+             text(left, 20, "Values recalled: mean, and range of the seeds", "bold")]
+    for n, (pairs, kind) in enumerate(kinds.items()):
+        parts += [rect(left + 100 * n, 32, 10, 10, kind),
+                  text(left + 15 + 100 * n, 41, f"{pairs} pairs", "small")]
+    bottom = top + high * len(rows)
+    for share in (0, 25, 50, 75, 100):
+        x = left + w * share / 100
+        parts += [f'<path d="M{x:g} {top - 8}V{bottom}" class="line" opacity=".25"/>',
+                  text(x, bottom + 16, f"{share} %", "small middle")]
+    for n, (state, name, runs) in enumerate(rows):
+        y = top + high * n
+        parts += [text(10, y + 12, report.TITLES[name]),
+                  rect(140, y + 2, 100 * state / rows[0][0], 12, "off"),
+                  text(left - 20, y + 12, f"{state / 1000:,.1f} kB", "small end")]
+        for m, (pairs, kind) in enumerate(kinds.items()):
+            values = sorted(run[pairs] for run in runs)
+            x0, x, x1 = (left + w * v for v in (values[0], sum(values) / len(values), values[-1]))
+            mid = y + 3 + 6 * m
+            parts += [f'<path d="M{x0:.1f} {mid + 2.5}H{x1:.1f}" class="line"/>',
+                      rect(round(x - 4, 1), mid, 8, 5, kind)]
+    return svg(690, bottom + 26, "Recall against the size of the state", parts)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
-    make.__name__: make for make in (token_to_qkv, masks, frames, bytes_moved, rope_decay, ring)
+    make.__name__: make
+    for make in (token_to_qkv, masks, frames, bytes_moved, rope_decay, ring, recall)
 }

@@ -1,0 +1,113 @@
+"""Train each variant of attention on the plays and on recall, and print what it costs.
+
+    python -m course.lab                                  all variants: ten minutes on two cores
+    python -m course.lab --variants=mha,delta --seeds=1
+    python -m course.lab --tasks=speed                    only tokens per second
+
+out_dir/results.json is written after each training. Trainings that it has are not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import PositiveFloat, PositiveInt
+
+from core.settings import UserError, check_fields, did_you_mean, exit_on_user_error, read
+from course.lab import training
+from course.lab.report import table
+from course.lab.variants import NAMES
+from data.loader import find, read_meta
+
+TASKS = ("recall", "plays", "speed")
+
+
+@dataclass(frozen=True)
+class LabConfig:
+    """Variants of attention: cost, loss on the plays, recall."""
+
+    variants: tuple[str, ...] = NAMES  # of course/lab/variants
+    tasks: tuple[str, ...] = TASKS  # recall: of key-value pairs; plays: loss; speed: tokens/s
+    seeds: PositiveInt = 3  # trainings of each variant and task
+    scale: PositiveFloat = 1.0  # of the number of steps: 0.1 is a quick try
+    workers: PositiveInt = 2  # trainings at one time, a thread each
+    attention_backend: str = "manual"  # the kernel of all variants that use one
+    data_dir: str = "data"  # where shakespeare_char is
+    out_dir: str = "out/lab"  # for results.json
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for option, known in (("variants", NAMES), ("tasks", TASKS)):
+            for word in getattr(self, option):
+                if word not in known:
+                    near = did_you_mean(word, known) or f"; known: {', '.join(known)}"
+                    raise UserError(f"--{option}: unknown {word!r}{near}")
+        if "plays" in self.tasks:
+            read_meta(find("shakespeare_char", self.data_dir))  # missing: found out now
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns the exit code."""
+    config = read(LabConfig, argv).settings
+    path = Path(config.out_dir) / "results.json"
+    how = {"scale": config.scale, "attention_backend": config.attention_backend}
+    content = {"settings": how, "torch": torch.__version__, "speed": {}, "rows": []}
+    if path.exists():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["settings"] != how:
+            raise UserError(f"{path} is of {content['settings']}, not of {how}; "
+                            "use another --out_dir")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        run(config, content, path)
+    finally:
+        if content["rows"] or content["speed"]:
+            print(f"\n{table(content)}\n\nwritten: {path}")
+    return 0
+
+
+def run(config: LabConfig, content: dict[str, Any], path: Path) -> None:
+    """Train what is missing, then measure the speed, with nothing else running."""
+    began = time.perf_counter()
+    done = {(row["variant"], row["task"], row["seed"]) for row in content["rows"]}
+    jobs = [
+        (name, task, seed, config.scale, config.data_dir, config.attention_backend)
+        for seed in range(config.seeds) for name in config.variants for task in config.tasks
+        if task != "speed" and (name, task, seed) not in done
+    ]
+    # Fresh processes: a fork would copy the state of torch's threads.
+    pool = multiprocessing.get_context("spawn").Pool(config.workers, start_worker)
+    with pool:  # Ctrl-C ends the trainings
+        for n, row in enumerate(pool.imap_unordered(work, jobs), 1):
+            content["rows"].append(row)
+            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            found = f"loss {row['loss']:.3f}" if "loss" in row else ", ".join(
+                f"{pairs} pairs {part:.0%}" for pairs, part in row["recalled"].items())
+            print(f"[{n} of {len(jobs)}, {time.perf_counter() - began:.0f} s] {row['variant']} "
+                  f"{row['task']} seed {row['seed']}: {found}", flush=True)
+    if "speed" in config.tasks:
+        print("tokens per second", flush=True)
+        content["speed"] |= training.speeds(config.variants, config.attention_backend)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    torch.set_num_threads(1)
+
+
+def work(job: tuple[Any, ...]) -> dict[str, Any]:
+    return training.train(*job)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(lambda: main(sys.argv[1:]))

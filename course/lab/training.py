@@ -1,0 +1,187 @@
+"""Training of a variant on one of two tasks: the plays, and recall (mqar.py)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.flops import mean_keys
+from core.optimizer import build_optimizer, set_learning_rate, update
+from course.lab import mqar
+from course.lab.variant import Variant, replace_attention
+from data.loader import Batches, eval_batches, find, load, read_meta
+from model import GPT, GPTConfig
+
+WIDTH, HEADS = 64, 4
+LENGTH = 128  # tokens of the plays in a sequence; the longest of recall
+TOKENS = 1024  # in a step
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its training. From `learning_rate` on: settings of core/optimizer.py."""
+
+    n_layer: int
+    n_hidden: int  # of MHA; the other variants get as many parameters
+    convolution: bool  # a short one before each attention
+    vocab_size: int
+    learning_rate: float
+    max_iters: int
+    warmup_iters: int = 50
+    decay_lr: str = "linear"
+    min_lr: float = 0.0
+    lr_decay_iters: int | None = None
+    beta1: float = 0.9
+    beta2: float = 0.99  # few tokens a step: average over more of them
+    weight_decay: float = 0.1
+
+
+RECALL = Task(2, WIDTH, True, mqar.VOCABULARY, 1e-2, 500)
+PLAYS = Task(4, 4 * WIDTH, False, 70, 3e-3, 250)  # 70 characters: the default dataset's
+
+
+class ShortConvolution(nn.Module):
+    """x plus a sum of each channel's last three values: x (B, T, C) -> (B, T, C).
+
+    A token learns its predecessor. Without it two layers of attention have to find out first, which
+    takes most of the steps (zoology's models have it too).
+    """
+
+    def __init__(self, C: int, kernel: int = 3) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(C, C, kernel, groups=C, padding=kernel - 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x.mT)[..., : x.shape[1]].mT
+
+
+def build(name: str, task: Task, backend: str = "manual", n_hidden: int | None = None) -> GPT:
+    """The model of a variant, on the CPU, in float32.
+
+    Args:
+        n_hidden: channels inside the MLP; None: such that the model has as many parameters as MHA.
+    """
+    if n_hidden is None:
+        mha, own = (build(v, task, backend, task.n_hidden) for v in ("mha", name))
+        more = own.get_num_params() - mha.get_num_params()
+        n_hidden = task.n_hidden - round(more / (2 * WIDTH * task.n_layer))
+    variant: type[Variant] = import_module(f"course.lab.variants.{name}").Attention
+    config = GPTConfig(
+        block_size=LENGTH, vocab_size=task.vocab_size, n_layer=task.n_layer, n_head=HEADS,
+        n_embd=WIDTH, bias=False, position="rope", norm="rms", n_hidden=n_hidden,
+        attention_backend=backend, **variant.settings,
+    )
+    model = GPT(config)
+    replace_attention(model, variant)
+    if task.convolution:
+        for block in model.transformer.h:
+            block.ln_1 = nn.Sequential(block.ln_1, ShortConvolution(WIDTH))
+    for name, p in model.named_parameters():  # GPT-2's 0.02 is too small for 64 channels
+        if p.dim() == 2:
+            out = name.endswith("c_proj.weight")
+            nn.init.normal_(p, std=WIDTH**-0.5 / math.sqrt(2 * task.n_layer) ** out)
+    return model
+
+
+def costs(model: GPT) -> dict[str, float]:
+    """Parameters; FLOPs of a trained token (6 for each weight, 6 for each multiply-add between
+    tokens); bytes of float32 that a cache stores for a token, and for LENGTH tokens."""
+    N, layers = model.get_num_params(), [block.attn for block in model.transformer.h]
+    flops = 6.0 * N
+    for layer in layers:
+        flops += 6 * layer.products(mean_keys(LENGTH, layer.window))
+    token = sum(4 * layer.cached for layer in layers)
+    kept = sum(4 * layer.cached * min(LENGTH, layer.window or LENGTH) for layer in layers)
+    fixed = sum(4 * layer.state for layer in layers)
+    return {"parameters": N, "flops": flops, "cached": token, "state": kept + fixed}
+
+
+def recall_batches(task: Task, seed: int) -> Iterator[Batch]:
+    draw = torch.Generator().manual_seed(seed)
+    for step in range(task.max_iters):
+        pairs, T = mqar.LEVELS[step % len(mqar.LEVELS)]
+        yield mqar.sequences(TOKENS // T, pairs, T, draw)
+
+
+@torch.no_grad()
+def recalled(model: GPT) -> dict[str, float]:
+    """The part of values recalled, of 128 sequences with each number of pairs."""
+    draw = torch.Generator().manual_seed(10**6)
+    found = {}
+    for pairs, T in mqar.LEVELS:
+        idx, targets = mqar.sequences(128, pairs, T, draw)
+        guess = model.head(model.hidden(idx)).argmax(dim=-1)
+        found[str(pairs)] = float((guess == targets)[targets >= 0].float().mean())
+    return found
+
+
+def plays(task: Task, seed: int, data_dir: str) -> tuple[Task, Iterator[Batch], list[Batch]]:
+    """The task with the dataset's vocabulary, its training batches and those of validation."""
+    folder = find("shakespeare_char", data_dir)
+    V = read_meta(folder)["vocab_size"]
+    train, val = (load(folder, split, LENGTH, V) for split in ("train", "val"))
+    B = TOKENS // LENGTH
+    batches = Batches(train, LENGTH, B, seed).prefetch(0, task.max_iters)
+    held_out: Any = eval_batches(val, LENGTH, 40, B)
+    return replace(task, vocab_size=V), batches, list(held_out)  # type: ignore[arg-type]
+
+
+def step(model: GPT, batch: Batch, optimizer: torch.optim.AdamW, found_inf: Tensor) -> None:
+    loss = model(*batch)[1]
+    optimizer.zero_grad()
+    loss.backward()
+    update(optimizer, torch.amp.GradScaler("cpu", enabled=False), loss, 1.0, found_inf)
+
+
+def train(name: str, task: str, seed: int, scale: float, data_dir: str,
+          backend: str) -> dict[str, Any]:
+    """Train a variant; scale: of the number of steps. Returns the row of the results."""
+    began, how = time.perf_counter(), RECALL if task == "recall" else PLAYS
+    how = replace(how, max_iters=max(1, round(how.max_iters * scale)))
+    held_out: list[Batch] = []
+    if task == "recall":
+        batches = recall_batches(how, seed)
+    else:
+        how, batches, held_out = plays(how, seed, data_dir)
+    torch.manual_seed(seed)
+    model = build(name, how, backend)
+    optimizer = build_optimizer(model, how, torch.device("cpu"))
+    found_inf = torch.zeros(())
+    for n, batch in enumerate(batches):
+        set_learning_rate(optimizer, n, how)
+        step(model, batch, optimizer, found_inf)
+    model.eval()
+    row: dict[str, Any] = {"variant": name, "task": task, "seed": seed} | costs(model)
+    if task == "recall":
+        row["recalled"] = recalled(model)
+    else:
+        with torch.no_grad():
+            row["loss"] = sum(float(model(*b)[1]) for b in held_out) / len(held_out)
+    return row | {"seconds": time.perf_counter() - began}
+
+
+def speeds(names: Sequence[str], backend: str, rounds: int = 7) -> dict[str, float]:
+    """Tokens per second of a training step on the plays' model, one thread: the median of `rounds`,
+    the variants in turn."""
+    torch.set_num_threads(1)
+    trained = []
+    for name in names:
+        model = build(name, PLAYS, backend)
+        trained.append((model, build_optimizer(model, PLAYS, torch.device("cpu"))))
+    idx = torch.randint(PLAYS.vocab_size, (TOKENS // LENGTH, LENGTH + 1))
+    seconds: list[list[float]] = [[] for _ in names]
+    for n in range(rounds + 1):
+        for (model, optimizer), taken in zip(trained, seconds, strict=True):
+            began = time.perf_counter()
+            step(model, (idx[:, :-1], idx[:, 1:].contiguous()), optimizer, torch.zeros(()))
+            if n:  # the first one warms up
+                taken.append(time.perf_counter() - began)
+    return {name: TOKENS / sorted(taken)[rounds // 2] for name, taken in zip(names, seconds)}

@@ -1,0 +1,67 @@
+"""The base of the variants: model.py's attention layer, with what it costs.
+
+A variant that changes q, k, v or the output alone wraps `attend`; others write a forward of their
+own. Shapes as in model.py: x (B, T, C), q (B, T, H, D), k and v (B, T, Hkv, D).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from attention import Spec
+from model import GPT, CausalSelfAttention, GPTConfig
+
+
+class Variant(CausalSelfAttention):
+    """model.py's attention: MHA, GQA, MQA or a window, by its config.
+
+    Args:
+        layer: its number, from 0.
+        first: the attention of layer 0; None in that layer.
+    """
+
+    settings: ClassVar[dict[str, Any]] = {}  # fields of GPTConfig
+
+    def __init__(self, config: GPTConfig, layer: int = 0, first: Any = None) -> None:
+        super().__init__(config)
+        self.n_head, self.window = config.n_head, config.windows[layer]
+        self.layer, self.first = layer, (first,)  # in a tuple: its weights are not this layer's
+        self.add_weights(config)
+
+    def add_weights(self, config: GPTConfig) -> None:
+        """Add what this variant has more, or instead."""
+
+    def request(self, spec: Spec) -> Spec:
+        """The Spec of the kernel that runs in forward(), from the Spec of the config."""
+        return spec
+
+    @property
+    def cached(self) -> int:
+        """Numbers that a cache stores for a token."""
+        return 2 * self.kv_size
+
+    @property
+    def state(self) -> int:
+        """Numbers that are stored however long the text is."""
+        return 0
+
+    def products(self, keys: float) -> float:
+        """Multiply-adds of a token's forward pass without those of weights, if it sees `keys`."""
+        return 2 * self.q_size * keys  # q . k, and p v
+
+    def refuse(self, *options: object) -> None:
+        """Raise NotImplementedError for segments or a cache, where forward does not have them."""
+        if any(option is not None for option in options):
+            raise NotImplementedError(f"{type(self).__module__}: without segments and cache")
+
+
+def replace_attention(model: GPT, variant: type[Variant]) -> None:
+    """Put layers of this class into the model. Each kernel is chosen for what its layer requests."""
+    layers: list[Variant] = []
+    for block in model.transformer.h:
+        block.attn = variant(model.config, len(layers), layers[0] if layers else None)
+        layers.append(block.attn)
+    specs = model.config.specs
+    model.plans.specs = lambda phase: [
+        layer.request(spec) for layer, spec in zip(layers, specs(phase), strict=True)
+    ]

@@ -1,0 +1,292 @@
+"""The variants of course/lab against transformers, closed forms and slow formulas."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import attention
+from core.settings import UserError
+from course.lab import mqar
+from course.lab.__main__ import main
+from course.lab.training import PLAYS, RECALL, build
+from course.lab.variant import Variant
+from course.lab.variants import NAMES, delta
+from model import GPTConfig, rope_rates
+
+C, H, D, T = 32, 4, 8, 11
+SIZES: dict[str, Any] = {
+    "block_size": 64, "vocab_size": 16, "n_layer": 2, "n_head": H, "n_embd": C, "bias": False,
+    "position": "rope", "norm": "rms", "n_hidden": 24,
+}
+F64 = torch.float64
+
+
+def layer(name: str, number: int = 0, dtype: torch.dtype = F64, **changes: Any) -> Variant:
+    """A layer of a variant, with random weights."""
+    torch.manual_seed(0)
+    module = import_module(f"course.lab.variants.{name}")
+    made: Variant = module.Attention(GPTConfig(**SIZES | module.Attention.settings | changes), number)
+    for p in made.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    return made.to(dtype)
+
+
+def run(made: Variant, x: Tensor, backend: str = "manual", rope: Any = None) -> Tensor:
+    """The output of a layer, by a backend of this project."""
+    kv = made.kv_size // made.head_dim
+    spec = attention.Spec(H, kv, D, str(x.dtype).removeprefix("torch."), made.window)
+    spec = made.request(spec)
+    chosen = attention.select(backend, spec, "cpu", attention.Policy(fallback=False))
+    return made(x, chosen.backend.attend, spec, None, rope)
+
+
+def angles(dtype: torch.dtype = F64) -> tuple[Tensor, Tensor]:
+    turn = torch.arange(T)[:, None, None] * rope_rates(GPTConfig(**SIZES), torch.device("cpu"))
+    return turn.cos().to(dtype), turn.sin().to(dtype)
+
+
+def theirs(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Angles as transformers takes them: (1, T, D), each twice."""
+    cos, sin = (torch.cat([t[:, 0], t[:, 0]], dim=-1)[None] for t in rope)
+    return cos, sin
+
+
+def causal(window: int = T) -> Tensor:
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    seen = (j <= i) & (j > i - window)
+    return torch.zeros(1, 1, T, T, dtype=F64).masked_fill(~seen, -torch.inf)
+
+
+def copy(to: Any, **weights: Tensor) -> None:
+    """Write weights, named with _ for ., into a module of transformers."""
+    known = dict(to.named_parameters())
+    with torch.no_grad():
+        for name, value in weights.items():
+            known[name.replace("__", ".")].copy_(value)
+
+
+X = torch.randn(2, T, C, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+
+def test_sinks_and_window_are_gpt_oss() -> None:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+
+    made = layer("window", attention_window=4)
+    config = GptOssConfig(
+        hidden_size=C, num_attention_heads=H, num_key_value_heads=H, head_dim=D, sliding_window=4,
+        attention_bias=False, num_hidden_layers=2, attn_implementation="eager",
+    )
+    other = GptOssAttention(config, 0).double().eval()
+    q, k, v = made.c_attn.weight.chunk(3)
+    copy(other, q_proj__weight=q, k_proj__weight=k, v_proj__weight=v, sinks=made.sinks,
+         o_proj__weight=made.c_proj.weight)
+    rope = angles()
+    want = other(X, tuple(t[:, 0][None] for t in rope), causal(4))[0]
+    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-12)
+
+
+def test_the_gate_is_that_of_qwen3_next() -> None:
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
+
+    made = layer("gate", qk_norm=True, norm_eps=1e-6)
+    config = Qwen3NextConfig(
+        hidden_size=C, num_attention_heads=H, num_key_value_heads=H, head_dim=D,
+        num_hidden_layers=4, attn_implementation="eager",
+    )
+    other = Qwen3NextAttention(config, 3).double().eval()
+    q, k, v = made.c_attn.weight.chunk(3)
+    both = torch.stack([q.unflatten(0, (H, D)), made.c_gate.weight.unflatten(0, (H, D))], dim=1)
+    copy(other, q_proj__weight=both.flatten(0, 2), k_proj__weight=k, v_proj__weight=v,
+         o_proj__weight=made.c_proj.weight, q_norm__weight=made.q_norm.weight - 1,
+         k_norm__weight=made.k_norm.weight - 1)
+    rope = angles()
+    want = other(X, theirs(rope), causal())[0]
+    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-6)  # its norms are in float32
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_differential_is_diffllama(number) -> None:
+    from transformers import DiffLlamaConfig
+    from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
+
+    made = layer("differential", number, n_layer=4)
+    config = DiffLlamaConfig(hidden_size=C, num_attention_heads=H, num_key_value_heads=H,
+                             num_hidden_layers=4, rms_norm_eps=1e-5, attn_implementation="eager")
+    other = DiffLlamaAttention(config, number).double().eval()
+    q, k, v = made.c_attn.weight.chunk(3)
+    lam = dict(zip(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), made.lam, strict=True))
+    copy(other, q_proj__weight=q, k_proj__weight=k, v_proj__weight=v,
+         o_proj__weight=made.c_proj.weight, **lam)
+    rope = angles()
+    want = other(X, theirs(rope), causal())[0]
+    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-6)  # its lambda is in float32
+
+
+def test_mla_is_deepseeks_and_absorbing_changes_nothing() -> None:
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    made = layer("mla", norm_eps=1e-6)
+    config = DeepseekV3Config(
+        hidden_size=C, num_attention_heads=H, num_key_value_heads=H, q_lora_rank=None,
+        kv_lora_rank=made.rank, qk_nope_head_dim=D, qk_rope_head_dim=made.R, v_head_dim=D,
+        rope_interleave=False, attn_implementation="eager",
+    )
+    other = DeepseekV3Attention(config, 0).double().eval()
+    q, c = made.c_attn.weight.split([H * (D + made.R), made.rank + made.R])
+    copy(other, q_proj__weight=q, kv_a_proj_with_mqa__weight=c, o_proj__weight=made.c_proj.weight,
+         kv_a_layernorm__weight=made.c_norm.weight, kv_b_proj__weight=made.c_up.weight)
+    rope = angles()
+    want = other(X, theirs((rope[0][..., ::2], rope[1][..., ::2])), causal())[0]
+    naive = run(made, X, rope=rope)
+    assert torch.allclose(naive, want, atol=1e-6)  # its norm is in float32
+    made.absorbed = True
+    assert torch.allclose(run(made, X, rope=rope), naive, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["manual", "tiled", "sdpa", "sdpa_math"])
+def test_forgetting_is_its_formula_on_any_backend(backend) -> None:
+    made = layer("forgetting")
+    q, k, v = (t.unflatten(2, (H, D)).transpose(1, 2) for t in made.c_attn(X).chunk(3, dim=2))
+    f = torch.sigmoid(made.c_forget(X)).mT  # (B, H, T)
+    weight = torch.zeros(2, H, T, T, dtype=F64)
+    for i in range(T):
+        for j in range(i + 1):  # the gates of the tokens after j, up to i
+            score = (q[:, :, i] * k[:, :, j]).sum(-1) / D**0.5
+            weight[:, :, i, j] = score.exp() * f[:, :, j + 1 : i + 1].prod(-1)
+    out = weight / weight.sum(-1, keepdim=True) @ v
+    want = made.c_proj(out.transpose(1, 2).flatten(2))
+    assert torch.allclose(run(made, X, backend), want, atol=1e-12)
+
+
+def test_value_residual_mixes_the_first_layers_values() -> None:
+    first, made = layer("value_residual"), layer("value_residual", 1)
+    torch.manual_seed(2)
+    made = type(made)(GPTConfig(**SIZES), 1, first).double()
+    run(first, X)
+    plain = layer("mha")
+    with torch.no_grad():
+        made.mix.copy_(torch.tensor([0.3, 0.9]))
+        q, k, v = made.c_attn.weight.chunk(3)
+        v = 0.3 * v + 0.9 * first.c_attn.weight.chunk(3)[2]  # the same x: one matrix does it
+        plain.c_attn.weight.copy_(torch.cat([q, k, v]))
+        plain.c_proj.weight.copy_(made.c_proj.weight)
+    assert torch.allclose(run(made, X), run(plain, X), atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 70])
+def test_the_delta_rule_is_qwen3_nexts(length) -> None:
+    """Token by token and in chunks, and the whole layer."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+    torch.manual_seed(length)
+    q, k, v = torch.randn(3, 2, 3, length, D, dtype=F64)
+    k = torch.nn.functional.normalize(k, dim=3)
+    g, beta = -torch.rand(2, 3, length, dtype=F64), torch.rand(2, 3, length, dtype=F64)
+    slow, fast = (f(q, k, v, g, beta) for f in (delta.recurrent, delta.chunked))
+    assert torch.allclose(slow, fast, atol=1e-12)
+    swapped = [t.transpose(1, 2).float() for t in (q * D**0.5, k, v, g, beta)]
+    for rule in (theirs.torch_recurrent_gated_delta_rule, theirs.torch_chunk_gated_delta_rule):
+        assert torch.allclose(rule(*swapped)[0].transpose(1, 2).double(), fast, atol=1e-4)
+
+
+def test_the_delta_layer_is_qwen3_nexts() -> None:
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    made = layer("delta", dtype=torch.float32, norm_eps=1e-6)
+    config = Qwen3NextConfig(
+        hidden_size=C, linear_num_value_heads=H, linear_num_key_heads=H, linear_key_head_dim=D,
+        linear_value_head_dim=D, num_hidden_layers=4,
+    )
+    other = Qwen3NextGatedDeltaNet(config, 0).eval()
+    q, k, v, z, beta, g = (t.unflatten(0, (H, -1)) for t in
+                           made.c_attn.weight.split([H * D] * 4 + [H, H]))
+    copy(other, in_proj_qkvz__weight=torch.cat([q, k, v, z], dim=1).flatten(0, 1),
+         in_proj_ba__weight=torch.cat([beta, g], dim=1).flatten(0, 1), A_log=made.log_rate,
+         conv1d__weight=made.conv.weight, dt_bias=made.g_bias, norm__weight=made.norm.weight,
+         out_proj__weight=made.c_proj.weight)
+    x = X.float()
+    assert torch.allclose(run(made, x), other(x), atol=1e-5)
+
+
+# --- costs ---
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("delta", "window")])
+def test_products_between_tokens_are_those_that_torch_counts(name) -> None:
+    """The kernel `manual` computes all T keys, and its products are the only batched ones."""
+    made = layer(name)
+    with FlopCounterMode(display=False) as counted:
+        run(made, X)
+    batched = counted.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    assert batched == 2 * made.products(T) * 2 * T  # 2 sequences
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa", "mqa", "window", "gate", "mla"])
+def test_a_cache_stores_what_the_kernel_reads(name) -> None:
+    made, read = layer(name), set()
+    if name == "mla":
+        made.absorbed = True
+    kv = made.kv_size // D
+    spec = made.request(attention.Spec(H, kv, D, "float64", made.window))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        read.add(k[0, 0].numel() + (0 if v is k else v[0, 0].numel()))
+        return attention.get("manual").attend(q, k, v, *args, **options)
+
+    made(X, attend, spec)
+    assert read == {made.cached}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("task", [RECALL, PLAYS])
+def test_all_variants_have_as_many_parameters(name, task) -> None:
+    mha, own = (build(n, task).get_num_params() for n in ("mha", name))
+    assert abs(own / mha - 1) < 0.01
+
+
+# --- the tasks ---
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 16), st.integers(0, 40), st.integers(0, 2**31))
+def test_each_key_returns_once_and_its_value_is_the_target(pairs, more, seed) -> None:
+    T = 3 * pairs + more
+    idx, targets = mqar.sequences(3, pairs, T, torch.Generator().manual_seed(seed))
+    for row, wanted in zip(idx.tolist(), targets.tolist(), strict=True):
+        value = dict(zip(row[: 2 * pairs : 2], row[1 : 2 * pairs : 2], strict=True))
+        later = [(key, v) for key, v in zip(row, wanted) if v >= 0]
+        assert sorted(later) == sorted(value.items()) and len(value) == pairs
+        assert all(v == -1 for v in wanted[: 2 * pairs])
+        assert [key for key in row[2 * pairs :] if key in value] == [key for key, _ in later]
+
+
+@pytest.mark.slow
+def test_the_command_writes_rows_and_does_not_repeat_them(tmp_path, capsys) -> None:
+    words = ["--variants=mha,delta", "--seeds=1", "--scale=0.005", f"--out_dir={tmp_path}"]
+    assert main([*words, "--tasks=recall,speed"]) == 0
+    saved = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert [sorted(row["recalled"]) for row in saved["rows"]] == [["16", "4", "8"]] * 2
+    assert saved["speed"].keys() == {"mha", "delta"}
+    assert "| gated delta rule |" in capsys.readouterr().out
+    assert main([*words, "--tasks=recall"]) == 0
+    assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8")) == saved
+    with pytest.raises(UserError, match="scale"):
+        main([*words, "--scale=0.01"])
+
+
+def test_a_mistyped_variant_is_named() -> None:
+    with pytest.raises(UserError, match=r"detla.*delta"):
+        main(["--variants=detla"])
