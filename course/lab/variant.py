@@ -56,7 +56,7 @@ class Variant(CausalSelfAttention):
 
 
 def replace_attention(model: GPT, variant: type[Variant]) -> None:
-    """Put layers of this class into the model. Each kernel is chosen for what its layer requests."""
+    """Put layers of this class into the model; each kernel is chosen for its layer's request."""
     layers: list[Variant] = []
     for block in model.transformer.h:
         block.attn = variant(model.config, len(layers), layers[0] if layers else None)

@@ -1,5 +1,5 @@
-"""Gated delta rule (Yang et al. 2024, arXiv 2412.06464), as in Qwen3-Next: no cache, but a matrix
-S (D, D) a head that each token corrects.
+"""Gated delta rule (Yang et al. 2024, arXiv 2412.06464): no cache, but a matrix S (D, D) a head
+that each token corrects.
 
     S_t = exp(g_t) S_(t-1) + k_t u_t^T      u_t = beta_t (v_t - exp(g_t) S_(t-1)^T k_t)
     o_t = S_t^T q_t
@@ -11,7 +11,7 @@ solve (I + A) U = beta (V - exp(G) K S), where A_ij = beta_i exp(G_i - G_j) k_i 
 all tokens of a chunk at once, by matrix products.
 """
 
-import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -52,15 +52,17 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
 
 
 class Attention(Variant):
-    """q, k, v by a short convolution; the output normalized and gated. Without RoPE."""
+    """q, k and v by a short convolution, k and q of length 1, the output normalized. No RoPE, and
+    none of Qwen3-Next's output gate. Two heads, not four: S has D numbers for each channel."""
+
+    settings: ClassVar = {"n_head": 2}
 
     def add_weights(self, config: GPTConfig) -> None:
         H, n = config.n_head, self.q_size
-        self.c_attn = nn.Linear(config.n_embd, 4 * n + 2 * H, bias=False)  # q, k, v, gate, beta, g
+        self.c_attn = nn.Linear(config.n_embd, 3 * n + 2 * H, bias=False)  # q, k, v; beta; g
         self.conv = nn.Conv1d(3 * n, 3 * n, KERNEL, groups=3 * n, padding=KERNEL - 1, bias=False)
         self.norm = Norm(config, self.head_dim, rms=True)
-        # Heads that first forget 0.1 % to 10 % a token.
-        self.log_rate = nn.Parameter(torch.zeros(H))
+        # At first the heads forget 0.1 % to 10 % a token.
         self.g_bias = nn.Parameter(torch.logspace(-3, -1, H).expm1().log())
 
     @property
@@ -77,12 +79,11 @@ class Attention(Variant):
     def forward(self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None = None,
                 rope: Rope = None, cache: None = None) -> Tensor:
         self.refuse(segments, cache)
-        n, H, T = self.q_size, self.n_head, x.shape[1]
-        qkv, gate, beta, g = self.c_attn(x).split([3 * n, n, H, H], dim=2)
-        qkv = F.silu(self.conv(qkv.mT)[..., :T].mT)
+        n, H = self.q_size, self.n_head
+        qkv, beta, g = self.c_attn(x).split([3 * n, H, H], dim=2)
+        qkv = self.conv(qkv.mT)[..., : x.shape[1]].mT
         q, k, v = (t.unflatten(2, (H, -1)).transpose(1, 2) for t in qkv.chunk(3, dim=2))
-        q, k = F.normalize(q, dim=3) / math.sqrt(self.head_dim), F.normalize(k, dim=3)
-        g = -self.log_rate.exp() * F.softplus(g + self.g_bias)
-        out = chunked(q, k, v, g.mT, beta.mT.sigmoid()).transpose(1, 2)  # (B, T, H, D)
-        y = self.norm(out) * F.silu(gate.unflatten(2, (H, -1)))
-        return self.dropout(self.c_proj(y.flatten(2)))
+        q, k = F.normalize(q, dim=3), F.normalize(k, dim=3)  # (B, H, T, D)
+        g = -F.softplus(g + self.g_bias)
+        out = chunked(q, k, v, g.mT, beta.mT.sigmoid()).transpose(1, 2)
+        return self.dropout(self.c_proj(self.norm(out).flatten(2)))

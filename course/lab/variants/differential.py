@@ -12,8 +12,8 @@ from model import Attend, GPTConfig
 
 
 class Attention(Variant):
-    """(softmax(Q1 K1^T) - lam softmax(Q2 K2^T)) V for each pair of heads, h and h + H / 2; V has the
-    values of both, 2 D channels. Weight that both put on unimportant keys cancels."""
+    """(softmax(Q1 K1^T) - lam softmax(Q2 K2^T)) V for each pair of heads, h and h + H / 2; V has
+    the values of both, 2 D channels. Weight that both put on unimportant keys cancels."""
 
     def add_weights(self, config: GPTConfig) -> None:
         self.least = 0.8 - 0.6 * math.exp(-0.3 * self.layer)  # the paper's lambda_init

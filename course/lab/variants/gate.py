@@ -1,4 +1,4 @@
-"""A sigmoid gate on the output of each head, as in Qwen3-Next (Qiu et al. 2025, arXiv 2505.06708)."""
+"""A sigmoid gate on each head's output, as in Qwen3-Next (Qiu et al. 2025, arXiv 2505.06708)."""
 
 from typing import Any
 

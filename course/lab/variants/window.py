@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,10 @@ from model import Attend, GPTConfig
 
 
 class Attention(Variant):
-    """A query sees the last 16 keys, and a learned score of its head, which has no value: a head can
-    attend to nothing."""
+    """A query sees the last 16 keys, and a learned score of its head, which has no value: a head
+    can attend to nothing."""
 
-    settings = {"attention_window": 16}
+    settings: ClassVar = {"attention_window": 16}
 
     def add_weights(self, config: GPTConfig) -> None:
         self.sinks = nn.Parameter(torch.zeros(config.n_head))
