@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -80,14 +79,14 @@ def run(config: LabConfig, content: dict[str, Any], path: Path) -> None:
     began = time.perf_counter()
     done = {(row["variant"], row["task"], row["seed"]) for row in content["rows"]}
     jobs = [
-        (name, task, seed, config.scale, config.data_dir, config.attention_backend)
+        training.Job(name, task, seed, config.scale, config.data_dir, config.attention_backend)
         for seed in range(config.seeds) for name in config.variants for task in config.tasks
         if task != "speed" and (name, task, seed) not in done
     ]
     # Fresh processes: a fork would copy the state of torch's threads.
-    pool = multiprocessing.get_context("spawn").Pool(config.workers, start_worker)
+    pool = multiprocessing.get_context("spawn").Pool(config.workers, training.start_worker)
     with pool:  # Ctrl-C ends the trainings
-        for n, row in enumerate(pool.imap_unordered(work, jobs), 1):
+        for n, row in enumerate(pool.imap_unordered(training.train, jobs), 1):
             content["rows"].append(row)
             path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             found = f"loss {row['loss']:.3f}" if "loss" in row else ", ".join(
@@ -98,15 +97,6 @@ def run(config: LabConfig, content: dict[str, Any], path: Path) -> None:
         print("tokens per second", flush=True)
         content["speed"] |= training.speeds(config.variants, config.attention_backend)
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
-    torch.set_num_threads(1)
-
-
-def work(job: tuple[Any, ...]) -> dict[str, Any]:
-    return training.train(*job)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +75,11 @@ def build(name: str, task: Task, backend: str = "manual", n_hidden: int | None =
         more = own.get_num_params() - mha.get_num_params()
         n_hidden = task.n_hidden - round(more / (2 * WIDTH * task.n_layer))
     variant: type[Variant] = import_module(f"course.lab.variants.{name}").Attention
+    heads: dict[str, Any] = {"n_head": HEADS}
     config = GPTConfig(
-        block_size=LENGTH, vocab_size=task.vocab_size, n_layer=task.n_layer, n_head=HEADS,
-        n_embd=WIDTH, bias=False, position="rope", norm="rms", n_hidden=n_hidden,
-        attention_backend=backend, **variant.settings,
+        block_size=LENGTH, vocab_size=task.vocab_size, n_layer=task.n_layer, n_embd=WIDTH,
+        bias=False, position="rope", norm="rms", n_hidden=n_hidden, attention_backend=backend,
+        **heads | variant.settings,
     )
     model = GPT(config)
     replace_attention(model, variant)
@@ -141,26 +143,42 @@ def step(model: GPT, batch: Batch, optimizer: torch.optim.AdamW, found_inf: Tens
     update(optimizer, torch.amp.GradScaler("cpu", enabled=False), loss, 1.0, found_inf)
 
 
-def train(name: str, task: str, seed: int, scale: float, data_dir: str,
-          backend: str) -> dict[str, Any]:
-    """Train a variant; scale: of the number of steps. Returns the row of the results."""
-    began, how = time.perf_counter(), RECALL if task == "recall" else PLAYS
-    how = replace(how, max_iters=max(1, round(how.max_iters * scale)))
+class Job(NamedTuple):
+    """A training in a process of its own."""
+
+    variant: str
+    task: str
+    seed: int
+    scale: float  # of the number of steps
+    data_dir: str
+    backend: str
+
+
+def start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    torch.set_num_threads(1)
+
+
+def train(job: Job) -> dict[str, Any]:
+    """Train and evaluate. Returns a row of the results."""
+    began, how = time.perf_counter(), RECALL if job.task == "recall" else PLAYS
+    how = replace(how, max_iters=max(1, round(how.max_iters * job.scale)))
     held_out: list[Batch] = []
-    if task == "recall":
-        batches = recall_batches(how, seed)
+    if job.task == "recall":
+        batches = recall_batches(how, job.seed)
     else:
-        how, batches, held_out = plays(how, seed, data_dir)
-    torch.manual_seed(seed)
-    model = build(name, how, backend)
+        how, batches, held_out = plays(how, job.seed, job.data_dir)
+    torch.manual_seed(job.seed)
+    model = build(job.variant, how, job.backend)
     optimizer = build_optimizer(model, how, torch.device("cpu"))
     found_inf = torch.zeros(())
     for n, batch in enumerate(batches):
         set_learning_rate(optimizer, n, how)
         step(model, batch, optimizer, found_inf)
     model.eval()
-    row: dict[str, Any] = {"variant": name, "task": task, "seed": seed} | costs(model)
-    if task == "recall":
+    row: dict[str, Any] = {"variant": job.variant, "task": job.task, "seed": job.seed}
+    row |= costs(model)
+    if job.task == "recall":
         row["recalled"] = recalled(model)
     else:
         with torch.no_grad():
