@@ -33,6 +33,7 @@ from course.exercises.check import examine, right
 from course.figures import __main__ as figures
 from course.figures import basics, fused, trace
 from course.format import table
+from course.lab.__main__ import LabConfig
 from explain import ExplainConfig
 from train import TrainConfig
 
@@ -131,6 +132,8 @@ def test_a_command_of_the_pages_runs(line, capsys, monkeypatch, tmp_path) -> Non
         settings.read(TrainConfig, words[2:])
     elif words[:3] == ["python", "-m", "attention"]:
         parser().parse_args(words[3:])
+    elif words[:3] == ["python", "-m", "course.lab"]:
+        settings.read(LabConfig, words[3:])
     elif words[:2] == ["python", "explain.py"]:
         settings.read(ExplainConfig, words[2:])
     elif words[:2] == ["python", "bench_mfu.py"]:

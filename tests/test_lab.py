@@ -54,7 +54,7 @@ def angles(dtype: torch.dtype = F64) -> tuple[Tensor, Tensor]:
     return turn.cos().to(dtype), turn.sin().to(dtype)
 
 
-def theirs(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def twice(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Angles as transformers takes them: (1, T, D), each twice."""
     cos, sin = (torch.cat([t[:, 0], t[:, 0]], dim=-1)[None] for t in rope)
     return cos, sin
@@ -66,93 +66,81 @@ def causal(window: int = T) -> Tensor:
     return torch.zeros(1, 1, T, T, dtype=F64).masked_fill(~seen, -torch.inf)
 
 
-def copy(to: Any, **weights: Tensor) -> None:
-    """Write weights, named with _ for ., into a module of transformers."""
-    known = dict(to.named_parameters())
+def theirs(family: str, prefix: str, weights: dict[str, Tensor], mask: Tensor, rope: Any,
+           number: int = 0, **sizes: Any) -> Tensor:
+    """The output of an attention layer of transformers with these weights."""
+    config = getattr(import_module("transformers"), f"{prefix}Config")(
+        hidden_size=C, num_attention_heads=H, num_key_value_heads=H, num_hidden_layers=4,
+        attn_implementation="eager", **sizes)
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    layer = getattr(module, f"{prefix}Attention")(config, number).double().eval()
+    known = dict(layer.named_parameters())
+    assert known.keys() == weights.keys()
     with torch.no_grad():
         for name, value in weights.items():
-            known[name.replace("__", ".")].copy_(value)
+            known[name].copy_(value)
+    return layer(X, rope, mask)[0]
+
+
+def projections(made: Variant, **changed: Tensor) -> dict[str, Tensor]:
+    q, k, v = made.c_attn.weight.chunk(3)
+    named = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": made.c_proj.weight} | changed
+    return {f"{name}.weight": value for name, value in named.items()}
 
 
 X = torch.randn(2, T, C, dtype=F64, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow  # the first import of transformers
 def test_sinks_and_window_are_gpt_oss() -> None:
-    from transformers import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
-
-    made = layer("window", attention_window=4)
-    config = GptOssConfig(
-        hidden_size=C, num_attention_heads=H, num_key_value_heads=H, head_dim=D, sliding_window=4,
-        attention_bias=False, num_hidden_layers=2, attn_implementation="eager",
-    )
-    other = GptOssAttention(config, 0).double().eval()
-    q, k, v = made.c_attn.weight.chunk(3)
-    copy(other, q_proj__weight=q, k_proj__weight=k, v_proj__weight=v, sinks=made.sinks,
-         o_proj__weight=made.c_proj.weight)
-    rope = angles()
-    want = other(X, tuple(t[:, 0][None] for t in rope), causal(4))[0]
-    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-12)
+    made, (cos, sin) = layer("window", attention_window=4), angles()
+    weights = projections(made) | {"sinks": made.sinks}
+    want = theirs("gpt_oss", "GptOss", weights, causal(4), (cos[None, :, 0], sin[None, :, 0]),
+                  head_dim=D, sliding_window=4, attention_bias=False)
+    assert torch.allclose(run(made, X, rope=(cos, sin)), want, atol=1e-12)
 
 
+# Parts of the following are in float32 in transformers.
+@pytest.mark.slow
 def test_the_gate_is_that_of_qwen3_next() -> None:
-    from transformers import Qwen3NextConfig
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
-
-    made = layer("gate", qk_norm=True, norm_eps=1e-6)
-    config = Qwen3NextConfig(
-        hidden_size=C, num_attention_heads=H, num_key_value_heads=H, head_dim=D,
-        num_hidden_layers=4, attn_implementation="eager",
-    )
-    other = Qwen3NextAttention(config, 3).double().eval()
-    q, k, v = made.c_attn.weight.chunk(3)
-    both = torch.stack([q.unflatten(0, (H, D)), made.c_gate.weight.unflatten(0, (H, D))], dim=1)
-    copy(other, q_proj__weight=both.flatten(0, 2), k_proj__weight=k, v_proj__weight=v,
-         o_proj__weight=made.c_proj.weight, q_norm__weight=made.q_norm.weight - 1,
-         k_norm__weight=made.k_norm.weight - 1)
-    rope = angles()
-    want = other(X, theirs(rope), causal())[0]
-    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-6)  # its norms are in float32
+    made, rope = layer("gate", qk_norm=True, norm_eps=1e-6), angles()
+    q, gate = (w.unflatten(0, (H, D)) for w in (made.c_attn.weight.chunk(3)[0], made.c_gate.weight))
+    both = torch.stack([q, gate], dim=1).flatten(0, 2)
+    weights = projections(made, q_proj=both, q_norm=made.q_norm.weight - 1,
+                          k_norm=made.k_norm.weight - 1)
+    want = theirs("qwen3_next", "Qwen3Next", weights, causal(), twice(rope), 3, head_dim=D)
+    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 3])
 def test_differential_is_diffllama(number) -> None:
-    from transformers import DiffLlamaConfig
-    from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
-
-    made = layer("differential", number, n_layer=4)
-    config = DiffLlamaConfig(hidden_size=C, num_attention_heads=H, num_key_value_heads=H,
-                             num_hidden_layers=4, rms_norm_eps=1e-5, attn_implementation="eager")
-    other = DiffLlamaAttention(config, number).double().eval()
-    q, k, v = made.c_attn.weight.chunk(3)
-    lam = dict(zip(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), made.lam, strict=True))
-    copy(other, q_proj__weight=q, k_proj__weight=k, v_proj__weight=v,
-         o_proj__weight=made.c_proj.weight, **lam)
-    rope = angles()
-    want = other(X, theirs(rope), causal())[0]
-    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-6)  # its lambda is in float32
+    made, rope = layer("differential", number, n_layer=4), angles()
+    names = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+    weights = projections(made) | dict(zip(names, made.lam, strict=True))
+    want = theirs("diffllama", "DiffLlama", weights, causal(), twice(rope), number)
+    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-6)
 
 
-def test_mla_is_deepseeks_and_absorbing_changes_nothing() -> None:
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-
-    made = layer("mla", norm_eps=1e-6)
-    config = DeepseekV3Config(
-        hidden_size=C, num_attention_heads=H, num_key_value_heads=H, q_lora_rank=None,
-        kv_lora_rank=made.rank, qk_nope_head_dim=D, qk_rope_head_dim=made.R, v_head_dim=D,
-        rope_interleave=False, attn_implementation="eager",
-    )
-    other = DeepseekV3Attention(config, 0).double().eval()
+@pytest.mark.slow
+def test_mla_is_deepseeks() -> None:
+    made, rope = layer("mla", norm_eps=1e-6), angles()
     q, c = made.c_attn.weight.split([H * (D + made.R), made.rank + made.R])
-    copy(other, q_proj__weight=q, kv_a_proj_with_mqa__weight=c, o_proj__weight=made.c_proj.weight,
-         kv_a_layernorm__weight=made.c_norm.weight, kv_b_proj__weight=made.c_up.weight)
-    rope = angles()
-    want = other(X, theirs((rope[0][..., ::2], rope[1][..., ::2])), causal())[0]
-    naive = run(made, X, rope=rope)
-    assert torch.allclose(naive, want, atol=1e-6)  # its norm is in float32
+    named = {"q_proj": q, "kv_a_proj_with_mqa": c, "kv_a_layernorm": made.c_norm.weight,
+             "kv_b_proj": made.c_up.weight, "o_proj": made.c_proj.weight}
+    want = theirs("deepseek_v3", "DeepseekV3", {f"{n}.weight": w for n, w in named.items()},
+                  causal(), twice((rope[0][..., ::2], rope[1][..., ::2])), q_lora_rank=None,
+                  kv_lora_rank=made.rank, qk_nope_head_dim=D, qk_rope_head_dim=made.R,
+                  v_head_dim=D, rope_interleave=False)
+    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["manual", "tiled", "sdpa"])
+def test_absorbing_changes_nothing(backend) -> None:
+    made = layer("mla")
+    naive = run(made, X, backend, angles())
     made.absorbed = True
-    assert torch.allclose(run(made, X, rope=rope), naive, atol=1e-12, rtol=0)
+    assert torch.allclose(run(made, X, backend, angles()), naive, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("backend", ["manual", "tiled", "sdpa", "sdpa_math"])
@@ -185,20 +173,28 @@ def test_value_residual_mixes_the_first_layers_values() -> None:
     assert torch.allclose(run(made, X), run(plain, X), atol=1e-12)
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 70])
-def test_the_delta_rule_is_qwen3_nexts(length) -> None:
-    """Token by token and in chunks."""
-    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
-
+def inputs(length: int) -> tuple[Tensor, ...]:
     torch.manual_seed(length)
     q, k, v = torch.randn(3, 2, 3, length, D, dtype=F64)
-    k = torch.nn.functional.normalize(k, dim=3)
     g, beta = -torch.rand(2, 3, length, dtype=F64), torch.rand(2, 3, length, dtype=F64)
-    slow, fast = (f(q, k, v, g, beta) for f in (delta.recurrent, delta.chunked))
+    return q, torch.nn.functional.normalize(k, dim=3), v, g, beta
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 70])
+def test_the_delta_rule_in_chunks_is_the_recurrent_one(length) -> None:
+    slow, fast = (f(*inputs(length)) for f in (delta.recurrent, delta.chunked))
     assert torch.allclose(slow, fast, atol=1e-12)
-    swapped = [t.transpose(1, 2).float() for t in (q * D**0.5, k, v, g, beta)]
-    for rule in (theirs.torch_recurrent_gated_delta_rule, theirs.torch_chunk_gated_delta_rule):
-        assert torch.allclose(rule(*swapped)[0].transpose(1, 2).double(), fast, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_delta_rule_is_qwen3_nexts() -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+    q, *rest = inputs(70)
+    theirs = [t.transpose(1, 2).float() for t in (q * D**0.5, *rest)]  # which scales q
+    for rule in (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule):
+        out = rule(*theirs)[0].transpose(1, 2).double()
+        assert torch.allclose(out, delta.chunked(q, *rest), atol=1e-4)
 
 
 # --- costs ---

@@ -50,13 +50,13 @@ class LabConfig:
                 if word not in known:
                     near = did_you_mean(word, known) or f"; known: {', '.join(known)}"
                     raise UserError(f"--{option}: unknown {word!r}{near}")
-        if "plays" in self.tasks:
-            read_meta(find("shakespeare_char", self.data_dir))  # missing: found out now
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns the exit code."""
     config = read(LabConfig, argv).settings
+    if "plays" in config.tasks:
+        read_meta(find("shakespeare_char", config.data_dir))  # missing: found out now
     path = Path(config.out_dir) / "results.json"
     how = {"scale": config.scale, "attention_backend": config.attention_backend}
     content = {"settings": how, "torch": torch.__version__, "speed": {}, "rows": []}

@@ -23,7 +23,7 @@ from model import GPT, GPTConfig
 WIDTH, HEADS = 64, 4
 LENGTH = 128  # tokens of the plays in a sequence; the longest of recall
 TOKENS = 1024  # in a step
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]  # token ids and targets, (B, T) int64
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,7 @@ def plays(task: Task, seed: int, data_dir: str) -> tuple[Task, Iterator[Batch], 
     train, val = (load(folder, split, LENGTH, V) for split in ("train", "val"))
     B = TOKENS // LENGTH
     batches = Batches(train, LENGTH, B, seed).prefetch(0, task.max_iters)
-    held_out: Any = eval_batches(val, LENGTH, 40, B)
-    return replace(task, vocab_size=V), batches, list(held_out)  # type: ignore[arg-type]
+    return replace(task, vocab_size=V), batches, [*eval_batches(val, LENGTH, 40, B)]
 
 
 def step(model: GPT, batch: Batch, optimizer: torch.optim.AdamW, found_inf: Tensor) -> None:
