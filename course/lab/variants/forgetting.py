@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,6 +23,8 @@ class Attention(Variant):
 
     def add_weights(self, config: GPTConfig) -> None:
         self.c_forget = nn.Linear(config.n_embd, config.kv_heads)
+        rates = torch.logspace(-3, -0.3, config.kv_heads)  # at first: 0.1 % to 50 % a token
+        self.c_forget.bias.data = torch.logit(1 - rates)
 
     def request(self, spec: Spec) -> Spec:
         return replace(spec, head_dim=self.head_dim + 1)
