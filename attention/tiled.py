@@ -9,7 +9,7 @@ of exp(s - m), and an output O that is not yet normalized. A block S_ij, with va
 
 and after the last block O_i / l_i is exactly softmax(S) V. The backward pass keeps only
 L_i = m_i + log l_i. It recomputes P_ij = exp(S_ij - L_i) tile by tile; with
-D_i = rowsum(dO_i * O_i) the Jacobian of softmax is dS_ij = P_ij * (dP_ij - D_i).
+delta_i = rowsum(dO_i * O_i) the Jacobian of softmax is dS_ij = P_ij * (dP_ij - delta_i).
 
               K_0 K_1 K_2 K_3
         Q_0 [  /   .   .   .  ]     /  on the diagonal: masked entry by entry
@@ -21,10 +21,11 @@ Memory  O(T): q, k, v, out and L stay for the backward pass, S and P exist a til
 FLOPs   4 Tq Tk D a head forward, 10 Tq Tk D backward, less the skipped tiles: half, if causal.
 Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
         before they are multiplied, as on tensor cores.
-Sinks   begin the sums: m_i = sink, l_i = 1. L_i contains it; dsink = -sum_i exp(sink - L_i) D_i.
+Sinks   begin the sums: m_i = sink, l_i = 1. L_i contains it;
+        dsink = -sum_i exp(sink - L_i) delta_i.
 Refuses a cache. With segments the host reads which tiles to skip.
-Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and D_i;
-        Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, whose names and loops these are.
+Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and delta_i
+        (D_i there); Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, for the other names and loops.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
     skipped = masked_tiles(rows, cols, offset, spec, segments)
     L = L.clamp(min=torch.finfo(acc).min).unflatten(1, (Hkv, -1))[..., None]
-    D = (dO.to(acc) * O.to(acc)).sum(dim=-1, keepdim=True)  # (B, Hkv, H/Hkv, Tq, 1), as L
+    delta = (dO.to(acc) * O.to(acc)).sum(dim=-1, keepdim=True)  # (B, Hkv, H/Hkv, Tq, 1), as L
     for j, J in enumerate(cols):
         K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
         dK_j, dV_j = torch.zeros_like(K_j), torch.zeros_like(V_j)
@@ -126,7 +127,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
             dropped = (Z_ij * P_ij).to(q.dtype).to(acc)
             dV_j += (dropped.mT @ dO_i).sum(dim=2, keepdim=True)
             dP_ij = Z_ij * (dO_i @ V_j.mT)
-            dS_ij = P_ij * (dP_ij - D[..., I, :])
+            dS_ij = P_ij * (dP_ij - delta[..., I, :])
             if spec.softcap is not None:
                 dS_ij *= 1 - (S_ij / spec.softcap) ** 2  # tanh' = 1 - tanh^2
             dS_ij = dS_ij.to(q.dtype).to(acc)
@@ -136,7 +137,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     if sinks is None:
         return dq, dk, dv
     P_sink = torch.exp(sinks.to(acc).view(Hkv, -1, 1, 1) - L)
-    return dq, dk, dv, -(P_sink * D).sum(dim=(0, 3, 4)).flatten()
+    return dq, dk, dv, -(P_sink * delta).sum(dim=(0, 3, 4)).flatten()
 
 
 def by_kv_head(x: Tensor, Hkv: int) -> Tensor:

@@ -9,7 +9,8 @@ for the backward pass. This saves the O(Tq * Tk) memory traffic of manual.py:
     S_ij, P_ij           never leave the chip
     O_i, L_i  -------->  once a block of rows    O, L        written
 
-Memory  O(T): q, k, v, out and L stay for the backward pass, which adds D_i = rowsum(dO_i * O_i).
+Memory  O(T): q, k, v, out and L stay for the backward pass, which adds
+        delta_i = rowsum(dO_i * O_i).
 FLOPs   4 * Tq * Tk * D a head forward; 14 * Tq * Tk * D backward, where other kernels have 10: no
         atomics. Less the fully masked tiles, including tiles between segments.
 Layout  (B, T, H, D), by strides: nothing is transposed or copied unless head_dim is not contiguous.
@@ -73,11 +74,11 @@ def whole_backward(
 
     numbers = spec.window, spec.right, spec.dropout, spec.softmax_scale, spec.softcap
     given = *(runs or (None, None)), seed
-    *grads, D = flash_backward(dout, q, k, v, out, L, *given, *numbers, None)
+    *grads, delta = flash_backward(dout, q, k, v, out, L, *given, *numbers, None)
     if sinks is None:
         return tuple(grads)
     P_sink = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - L)  # (B, H, Tq)
-    return *grads, -(P_sink * D).sum(dim=(0, 2))
+    return *grads, -(P_sink * delta).sum(dim=(0, 2))
 
 
 WHOLE = Partial(whole_forward, whole_backward)

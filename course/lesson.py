@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from course.exercises.__main__ import FOLDER, exercise
+from course.exercises.__main__ import answer_of, exercise
 from course.exercises.check import examine, made_of
 from course.figures.__main__ import draw
 from course.source import ROOT
@@ -32,16 +32,16 @@ def bundle(name: str) -> dict[str, str]:
     return {"image/svg+xml": svg, "text/plain": f"course/pictures/{name}.svg"}
 
 
-def check(number: int, *functions: Callable[..., object]) -> None:
+def check(number: int | float, *functions: Callable[..., object]) -> None:
     """Print whether an exercise is solved by these functions, else the first error and a hint."""
     why = examine(exercise(str(number)), made_of(*functions))
     end = "" if why is None else f"\nTo see a right answer: answer({number})"
     print(f"exercise {number}: {'right' if why is None else why}{end}")
 
 
-def answer(number: int) -> None:
+def answer(number: int | float) -> None:
     """Print a right answer."""
-    print((FOLDER / "answers" / f"ex{number}.py").read_text(encoding="utf-8").strip())
+    print(answer_of(str(number)).read_text(encoding="utf-8").strip())
 
 
 def compare_kernels() -> None:

@@ -167,8 +167,8 @@ def page_cells(page: str, name: str) -> Iterator[dict[str, Any]]:
         title = section.partition("\n")[0].removeprefix("## ")
         if title in LEFT_OUT:
             continue
-        number = re.fullmatch(r"Exercise (\d+)", title)
-        if number and name in CELLS:
+        number = re.fullmatch(r"Exercise ([\d.]+)(: .+)?", title)
+        if name in CELLS and title in (number and number[1] and f"Exercise {number[1]}", "Run it"):
             yield code(CELLS[name])
         # Pictures and figures by commands become cells of their own, in their places.
         for part in re.split(r"(^!\[.+\]\(.+\)$|^```sh\n(?:.*\n)+?```$)", section, flags=re.M):

@@ -27,7 +27,7 @@ from bench.config import load_config
 from core import settings
 from core.settings import UserError
 from course import build, draw, source
-from course.exercises import COUNT
+from course.exercises import NUMBERS
 from course.exercises import __main__ as command_line
 from course.exercises.check import examine, right
 from course.figures import __main__ as figures
@@ -43,17 +43,16 @@ PAGES = sorted(COURSE.glob("[0-9]*_*.md"), key=lambda page: int(page.name.split(
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in [COURSE / "README.md", *PAGES]}
 COMMANDS = list(dict.fromkeys(line for text in TEXT.values() for line in commands(text)))
 ANSWERS = COURSE / "exercises" / "answers"
-NUMBERS = range(1, COUNT + 1)
 
 MISTAKES = [
     (number, n) for number in NUMBERS
-    for n in range(len(command_line.exercise(str(number)).MISTAKES))
+    for n in range(len(command_line.exercise(number).MISTAKES))
 ]
 
 
-def needing_triton(number: int) -> None:
-    """Skip exercise 7 where it cannot be done."""
-    if number == 7 and find_spec("triton") is None:
+def needing_triton(number: str) -> None:
+    """Skip the exercises of page 7 where they cannot be done."""
+    if number.startswith("7") and find_spec("triton") is None:
         pytest.skip("package 'triton' is not installed")
 
 
@@ -116,7 +115,7 @@ def test_a_command_of_the_pages_runs(line, capsys, monkeypatch, tmp_path) -> Non
         assert figures.main(words[3:]) == 0
         assert capsys.readouterr().out.count("\n") >= 3
     elif words[:3] == ["python", "-m", "course.exercises"]:
-        needing_triton(int(words[3]) if words[4:] else 0)
+        needing_triton(words[3] if words[4:] else "")
         own = not (words[-1].endswith(".py") and "/" not in words[-1])
         if own:
             assert command_line.main(words[3:]) == 0
@@ -447,15 +446,15 @@ def test_rope_turns_as_the_formula_says() -> None:
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_right_answer_passes_and_the_start_does_not(number, tmp_path) -> None:
     needing_triton(number)
-    exercise = command_line.exercise(str(number))
-    assert examine(exercise, ANSWERS / f"ex{number}.py") is None
+    exercise = command_line.exercise(number)
+    assert examine(exercise, command_line.answer_of(number)) is None
     assert examine(exercise, written(tmp_path, exercise.START))
 
 
 @pytest.mark.parametrize("number, n", MISTAKES)
 def test_a_common_mistake_is_named(number, n, tmp_path) -> None:
     needing_triton(number)
-    exercise = command_line.exercise(str(number))
+    exercise = command_line.exercise(number)
     text = mistaken(right(exercise), exercise.MISTAKES[n])
     said = examine(exercise, written(tmp_path, text)) or ""
     assert said.endswith(f". {exercise.MISTAKES[n][2]}"), said
@@ -536,10 +535,12 @@ def test_an_endless_loop_is_stopped(tmp_path) -> None:
 
 def test_the_command(capsys, tmp_path) -> None:
     assert command_line.main([]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == COUNT
+    assert len(capsys.readouterr().out.splitlines()) == len(NUMBERS)
+    assert command_line.main(["7"]) == 0
+    assert capsys.readouterr().out.splitlines()[5].startswith("7.6")
     wrong = written(tmp_path, "def mask(Tq, Tk, window, segments): ...")
     assert command_line.main(["2", str(wrong)]) == 1
-    for words in (["0"], ["12"], ["2", str(tmp_path / "none.py")], ["2", "--end"]):
+    for words in (["0"], ["99"], ["7.9"], ["2", str(tmp_path / "none.py")], ["2", "--end"]):
         with pytest.raises(UserError, match=re.escape(words[-1])):
             command_line.main(words)
 

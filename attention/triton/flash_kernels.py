@@ -1,10 +1,10 @@
 """Triton kernels of triton_flash.py, and their launch.
 
-tiled.py has the same algorithm and names (Q_i, K_j, S_ij, P_ij, m_i, l_i, O_i, L_i, D_i) in plain
-PyTorch. Each block of its outer loop is a program here:
+tiled.py has the same algorithm and names (Q_i, K_j, S_ij, P_ij, m_i, l_i, O_i, L_i, delta_i) in
+plain PyTorch. Each block of its outer loop is a program here:
 
     forward_kernel   a block of queries, loops over keys                        writes O_i, L_i
-    dq_kernel        a block of queries, loops over keys                        writes dQ_i, D_i
+    dq_kernel        a block of queries, loops over keys                        writes dQ_i, delta_i
     dkdv_kernel      a block of keys, loops over queries and over the query     writes dK_j, dV_j
                      heads that share its key/value head
 
@@ -286,13 +286,13 @@ def forward_kernel(
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, O, dO, L, D, dQ, Run, Seed,
+    Q, K, V, O, dO, L, Delta, dQ, Run, Seed,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """dQ_i = tau * sum_j dS_ij K_j for one block of queries; stores D_i for dkdv_kernel."""
+    """dQ_i = tau * sum_j dS_ij K_j for one block of queries; stores delta_i for dkdv_kernel."""
     i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
     Q += b * q_b + h * q_h
     K += b * k_b + h // GROUP * k_h
@@ -301,7 +301,7 @@ def dq_kernel(
     O += (b * Tq * H + h) * HEAD_DIM
     dQ += (b * Tq * H + h) * HEAD_DIM
     L += bh.to(tl.int64) * Tq
-    D += bh.to(tl.int64) * Tq
+    Delta += bh.to(tl.int64) * Tq
     if Run is not None:
         Run += b * 2 * Tq
     if Seed is not None:
@@ -313,8 +313,8 @@ def dq_kernel(
     i = i0 + tl.arange(0, BLOCK_M)
     dO_i = load_rows(dO, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     O_i = load_rows(O, i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, True)
-    D_i = tl.sum(dO_i.to(tl.float32) * O_i.to(tl.float32), axis=1)
-    tl.store(D + i, D_i, mask=i < Tq)
+    delta_i = tl.sum(dO_i.to(tl.float32) * O_i.to(tl.float32), axis=1)
+    tl.store(Delta + i, delta_i, mask=i < Tq)
     Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     L_i = tl.load(L + i, mask=i < Tq, other=0.0)
     dQ_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -347,14 +347,14 @@ def dq_kernel(
             if Seed is not None:
                 kept = dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M, BLOCK_N)
                 dP_ij = tl.where(kept, dP_ij / keep, 0.0)
-            dS_ij = P_ij * (dP_ij - D_i[:, None])
+            dS_ij = P_ij * (dP_ij - delta_i[:, None])
             dQ_i = tl.dot(dS_ij.to(K_j.dtype), K_j, dQ_i, input_precision="ieee")
     store_rows(dQ, dQ_i * tau, i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def dkdv_kernel(
-    Q, K, V, dO, L, D, dK, dV, Run, Seed,
+    Q, K, V, dO, L, Delta, dK, dV, Run, Seed,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -413,10 +413,10 @@ def dkdv_kernel(
                 Q_i = load_rows(Q_h, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
                 if MASKED:
                     L_i = tl.load(L + bh * Tq + i, mask=i < Tq, other=0.0)
-                    D_i = tl.load(D + bh * Tq + i, mask=i < Tq, other=0.0)
+                    delta_i = tl.load(Delta + bh * Tq + i, mask=i < Tq, other=0.0)
                 else:
                     L_i = tl.load(L + bh * Tq + i)
-                    D_i = tl.load(D + bh * Tq + i)
+                    delta_i = tl.load(Delta + bh * Tq + i)
                 S_T = tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
                 if softcap is not None:
                     S_T = tanh(S_T * (tau / softcap))
@@ -442,7 +442,7 @@ def dkdv_kernel(
                 dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision="ieee")
                 if Seed is not None:
                     dP_T = tl.where(kept, dP_T / keep, 0.0)
-                dS_T = P_T * (dP_T - D_i[None, :])
+                dS_T = P_T * (dP_T - delta_i[None, :])
                 dK_j = tl.dot(dS_T.to(Q_i.dtype), Q_i, dK_j, input_precision="ieee")
     store_rows(dV, dV_j / keep, j0, Tk, Hkv * HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D)
     store_rows(dK, dK_j * tau, j0, Tk, Hkv * HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -594,19 +594,19 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    window: int | None, right: int | None, dropout: float, scale: float,
                    softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, contiguous, and D (B, H, Tq) float32, the row sums of
+    """Return the gradients of q, k and v, contiguous, and delta (B, H, Tq) float32, the row sums of
     dO * O. `out` and `L` are flash_forward's."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
     dq, dk, dv = (_result(t, offset) for t in (q, k, v))
-    D = torch.empty_like(L)
+    delta = torch.empty_like(L)
     asked = window, right, dropout, scale, softcap, offset
     numbers = *_strides(q, k, v, dout), *_numbers(q, k, *asked)
-    _launch("dq", B * H, Tq, q, k, v, out, dout, L, D, dq, run_q, seed, *numbers)
-    # After dq: it reads D.
-    _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, D, dk, dv, run_k, seed, *numbers)
-    return dq, dk, dv, D
+    _launch("dq", B * H, Tq, q, k, v, out, dout, L, delta, dq, run_q, seed, *numbers)
+    # After dq: it reads delta.
+    _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, delta, dk, dv, run_k, seed, *numbers)
+    return dq, dk, dv, delta
 
 
 @flash_forward.register_fake

@@ -5,10 +5,11 @@
     python -m course.exercises 4 --start > answer.py   a file to start from
     python -m course.exercises 4 answer.py             check an answer
     python -m course.exercises 4 --answer              print the right answer
+    python -m course.exercises 7.1                     page 7 has six, 7.1 to 7.6
     python -m course.exercises grade FOLDER            check a class: JSON, and points on stderr
 
 The exit code is 0 for a right answer, 1 for a wrong one. The answer is executed. In FOLDER each
-student has a folder of answer1.py, answer2.py, ...
+student has a folder of answer1.py, ..., answer7.1.py, ...
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 
 from core.settings import UserError, exit_on_user_error
-from course.exercises import COUNT
+from course.exercises import ALSO, NUMBERS
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -33,21 +34,23 @@ GRADING_S = 300  # seconds for an answer, in its own process
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns the exit code."""
-    if not argv or argv[0] in ("-h", "--help"):
-        for n in range(1, COUNT + 1):
-            print(f"{n:2}  {exercise(str(n)).TASK.splitlines()[0]}")
+    of_page = [n for n in NUMBERS if n.startswith(f"{argv[0]}.")] if len(argv) == 1 else []
+    if of_page or not argv or argv[0] in ("-h", "--help"):
+        for n in of_page or NUMBERS:
+            print(f"{n:3}  {exercise(n).TASK.splitlines()[0]}")
         return 0
     number, *rest = argv
     if number == "grade" and len(rest) == 1:
         print(json.dumps(grade(Path(rest[0])), indent=1))
         return 0
-    if len(rest) > 1 or number not in map(str, range(1, COUNT + 1)):
-        raise UserError(f"{USAGE}, number 1 to {COUNT}; got {' '.join(argv)}")
+    number = ALSO.get(number, number)
+    if len(rest) > 1 or number not in NUMBERS:
+        raise UserError(f"{USAGE}, number: {', '.join(NUMBERS)}; got {' '.join(argv)}")
     if rest == ["--start"]:
         print(exercise(number).START.strip())
         return 0
     if rest == ["--answer"]:
-        print((FOLDER / "answers" / f"ex{number}.py").read_text(encoding="utf-8").strip())
+        print(answer_of(number).read_text(encoding="utf-8").strip())
         return 0
     if not rest:
         print(
@@ -76,30 +79,41 @@ def grade(folder: Path) -> dict[str, dict[str, object]]:
         raise UserError(f"no such folder: {str(folder)!r}; {USAGE}")
     found: dict[str, dict[str, str]] = {}
     for path in sorted(folder.rglob("*.py")):
-        number = re.search(r"(\d+)", path.stem)
-        if number is None or not 1 <= int(number[1]) <= COUNT:
-            print(f"{path}: not answerN.py with N from 1 to {COUNT}", file=sys.stderr)
+        name = re.search(r"0*(\d+)([._]\d)?", path.stem)
+        names = (f"{name[1]}{name[2] or ''}".replace("_", "."), name[1]) if name else ()
+        number = next((n for n in names if n in NUMBERS or n in ALSO), None)
+        if number is None:
+            print(f"{path}: not answerN.py with N of {', '.join(NUMBERS)}", file=sys.stderr)
             continue
         student = str(path.parent.relative_to(folder))
-        command = [sys.executable, "-m", "course.exercises", str(int(number[1])), str(path)]
+        number = ALSO.get(number, number)
+        command = [sys.executable, "-m", "course.exercises", number, str(path)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=GRADING_S)
             said = done.stdout.strip() or done.stderr.strip()
         except subprocess.TimeoutExpired:
             said = f"not finished after {GRADING_S} s"
         result = said.rpartition("\n")[2].partition(": ")[2] or said
-        found.setdefault(student, {})[str(int(number[1]))] = result
+        found.setdefault(student, {})[number] = result
         print(f"{path}: {result}", file=sys.stderr)
     grades: dict[str, dict[str, object]] = {}
     for student, answers in found.items():
         points = [*answers.values()].count("right")
-        grades[student] = {"points": points, "of": COUNT, "answers": answers}
-        print(f"{student}: {points} of {COUNT}", file=sys.stderr)
+        grades[student] = {"points": points, "of": len(NUMBERS), "answers": answers}
+        print(f"{student}: {points} of {len(NUMBERS)}", file=sys.stderr)
     return grades
 
 
 def exercise(number: str) -> ModuleType:
-    return import_module(f"course.exercises.ex{number}")
+    return import_module(f"course.exercises.{module(number)}")
+
+
+def answer_of(number: str) -> Path:
+    return FOLDER / "answers" / f"{module(number)}.py"
+
+
+def module(number: str) -> str:
+    return f"ex{ALSO.get(number, number)}".replace(".", "_")
 
 
 if __name__ == "__main__":

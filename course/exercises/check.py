@@ -63,14 +63,16 @@ def names(exercise: ModuleType) -> list[str]:
 def hint(exercise: ModuleType, error: BaseException) -> str:
     """Return the hint of the mistake that fails in the same way, or ""."""
     with tempfile.TemporaryDirectory() as folder:
+        for part in (exercise, *getattr(exercise, "PARTS", ())):
 
-        def fails(text: str) -> BaseException | None:
-            path = Path(folder) / f"mistake{len(list(Path(folder).iterdir()))}.py"
-            path.write_text(text, encoding="utf-8")
-            return failure(exercise, path)
+            def fails(text: str, part: ModuleType = part) -> BaseException | None:
+                path = Path(folder) / f"mistake{len(list(Path(folder).iterdir()))}.py"
+                path.write_text(text, encoding="utf-8")
+                return failure(part, path)
 
-        why = named(error, right(exercise), exercise.MISTAKES, fails)
-    return f". {why}" if why else ""
+            if why := named(error, right(part), part.MISTAKES, fails):
+                return f". {why}"
+    return ""
 
 
 def right(exercise: ModuleType) -> str:

@@ -1,4 +1,4 @@
-"""An answer to exercise 9: a gather that stops at the length, and PaLM's formula."""
+"""An answer to exercise 9: a gather that stops at the length."""
 
 from __future__ import annotations
 
@@ -15,11 +15,3 @@ def attend(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, leng
     page, place = page_table[j // page_size].long(), j % page_size
     k, v = k_pages[page, place], v_pages[page, place]  # (length, D)
     return torch.softmax(k @ q / math.sqrt(D), dim=0) @ v
-
-
-def mfu(parameters: int, positions: int, n_layer: int, n_head: int, head_dim: int, T: int,
-        tokens_per_second: float, peaks: dict[str, float], recomputes: bool) -> float:
-    """Model FLOPs utilization, a fraction of the dense peak; what is recomputed does not count."""
-    N = parameters - positions
-    flops_per_token = 6 * N + 12 * n_layer * n_head * head_dim * T
-    return flops_per_token * tokens_per_second / peaks["dense"]

@@ -1,24 +1,18 @@
-"""Exercise 7: the loop over key blocks of FlashAttention-2's forward pass, in Triton."""
+"""Exercise 7.5: FlashAttention-2's forward pass with a causal mask, in Triton."""
 
 from __future__ import annotations
 
 import math
-import os
-import sys
 from types import ModuleType
 
 import torch
 
-from course.exercises.check import same
+from course.exercises.kernels import NEEDS as NEEDS
+from course.exercises.kernels import compare, draws
 
-# Set before an answer imports Triton.
-if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
+TASK = """Triton: the forward pass, with a causal mask
 
-TASK = """The forward pass in Triton
-
-One program computes BLOCK_M queries of one head. Write the online softmax inside the loop, and the
-division after it.
+forward() is 7.4 with a causal mask, with exp2, and with L for the backward pass.
 
     Q, O    pointers to (Tq, D) float32, contiguous
     K, V    pointers to (Tk, D) float32
@@ -43,21 +37,14 @@ def forward(Q, K, V, O, L, Tq, Tk, scale,
     m_i = tl.full((BLOCK_M,), -1e30, tl.float32)
     for j0 in range(0, Tk, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)
-        K_j = tl.load(K + j[:, None] * D + d[None, :], mask=j[:, None] < Tk, other=0.0)
-        V_j = tl.load(V + j[:, None] * D + d[None, :], mask=j[:, None] < Tk, other=0.0)
-        S_ij = scale * tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")
+        # Your lines of 7.4, with scale and tl.exp2, and with this mask instead of j < Tk:
         seen = j[None, :] <= i[:, None] + Tk - Tq
-        S_ij = tl.where(seen, S_ij, float("-inf"))
-        # m_new, P_ij, rescale, then l_i, O_i and m_i. tl.max(x, axis=1) is the maximum of each row,
-        # tl.exp2 is 2^x, and tl.dot(a, b, input_precision="ieee") multiplies in float32
-    # O_i is not normalised yet
+    # O_i is not divided by l_i yet, and m_i is not L_i. tl.log2 is the logarithm to base 2
     tl.store(O + i[:, None] * D + d[None, :], O_i, mask=i[:, None] < Tq)
     tl.store(L + i, m_i, mask=i < Tq)
 """
 
 BLOCK_M, BLOCK_N, D = 16, 32, 64
-GUARD = 64  # rows of NaN before and after each tensor
-NEEDS = ("triton",)
 MISTAKES = [
     ("O_i / l_i[:, None]", "O_i", "Divide O_i by l_i after the loop"),
     ("rescale[:, None] * O_i", "O_i", "Rescale O_i by 2^(m_i - m_new)"),
@@ -82,32 +69,19 @@ MISTAKES = [
 
 
 def check(answer: ModuleType) -> None:
-    assert hasattr(answer.forward, "run"), "forward needs the decorator @triton.jit"
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     for Tq, Tk, size in ((16, 16, 1), (8, 32, 1), (16, 80, 1), (21, 43, 1), (16, 40, 200)):
-        draw = torch.Generator().manual_seed(Tq)
-        q, k, v = (torch.randn(T, D, generator=draw) for T in (Tq, Tk, Tk))
+        q, k, v = draws(Tq, (Tq, D), (Tk, D), (Tk, D))
         k *= 1 + torch.arange(Tk)[:, None] // BLOCK_N  # the maximum of a row grows block by block
         q *= size
         case = f"Tq = {Tq}, Tk = {Tk}, D = {D}, BLOCK_M = {BLOCK_M}, BLOCK_N = {BLOCK_N}"
         case += ", scores in the hundreds" if size > 1 else ""
-        guarded = []
-        for x in (q, k, v, torch.zeros_like(q), torch.zeros(Tq)):
-            around = x.new_full((len(x) + 2 * GUARD, *x.shape[1:]), torch.nan).to(device)
-            around[GUARD:-GUARD] = x
-            guarded.append(around)
-        inner = [x[GUARD:-GUARD] for x in guarded]
         scale = math.log2(math.e) / math.sqrt(D)
-        grid = (-(-Tq // BLOCK_M),)
-        answer.forward[grid](*inner, Tq, Tk, scale, D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
-        for name, x in zip("QKVOL", guarded):
-            outside = torch.cat([x[:GUARD], x[-GUARD:]])
-            assert outside.isnan().all(), f"a store outside {name}, {case}: use mask=i < Tq"
         S = scale * q @ k.T
         seen = torch.arange(Tk) <= torch.arange(Tq)[:, None] + Tk - Tq
         S = S.masked_fill(~seen, -math.inf)
         m = S.amax(dim=1, keepdim=True)
         P = torch.exp2(S - m)
         l = P.sum(dim=1, keepdim=True)
-        same(inner[3].cpu(), P @ v / l, "O", case)
-        same(inner[4].cpu(), (m + l.log2())[:, 0], "L", case)
+        tensors, want = {"Q": q, "K": k, "V": v}, {"O": P @ v / l, "L": (m + l.log2())[:, 0]}
+        compare(answer, "forward", (-(-Tq // BLOCK_M),), tensors, want, Tq, Tk, scale, case=case,
+                D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)

@@ -1,0 +1,53 @@
+"""Exercise 12: model FLOPs utilization."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+
+from course.exercises.check import Wrong
+
+TASK = """Compute MFU
+
+mfu(parameters, positions, n_layer, n_head, head_dim, T, tokens_per_second, peaks, recomputes)
+returns the model FLOPs utilization of training as PaLM and nanoGPT define it, 0 to 1.
+
+    parameters          of the model, including `positions` of the position embeddings
+    T                   tokens in a sequence
+    peaks               {"dense": FLOP/s, "sparse": FLOP/s}, from the datasheet
+    recomputes          True if the backward pass recomputes the layers
+"""
+START = """def mfu(parameters, positions, n_layer, n_head, head_dim, T, tokens_per_second, peaks,
+        recomputes):
+    flops_per_token = 6 * parameters
+    return flops_per_token * tokens_per_second / peaks["sparse"]
+"""
+
+
+MISTAKES = [
+    ('peaks["dense"]', 'peaks["sparse"]', "Divide by the dense peak"),
+    (" + 12 * n_layer * n_head * head_dim * T", "",
+     "The products of attention are missing: 12 * n_layer * n_head * head_dim * T"),
+    ("12 * n_layer * n_head * head_dim * T", "6 * n_layer * n_head * head_dim * T",
+     "PaLM and nanoGPT count all T keys of a query, not the visible half"),
+    ("(parameters - positions)", "parameters",
+     "Leave out the position embeddings: parameters - positions"),
+    ("return flops_per_token", "return (4 / 3 if recomputes else 1) * flops_per_token",
+     "What is recomputed does not count"),
+    ("6 * (parameters", "(8 if recomputes else 6) * (parameters",
+     "What is recomputed does not count"),
+]
+
+
+def check(answer: ModuleType) -> None:
+    # GPT-2 124M at 400,000 tokens/s on an H100
+    N, positions, pairs, peak = 123_587_328, 1024 * 768, 12 * 12 * 64 * 1024, 989.4e12
+    for recomputes in (False, True):
+        got = answer.mfu(N + positions, positions, 12, 12, 64, 1024, 400_000.0,
+                         {"dense": peak, "sparse": 2 * peak}, recomputes)
+        want = (6 * N + 12 * pairs) * 400_000 / peak
+        if not math.isclose(got, want, rel_tol=1e-6):
+            says = f"mfu is {got:.4g}, expected {want:.4g}"
+            raise Wrong(says, f"recomputes={recomputes}", torch.tensor(got).double())

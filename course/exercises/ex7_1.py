@@ -1,0 +1,39 @@
+"""Exercise 7.1: copy a row, in Triton."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from course.exercises.kernels import NEEDS as NEEDS
+from course.exercises.kernels import compare, draws
+
+TASK = """Triton: copy a row
+
+copy(X, Y, D, BLOCK_D) copies X to Y, pointers to (T, D) float32, row after row in memory.
+T programs run, and program t copies row t. BLOCK_D is a power of two, at least D. Write to no other
+place.
+"""
+START = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def copy(X, Y, D, BLOCK_D: tl.constexpr):
+    t = tl.program_id(0)  # the number of this program
+    d = tl.arange(0, BLOCK_D)  # 0 to BLOCK_D - 1
+    x = tl.load(X + d)  # BLOCK_D numbers from address X on: row 0, and what follows
+    tl.store(Y + d, x)
+"""
+MISTAKES = [
+    ("t * D", "0 * D", "Row t begins at X + t * D: every program copies row 0"),
+    ("t * D", "t * BLOCK_D", "Rows are D numbers apart, not BLOCK_D"),
+    ("Y + t * D", "Y", "Write to row t of Y: it begins at Y + t * D"),
+    ("mask=d < D", "mask=d < D - 1", "The last number of each row is missing: mask=d < D"),
+]
+
+
+def check(answer: ModuleType) -> None:
+    for T, D, BLOCK_D in ((1, 8, 8), (3, 8, 8), (3, 6, 8), (2, 40, 64)):
+        (x,) = draws(D, (T, D))
+        case = f"T = {T}, D = {D}, BLOCK_D = {BLOCK_D}"
+        compare(answer, "copy", (T,), {"X": x}, {"Y": x}, D, case=case, BLOCK_D=BLOCK_D)

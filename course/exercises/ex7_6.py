@@ -1,0 +1,80 @@
+"""Exercise 7.6: gradients of keys and values, in Triton."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+
+from course.exercises.kernels import NEEDS as NEEDS
+from course.exercises.kernels import compare, draws
+
+TASK = """Triton: the backward pass, for a block of keys
+
+backward(Q, K, V, dO, L, Delta, dK, dV, Tq, Tk, tau, scale, D, BLOCK_M, BLOCK_N): program b computes
+the gradients of the keys and values of block b, in a loop over blocks of queries (page 6).
+
+    Q, dO            pointers to (Tq, D) float32
+    K, V, dK, dV     pointers to (Tk, D) float32
+    L, Delta         pointers to (Tq,) float32: L of exercise 7.5, to base 2; delta of page 6
+    scale            tau log2(e), so that 2^(scale q . k) is exp(tau q . k)
+
+Query i sees key j where j <= i + Tk - Tq.
+"""
+START = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def backward(Q, K, V, dO, L, Delta, dK, dV, Tq, Tk, tau, scale,
+             D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D)
+    K_j = tl.load(K + j[:, None] * D + d[None, :], mask=j[:, None] < Tk, other=0.0)
+    V_j = tl.load(V + j[:, None] * D + d[None, :], mask=j[:, None] < Tk, other=0.0)
+    dK_j = tl.zeros((BLOCK_N, D), tl.float32)
+    dV_j = tl.zeros((BLOCK_N, D), tl.float32)
+    for i0 in range(0, Tq, BLOCK_M):
+        i = i0 + tl.arange(0, BLOCK_M)
+        Q_i = tl.load(Q + i[:, None] * D + d[None, :], mask=i[:, None] < Tq, other=0.0)
+        # dO_i, L_i and delta_i; S_ij and P_ij, with the mask; then the formulas of page 6
+    tl.store(dK + j[:, None] * D + d[None, :], dK_j, mask=j[:, None] < Tk)
+    tl.store(dV + j[:, None] * D + d[None, :], dV_j, mask=j[:, None] < Tk)
+"""
+BLOCK_M, BLOCK_N, D = 32, 16, 64
+DS = "P_ij * (dP_ij - delta_i[:, None])"
+MISTAKES = [
+    (DS, "P_ij * dP_ij", "Subtract delta_i, the row sums of dO * O, from dP_ij"),
+    (DS, "dP_ij - delta_i[:, None]", "Multiply dP_ij - delta_i by P_ij"),
+    ("tl.where(seen, tl.exp2(S_ij - L_i[:, None]), 0.0)", "tl.exp2(S_ij - L_i[:, None])",
+     "The causal mask is missing: P_ij is 0 where j > i + Tk - Tq"),
+    ("j[None, :] <= i[:, None] + Tk - Tq", "j[None, :] <= i[:, None]",
+     "Query i sees key j where j <= i + Tk - Tq, not j <= i"),
+    ("tl.exp2", "tl.exp", "L is to base 2: P_ij = 2^(S_ij - L_i)"),
+    ("S_ij - L_i[:, None]", "S_ij", "P_ij is 2^(S_ij - L_i)"),
+    ("tau * dK_j", "dK_j", "Scale dK by tau, since S is scaled"),
+    ("tau * dK_j", "scale * dK_j", "Scale dK by tau: log2(e) is for the exponential alone"),
+    ("dV_j += ", "dV_j = ", "Add the parts of all blocks of queries: dV_j is overwritten"),
+    ("dK_j += ", "dK_j = ", "Add the parts of all blocks of queries: dK_j is overwritten"),
+    ("tl.load(L + i, mask=i < Tq, other=0.0)", "tl.load(L + i)",
+     "Memory after the last query holds NaN: loads need a mask"),
+]
+
+
+def check(answer: ModuleType) -> None:
+    for Tq, Tk, size in ((32, 16, 1), (32, 48, 1), (64, 64, 1), (21, 43, 1), (70, 70, 4)):
+        q, k, v, dout = draws(Tq + Tk, (Tq, D), (Tk, D), (Tk, D), (Tq, D))
+        q, tau = size * q, 1 / math.sqrt(D)
+        case = f"Tq = {Tq}, Tk = {Tk}, D = {D}, BLOCK_M = {BLOCK_M}, BLOCK_N = {BLOCK_N}"
+        case += ", large scores" if size > 1 else ""
+        leaves = [t.requires_grad_() for t in (k, v)]
+        seen = torch.arange(Tk) <= torch.arange(Tq)[:, None] + Tk - Tq
+        S = (tau * q @ k.T).masked_fill(~seen, torch.finfo().min)
+        P = S.softmax(1) * seen.any(1, keepdim=True)  # a query before every key sees none
+        out, L = P @ v, (S.logsumexp(1) * math.log2(math.e)).masked_fill(~seen.any(1), 0.0)
+        want = dict(zip(("dK", "dV"), torch.autograd.grad(out, leaves, dout)))
+        tensors = {"Q": q, "K": k.detach(), "V": v.detach(), "dO": dout, "L": L.detach(),
+                   "Delta": (out * dout).sum(1).detach()}
+        compare(answer, "backward", (-(-Tk // BLOCK_N),), tensors, want, Tq, Tk, tau,
+                tau * math.log2(math.e), case=case, D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
