@@ -8,12 +8,13 @@ In a page, the text between one of these comments and `<!-- end -->` is generate
     <!-- code: attention/tiled.py forward_tiles -->
     <!-- code: attention/tiled.py forward_tiles from "S_ij = tau" to "m_i = m_new" -->
     <!-- code: attention/manual.py attend from "scores = (q" to "out = probs @" plain -->
+    <!-- start: 7.1 -->
     <!-- figure: mask --Tq=3 --Tk=5 -->
 
 The first is the source of a function, class, method (`Tiled.forward`) or constant. The second is
 a part of it, from the first line that contains the one text to the next that contains the other.
-The third leaves out softcap, sinks, dropout and caches. The last is the output of `python -m
-course.figures`.
+The third leaves out softcap, sinks, dropout and caches. The last two are the file to start an
+exercise from, and the output of `python -m course.figures`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 
 from core.settings import UserError, exit_on_user_error
 from course.draw import PICTURES
+from course.exercises.__main__ import exercise
 from course.figures import __main__ as figures
 from course.notebook import notebooks
 from course.source import ROOT, source
@@ -37,7 +39,7 @@ COURSE = ROOT / "course"
 PLAN = ROOT / "docs" / "PLAN.md"
 NOTEBOOKS = ROOT / "notebooks"
 END = "<!-- end -->\n"
-MARK = re.compile(r"^<!-- (code|figure): (.+?) -->\n", re.M)
+MARK = re.compile(r"^<!-- (code|start|figure): (.+?) -->\n", re.M)
 CODE = re.compile(r'(\S+) (\S+)(?: from "(.+?)" to "(.+?)")?( plain)?')
 # What plain() leaves out within a line.
 OPTIONS = [(r"\[\.\.\., :Tk\]", ""), (r"  # the sink has no value", ""),
@@ -89,7 +91,8 @@ def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
         if end < 0 or (next_mark and next_mark.start() < end):
             raise UserError(f"{page.name}: no {END.strip()} after {mark}")
         try:
-            made = code(what, page) if kind == "code" else figures.draw(shlex.split(what)) + "\n"
+            make = {"code": code, "start": start, "figure": figure}[kind]
+            made = make(what, page)
         except UserError as e:
             raise UserError(f"{page.name}: {mark}: {e}") from None
         if text[found.end() : end] != made:
@@ -97,6 +100,14 @@ def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
         fresh += [text[at : found.end()], made]
         at = end
     return "".join([*fresh, text[at:]]), changed
+
+
+def figure(what: str, page: Path) -> str:
+    return figures.draw(shlex.split(what)) + "\n"
+
+
+def start(number: str, page: Path) -> str:
+    return f"```python\n{exercise(number).START.strip()}\n```\n"
 
 
 def code(what: str, page: Path) -> str:

@@ -16,6 +16,11 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
+def of(dtype: str, more: str = "", **sizes: int) -> str:
+    """The line above a table: its dtype and sizes, as in "float32, B = 1, T = 1,024, D = 64"."""
+    return ", ".join([dtype, *(f"{n} = {x:,}" for n, x in sizes.items()), *filter(None, [more])])
+
+
 def drawing(*lines: str) -> str:
     """Text that keeps its columns."""
     return "\n".join(["```text", *(line.rstrip() for line in lines), "```"])

@@ -54,7 +54,8 @@ from attention import BACKENDS, Spec
 from course.lesson import answer, check, compare_kernels, figure, picture
 """
 
-# A cell after the page's text, before its exercise.
+# A cell after the page's text, before its exercise or another section.
+BEFORE = {"triton": "Backward"}
 CELLS = {
     "manual": '''\
 # The kernel of this page on random numbers: 2 sequences, 256 tokens, 4 heads over 2.
@@ -168,16 +169,17 @@ def page_cells(page: str, name: str) -> Iterator[dict[str, Any]]:
         if title in LEFT_OUT:
             continue
         number = re.fullmatch(r"Exercise ([\d.]+)(: .+)?", title)
-        if name in CELLS and title in (number and number[1] and f"Exercise {number[1]}", "Run it"):
+        if name in CELLS and title.startswith(BEFORE.get(name, "Exercise")):
             yield code(CELLS[name])
         # Pictures and figures by commands become cells of their own, in their places.
-        for part in re.split(r"(^!\[.+\]\(.+\)$|^```sh\n(?:.*\n)+?```$)", section, flags=re.M):
+        apart = r"(^!\[.+\]\(.+\)$|^```(?:sh|python)\n(?:.*\n)+?```$)"
+        for part in re.split(apart, section, flags=re.M):
             if drawn := re.fullmatch(r"!\[.+\]\(pictures/(\w+)\.svg\)", part):
                 yield code(f'picture("{drawn[1]}")', bundle(drawn[1]))
             elif figures := re.findall(r"^python -m course\.figures (.+)$", part, re.M):
                 yield code("\n".join(f"figure({words!r})" for words in figures))
-            elif part.startswith("```sh") and number:
-                yield from exercise_cells(int(number[1]))
+            elif number and re.match("```sh|```python\nimport triton", part):
+                yield from exercise_cells(number[1])
             elif part.strip():
                 yield text(re.sub(r"\A#", "##", part.strip()))
 
@@ -187,8 +189,8 @@ def without_marks(page: str) -> str:
     return re.sub(r"^\[Contents\].*\n\n|^<!-- .* -->\n", "", page, flags=re.M)
 
 
-def exercise_cells(number: int) -> Iterator[dict[str, Any]]:
-    made = exercise(str(number))
+def exercise_cells(number: str) -> Iterator[dict[str, Any]]:
+    made = exercise(number)
     yield text(f"```text\n{made.TASK.strip()}\n```")
     start = code(made.START)
     if hasattr(made, "NEEDS"):  # without the package "run all" goes on

@@ -10,7 +10,7 @@ import torch
 from attention import BACKENDS, Spec, manual, tiled, views
 from core.settings import UserError
 from course.figures.trace import Tile, fast_memory, grid, manual_bytes, tiled_bytes, trace_of
-from course.format import Numbers, drawing, megabytes, plain, table
+from course.format import Numbers, drawing, megabytes, of, plain, table
 
 
 def one_query(
@@ -37,7 +37,8 @@ def one_query(
     ]
     titles = ("k_j", "q · k_j", f"s_j = q · k_j / √{D}", "exp(s_j - max s)", "p_j", "v_j")
     sums = " + ".join(f"{weights[j]:.3f} · {values[j]:g}" for j in range(T))
-    return f"q = `{plain(q)}`\n\n{table(titles, rows)}\n\nout = {sums} = **{out:.2f}**"
+    sizes = of("float32", B=1, Tq=1, Tk=T, D=D)
+    return f"q = `{plain(q)}` ({sizes})\n\n{table(titles, rows)}\n\nout = {sums} = **{out:.2f}**"
 
 
 def scale(T: int = 64, queries: int = 200) -> str:
@@ -52,7 +53,8 @@ def scale(T: int = 64, queries: int = 200) -> str:
         rows.append((D, f"{s.std():.1f}", *(f"{p:.2f}" for p in largest)))
     titles = ("D", "standard deviation of q · k", f"largest of {T} weights, mean",
               "the same with / √D")
-    return table(titles, rows)
+    sizes = of("float64", "D in the first column", B=queries, Tq=1, Tk=T)
+    return f"{sizes}:\n\n{table(titles, rows)}"
 
 
 def mask(
@@ -80,7 +82,8 @@ def memory(T: Sequence[int] = (512, 1024, 2048, 4096), D: int = 64) -> str:
         sizes = (4 * 4 * tokens * D, 4 * tokens**2, *held)
         rows.append([f"{tokens:,}", *map(megabytes, sizes)])
     titles = ("T", "Q, K, V and O", "P", "`manual` keeps", "`tiled` keeps")
-    return table(titles, rows)
+    sizes = of("float32", "T in the first column", B=1, H=1, D=D)
+    return f"{sizes}:\n\n{table(titles, rows)}"
 
 
 def kept(name: str, T: int, D: int) -> int:
@@ -120,7 +123,7 @@ def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: int = 2) -> str:
               "l = factor · l_old + sum", "O")
     direct = float(torch.softmax(k, dim=0) @ v)
     return (
-        f"{table(titles, rows)}\n\n"
+        f"{of('float64', B=1, Tq=1, Tk=T, D=1)}:\n\n{table(titles, rows)}\n\n"
         f"At the end O / l = {float(out):.6f}; softmax of all {T} scores at once, times V, is "
         f"{direct:.6f}. L = m + log l = {m + math.log(l_old):.4f}."
     )
@@ -135,6 +138,7 @@ def tiles(
     n_rows, n_cols = len(tiled.blocks(Tq, B_r)), len(tiled.blocks(Tk, B_c))
     read, written = tiled_bytes(trace, spec, Tq)
     caption = [
+        f"{of('float32', B=1, H=1, Tq=Tq, Tk=Tk, D=D)}: "
         f"{len(trace)} of {n_rows * n_cols} tiles are visited. "
         f"Read: {read:,} bytes, written: {written:,}."
     ]
@@ -159,7 +163,7 @@ def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128,
                      f"{len(trace):,}", megabytes(read), megabytes(written),
                      f"{read * needs / 1e9:.1f}"))
     titles = ("", "on chip, M", "tiles visited", "read", "written", "read · M / 10^9")
-    return table(titles, rows)
+    return f"{of('float32', B=1, H=1, T=T, D=D)}:\n\n{table(titles, rows)}"
 
 
 def traced(spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> list[Tile]:

@@ -1,4 +1,4 @@
-"""The figures of pages 6 to 9: the backward pass, fused kernels, caches, MFU."""
+"""The figures of pages 6, 8 and 12: the backward pass, fused kernels, MFU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
 from core import flops
 from core.settings import UserError
 from course.figures.trace import trace_of
-from course.format import drawing, table
+from course.format import drawing, of, table
 from course.source import ROOT
 from model import GPTConfig
 
@@ -33,7 +33,8 @@ def backward_flops(T: int = 512, D: int = 64) -> str:
         ]
         visits = f"{tiles.count(False)} of {len(tiles)}" if name == "tiled" else "all"
         rows.append((f"`{name}`", visits, *counts))
-    return table(("backend", "tiles that it computes", "forward", "backward"), rows)
+    titles = ("backend", "tiles that it computes", "forward", "backward")
+    return f"{of('float32', B=1, H=1, T=T, D=D)}:\n\n{table(titles, rows)}"
 
 
 def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
@@ -61,7 +62,7 @@ def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
         rows.append((spread, f"{visits:,}", *share))
     titles = ("spread of the scores", "rows of later tiles", "maximum grew",
               f"passed m by more than {threshold:g}")
-    return table(titles, rows)
+    return f"{of('float32', B=1, H=1, T=T, D=D)}:\n\n{table(titles, rows)}"
 
 
 TRAINING = "bench/records/2026-11-21_cpu_train"
@@ -69,7 +70,7 @@ SHOWN = ("manual", "tiled", "sdpa", "nanogpt")
 
 
 def mfu_of_a_record() -> str:
-    """Page 9: MFU, step by step, from a record of bench_mfu.py."""
+    """Page 12: MFU, step by step, from a record of bench_mfu.py."""
     content = json.loads((ROOT / TRAINING / "record.json").read_text(encoding="utf-8"))
     settings = content["settings"]
     names = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "bias")
@@ -78,12 +79,12 @@ def mfu_of_a_record() -> str:
     pairs = 12 * config.n_layer * config.n_head * config.head_dim
     peak = content["machine"]["peak_tflops"]
     count = [
-        f"N             {N:>15,}   parameters without the position embeddings",
-        f"6 N           {6 * N:>15,}   FLOP a token",
-        f"12 L H Q T    {pairs * T:>15,}   attention over all {T} keys",
-        f"              {pairs * flops.mean_keys(T):>15,.0f}   over the {flops.mean_keys(T)} keys "
-        "that a query sees",
-        f"peak          {peak * 1e12:>15,.0f}   FLOP/s ({content['machine']['peak_source']})",
+        f"params             {N:>15,}   without the position embeddings",
+        f"6 params           {6 * N:>15,}   FLOP a token",
+        f"12 layers H D T    {pairs * T:>15,}   attention over all {T} keys",
+        f"                   {pairs * flops.mean_keys(T):>15,.0f}   over the {flops.mean_keys(T)} "
+        "keys that a query sees",
+        f"peak               {peak * 1e12:>15,.0f}   FLOP/s ({content['machine']['peak_source']})",
     ]
     rows = []
     for row in content["rows"]:
@@ -97,4 +98,7 @@ def mfu_of_a_record() -> str:
             f"{causal:.1%}", f"{row['memory_bytes'] / 1e6:.0f}",
         ))
     titles = ("backend", "tok/s", "ms a step", "quartiles", "mfu", "mfu_causal", "MB")
-    return f"{drawing(*count)}\n\n{table(titles, rows)}"
+    dtype = next(row["dtype"] for row in content["rows"] if row["mode"] == "train")
+    sizes = of(dtype, layers=config.n_layer, B=settings["batch_size"], H=config.n_head, T=T,
+               D=config.head_dim)
+    return f"{drawing(*count)}\n\n{sizes}:\n\n{table(titles, rows)}"

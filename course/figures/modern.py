@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from core.settings import UserError
-from course.format import table
+from course.format import of, table
 from model import GPTConfig, rope_rates, rotate
 
 
@@ -33,4 +33,4 @@ def rope(
         rows.append((pair, *turns, *(f"{q @ turned[0]:.2f}" for q in turned[1:])))
     titles = ("pair", "tokens per turn, theta 10,000", f"theta {theta:,.0f}", "scaled",
               *(f"q · k at {n:,}" for n in distances))
-    return table(titles, rows)
+    return f"{of('float32', 'for any B and T', D=D)}:\n\n{table(titles, rows)}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 
 from attention import Ring, visible
 from attention.machine.gpus import datasheet_tflops
 from core.settings import UserError
-from course.format import table
+from course.format import of, table
 
 
 def ring_of(N: int) -> list[Ring]:
@@ -26,7 +27,8 @@ def ring_rounds(N: int = 4) -> str:
         own = process.chunks(process.rank)
         held = (process.chunks((process.rank - step) % N) for step in range(N))
         rows.append((process.rank, *(f"{a} and {b}" for a, b in (own, *held))))
-    return table(("process", "Q, O, L", *(f"K, V at step {s}" for s in range(N))), rows)
+    titles = ("process", "Q, O, L", *(f"K, V at step {s}" for s in range(N)))
+    return f"Chunks of T / {2 * N} positions, for any dtype, T, B and D:\n\n{table(titles, rows)}"
 
 
 def ring_work(N: int = 4, T: int = 1024, window: int | None = None) -> str:
@@ -41,10 +43,16 @@ def ring_work(N: int = 4, T: int = 1024, window: int | None = None) -> str:
         pairs = [[int(seen[parts[r]][:, parts[(r - step) % N]].sum()) for step in range(N)]
                  for r in range(N)]
         share = torch.tensor(pairs) / int(seen.sum())
+        cells = [tuple(f"{x:.1%}" for x in (*row, row.sum())) for row in share]
+        for row, alike in groupby(range(N), cells.__getitem__):
+            first, *more = alike
+            rows.append((name, f"{first} to {more[-1]}" if more else first, *row))
         slowest = share.amax(dim=0)
-        for r, of in [*enumerate(share), ("slowest", slowest)]:
-            rows.append((name, r, *(f"{x:.1%}" for x in of), f"{float(of.sum()):.1%}"))
-    return table(("chunks", "process", *(f"step {s}" for s in range(N)), "all"), rows)
+        last = tuple(f"{x:.1%}" for x in (*slowest, slowest.sum()))
+        if last not in cells:
+            rows.append((name, "slowest", *last))
+    titles = ("chunks", "process", *(f"step {s}" for s in range(N)), "all")
+    return f"T = {T:,}, for any dtype, B and D:\n\n{table(titles, rows)}"
 
 
 def ring_hides(
@@ -73,7 +81,8 @@ def ring_hides(
         for link in links
         for name, (products, size) in passes.items()
     ]
+    sizes = of(f"{itemsize} bytes a number", "T / N in the first column", B=1, H=H, Hkv=Hkv, D=D)
     return (
-        f"{table(titles, rows)}\n\nMicroseconds of one step; bold: longer than computing. Sending "
-        f"hides from T / N = {', '.join(least)}."
+        f"{sizes}:\n\n{table(titles, rows)}\n\nMicroseconds of one step; bold: longer than "
+        f"computing. Sending hides from T / N = {', '.join(least)}."
     )
