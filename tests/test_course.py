@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import json
 import math
 import re
@@ -98,6 +100,62 @@ def test_every_link_leads_somewhere(name: str) -> None:
             titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.M)
             anchors = [re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles]
             assert anchor in anchors, f"{name} links to {target}"
+
+
+@pytest.mark.parametrize("name", [page.name for page in PAGES])
+def test_a_table_says_its_dtype_and_sizes(name) -> None:
+    """In the line above it or in its head: dtype, T, D and B. Options of models have none."""
+    for above, head in re.findall(r"^(.+)\n+(\|.+)\n\| ?-", TEXT[name], re.M):
+        if "| option |" not in head:
+            words = re.findall(r"\w+", above + head)
+            assert any(re.match("float|bfloat|dtype|bytes", word) for word in words), above
+            assert {"B", "D"} <= {*words} and {"T", "Tk"} & {*words}, above
+
+
+class Shape(ast.NodeTransformer):
+    """An expression without its names, numbers, indices, options, casts and transpositions."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Name("_", ast.Load())
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        return ast.Constant(0)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        return self.visit(node.value)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        return self.visit(node.value) if node.attr in ("T", "mT") else self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "to":
+            return self.visit(node.func.value)
+        return self.generic_visit(ast.Call(node.func, node.args, []))
+
+
+def shapes(code: str, inside: bool) -> set[str]:
+    """Of the values that code computes, or with `inside` of all their parts too."""
+    values = [n.value for n in ast.walk(ast.parse(code))
+              if isinstance(n, (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)) and n.value]
+    parts = [p for v in values for p in (v.elts if isinstance(v, ast.Tuple) else [v])]
+    if inside:
+        parts = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.expr)]
+    steps = [p for p in parts if isinstance(p, (ast.BinOp, ast.Call, ast.Compare))]
+    return {ast.dump(Shape().visit(copy.deepcopy(p))) for p in steps}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_no_page_prints_the_solution_of_its_exercise(number) -> None:
+    """Not more than half of the steps that the starting file lacks, whatever their names."""
+    page = next(text for name, text in TEXT.items() if name.startswith(f"{int(float(number))}_"))
+    before, own, after = page.partition(f"<!-- start: {number} -->")
+    page = before + own + re.split(r"^## Exercise", after, flags=re.M)[0]
+    printed: set[str] = set()
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        printed |= shapes(block, inside=True)
+    answer = shapes(command_line.answer_of(number).read_text(encoding="utf-8"), inside=False)
+    asked = answer - shapes(command_line.exercise(number).START, inside=True)
+    assert len(asked & printed) <= len(asked) / 2
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -392,9 +450,13 @@ def test_the_work_is_counted_pair_by_pair(N, window) -> None:
                 if visible(i, j, 0, window):
                     count[place(i)][(place(i) - place(j)) % N] += 1
         total = sum(map(sum, count))
-        slowest = [max(row[step] for row in count) for step in range(N)]
-        told = {row[1]: row[2:] for row in rows if row[0] == name}
-        for r, row in [*enumerate(count), ("slowest", slowest)]:
+        told: dict[str, list[str]] = {}
+        for kind, label, *shares in rows:  # label: a process, "1 to 3" or "slowest"
+            ends = re.findall(r"\d+", label)
+            labels = map(str, range(int(ends[0]), int(ends[-1]) + 1)) if ends else [label]
+            told |= dict.fromkeys(labels, shares) if kind == name else {}
+        alike = [[*map(max, zip(*count))]] if "slowest" in told else []
+        for r, row in [*enumerate(count), *(("slowest", row) for row in alike)]:
             want = [n / total for n in (*row, sum(row))]
             got = [float(cell.rstrip("%")) / 100 for cell in told[str(r)]]
             assert got == pytest.approx(want, abs=6e-4)
