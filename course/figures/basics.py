@@ -82,8 +82,8 @@ def memory(T: Sequence[int] = (512, 1024, 2048, 4096), D: int = 64) -> str:
         sizes = (4 * 4 * tokens * D, 4 * tokens**2, *held)
         rows.append([f"{tokens:,}", *map(megabytes, sizes)])
     titles = ("T", "Q, K, V and O", "P", "`manual` keeps", "`tiled` keeps")
-    sizes = of("float32", "T in the first column", B=1, H=1, D=D)
-    return f"{sizes}:\n\n{table(titles, rows)}"
+    above = of("float32", "T in the first column", B=1, H=1, D=D)
+    return f"{above}:\n\n{table(titles, rows)}"
 
 
 def kept(name: str, T: int, D: int) -> int:
