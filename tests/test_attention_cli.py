@@ -53,8 +53,8 @@ def test_one_choice_is_explained(capsys) -> None:
     (["auto", "--as=4090"], "flash_attn_2"), (["auto", "--as=titan rtx"], "sdpa"),
     (["flash_attn_3", "--as=h100"], "flash_attn_3"),
     (["sdpa_cudnn", "--as=h100", "--dropout=0.1"], "sdpa"),
-    (["auto", "--as=apple m3"], "manual"),
-    (["auto", "--as=apple m3", "--allow_mps_sdpa=True"], "sdpa"),
+    (["auto", "--as=apple m3"], "sdpa"),
+    (["auto", "--as=apple m3", "--dtype=float16"], "sdpa"),
     (["auto", "--as=cpu", "--softcap=30"], "manual"),
 ])
 def test_another_machine_is_only_described(words, takes, capsys) -> None:

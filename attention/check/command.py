@@ -34,7 +34,7 @@ from .properties import Item, properties
 
 # Rows of the table. A test counts in the rows of all its features.
 FEATURES = (
-    *("causality", "causal", "not causal", "lengths", "odd lengths", "masked rows"),
+    *("causality", "causal", "lengths", "masked rows"),
     *("grouped heads", "window", "segments", "right", "scale", "softcap", "sinks"),
     *("large scores", "unusual scores", "strides"),
     *("gradients", "long sequences", "repeated calls", "surroundings", "dropout", "determinism"),

@@ -38,7 +38,6 @@ float32         is multiplied in float32 (input_precision="ieee"), without tenso
 # ^ the parameters of a kernel have no Python types: pointers, and compile-time values.
 
 import math
-from functools import cache
 from typing import Any
 
 import torch
@@ -489,7 +488,6 @@ TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
 INTERPRETED: dict[str, Tile] = dict.fromkeys(KERNELS, (64, 32, 1, 1)) | {"dkdv": (32, 64, 1, 1)}
 
 
-@cache
 def default_tile(
     kernel: str, capability: tuple[int, int] | None, head_dim: int, itemsize: int
 ) -> Tile:
