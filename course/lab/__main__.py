@@ -1,6 +1,6 @@
 """Train each variant of attention on the plays and on recall, and print what it costs.
 
-    python -m course.lab                                  all variants: ten minutes on two cores
+    python -m course.lab                                  all variants: about 20 minutes, two cores
     python -m course.lab --variants=mha,delta --seeds=1
     python -m course.lab --tasks=speed                    only tokens per second
 
