@@ -623,6 +623,15 @@ def test_a_model_with_attention_classes_of_its_own_is_refused(name: str) -> None
         build(name, "nanoattn:auto", **sizes)
 
 
+def test_a_model_whose_module_is_not_imported_is_built() -> None:
+    made = type("Made", (transformers.LlamaForCausalLM,), {"__module__": "not_imported"})
+    config = transformers.AutoConfig.for_model("llama", **hf_table.MODELS["llama"])
+    config._attn_implementation = "nanoattn:manual"
+    model = made(config)
+    model(IDS)
+    assert all(layer.ran for layer in hf.report(model))
+
+
 def test_each_kernel_of_a_layer_has_its_own_calls() -> None:
     model = build("llama", "nanoattn:manual")
     if not hasattr(model, "set_attn_implementation"):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import product
 from typing import TYPE_CHECKING, Any, NoReturn
 from warnings import warn
 from weakref import WeakKeyDictionary
@@ -132,11 +131,13 @@ def _refuse_models_with_classes() -> None:
 
     @wraps(init)
     def with_refusals(self: object, *args: object, **kwargs: object) -> None:
-        modules = {sys.modules[cls.__module__] for cls in type(self).__mro__}
         kinds = "ATTENTION_CLASSES", "ATTENTION_FUNCTION"  # the second: ModernBERT's
-        tables = [t for m in modules for n, t in vars(m).items() if n.endswith(kinds)]
-        for table, key in product(tables, _made.values()):
-            table.setdefault(key, partial(_refuse_model, key))
+        for module in {cls.__module__ for cls in type(self).__mro__}:
+            # A class of executed text may name a module that is not imported.
+            for name, table in list(vars(sys.modules.get(module, object)).items()):
+                if name.endswith(kinds) and isinstance(table, dict):
+                    for key in _made.values():
+                        table.setdefault(key, partial(_refuse_model, key))
         init(self, *args, **kwargs)
 
     replacement: Any = with_refusals
