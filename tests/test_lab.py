@@ -17,10 +17,10 @@ import attention
 from core.settings import UserError
 from course.lab import mqar
 from course.lab.__main__ import main
-from course.lab.training import PLAYS, RECALL, build
+from course.lab.training import PLAYS, RECALL, build, recalled
 from course.lab.variant import Variant
 from course.lab.variants import NAMES, delta
-from model import GPTConfig, rope_rates
+from model import GPT, GPTConfig, rope_rates
 
 C, H, D, T = 32, 4, 8, 11
 SIZES: dict[str, Any] = {
@@ -249,6 +249,29 @@ def test_each_key_returns_once_and_its_value_is_the_target(pairs, more, seed) ->
         assert sorted(later) == sorted(value.items()) and len(value) == pairs
         assert all(v == -1 for v in wanted[: 2 * pairs])
         assert [key for key in row[2 * pairs :] if key in value] == [key for key, _ in later]
+
+
+class LooksUp(GPT):
+    """Answers a key with what followed it before, except the keys below `lost`."""
+
+    lost = 0
+
+    def hidden(self, idx: Tensor, *_: Any, **__: Any) -> Tensor:
+        found = torch.zeros_like(idx)
+        for row, out in zip(idx.tolist(), found):
+            for t, key in enumerate(row):
+                out[t] = row[row.index(key) + 1] if key >= self.lost and key in row[:t] else 0
+        return torch.nn.functional.one_hot(found, mqar.VOCABULARY)
+
+    def head(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_recall_is_the_part_of_values_that_are_returned() -> None:
+    model = LooksUp(GPTConfig(block_size=128, vocab_size=256, n_layer=1, n_head=1, n_embd=8))
+    assert recalled(model) == {"4": 1.0, "8": 1.0, "16": 1.0}
+    model.lost = 64  # half of the 127 keys
+    assert all(0.4 < part < 0.6 for part in recalled(model).values())
 
 
 @pytest.mark.slow

@@ -105,6 +105,14 @@ class Text(HTMLParser):
         self.text += "" if self.inside else data
 
 
+def test_dead_links_and_what_needs_a_network_are_found(tmp_path: Path) -> None:
+    good = '<a href="b.html#x">b</a><a href="https://example.org">far</a><img src="data:,">'
+    bad = '<a href="c.html">c</a><script src="//cdn.example.org/x.js"></script>'
+    (tmp_path / "a.html").write_text(good, encoding="utf-8")
+    (tmp_path / "b.html").write_text(bad, encoding="utf-8")
+    assert site.dead_links(tmp_path) == ["b.html: c.html", "b.html: //cdn.example.org/x.js"]
+
+
 @pytest.mark.slow
 def test_the_site_is_complete(tmp_path: Path) -> None:
     """Each page is there, its formulas are HTML, its links lead somewhere, and it fits a phone."""

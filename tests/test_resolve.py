@@ -167,6 +167,17 @@ def test_auto_by_compute_capability_and_mask(machine, change, installed, best) -
     assert runs("auto", spec, there, STRICT) == best
 
 
+@pytest.mark.parametrize("machine, installed, best", [
+    (A100, {"flash_attn": "2.8.3", "flash_attn.cute": "4.0.0b26"}, "flash_attn_2"),
+    (A100, {"flash_attn.cute": "4.0.0b26"}, "flash_attn_4"),
+    (replace(B200, capability=(12, 0)), {"flash_attn.cute": "4.0.0b26"}, "sdpa"),
+])
+def test_auto_where_4_uses_the_instructions_of_ampere(machine, installed, best) -> None:
+    there = replace(machine, packages=installed)
+    assert runs("auto", replace(BF16, grad=False), there, STRICT) == best
+    assert runs("flash_attn_4", replace(BF16, grad=False), there, STRICT) == "flash_attn_4"
+
+
 def test_auto_trains_with_batched_products_where_a_cpu_has_bfloat16_units() -> None:
     there = replace(CPU, bfloat16_units=True)
     assert runs("auto", BF16, there, STRICT) == "sdpa_bmm"
