@@ -126,7 +126,8 @@ def block(found: re.Match[str]) -> str:
 
 def terms(text: str) -> str:
     text = re.sub(r"(?<!\w)(∂?d?[A-Za-z]|sum|delta)_(\w{1,3})\b", r"\1<sub>\2</sub>", text)
-    text = re.sub(r"\^\(([^()]+)\)|\^(-?\w+)", lambda m: f"<sup>{m[1] or m[2]}</sup>", text)
+    power = r"\^\(((?:[^()]|\([^()]*\))+)\)|\^(-?\w+)"
+    text = re.sub(power, lambda m: f"<sup>{m[1] or m[2]}</sup>", text)
     text = re.sub(r"\bsqrt(?=\()", "√", re.sub(r"\bsqrt\((\w)\)", r"√\1", text))
     return re.sub(r"\bsum(?=<sub>)", "Σ", text)
 

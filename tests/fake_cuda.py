@@ -292,8 +292,11 @@ def carry_out(op: Any, args: Any, kwargs: Any) -> Any:
         width = (kwargs.get("dtype") or torch.float32).itemsize
         if size_of(shape) * width >= HUGE:
             return without_numbers(op, args, kwargs, written)
-    found = compute(op, inner(args), {k: inner(v) for k, v in kwargs.items()})
-    return wrap(found, written, args, kwargs, names, stays)
+    # In inference mode a view of a normal tensor is a normal tensor.
+    normal = views and not any(t.is_inference() for t in given)
+    with torch.inference_mode(torch.is_inference_mode_enabled() and not normal):
+        found = compute(op, inner(args), {k: inner(v) for k, v in kwargs.items()})
+        return wrap(found, written, args, kwargs, names, stays)
 
 
 def compute(op: Any, args: Any, kwargs: Any) -> Any:
@@ -449,7 +452,7 @@ def weights(q: Tensor, k: Tensor, mask: Tensor | None, p: float, causal: bool, s
     L = s.logsumexp(-1)
     draw = torch.Generator().manual_seed(seed)
     kept = (torch.rand(s.shape, generator=draw) >= p) / (1 - p) if p else torch.ones(())
-    return (s - L[..., None]).exp().nan_to_num(0.0), kept, L, scale
+    return s.softmax(-1).nan_to_num(0.0), kept, L, scale
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, causal: bool, scale: Any) -> Any:

@@ -285,7 +285,7 @@ def test_the_command_writes_rows_and_does_not_repeat_them(tmp_path, capsys) -> N
     assert main([*words, "--tasks=recall"]) == 0
     assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8")) == saved
     with pytest.raises(UserError, match="scale"):
-        main([*words, "--scale=0.01"])
+        main([*words, "--tasks=recall", "--scale=0.01"])
 
 
 def test_a_mistyped_variant_is_named() -> None:
