@@ -32,8 +32,9 @@ from torch import Tensor
 
 from .blocks import runs
 from .caps import Backend, Caps, Partial
+from .function import dense_gradient
 from .spec import CACHES, Spec
-from .views import PagedView, StaticView, for_any_shape, not_compiled
+from .views import PagedView, StaticView, for_any_shape, loadable, not_compiled
 
 HALF = ("float16", "bfloat16")
 
@@ -69,7 +70,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         Exception: the package cannot be loaded, or cannot run these inputs (its own words).
     """
     flash = _load(package)
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    q, k, v = map(loadable, (q, k, v))
     causal, left = spec.right == 0, package.unbounded
     right = package.unbounded if spec.right is None or causal else spec.right
     if spec.window is not None and (spec.window < k.shape[1] or cache is not None):
@@ -91,7 +92,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         options["dropout_p"] = spec.dropout
     if segments is not None:
         return _varlen(flash, q, k, v, segments, options)
-    return _tensor(flash.flash_attn_func(q, k, v, **options))
+    return dense_gradient(_tensor(flash.flash_attn_func(q, k, v, **options)))
 
 
 @not_compiled
@@ -105,7 +106,7 @@ def _varlen(
     ends = {"cu_seqlens_q": found.cu_q, "cu_seqlens_k": found.cu_k}
     longest = {"max_seqlen_q": found.max_q, "max_seqlen_k": found.max_k}
     out = flash.flash_attn_varlen_func(q_THD, k_THD, v_THD, **ends, **longest, **options)
-    return _tensor(out).unflatten(0, q.shape[:2])
+    return dense_gradient(_tensor(out)).unflatten(0, q.shape[:2])
 
 
 def _from_cache(
@@ -171,7 +172,7 @@ def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segme
         I, J, *sides = found
         causal, window = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
         options = {"causal": causal, "window_size": window, package.lse: True}
-        inputs = (t if t.stride(-1) == 1 else t.contiguous() for t in (q[:, I], k[:, J], v[:, J]))
+        inputs = map(loadable, (q[:, I], k[:, J], v[:, J]))
         out[:, I], L[..., I] = _load(package).flash_attn_func(
             *inputs, softmax_scale=spec.softmax_scale, softcap=spec.softcap or 0.0, **options
         )[:2]

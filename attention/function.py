@@ -23,7 +23,7 @@ from torch import Tensor
 from .caps import Backend, Partial
 from .machine.system import autocast_off
 from .spec import Spec
-from .views import Pair, for_any_shape, unit_stride
+from .views import Pair, for_any_shape, loadable
 
 Options = tuple[Any, ...]
 
@@ -128,6 +128,47 @@ class Traced(torch.autograd.Function):
     backward = Attention.backward
 
 
+class Dense(torch.autograd.Function):
+    """The identity; the gradient becomes contiguous and aligned."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Tensor:
+        return loadable(dout.contiguous())
+
+
+class TracedDense(torch.autograd.Function):
+    """Dense in the older style, as Traced."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    backward = Dense.backward
+
+
+def dense_gradient(out: Tensor) -> Tensor:
+    """out of a library's own autograd function, (B, T, H, D) or (T, H, D), whose gradient is
+    contiguous where the library receives it.
+
+    Libraries load 16 bytes at once and check no address. cuDNN's plan in PyTorch (2.11) is kept for
+    the layout of q, k and v alone: with a gradient in another layout than the first call's it
+    gives wrong numbers.
+    """
+    if not (out.is_cuda and out.requires_grad):
+        return out
+    return (TracedDense if torch.compiler.is_compiling() else Dense).apply(out)
+
+
 class Gradient(Mapped):
     @staticmethod
     def forward(
@@ -137,7 +178,7 @@ class Gradient(Mapped):
     ) -> tuple[Tensor, ...]:
         more = _arguments(options, sinks, seed, q, k, seg_q, seg_k)
         with autocast_off(q):  # here autograd calls, in whatever context
-            grads = kernel.backward(unit_stride(dout), q, k, v, out, L, *more)
+            grads = kernel.backward(loadable(dout), q, k, v, out, L, *more)
         inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
         return tuple(g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
 

@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .blocks import in_blocks, maskless
 from .caps import Backend, Caps
-from .function import attention
+from .function import attention, dense_gradient
 from .sdpa_flash import PARTIAL, varlen
 from .spec import Spec
 from .views import Pair, StaticView, for_any_shape, mask, not_compiled
@@ -82,7 +82,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
         out = F.scaled_dot_product_attention(
             q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal,
             scale=spec.scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
+    return dense_gradient(out.transpose(1, 2))
 
 
 def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int = 0,

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from .blocks import BLOCK, Runs, cut, maskless, ranges, runs
 from .caps import Partial
+from .function import dense_gradient
 from .spec import Spec
-from .views import Pair, mask, unit_stride
+from .views import Pair, loadable, mask
 
 aten = torch.ops.aten
 
@@ -49,14 +50,14 @@ def varlen(
     if found.keys is not None:
         k_THD, v_THD = k_THD[found.keys], v_THD[found.keys]
     lengths = found.cu_q, found.cu_k, found.max_q, found.max_k
-    out: Any = varlen_attn(
+    out = dense_gradient(varlen_attn(  # type: ignore[arg-type]
         q_THD, k_THD, v_THD, *lengths, scale=spec.softmax_scale,
         window_size=(
             -1 if spec.window is None else spec.window - 1,
             -1 if spec.right is None else spec.right,
         ),
         enable_gqa=spec.n_head != spec.n_kv_head,
-    )
+    ))
     return out.unflatten(0, (B, Tq))[..., :D]
 
 
@@ -132,7 +133,7 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
 
 def _BHTD(t: Tensor) -> Tensor:
     """The operators on the CPU suppose that the last stride is 1, and do not check it."""
-    return unit_stride(t).transpose(1, 2)
+    return loadable(t).transpose(1, 2)
 
 
 def _cpu_blocks(

@@ -70,7 +70,7 @@ def for_any_shape(attend: Callable[..., Any], lse: bool = False) -> Callable[...
         before, apart = max(Tq - Tk, 0), options.get("segments") is not None
         if not before or (not apart and sees_all(Tq, Tk, spec.window, -before, spec.right)):
             with autocast_off(q):
-                return attend(*map(unit_stride, (q, k, v)), spec, **options)
+                return attend(*map(loadable, (q, k, v)), spec, **options)
         n = 0 if apart else Tk if spec.right is None else min(spec.right, Tk)  # keys that they see
         right = None if spec.right is None else spec.right - n
         early = replace(spec, window=None, right=right)
@@ -83,9 +83,25 @@ def for_any_shape(attend: Callable[..., Any], lse: bool = False) -> Callable[...
     return wrapped
 
 
-def unit_stride(t: Tensor) -> Tensor:
-    """t, copied unless its last dimension is contiguous: most kernels read it without a stride."""
-    return t if t.stride(-1) == 1 else t.contiguous()
+def loadable(t: Tensor) -> Tensor:
+    """t, copied unless most kernels can load its rows: the last dimension is contiguous and, on
+    CUDA, rows of a multiple of 16 bytes begin at one.
+
+    The fused kernels load 16 bytes at once and check no address: what is not aligned is read wrong,
+    or CUDA is lost to the process ("misaligned address").
+    """
+    if t.stride(-1) != 1:
+        return t.contiguous()
+    n = 16 // t.element_size()
+    if not t.is_cuda or t.shape[-1] % n:
+        return t
+    if symbolic(t) or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        aside = bool(t.storage_offset() % n)
+    else:
+        aside = bool(t.data_ptr() % 16)
+    if aside or any(step % n for size, step in zip(t.shape[:-1], t.stride()) if size > 1):
+        return t.clone(memory_format=torch.contiguous_format)
+    return t
 
 
 def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:

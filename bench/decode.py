@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import data
-from attention.machine.system import synchronize
+from attention.machine.system import kineto, synchronize
 from bench import Json, candidates, hf, machine, parts, tables
 from bench.job import Job
 from bench.tables import MEMORY, QUARTILES, Column, Row, bytes_, number, percent
@@ -176,7 +176,7 @@ class Decoding:
         if chosen := self.who.chosen(request["cache"]):
             return {**candidates.evidence(chosen), "peak_bytes": peak}
         # The kernels that torch chose, from the profiler, in two tokens.
-        with torch.profiler.profile() as watched:
+        with kineto(self.device.type) as watched:
             self.write(request, how, B, 2)
             synchronize(self.device)
         kernels = parts.kernels_of(watched)["kernels"]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import attention
 from attention import manual
-from attention.machine.system import synchronize
+from attention.machine.system import kineto, synchronize
 from attention.machine.timing import Clock, Stamp, time_call
 from attention.select import select
 from attention.spec import Spec
@@ -200,7 +200,7 @@ class Kernels:
         if spec not in self.kernels:
             chosen = select(self.name, spec, self.device, self.config.policy)
             self.backend = chosen.backend  # a prebuilt one, if that is allowed
-            with parts.profiler(self.device) as watched:
+            with kineto(self.device.type) as watched:
                 call([])
                 synchronize(self.device)
             proof = {"kernels": list(chosen.kernels), "proof": chosen.proof}

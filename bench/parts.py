@@ -191,13 +191,6 @@ ENGINE = "autograd::engine::evaluate_function: "
 BACKWARD, USER = 1, 7  # at::RecordScope
 
 
-def profiler(device: torch.device) -> torch.profiler.profile:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities)
-
-
 def kernels_of(watched: torch.profiler.profile) -> dict[str, list[str]]:
     """Return the attention kernels that ran: short names, operators, device kernels."""
     ran = watched.key_averages()

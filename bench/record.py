@@ -192,7 +192,8 @@ def sections(content: Json) -> list[tuple[str, Cells]]:
         if made[1]:
             found.append((mode.TITLE, made))
     for row in content["rows"]:
-        if "parts" in (p := row.get("profile", {})):
+        p = row.get("profile", {})
+        if isinstance(p.get("parts"), list):  # else the run was stopped before its sums
             found.append((parts.title(row["backend"], p), parts.table(p, of)))
     if (made := tables.missing(content["rows"]))[1]:
         found.append(("Not measured", made))

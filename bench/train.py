@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
-from attention.machine.system import synchronize
+from attention.machine.system import kineto, synchronize
 from attention.machine.timing import Clock, Stamp
 from bench import Json, candidates, hf, machine, parts, tables
 from bench.job import Job
@@ -269,7 +269,7 @@ class Training:
             self.step(*self.batch)
         self.step_s = self.timed(1)["ms"] / 1e3
         answer["peak_bytes"] = machine.memory(self.device)
-        with parts.profiler(self.device) as watched:
+        with kineto(self.device.type) as watched:
             self.step(*self.batch)
             synchronize(self.device)
         answer |= parts.kernels_of(watched)
@@ -315,7 +315,7 @@ class Training:
                             who.step(x, y, 1, scopes.mark)
                     return self.clock.ms(start, self.clock.stop())
 
-        watched, compiled = parts.profiler(device), who.run
+        watched, compiled = kineto(device.type), who.run
         who.run = who.model
         try:
             plain = run(nullcontext())

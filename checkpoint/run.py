@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,11 +118,12 @@ class Saver:
 
     def _write(self, contents: Json) -> None:
         try:
-            if (device := self.distributed.device).type == "cuda":
-                torch.cuda.set_device(device)  # a new thread starts on device 0
+            device = self.distributed.device
             # A separate group: training uses `control` at the same time.
             distributed = replace(self.distributed, control=self.distributed.disk)
-            store.save(self.out_dir, keep=self.keep, **contents, distributed=distributed)
+            # A new thread starts on device 0.
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                store.save(self.out_dir, keep=self.keep, **contents, distributed=distributed)
         except BaseException as e:
             self._failure = e
 

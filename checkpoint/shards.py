@@ -80,13 +80,15 @@ class _Writer(dcp.FileSystemWriter):
         # Runs on the main process, when all have written.
         super().finish(metadata, results)
         folder, index = Path(self.path), {}
+        # Before torch 2.13 the places are in a copy of `metadata` only.
+        places = {part.index: part.storage_data for parts in results for part in parts}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, md.TensorStorageMetadata)
             parts = []
             for chunk in tensor.chunks:
                 if 0 in chunk.sizes:  # fewer rows than processes
                     continue
-                place = metadata.storage_data[md.MetadataIndex(name, chunk.offsets)]
+                place = places[md.MetadataIndex(name, chunk.offsets)]
                 file = place.relative_path
                 if not (folder / file).exists():
                     raise OSError(

@@ -727,6 +727,13 @@ def index(device: Any) -> None:
         raise RuntimeError(f"CUDA error: invalid device ordinal ({number})")
 
 
+def set_device(device: Any) -> None:
+    """Raises ValueError for "cuda" without a number, as PyTorch does."""
+    if not isinstance(device, int) and torch.device(device).index is None:
+        raise ValueError(f"Expected a torch.device with a specified index, but got:{device}")
+    index(device)
+
+
 def join(backend: str, **how: Any) -> None:
     REAL["join"]("gloo" if backend == "nccl" else backend, **how)
 
@@ -776,7 +783,7 @@ def install() -> None:
         "is_available": lambda: True,
         "device_count": lambda: DEVICES,
         "current_device": lambda: 0,
-        "set_device": index,
+        "set_device": set_device,
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: CAPABILITY,
         "get_device_properties": lambda device=None: properties,

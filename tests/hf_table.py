@@ -16,9 +16,11 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: these are many tiny tensors
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton
 
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton
 from torch import Tensor
 
 from attention import BackendUnavailable, Machine, Policy, hf

@@ -10,7 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
+
+from .system import start_profiler
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +41,15 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
             "no kernel was chosen before this CUDA graph is captured: call model.plan(), or the "
             "function once with these shapes, before the capture"
         )
+    if on.type == "cuda":
+        start_profiler()
     result: Future[T] = Future()
 
     def run() -> None:
         _inside.now = True
+        current = torch.cuda.device(on) if on.type == "cuda" else nullcontext()
         try:
-            with _lock:
-                if on.type == "cuda":
-                    torch.cuda.set_device(on)
+            with _lock, current:
                 result.set_result(function())
         except BaseException as e:
             result.set_exception(e)

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 # Errors after which a CUDA context is lost, as PyTorch, Triton and CUTLASS print them (CUDA
 # Runtime API, cudaError: "the process must be terminated and relaunched").
@@ -179,10 +180,32 @@ def profiled(names: list[str]) -> Iterator[None]:
             yield
         names += dict.fromkeys(e.name for e in legacy.function_events or ())
         return
+    with kineto("cuda") as profile:
+        yield
+        torch.cuda.synchronize()
+    names += [e.key for e in profile.key_averages()]
+
+
+def kineto(device_type: str) -> torch.profiler.profile:
+    """PyTorch's profiler of operators, on CUDA of kernels too."""
+    import torch
+
     # Else torch 2.13 prints "USDT: ... profiler_start". Read when a process first profiles.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as kineto:
-        yield
-        torch.cuda.synchronize()
-    names += [e.key for e in kineto.key_averages()]
+    activities = [activity.CPU, *([activity.CUDA] if device_type == "cuda" else [])]
+    parameters = inspect.signature(torch.profiler.profile.__init__).parameters
+    # Without it torch 2.11 warns of every profile.
+    more: dict[str, Any] = {"acc_events": True} if "acc_events" in parameters else {}
+    return torch.profiler.profile(activities=activities, **more)
+
+
+@cache
+def start_profiler() -> None:
+    """Profile nothing, once: in another thread than the one that imported PyTorch, the first
+    profile with CUDA prints an error."""
+    from torch.autograd import profiler
+
+    if not profiler._is_profiler_enabled:
+        with kineto("cuda"):
+            pass
