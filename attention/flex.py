@@ -45,6 +45,9 @@ from .spec import Spec, visible
 from .views import for_any_shape, kept
 
 TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
+# With more queries than these PyTorch's kernel for decoding is never taken: one tile holds all queries
+# of a group, and 113 with two heads each do not fit (NoValidChoicesError in 2.11).
+FEW = 16
 THREE = ("float16", "bfloat16", "float32")
 # Head dims for which PyTorch's C++ for a CPU with AVX2 multiplies 16 keys where 8 are left, and
 # overwrites the rows' maxima behind the scores (_inductor/codegen/cpp_micro_gemm.py, pull request
@@ -71,7 +74,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     if torch.compiler.is_compiling():
         call, make = flex, block_mask
     else:
-        kind: tuple[int, ...] = (q.shape[0] == 1, Tq == 1, Tq <= TILE, Tk <= TILE)
+        kind: tuple[int, ...] = (q.shape[0] == 1, Tq == 1, Tq <= FEW, Tq <= TILE, Tk <= TILE)
         if spec.grad:
             kind = (q.shape[0], Tq, Tk)
         size = None if segments is None else room(segments)
@@ -92,6 +95,8 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any, scale: float
 
     asked: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
     asked["enable_gqa"] = q_BHTD.shape[1] != k_BHTD.shape[1]
+    if q_BHTD.is_cuda and q_BHTD.shape[2] > FEW:
+        asked["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if softcap is not None:
         c = float(softcap)
         asked["score_mod"] = lambda score, b, h, i, j: c * torch.tanh(score / c)

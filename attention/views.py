@@ -95,7 +95,9 @@ def loadable(t: Tensor) -> Tensor:
     n = 16 // t.element_size()
     if not t.is_cuda or t.shape[-1] % n:
         return t
-    if symbolic(t) or torch._C._functorch.is_functorch_wrapped_tensor(t):
+    if torch.compiler.is_compiling():  # which does not trace an address
+        aside = False
+    elif symbolic(t) or torch._C._functorch.is_functorch_wrapped_tensor(t):
         aside = bool(t.storage_offset() % n)
     else:
         aside = bool(t.data_ptr() % 16)

@@ -201,7 +201,7 @@ def run(whole: Run, about: Json, given: Container[str]) -> tuple[Json, Path]:
             began=time.perf_counter(),
             save=lambda run: None,
         )
-        whole.progress.tell(f"stage {1 + names.index(name)}, {name}: {box:.0f} s at most")
+        whole.progress.tell(f"stage {1 + names.index(name)}, {name}: {max(box, 0):.0f} s at most")
         content["stages"].append(attempt(name, own, box))
         whole.stop.why = whole.stop.why or (own.stop.why if own.stop.code else "")
         done = {s["name"] for s in content["stages"] if s["status"] == "done"}

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from attention.check import command, cs336
 from attention.check.named import mistaken
@@ -120,6 +121,7 @@ def test_the_script_fails_too(tmp_path, capsys) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="package 'triton' is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's would run on the GPU")
 def test_both_functions_are_checked(tmp_path, capsys) -> None:
     """Triton's takes float32 only; here it is the same class."""
     code, out, _ = check(capsys, adapters(tmp_path, triton="return FA"), "--quick", "--json")

@@ -246,7 +246,8 @@ def test_a_hidden_key_has_no_weight_however_low_the_scores_that_are_seen(run, de
         stored = SimpleNamespace(append=lambda *_, reads=reads: reads)
         out = run(q[:, :1], v[:, :1], v[:, :1], spec, cache=stored, sinks=sinks)
         want = i * (i + 1) / 2 / (i + 2)  # 0 to i, and the sink without a value
-        assert out.flatten().tolist() == pytest.approx([want] * 8)
+        # Compiled, a score less the maximum is one instruction, and is not rounded as the sink is.
+        assert out.flatten().tolist() == pytest.approx([want] * 8, rel=4e-3 if HAS_CUDA else 1e-6)
 
 
 @needs_triton
