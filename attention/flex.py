@@ -45,9 +45,7 @@ from .spec import Spec, visible
 from .views import for_any_shape, kept
 
 TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
-# With more queries PyTorch's kernel for decoding is not taken: one tile holds all queries of a group,
-# and 113 with two heads each do not fit (NoValidChoicesError in 2.11).
-FEW = 16
+FEW = 16  # queries; more do not take PyTorch's kernel for decoding, whose tile holds all
 THREE = ("float16", "bfloat16", "float32")
 # Head dims for which PyTorch's C++ for a CPU with AVX2 multiplies 16 keys where 8 are left, and
 # overwrites the rows' maxima behind the scores (_inductor/codegen/cpp_micro_gemm.py, pull request

@@ -101,8 +101,8 @@ class Attention(Mapped):
     ) -> tuple[Tensor, Tensor]:
         # No *args: torch.compile takes these parameters for one less than there are.
         out, L = kernel.forward(q, k, v, *_arguments(options, sinks, seed, q, k, seg_q, seg_k))
-        # Without a cast no `to`: Dynamo of torch 2.11 takes its result, the same tensor, for a second
-        # output, to which the gradient goes: dq, dk and dv would be zeros.
+        # Without a cast no `to`: Dynamo of torch 2.11 takes its result, the same tensor, for a
+        # further output, to which the gradient goes: dq, dk and dv are zeros.
         return out if out.dtype == q.dtype else out.to(q.dtype), L
 
     @staticmethod

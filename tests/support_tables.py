@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script
 
-from attention.caps import Caps, dotted
+from attention.caps import Caps, dotted, version
 from attention.select import BACKENDS
 from attention.spec import DTYPES
 
@@ -17,6 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # What has been tried of a backend, by device; the legend is in docs/SUPPORT.md. The tests run the
 # rest of the rows for a CPU. Whoever runs them on a GPU writes "ran (NVIDIA H100)" here.
 COMPILED = "compiled, interpreted"  # tests/ptxas.py, and conftest.py's interpreter
+# On an H100 with torch 2.11 (docs/LOG.md, 2026-11-26).
+ON_H100 = (
+    "manual", "tiled", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "flex",
+    "triton", "paged",
+)
 TRIED = {
     ("triton", "cuda"): COMPILED, ("triton", "cpu"): "interpreted", ("paged", "cuda"): COMPILED,
     **{(f"flash_attn_{n}", "cuda"): "stand-in" for n in (2, 3)},  # tests/test_flash.py
@@ -63,6 +68,10 @@ def tried(name: str, caps: Caps) -> str:
     """Return what has been tried of a row, for each device where the row has several."""
     usual = {"cpu": "ran"}
     found = {d: TRIED.get((name, d), usual.get(d, "not tried")) for d in caps.devices}
+    newer = version(caps.min_torch or "0") > (2, 11)
+    older = caps.min_capability and caps.min_capability < (8, 0) and caps.dtypes != ("float32",)
+    if "cuda" in found and name in ON_H100 and not (newer or older):
+        found["cuda"] = "H100"
     by_words: dict[str, list[str]] = {}
     for device, words in found.items():
         by_words.setdefault(words, []).append(device)

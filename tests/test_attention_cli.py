@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from attention import BACKENDS, Spec
 from attention.__main__ import main
+from attention.caps import version
 from attention.machine import gpus
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +56,9 @@ def test_one_choice_is_explained(capsys) -> None:
     (["flash_attn_3", "--as=h100"], "flash_attn_3"),
     (["sdpa_cudnn", "--as=h100", "--dropout=0.1"], "sdpa"),
     (["auto", "--as=apple m3"], "sdpa"),
-    (["auto", "--as=apple m3", "--dtype=float16"], "sdpa"),
+    # On Metal with this machine's torch: older ones are wrong in half precision.
+    (["auto", "--as=apple m3", "--dtype=float16"],
+     "sdpa" if version(torch.__version__) >= (2, 13) else "manual"),
     (["auto", "--as=cpu", "--softcap=30"], "manual"),
 ])
 def test_another_machine_is_only_described(words, takes, capsys) -> None:

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention import BACKENDS, Spec
+from attention.caps import Partial
 from attention.check import matrix, oracle
 from attention.check.matrix import CASES
+from attention.function import Attention, dense_gradient
 from attention.sdpa_flash import varlen
-from attention.views import StaticView
+from attention.views import StaticView, loadable
 
 
 def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: int,
@@ -154,3 +156,55 @@ def test_a_single_key_is_dropped_for_each_query_alone() -> None:
     kept = out.abs().sum(-1) > 0  # (2, 64, 4)
     torch.testing.assert_close(out[kept], want[kept])
     assert 0.3 < kept.float().mean() < 0.7 and (kept != kept[:, :1]).any()
+
+
+class OnCuda(Tensor):
+    is_cuda = True
+
+
+def test_what_begins_between_16_bytes_is_copied_on_cuda() -> None:
+    """Fused kernels read it wrong there, or CUDA is lost ("misaligned address", on an H100)."""
+    wide = torch.randn(2, 10, 4, 66).bfloat16()
+    late = torch.randn(2 * 10 * 4 * 64 + 1).bfloat16()[1:].view(2, 10, 4, 64)
+    for t in (wide[..., 1:65], wide[..., :64], wide[..., ::2], late):
+        copy = loadable(t.as_subclass(OnCuda))
+        assert copy.is_contiguous() and copy.data_ptr() % 16 == 0 and copy.equal(t)
+    qkv = torch.randn(2, 10, 12, 64).bfloat16().as_subclass(OnCuda)
+    q, k, v = qkv.split(4, dim=2)
+    odd = torch.randn(2, 10, 4, 17).as_subclass(OnCuda)  # its rows are nowhere aligned
+    for t in (q, k, v, q.transpose(1, 2), q[:, 3:], q[:1].expand(2, -1, -1, -1), odd):
+        assert loadable(t) is t
+    assert loadable(late) is late  # the CPU reads it as it is
+
+
+class Library(torch.autograd.Function):
+    """A kernel that notes the layout of the gradient it receives."""
+
+    strides: tuple[int, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor) -> Tensor:
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Tensor:
+        Library.strides = dout.stride()
+        return dout
+
+
+def test_every_gradient_of_a_library_is_contiguous() -> None:
+    """cuDNN's plan is kept for the layout of q, k and v: with a gradient in another one than the
+    first call's its dq, dk and dv were wrong (torch 2.11)."""
+    q = torch.randn(2, 8, 4, 64, requires_grad=True)
+    out = dense_gradient(Library.apply(q).as_subclass(OnCuda))
+    for dout in (torch.randn(2, 8, 4, 64), torch.randn(2, 4, 8, 64).transpose(1, 2)):
+        (dq,) = torch.autograd.grad(out, q, dout, retain_graph=True)
+        assert dq.equal(dout) and Library.strides == (2048, 256, 64, 1)
+
+
+def test_a_traced_kernel_has_no_second_output() -> None:
+    """`out.to(its own dtype)` is out again: torch.compile of torch 2.11 sent the gradient there."""
+    q = torch.randn(1, 4, 2, 8)
+    kernel = Partial(lambda q, *_: (q, q[..., 0]), lambda *_: ())
+    out, _ = Attention.forward(kernel, (Spec(2, 2, 8, "float32"),), None, None, q, q, q, None, None)
+    assert out is q
