@@ -73,7 +73,7 @@ def profiled(worker: train.Training) -> list[Any]:
     """The events of one step, in its ranges."""
     scopes = Scopes(worker.who.model)
     worker.step(*worker.batch)
-    with scopes.modules(), parts.profiler(worker.device) as looking:
+    with scopes.modules(), kineto(worker.device.type) as looking:
         with record_function(RANGE + "data"):
             pass
         with record_function(RANGE + "head and loss"):
