@@ -19,6 +19,7 @@ from torch.autograd.profiler import profile as autograd_profile
 from torch.autograd.profiler_util import EventList
 from torch.profiler import record_function
 
+from attention.machine.system import kineto
 from bench import parts, train
 from bench.config import BenchConfig
 from bench.parts import RANGE, Scopes, read, work
