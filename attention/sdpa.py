@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .blocks import in_blocks, maskless
 from .caps import Backend, Caps
 from .function import attention, dense_gradient
-from .sdpa_flash import PARTIAL, varlen
+from .sdpa_flash import GROUPED_ON_CPU, PARTIAL, varlen
 from .spec import Spec
 from .views import Pair, StaticView, for_any_shape, mask, not_compiled
 
@@ -71,9 +71,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
     repeats = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
     if grouped and q.is_cuda and kernel is None:  # flash and cuDNN need half precision and 8.0
         repeats |= spec.dtype not in HALF or torch.cuda.get_device_properties(q.device).major < 8
-    if grouped and repeats and q.is_cuda:
-        # Other CUDA kernels take no grouped heads, and PyTorch would fall back to the math kernel
-        # and its O(T^2) memory (transformers issue 48633, PyTorch issue 181528).
+    if grouped and (repeats if q.is_cuda else q.device.type == "cpu" and not GROUPED_ON_CPU):
+        # Other kernels take no grouped heads, and PyTorch would fall back to the math kernel and
+        # its O(T^2) memory (transformers issue 48633, PyTorch issue 181528).
         k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
         grouped = False
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

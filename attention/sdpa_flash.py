@@ -26,12 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import BLOCK, Runs, cut, maskless, ranges, runs
-from .caps import Partial
+from .caps import Partial, version
 from .function import dense_gradient
 from .spec import Spec
 from .views import Pair, loadable, mask
 
 aten = torch.ops.aten
+# The CPU's operators check no number of heads: before grouped ones came (pull request 157893) they
+# read beyond the keys, which gives wrong numbers or ends the process.
+GROUPED_ON_CPU = version(torch.__version__) >= (2, 9)
 
 
 def varlen(
@@ -71,6 +74,8 @@ def forward(
         return _cuda_forward(q, k, v, spec, offset)
     run = cpu_forward if torch.compiler.is_compiling() else _cpu_forward
     seg_q, seg_k = segments or (None, None)
+    if k.shape[2] != q.shape[2] and not GROUPED_ON_CPU:
+        k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
     return run(q, k, v, seg_q, seg_k, offset, spec.window, spec.right, spec.scale)
 
 
@@ -79,8 +84,12 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
     if q.is_cuda:
         return _cuda_backward(dout, q, k, v, out, L, spec, offset)
     run = cpu_backward if torch.compiler.is_compiling() else _cpu_backward
-    seg_q, seg_k = segments or (None, None)
-    return run(dout, q, k, v, out, L, seg_q, seg_k, offset, spec.window, spec.right, spec.scale)
+    rest = *(segments or (None, None)), offset, spec.window, spec.right, spec.scale
+    if k.shape[2] == q.shape[2] or GROUPED_ON_CPU:
+        return run(dout, q, k, v, out, L, *rest)
+    K, V = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
+    dq, *dkv = run(dout, q, K, V, out, L, *rest)
+    return dq, *(grad.unflatten(2, (k.shape[2], -1)).sum(dim=3) for grad in dkv)
 
 
 def _cpu_forward(
