@@ -101,9 +101,7 @@ class Attention(Mapped):
     ) -> tuple[Tensor, Tensor]:
         # No *args: torch.compile takes these parameters for one less than there are.
         out, L = kernel.forward(q, k, v, *_arguments(options, sinks, seed, q, k, seg_q, seg_k))
-        # Without a cast no `to`: Dynamo of torch 2.11 takes its result, the same tensor, for a
-        # further output, to which the gradient goes: dq, dk and dv are zeros.
-        return out if out.dtype == q.dtype else out.to(q.dtype), L
+        return out.to(q.dtype), L
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -114,7 +112,8 @@ class Attention(Mapped):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         sinks, seed, *tensors = ctx.saved_tensors
-        dq, dk, dv, *dsinks = Gradient.apply(*ctx.kernel, sinks, seed, dout, *tensors)
+        function = TracedGradient if torch.compiler.is_compiling() else Gradient
+        dq, dk, dv, *dsinks = function.apply(*ctx.kernel, sinks, seed, dout, *tensors)
         return None, None, dsinks[0] if dsinks else None, None, dq, dk, dv, None, None
 
 
@@ -123,7 +122,10 @@ class Traced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = Attention.forward(*inputs)
+        out, L = Attention.forward(*inputs)
+        # Dynamo of torch 2.11 returns every intermediate tensor too. `to` without a cast, or
+        # contiguous, gives the same tensor twice; dout goes to the other: dq, dk and dv are zeros.
+        output = out.view_as(out), L
         Attention.setup_context(ctx, inputs, output)
         return output
 
@@ -179,8 +181,10 @@ class Gradient(Mapped):
         L: Tensor,
     ) -> tuple[Tensor, ...]:
         more = _arguments(options, sinks, seed, q, k, seg_q, seg_k)
+        # Dynamo of torch 2.5 traces no question for the gradient's layout.
+        dout = dout.contiguous() if torch.compiler.is_compiling() else loadable(dout)
         with autocast_off(q):  # here autograd calls, in whatever context
-            grads = kernel.backward(loadable(dout), q, k, v, out, L, *more)
+            grads = kernel.backward(dout, q, k, v, out, L, *more)
         inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
         return tuple(g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
 
@@ -193,3 +197,13 @@ class Gradient(Mapped):
         raise RuntimeError(
             "this attention kernel has no second derivative; manual and sdpa_math have one"
         )
+
+
+class TracedGradient(torch.autograd.Function):
+    """Gradient in the older style, as Traced."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        return Gradient.forward(*inputs)
+
+    backward = Gradient.backward

@@ -94,7 +94,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = torch.empty_like(x_) if want_grad else None
         dw: Tensor | None = None
         total = torch.zeros((), dtype=wide, device=x.device)
-        with torch.autocast(x.device.type, enabled=False), matmul_switch():
+        # no_grad: torch.compile of torch 2.5 traces mm(out=) as if it were not in a Function.
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False), matmul_switch():
             for c in pieces(N, rows):
                 logits = x_[c] @ w.t()  # (rows, V)
                 loss, dlogits = _cross_entropy(logits, target[c], counted[c], wide, want_grad)
