@@ -14,11 +14,11 @@ from test_flash import varlen as varlen_stand_in
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import BACKENDS, Spec
+from attention import BACKENDS, Spec, sdpa_flash
 from attention.caps import Partial
 from attention.check import matrix, oracle
 from attention.check.matrix import CASES
-from attention.function import Attention, dense_gradient
+from attention.function import attention, dense_gradient
 from attention.sdpa_flash import varlen
 from attention.views import StaticView, loadable
 
@@ -118,6 +118,7 @@ MASKED = [c for c in CASES if (c.window or c.segments) and c.Tq <= c.Tk <= 250]
     "case", [c for c in MASKED if not (c.softcap or c.sinks)], ids=lambda c: c.name
 )
 def test_sdpa_flash_takes_windows_and_segments_on_cuda(case, monkeypatch) -> None:
+    pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented)
     *qkv, dout = (t.detach() for t in matrix.draw(case, "float16"))
     leaves = [t.requires_grad_() for t in qkv]
@@ -202,9 +203,46 @@ def test_every_gradient_of_a_library_is_contiguous() -> None:
         assert dq.equal(dout) and Library.strides == (2048, 256, 64, 1)
 
 
-def test_a_traced_kernel_has_no_second_output() -> None:
-    """`out.to(its own dtype)` is out again: torch.compile of torch 2.11 sent the gradient there."""
-    q = torch.randn(1, 4, 2, 8)
-    kernel = Partial(lambda q, *_: (q, q[..., 0]), lambda *_: ())
-    out, _ = Attention.forward(kernel, (Spec(2, 2, 8, "float32"),), None, None, q, q, q, None, None)
-    assert out is q
+def same_tensor(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return (q * 2).contiguous(), q[..., 0]
+
+
+def three_gradients(dout: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return dout * 2, dout * 3, dout * 4
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_gradients_where_a_kernel_changes_nothing_at_its_end(backend) -> None:
+    """`contiguous` of what is so gives the same tensor: torch 2.11 sent the gradient to one that
+    nobody has, and dq, dk and dv were zeros."""
+    torch._dynamo.reset()
+    leaves = [torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3)]
+    spec, kernel = Spec(2, 2, 8, "float32"), Partial(same_tensor, three_gradients)
+    call = torch.compile(attention, backend=backend, fullgraph=True)
+    out, _ = call(*leaves, spec, kernel=kernel)
+    for n, grad in enumerate(torch.autograd.grad(out.sum(), leaves), 2):
+        assert grad.eq(n).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_cpus_kernel_gets_equal_heads_where_it_takes_no_others(monkeypatch, compiled) -> None:
+    """Before torch 2.9, and without an error: it read beyond the keys."""
+    asked: list[tuple[int, int]] = []
+
+    def forward(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        asked.append((q.shape[2], k.shape[2]))
+        return real(q, k, *others)
+
+    real = sdpa_flash._cpu_forward
+    monkeypatch.setattr(sdpa_flash, "_cpu_forward", forward)
+    q, k, v, dout = (torch.randn(2, 9, h, 8) for h in (4, 2, 2, 4))
+    truth = oracle.attention(q, k, v, dout, window=3)
+    for grouped in (False, sdpa_flash.GROUPED_ON_CPU):
+        monkeypatch.setattr(sdpa_flash, "GROUPED_ON_CPU", grouped)
+        torch._dynamo.reset()
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        call = torch.compile(attention, backend="eager", fullgraph=True) if compiled else attention
+        out, _ = call(*leaves, Spec(4, 2, 8, "float32", window=3), kernel=sdpa_flash.PARTIAL)
+        got = oracle.Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
+        oracle.check(got, oracle.plain(q, k, v, dout, window=3), truth, torch.float32)
+        assert compiled or asked.pop() == (4, 2 if grouped else 4)
