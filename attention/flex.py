@@ -72,7 +72,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     if torch.compiler.is_compiling():
         call, make = flex, block_mask
     else:
-        kind: tuple[int, ...] = (q.shape[0] == 1, Tq == 1, Tq <= FEW, Tq <= TILE, Tk <= TILE)
+        few = q.is_cuda and Tq <= FEW
+        kind: tuple[int, ...] = (q.shape[0] == 1, Tq == 1, few, Tq <= TILE, Tk <= TILE)
         if spec.grad:
             kind = (q.shape[0], Tq, Tk)
         size = None if segments is None else room(segments)
