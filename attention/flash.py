@@ -70,7 +70,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         Exception: the package cannot be loaded, or cannot run these inputs (its own words).
     """
     flash = _load(package)
-    q, k, v = map(loadable, (q, k, v))
     causal, left = spec.right == 0, package.unbounded
     right = package.unbounded if spec.right is None or causal else spec.right
     if spec.window is not None and (spec.window < k.shape[1] or cache is not None):

@@ -15,7 +15,7 @@ from attention.spec import DTYPES
 ROOT = Path(__file__).resolve().parent.parent
 
 # What has been tried of a backend, by device; the legend is in docs/SUPPORT.md. The tests run the
-# rest of the rows for a CPU. Whoever runs them on a GPU writes "ran (NVIDIA H100)" here.
+# rest of the rows for a CPU.
 COMPILED = "compiled, interpreted"  # tests/ptxas.py, and conftest.py's interpreter
 # On an H100 with torch 2.11 (docs/LOG.md, 2026-11-26).
 ON_H100 = (

@@ -20,7 +20,7 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import record_function
 
 from attention.machine.system import kineto
-from bench import parts, train
+from bench import parts, record, train
 from bench.config import BenchConfig
 from bench.parts import RANGE, Scopes, read, work
 from core import flops
@@ -265,12 +265,20 @@ def test_the_largest_gap_comes_first():
     assert [line[3] for line in last] == ["58.7", "72.2"] and "96.5%" in last[0][-1]
 
 
+def test_a_profile_without_its_sums_is_left_out():
+    """A stopped run has the parts as numbers; the report of `qualify` failed on them."""
+    row = {"mode": "train", "backend": "sdpa", "status": "stopped", "point": {}, "why": ["stopped"],
+           "profile": {"steps": 3, "parts": {"linear": 40.0}}}
+    content = {"mode": "train", "machine": {"peak_source": "measured"}, "rows": [row]}
+    assert [name for name, _ in record.sections(content)] == ["Not measured"]
+
+
 def test_a_profile_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     in_process.use(monkeypatch)
     code, out = run([*SMALL, "--backends=manual", "--gradient_accumulation_steps=3", "--profile",
                      "--record=p", f"--records_dir={tmp_path}"])
-    (record,) = tmp_path.glob("*_cpu_p/record.json")
-    found = json.loads(record.read_text(encoding="utf-8"))["rows"][0]["profile"]
+    (written,) = tmp_path.glob("*_cpu_p/record.json")
+    found = json.loads(written.read_text(encoding="utf-8"))["rows"][0]["profile"]
     assert code == 0 and "(largest gap)" in out
     assert sum(p["ms"] for p in found["parts"]) == pytest.approx(found["ms"])
     works = work(MODEL, 4, 1, "float32", clip=True)
