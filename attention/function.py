@@ -45,8 +45,10 @@ def attention(
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
     how = kernel, (spec, *options), sinks, seed
     pair = (None, None) if segments is None else segments
-    if torch.compiler.is_compiling():  # Dynamo traces no Function of one tensor twice
-        return Traced.apply(*how, q, k.view_as(k), v.view_as(v), *pair)
+    if torch.compiler.is_compiling():
+        q, k, v, link = torch.ops.nanoattn.enter(q, k, v)
+        out, L = Traced.apply(*how, q, k, v, *pair)
+        return torch.ops.nanoattn.leave(out, link), L
     if not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
         return Attention.forward(*how, q, k, v, *pair)  # apply() would double the time of decoding
     return Attention.apply(*how, q, k, v, *pair)
@@ -112,8 +114,9 @@ class Attention(Mapped):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         sinks, seed, *tensors = ctx.saved_tensors
-        function = TracedGradient if torch.compiler.is_compiling() else Gradient
-        dq, dk, dv, *dsinks = function.apply(*ctx.kernel, sinks, seed, dout, *tensors)
+        compiled = torch.compiler.is_compiling()
+        gradient: Callable[..., Any] = Gradient.forward if compiled else Gradient.apply
+        dq, dk, dv, *dsinks = gradient(*ctx.kernel, sinks, seed, dout, *tensors)
         return None, None, dsinks[0] if dsinks else None, None, dq, dk, dv, None, None
 
 
@@ -150,16 +153,6 @@ class Dense(torch.autograd.Function):
         return loadable(dout.contiguous())
 
 
-class TracedDense(torch.autograd.Function):
-    """Dense in the older style, as Traced."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
-        return out.view_as(out)
-
-    backward = Dense.backward
-
-
 def dense_gradient(out: Tensor) -> Tensor:
     """out of a library's own autograd function, (B, T, H, D) or (T, H, D), whose gradient is
     contiguous where the library receives it.
@@ -170,7 +163,7 @@ def dense_gradient(out: Tensor) -> Tensor:
     """
     if not (out.is_cuda and out.requires_grad):
         return out
-    return (TracedDense if torch.compiler.is_compiling() else Dense).apply(out)
+    return torch.ops.nanoattn.dense(out) if torch.compiler.is_compiling() else Dense.apply(out)
 
 
 class Gradient(Mapped):
@@ -199,11 +192,62 @@ class Gradient(Mapped):
         )
 
 
-class TracedGradient(torch.autograd.Function):
-    """Gradient in the older style, as Traced."""
+# --- inside torch.compile ---
+# Dynamo leaves these operators whole, and traces backward() of all other Functions without a
+# gradient of its own. Its backend "eager" would then take a second derivative for zero.
+
+
+class Once(torch.autograd.Function):
+    """The first n tensors, which depend on all of them; without a second derivative."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        return Gradient.forward(*inputs)
+    def forward(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if t is None else t.view_as(t) for t in tensors[:n])
 
+    setup_context = Gradient.setup_context
     backward = Gradient.backward
+
+
+class Enter(torch.autograd.Function):
+    """q, k and v, and an empty tensor whose gradient, from Leave, depends on dout."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return q.view_as(q), k.view_as(k), v.view_as(v), q.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return Once.apply(3, *grads, *ctx.saved_tensors)
+
+
+class Leave(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: Tensor, link: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    setup_context = Gradient.setup_context
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        return dout, dout.flatten()[:0]
+
+
+library = torch.library.Library("nanoattn", "FRAGMENT")
+for schema, function in (
+    ("dense(Tensor out) -> Tensor", Dense),
+    ("enter(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor)", Enter),
+    ("leave(Tensor out, Tensor link) -> Tensor", Leave),
+):
+    library.define(schema)
+    library.impl(schema.partition("(")[0], function.apply, "CompositeImplicitAutograd")

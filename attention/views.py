@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .machine.system import autocast_off
@@ -97,10 +98,10 @@ def loadable(t: Tensor) -> Tensor:
         return t
     if torch.compiler.is_compiling():  # which does not trace an address
         aside = False
-    elif symbolic(t) or torch._C._functorch.is_functorch_wrapped_tensor(t):
-        aside = bool(t.storage_offset() % n)
-    else:
+    elif type(t) in (Tensor, Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t):
         aside = bool(t.data_ptr() % 16)
+    else:  # without an address
+        aside = bool(t.storage_offset() % n)
     if aside or any(step % n for size, step in zip(t.shape[:-1], t.stride()) if size > 1):
         return t.clone(memory_format=torch.contiguous_format)
     return t

@@ -160,24 +160,31 @@ def derivable(spec: Spec) -> dict[str, Callable[..., Tensor]]:
     return found
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("case", SPECS)
-def test_a_second_derivative_is_right_or_an_error(case) -> None:
-    """W is in front of the kernel and of its gradient: a zero of one path is a wrong sum."""
+def test_a_second_derivative_is_right_or_an_error(case, behind: bool, compiled: bool) -> None:
+    """W is in front of the kernel and of its gradient, or only of its gradient: a zero of one path
+    is a wrong sum. The backend "eager" of torch.compile is the one that derives twice."""
     spec = SPECS[case]
     *qkv, options = some(spec, 300 if case == "long" else 6)
     leaves, W = [t.requires_grad_() for t in qkv], torch.eye(D).requires_grad_()
 
     def penalty(attend: Callable[..., Tensor]) -> Tensor:
-        out = attend(*(x @ W for x in leaves), spec, **options)
+        before, after = (torch.eye(D), W) if behind else (W, torch.eye(D))
+        out = attend(*(x @ before for x in leaves), spec, **options) @ after
         dx = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum(d.square().sum() for d in dx), W)[0]
+        return torch.autograd.grad(sum(d.square().sum() for d in dx) + W.sum(), W)[0]
 
     want = penalty(formula)
     for name, attend in derivable(spec).items():
+        if compiled and name != "ring":
+            torch._dynamo.reset()
+            attend = torch.compile(attend, backend="eager")
         if name in ("manual", "sdpa_math"):
             torch.testing.assert_close(penalty(attend), want, rtol=1e-4, atol=1e-4)
         else:
-            with pytest.raises(RuntimeError):
+            with pytest.raises(RuntimeError, match="derivative"):
                 penalty(attend)
 
 
