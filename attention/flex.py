@@ -22,6 +22,8 @@ Compile Eager flex_attention stores all scores, so it never runs. In a compiled 
         into the model's graph; each layer rebuilds the lists. Otherwise it is compiled here, and
         the lists are cached; without a gradient lengths are symbolic and the mask's parameters are
         tensors, so that a new length needs no compilation.
+flex_flash  The same on FlashAttention-4 (kernel_options BACKEND), into whose kernel PyTorch
+        compiles mask_mod and score_mod. Each length is compiled.
 Refuses dropout, float64, and on the CPU and Apple's Metal gradients and sinks (no L in torch 2.13).
         The probe finds the rest: CUDA needs a head_dim of at least 16, a CPU AVX2.
 Source  Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention
@@ -32,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -58,7 +60,7 @@ SPOILT = (8, 16)
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
-           sinks: Tensor | None = None) -> Tensor:
+           sinks: Tensor | None = None, flash: bool = False) -> Tensor:
     """Attention by torch.nn.attention.flex_attention, compiled; shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
@@ -69,32 +71,36 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         scale = scale or spec.head_dim**-0.5
         q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))
     numbers: tuple[Any, Any] = (scale, spec.softcap)
+    rows = flash_rows(q.device) if flash else None
     if torch.compiler.is_compiling():
         call, make = flex, block_mask
     else:
         few = q.is_cuda and Tq <= FEW
         kind: tuple[int, ...] = (q.shape[0] == 1, Tq == 1, few, Tq <= TILE, Tk <= TILE)
-        if spec.grad:
+        if spec.grad or flash:
             kind = (q.shape[0], Tq, Tk)
         size = None if segments is None else room(segments)
-        call, make = compiled(replace(spec, window=None, right=0), kind, size), kept_block_mask
+        call = compiled(replace(spec, window=None, right=0), kind, size, flash)
+        make = kept_block_mask
         # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch
         # 2.13 generates C++ that does not compile.
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
-    mask = make(Tq, Tk, spec.window, segments, q.device, spec.right)
+    mask = make(Tq, Tk, spec.window, segments, q.device, spec.right, rows)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks)
+    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash)
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any, scale: float | str | None,
-         softcap: float | str | None, sinks: Tensor | None) -> Tensor:
+         softcap: float | str | None, sinks: Tensor | None, flash: bool) -> Tensor:
     """flex_attention, and the weight that sinks (H,) leave."""
     from torch.nn.attention.flex_attention import flex_attention
 
     asked: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
     asked["enable_gqa"] = q_BHTD.shape[1] != k_BHTD.shape[1]
-    if q_BHTD.is_cuda and q_BHTD.shape[2] > FEW:
+    if flash:
+        asked["kernel_options"] = {"BACKEND": "FLASH"}
+    elif q_BHTD.is_cuda and q_BHTD.shape[2] > FEW:
         asked["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if softcap is not None:
         c = float(softcap)
@@ -111,40 +117,51 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any, scale: float
 
 @lru_cache(maxsize=4096)
 def compiled(
-    spec: Spec, kind: tuple[int, ...], size: tuple[int, int] | None
+    spec: Spec, kind: tuple[int, ...], size: tuple[int, int] | None, flash: bool
 ) -> Callable[..., Tensor]:
     """flex(), compiled for one Spec and one kind of shape, or one shape.
 
     torch.compile recompiles a function at most 8 times, so each cause of a recompilation gets its
     own copy of flex(): a Spec, a size of one (sequence, query or tile), padded segments.
     """
-    name = f"flex_{hash((spec, kind, size)) & 0xFFFFFFFF:x}"  # sizes are remembered under the name
-    own = own_code(flex, name)
+    # Sizes are remembered under the name.
+    own = own_code(flex, f"flex_{hash((spec, kind, size, flash)) & 0xFFFFFFFF:x}")
     # Training has few lengths, best compiled as constants: the kernel for a multiple of 128 checks
     # no bounds (IS_DIVISIBLE in torch/_inductor/kernel/flex). A function that they shared would
     # turn symbolic, and slower, at the second. Evaluation and sampling have many lengths.
-    return torch.compile(own, fullgraph=True, dynamic=not spec.grad)
+    return torch.compile(own, fullgraph=True, dynamic=not (spec.grad or flash))
+
+
+def flash_rows(device: torch.device) -> int:
+    """Rows of a listed tile for FlashAttention-4: on Blackwell a block computes two of its tiles
+    (q_stage in flash_attn/cute/interface.py)."""
+    blackwell = torch.cuda.get_device_properties(device).major >= 10
+    return 2 * TILE if blackwell else TILE
 
 
 def block_mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device,
-    right: int | None = 0,
+    right: int | None = 0, rows: int | None = None,
 ) -> Any:
     """The BlockMask of visible(), with segments for Tq <= Tk.
+
+    Args:
+        rows: of a tile, for FlashAttention-4, whose mask_mod has constants. None: TILE, and
+            outside a model's graph lengths and window as tensors.
 
     Computed from the corners of the tiles, without a mask of Tq x Tk, since a segment is one run of
     positions. A tile in which nothing is visible may be listed as partial.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    def ends(T: int) -> tuple[Tensor, Tensor]:
-        first = torch.arange(0, T, TILE, device=device)
-        return first, (first + TILE).clamp(max=T) - 1
+    def ends(T: int, size: int) -> tuple[Tensor, Tensor]:
+        first = torch.arange(0, T, size, device=device)
+        return first, (first + size).clamp(max=T) - 1
 
     # Without segments visible() depends on j - i alone: a tile is visible in part if the entry
     # nearest to the diagonal is, and in full if both extremes are.
     offset = Tk - Tq
-    (top, bottom), (first, last) = ends(Tq), ends(Tk)
+    (top, bottom), (first, last) = ends(Tq, rows or TILE), ends(Tk, TILE)
     least, most = first - bottom[:, None], last - top[:, None]  # (tiles, tiles) each
     nearest, *both = (
         visible(0, distance, offset, window, right=right)[None]
@@ -163,7 +180,7 @@ def block_mask(
     shift: Any = offset
     width: Any = window
     ahead: Any = right
-    if not torch.compiler.is_compiling():
+    if rows is None and not torch.compiler.is_compiling():
         ahead = Tq if right is None else right
         shift, width, ahead = (
             torch.full((), n, device=device) for n in (offset, window or Tk, ahead)
@@ -180,7 +197,7 @@ def block_mask(
         return tiles.sum(dim=-1, dtype=torch.int32), order.int()
 
     mask = BlockMask.from_kv_blocks(
-        *listed(some & ~every), *listed(every), BLOCK_SIZE=TILE, mask_mod=mask_mod
+        *listed(some & ~every), *listed(every), BLOCK_SIZE=(rows or TILE, TILE), mask_mod=mask_mod
     )
     mask.seq_lengths = (Tq, Tk)  # not an argument in torch 2.5
     return mask
@@ -191,22 +208,22 @@ _by_shape = lru_cache(maxsize=16)(block_mask)
 
 @kept
 def _by_segments(
-    segments: Tensor, Tq: int, Tk: int, window: int | None, right: int | None
+    segments: Tensor, Tq: int, Tk: int, window: int | None, right: int | None, rows: int | None
 ) -> Any:
     # A copy: an entry that held on to its own key would never die.
     copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()
     torch._dynamo.mark_static(copy)
-    return block_mask(Tq, Tk, window, copy, segments.device, right)
+    return block_mask(Tq, Tk, window, copy, segments.device, right, rows)
 
 
 @torch.inference_mode(False)  # tensors made in inference mode cannot be used in training
 def kept_block_mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device,
-    right: int | None = 0,
+    right: int | None = 0, rows: int | None = None,
 ) -> Any:
     if segments is None:
-        return _by_shape(Tq, Tk, window, None, device, right)
-    return _by_segments(segments, Tq, Tk, window, right)
+        return _by_shape(Tq, Tk, window, None, device, right, rows)
+    return _by_segments(segments, Tq, Tk, window, right, rows)
 
 
 def room(segments: Tensor) -> tuple[int, int]:
@@ -235,4 +252,20 @@ BACKEND = Backend(
     ),
     fallback="sdpa",
     aliases=("flex_attention",),
+)
+
+# FlashAttention-4 with a mask in tiles (flash_attn/cute/interface.py of 4.0.0b13): tiles of 128
+# keys, so head_dim to 128; no backward on 12.x. Its dQ has a fixed order only by lists that PyTorch
+# 2.11 does not make. Gradients of other head dims and of a softcap: as in flash.py.
+_FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), min_torch="2.11", head_dim_max=128,
+              head_dim_multiple=8, right=True, dropout=False, scale=True, softcap=True, grad=False,
+              packages=("flash_attn.cute>=4.0",))
+_FLASH_GRAD = replace(_FLASH, head_dim_multiple=32, softcap=False, grad=True, deterministic=False)
+FLASH = Backend(
+    name="flex_flash",
+    title="PyTorch flex_attention, compiled into FlashAttention-4",
+    attend=partial(attend, flash=True),
+    caps=(_FLASH, _FLASH_GRAD, replace(_FLASH_GRAD, max_capability=(9, 0), softcap=True)),
+    fallback="flex",
+    install="pip install --pre flash-attn-4",
 )

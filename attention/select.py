@@ -30,8 +30,8 @@ BACKENDS: dict[str, Backend] = {
     b.name: b
     for b in (
         manual.BACKEND, tiled.BACKEND, sdpa.BACKEND, sdpa.FLASH, sdpa.EFFICIENT, sdpa.CUDNN,
-        sdpa.MATH, sdpa_bmm.BACKEND, flex.BACKEND, triton_flash.BACKEND, flash.V2, flash.V3,
-        flash.V4, paged.BACKEND,
+        sdpa.MATH, sdpa_bmm.BACKEND, flex.BACKEND, flex.FLASH, triton_flash.BACKEND, flash.V2,
+        flash.V3, flash.V4, paged.BACKEND,
     )
 }
 REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory, and no tiles: not probed at length

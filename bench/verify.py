@@ -31,6 +31,7 @@ SHOWS: dict[str, tuple[str, str]] = {
     "sdpa_cudnn": ("cudnn", "cudnn|sdpa"),
     "sdpa_math": (r"math( \(MPS\))?", ""),
     "flex": ("", "flex"),
+    "flex_flash": ("", "flash"),
     "triton": (r"flash \(our Triton\)", r"forward|dkdv|dq"),
     **dict.fromkeys(FLASH_PACKAGES, ("", PACKAGE)),
     "paged": (rf"(paged decode \(Triton\)|{ANY})?", ""),

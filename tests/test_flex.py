@@ -174,27 +174,29 @@ def tiles(count: Tensor, index: Tensor) -> Tensor:
         -1, index.long(), listed.int()).bool()
 
 
-def cut(seen: Tensor) -> tuple[Tensor, Tensor]:
+def cut(seen: Tensor, height: int) -> tuple[Tensor, Tensor]:
     """Of (B, Tq, Tk): whether any, and whether every entry of each tile is visible."""
-    rows = [r.split(TILE, dim=2) for r in seen.split(TILE, dim=1)]
+    rows = [r.split(TILE, dim=2) for r in seen.split(height, dim=1)]
     some = [torch.stack([t.flatten(1).any(1) for t in r], dim=1) for r in rows]
     every = [torch.stack([t.flatten(1).all(1) for t in r], dim=1) for r in rows]
     return torch.stack(some, dim=1), torch.stack(every, dim=1)
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 200, 1000])
-def test_the_lists_are_those_of_visible(window) -> None:
+@pytest.mark.parametrize(
+    ("window", "rows"), [*((w, None) for w in (None, 1, 100, 128, 129, 200, 1000)), (129, 256)]
+)
+def test_the_lists_are_those_of_visible(window, rows) -> None:
     for Tq, Tk in product(SIZES, SIZES):
         if Tq > Tk:
             continue
         i, j = torch.arange(Tq)[:, None], torch.arange(Tk)
         for segments in (None, packed(2, Tk), packed(2, Tk) * 0, torch.stack((j, j)) // 64):
-            mask = block_mask(Tq, Tk, window, segments, CPU)
+            mask = block_mask(Tq, Tk, window, segments, CPU, rows=rows)
             seen = visible(i, j, Tk - Tq, window)[None]
             if segments is not None:
                 seg_i = segments[:, -Tq:, None]
                 seen = visible(i, j, Tk - Tq, window, seg_i, segments[:, None])
-            some, every = cut(seen)
+            some, every = cut(seen, rows or TILE)
             partial_ = tiles(mask.kv_num_blocks, mask.kv_indices)
             full = tiles(mask.full_kv_num_blocks, mask.full_kv_indices)
             assert torch.equal(full, every)

@@ -178,6 +178,17 @@ def test_auto_where_4_uses_the_instructions_of_ampere(machine, installed, best) 
     assert runs("flash_attn_4", replace(BF16, grad=False), there, STRICT) == "flash_attn_4"
 
 
+@pytest.mark.parametrize("machine, change, runs_", [
+    (H100, {}, True), (B200, {}, True), (A100, {}, False), (H100, {"softcap": 9.0}, True),
+    (B200, {"softcap": 9.0}, False), (B200, {"softcap": 9.0, "grad": False}, True),
+    (H100, {"head_dim": 256}, False), (replace(H100, torch="2.10.0"), {}, False),
+])
+def test_flex_on_flash_attention_4(machine, change, runs_) -> None:
+    spec = replace(BF16, segments=True, window=9, **change)
+    assert runs("flex_flash", spec, full(machine)) == ("flex_flash" if runs_ else "flex")
+    assert "flash_attn.cute" in " ".join(why("flex_flash", spec, machine))
+
+
 def test_auto_trains_with_batched_products_where_a_cpu_has_bfloat16_units() -> None:
     there = replace(CPU, bfloat16_units=True)
     assert runs("auto", BF16, there, STRICT) == "sdpa_bmm"
