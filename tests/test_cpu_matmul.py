@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from core.cpu import matmul as cpu_matmul
 from core.loss import linear_cross_entropy
@@ -21,7 +24,7 @@ needs_switch = pytest.mark.skipif(NO_SWITCH, reason="oneDNN rounds to bfloat16 o
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if NO_SWITCH:
-        monkeypatch.setattr(cpu_matmul, "matmul", torch.mm)
+        monkeypatch.setattr(cpu_matmul, "onednn", nullcontext)
     yield
     cpu_matmul.exact.cache_clear()  # what was found with it holds for no other test
 
@@ -55,19 +58,25 @@ def test_linear_and_its_gradients_are_f_linear_s(shape: tuple[int, ...], bias: b
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_graph_takes_the_same_product(
-    grad: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By an operator of its own, which knows its shape; with gradients it is PyTorch's."""
-    monkeypatch.setattr(cpu_matmul, "_compiling", lambda: True)
-    x, w, b = torch.randn(2, 3, 7), torch.randn(9, 7), torch.randn(9) if bias else None
-    with torch.set_grad_enabled(grad):
-        y = cpu_matmul.linear(x.requires_grad_(grad), w, b)
-    torch.testing.assert_close(y, F.linear(x, w, b))
-    if grad:
-        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], w.sum(0).expand_as(x))
-    shape = torch.ops.nanoattn.linear(*(None if t is None else t.to("meta") for t in (x, w, b)))
-    assert shape.shape == y.shape and shape.dtype == torch.float32
+def test_a_graph_takes_the_same_products(grad: bool, bias: bool) -> None:
+    """By an operator: one product forward, and two of the gradients."""
+    products: list[object] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: object) -> object:
+        products.extend(n for n in graph.graph.nodes if "nanoattn.linear" in str(n.target))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=look)
+    compiled = torch.compile(cpu_matmul.linear, backend=backend, fullgraph=True)
+    ts = [torch.randn(2, 3, 7), torch.randn(9, 7), *([torch.randn(9)] if bias else [])]
+    dy, results = torch.randn(2, 3, 9), []
+    for linear in (compiled, F.linear):
+        own = [t.clone().requires_grad_(grad) for t in ts]
+        y = linear(*own) if bias else linear(*own, None)
+        results.append([y, *(torch.autograd.grad(y, own, dy) if grad else ())])
+    torch.testing.assert_close(*results)
+    assert len(products) == (3 if grad else 1)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 9])

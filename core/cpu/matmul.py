@@ -95,27 +95,24 @@ class onednn:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b by oneDNN; (M, K) and (K, N) float32 -> (M, N)."""
+    if _compiling():
+        return torch.ops.nanoattn.linear(a, b.t(), None)
     with onednn():
         return a @ b
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear by oneDNN, with its gradients; x (..., K), weight (N, K), float32 -> (..., N).
-
-    In torch.compile it is a custom operator without gradients, and F.linear with gradients.
-    """
+    """F.linear by oneDNN, with its gradients; x (..., K), weight (N, K), float32 -> (..., N)."""
     if _plain(x):
         return F.linear(x, weight, bias)
-    if not torch.is_grad_enabled():
-        if _compiling():
-            return torch.ops.nanoattn.linear(x, weight, bias)
-        return _linear(x, weight, bias)
-    if _compiling():
-        return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias)
+    if torch.is_grad_enabled():
+        return _Linear.apply(x, weight, bias)
+    return _linear(x, weight, bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if _compiling():
+        return torch.ops.nanoattn.linear(x, weight, bias)
     shape = *x.shape[:-1], weight.shape[0]
     if x.dtype == torch.float32 and x.numel() == x.shape[-1]:
         return gemv(x, weight, bias).view(shape)
@@ -167,7 +164,7 @@ def half_product(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-# An operator, because a switch around a whole graph would slow its attention down.
+# For torch.compile: a switch around a whole graph would slow its attention down.
 _LIBRARY = torch.library.Library("nanoattn", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.impl("linear", _linear, "CPU")
