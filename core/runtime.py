@@ -130,7 +130,7 @@ class Setup:
             # Otherwise every torch.empty() is filled first.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         chosen, graph = pick_dtype(dtype, device, n_embd), decide_compile(compile, device)
-        products = decide_onednn(onednn, device, chosen, bool(graph))
+        products = decide_onednn(onednn, device, chosen)
         why = ""
         if dtype == "auto" and device.type == "cpu" and n_embd is not None:
             why = cpu_matmul.why_not_bfloat16(n_embd) or f"this processor has {bfloat16_units()}"
@@ -198,14 +198,10 @@ def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
     return Decision(True)
 
 
-def decide_onednn(
-    wanted: bool | None, device: torch.device, dtype: torch.dtype, compiled: bool = False
-) -> Decision:
+def decide_onednn(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> Decision:
     """Use oneDNN for float32 products (core/cpu/matmul.py)? None: where it is faster."""
     if wanted is False:
         return Decision(False, "--onednn=False")
-    if compiled:
-        return Decision(False, "a compiled training step does not use it")
     if device.type != "cpu" or dtype != torch.float32:
         return Decision(False, f"not for {dtype_name(dtype)} on {device.type}")
     why = None if wanted else cpu_matmul.why_not()
