@@ -319,7 +319,8 @@ def now(device: torch.device) -> float:
 def describe(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu_name() or device.type}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{cpu_name() or device.type}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def show_log() -> None:

@@ -53,7 +53,8 @@ function drawTiles() {
     ? `m rises, so the old l and O shrink by the factor ${now.rescale.toFixed(3)}.`
     : "m stays, so the factor is 1.";
   const step = last ? "After the last tile O is divided by l."
-    : `Tile ${player.at + 1} of ${all.length}, keys ${now.first} to ${stop}. `
+    : `Tile ${player.at + 1} of ${all.length}, `
+      + (stop > now.first ? `keys ${now.first} to ${stop}. ` : `key ${stop}. `)
       + (player.at > 0 ? said : "The first tile sets m.");
   $("tiles-title").textContent = `Query ${query}, ${quote(about.tokens[query])}${cut}. ${step}`;
   drawBars(query, all.slice(0, player.at + 1), now, last);
