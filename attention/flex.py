@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +43,11 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .machine.system import own_code
-from .spec import Spec, visible
+from .spec import Numbers, Spec, visible
 from .views import for_any_shape, kept
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
 FEW = 16  # queries; more do not take PyTorch's kernel for decoding, whose tile holds all
@@ -70,7 +73,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     if q.device.type == "cpu" and spec.head_dim in SPOILT:
         scale = scale or spec.head_dim**-0.5
         q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))
-    numbers: tuple[Any, Any] = (scale, spec.softcap)
+    numbers: tuple[float | str | None, float | str | None] = (scale, spec.softcap)
     rows = flash_rows(q.device) if flash else None
     if torch.compiler.is_compiling():
         call, make = flex, block_mask
@@ -91,7 +94,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 
-def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any, scale: float | str | None,
+def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: float | str | None,
          softcap: float | str | None, sinks: Tensor | None, flash: bool) -> Tensor:
     """flex_attention, and the weight that sinks (H,) leave."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -142,7 +145,7 @@ def flash_rows(device: torch.device) -> int:
 def block_mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device,
     right: int | None = 0, rows: int | None = None,
-) -> Any:
+) -> BlockMask:
     """The BlockMask of visible(), with segments for Tq <= Tk.
 
     Args:
@@ -177,9 +180,9 @@ def block_mask(
         # A tile whose queries and keys begin and end in one run lies in it.
         every = every & (k_from == q_to) & (q_from == k_to)
 
-    shift: Any = offset
-    width: Any = window
-    ahead: Any = right
+    shift: Numbers = offset
+    width: Numbers = window
+    ahead: Numbers = right
     if rows is None and not torch.compiler.is_compiling():
         ahead = Tq if right is None else right
         shift, width, ahead = (
@@ -209,7 +212,7 @@ _by_shape = lru_cache(maxsize=16)(block_mask)
 @kept
 def _by_segments(
     segments: Tensor, Tq: int, Tk: int, window: int | None, right: int | None, rows: int | None
-) -> Any:
+) -> BlockMask:
     # A copy: an entry that held on to its own key would never die.
     copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()
     torch._dynamo.mark_static(copy)
@@ -220,7 +223,7 @@ def _by_segments(
 def kept_block_mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device,
     right: int | None = 0, rows: int | None = None,
-) -> Any:
+) -> BlockMask:
     if segments is None:
         return _by_shape(Tq, Tk, window, None, device, right, rows)
     return _by_segments(segments, Tq, Tk, window, right, rows)

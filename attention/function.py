@@ -25,7 +25,7 @@ from .machine.system import autocast_off
 from .spec import Spec
 from .views import Pair, for_any_shape, loadable
 
-Options = tuple[Any, ...]
+Options = tuple[object, ...]
 
 
 @partial(for_any_shape, lse=True)
@@ -57,7 +57,7 @@ def attention(
 def whole(backend: Backend) -> Callable[..., Tensor]:
     """An attend() by Backend.partial, as flash-attn's functions call it for the log-sum-exp."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:
         return attention(q, k, v, spec, kernel=backend.partial, **options)[0]
 
     return attend
@@ -106,7 +106,7 @@ class Attention(Mapped):
         return out.to(q.dtype), L
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.kernel = inputs[:2]
         ctx.save_for_backward(*inputs[2:], *output)
         ctx.mark_non_differentiable(output[1])
@@ -145,11 +145,11 @@ class Dense(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Tensor:
+    def backward(ctx: object, dout: Tensor) -> Tensor:
         return loadable(dout.contiguous())
 
 
@@ -182,11 +182,11 @@ class Gradient(Mapped):
         return tuple(g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+    def backward(ctx: object, *_: Tensor) -> NoReturn:
         raise RuntimeError(
             "this attention kernel has no second derivative; manual and sdpa_math have one"
         )
