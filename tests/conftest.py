@@ -5,6 +5,7 @@ Where there is no CUDA device Triton's kernels run in its interpreter, slowly, o
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -14,6 +15,8 @@ from functools import cache
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for subprocesses
+
+gc.disable()  # while modules are imported, of which none goes
 
 import pytest
 import torch
@@ -56,6 +59,12 @@ def few(values: Sequence[Any], fast: int = 1) -> list[Any]:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     hurry_the_interpreter()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
+    gc.unfreeze = lambda: None  # else each run of train.py looks for garbage among all modules
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import few
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import checkpoint
@@ -126,7 +127,9 @@ def argv(data_dir: Path, out: Path, **changes: Any) -> list[str]:
 
 
 def run_line(line: list[str], out: Path) -> Run:
-    return Run(*enter(train.main, line), read_rows(out / "metrics.jsonl"))
+    with pytest.MonkeyPatch.context() as patch:  # test_metrics.py draws the picture
+        patch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())
+        return Run(*enter(train.main, line), read_rows(out / "metrics.jsonl"))
 
 
 def run(data_dir: Path, out: Path, **changes: Any) -> Run:
