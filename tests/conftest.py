@@ -16,8 +16,6 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for subprocesses
 
-gc.disable()  # while modules are imported, of which none goes
-
 import pytest
 import torch
 
@@ -57,6 +55,7 @@ def few(values: Sequence[Any], fast: int = 1) -> list[Any]:
     return [*values[:fast], *(pytest.param(*v, marks=pytest.mark.slow) for v in rest)]
 
 
+gc.disable()  # while modules are imported, of which none goes
 if os.environ.get("TRITON_INTERPRET") == "1":
     hurry_the_interpreter()
 
