@@ -5,6 +5,7 @@ Where there is no CUDA device Triton's kernels run in its interpreter, slowly, o
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -54,8 +55,15 @@ def few(values: Sequence[Any], fast: int = 1) -> list[Any]:
     return [*values[:fast], *(pytest.param(*v, marks=pytest.mark.slow) for v in rest)]
 
 
+gc.disable()  # while modules are imported, of which none goes
 if os.environ.get("TRITON_INTERPRET") == "1":
     hurry_the_interpreter()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
+    gc.unfreeze = lambda: None  # else each run of train.py looks for garbage among all modules
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from typing import Any
 
@@ -31,5 +30,4 @@ class InProcess:
 
 def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
     """Use such workers in every mode."""
-    gc.freeze()  # the bench collects garbage before each measurement: seconds in pytest
     patch.setattr(rounds, "Worker", kind)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from conftest import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generate import eager_graphs, lively, ragged  # noqa: F401 (a fixture)
@@ -238,7 +239,7 @@ PROCESSORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("names", [*([name] for name in PROCESSORS), list(PROCESSORS)], ids=str)
+@pytest.mark.parametrize("names", few([[*PROCESSORS], *([name] for name in PROCESSORS)]), ids=str)
 def test_processors_of_transformers(names, transformers, tmp_path: Path) -> None:  # noqa: F811
     """The tokens of their own greedy generate(), which gets one row at a time."""
     each = [getattr(transformers, f"{n}LogitsProcessor")(*PROCESSORS[n]) for n in names]

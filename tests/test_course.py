@@ -24,14 +24,14 @@ import bench_mfu
 from attention import Spec, manual, visible
 from attention.__main__ import parser
 from attention.check.command import main as check_kernel
-from attention.check.named import mistaken
+from attention.check.named import mistaken, named
 from bench.config import load_config
 from core import settings
 from core.settings import UserError
 from course import build, draw, source
 from course.exercises import NUMBERS
 from course.exercises import __main__ as command_line
-from course.exercises.check import examine, right
+from course.exercises.check import examine, failure, right
 from course.figures import __main__ as figures
 from course.figures import basics, fused, trace
 from course.format import table
@@ -45,11 +45,6 @@ PAGES = sorted(COURSE.glob("[0-9]*_*.md"), key=lambda page: int(page.name.split(
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in [COURSE / "README.md", *PAGES]}
 COMMANDS = list(dict.fromkeys(line for text in TEXT.values() for line in commands(text)))
 ANSWERS = COURSE / "exercises" / "answers"
-
-MISTAKES = [
-    (number, n) for number in NUMBERS
-    for n in range(len(command_line.exercise(number).MISTAKES))
-]
 
 
 def needing_triton(number: str) -> None:
@@ -513,15 +508,18 @@ def test_the_right_answer_passes_and_the_start_does_not(number, tmp_path) -> Non
     assert examine(exercise, written(tmp_path, exercise.START))
 
 
-@pytest.mark.parametrize("number, n", MISTAKES)
-def test_a_common_mistake_is_named(number, n, tmp_path) -> None:
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_common_mistake_is_named(number, tmp_path) -> None:
     needing_triton(number)
     if number.startswith("7") and torch.cuda.is_available():
         pytest.skip("which of several wrong numbers comes first depends on the order of programs")
     exercise = command_line.exercise(number)
-    text = mistaken(right(exercise), exercise.MISTAKES[n])
-    said = examine(exercise, written(tmp_path, text)) or ""
-    assert said.endswith(f". {exercise.MISTAKES[n][2]}"), said
+    texts = [mistaken(right(exercise), mistake) for mistake in exercise.MISTAKES]
+    errors = {text: failure(exercise, written(tmp_path, text)) for text in texts}
+    for text, (*_, hint) in zip(texts, exercise.MISTAKES, strict=True):
+        error = failure(exercise, written(tmp_path, text))
+        assert error and named(error, right(exercise), exercise.MISTAKES, errors.get) == hint, error
+    assert (examine(exercise, written(tmp_path, texts[0])) or "").endswith(exercise.MISTAKES[0][2])
 
 
 # Answers that are written another way, with their mistake and a word of the hint.

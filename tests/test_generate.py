@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -58,6 +59,11 @@ def test_these_decode_here() -> None:
     assert {("manual", "static"), ("sdpa", "static"), ("paged", "paged")} <= here
 
 
+@cache
+def manual_text(shape: str, T: int, n: int) -> Tensor:
+    return greedy(lively(attention_backend="manual", **SHAPES[shape]), tokens(T=T), n)
+
+
 # flex compiles for half a minute: test_attention.py has its caches
 @pytest.mark.parametrize("name, kv", [pair for pair in PAIRS if pair[0] != "flex"])
 def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
@@ -66,11 +72,10 @@ def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
         if name in SLOW and shape != "mqa-window":
             continue
         model = lively(attention_backend=name, attention_fallback=False, **changes)
-        plain = lively(attention_backend="manual", **changes)
         sizes = [(5, 5)] if name in SLOW else [(1, 17), (20, 2)]
         for T, n in sizes:
             got = engine.generate(model, tokens(T=T), n, temperature=0, kv_cache=kv)
-            assert torch.equal(got, greedy(plain, tokens(T=T), n)), (shape, T)
+            assert torch.equal(got, manual_text(shape, T, n)), (shape, T)
 
 
 def test_the_texts_that_are_compared_are_lively() -> None:
@@ -160,6 +165,14 @@ def cached_logits(model: GPT, idx: Tensor, kv: str, chunks: list[int]) -> Tensor
     return torch.cat(logits, dim=1)
 
 
+@cache
+@torch.no_grad()
+def manual_logits(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """In this dtype and in float64."""
+    plain = build(attention_backend="manual", **SHAPES[shape]).eval().to(dtype)
+    return plain(tokens())[0].double(), copy.deepcopy(plain).double()(tokens())[0]
+
+
 @pytest.mark.parametrize("phase", CHUNKS)
 @pytest.mark.parametrize("name, kv", [p for p in PAIRS if p[0] not in SLOW])
 def test_logits_are_those_without_a_cache(name, kv, phase) -> None:
@@ -167,10 +180,7 @@ def test_logits_are_those_without_a_cache(name, kv, phase) -> None:
     for shape, changes in SHAPES.items():
         for dtype in (torch.float32, torch.bfloat16):
             model = build(attention_backend=name, **changes).eval().to(dtype)
-            plain = build(attention_backend="manual", **changes).eval().to(dtype)
-            with torch.no_grad():
-                yardstick = plain(tokens())[0].double()
-                truth = copy.deepcopy(plain).double()(tokens())[0]
+            yardstick, truth = manual_logits(shape, dtype)
             got = cached_logits(model, tokens(), kv, CHUNKS[phase])
             assert got.dtype == dtype and got.isfinite().all()
             allowed = 2 * (yardstick - truth).abs().max()
@@ -239,7 +249,7 @@ def test_generation_repeats_with_the_seed_and_leaves_no_graph() -> None:
 
 @given(st.sets(st.integers(0, 35)), st.integers(5, 37), st.sampled_from(KV_CACHES),
        st.sampled_from([{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_ids_without_a_token_are_never_drawn(unused, vocab_size, kv, sampling) -> None:
     """Padding of the vocabulary and gaps in it, though they are the likeliest."""
     known = sorted({*range(vocab_size)} - unused) or [0]

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -387,21 +388,26 @@ def _trained() -> Iterator[Any]:
         yield pytest.param(name, shape, segmented, marks=[pytest.mark.slow] * long, id=id_)
 
 
+BATCHES = [(tokens(), tokens(seed=1), seg) for seg in (None, segments())]  # [segmented]
+
+
+@cache
+def manual(shape: str, segmented: bool, dtype: torch.dtype) -> list[Any]:
+    """Loss and gradients of manual, in this dtype and in float64."""
+    plain = build(attention_backend="manual", **SHAPES[shape]).to(dtype)
+    return [gradients(m, *BATCHES[segmented]) for m in (plain, copy.deepcopy(plain).double())]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name, shape, segmented", list(_trained()))
 def test_every_backend_gives_the_same_loss_and_gradients(name, shape, segmented, dtype) -> None:
     """Against the same weights in float64; the yardstick is manual in the same dtype."""
-    strict = {"attention_backend": name, "attention_fallback": False, **SHAPES[shape]}
-    model = build(**strict).to(dtype)
-    data = tokens(), tokens(seed=1), segments() if segmented else None
+    model = build(attention_backend=name, attention_fallback=False, **SHAPES[shape]).to(dtype)
     if not runs_here(name, model, segmented):
         with pytest.raises(BackendUnavailable, match=f"'{name}' cannot run here"):
-            model(*data)
+            model(*BATCHES[segmented])
         return
-    plain = build(**{**strict, "attention_backend": "manual"}).to(dtype)
-    plain.load_state_dict(model.state_dict())
-    truth = copy.deepcopy(plain).double()
-    got, yardstick, exact = (gradients(m, *data) for m in (model, plain, truth))
+    got, (yardstick, exact) = gradients(model, *BATCHES[segmented]), manual(shape, segmented, dtype)
     assert model.plan(segments=segmented)[0].chosen.backend.name == name
     assert exact[0].dtype == torch.float64
     assert_within(got[0], yardstick[0], exact[0], dtype, 2)

@@ -50,7 +50,7 @@ def allowed(name: str, case: Case, dtype: str) -> Case:
 
 @pytest.mark.parametrize(
     "name", few(["tiled", "sdpa_flash", "sdpa", "manual", "sdpa_math", "sdpa_bmm"], 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases(), st.sampled_from(["float32", "bfloat16", "float64"]))
 def test_any_mask_by_every_backend(name: str, case: Case, dtype: str) -> None:
     dtype = "bfloat16" if name == "sdpa_bmm" else dtype
@@ -166,7 +166,7 @@ def same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=2e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases(), st.booleans())
 def test_flash_attn_func(case: Case, causal: bool) -> None:
     """Also with the log-sum-exp; causal=True sets the right side to 0."""
@@ -191,7 +191,7 @@ def test_flash_attn_func(case: Case, causal: bool) -> None:
     assert torch.equal(L.isneginf(), ~P.sum(-1).bool())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases(), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=5),
        st.booleans())
 def test_texts_of_any_lengths(case: Case, lengths: list[tuple[int, int]], equal: bool) -> None:
@@ -258,7 +258,7 @@ def test_new_queries_in_a_cache_see_one_another(
 
 
 @pytest.mark.parametrize("name, size", [("manual", None), ("sdpa", None), ("paged", 8)])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cases(longest=30), st.lists(st.integers(0, 30), min_size=3, max_size=3),
        st.lists(st.integers(1, 30), min_size=3, max_size=3))
 def test_views_of_a_cache(
@@ -283,7 +283,7 @@ def test_views_of_a_cache(
 # --- attention weights ---
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases(), st.data())
 def test_weights_of_some_rows(case: Case, data: Any) -> None:
     """They are the softmax of visible scores, have its gradients, and times v are the output."""

@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_no_tensor_is_larger_than_the_inputs(p) -> None:
     """O(T): out and dq have T * H * D entries, and no intermediate has more."""
-    for T in (128, 256, 512):
+    for T in (64, 128, 256):
         qkv = [torch.randn(1, T, 2, 4, requires_grad=True) for _ in range(3)]
         spec = Spec(2, 2, 4, "float32", dropout=p)
         with Recorder() as forward:
