@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -106,10 +106,9 @@ def borders(segments: Tensor) -> list[tuple[int, ...]]:
     return [tuple(row) for row in found]
 
 
-def in_blocks(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-    segments: Tensor | None, cache: StaticView | None = None, **options: Any,
-) -> Tensor:
+def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+              segments: Tensor | None, cache: StaticView | None = None,
+              **options: object) -> Tensor:
     """Call attend(q, k, v, spec, offset=, segments=), which masks, for blocks of queries and the
     keys that they see. Segments are only masked in a call of one block and under torch.compile."""
     block = CUDA_BLOCK if q.is_cuda else BLOCK
@@ -129,10 +128,8 @@ def in_blocks(
     ])
 
 
-def cut(
-    q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, block: int,
-    right: int | None = 0,
-) -> Iterator[tuple[slice, list[Piece]]]:
+def cut(q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, block: int,
+        right: int | None = 0) -> Iterator[tuple[slice, list[Piece]]]:
     """Rows (B) with the same segments, and the pieces of each."""
     (B, Tq), Tk = q.shape[:2], k.shape[1]
     if segments is None or Tq <= block or torch.compiler.is_compiling():
@@ -147,10 +144,8 @@ def cut(
         b = n
 
 
-def _in_pieces(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-    segments: Tensor | None, found: list[Piece], options: dict[str, Any],
-) -> Tensor:
+def _in_pieces(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+               segments: Tensor | None, found: list[Piece], options: dict[str, object]) -> Tensor:
     # Not split into one: its gradient would be a copy.
     sizes = [piece.I.stop - piece.I.start for piece in found]
     qs = q.split(sizes, dim=1) if len(found) > 1 else (q,)
@@ -174,6 +169,11 @@ def slices(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
     return tuple(t if whole == J else t.narrow(1, J.start, J.stop - J.start) for J in at)
 
 
+class Cut(Protocol):  # the `ctx` of Slices
+    shape: torch.Size
+    at: list[slice]
+
+
 class Slices(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -182,11 +182,11 @@ class Slices(torch.autograd.Function):
         return tuple(t[:, J] for J in at)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, list[slice]], output: object) -> None:
+    def setup_context(ctx: Cut, inputs: tuple[Tensor, list[slice]], output: object) -> None:
         ctx.shape, ctx.at = inputs[0].shape, inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Cut, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].new_zeros(ctx.shape)
         for J, grad in zip(ctx.at, grads, strict=True):
             total[:, J] += grad

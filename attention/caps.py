@@ -173,7 +173,7 @@ def checked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return attend
 
     @wraps(attend)
-    def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:
         import torch
 
         if not torch.compiler.is_compiling():
@@ -192,7 +192,7 @@ INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 
 
 def contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
-                   segments: Tensor | None, cache: Any, sinks: Tensor | None) -> str:
+                   segments: object, cache: Any, sinks: object) -> str:
     """What is wrong with attend()'s arguments, in words; "" if nothing is."""
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     fits = q.dim() == 4 and k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
@@ -252,7 +252,7 @@ def unlike(t: object, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...
     return f"{shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}"
 
 
-def shape_of(t: Any) -> str:
+def shape_of(t: object) -> str:
     """A tensor as "(2, 3) float32 on cpu", anything else as it prints itself."""
     import torch
 

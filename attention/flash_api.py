@@ -54,6 +54,7 @@ from .select import check_name
 from .spec import Policy, Spec
 from .views import PagedView, StaticView, kept, symbolic
 
+Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
 _plans = Plans("auto")
 
 
@@ -72,8 +73,8 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, *, return_softmax_lse: bool = False, **fa3: Any,
-) -> Any:
+    return_attn_probs: bool = False, *, return_softmax_lse: bool = False, **fa3: object,
+) -> Returned:
     """Attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
     Args:
@@ -97,13 +98,13 @@ def flash_attn_func(
     return _returned(*_dense(q, k, v, request), return_attn_probs, lse)
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_func() with kv (B, Tk, 2, Hkv, D)."""
     k, v = unpacked("kv", kv, 2, "batch, tokens")
     return flash_attn_func(q, k, v, *args, **options)
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_func() with qkv (B, T, 3, H, D)."""
     q, k, v = unpacked("qkv", qkv, 3, "batch, tokens")
     return flash_attn_func(q, k, v, *args, **options)
@@ -115,8 +116,8 @@ def flash_attn_varlen_func(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, block_table: Tensor | None = None, *,
-    return_softmax_lse: bool = False, **fa3: Any,
-) -> Any:
+    return_softmax_lse: bool = False, **fa3: object,
+) -> Returned:
     """Attention of N sequences of any lengths, one after the other.
 
     Args:
@@ -173,15 +174,14 @@ def flash_attn_varlen_func(
     return _returned(*_texts(q, k, v, lengths_q, lengths_k, request), return_attn_probs, lse)
 
 
-def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_varlen_func() with kv (total_k, 2, Hkv, D)."""
     k, v = unpacked("kv", kv, 2, "tokens")
     return flash_attn_varlen_func(q, k, v, *args, **options)
 
 
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
-) -> Any:
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+                                     *args: Any, **options: Any) -> Returned:
     """flash_attn_varlen_func() with qkv (total, 3, H, D)."""
     q, k, v = unpacked("qkv", qkv, 3, "tokens")
     ends, longest = cu_seqlens, max_seqlen
@@ -197,8 +197,8 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None, num_splits: int = 0, return_softmax_lse: bool = False, *,
-    page_table: Tensor | None = None, **fa3: Any,
-) -> Any:
+    page_table: Tensor | None = None, **fa3: object,
+) -> Returned:
     """Attention to a cache, without gradients; k and v are first appended to it, in place.
 
     Args:
@@ -390,7 +390,7 @@ def _kernel(
     heads = q.shape[-2], k.shape[-2], q.shape[-1]
     dtype, device = str(q.dtype).removeprefix("torch."), str(q.device)
     size = 0 if compiled else max(Tk, LONG).bit_length()  # a longer call is probed at its length
-    key: tuple[Any, ...] = (device, size, *heads, dtype, *asked)
+    key: tuple[object, ...] = (device, size, *heads, dtype, *asked)
     if compiled:
         # index(): a size may be symbolic here.
         key = tuple(
@@ -408,7 +408,7 @@ def _plan(plans: Plans, key: Sequence[Any], shape: tuple[int, int, int]) -> Plan
 
 
 @outside_a_trace
-def _plan_in_trace(*key: Any) -> None:
+def _plan_in_trace(*key: object) -> None:
     if key not in _plans.known:
         _plan(_plans, key, (1, LONG, LONG))
 
@@ -418,7 +418,7 @@ def _shape_only(t: Tensor) -> bool:
     return symbolic(t) and not torch.compiler.is_compiling()
 
 
-def _returned(out: Tensor, L: Tensor | None, probs: bool, lse: bool) -> Any:
+def _returned(out: Tensor, L: Tensor | None, probs: bool, lse: bool) -> Returned:
     if probs:
         return out, L, None
     return (out, L) if lse else out

@@ -45,7 +45,7 @@ class Request:
     ) -> Request:
         """Raise ValueError for what is not supported. `others` are HINTS, or REFUSED unless None,
         False or 0."""
-        pair: Any = window.tolist() if isinstance(window, Tensor) else window
+        pair: object = window.tolist() if isinstance(window, Tensor) else window
         sides = list(pair) if isinstance(pair, (tuple, list)) else []
         if len(sides) != 2 or not all(n is None or is_a(Integral, n) for n in sides):
             wrong("window_size", "a pair of integers", window)
@@ -96,9 +96,8 @@ def is_a(kind: type, value: object) -> bool:
     return type(value) in COMMON[kind] or (isinstance(value, kind) and not isinstance(value, bool))
 
 
-def integers(
-    name: str, t: object, shape: tuple[int, ...], on: torch.device, dtypes: Any = INDICES
-) -> None:
+def integers(name: str, t: object, shape: tuple[int, ...], on: torch.device,
+             dtypes: tuple[str, ...] = INDICES) -> None:
     if why := unlike(t, shape, on, dtypes):
         raise ValueError(f"{name} must be {why}")
 
@@ -150,10 +149,8 @@ def check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> in
     return k.shape[1]
 
 
-def check_rows(
-    B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None, table: Tensor | None,
-    rows: Tensor | None, wait: bool,
-) -> list[int] | None:
+def check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None,
+               table: Tensor | None, rows: Tensor | None, wait: bool) -> list[int] | None:
     """The lengths of B rows before n_new tokens are written; None: they are on a device, and the
     host does not `wait` for it."""
     (n_rows, room), on = k_cache.shape[:2], k_cache.device
@@ -204,9 +201,8 @@ def lengths_of(name: str, cu_seqlens: Tensor, total: int | None) -> list[int]:
     return [b - a for a, b in pairwise(ends)]
 
 
-def check_pages(
-    table: Tensor, pages: Tensor, skip: list[int], ends: list[int], before: list[int]
-) -> None:
+def check_pages(table: Tensor, pages: Tensor, skip: list[int], ends: list[int],
+                before: list[int]) -> None:
     """Each row's tokens skip .. end lie in pages, and those from `before` on, which are written,
     in pages of no other row."""
     # NumPy's small operations take a fraction of PyTorch's time.

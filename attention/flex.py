@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,11 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .machine.system import own_code
-from .spec import Spec, visible
+from .spec import Numbers, Spec, visible
 from .views import for_any_shape, kept
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
 FEW = 16  # queries; more do not take PyTorch's kernel for decoding, whose tile holds all
@@ -68,7 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     if q.device.type == "cpu" and spec.head_dim in SPOILT:
         scale = scale or spec.head_dim**-0.5
         q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))
-    numbers: tuple[Any, Any] = (scale, spec.softcap)
+    numbers: tuple[float | str | None, float | str | None] = (scale, spec.softcap)
     if torch.compiler.is_compiling():
         call, make = flex, block_mask
     else:
@@ -87,7 +90,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 
-def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any, scale: float | str | None,
+def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: float | str | None,
          softcap: float | str | None, sinks: Tensor | None) -> Tensor:
     """flex_attention, and the weight that sinks (H,) leave."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -126,10 +129,8 @@ def compiled(
     return torch.compile(own, fullgraph=True, dynamic=not spec.grad)
 
 
-def block_mask(
-    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device,
-    right: int | None = 0,
-) -> Any:
+def block_mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
+               device: torch.device, right: int | None = 0) -> BlockMask:
     """The BlockMask of visible(), with segments for Tq <= Tk.
 
     Computed from the corners of the tiles, without a mask of Tq x Tk, since a segment is one run of
@@ -160,9 +161,9 @@ def block_mask(
         # A tile whose queries and keys begin and end in one run lies in it.
         every = every & (k_from == q_to) & (q_from == k_to)
 
-    shift: Any = offset
-    width: Any = window
-    ahead: Any = right
+    shift: Numbers = offset
+    width: Numbers = window
+    ahead: Numbers = right
     if not torch.compiler.is_compiling():
         ahead = Tq if right is None else right
         shift, width, ahead = (
@@ -190,9 +191,8 @@ _by_shape = lru_cache(maxsize=16)(block_mask)
 
 
 @kept
-def _by_segments(
-    segments: Tensor, Tq: int, Tk: int, window: int | None, right: int | None
-) -> Any:
+def _by_segments(segments: Tensor, Tq: int, Tk: int, window: int | None,
+                 right: int | None) -> BlockMask:
     # A copy: an entry that held on to its own key would never die.
     copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()
     torch._dynamo.mark_static(copy)
@@ -200,10 +200,8 @@ def _by_segments(
 
 
 @torch.inference_mode(False)  # tensors made in inference mode cannot be used in training
-def kept_block_mask(
-    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device,
-    right: int | None = 0,
-) -> Any:
+def kept_block_mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
+                    device: torch.device, right: int | None = 0) -> BlockMask:
     if segments is None:
         return _by_shape(Tq, Tk, window, None, device, right)
     return _by_segments(segments, Tq, Tk, window, right)

@@ -25,7 +25,7 @@ from .machine.system import autocast_off
 from .spec import Spec
 from .views import Pair, for_any_shape, loadable
 
-Options = tuple[Any, ...]
+Options = tuple[object, ...]
 
 
 @partial(for_any_shape, lse=True)
@@ -55,7 +55,7 @@ def attention(
 def whole(backend: Backend) -> Callable[..., Tensor]:
     """An attend() by Backend.partial, as flash-attn's functions call it for the log-sum-exp."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:
         return attention(q, k, v, spec, kernel=backend.partial, **options)[0]
 
     return attend
@@ -104,7 +104,7 @@ class Attention(Mapped):
         return out.to(q.dtype), L
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.kernel = inputs[:2]
         ctx.save_for_backward(*inputs[2:], *output)
         ctx.mark_non_differentiable(output[1])
@@ -142,11 +142,11 @@ class Dense(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Tensor:
+    def backward(ctx: object, dout: Tensor) -> Tensor:
         return loadable(dout.contiguous())
 
 
@@ -154,7 +154,7 @@ class TracedDense(torch.autograd.Function):
     """Dense in the older style, as Traced."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
+    def forward(ctx: object, out: Tensor) -> Tensor:
         return out.view_as(out)
 
     backward = Dense.backward
@@ -189,11 +189,11 @@ class Gradient(Mapped):
         return tuple(g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+    def backward(ctx: object, *_: Tensor) -> NoReturn:
         raise RuntimeError(
             "this attention kernel has no second derivative; manual and sdpa_math have one"
         )
@@ -203,7 +203,7 @@ class TracedGradient(torch.autograd.Function):
     """Gradient in the older style, as Traced."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: object, *inputs: Any) -> tuple[Tensor, ...]:
         return Gradient.forward(*inputs)
 
     backward = Gradient.backward

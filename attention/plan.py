@@ -98,7 +98,7 @@ class Plans:
         self.name, self.policy, self.specs, self.length = name, policy, specs, length
         self.known: dict[Hashable, Plan] = {}
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Plans], tuple[object, ...]]:
         return Plans, (self.name, self.policy, self.specs, self.length)
 
     def look_up(self, phase: Phase, B: int = 1) -> Plan:

@@ -89,7 +89,7 @@ class Ring:
         early, late = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
         return torch.cat([*early, *late[::-1]], dim=1)[:, :T]
 
-    def positions(self, T_r: int, last: int, device: Any = None) -> Tensor:
+    def positions(self, T_r: int, last: int, device: torch.device | None = None) -> Tensor:
         """The positions (T_r,) int64 of this process's tokens, at most `last` for padding. Raises
         ValueError if a token would be past `last`."""
         c = T_r // 2

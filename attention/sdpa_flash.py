@@ -19,7 +19,6 @@ Source  PyTorch's own context parallelism calls the same operators (torch/distri
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -148,7 +147,7 @@ def _BHTD(t: Tensor) -> Tensor:
 def _cpu_blocks(
     q: Tensor, k: Tensor, window: int | None, right: int | None, offset: int,
     seg_q: Tensor | None, seg_k: Tensor | None,
-) -> Iterator[tuple[slice, slice, slice, dict[str, Any], Tensor | None]]:
+) -> Iterator[tuple[slice, slice, slice, dict[str, bool | Tensor], Tensor | None]]:
     """Rows of the batch, queries, their keys, the operator's mask, and which queries see no key,
     (B or 1, 1, |I|); None: all do."""
     (B, Tq), Tk = q.shape[:2], k.shape[1]

@@ -30,7 +30,7 @@ Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau,
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | None = None,
                   segments: Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
-                  on_tile: Any = lambda *_: None) -> tuple[Tensor, Tensor]:
+                  on_tile: Callable[..., object] = lambda *_: None) -> tuple[Tensor, Tensor]:
     """The forward pass, FlashAttention-2's Algorithm 1: out and L as in caps.Partial. A tile's
     dropout seed is `seed` plus its number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i, O_i."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale

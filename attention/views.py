@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .machine.system import autocast_off
-from .spec import Spec, visible
+from .machine.system import P, R, autocast_off
+from .spec import Numbers, Spec, visible
 
 Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
 
@@ -45,7 +45,7 @@ def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | Non
     return all(visible(*corner, offset, window, right=right) for corner in corners)
 
 
-def for_any_shape(attend: Callable[..., Any], lse: bool = False) -> Callable[..., Any]:
+def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
     """Make an attend() for 0 < Tq <= Tk, or where every query sees every key, and for contiguous
     head dimensions take all shapes and strides, and compute in q's dtype under autocast.
 
@@ -106,12 +106,12 @@ def loadable(t: Tensor) -> Tensor:
     return t
 
 
-def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
     """torch.compiler.disable(f), at the first call, since it imports torch._dynamo: 1 s or more."""
-    made: list[Callable[..., Any]] = []
+    made: list[Callable[P, R]] = []
 
     @wraps(f)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not made:
             made.append(torch.compiler.disable(f))
         return made[0](*args, **kwargs)
@@ -125,7 +125,7 @@ def symbolic(t: Tensor) -> bool:
     return torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor)
 
 
-def kept(make: Callable[..., Any]) -> Callable[..., Any]:
+def kept(make: Callable[..., R]) -> Callable[..., R]:
     """Cache make(t, *args) for the tensor t, which all layers share, until its values or the
     arguments change, or it dies. The result must not refer to t.
 
@@ -133,10 +133,10 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
     the host would wait for the device in each layer, so only t's version is compared: a write
     through .data is not seen.
     """
-    known: Any = WeakTensorKeyDictionary()
+    known = WeakTensorKeyDictionary()
 
     @wraps(make)
-    def call(t: Tensor, *args: Any) -> Any:
+    def call(t: Tensor, *args: object) -> R:
         if symbolic(t):
             return make(t, *args)
         on_host = t.device.type == "cpu"  # where NumPy and .data write without a new version
@@ -175,7 +175,7 @@ class StaticView:
         i = torch.arange(Tq, device=self.start.device)
         j = torch.arange(self.length, device=self.start.device)
         # Padding may lie past the positions that are read: it sees what the last of them sees.
-        last: Any = self.length - 1
+        last: Numbers = self.length - 1
         if right != 0:
             last = (self.start + self.count).clamp(1, self.length)[:, None, None, None] - 1
         at = (self.start[:, None, None, None] + i[:, None]).clamp(max=last)
@@ -199,7 +199,10 @@ class PagedView:
     kind: ClassVar[str] = "paged"  # Spec.cache
 
 
-def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Callable[..., Any]]:
+MakeView = Callable[[Numbers, Numbers], StaticView | PagedView | None]  # of start and count
+
+
+def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, MakeView]:
     """k and v, (B, T, Hkv, D), as the cache of `spec` holds them, and a function that makes a view.
 
     Pages (n_pages, page_size, Hkv, D) are in random order; page 0 is the null page. view(start,
@@ -207,7 +210,7 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Call
     """
     B, T = k.shape[:2]
 
-    def view(start: Any, count: Any) -> StaticView | PagedView | None:
+    def view(start: Numbers, count: Numbers) -> StaticView | PagedView | None:
         start, count = (
             torch.as_tensor(n, dtype=torch.int32, device=k.device) for n in (start, count)
         )

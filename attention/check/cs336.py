@@ -30,7 +30,7 @@ from .. import own, tiled
 from ..caps import Backend, BackendUnavailable, Caps
 from ..spec import Spec
 from . import matrix
-from .matrix import Case
+from .matrix import Case, Fields
 from .named import Mistake, Wrong, named, same
 from .oracle import require
 from .properties import Item
@@ -50,7 +50,7 @@ def case(Tq: int, Tk: int, causal: bool, D: int = 64, B: int = 2, **more: Any) -
     return Case(", ".join(words), Tq, Tk, H=1, Hkv=1, D=D, B=B, right=right, **more)
 
 
-SIZES: list[tuple[tuple[int, int], dict[str, Any]]] = [
+SIZES: list[tuple[tuple[int, int], Fields]] = [
     ((128, 128), {"B": 4}),  # the assignment's own test
     ((64, 64), {"D": 16, "B": 1}), ((64, 64), {"D": 32, "B": 3}), ((64, 64), {"D": 128}),
     ((64, 64), {"size": 10.0}),

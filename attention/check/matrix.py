@@ -15,6 +15,7 @@ from ..spec import Spec
 from . import oracle
 
 OPTIONS = ("window", "right", "segments", "scale", "softcap", "sinks")
+Fields = dict[str, Any]  # by name, of a Case, of a Spec or of the oracle's arguments
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Case:
 
 def case_of(spec: Spec, T: int, segments: str = "packed") -> Case:
     sizes = spec.n_head, spec.n_kv_head, spec.head_dim, 2
-    options: dict[str, Any] = {name: getattr(spec, name) for name in OPTIONS}
+    options: Fields = {name: getattr(spec, name) for name in OPTIONS}
     options["segments"] = segments if spec.segments else None
     return Case(f"{T}", T, T, *sizes, **options)
 
@@ -257,10 +258,10 @@ def sinks(case: Case, dtype: str, device: str = "cpu") -> Tensor | None:
     return laid_out(found, "sinks", case)
 
 
-def options(case: Case, dtype: str, device: str = "cpu") -> dict[str, Any]:
+def options(case: Case, dtype: str, device: str = "cpu") -> Fields:
     """Return the oracle's keyword arguments."""
     names = ("window", "right", "scale", "softcap")
-    more: dict[str, Any] = {name: getattr(case, name) for name in names}
+    more: Fields = {name: getattr(case, name) for name in names}
     return more | {"segments": segments(case, device), "sinks": sinks(case, dtype, device)}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,8 +68,7 @@ def log_sum_exp(backend: Backend, spec: Spec, device: str) -> None:
         q, k, seg = (given.get(name) for name in ("q", "k", "segments"))
         assert q is not None and k is not None
         with torch.no_grad():
-            options: dict[str, Any] = {"segments": seg, "kernel": backend.partial}
-            L = attention(q, k, given["v"], spec, **options)[1]
+            L = attention(q, k, given["v"], spec, segments=seg, kernel=backend.partial)[1]
         keys = k.double().repeat_interleave(spec.n_head // spec.n_kv_head, dim=2)
         scores = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * spec.softmax_scale
         sides = spec.window, seg, torch.device(device), None, spec.right

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -340,17 +340,17 @@ def again(backend: Backend, spec: Spec, device: str) -> None:
     for t in given.values():
         (t.data if t.device.type == "cpu" else t).copy_(t.flip(min(1, t.dim() - 1)))
     got = matrix.run(backend, given, spec)
-    options: dict[str, Any] = {name: given.get(name) for name in ("segments", "sinks")}
-    options["right"] = spec.right
+    more: matrix.Fields = {name: given.get(name) for name in ("segments", "sinks")}
     inputs = [given[name] for name in ("q", "k", "v", "dout")]
-    rough, exact = (f(*inputs, **options) for f in (oracle.plain, oracle.attention))
+    rough, exact = (f(*inputs, **more, right=spec.right) for f in (oracle.plain, oracle.attention))
     oracle.check(got, rough, exact, getattr(torch, spec.dtype))
     same = all(map(torch.equal, first.tensors.values(), before.values()))
     require(same, "a second call changed the first result")
     require(all(map(torch.equal, state, states())), "a random number was drawn")
 
 
-def surrounded(context: Callable[[str], Any], backend: Backend, spec: Spec, device: str) -> None:
+def surrounded(context: Callable[[str], AbstractContextManager[object]], backend: Backend,
+               spec: Spec, device: str) -> None:
     """Right, in q's dtype, inside a context manager."""
 
     def attend(*args: object, **more: object) -> Tensor:

@@ -507,7 +507,7 @@ def _padded(head_dim: int) -> int:
 # --- Launch ---
 
 
-def _launch(name: str, heads: int, T: int, q: Tensor, *args: Any) -> None:
+def _launch(name: str, heads: int, T: int, q: Tensor, *args: object) -> None:
     """Run a kernel: a program for each head and each block of T queries (for dkdv of T keys)."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     head_dim, itemsize = q.shape[3], q.element_size()
@@ -532,7 +532,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropout: float,
-             scale: float, softcap: float | None, offset: int | None) -> tuple[Any, ...]:
+             scale: float, softcap: float | None, offset: int | None) -> tuple[float | None, ...]:
     """Return Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep and GROUP."""
     (Tq, H), Tk = q.shape[1:3], k.shape[1]
     offset = Tk - Tq if offset is None else offset

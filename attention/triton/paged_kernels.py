@@ -21,7 +21,6 @@ Source  Dao et al. 2023, "Flash-Decoding for long-context inference" (PyTorch bl
 # The parameters of a Triton kernel have no Python types.
 # mypy: allow-untyped-defs
 
-from typing import Any
 
 import torch
 import triton
@@ -172,5 +171,5 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
 
 
 @decode.register_fake
-def _(q: Tensor, *_: Any) -> Tensor:
+def _(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape)
