@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 HF = ("eager", "sdpa", "flash_attention_2")
 Mark = Callable[[str], None]
+Times = tuple[float, float, int]  # of Candidate.write()
 
 
 def everyone(run: Run, implementations: tuple[str, ...] = HF) -> dict[str, str]:
@@ -133,7 +134,7 @@ class Candidate:
         """Return the kernels chosen for its layers, with a cache or in training; [] if unknown."""
         return []
 
-    def write(self, prompt: Tensor, new: int, cache: str, **more: Any) -> tuple[float, float, int]:
+    def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
         """Continue `prompt`, (B, T) int64, by `new` tokens; more: options of our engine.
 
         Returns:
@@ -203,7 +204,7 @@ class Ours(Candidate):
         how = (self.run, self.optimizer, self.scaler, self.setup.autocast)
         return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
 
-    def write(self, prompt: Tensor, new: int, cache: str, **more: Any) -> tuple[float, float, int]:
+    def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
         stats, compile = Stats(), self.compile and cache == "static"
         how: Json = {"temperature": 0.0, "kv_cache": cache, "compile": compile, **more}
         texts = engine.stream(self.model, prompt, new, stats=stats, **how)
@@ -253,12 +254,12 @@ class NanoGPT(Candidate):
         args = (c.weight_decay, c.learning_rate, (c.beta1, c.beta2), self.setup.device.type)
         return self.model.configure_optimizers(*args)
 
-    def write(self, prompt: Tensor, new: int, cache: str, **more: Any) -> tuple[float, float, int]:
+    def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
         if cache != "none" or more:
             raise UserError("its generate() has no cache and no --constraint")
         began: list[float] = []
 
-        def note(module: Any, inputs: Any) -> None:
+        def note(module: object, inputs: object) -> None:
             if len(began) == 1:  # on a GPU the first token may still be computed
                 synchronize(self.setup.device)
             began.append(time.perf_counter())
@@ -307,7 +308,7 @@ class HuggingFace(Candidate):
         # It shifts the labels itself and ignores the last position.
         return self.run(input_ids=x, labels=x, use_cache=False).loss
 
-    def write(self, prompt: Tensor, new: int, cache: str, **more: Any) -> tuple[float, float, int]:
+    def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
         if cache not in ("dynamic", "static") or more:
             raise UserError(
                 f"it has the caches dynamic and static and no --constraint, not {cache}"

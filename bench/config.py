@@ -178,7 +178,7 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[BenchConfig]
     named = any(origin != "command line" for origin in origins.values())
     if not named and mode != "plan" and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
-    loaded: Loaded[Any] = read(Flat, argv, shown=shown(mode), **known)
+    loaded = read(Flat, argv, shown=shown(mode), **known)
     mine, of_train = (
         {f.name: getattr(loaded.settings, f.name) for f in fields(kind)}
         for kind in (Knobs, TrainConfig)

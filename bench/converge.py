@@ -7,7 +7,7 @@ than the tolerance fails, a lower loss too. The workers are bench/train.py's.
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import data
 from bench import Json, tables, train
@@ -51,7 +51,7 @@ def measure(run: Run) -> None:
     schedule: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps}
     schedule["warmup_iters"] = config.steps // 10
     for seed in range(config.train.seed, config.train.seed + config.seeds):
-        changes: dict[str, Any] = {**schedule, "seed": seed}
+        changes: Json = {**schedule, "seed": seed}
         if config.paths:
             exact = {"dtype": "float32", "tf32": False, "attention_backend": "manual"}
             plain = {**changes, **exact, "compile": False, "residual_dtype": "float32"}
@@ -63,7 +63,7 @@ def measure(run: Run) -> None:
             names = dict.fromkeys(["manual", *run.backends])
             jobs = {name: run.job("converge", name, batch, **changes) for name in names}
         # Not fresh: a training is one process.
-        how: Any = {"rounds": ROUNDS, "fresh": False, "skip": lambda name, _: too_long(run, name)}
+        how: Json = {"rounds": ROUNDS, "fresh": False, "skip": lambda name, _: too_long(run, name)}
         run.measure(jobs, request={"steps": steps}, **how)
 
 

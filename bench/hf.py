@@ -7,9 +7,10 @@ counted by FlopCounterMode; those of attention are core/flops.py's, with each la
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,12 +19,14 @@ from attention import hf as bridge
 from bench import Json
 from bench.job import Job
 from bench.process import Failure
-from core.flops import flops_per_token, mean_keys
+from core.flops import Sizes, flops_per_token, mean_keys
 from core.hub import why_not_hub
 from core.settings import UserError, first_line, from_dict
 from train import TrainConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from bench.rounds import Run
 
 IMPLEMENTATIONS = ("eager", "sdpa")  # of transformers, as rivals
@@ -60,7 +63,7 @@ def _(config: Counted, T: int, causal: bool = False) -> float:
     return found
 
 
-def model_of(part: Json) -> Any:
+def model_of(part: Json) -> Sizes:
     """Return the GPTConfig of the settings, or the counted sizes of a transformers model."""
     if "counted" in part.get("hf", {}):
         return Counted(**part["hf"]["counted"])
@@ -83,7 +86,7 @@ def read(name: str) -> Json:
         raise UserError(f"--hf={name}: no such folder")
     offline = None if Path(name).exists() else why_not_hub()
     try:
-        how: Any = {"trust_remote_code": False, "local_files_only": offline is not None}
+        how: Json = {"trust_remote_code": False, "local_files_only": offline is not None}
         config = AutoConfig.from_pretrained(name, **how).get_text_config()
     except Exception as e:  # a config's own checks may raise anything
         why = offline or first_line(e)
@@ -97,7 +100,7 @@ def rows_of(backends: list[str]) -> dict[str, str]:
     return ours | {f"hf_{name}": f"hf={name}" for name in IMPLEMENTATIONS}
 
 
-def build(job: Job, config: Json, implementation: str) -> Any:
+def build(job: Job, config: Json, implementation: str) -> torch.nn.Module:
     """Return the model with random float32 weights on the job's device.
 
     Raises:
@@ -117,21 +120,21 @@ def build(job: Job, config: Json, implementation: str) -> Any:
     if implementation.startswith(bridge.PREFIX):
         bridge.register(policy=job.config.policy)  # no fallback: rounds.Run.job()
     try:
-        make: Any = AutoModelForCausalLM.from_config
+        make: Callable[..., torch.nn.Module] = AutoModelForCausalLM.from_config
         model = make(sizes, attn_implementation=implementation, trust_remote_code=False)
     except (ValueError, ImportError) as e:
         raise UserError(" ".join(str(e).split()).partition(". ")[0]) from e
     return model.to(job.device, torch.float32)  # lower precision by autocast
 
 
-def ran(model: Any) -> list[Resolution]:
+def ran(model: PreTrainedModel) -> list[Resolution]:
     """Return each layer's kernel; [] for transformers' own attention."""
     if not model.config._attn_implementation.startswith(bridge.PREFIX):
         return []
     return [chosen for layer in bridge.report(model) for _, chosen, _ in layer.ran]
 
 
-def specs(model: Any, x: torch.Tensor) -> list[Spec]:
+def specs(model: PreTrainedModel, x: torch.Tensor) -> list[Spec]:
     """Run x, (B, T) int64, once; return the layers' Specs and set eager attention.
 
     Raises:
@@ -147,7 +150,7 @@ def specs(model: Any, x: torch.Tensor) -> list[Spec]:
     return found
 
 
-def counted(job: Job, model: Any, specs: list[Spec], flops: float) -> Counted:
+def counted(job: Job, model: PreTrainedModel, specs: list[Spec], flops: float) -> Counted:
     """Return the sizes. `flops`: FLOPs of a token with eager attention."""
     T = job.config.block_size
     squares = sum(12 * spec.n_head * spec.head_dim * T for spec in specs)
@@ -156,7 +159,7 @@ def counted(job: Job, model: Any, specs: list[Spec], flops: float) -> Counted:
     return Counted(layers, parameters(model), flops - squares, *sizes)
 
 
-def parameters(model: Any) -> int:
+def parameters(model: PreTrainedModel) -> int:
     """Count the parameters, without embeddings that are only looked up."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     head = model.get_output_embeddings()

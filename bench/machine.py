@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 
 import attention
-from attention.machine.system import cpu_name
+from attention.machine.system import R, cpu_name
 from attention.machine.timing import Clock
 from attention.spec import Machine, Policy, Spec
 from bench import Json
@@ -168,7 +168,9 @@ class Description:
         self.about |= {"bandwidth": rate, "bandwidth_source": source}
 
 
-def refused(names: list[str], specs: list[Spec], machine: Json, policy: Policy) -> dict[str, Any]:
+def refused(
+    names: list[str], specs: list[Spec], machine: Json, policy: Policy
+) -> dict[str, list[str]]:
     """Return {name: reasons} of the backends that declare support for none of the Specs on the
     machine of a description; nothing is run."""
     here, found = Machine.here("cpu"), {}
@@ -231,7 +233,7 @@ def look(job: Job) -> Json:
     }
 
 
-def nvml(ask: Callable[[Any, Any], float]) -> list[float]:
+def nvml(ask: Callable[[ModuleType, object], R]) -> list[R]:
     """Return the answer for each GPU by NVIDIA's library; [] without the package nvidia-ml-py."""
     try:
         import pynvml
@@ -246,7 +248,7 @@ def nvml(ask: Callable[[Any, Any], float]) -> list[float]:
 
 
 def driver() -> str | None:
-    found: list[Any] = nvml(lambda lib, _: lib.nvmlSystemGetDriverVersion())
+    found: list[str] = nvml(lambda lib, _: lib.nvmlSystemGetDriverVersion())
     return found[0] if found else None
 
 

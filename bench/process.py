@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench import Json
 from core.runtime import StopSignal
@@ -79,7 +78,7 @@ class Worker:
         stop.check()
         self.timeout, self.stop, began = timeout, stop, time.perf_counter()
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
-        pipe: Any = subprocess.PIPE
+        pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             self.command, stdin=pipe, stdout=pipe, stderr=self.errors, start_new_session=True
         )

@@ -9,11 +9,10 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import data
 from bench import Json, converge, decode, kernel, proof, record, train
@@ -38,7 +37,7 @@ class Stage:
     share: float
     measure: Callable[[Run], Json]
     mode: str = "kernel"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
 
 
 def grid(cuda: bool) -> list[Json]:

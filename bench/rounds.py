@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from attention import Spec
 from bench import Json, hf, record, tables
@@ -62,7 +61,7 @@ class Run:
         return self.device.startswith("cuda")
 
     @property
-    def model(self) -> Any:
+    def model(self) -> flops.Sizes:
         """GPTConfig, or the sizes of the model of --hf."""
         return hf.model_of(self.content())
 
@@ -97,7 +96,7 @@ class Run:
         return content
 
     def job(
-        self, kind: str, name: str = "", batch_size: int = 1, rival: str = "", **changes: Any
+        self, kind: str, name: str = "", batch_size: int = 1, rival: str = "", **changes: object
     ) -> Json:
         """Return a worker's job.
 
@@ -155,7 +154,7 @@ class Run:
         self,
         jobs: Mapping[str, Json],
         points: Sequence[Json] = ({},),
-        request: Mapping[str, Any] = {},
+        request: Mapping[str, object] = {},
         *,
         rounds: int = 0,
         fresh: bool | None = None,

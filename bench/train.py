@@ -140,7 +140,7 @@ class Reference:
         specs = hf.specs(who.model, x[:1]) if job.hf else []
         who.loss(x[:1], y[:1])  # probes the backend, which must not be counted
 
-        def addmm(out: Any, a: Any, b: Any, out_shape: Any, **kwargs: Any) -> int:
+        def addmm(out: object, a: torch.Size, b: torch.Size, out_shape: object, **_: object) -> int:
             return 2 * a[0] * a[1] * b[1]  # of shapes
 
         # torch does not count addmm_, with which the loss adds up the head's gradient
