@@ -1,13 +1,11 @@
 """AdamW and Muon, their learning rate, and an update that clips and checks without waiting for the
 device.
-
-`config` is train.py's TrainConfig.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -17,10 +15,16 @@ from core.cpu.matmul import why_not_bfloat16
 from core.parallel import copies, deal, held, local, whole
 from core.settings import UserError
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Config = Any  # train.py's TrainConfig, or the course's Task, which has fewer fields
+Group = dict[str, Any]  # of parameters: "params", and options of the optimizer
+
 FLAT = 0.3  # of the steps, before a linear decay
 
 
-def learning_rate(step: int, config: Any) -> float:
+def learning_rate(step: int, config: Config) -> float:
     """Linear warm-up, cosine decay to min_lr, then flat; step counts from 0. Without decay_lr the
     rate is constant, as in nanoGPT. decay_lr="linear": flat after the warm-up, then a line."""
     if not config.decay_lr:
@@ -38,7 +42,7 @@ def learning_rate(step: int, config: Any) -> float:
     return low + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - low)
 
 
-def schedule_warnings(config: Any) -> list[str]:
+def schedule_warnings(config: Config) -> list[str]:
     """Return a warning if the schedule does not reach learning_rate, or min_lr by a decay."""
     rate, warm_up, steps = config.learning_rate, config.warmup_iters, config.max_iters
     last = steps if config.lr_decay_iters is None else config.lr_decay_iters
@@ -56,7 +60,7 @@ def schedule_warnings(config: Any) -> list[str]:
     return [f"WARNING: {line}" for line in found]
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Any) -> float:
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
     """Set the rate of a step in each group of parameters; returns AdamW's."""
     rate = learning_rate(step, config)
     for group in optimizer.param_groups:
@@ -65,7 +69,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Any) 
 
 
 def build_optimizer(
-    model: nn.Module, config: Any, device: torch.device, processes: int = 1
+    model: nn.Module, config: Config, device: torch.device, processes: int = 1
 ) -> torch.optim.AdamW:
     """AdamW, fused on CPU and CUDA, that decays the matrices, but no biases and norm gains; or Muon
     (config.optimizer).
@@ -75,7 +79,7 @@ def build_optimizer(
     """
     params = [p for p in model.parameters() if p.requires_grad]
     betas, fused = (config.beta1, config.beta2), device.type in ("cuda", "cpu")
-    how: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": fused}
+    how: Group = {"lr": config.learning_rate, "betas": betas, "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
         gpt: Any = model
         half = device.type == "cpu" and config.dtype == "bfloat16"
@@ -106,7 +110,7 @@ ITERATIONS = 12
 ADAMW_EPS, ADAMW_DECAY = 1e-10, 1e-3  # of all other parameters
 
 
-def muon_groups(model: Any, config: Any) -> list[dict[str, Any]]:
+def muon_groups(model: Any, config: Config) -> list[Group]:
     """The blocks' matrices by shape, then embeddings, head and vectors.
 
     "rows" of a group: of each matrix that a parameter joins; "factor": its highest learning rate
@@ -119,11 +123,11 @@ def muon_groups(model: Any, config: Any) -> list[dict[str, Any]]:
     joined: dict[str, tuple[int, ...]] = {"attn.c_attn.weight": (q, kv, kv)}
     if c.mlp == "swiglu":
         joined["mlp.c_fc.weight"] = (c.hidden, c.hidden)
-    groups: dict[Any, dict[str, Any]] = {}
+    groups: dict[tuple[object, ...], Group] = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        how: dict[str, Any] = {"weight_decay": ADAMW_DECAY, "eps": ADAMW_EPS}
+        how: Group = {"weight_decay": ADAMW_DECAY, "eps": ADAMW_EPS}
         kind = 3 if p.dim() < 2 else 2 if name.startswith("lm_head") else 1
         if p.dim() == 2 and ".h." in name:
             rows = joined.get(name.split(".", 3)[3], (p.shape[0],))
@@ -143,7 +147,7 @@ def about(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return [held(model, optimizer), muon]
 
 
-def muon_only(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def muon_only(optimizer: torch.optim.Optimizer) -> list[Group]:
     return [group for group in optimizer.param_groups if "rows" in group]
 
 
@@ -159,7 +163,9 @@ class Muon(torch.optim.AdamW):
         mesh: of the processes that have a copy of the weights each; None: one, or FSDP.
     """
 
-    def __init__(self, groups: Any, dtype: torch.dtype | None, mesh: Any, **adamw: Any) -> None:
+    def __init__(
+        self, groups: list[Group], dtype: torch.dtype | None, mesh: DeviceMesh | None, **adamw: Any
+    ) -> None:
         super().__init__(groups, **adamw)
         self.dtype, self.mesh = dtype, mesh
 
@@ -186,7 +192,7 @@ class Muon(torch.optim.AdamW):
         for group, give_back in zip(muon_only(self), returns):
             parts = [next(factors) for _ in group["rows"]]
             parts = [x * max(1, x.shape[1] / x.shape[2]) ** 0.5 for x in parts]
-            rate: Any = group["lr"] if found_inf is None else group["lr"] * (found_inf == 0)
+            rate = group["lr"] if found_inf is None else group["lr"] * (found_inf == 0)
             weights = [local(p) for p in group["params"]]
             torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
             update = give_back(torch.cat(parts, dim=1)).to(weights[0].dtype) * rate
@@ -212,7 +218,7 @@ class Muon(torch.optim.AdamW):
 def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
     """U V^T of each matrix U S V^T, (n, rows, columns) each, those of one shape in one batch."""
     wide = [x.mT if x.shape[1] > x.shape[2] else x for x in matrices]
-    by_shape: dict[Any, list[int]] = {}
+    by_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(wide):
         by_shape.setdefault(x.shape[1:], []).append(i)
     a, b, c = NEWTON_SCHULZ

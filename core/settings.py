@@ -181,7 +181,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt(128 + number)
 
 
-def _on_signals(handler: Any) -> None:
+def _on_signals(handler: Callable[[int, object], object] | signal.Handlers) -> None:
     """Handle Ctrl-C and SIGTERM so, unless they are ignored. torchrun's SIGTERM ends a process."""
     for number in (signal.SIGINT, signal.SIGTERM)[: 1 if "RANK" in os.environ else 2]:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -245,7 +245,7 @@ def check_fields(settings: object) -> None:
 
 
 @functools.cache
-def _adapter(hint: Any) -> TypeAdapter[Any]:
+def _adapter(hint: Any) -> TypeAdapter[object]:
     return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False))
 
 
