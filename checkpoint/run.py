@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,10 +35,12 @@ from data.loader import fits
 from data.tokenizer import same
 from model import GPT
 
+if TYPE_CHECKING:
+    from train import TrainConfig
+
 # Fixed by the weights: settings cannot change these.
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "position", "norm", "mlp",
          "qk_norm", "tied")  # fmt: skip
-C = TypeVar("C")  # train.py's TrainConfig
 
 # ----------------------------------------------------------------------------- save
 
@@ -171,7 +173,7 @@ def gathered(model: GPT) -> GPT:
 
 
 @contextmanager
-def locked(config: Any) -> Iterator[None]:
+def locked(config: TrainConfig) -> Iterator[None]:
     """Keep other runs out of config.out_dir, by a lock that ends with this process.
 
     Raises:
@@ -211,7 +213,7 @@ def locked(config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def explained(config: Any, distributed: DistInfo) -> Iterator[None]:
+def explained(config: TrainConfig, distributed: DistInfo) -> Iterator[None]:
     """Leave the processes at the end; explain failures, and name lost ranks."""
     less_memory = (
         f"--batch_size={max(1, config.batch_size // 2)} with --gradient_accumulation_steps="
@@ -230,11 +232,11 @@ def explained(config: Any, distributed: DistInfo) -> Iterator[None]:
 # ----------------------------------------------------------------------------- resume
 
 
-def resumed(loaded: Loaded[C]) -> Loaded[C]:
+def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     """The newest checkpoint's settings, overridden by the given ones. Raises UserError."""
-    settings: Any = loaded.settings
+    settings = loaded.settings
     saved = store.load(store.latest(settings.out_dir))
-    before: Any = saved.read("train", type(settings))
+    before = saved.read("train", type(settings))
     changes = {name: getattr(settings, name) for name in (*loaded.origins, "out_dir")}
     # A run that started from other weights has their sizes, not those in its settings.
     backend = {k: v for k, v in changes.items() if k == "attention_backend"}
@@ -268,8 +270,8 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
             f"{saved.folder} has --data_dir={folder}, relative to where its run began, which is "
             f"not {Path.cwd()}: name the folder with --data_dir"
         )
-    decay_end = merged.lr_decay_iters
-    if merged.decay_lr and merged.warmup_iters <= (decay_end or math.inf) < merged.max_iters:
+    decay_end = merged.lr_decay_iters or math.inf
+    if merged.decay_lr and merged.warmup_iters <= decay_end < merged.max_iters:
         store.log.warning(
             f"--lr_decay_iters={decay_end} is before --max_iters={merged.max_iters}: the last "
             f"{merged.max_iters - decay_end} steps train at the minimum learning rate"
@@ -278,9 +280,9 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
     return Loaded(merged, origins)
 
 
-def restarted(loaded: Loaded[C], distributed: DistInfo) -> Loaded[C]:
+def restarted(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Loaded[TrainConfig]:
     """The settings to resume if this torchrun job wrote the newest checkpoint, else `loaded`."""
-    settings: Any = loaded.settings
+    settings = loaded.settings
     if (job := distributed.job()) is None:
         return loaded
     found = store.folders(settings.out_dir) if distributed.main else []
@@ -303,7 +305,7 @@ def resume_command(out_dir: str, distributed: DistInfo) -> str:
     return f"{distributed.launcher} train.py {shlex.join(words)}"
 
 
-def build_model(loaded: Loaded[Any], meta: Json) -> GPT:
+def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     """Build the model on the CPU, with the weights of init_from unless it is "resume".
 
     Raises:
@@ -363,7 +365,7 @@ class Progress:
 
 
 def restore_run(
-    config: Any,
+    config: TrainConfig,
     model: GPT,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
