@@ -19,6 +19,7 @@ from course.source import ROOT
 # The address of the repository stands in pyproject.toml alone.
 REPOSITORY = re.findall(r'\nRepository = "(.+)"', (ROOT / "pyproject.toml").read_text("utf-8"))[0]
 CODE = f"{REPOSITORY}/blob/main"
+Cell = dict[str, Any]  # of a notebook, as JSON
 COURSE = ROOT / "course"
 # The pages of the lesson by their names, without the numbers.
 LESSON = ("softmax", "masks", "manual", "online_softmax", "tiles", "backward", "triton")
@@ -161,7 +162,7 @@ def notebooks() -> dict[str, str]:
     return {"attention.ipynb": notebook(lesson), "qualify.ipynb": notebook(qualify)}
 
 
-def page_cells(page: str, name: str) -> Iterator[dict[str, Any]]:
+def page_cells(page: str, name: str) -> Iterator[Cell]:
     """Yield the cells of a page."""
     page = re.sub(r"\]\((?!http|#|pictures/)([^)]+)\)", absolute, without_marks(page))
     for section in re.split(r"^(?=## )", page, flags=re.M):
@@ -189,7 +190,7 @@ def without_marks(page: str) -> str:
     return re.sub(r"^\[Contents\].*\n\n|^<!-- .* -->\n", "", page, flags=re.M)
 
 
-def exercise_cells(number: str) -> Iterator[dict[str, Any]]:
+def exercise_cells(number: str) -> Iterator[Cell]:
     made = exercise(number)
     yield text(f"```text\n{made.TASK.strip()}\n```")
     start = code(made.START)
@@ -205,7 +206,7 @@ def absolute(link: re.Match[str]) -> str:
     return f"]({CODE}/{(COURSE / file).resolve().relative_to(ROOT).as_posix()}{hash_}{anchor})"
 
 
-def text(words: str, name: str = "") -> dict[str, Any]:
+def text(words: str, name: str = "") -> Cell:
     """A text cell; in the first one `name` is the notebook's, for its badge."""
     if name:
         image = "https://colab.research.google.com/assets/colab-badge.svg"
@@ -215,7 +216,7 @@ def text(words: str, name: str = "") -> dict[str, Any]:
     return {"cell_type": "markdown", "metadata": {}, "source": words.strip().splitlines(True)}
 
 
-def code(lines: str, shown: dict[str, str] | None = None) -> dict[str, Any]:
+def code(lines: str, shown: dict[str, str] | None = None) -> Cell:
     """A code cell, with its output where it shows a picture."""
     data = {kind: value.splitlines(True) for kind, value in (shown or {}).items()}
     output = {"output_type": "display_data", "metadata": {}, "data": data}
@@ -223,7 +224,7 @@ def code(lines: str, shown: dict[str, str] | None = None) -> dict[str, Any]:
             "outputs": [output] if data else [], "source": lines.strip().splitlines(True)}
 
 
-def notebook(cells: list[dict[str, Any]]) -> str:
+def notebook(cells: list[Cell]) -> str:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     about = {"accelerator": "GPU", "colab": {"gpuType": "T4"}, "kernelspec": kernel}
     content = {"cells": cells, "metadata": about, "nbformat": 4, "nbformat_minor": 4}

@@ -21,7 +21,6 @@ import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 import explain
@@ -141,7 +140,7 @@ def letters(text: str) -> str:
 # --- MkDocs ---
 
 
-def mkdocs(pages: Path, out: Path) -> dict[str, Any]:
+def mkdocs(pages: Path, out: Path) -> dict[str, object]:
     """The settings of MkDocs."""
 
     def section(name: str) -> list[str]:
@@ -152,7 +151,7 @@ def mkdocs(pages: Path, out: Path) -> dict[str, Any]:
         found = sorted((pages / name).glob("*.md"), key=place)
         return [path.relative_to(pages).as_posix() for path in found]
 
-    def palette(media: str, scheme: str, icon: str, to: str) -> dict[str, Any]:
+    def palette(media: str, scheme: str, icon: str, to: str) -> dict[str, object]:
         return {"media": media, "scheme": scheme, "primary": "indigo", "accent": "blue",
                 "toggle": {"icon": f"material/{icon}", "name": f"Switch to {to}"}}
 

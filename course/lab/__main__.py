@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -74,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run(config: LabConfig, content: dict[str, Any], path: Path) -> None:
+def run(config: LabConfig, content: training.Json, path: Path) -> None:
     """Train what is missing, then measure the speed, with nothing else running."""
     began = time.perf_counter()
     done = {(row["variant"], row["task"], row["seed"]) for row in content["rows"]}

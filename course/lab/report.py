@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from course import format
 from course.lab.mqar import LEVELS
-from course.lab.training import PLAYS, build, costs
+from course.lab.training import PLAYS, Json, build, costs
 from course.lab.variants import NAMES
 
 RECORD = Path(__file__).parent / "record.json"  # of a run of python -m course.lab
@@ -30,7 +29,7 @@ def spread(values: Iterable[float], digits: str) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def table(content: dict[str, Any]) -> str:
+def table(content: Json) -> str:
     """A row a variant, from the content of results.json."""
     rows = []
     present = {row["variant"] for row in content["rows"]} | content["speed"].keys()
@@ -50,6 +49,5 @@ def table(content: dict[str, Any]) -> str:
     return format.table(titles, rows)
 
 
-def record() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
-    return content
+def record() -> Json:
+    return json.loads(RECORD.read_text(encoding="utf-8"))

@@ -23,6 +23,7 @@ from model import GPT, GPTConfig
 WIDTH, HEADS = 64, 4
 LENGTH = 128  # tokens of the plays in a sequence; the longest of recall
 TOKENS = 1024  # in a step
+Json = dict[str, Any]  # a JSON object: a row of the results, or all of them
 Batch = tuple[Tensor, ...]  # token ids and targets, (B, T) int64
 
 
@@ -75,11 +76,10 @@ def build(name: str, task: Task, backend: str = "manual", n_hidden: int | None =
         more = own.get_num_params() - mha.get_num_params()
         n_hidden = task.n_hidden - round(more / (2 * WIDTH * task.n_layer))
     variant: type[Variant] = import_module(f"course.lab.variants.{name}").Attention
-    heads: dict[str, Any] = {"n_head": HEADS}
     config = GPTConfig(
         block_size=LENGTH, vocab_size=task.vocab_size, n_layer=task.n_layer, n_embd=WIDTH,
         bias=False, position="rope", norm="rms", n_hidden=n_hidden, attention_backend=backend,
-        **heads | variant.settings,
+        **{"n_head": HEADS, **variant.settings},
     )
     model = GPT(config)
     replace_attention(model, variant)
@@ -158,7 +158,7 @@ def start_worker() -> None:
     torch.set_num_threads(1)
 
 
-def train(job: Job) -> dict[str, Any]:
+def train(job: Job) -> Json:
     """Train and evaluate. Returns a row of the results."""
     began, how = time.perf_counter(), RECALL if job.task == "recall" else PLAYS
     how = replace(how, max_iters=max(1, round(how.max_iters * job.scale)))
@@ -175,8 +175,7 @@ def train(job: Job) -> dict[str, Any]:
         set_learning_rate(optimizer, n, how)
         step(model, batch, optimizer, found_inf)
     model.eval()
-    row: dict[str, Any] = {"variant": job.variant, "task": job.task, "seed": job.seed}
-    row |= costs(model)
+    row: Json = {"variant": job.variant, "task": job.task, "seed": job.seed, **costs(model)}
     if job.task == "recall":
         row["recalled"] = recalled(model)
     else:

@@ -26,7 +26,7 @@ class Attention(Variant):
         q1, k1, q2, k2 = self.lam
         lam = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.least
 
-        def difference(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        def difference(q: Tensor, k: Tensor, v: Tensor, *args: object, **options: object) -> Tensor:
             halves = (torch.cat([half, half], dim=2) for half in v.chunk(2, dim=2))
             out = torch.cat([attend(q, k, half, *args, **options) for half in halves], dim=-1)
             one, two = out.chunk(2, dim=2)  # (B, T, H / 2, 2 D)

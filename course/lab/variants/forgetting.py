@@ -7,7 +7,6 @@ all keys of a query; -c_j belongs to the key alone.
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +41,7 @@ class Attention(Variant):
         c = F.logsigmoid(self.c_forget(x)).cumsum(dim=1)  # (B, T, Hkv)
         D = self.head_dim
 
-        def biased(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        def biased(q: Tensor, k: Tensor, v: Tensor, *args: object, **options: object) -> Tensor:
             # The kernel divides by sqrt(D + 1).
             q = F.pad(q * math.sqrt((D + 1) / D), (0, 1), value=math.sqrt(D + 1))
             k = F.pad(k, (0, 1)) - F.pad(c[..., None], (D, 0))

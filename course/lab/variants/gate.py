@@ -17,7 +17,7 @@ class Attention(Variant):
     def forward(self, x: Tensor, attend: Attend, *rest: Any) -> Tensor:
         gate = self.c_gate(x).sigmoid().unflatten(2, (self.n_head, -1))  # (B, T, H, D)
 
-        def gated(*args: Any, **options: Any) -> Tensor:
+        def gated(*args: object, **options: object) -> Tensor:
             return gate * attend(*args, **options)
 
         return super().forward(x, gated, *rest)

@@ -17,7 +17,7 @@ class Attention(Variant):
         self.v: Tensor | None = None  # of the last call, for the layers after this one
 
     def forward(self, x: Tensor, attend: Attend, *rest: Any) -> Tensor:
-        def mixed(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        def mixed(q: Tensor, k: Tensor, v: Tensor, *args: object, **options: object) -> Tensor:
             self.v = v
             if self.mix is not None:
                 v = self.mix[0] * v + self.mix[1] * self.first[0].v
