@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -89,7 +89,7 @@ from inference.texts import Text, Writer
 from model import GPT
 
 
-def load(config: SampleConfig, **changes: Any) -> tuple[GPT, data.Tokenizer]:
+def load(config: SampleConfig, **changes: object) -> tuple[GPT, data.Tokenizer]:
     """The model in evaluation mode and its tokenizer; `changes` go into the GPTConfig."""
     device = pick_device(config.device)
     if config.compile and not (possible := decide_compile(True, device)):

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -164,7 +164,7 @@ class Run:
     config: TrainConfig
     distributed: DistInfo
     setup: Setup
-    meta: dict[str, Any]  # the dataset's meta.json
+    meta: data.tokenizer.Json  # the dataset's meta.json
     model: GPT  # the parameters, as they are saved
     module: nn.Module  # the same model to call: compiled, DDP or FSDP
     optimizer: torch.optim.AdamW
@@ -184,7 +184,7 @@ class Run:
         return self.config.batch_size * self.config.gradient_accumulation_steps
 
 
-def create_model(loaded: Loaded[TrainConfig], meta: dict[str, Any]) -> GPT:
+def create_model(loaded: Loaded[TrainConfig], meta: data.tokenizer.Json) -> GPT:
     """Create the model on the CPU, new or with the weights of --init_from."""
     config = loaded.settings
     if config.init_from != "scratch":
@@ -219,7 +219,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         done = checkpoint.restore_run(config, model, optimizer, scaler, distributed)
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
     compiled = bool(setup.compile) and config.parallel == "ddp"  # fsdp compiles block by block
-    phase: Any = {"dtype": config.dtype, "compiled": compiled, "segments": config.document_mask}
+    phase = {"dtype": config.dtype, "compiled": compiled, "segments": config.document_mask}
     kernel = model.plan(config.batch_size, distributed, **phase)[0].chosen
     model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
     module: nn.Module = model  # FSDP has changed it in place
@@ -394,7 +394,7 @@ def sample(run: Run) -> None:
     torch.manual_seed(run.config.seed)
     tokenizer, start = data.from_meta(run.meta["tokenizer"]), [run.splits["train"][:1].tolist()]
     alone.eval().plan(grad=False, dtype=run.config.dtype)
-    how: Any = {"vocab_size": tokenizer.vocab_size, "unused": tokenizer.unused}
+    how = {"vocab_size": tokenizer.vocab_size, "unused": tokenizer.unused}
     with run.setup.autocast:
         (ids,) = generate(alone, start, n, kv_cache="none", temperature=0.8, top_k=200, **how)
     print(f"--- a sample of {n} tokens ---\n{tokenizer.decode(ids.tolist()).strip()}", flush=True)

@@ -13,7 +13,7 @@ import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class Shards:
 Tokens = np.ndarray | Shards
 
 
-def _unchanged(file: Json) -> Any:
+def _unchanged(file: Json) -> BinaryIO:
     """Open a file, or raise UserError if it is not the one that was described."""
     try:
         f = open(file["path"], "rb")  # noqa: SIM115

@@ -10,7 +10,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class Decoder(Generic[R]):
         if self.constraint is not None:
             self.constraint.to(self.device)
         # A processor with a parameter `lengths` is part of the step (docs/GENERATE.md).
-        called: Any = getattr(options.logits_processor, "forward", options.logits_processor)
+        called = getattr(options.logits_processor, "forward", options.logits_processor)
         self.in_step = called is not None and "lengths" in inspect.signature(called).parameters
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
 

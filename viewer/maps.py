@@ -44,7 +44,7 @@ def watched(model: GPT) -> Iterator[list[Call]]:
     """A list to which each layer appends a Call while the model runs inside."""
     calls: list[Call] = []
 
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...]:
         x, attend, *rest = args
 
         def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
