@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -30,4 +31,5 @@ class InProcess:
 
 def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
     """Use such workers in every mode."""
+    gc.freeze()  # the bench collects garbage before each measurement: seconds in pytest
     patch.setattr(rounds, "Worker", kind)

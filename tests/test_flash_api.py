@@ -27,7 +27,7 @@ SIZE = 8  # of a page
 
 
 @pytest.fixture(autouse=True, params=["auto", "manual"])
-def backend(request) -> Iterator[str]:
+def backend(request, remembered_probes) -> Iterator[str]:
     nanoattn.use(request.param)
     yield request.param
     nanoattn.use("auto")

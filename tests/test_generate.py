@@ -168,7 +168,6 @@ def cached_logits(model: GPT, idx: Tensor, kv: str, chunks: list[int]) -> Tensor
 @cache
 @torch.no_grad()
 def manual_logits(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """In this dtype and in float64."""
     plain = build(attention_backend="manual", **SHAPES[shape]).eval().to(dtype)
     return plain(tokens())[0].double(), copy.deepcopy(plain).double()(tokens())[0]
 

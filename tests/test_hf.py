@@ -39,7 +39,7 @@ IDS, LEFT = hf_table.batch("left-padded")
 
 
 @pytest.fixture(autouse=True)
-def registered() -> None:
+def registered(remembered_probes: None) -> None:
     hf.register()
 
 

@@ -348,9 +348,8 @@ def test_eval_only_evaluates_and_touches_nothing(data_dir, tmp_path):
     for _ in range(2):
         r = run(data_dir, out, init_from="resume", eval_only=True)
         assert r.code == 0 and said in r.out and "iter " not in r.out
-    fresh = run(data_dir, tmp_path / "fresh", eval_only=True)
-    assert not fresh.code
-    assert re.search(r"step 0: train loss \d\.\d{4}, val loss \d\.\d{4}", fresh.out)
+    new = run(data_dir, tmp_path / "fresh", eval_only=True)
+    assert not new.code and re.search(r"step 0: train loss \d\.\d{4}, val loss \d\.\d{4}", new.out)
     assert not (tmp_path / "fresh").exists() or not any((tmp_path / "fresh").iterdir())
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
 
@@ -377,8 +376,8 @@ def test_a_duration_as_people_say_it(seconds, said):
 def test_a_sample_at_the_end(data_dir, tmp_path):
     """The same each time; also of a text without line breaks."""
     flat = make_data(tmp_path / "data", TEXT.replace("\n", " "))
-    runs = [run(texts, tmp_path / str(i), sample_tokens=20)
-            for i, texts in enumerate((data_dir, data_dir, flat))]
+    texts = enumerate((data_dir, data_dir, flat))
+    runs = [run(text, tmp_path / str(i), sample_tokens=20) for i, text in texts]
     one, two, other = (r.out.partition("sample of 20 tokens ---")[2] for r in runs)
     assert one == two != other and one and other and not any(r.code for r in runs)
 
@@ -401,14 +400,13 @@ def first_loss(data_dir: Path, out: Path, **changes: Any) -> float:
 
 
 def test_from_a_checkpoint_folder(data_dir, tmp_path):
-    """What the weights were trained with is kept where nothing else is asked for."""
+    """The window of the weights is kept where none is asked for, also in a run that goes on."""
     one = run(data_dir, tmp_path / "one", n_layer=2, attention_window=3)
     last, out = checkpoint.latest(tmp_path / "one"), tmp_path / "1"
     assert checkpoint.load(last).model().config.attention_window == 3
     for i, source in enumerate((tmp_path / "one", last)):
         loss = first_loss(data_dir, tmp_path / str(i), init_from=source, n_layer=2)
         assert loss == one.evaluations()[8][1]
-    # The settings of `out` name no window.
     r = run_line(["--init_from=resume", f"--out_dir={out}", "--max_iters=2"], out)
     assert r.code == 0 and checkpoint.load(checkpoint.latest(out)).config().attention_window == 3
 
