@@ -36,12 +36,15 @@ def unpad_input(
         one was missing.
 
     Raises:
-        ValueError: a mask is not (B, T).
+        ValueError: a mask is not (B, T), or has other values than 0 and 1 or both for one place.
     """
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
         if mask is not None and mask.shape != hidden_states.shape[:2]:
             wrong(name, f"{tuple(hidden_states.shape[:2])} as hidden_states", mask)
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    kept = attention_mask if unused_mask is None else attention_mask.int() + unused_mask.int()
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None and not bool(((mask == 0) | (mask == 1) & (kept == 1)).all()):
+            wrong(name, "0 or 1, and not 1 in both masks", mask)
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

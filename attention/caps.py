@@ -167,8 +167,7 @@ class Partial:
 
 def checked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make attend() raise ValueError for tensors that contradict the Spec or one another, and
-    compute in the inputs' dtype whatever autocast says. A compiled step was checked before it was
-    traced."""
+    compute in the inputs' dtype whatever autocast says. torch.compile checks while it traces."""
     if getattr(attend, "checked", False):
         return attend
 
@@ -176,10 +175,9 @@ def checked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:
         import torch
 
-        if not torch.compiler.is_compiling():
-            dtype, given = getattr(torch, spec.dtype), map(options.get, OPTIONS)
-            if wrong := contradiction(q, k, v, spec, dtype, *given):
-                raise ValueError(wrong)
+        dtype, given = getattr(torch, spec.dtype), map(options.get, OPTIONS)
+        if wrong := contradiction(q, k, v, spec, dtype, *given):
+            raise ValueError(wrong)
         with autocast_off(q):
             return attend(q, k, v, spec, **options)
 
@@ -237,6 +235,11 @@ def contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
     for name, t, shape, dtypes in wanted:
         if why := unlike(t, shape, on, dtypes):
             return f"{name} must be {why}"
+    if spec.segments:
+        from .views import in_pieces
+
+        if in_pieces(segments):
+            return "segments must be runs of equal ids, got an id that comes again after others"
     return ""
 
 

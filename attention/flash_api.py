@@ -40,10 +40,12 @@ from .flash_args import (
     check_new,
     check_pages,
     check_rows,
+    check_writable,
     integers,
     lengths_of,
     on_host,
     unpacked,
+    unshared,
     wrong,
 )
 from .function import attention
@@ -229,6 +231,8 @@ def flash_attn_with_kvcache(
     n_new = check_new(k, v, k_cache, B)
     wait = return_softmax_lse
     lengths = check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, wait)
+    if n_new:
+        check_writable(k_cache, v_cache)
     if _shape_only(q):
         k = v = k_cache.new_empty(B, size, *heads)
         out, L = _dense(q, k, v, request)
@@ -258,6 +262,7 @@ def flash_attn_with_kvcache(
         row, slot = rows[:, None], at
         if table is not None:
             row, slot = table.gather(1, (at // size).long()), at % size
+        k, v = (unshared(t, (k_cache, v_cache)) for t in (k, v))
         k_cache[row.long(), slot.long()] = k
         v_cache[row.long(), slot.long()] = v
     if cache_batch_idx is not None:

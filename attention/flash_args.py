@@ -7,7 +7,7 @@ cu_seqlens, and cache_seqlens for a log-sum-exp.
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .caps import shape_of, unlike
-from .spec import DTYPES, Spec
+from .spec import DTYPES, NO_LIMIT, Spec
 from .views import kept, not_compiled, symbolic
 
 HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata")
@@ -52,12 +52,21 @@ class Request:
         if not (is_a(Real, dropout) and 0 <= dropout < 1):
             wrong("dropout_p", "in [0, 1)", dropout)
         # A tensor without dimensions is a number for flash-attn's operators too.
-        scale = scale.item() if isinstance(scale, Tensor) and not scale.dim() else scale
-        if scale is not None and not (is_a(Real, scale) and 0 < scale < math.inf):
+        if isinstance(scale, Tensor) and not scale.dim():
+            if scale.requires_grad and torch.is_grad_enabled():
+                wrong("softmax_scale", "a number: it gets no gradient", scale)
+            scale = scale.item()
+        if scale is not None and not (is_a(Real, scale) and 0 < scale <= LARGEST):
             wrong("softmax_scale", "positive", scale)
-        if softcap is not None and not (is_a(Real, softcap) and 0 <= softcap < math.inf):
+        if softcap is not None and not (is_a(Real, softcap) and 0 <= softcap <= LARGEST):
             wrong("softcap", "positive, or 0 for none", softcap)
-        left, right = (None if side is None or side < 0 else int(side) for side in sides)
+        if causal not in (False, True):
+            wrong("causal", "True or False", causal)
+        dropout, softcap = float(dropout), float(softcap or 0)
+        scale = None if scale is None else float(scale)
+        left, right = (
+            None if side is None or not 0 <= side < NO_LIMIT else int(side) for side in sides
+        )
         for name, value in others.items():
             if name not in REFUSED:
                 if name not in HINTS:
@@ -84,6 +93,7 @@ class Request:
 
 INDICES = ("int32", "int64")
 COMMON: dict[type, tuple[type, ...]] = {Integral: (int,), Real: (float, int)}
+LARGEST = sys.float_info.max
 FLOATS = {getattr(torch, name) for name in DTYPES}
 
 
@@ -117,6 +127,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), 
             wrong(name, layout, t)
         if 0 in t.shape[1 if layout is not one else -2 :]:
             wrong(name, f"{layout} without a size of 0", t)
+        if t.layout != torch.strided:
+            wrong(name, "a dense tensor", t.layout)
         if t.dtype not in FLOATS or t.dtype != q.dtype or t.device != q.device:
             dtype = str(q.dtype)[6:] if name != "q" else " or ".join(DTYPES)
             wrong(name, f"of dtype {dtype} on {q.device}", t)
@@ -147,6 +159,29 @@ def check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> in
     if v.shape != k.shape:
         wrong("v", f"{tuple(k.shape)} as k", v)
     return k.shape[1]
+
+
+def check_writable(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise ValueError for caches that are to be written and share memory, within or between."""
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if any(step == 0 and n > 1 for n, step in zip(t.shape, t.stride())):
+            wrong(name, "memory of its own for each row, since k and v are written", t)
+        if symbolic(t):
+            continue
+        if t.is_inference() and not torch.is_inference_mode_enabled():
+            wrong(name, "made outside of inference mode, since k and v are written", t)
+        if t is not k_cache and t.numel() and t.data_ptr() == k_cache.data_ptr():
+            wrong(name, "another tensor than k_cache, since k and v are written", t)
+    if k_cache is v_cache:
+        wrong("v_cache", "another tensor than k_cache, since k and v are written", v_cache)
+
+
+def unshared(new: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+    """new, copied if it lies in a cache's memory, which is written before it is read."""
+    if symbolic(new):
+        return new
+    own = new.untyped_storage().data_ptr()
+    return new.clone() if own in [t.untyped_storage().data_ptr() for t in caches] else new
 
 
 def check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None,

@@ -35,8 +35,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     of a static cache, whose buffers are k and v.
     """
     (_, Tq, H, _), (_, Tk, Hkv, _) = q.shape, k.shape
-    if q.dtype == torch.float16:  # which ends at 65,504; scores can be larger
-        q, k = q.float(), k.float()
+    dtype = q.dtype
+    if dtype == torch.float16:  # which ends at 65,504; scores and dP can be larger
+        q, k, v = q.float(), k.float(), v.float()
     # Query heads that share a key/value head become rows of one matmul: no copy of k or v.
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
     k_BG1DT = k.permute(0, 2, 3, 1).unsqueeze(2)  # (B, Hkv, 1, D, Tk)
@@ -57,7 +58,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     probs = F.softmax(scores, dim=-1)[..., :Tk].to(v.dtype)  # the sink has no value
     probs = F.dropout(probs, spec.dropout)
     out = probs @ v_BG1TD  # (B, Hkv, H/Hkv, Tq, D)
-    return out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
+    return out.flatten(1, 2).transpose(1, 2).to(dtype)  # (B, Tq, H, D)
 
 
 BACKEND = Backend(

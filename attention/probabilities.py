@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .caps import contradiction, unlike
+from .caps import INTEGERS, contradiction, unlike
+from .machine.system import autocast_off
 from .spec import DTYPES, Spec, visible
 
 
@@ -34,7 +35,7 @@ def weights(
     Raises:
         ValueError: tensors that contradict the Spec or one another; a row that does not exist.
     """
-    (B, Tq, H, _), (Tk, Hkv) = q.shape, k.shape[1:3]
+    B, Tq, H, _ = q.shape
     dtype = getattr(torch, spec.dtype)
     if wrong := contradiction(q, k, k, spec, dtype, segments, None, sinks):
         raise ValueError(wrong)
@@ -42,11 +43,25 @@ def weights(
         raise ValueError(f"L must be {why}")
     at = torch.arange(Tq, device=q.device)
     if rows is not None:
-        chosen = torch.as_tensor(rows, device=q.device).long()
-        if chosen.dim() != 1 or bool(((chosen < -Tq) | (chosen >= Tq)).any()):
-            raise ValueError(f"rows must be indices of {Tq} queries, got {chosen.tolist()}")
+        chosen = torch.as_tensor(rows, device=q.device)
+        if chosen.dtype == torch.bool and chosen.shape == (Tq,):
+            chosen = chosen.nonzero()[:, 0]
+        known = str(chosen.dtype)[6:] in INTEGERS or not chosen.numel()
+        if not known or chosen.dim() != 1 or bool(((chosen < -Tq) | (chosen >= Tq)).any()):
+            raise ValueError(f"rows must be indices of {Tq} queries, or a mask, got {rows}")
+        chosen = chosen.long()
         at = at[chosen]
-    acc = torch.promote_types(dtype, torch.float32)
+    with autocast_off(q):
+        return _weights(q, k, spec, at, L, segments, sinks)
+
+
+def _weights(
+    q: Tensor, k: Tensor, spec: Spec, at: Tensor, L: Tensor | None, segments: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """weights() of the queries `at`."""
+    (_, Tq, H, _), (Tk, Hkv) = q.shape, k.shape[1:3]
+    acc = torch.promote_types(q.dtype, torch.float32)
     q_BGRTD = q[:, at].to(acc).transpose(1, 2).unflatten(1, (Hkv, H // Hkv))
     S = (q_BGRTD * spec.softmax_scale @ k.to(acc).permute(0, 2, 3, 1)[:, :, None]).flatten(1, 2)
     if spec.softcap is not None:
@@ -54,7 +69,7 @@ def weights(
     offset = Tk - Tq
     i, j = at[:, None], torch.arange(Tk, device=q.device)
     seen = visible(i, j, offset, spec.window, right=spec.right)
-    if segments is not None:
+    if segments is not None and Tk:
         own = segments[:, (at + offset).clamp(min=0), None]  # a query before all keys has none
         seen = (seen & (i + offset >= 0) & (own == segments[:, None]))[:, None]
     S = S.masked_fill(~seen, -torch.inf)

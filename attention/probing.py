@@ -101,14 +101,15 @@ def _probe(backend: Backend, spec: Spec, device: torch.device, T: int) -> Probe:
     way = run_cached if cached else _run
     run = partial(way, attend_of(backend, spec))
     draw = torch.Generator().manual_seed(0)
-    out, plain, truth = list[Tensor](), list[Tensor](), list[Tensor]()
+    out, plain, truth, moves = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     events: list[str] = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         # Inference also continues a prefix, with fewer queries than keys.
         for Tq in (T,) if spec.grad or cached or spec.lse else (T // 3, T):
             inputs, seg = _inputs(spec, device, Tq, T, draw)
             plain += way(manual.attend, inputs, seg, uncached)
-            truth += _exact(way, inputs, seg, uncached)
+            truth += (exact := _exact(way, inputs, seg, uncached))
+            moves += _moves(inputs, seg, uncached) if spec.grad else map(torch.zeros_like, exact)
             try:
                 out += run(inputs, seg, quiet)
                 if Tq == T:
@@ -123,11 +124,11 @@ def _probe(backend: Backend, spec: Spec, device: torch.device, T: int) -> Probe:
                 return Probe((f"it failed in the probe ({type(e).__name__}: {first_line(e)})",))
     names = ["out after a prefix"] if len(out) > 1 and not spec.grad else []
     names += ["out", "dq", "dk", "dv", "dsinks"][: len(out) - len(names)]
-    all_three = [[x.double().cpu() for x in xs] for xs in (out, plain, truth)]
+    all_four = [[x.double().cpu() for x in xs] for xs in (out, plain, truth, moves)]
     # The sinks' gradient sums over both sequences: it belongs to the large scores.
     found, large = (
-        _deviations(names, *([x[b] if x.dim() == 4 else b * x for x in xs] for xs in all_three),
-                    dtype=inputs[0].dtype, scale=scale)
+        _deviations(names, *([x[b] if x.dim() == 4 else b * x for x in xs] for xs in all_four),
+                    dtype=inputs[0].dtype, scale=scale * _steep(spec))
         for b, scale in enumerate((1, LARGE))
     )
     why = _wrong(found) or [f"{text}, on large scores" for text in _wrong(large)]
@@ -187,10 +188,11 @@ def _wrong_at(backend: Backend, spec: Spec, on: torch.device, T: int) -> tuple[s
             return (f"it failed at {T:,} tokens ({type(e).__name__}: {first_line(e)})",)
         got[0] = got[0] if cached else got[0][:, rows]
         inputs = [q, k, v, dout, *sinks]
-        plain, truth = (_rows(inputs, seg, spec, rows, exact) for exact in (False, True))
+        ways = partial(_run, manual.attend), partial(_exact, _run), _moves
+        plain, truth, moves = (_rows(inputs, seg, spec, rows, run) for run in ways)
     names = ["out", "dq", "dk", "dv", "dsinks"][: len(got)]
-    all_three = ([x.double().cpu() for x in xs] for xs in (got, plain, truth))
-    found = _deviations(names, *all_three, dtype=q.dtype, scale=1)
+    all_four = ([x.double().cpu() for x in xs] for xs in (got, plain, truth, moves))
+    found = _deviations(names, *all_four, dtype=q.dtype, scale=_steep(spec))
     return tuple(f"at {T:,} tokens {text}" for text in _wrong(found))
 
 
@@ -201,9 +203,14 @@ def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
     return Ring().attend(backend) if spec.right == 0 else whole(backend)
 
 
+def _steep(spec: Spec) -> float:
+    """How many times larger scores are than by the default scale, at least 1."""
+    return max(1.0, spec.softmax_scale * spec.head_dim**0.5)
+
+
 def _rows(inputs: list[Tensor], seg: Tensor | None, spec: Spec, rows: list[int],
-          exact: bool) -> list[Tensor]:
-    """_run() of manual for these queries of one sequence, each against the keys that it sees."""
+          run: Callable[[list[Tensor], None, Spec], list[Tensor]]) -> list[Tensor]:
+    """run() for these queries of one sequence, each against the keys that it sees."""
     q, k, v, dout, *sinks = inputs
     outs: list[Tensor] = []
     sums = [torch.zeros_like(t, dtype=torch.float64) for t in (q, k, v, *sinks)]
@@ -214,7 +221,6 @@ def _rows(inputs: list[Tensor], seg: Tensor | None, spec: Spec, rows: list[int],
         seen = visible(i, j, 0, spec.window, seg_i, seg_j, spec.right).nonzero()
         I, J = slice(i, i + 1), slice(int(seen[0]), int(seen[-1]) + 1)  # one run of keys
         part = [q[:, I], k[:, J], v[:, J], dout[:, I], *sinks]
-        run = partial(_exact, _run) if exact else partial(_run, manual.attend)
         one = run(part, None, sees_all)
         outs.append(one[0])
         spans = I, J, J, slice(None)  # the sinks: (H,)
@@ -267,7 +273,7 @@ class Deviation(NamedTuple):
 
 def _deviations(
     names: list[str], out: list[Tensor], plain: list[Tensor], truth: list[Tensor],
-    *, dtype: torch.dtype, scale: float,
+    moves: list[Tensor], *, dtype: torch.dtype, scale: float,
 ) -> list[Deviation]:
     """The largest error of each tensor, and the root mean square: the large values of rows with few
     visible keys would hide an error of a few percent in the others."""
@@ -277,10 +283,11 @@ def _deviations(
     }
     largest = max(map(sizes[""], truth))
     found = []
-    for name, o, p, t in zip(names, out, plain, truth, strict=True):
+    for name, o, p, t, moved in zip(names, out, plain, truth, moves, strict=True):
         m = 3 if name.startswith("d") else 2
         for where, size in sizes.items():
-            allowed = allowed_error(size(p - t), size(t), scale * largest, dtype, m)
+            usual = size(p - t) + 2 * size(moved)  # dS is rounded, too
+            allowed = allowed_error(usual, size(t), scale * largest, dtype, m)
             found.append(Deviation(name, where, size(o - t), allowed, size(t)))
     return found
 
@@ -338,6 +345,24 @@ def _exact(
     return way(
         manual.attend, exact, seg if seg is None else seg.to(on), replace(spec, dtype="float64")
     )
+
+
+def _moves(inputs: list[Tensor], seg: Tensor | None, spec: Spec) -> list[Tensor]:
+    """How far each of _run()'s results moves because FlashAttention's backward pass reads the
+    output in the inputs' dtype. Plain PyTorch does not: of one visible key its dS is 0.
+
+    With e = rowsum(dO * (rounded O - O)), dS moves by P * e: dQ by e * scale * (P K), dK as dV if
+    dO were e * scale * Q.
+    """
+    exact = _exact(_run, inputs, seg, spec)
+    moves = [torch.zeros_like(t) for t in exact]
+    if not spec.grad:
+        return moves
+    out, (q, k, _, dout, *sinks) = exact[0], (t.to(exact[0].device).double() for t in inputs)
+    e = spec.softmax_scale * (dout * (out.to(inputs[0].dtype).double() - out)).sum(-1, keepdim=True)
+    PK, _, _, dk, *_ = _exact(_run, [q, k, k, e * q, *sinks], seg, spec)
+    moves[1:3] = e * PK, dk
+    return moves
 
 
 def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,

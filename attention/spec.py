@@ -22,10 +22,12 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
+NO_LIMIT = 2**30  # tokens, past any sequence; larger windows would overflow int32 positions
 Numbers = Any  # an integer, or a tensor or array of integers or bool
 
 
@@ -68,6 +70,10 @@ def visible(
     return seen
 
 
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Spec:
     """The attention that is requested, the same for all layers of a model.
@@ -94,24 +100,31 @@ class Spec:
     right: int | None = 0  # later keys that a query attends to; 0: causal, None: all
 
     def __post_init__(self) -> None:
-        if self.n_head < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
+        for name in ("n_head", "n_kv_head", "head_dim", "window", "right", "page_size"):
+            value, n = getattr(self, name), 0 if name == "right" else 1
+            if value is None and name in ("window", "right", "page_size"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < n:
+                raise ValueError(f"{name} must be an integer of at least {n}, got {value!r}")
+        if self.n_head % self.n_kv_head:
             got = f"n_head={self.n_head}, n_kv_head={self.n_kv_head}"
-            raise ValueError(f"n_head must be a positive multiple of n_kv_head, got {got}")
-        for name in ("head_dim", "window", "page_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.right is not None and self.right < 0:
-            raise ValueError(f"right must be at least 0 (causal), or None, got {self.right}")
+            raise ValueError(f"n_head must be a multiple of n_kv_head, got {got}")
         for name in ("scale", "softcap"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive, got {value}")
-        # Normalize an explicit default scale to None, so that equal Specs hash equally.
-        if self.scale is not None and math.isclose(self.scale, 1 / math.sqrt(self.head_dim)):
+            value = getattr(self, name)
+            if value is not None and not (is_number(value) and 0 < value < math.inf):
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        # One form for what is equal, so that equal Specs hash equally: no limit is None, and so is
+        # the default scale, however it was rounded.
+        for name in ("window", "right"):
+            if (value := getattr(self, name)) is not None and value >= NO_LIMIT:
+                object.__setattr__(self, name, None)
+        default = 1 / math.sqrt(self.head_dim)
+        if self.scale is not None and math.isclose(self.scale, default, rel_tol=1e-15):
             object.__setattr__(self, "scale", None)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if not (is_number(self.dropout) and 0.0 <= self.dropout < 1.0):
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
         if self.cache not in CACHES:
             raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {self.cache!r}")
         if (self.page_size is not None) != (self.cache == "paged"):

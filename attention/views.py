@@ -157,6 +157,17 @@ def kept(make: Callable[..., R]) -> Callable[..., R]:
     return call
 
 
+@kept
+def in_pieces(segments: Tensor) -> bool:
+    """True if an id of segments (B, Tk) comes again after others; False where it cannot be read
+    without waiting for a device."""
+    on_host = segments.device.type == "cpu" and not symbolic(segments)
+    if not on_host or torch._C._functorch.is_functorch_wrapped_tensor(segments):
+        return False
+    runs, ids = ((t[:, 1:] != t[:, :-1]).sum() for t in (segments, segments.sort(dim=1).values))
+    return bool(runs != ids)
+
+
 @dataclass(frozen=True)
 class StaticView:
     """View of a static cache, whose k and v are buffers (B, length, Hkv, D).

@@ -5,6 +5,8 @@ in another text, autocast, tensors without values."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,12 +121,20 @@ SHAPES: list[Callable[[Tensor], Any]] = [
     lambda t: t[:-1], lambda t: t[None], lambda t: t[..., 0], lambda t: t.half(),
     lambda t: t.to("meta"), lambda t: t.tolist(),
 ]
+SPARSE = lambda t: t.to_sparse()  # noqa: E731
 HEADS = [lambda t: t[..., :-1], lambda t: t[..., :1, :], lambda t: t[..., :0, :]]
 ONE_HEAD = change("v", HEADS[1])  # k may have one head: v then not
 FLOATS = [-1.0, torch.nan, torch.inf, "1", True]
 OPTIONS = [*become("window_size", 3, (1,), (1, 0, 0), (1.5, 0), "ab", None, (True, 0)),
-           *become("softmax_scale", 0.0, *FLOATS), *become("softcap", *FLOATS)]
-DROPOUT = become("dropout_p", 1.0, *FLOATS)
+           *become("softmax_scale", 0.0, 10**400, *FLOATS), *become("softcap", 10**400, *FLOATS),
+           *become("causal", (3, 0), "False", 2)]
+SHARED: list[Break] = [  # caches whose rows, or which, are one memory
+    *change("k_cache v_cache", lambda t: t[:1].expand_as(t)),
+    lambda call: call.update(k_cache=call["v_cache"]),
+    *change("k_cache v_cache", torch.inference_mode()(torch.clone)),
+]
+DROPOUT = [*become("dropout_p", 1.0, *FLOATS),
+           *become("softmax_scale", torch.tensor(0.3, requires_grad=True))]
 BOTH: list[Break] = [
     lambda call: call.update(k=call["k"][:1], v=call["v"][:1]),
     lambda call: call.update({n: torch.cat((call[n], call[n][..., :1, :]), -2) for n in "kv"}),
@@ -133,8 +143,9 @@ ONES = ints(1, 1, 1)
 LENGTHS = become("cache_seqlens", -1, 7, 2.0, True, None, *map(torch.tensor, (
     [-1, 0, 0], [0, 7, 0], [0, 0], [[0, 0, 0]], [1.0, 2.0, 3.0], [True] * 3)))
 CALLS: list[tuple[Any, Callable[..., Call], list[Break]]] = [
-    (nanoattn.flash_attn_func, dense, [*change("q k v", *SHAPES, HEADS[0], HEADS[2]), *ONE_HEAD,
-                                       *OPTIONS, *DROPOUT, *BOTH]),
+    (nanoattn.flash_attn_func, dense, [
+        *change("q k v", *SHAPES, SPARSE, HEADS[0], HEADS[2]), *ONE_HEAD, *OPTIONS, *DROPOUT,
+        *BOTH]),
     (nanoattn.flash_attn_varlen_func, varlen, [
         *change("q k v", *SHAPES, HEADS[0], HEADS[2]), *ONE_HEAD, *OPTIONS, *DROPOUT, *BOTH,
         *change("cu_seqlens_q cu_seqlens_k", *SHAPES, lambda t: t[:0], lambda t: t[[0, 3]],
@@ -146,9 +157,10 @@ CALLS: list[tuple[Any, Callable[..., Call], list[Break]]] = [
     (nanoattn.flash_attn_with_kvcache, cached, [
         *change("q k_cache v_cache k v", *SHAPES, HEADS[0], HEADS[2]), *change("k v", HEADS[1]),
         *change("cache_batch_idx", *SHAPES), *put("cache_batch_idx", (0, -1), (0, 4), (0, 3)),
-        *change("cache_seqlens", *SHAPES), *become("k", None), *LENGTHS, *OPTIONS, *BOTH]),
+        *change("cache_seqlens", *SHAPES), *become("k", None), *LENGTHS, *OPTIONS, *BOTH, *SHARED]),
     (nanoattn.flash_attn_with_kvcache, paged, [
         *change("block_table", *SHAPES), *LENGTHS, *become("cache_batch_idx", ints(0, 1, 2)),
+        *SHARED,
         *put("block_table", *((*at, x) for at in ((0, 0), (1, 1), (2, 1)) for x in (-1, 7, 5)))]),
     *((run_attend, lambda *a, kind=kind: attend(kind, *a), [
         *change("q", *SHAPES[:5], *HEADS), *change("k v", *SHAPES[1:5], *HEADS),
@@ -169,17 +181,79 @@ CALLS: list[tuple[Any, Callable[..., Call], list[Break]]] = [
 def test_every_contradiction_is_refused_before_anything_is_written(dtype, D, lse) -> None:
     for number, (function, make, breaks) in enumerate(CALLS):
         options = {} if function is run_attend else {"causal": True, "return_softmax_lse": lse}
-        function(**make(dtype, D), **options)
+        function(**{**options, **make(dtype, D)})
         for i, change_one in enumerate(breaks):
-            call = make(dtype, D)
+            call = {**options, **make(dtype, D)}
             change_one(call)
             before = {n: t.clone() for n, t in call.items() if isinstance(t, Tensor)}
             with pytest.raises(ValueError):
-                function(**call, **options)
+                function(**call)
                 pytest.fail(f"call {number}, change {i} is accepted")
             for n, t in before.items():
-                same = t.is_meta or torch.equal(call[n].nan_to_num(), t.nan_to_num())
+                same = t.is_meta or t.is_sparse or torch.equal(call[n].nan_to_num(), t.nan_to_num())
                 assert same, (number, i, n)
+
+
+def test_a_compiled_call_refuses_the_same() -> None:
+    for function, make, breaks in (CALLS[0], CALLS[5]):
+        for i, change_one in enumerate(breaks):
+            change_one(call := make(torch.float32, 8))
+            if i % 3 or any(x == 10**400 for x in call.values() if isinstance(x, int)):
+                continue  # a third of them: each is traced
+            torch._dynamo.reset()
+            with pytest.raises(ValueError):
+                torch.compile(partial(function, **call), backend="eager")()
+                pytest.fail(f"change {i} is accepted")
+
+
+@pytest.mark.parametrize("change", [
+    {"n_head": 4.0}, {"head_dim": 8.5}, {"n_kv_head": True}, {"window": 2.5}, {"window": torch.nan},
+    {"right": 1.0}, {"right": "1"}, {"scale": True}, {"scale": "1"}, {"softcap": torch.inf},
+    {"dropout": True}, {"dropout": "0"}, {"page_size": 2.0, "cache": "paged"},
+])
+def test_a_spec_has_numbers_of_their_kind(change) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(change.values())))):
+        Spec(**{"n_head": 4, "n_kv_head": 2, "head_dim": 8, "dtype": "float32", **change})
+
+
+@given(
+    st.sampled_from(CALLS), st.integers(7, 2**70), st.integers(7, 2**70), st.sampled_from(CALLS[:5])
+)
+@settings(max_examples=30, deadline=None)
+def test_a_window_past_every_key_is_none(attending, left, right, flash) -> None:
+    """Whatever integers hold positions: int32 in a cache."""
+    function, make, _ = flash
+    call = make(torch.float32, 8) | {"causal": False}
+    torch.testing.assert_close(
+        function(**call, window_size=(left, right)), function(**call, window_size=(-1, -1)))
+    _, make, _ = attending
+    call = make(torch.float32, 8)
+    if spec := call.pop("spec", None):
+        wide, all_ = (replace(spec, window=w, right=r) for w, r in ((left, right), (None, None)))
+        torch.testing.assert_close(run_attend(wide, **call), run_attend(all_, **call))
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 1, 0, 2, 2, 2], [-1, 5, 5, 5, 5, -1, -1]])
+def test_an_id_that_comes_again_after_others_is_refused(ids) -> None:
+    """Kernels go by runs or by ids: each would compute something else."""
+    call = attend("none", torch.float32, 8)
+    for row in range(B):
+        segments = call["segments"].clone()
+        segments[row] = ints(*ids)
+        with pytest.raises(ValueError, match="segments"):
+            run_attend(**{**call, "segments": segments})
+
+
+def test_new_tokens_that_lie_in_the_cache_are_read_before_it_is_written() -> None:
+    q, kv = torch.randn(1, 3, 2, 8), torch.randn(2, 1, 8, 2, 8)
+    outs = []
+    for apart in (True, False):
+        k_cache, v_cache = kv.clone()
+        new = k_cache[:, 4:7], v_cache[:, 2:5]
+        new = tuple(t.clone() for t in new) if apart else new
+        outs.append(nanoattn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, *new, cache_seqlens=1, causal=True))
+    assert torch.equal(*outs)
 
 
 # --- surroundings that change nothing ---
@@ -231,7 +305,8 @@ def test_lengths_and_segments_that_numpy_writes_are_read_again() -> None:
             spec = Spec(2, 2, 8, "float32", segments=True)
             return BACKENDS["sdpa"].attend(q[None], q[None], q[None], spec, segments=t[None])
 
-        before, host[1] = run(t), 1 if function == "segments" else 400
+        before = run(t)
+        host[1 if function == "lengths" else 19] = 400 if function == "lengths" else 1
         again = run(t)
         assert torch.equal(again, run(t.clone())) and not torch.equal(again, before)
 

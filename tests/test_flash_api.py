@@ -340,9 +340,17 @@ def test_padding_is_removed_and_put_back(lengths, left, dtype, unused) -> None:
     assert torch.equal(dx, torch.where(kept[..., None, None], dout, 0))
 
 
-def test_a_padding_mask_of_another_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"attention_mask must be \(2, 5\)"):
-        nanoattn.bert_padding.unpad_input(torch.randn(2, 5, 3), torch.ones(2, 4))
+@pytest.mark.parametrize("mask, spare, name", [
+    ([[1, 1, 1, 1]] * 2, None, r"attention_mask must be \(2, 5\)"),
+    ([[1, 1, 2, 0, 0], [3, 0, 0, 0, 0]], None, "attention_mask"),  # numbers of packed texts
+    ([[0.0, 0.0, -1e4, -1e4, -1e4]] * 2, None, "attention_mask"),  # to be added to scores
+    ([[1, 1, 0, 0, 0]] * 2, [[0, 1, 1, 0, 0]] * 2, "mask"),
+    ([[1, 1, 0, 0, 0]] * 2, [[0, 0, 2, 0, 0]] * 2, "unused_mask"),
+])
+def test_a_padding_mask_that_is_none_is_refused(mask, spare, name) -> None:
+    more = () if spare is None else (torch.tensor(spare),)
+    with pytest.raises(ValueError, match=name):
+        nanoattn.bert_padding.unpad_input(torch.randn(2, 5, 3), torch.tensor(mask), *more)
 
 
 # As public models do: the names of flash-attn 2, a padded batch, a scale that is a tensor.

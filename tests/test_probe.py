@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from attention import (
@@ -60,6 +62,19 @@ def test_a_backend_that_may_run_here_passes(name, spec) -> None:
     assert tried.why == ()
     assert tried.error is not None and tried.error < 4 * torch.finfo(getattr(torch, spec.dtype)).eps
     assert tried.events
+
+
+@given(
+    st.sampled_from(["tiled", "sdpa", "sdpa_flash"]), st.sampled_from([1, 8, 32, 64, 128]),
+    st.sampled_from(["float16", "bfloat16"]), st.none() | st.sampled_from([0.5, 1.0, 2.0]),
+    st.none() | st.integers(1, 30), st.sampled_from([0, 0, None, 3]), st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_right_kernel_in_half_precision_passes(name, D, dtype, scale, window, right, lse) -> None:
+    """Its rounded output moves dQ and dK where plain PyTorch, of one key, is exact."""
+    spec = Spec(4, 2, D, dtype, window, scale=scale, right=right, lse=lse)
+    if not BACKENDS[name].why_not(spec, HERE):
+        assert probe(BACKENDS[name], spec, "cpu").why == ()
 
 
 def test_the_kernels_are_what_ran() -> None:

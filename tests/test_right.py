@@ -189,6 +189,19 @@ def test_flash_attn_func(case: Case, causal: bool) -> None:
     values = v.repeat_interleave(case.H // case.Hkv, 2)
     same(torch.einsum("bhij,bjhd->bihd", P, values), want.out)
     assert torch.equal(L.isneginf(), ~P.sum(-1).bool())
+    some = torch.arange(case.Tq) % 3 == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        same(nanoattn.weights(q, k, spec, rows=some, L=L), P[:, :, some].double())
+
+
+def test_weights_of_rows_that_are_none() -> None:
+    q, spec = torch.randn(1, 5, 2, 8), Spec(2, 2, 8, "float32", segments=True)
+    ids = torch.zeros(1, 5, dtype=torch.int32)
+    for rows in ([1.7], [5], [[1]], [True], torch.ones(4, dtype=torch.bool), ["1"]):
+        with pytest.raises(ValueError):
+            nanoattn.weights(q, q, spec, rows=rows, segments=ids)
+    assert nanoattn.weights(q, q[:, :0], spec, segments=ids[:, :0]).shape == (1, 2, 5, 0)
+    assert nanoattn.weights(q, q, spec, rows=[], segments=ids).shape == (1, 2, 0, 5)
 
 
 @settings(max_examples=20, deadline=None)
