@@ -241,7 +241,7 @@ def test_scores_past_the_range_of_float16(sign, softcap) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 50.0])
 def test_gradients_past_the_range_of_float16(softcap) -> None:
-    """dO V^T is about 460,000 and the gradients at most a few hundred, so a rounded O moves them."""
+    """dO V^T is about 460,000 and the gradients a few hundred: rounding O moves them."""
     noise = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 8, 2, 128, generator=noise) for _ in range(4))
 
