@@ -33,7 +33,6 @@ def attention(q, k, v, seen):
     probs = torch.softmax(scores, dim=-1)  # of all keys, seen or not
     return torch.einsum("hij,jhd->ihd", probs, v)
 '''
-
 # name -> H, Hkv, seen
 CASES = {
     "a causal mask": (2, 2, torch.ones(3, 3).tril().bool()),
@@ -41,8 +40,6 @@ CASES = {
     "4 query heads, 2 key/value heads": (4, 2, torch.ones(3, 3).tril().bool()),
     "a query that sees no key": (4, 2, torch.ones(4, 3).tril(-1).bool()),
 }
-
-
 REPEAT = "t.repeat_interleave(H // k.shape[1], dim=1)"
 MISTAKES = [
     (" / math.sqrt(D)", "", "Divide the scores by sqrt(D)"),
