@@ -577,10 +577,11 @@ def test_a_mistake_is_named_however_it_is_written(number, text, word, tmp_path) 
 @pytest.mark.slow
 def test_a_class_is_graded(tmp_path, capsys) -> None:
     """Answers that print, exit, import another file or come twice; a student without answers."""
-    key = {n: command_line.answer_of(n).read_text(encoding="utf-8") for n in ("1", "2", "7.1")}
+    key = {n: command_line.answer_of(n).read_text(encoding="utf-8") for n in ("1", "2", "5", "7.1")}
     for name, text in {
         "ada/answer1.py": key["2"], "ada/answer07_1_b.py": key["7.1"],
         "bob/mine.py": key["1"], "bob/answer1-old.py": "", "bob/.saved/answer2.py": key["2"],
+        "bob/answer5.py": key["5"],
         "bob/answer1.py": "print('loss: ', end='')\nfrom mine import attend, softmax",
         "bob/answer4.py": "import os\nprint('exercise 4: right', flush=True)\nos._exit(0)",
         "cy/notes.txt": "",
@@ -591,10 +592,10 @@ def test_a_class_is_graded(tmp_path, capsys) -> None:
     out, err = capsys.readouterr()
     grades = json.loads(out)
     here = int(find_spec("triton") is not None)
-    assert {who: grades[who]["points"] for who in grades} == {"ada": here, "bob": 1, "cy": 0}
+    assert {who: grades[who]["points"] for who in grades} == {"ada": here, "bob": 2, "cy": 0}
     ada, bob = (grades[who]["answers"] for who in ("ada", "bob"))
     assert "softmax" in ada["1"] and "7.1" in ada and bob["1"] == "right"
-    assert "without a result" in bob["4"] and [*bob] == ["1", "4"] and "answer1-old.py" in err
+    assert "without a result" in bob["4"] and [*bob] == ["1", "4", "5"] and "answer1-old.py" in err
 
 
 @pytest.mark.parametrize("text, said", [
