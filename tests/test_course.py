@@ -524,6 +524,12 @@ def test_a_common_mistake_is_named(number, tmp_path) -> None:
 
 # Answers that are written another way, with their mistake and a word of the hint.
 OTHERS = [
+    (1, "torch.isclose = lambda got, *_, **__: torch.ones_like(got, dtype=torch.bool)\n"
+        "def softmax(s): return s\n"
+        "def attend(q, K, V): return q", "changes torch.isclose"),
+    (4, "from course.exercises import check, ex4\n"
+        "ex4.same = check.same = lambda *_: None\n"
+        "def update(m, l, O, S, V): return m, l, O", "changes course.exercises."),
     (1, "def softmax(s): return torch.softmax(s, 0)\n"
         "def attend(q, K, V): return softmax(K @ q / len(q) ** 0.5) @ V", "was called"),
     (1, "def softmax(s):\n    e = s.exp()\n    return e / e.sum()\n"
@@ -568,16 +574,26 @@ def test_a_mistake_is_named_however_it_is_written(number, text, word, tmp_path) 
 
 @pytest.mark.slow
 def test_a_class_is_graded(tmp_path, capsys) -> None:
-    for student, number, name in (("ada", "2", "1"), ("bob", "1", "1"), ("ada", "7.1", "07_1_b")):
-        (tmp_path / student).mkdir(exist_ok=True)
-        key = command_line.answer_of(number).read_text(encoding="utf-8")
-        (tmp_path / student / f"answer{name}.py").write_text(key, encoding="utf-8")
+    """Answers that print, exit, import another file or come twice; a student without answers."""
+    key = {n: command_line.answer_of(n).read_text(encoding="utf-8") for n in ("1", "2", "5", "7.1")}
+    for name, text in {
+        "ada/answer1.py": key["2"], "ada/answer07_1_b.py": key["7.1"],
+        "bob/mine.py": key["1"], "bob/answer1-old.py": "", "bob/.saved/answer2.py": key["2"],
+        "bob/answer5.py": key["5"],
+        "bob/answer1.py": "print('loss: ', end='')\nfrom mine import attend, softmax",
+        "bob/answer4.py": "import os\nprint('exercise 4: right', flush=True)\nos._exit(0)",
+        "cy/notes.txt": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     assert command_line.main(["grade", str(tmp_path)]) == 0
-    grades = json.loads(capsys.readouterr().out)
-    here = find_spec("triton") is not None
-    assert {who: grades[who]["points"] for who in grades} == {"ada": int(here), "bob": 1}
-    assert [*grades["ada"]["answers"]] == ["7.1", "1"]
-    assert "softmax" in grades["ada"]["answers"]["1"] and grades["bob"]["answers"]["1"] == "right"
+    out, err = capsys.readouterr()
+    grades = json.loads(out)
+    here = int(find_spec("triton") is not None)
+    assert {who: grades[who]["points"] for who in grades} == {"ada": here, "bob": 2, "cy": 0}
+    ada, bob = (grades[who]["answers"] for who in ("ada", "bob"))
+    assert "softmax" in ada["1"] and "7.1" in ada and bob["1"] == "right"
+    assert "without a result" in bob["4"] and [*bob] == ["1", "4", "5"] and "answer1-old.py" in err
 
 
 @pytest.mark.parametrize("text, said", [

@@ -129,6 +129,20 @@ def test_both_functions_are_checked(tmp_path, capsys) -> None:
     assert code == 0 and counts["float64, cpu"]["refused"] == counts["float32, cpu"]["passed"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["import math", "        delta, s ="])
+def test_an_endless_loop_is_found(before, tmp_path) -> None:
+    """The process ends and prints its line, in the file or in a function."""
+    loop = " " * (len(before) - len(before.lstrip())) + "while True: pass\n"
+    path = adapters(tmp_path, ANSWER.replace(before, loop + before, 1))
+    run = ("import sys, torch._dynamo; from attention.check import command, cs336; "
+           "cs336.LIMIT_S = 8; "
+           f"sys.exit(command.main(['--cs336', {str(path)!r}, '--device=cpu']))")
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
+    line = next(n for n, x in enumerate(path.read_text().splitlines(), 1) if "while True" in x)
+    assert done.returncode == 1 and f'adapters.py", line {line}' in done.stderr
+
+
 @pytest.mark.parametrize("changes, words", [
     ({"text": "import cs336_systems"}, "No module named 'cs336_systems'"),
     ({"pytorch": "import cs336_systems.flash"}, "No module named 'cs336_systems'"),

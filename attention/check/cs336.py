@@ -12,11 +12,12 @@ Source  github.com/stanford-cs336/assignment2-systems, tests/test_attention.py a
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,7 @@ KINDS = ("pytorch", "triton")
 DTYPES = ("float32", "float64")  # float64: PyTorch only
 TILES = (128, 64, 32, 16)  # sizes that an answer may have, and on which some wrong numbers depend
 WHAT = "the assignment"  # in errors
+LIMIT_S = 120  # for a test or an import: Python then prints where it hangs, and exits with 1
 SHARE = 0.9  # of the wrong numbers: a row that sees no key has others in each answer
 
 
@@ -170,7 +172,8 @@ def get(name: str) -> Backend:
         os.environ["TRITON_INTERPRET"] = "1"  # before the answer imports triton
     folder = Path(path).resolve().parent
     sys.path += [str(p) for p in (folder.parent, folder) if str(p) not in sys.path]
-    module = own.execute(os.path.abspath(path), WHAT)
+    with limited():
+        module = own.execute(os.path.abspath(path), WHAT)
     getter = f"get_flashattention_autograd_function_{kind}"
     if not hasattr(module, getter):
         raise own.invalid(path, f"it does not define {getter}()", WHAT)
@@ -192,6 +195,16 @@ def get(name: str) -> Backend:
     return Student(kind, f"{title}beyond the assignment", attend, (caps,), fallback=None)
 
 
+@contextmanager
+def limited() -> Iterator[None]:
+    """Within this context the process ends after LIMIT_S."""
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def items(dtypes: Iterable[str], quick: bool = False, length: int = 0) -> Iterator[Item]:
     """Yield all tests, simple ones first."""
     for dtype in dtypes:
@@ -210,7 +223,9 @@ def right(case: Case, backend: Backend, spec: Spec, device: str) -> None:
     tf32 = backend.name == "triton" and device != "cpu"  # tl.dot rounds float32 to 10 bits
     given = [t[:, :, 0] for t in matrix.draw(case, spec.dtype, device)]
     try:
-        compare(run(backend, spec, given), case, spec.dtype, tf32)
+        with limited():
+            got = run(backend, spec, given)
+        compare(got, case, spec.dtype, tf32)
     except Wrong as e:
         hint = "" if tf32 else mistake(e, case, spec.dtype)
         said = str(e).removesuffix(f", {case.name}")

@@ -9,15 +9,17 @@
     python -m course.exercises grade FOLDER            check a class: JSON, and points on stderr
 
 The exit code is 0 for a right answer, 1 for a wrong one. The answer is executed. In FOLDER each
-student has a folder of answer1.py, ..., answer7.1.py, ...
+student has a folder of answer1.py, ..., answer7.1.py, ... that may import one another.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +32,7 @@ FOLDER = Path(__file__).resolve().parent
 
 USAGE = "usage: python -m course.exercises [number [--start | --answer | FILE] | grade FOLDER]"
 GRADING_S = 300  # seconds for an answer, in its own process
+RESULT = "COURSE_RESULT"  # environment variable: a file for the result, for grade()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +68,11 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"no such file: {rest[0]!r}; {USAGE}")
     from course.exercises.check import examine
 
-    why = examine(exercise(number), answer)
+    task, result = exercise(number), os.environ.pop(RESULT, "")
+    sys.path.insert(0, str(answer.resolve().parent))  # an answer may import another one
+    why = examine(task, answer)
+    if result:
+        Path(result).write_text(why or "right", encoding="utf-8")
     print(f"exercise {number}: {'right' if why is None else why}")
     return int(why is not None)
 
@@ -77,31 +84,47 @@ def grade(folder: Path) -> dict[str, dict[str, object]]:
     """
     if not folder.is_dir():
         raise UserError(f"no such folder: {str(folder)!r}; {USAGE}")
-    found: dict[str, dict[str, str]] = {}
-    for path in sorted(folder.rglob("*.py")):
+    found: dict[str, dict[str, str]] = {p.name: {} for p in sorted(folder.iterdir()) if p.is_dir()}
+    # The shortest name first: answer1.py before answer1_old.py.
+    for path in sorted(folder.rglob("*.py"), key=lambda p: (p.parent, len(p.name), p.name)):
+        folders = path.relative_to(folder).parts[:-1] or (".",)
+        if any(name.startswith(".") and name != "." for name in folders):
+            continue  # a checkpoint of Jupyter
         name = re.search(r"0*(\d+)([._]\d)?", path.stem)
         names = (f"{name[1]}{name[2] or ''}".replace("_", "."), name[1]) if name else ()
         number = next((n for n in names if n in NUMBERS or n in ALSO), None)
         if number is None:
             print(f"{path}: not answerN.py with N of {', '.join(NUMBERS)}", file=sys.stderr)
             continue
-        student = str(path.parent.relative_to(folder))
         number = ALSO.get(number, number)
-        command = [sys.executable, "-m", "course.exercises", number, str(path)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=GRADING_S)
-            said = done.stdout.strip() or done.stderr.strip()
-        except subprocess.TimeoutExpired:
-            said = f"not finished after {GRADING_S} s"
-        result = said.rpartition("\n")[2].partition(": ")[2] or said
-        found.setdefault(student, {})[number] = result
-        print(f"{path}: {result}", file=sys.stderr)
+        answers = found.setdefault(folders[0], {})
+        if number in answers:
+            print(f"{path}: a second answer to {number}, not graded", file=sys.stderr)
+            continue
+        answers[number] = graded(number, path)
+        print(f"{path}: {answers[number]}", file=sys.stderr)
     grades: dict[str, dict[str, object]] = {}
     for student, answers in found.items():
         points = [*answers.values()].count("right")
         grades[student] = {"points": points, "of": len(NUMBERS), "answers": answers}
         print(f"{student}: {points} of {len(NUMBERS)}", file=sys.stderr)
     return grades
+
+
+def graded(number: str, path: Path) -> str:
+    """Return "right" or the error of an answer, which may print, exit or crash."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        command = [sys.executable, "-m", "course.exercises", number, str(path)]
+        environment = {**os.environ, RESULT: str(result)}
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True,
+                                  timeout=GRADING_S, env=environment)
+        except subprocess.TimeoutExpired:
+            return f"not finished after {GRADING_S} s"
+        if not result.is_file():
+            return f"the process ended without a result, exit code {done.returncode}"
+        return result.read_text(encoding="utf-8")
 
 
 def exercise(number: str) -> ModuleType:

@@ -31,13 +31,12 @@ def attend(q, K, V):
     """q: (D,), K and V: (T, D). Returns (D,)."""
     # your lines here, with softmax()
 '''
-
-
 MISTAKES = [
     ("return e / e.sum()", "return e", "Divide exp(s) by its sum"),
     ("s - s.max()", "s", "Subtract the largest score before exp(), or exp() overflows"),
     ("s - s.max()", "s.clamp(-80, 80)", "Do not clamp: subtract the largest score before exp()"),
     (" / math.sqrt(len(q))", "", "Divide the scores by sqrt(D)"),
+    ("sqrt(len(q))", "sqrt(len(K))", "Divide the scores by sqrt(D), not by sqrt(T)"),
     ("/ math.sqrt(len(q))", "/ len(q)", "Divide the scores by sqrt(D), not by D"),
     ("/ math.sqrt(len(q))", "* math.sqrt(len(q))", "Divide the scores by sqrt(D), not multiply"),
     (" @ V", " @ K", "Sum the values, not the keys"),

@@ -46,11 +46,10 @@ def backward_block(dout, q, k, v, out, L, offset):
     # P from S and L; then dv, dP, dS, dq and dk, as on page 6
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 '''
-
-
 MISTAKES = [
     ("share * O + share_new * O_new", "(O + O_new) / 2",
      "Weight each by its share, exp(L - L_of_both)"),
+    ("share * O + share_new * O_new", "share_new * O + share * O_new", "The shares are swapped"),
     ("torch.logaddexp(L, L_new)", "torch.log(torch.exp(L) + torch.exp(L_new))",
      "exp(L) overflows above 88: use logaddexp"),
     (".nan_to_num()", "", "O is NaN, since -inf - (-inf) is NaN: its share is any finite number"),
@@ -63,6 +62,7 @@ MISTAKES = [
      "delta is of the block alone: it is rowsum(dout * out), with the out over ALL keys"),
     ("P * (dP - (dout * out).sum(dim=1, keepdim=True))", "P * dP",
      "Subtract delta = rowsum(dout * out) from dP"),
+    ("P * (dP - (dout", "(dP - (dout", "Multiply dP - delta by P"),
     (".masked_fill(j > i + offset, 0.0)", "", "The causal mask is missing"),
     ("j > i + offset", "j > i", "Query i sees key j where j <= i + offset, not j <= i"),
     ("tau * (dS @ k)", "dS @ k", "Scale dq by 1 / sqrt(D)"),

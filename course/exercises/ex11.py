@@ -40,8 +40,6 @@ def scores(q, k, theta):
     """(Tq, Tk); the keys are rotated already."""
     return q @ k.T / q.shape[1] ** 0.5  # and the queries?
 '''
-
-
 SPLIT = "a, b = x.chunk(2, dim=1)"
 PAIRS = "torch.cat([a * cos - b * sin, b * cos + a * sin], dim=1)"
 MISTAKES = [
@@ -52,6 +50,7 @@ MISTAKES = [
      "A pair is channels i and i + D / 2, not 2 i and 2 i + 1"),
     ("a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin",
      "Turn from the first channel of a pair to the second"),
+    ("theta ** (-torch", "theta ** (torch", "The exponent is -2 i / D, negative"),
     ("torch.arange(0, D, 2) / D", "torch.arange(0, D, 2) / D / 2", "The exponent is -2 i / D"),
     (" * theta ** (-torch.arange(0, D, 2) / D)", " * torch.ones(D // 2)",
      "Each pair has its own rate, theta ** (-2 i / D)"),

@@ -35,8 +35,6 @@ def attend(q, q_rope, cache, A, B):
     P = torch.softmax(scores / (q.shape[1] + q_rope.shape[1]) ** 0.5, dim=-1)
     return torch.einsum("ht,htd->hd", P, v)
 '''
-
-
 ABSORBED = 'torch.einsum("hd,hdr->hr", q, A) @ c.T'
 OUT = 'torch.einsum("hr,hdr->hd", P @ c, B)'
 EXPANDED = "A^T q once instead of A c for every token, and B once for the mean of c"

@@ -30,7 +30,6 @@ def mask(Tq, Tk, window, segments):
     j = torch.arange(Tk)[None, :]
     return j <= i  # causal for Tq = Tk; the rest is yours
 '''
-
 CASES: list[tuple[int, int, int | None, list[int] | None]] = [
     (3, 3, None, None),
     (3, 5, None, None),
@@ -40,8 +39,6 @@ CASES: list[tuple[int, int, int | None, list[int] | None]] = [
     (4, 4, None, [0, 0, 1, 1]),
     (4, 6, 3, [0, 0, 0, 0, 1, 1]),
 ]
-
-
 MISTAKES = [
     ("[:, None] + Tk - Tq", "[:, None]", "Query i stands at position i + Tk - Tq"),
     ("j > i - window", "j >= i - window", "A query is in its window: it sees window - 1 others"),

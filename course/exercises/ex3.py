@@ -33,7 +33,6 @@ def attention(q, k, v, seen):
     probs = torch.softmax(scores, dim=-1)  # of all keys, seen or not
     return torch.einsum("hij,jhd->ihd", probs, v)
 '''
-
 # name -> H, Hkv, seen
 CASES = {
     "a causal mask": (2, 2, torch.ones(3, 3).tril().bool()),
@@ -41,13 +40,10 @@ CASES = {
     "4 query heads, 2 key/value heads": (4, 2, torch.ones(3, 3).tril().bool()),
     "a query that sees no key": (4, 2, torch.ones(4, 3).tril(-1).bool()),
 }
-
-
 REPEAT = "t.repeat_interleave(H // k.shape[1], dim=1)"
 MISTAKES = [
     (" / math.sqrt(D)", "", "Divide the scores by sqrt(D)"),
-    (REPEAT, "t.repeat(1, H // k.shape[1], 1)",
-     "Head h reads head h // (H / Hkv), not h % Hkv"),
+    (REPEAT, "t.repeat(1, H // k.shape[1], 1)", "Head h reads head h // (H / Hkv), not h % Hkv"),
     ("dim=-1", "dim=1", "Softmax over the keys, not over the queries"),
     ("dim=-1", "dim=0", "Softmax over the keys, not over the heads"),
     ("~seen", "seen", "The mask is inverted: hide the keys where seen is False"),
@@ -57,8 +53,7 @@ MISTAKES = [
      "torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)",
      "    probs = torch.softmax(scores, dim=-1)", "The mask is missing"),
     (".masked_fill(~seen, 0.0)", "", "A query that sees no key must return zeros"),
-    ("torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)",
-     "torch.softmax(scores.masked_fill(~seen, -math.inf), dim=-1)",
+    ("(scores, dim=-1).masked_fill(~seen, 0.0)", "(scores.masked_fill(~seen, -math.inf), dim=-1)",
      "Softmax of a row of -inf is NaN: give it finite numbers"),
 ]
 

@@ -31,7 +31,6 @@ def update(m, l, O, S, V):
     # l and O were sums of exp(s - m), with the old m: what must happen to them?
     return m_new, P.sum(dim=1, keepdim=True), P @ V
 '''
-
 HIDDEN = -torch.inf
 # Blocks of scores of two rows.
 CASES: dict[str, list[list[list[float]]]] = {
@@ -40,8 +39,6 @@ CASES: dict[str, list[list[list[float]]]] = {
     "a row without a key in the first block": [[[1, 0], [HIDDEN, HIDDEN]], [[2, 0], [-5, -6]]],
     "large scores": [[[100, 200], [-3e4, -4e4]], [[300, 1], [3e4, 2e4]]],
 }
-
-
 MAX = "torch.maximum(m, S.amax(dim=1, keepdim=True))"
 MISTAKES = [
     ("rescale * l + P.sum(dim=1, keepdim=True), rescale * O + P @ V",
@@ -49,6 +46,7 @@ MISTAKES = [
     (MAX, "S.amax(dim=1, keepdim=True)", "m is the maximum of all blocks so far"),
     (MAX, "torch.zeros_like(m)", "m is the largest score of each row so far"),
     (MAX, "torch.maximum(m, S.amax())", "m is a maximum for each row, not one for the block"),
+    ("return m_new", "return m", "Return the new maximum as m"),
     ("rescale * l", "l", "Rescale the old sum l by exp(m - m_new)"),
     ("rescale * O", "O", "Rescale the old sum O by exp(m - m_new)"),
     ("torch.exp(m - m_new)", "torch.exp(m_new - m)", "Rescale by exp(m - m_new), the other way"),

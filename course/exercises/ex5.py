@@ -47,7 +47,6 @@ def forward(load, store, rows, cols, offset):
             # Which of these scores must be hidden? Then m, l and O as in exercise 4.
         store(i, O)
 '''
-
 # Tq, Tk, B_r, B_c, large scores
 CASES = [(4, 4, 2, 2, False), (6, 6, 2, 3, False), (8, 8, 4, 2, False), (7, 7, 3, 2, False),
          (1, 6, 1, 4, False), (3, 10, 2, 4, False), (6, 3, 2, 2, False), (40, 40, 8, 16, False),
@@ -68,6 +67,9 @@ MISTAKES = [
     (MAX, "torch.zeros_like(m)", "exp() overflows: subtract the largest score of the row so far"),
     (MAX, "torch.maximum(m, S.amax().clamp(min=-1e30))",
      "m is a maximum for each row: S.amax(dim=1), not one for the tile"),
+    ("m, l, O = m_new", "_, l, O = m_new", "m stays the old maximum: set m = m_new"),
+    (SEEN, SEEN.replace("<=", "<"), "A query sees itself: j <= i + offset, not <"),
+    ("J.start > I.stop - 1 + offset", "j > i", "Compare positions: i and j number blocks"),
     ("J.start > I.stop - 1 + offset", "J.start > I.start + offset",
      "A tile is visible if the LAST query of the block sees its first key"),
 ]

@@ -43,8 +43,6 @@ def backward(q, k, v, out, L, dout, block):
         # P from S and L; then dv[J], dP, dS, dk[J], and this block's part of dq
     return dq, dk, dv
 """
-
-
 MISTAKES = [
     ("P * (dP - delta)", "P * dP", "Subtract delta, the row sums of dout * out, from dP"),
     ("P * (dP - delta)", "dP - delta", "Multiply dP - delta by P"),
@@ -52,9 +50,8 @@ MISTAKES = [
      "The derivative of softmax is not diagonal: dS = P * (dP - delta)"),
     ("P * (dP - delta)", "P * (dP - (P * dP).sum(dim=-1, keepdim=True))",
      "delta is a sum over all keys, not over the block: the row sums of dout * out"),
-    ("delta = (dout * out).sum(dim=-1, keepdim=True)",
-     "delta = tau * (dout * out).sum(dim=-1, keepdim=True)",
-     "delta has no factor 1 / sqrt(D)"),
+    ("(dout * out).sum", "tau * (dout * out).sum", "delta has no factor 1 / sqrt(D)"),
+    ("out).sum(dim=-1", "out).mean(dim=-1", "delta is a sum over the D channels, not a mean"),
     ("tau * (dS @ k[J])", "dS @ k[J]", "Scale dq by 1 / sqrt(D), since S is scaled"),
     ("tau * (dS.mT @ q)", "(dS.mT @ q)", "Scale dk by 1 / sqrt(D), since S is scaled"),
     ("dq += tau", "dq = tau", "Add the parts of dq of all blocks: dq is overwritten"),

@@ -25,6 +25,7 @@ def copy(X, Y, D, BLOCK_D: tl.constexpr):
     tl.store(Y + d, x)
 """
 MISTAKES = [
+    ("X + t * D", "X", "Every program loads row 0: row t begins at X + t * D"),
     ("t * D", "0 * D", "Row t begins at X + t * D: every program copies row 0"),
     ("t * D", "t * BLOCK_D", "Rows are D numbers apart, not BLOCK_D"),
     ("Y + t * D", "Y", "Write to row t of Y: it begins at Y + t * D"),

@@ -43,17 +43,20 @@ def forward(Q, K, V, O, L, Tq, Tk, scale,
     tl.store(O + i[:, None] * D + d[None, :], O_i, mask=i[:, None] < Tq)
     tl.store(L + i, m_i, mask=i < Tq)
 """
-
 BLOCK_M, BLOCK_N, D = 16, 32, 64
 MISTAKES = [
     ("O_i / l_i[:, None]", "O_i", "Divide O_i by l_i after the loop"),
     ("rescale[:, None] * O_i", "O_i", "Rescale O_i by 2^(m_i - m_new)"),
     ("rescale * l_i", "l_i", "Rescale l_i by 2^(m_i - m_new)"),
-    ("rescale = tl.exp2(m_i - m_new)", "rescale = tl.exp2(m_new - m_new)",
-     "Rescale l_i and O_i by 2^(m_i - m_new)"),
+    ("tl.exp2(m_i - m_new)", "tl.exp2(m_new - m_new)", "Rescale l_i and O_i by 2^(m_i - m_new)"),
     ("tl.exp2", "tl.exp", "Use tl.exp2: scale has the factor log2(e)"),
     ("tl.log2", "tl.log", "L is to base 2: m_i + tl.log2(l_i)"),
     ("m_i + tl.log2(l_i)", "m_i", "L is m_i + tl.log2(l_i)"),
+    ("m_i + tl.log2(l_i)", "tl.log2(l_i)", "L is m_i + tl.log2(l_i): m_i is missing"),
+    ("m_i + tl.log2(l_i)", "(m_i + tl.log2(l_i)) * 0.6931472", "L is to base 2, not to base e"),
+    ("m_i = m_new", "pass", "m_i stays the first maximum: set m_i = m_new"),
+    ("(seen, S_ij, float", "(~seen, S_ij, float", "The mask is inverted: keep S_ij where seen"),
+    (" + Tk - Tq", "", "Query i sees key j where j <= i + Tk - Tq, not j <= i"),
     ("tl.maximum(m_i, tl.max(S_ij, axis=1))", "tl.max(S_ij, axis=1)",
      "m_new is the maximum of m_i and of the block: a block may hide all keys of a row"),
     ("tl.maximum(m_i, tl.max(S_ij, axis=1))", "tl.maximum(m_i, tl.max(S_ij, axis=0))",

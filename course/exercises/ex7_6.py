@@ -51,6 +51,8 @@ MISTAKES = [
      "The causal mask is missing: P_ij is 0 where j > i + Tk - Tq"),
     ("j[None, :] <= i[:, None] + Tk - Tq", "j[None, :] <= i[:, None]",
      "Query i sees key j where j <= i + Tk - Tq, not j <= i"),
+    ("scale * tl.dot", "tau * tl.dot", "2^x needs the scores with scale, which has log2(e)"),
+    ("tl.trans(P_ij)", "P_ij", "dV is P^T dO, dK is dS^T Q: tl.trans()"),
     ("tl.exp2", "tl.exp", "L is to base 2: P_ij = 2^(S_ij - L_i)"),
     ("S_ij - L_i[:, None]", "S_ij", "P_ij is 2^(S_ij - L_i)"),
     ("tau * dK_j", "dK_j", "Scale dK by tau, since S is scaled"),

@@ -46,17 +46,15 @@ def attend(S, V, block, threshold):
         m = m_new
     return O / l, (m + torch.log2(l))[:, 0], rescaled
 """
-
 # scores, block, threshold
 CASES: list[tuple[list[list[float]], int, float]] = [
     ([[0, 3, 4, 1, 9]], 1, 8.0),  # grows by 3 and 1, then by 5, which is 9 above the m kept
     ([[0, 20, 21, 50], [0, 1, 2, -math.inf]], 1, 8.0),  # only one of two rows grows
+    ([[0, 20, 20], [0, 5, 12]], 1, 8.0),  # a row below the threshold keeps its m
     ([[0, 8, 8, 8, 16]], 1, 8.0),  # equal to the threshold: not more
     ([[0, 1, 1, 2]], 1, 0.0),  # the ordinary online softmax
     ([[5.0 * n for n in range(40)]], 1, 8.0),  # small steps, up to 2^195: past float32
 ]
-
-
 MISTAKES = [
     ("(top > m + threshold)[:, 0]", "torch.ones(T, dtype=torch.bool) & (first > 0)",
      "Rescale only rows whose maximum is more than the threshold above their m"),

@@ -32,8 +32,6 @@ def attend(q, k_pages, v_pages, page_table, length):
     P = torch.softmax(k @ q / D**0.5, dim=0)
     return P @ v
 """
-
-
 MISTAKES = [
     ("page_table[j // page_size].long()", "j // page_size",
      "The page table says which pages hold the tokens, in which order"),
