@@ -72,7 +72,7 @@ def test_every_backend_on_another_machine(capsys) -> None:
 
 
 @pytest.mark.parametrize("words, wrong", [
-    (["nope"], "'nope'"), (["--n_head=0"], "n_head=0"), (["--window=0"], "got 0"),
+    (["nope"], "'nope'"), (["--n_head=0"], "got 0"), (["--window=0"], "got 0"),
     (["--as=abacus"], "abacus"), (["--as=h100", "--device=cpu"], "--device"),
     (["fastest", "--as=h100"], "fastest"), (["--seq_len=0"], "--seq_len"),
     (["--page_size=16"], "page_size"), (["--device=cuda:99"], "cuda:99"),

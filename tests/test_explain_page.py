@@ -283,7 +283,7 @@ def test_a_row_plays_the_recurrence_of_tiled(show, changes, size):
             page.fill("#tiles-at", str(n))
             seen = [s for s in S if s > -np.inf]
             p = [float(np.exp(s - m)) for s in seen]
-            title = f"Tile {n + 1} of {len(found)}, keys {j * size}"
+            title = f"Tile {n + 1} of {len(found)}, key{'s' if len(S) > 1 else ''} {j * size}"
             assert title in page.inner_text("#tiles-title")
             assert numbers(page, "#tiles-keys") == pytest.approx([*seen, *p], abs=1e-5)
             state = numbers(page, "#tiles-state")

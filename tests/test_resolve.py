@@ -316,11 +316,16 @@ def test_each_field_of_caps_decides(can, cannot, spec) -> None:
 
 
 @pytest.mark.parametrize("changes, got", [
-    ({"n_head": 0}, "n_head=0"), ({"n_kv_head": 5}, "n_kv_head=5"), ({"n_kv_head": 24}, "24"),
+    ({"n_head": 0}, "got 0"), ({"n_kv_head": 5}, "n_kv_head=5"), ({"n_kv_head": 24}, "24"),
     ({"head_dim": 0}, "got 0"), ({"dtype": "bf16"}, "'bf16'"), ({"window": 0}, "got 0"),
     ({"dropout": 1.0}, "got 1.0"), ({"dropout": -0.1}, "got -0.1"), ({"scale": 0.0}, "got 0.0"),
     ({"dropout": float("nan")}, "got nan"), ({"softcap": -1.0}, "got -1.0"),
     ({"cache": "paged"}, "None"), ({"page_size": 16}, "16"), ({"cache": "ring"}, "'ring'"),
+    ({"n_head": 4.0}, "4.0"), ({"head_dim": 8.5}, "8.5"), ({"n_kv_head": True}, "True"),
+    ({"window": 2.5}, "2.5"), ({"window": float("nan")}, "nan"), ({"right": 1.0}, "1.0"),
+    ({"right": "1"}, "'1'"), ({"scale": True}, "True"), ({"scale": "1"}, "'1'"),
+    ({"softcap": float("inf")}, "inf"), ({"dropout": True}, "True"), ({"dropout": "0"}, "'0'"),
+    ({"page_size": 2.0, "cache": "paged"}, "2.0"),
 ])
 def test_a_spec_out_of_range_is_an_error(changes, got) -> None:
     with pytest.raises(ValueError, match=re.escape(got)):
