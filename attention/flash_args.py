@@ -7,6 +7,7 @@ cu_seqlens, and cache_seqlens for a log-sum-exp.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
@@ -62,8 +63,8 @@ class Request:
             wrong("softcap", "positive, or 0 for none", softcap)
         if causal not in (False, True):
             wrong("causal", "True or False", causal)
-        dropout, softcap = float(dropout), float(softcap or 0)
-        scale = None if scale is None else float(scale)
+        dropout, softcap = number(dropout), number(softcap or 0)
+        scale = None if scale is None else number(scale)
         left, right = (
             None if side is None or not 0 <= side < NO_LIMIT else int(side) for side in sides
         )
@@ -104,6 +105,12 @@ def wrong(name: str, expected: str, got: object) -> NoReturn:
 def is_a(kind: type, value: object) -> bool:
     # First the common types: an abstract class is slow.
     return type(value) in COMMON[kind] or (isinstance(value, kind) and not isinstance(value, bool))
+
+
+def number(x: Any) -> float:
+    """float(x); while torch.compile traces a constant, not the symbol of any float."""
+    x = float(x)
+    return math.ldexp(*math.frexp(x)) if torch.compiler.is_compiling() else x
 
 
 def integers(name: str, t: object, shape: tuple[int, ...], on: torch.device,

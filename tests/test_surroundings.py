@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +273,14 @@ def test_the_kernels_of_this_machine_are_named() -> None:
     with torch.profiler.profile():
         inside = flash_attn.select("sdpa", spec, "cpu")
     assert inside.backend is BACKENDS["sdpa"] and inside.kernels == ("flash (CPU)",)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_graph_takes_numbers_that_change(dynamic) -> None:
+    """torch.compile makes a symbol of a float's second value, or of the first."""
+    call = partial(flash_attn.flash_attn_func, causal=True)
+    torch.compiler.reset()
+    compiled: Function = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="eager")
+    for scale, softcap in ((0.3, 0.0), (0.5, 0.0), (0.7, 2.0), (0.9, 5.0)):
+        options = {"softmax_scale": scale, "softcap": softcap}
+        torch.testing.assert_close(compiled(Q, Q, Q, **options), call(Q, Q, Q, **options))
