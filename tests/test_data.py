@@ -5,8 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
-from collections.abc import Iterator
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +229,71 @@ def test_a_damaged_dataset_is_prepared_again(tmp_path: Path, text: Path) -> None
     assert len(ids_of(tmp_path / "out", "train")) == 972
 
 
+@pytest.mark.parametrize("files", [
+    {"val.bin": b"12", "meta.json": b"{}"}, {"val.bin": b"12", "meta.pkl": b"x"},
+    {"train.bin": b"12", "val.bin": b"12", "meta.json": b'{"vocab": 50}'},
+    {"meta.json": b'{"vocab": 50}'}, {"train.bin": b"12", ".partial/meta.json": b"[]"},
+])
+@pytest.mark.parametrize("force", [False, True])
+def test_files_of_another_program_are_not_replaced(tmp_path: Path, text: Path, files: Any,
+                                                   force: bool) -> None:
+    for name, content in files.items():
+        (path := tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    with pytest.raises(UserError, match="another program"):
+        run("shakespeare_char", tmp_path / "out", source=str(text), force=force)
+    there = {f for f in (tmp_path / "out").rglob("*") if f.is_file()}
+    assert {str(f.relative_to(tmp_path / "out")): f.read_bytes() for f in there} == files
+
+
+def test_another_tokenizer_is_another_dataset(tmp_path: Path, text: Path, monkeypatch: Any) -> None:
+    """Whatever it is called: by its path, and by its content."""
+    out, how = tmp_path / "out", {"source": str(text), "tokenizer": "t"}
+    for name, kind in (("a", "bytelevel"), ("b", "wordlevel")):
+        (tmp_path / name).mkdir()
+        small_tokenizer(tmp_path / name / "t", kind)
+    monkeypatch.chdir(tmp_path / "a")
+    first = run("text", out, **how)
+    monkeypatch.chdir(tmp_path / "b")
+    with pytest.raises(UserError, match="another dataset"):
+        run("text", out, **how)
+    monkeypatch.chdir(tmp_path / "a")
+    assert run("text", out, **how) == first
+    shutil.copy(tmp_path / "b" / "t" / "tokenizer.json", tmp_path / "a" / "t")
+    assert run("text", out, **how)["tokenizer"] != first["tokenizer"]
+
+
+@pytest.mark.parametrize("victim", ["worker", "main"])
+def test_no_process_outlives_another(tmp_path: Path, victim: str) -> None:
+    os.mkfifo(source := tmp_path / "a.txt")
+    tokenizer = small_tokenizer(tmp_path / "t", "bytelevel")
+    argv = ["text", f"--source={source}", f"--tokenizer={tokenizer}", "--workers=1",
+            f"--out_dir={tmp_path / 'out'}"]
+    main = subprocess.Popen([sys.executable, "-m", "data", *argv], cwd=ROOT, text=True,
+                            stderr=subprocess.PIPE)
+    children = Path(f"/proc/{main.pid}/task/{main.pid}/children")
+    with source.open("w") as f:
+        f.write("a rose " * 3 * 2**17)  # a task and more; then it waits for the rest
+        f.flush()
+        until(lambda: children.read_text())
+        worker = int(children.read_text().split()[0])
+        os.kill(worker if victim == "worker" else main.pid, signal.SIGKILL)
+        if victim == "main":
+            main.wait()
+            stat = Path(f"/proc/{worker}/stat")
+            return until(lambda: not stat.exists() or " Z " in stat.read_text())
+    said = main.communicate(timeout=60)[1].splitlines()
+    assert main.returncode == 2 and said[-1].startswith("error: --workers=1: ")
+
+
+def until(true: Callable[[], object]) -> None:
+    for _ in range(1200):
+        if true():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not happen within a minute")
+
+
 # --- documents ---
 
 DOCUMENTS = [f"Page {i}, with words.\nAnd more.\n" for i in range(40)]
@@ -240,6 +311,13 @@ def test_every_tenth_document_validates(tmp_path: Path, gpt2: Any) -> None:
     assert documents_of(tmp_path / "out", meta, "val") == DOCUMENTS[9:30:10]
     train = [d for i, d in enumerate(DOCUMENTS[:30]) if i % 10 != 9]
     assert documents_of(tmp_path / "out", meta, "train") == train
+
+
+def test_line_ends_are_those_of_a_text(tmp_path: Path, gpt2: Any) -> None:
+    source = write(tmp_path / "a.jsonl", ["a rose\r\nis", "a rose\nis"])
+    meta = run("text", tmp_path / "out", source=str(source), val_fraction=0.5)
+    assert documents_of(tmp_path / "out", meta, "train") == ["a rose\nis"]
+    assert documents_of(tmp_path / "out", meta, "val") == ["a rose\nis"]
 
 
 def test_a_part_in_two_thousand_validates(tmp_path: Path, gpt2: Any) -> None:
