@@ -35,7 +35,7 @@ from core import flops, runtime
 from core.cpu import matmul as cpu_matmul
 from core.metrics import duration
 from core.metrics import read as read_rows
-from core.optimizer import build_optimizer, learning_rate, update
+from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
 from core.settings import Loaded, UserError, exit_on_user_error
 from data.prepare import PrepareConfig, prepare
 from model import GPT, GPTConfig
@@ -176,6 +176,18 @@ def test_the_edges_of_the_rate():
     assert set(rates(decay_lr=False)) == {1.0}  # from the first step, as in nanoGPT
     assert rates(22, min_lr=None)[20:] == [0.1] * 2  # a tenth of the highest
     assert rates(22, min_lr=0.0)[20:] == [0.0] * 2
+
+
+@pytest.mark.parametrize("warmup, missed", [(6, False), (7, True)])
+def test_a_linear_decay_begins_after_three_tenths(warmup, missed):
+    """A longer warm-up is cut off by it, with a warning."""
+    how: Any = {"decay_lr": "linear", "warmup_iters": warmup, "max_iters": 20}
+    assert (max(rates(20, **how)) < 1) == missed
+    assert any("not reached" in line for line in schedule_warnings(config(**how))) == missed
+
+
+def test_a_rate_of_another_optimizer_is_refused(data_dir, tmp_path):
+    assert "--muon_rates" in refusal(run(data_dir, tmp_path / "out", muon_rates="0.02"))
 
 
 def test_a_rate_below_zero_is_refused(data_dir, tmp_path):
