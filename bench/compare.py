@@ -12,11 +12,15 @@ import json
 import sys
 from pathlib import Path
 
+from core.settings import UserError, end_at_once, exit_on_user_error
+
+if __name__ == "__main__":
+    end_at_once()
+
 import numpy as np
 
 import checkpoint
 from core import metrics
-from core.settings import UserError, exit_on_user_error
 
 SAME = ("seed", "out_dir", "init_from")  # settings in which the runs of a line may differ
 HEAD = "| settings | seeds | steps | s | val loss: mean (lowest to highest) | steps to {:.4f} | s |"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -208,6 +209,51 @@ exit_on_user_error(main)
     assert done.stdout == ("" if early else "cleaned up\n")
 
 
+COMMANDS = ("train.py", "sample.py", "explain.py", "bench_mfu.py", "-m checkpoint export x",
+            "-m bench.compare x", "-m evaluate.harness")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_interrupt_during_slow_imports_is_not_lost(command: str, tmp_path: Path) -> None:
+    """By an import that loses it."""
+    code = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    pass
+"""
+    (tmp_path / "torch.py").write_text(code)
+    argv, env = [sys.executable, *command.split()], os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert (done.returncode, done.stderr.split()) == (130, ["interrupted"])
+
+
+def test_an_interrupt_during_the_measurements_of_attention() -> None:
+    code = """
+import os, runpy, signal, sys
+from attention.machine import timing
+timing.measure = lambda *args: os.kill(os.getpid(), signal.SIGINT)
+sys.argv = ["attention"]
+runpy.run_module("attention", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr.split()) == (130, ["interrupted"])
+
+
+@pytest.mark.parametrize("command, said", [
+    ("train.py --out_dir=", "--out_dir"), ("sample.py --init_from=", "--init_from"),
+    ("explain.py --json=", "--json"), ("-m data text --source=", "--source"),
+    ("-m checkpoint export", "usage"), ("-m bench.compare", "folders"),
+])
+def test_an_empty_path_is_not_the_current_folder(command: str, said: str, tmp_path: Path) -> None:
+    argv = [sys.executable, *command.split(), *([""] if "=" not in command else [])]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    with pytest.raises(UserError, match=r"c\.py:1: name: .*''"):
+        read(Config, [config_file(tmp_path, "name = ''\n")])
+
+
 def test_other_ranks_print_nothing(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
@@ -223,7 +269,7 @@ def test_help_shows_comments_and_the_values_of_a_file(tmp_path: Path, capsys: An
     assert "--n_layer" in shown and "transformer blocks" in shown and "77" in shown
 
 
-@pytest.mark.parametrize("program", ["train.py", "sample.py"])
+@pytest.mark.parametrize("program", ["train.py", "sample.py", "explain.py"])
 def test_help_needs_no_torch(program: str) -> None:
     code = (
         "import runpy, sys\n"
