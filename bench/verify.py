@@ -106,11 +106,8 @@ def _row(row: Row, again: Row, part: Json) -> Iterator[str]:
         for name in sizes.keys() & ran.keys():
             if sizes[name] != ran[name]:
                 yield f"it has {name}={sizes[name]}, but a round ran {name}={ran[name]}"
-    peak = max((r["peak_bytes"] for r in row["rounds"] if "peak_bytes" in r), default=None)
-    # A process's peak only rises; on a GPU the warm-up may have needed more.
-    rises = part["machine"]["kind"] == "cpu" and part.get("complete", True)
-    held = row.get("memory_bytes", 0)
-    if peak is not None and (held != peak if rises else held < peak):
+    held, peak = row.get("memory_bytes", 0), max(r.get("peak_bytes", 0) for r in row["rounds"])
+    if held < peak:  # else of the warm-up
         yield f"memory_bytes is {held}, but the most of its rounds is {peak}"
     for name in ("mfu", "share"):  # mfu_causal is never more than mfu
         if (row.get(name) or 0) > 1:

@@ -153,7 +153,7 @@ def gather(
             raise UserError(f"expected one {field}, got {values[field]} and {value}")
         values[field], origins[field] = value, "command line"
     for name, origin in origins.items():  # Path("") would be the current folder
-        if values.get(name) == "" and name in hints:
+        if values.get(name) == "" and hints[name] in (str, str | None):
             where = f"--{name}" if origin == "command line" else f"{origin}: {name}"
             raise UserError(f"{where}: expected a text, got '' (an unset variable of the shell?)")
     return values, origins

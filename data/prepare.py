@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -110,6 +110,10 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         new.rmdir()
     except OSError as e:  # errors while reading are UserErrors by now
         raise UserError(f"cannot write {out_dir} ({e.strerror or e}); use another --out_dir") from e
+    except BrokenProcessPool as e:
+        n = config.workers or os.cpu_count()
+        why = "a process that tokenizes was killed, perhaps because memory ran out"
+        raise UserError(f"--workers={n}: {why}; use fewer") from e
     train, val = found["tokens"].values()
     print(
         f"{out_dir}: {train:,} training and {val:,} validation tokens, {V:,} in vocabulary ({name})"
@@ -286,7 +290,7 @@ def prepare_documents(
     with ProcessPoolExecutor(workers, initializer=_begin, initargs=(tokenizer.to_meta(),)) as pool:
         count, tokens, size = 0, Counter[str](), Counter[str]()  # size: bytes of the text
         with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
-            for batch in _encoded(pool, batches, workers):
+            for batch in map_ahead(pool, _encode, batches, 2 * workers):
                 for i, ids, n in batch:
                     split = "val" if int((i + 1) * fraction) > int(i * fraction) else "train"
                     (val if split == "val" else train).write(ids)
@@ -304,18 +308,6 @@ def prepare_documents(
     if min((folder / name).stat().st_size for name in BINS) < 2 * dtype.itemsize:
         raise UserError(f"{where} is too short ({tokens.total()} tokens)")
     return tokenizer, {"documents": count, "bytes": size}
-
-
-def _encoded(
-    pool: ProcessPoolExecutor, batches: Iterator[list[Piece]], workers: int
-) -> Iterator[list[tuple[int, bytes, int]]]:
-    try:
-        yield from map_ahead(pool, _encode, batches, 2 * workers)
-    except BrokenProcessPool as e:
-        raise UserError(
-            f"--workers={workers}: a process that tokenizes was killed, perhaps because memory ran "
-            "out; use fewer"
-        ) from e
 
 
 _worker: list[Tokenizer] = []  # of this process: too large to be sent with each batch

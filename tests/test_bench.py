@@ -358,7 +358,6 @@ OF = {  # options, and the modes that have them
     "--rival=hf": {"train", "decode", "runs", "qualify"}, "--new_tokens=9": {"decode", "qualify"},
     "--learning_rate=1": {"converge", "qualify"}, "--dropout=0.1": {"train", "converge", "qualify"},
     "--document_mask": set(), "--max_iters=9": set(), "--context_parallel=2": {"plan"},
-    "--seed=1": {*bench_mfu.MODES} - {"runs"},
 }
 
 
@@ -379,10 +378,9 @@ def test_a_mode_shows_and_accepts_its_options_only(mode, capsys):
 
 
 def test_a_config_file_of_a_run_may_have_more(tmp_path):
-    """But nothing that changes what is measured."""
     (path := tmp_path / "c.py").write_text("max_iters = 9\nlearning_rate = 1.0\n", "utf-8")
-    assert load_config([str(path), "--device=cpu"], "train").settings.train.learning_rate == 1
-    path.write_text("document_mask = True\n", "utf-8")
+    load_config([str(path), "--device=cpu"], "train")
+    path.write_text("document_mask = True\n", "utf-8")  # it would change what is measured
     with pytest.raises(UserError, match=r"--document_mask: for train\.py only, .*c\.py:1"):
         load_config([str(path), "--device=cpu"], "converge")
 

@@ -110,6 +110,7 @@ def test_bare_words_of_a_command() -> None:
         ("n_layer = \n", "c.py:1"),
         ("n_layer = 1 / 0\n", "c.py:1"),
         ("rate = 1e999\n", "rate"),
+        ("name = ''\n", "c.py:1: name"),
     ],
 )
 def test_errors_in_a_file_name_their_place(tmp_path: Path, text: str, named: str) -> None:
@@ -172,6 +173,7 @@ def test_values_out_of_range(argv: list[str]) -> None:
         (["--n_layer=abc"], ["--n_layer", "abc"]),
         (["--dtype=int8"], ["--dtype", "int8", "float32"]),
         (["--lengths=1,abc"], ["--lengths", "abc"]),
+        (["--name="], ["--name", "''"]),
     ],
 )
 def test_mistakes_exit_with_2(argv: list[str], named: list[str], capsys: Any) -> None:
@@ -209,49 +211,22 @@ exit_on_user_error(main)
     assert done.stdout == ("" if early else "cleaned up\n")
 
 
-COMMANDS = ("train.py", "sample.py", "explain.py", "bench_mfu.py", "-m checkpoint export x",
-            "-m bench.compare x", "-m evaluate.harness")
+KILL = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: pass\n"
+MEASURING = """import runpy, sys; from attention.machine import timing
+timing.measure = lambda *args: __import__("os").kill(__import__("os").getpid(), 2)
+sys.argv = ["attention"]; runpy.run_module("attention", run_name="__main__")"""
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_interrupt_during_slow_imports_is_not_lost(command: str, tmp_path: Path) -> None:
-    """By an import that loses it."""
-    code = """
-import os, signal
-try:
-    os.kill(os.getpid(), signal.SIGINT)
-except KeyboardInterrupt:
-    pass
-"""
-    (tmp_path / "torch.py").write_text(code)
-    argv, env = [sys.executable, *command.split()], os.environ | {"PYTHONPATH": str(tmp_path)}
+@pytest.mark.parametrize("argv", [
+    *(["train.py"], ["sample.py"], ["explain.py"], ["bench_mfu.py"], ["-m", "bench.compare", "x"]),
+    *(["-m", "checkpoint", "export", "x"], ["-m", "evaluate.harness"], ["-c", MEASURING]),
+])
+def test_an_interrupt_is_not_lost(argv: list[str], tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(KILL)
+    env = os.environ | ({} if argv[0] == "-c" else {"PYTHONPATH": str(tmp_path)})
+    argv = [sys.executable, *argv]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env)
     assert (done.returncode, done.stderr.split()) == (130, ["interrupted"])
-
-
-def test_an_interrupt_during_the_measurements_of_attention() -> None:
-    code = """
-import os, runpy, signal, sys
-from attention.machine import timing
-timing.measure = lambda *args: os.kill(os.getpid(), signal.SIGINT)
-sys.argv = ["attention"]
-runpy.run_module("attention", run_name="__main__")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stderr.split()) == (130, ["interrupted"])
-
-
-@pytest.mark.parametrize("command, said", [
-    ("train.py --out_dir=", "--out_dir"), ("sample.py --init_from=", "--init_from"),
-    ("explain.py --json=", "--json"), ("-m data text --source=", "--source"),
-    ("-m checkpoint export", "usage"), ("-m bench.compare", "folders"),
-])
-def test_an_empty_path_is_not_the_current_folder(command: str, said: str, tmp_path: Path) -> None:
-    argv = [sys.executable, *command.split(), *([""] if "=" not in command else [])]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
-    with pytest.raises(UserError, match=r"c\.py:1: name: .*''"):
-        read(Config, [config_file(tmp_path, "name = ''\n")])
 
 
 def test_other_ranks_print_nothing(monkeypatch: Any, capsys: Any) -> None:
