@@ -24,6 +24,11 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
+from core.settings import Loaded, UserError, end_at_once, exit_on_user_error
+
+if __name__ == "__main__":
+    end_at_once()
+
 from bench import Json, candidates, hf, qualify, record, rounds, runs, tables
 from bench.config import MODES, BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
@@ -31,7 +36,6 @@ from bench.plan import planned
 from bench.process import Failure, Stop
 from bench.rounds import Run
 from core.runtime import StopSignal, pick_device
-from core.settings import Loaded, UserError, exit_on_user_error
 
 MINUTES_ON_CUDA = 10.0
 

@@ -16,20 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 from pydantic import PositiveInt
 
-import checkpoint
-import sample
-from attention import DeviceLost
-from core.runtime import describe, show_log
-from core.settings import UserError, check_fields, exit_on_user_error, read
-from data.tokenizer import Tokenizer
-from model import GPT
-from viewer.document import About, Document, token_of
-from viewer.maps import Call, maps, tiles, watched
-from viewer.page import render as as_page
-from viewer.text import render as as_text
+from core.settings import UserError, check_fields, exit_on_user_error, read, read_early
 
 log = logging.getLogger("nanoattn")
 MOST_TOKENS = 256  # shown
@@ -64,6 +53,25 @@ class ExplainConfig:
         check_fields(self)
         if self.segments == "":
             raise ValueError("segments must have at least one character, got ''")
+
+
+ALIASES = {"attn_implementation": "attention_backend"}
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
+    read_early(ExplainConfig, sys.argv[1:], aliases=ALIASES)
+
+import torch
+
+import checkpoint
+import sample
+from attention import DeviceLost
+from core.runtime import describe, show_log
+from data.tokenizer import Tokenizer
+from model import GPT
+from viewer.document import About, Document, token_of
+from viewer.maps import Call, maps, tiles, watched
+from viewer.page import render as as_page
+from viewer.text import render as as_text
 
 
 def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
@@ -187,8 +195,7 @@ def source_of(config: ExplainConfig) -> str:
 
 def main(argv: list[str]) -> int:
     show_log()
-    aliases = {"attn_implementation": "attention_backend"}
-    config = read(ExplainConfig, argv, aliases=aliases).settings
+    config = read(ExplainConfig, argv, aliases=ALIASES).settings
     try:
         model, tokenizer = load(config)
         document = explain(model, tokenizer, config, source_of(config))

@@ -67,14 +67,14 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        C, H = self.n_embd, self.n_head
+        C, H, several = self.n_embd, self.n_head, self.attention_window
         if self.head_size is None and C % H:
             raise ValueError(f"n_embd must be a multiple of n_head, got n_embd={C}, n_head={H}")
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"position=rope needs heads of an even width, got {self.head_dim}")
         attention.check_name(self.attention_backend)  # runs no file: a saved config may name one
-        if (several := self.attention_window) == ():
-            raise ValueError("attention_window is empty")
+        if isinstance(several, tuple) and not 1 <= (n := len(several)) <= self.n_layer:
+            raise ValueError(f"attention_window: expected 1 to n_layer={self.n_layer}, got {n}")
         if isinstance(several, tuple) and len(several) == 1:  # equal models have equal configs
             object.__setattr__(self, "attention_window", several[0])
         self.specs(Phase("cpu", "float32"))  # checks n_kv_head, attention_window and dropout
@@ -96,8 +96,7 @@ class GPTConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer: several are repeated, and the last layer takes the last one."""
-        window = self.attention_window
-        several = window if isinstance(window, tuple) else (window,)
+        several = w if isinstance(w := self.attention_window, tuple) else (w,)
         layers = [*(several[i % len(several)] for i in range(self.n_layer - 1)), several[-1]]
         # As wide as every sequence is None: then kernels without a window can run it.
         return tuple(None if w is None or w >= self.block_size else w for w in layers)
@@ -329,6 +328,8 @@ class GPT(nn.Module):
         The plain loop: each token costs a pass over the whole text. inference/engine.py has KV
         caches, and draws other random numbers from the same distributions.
         """
+        if idx.dim() != 2 or max_new_tokens < 0 or (top_k is not None and top_k < 1):
+            raise ValueError(f"expected idx (B, T), got {idx.shape}, {max_new_tokens=}, {top_k=}")
         for _ in range(max_new_tokens):
             logits = self.head(self.hidden(idx[:, -self.config.block_size :])[:, -1])  # (B, V)
             if temperature == 0:

@@ -63,6 +63,7 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        attention.check_name(self.attention_backend)
         Options(self.temperature, self.top_k, self.top_p)
         if self.compile and self.kv_cache != "static":
             raise ValueError(f"compile needs kv_cache=static, got {self.kv_cache}")
@@ -98,9 +99,13 @@ def load(config: SampleConfig, **changes: object) -> tuple[GPT, data.Tokenizer]:
     source = config.out_dir if config.init_from == "resume" else config.init_from
     if config.init_from == "resume" or checkpoint.folders(source):
         folder = checkpoint.latest(source)
-        if config.checkpoint == "best":
-            folder = checkpoint.best_folder(source) or folder
+        if config.checkpoint == "best" and (best := checkpoint.best_folder(source)):
+            folder = best
+        elif config.checkpoint == "best":
+            log.warning(f"--checkpoint=best: none of {source} was evaluated; using {folder.name}")
         source = str(folder)
+    elif config.checkpoint == "best":
+        raise UserError(f"--checkpoint=best: expected a run of train.py, got {source}")
     permitted = config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
     changes["attention_backend"] = config.attention_backend
     model = checkpoint.init_model(source, attention.Policy(*permitted), **changes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -164,5 +165,12 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(2)
 
 
+def interrupted(number: int, frame: object) -> None:
+    os.write(2, b"\ninterrupted\n")
+    os._exit(130)
+
+
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, interrupted)
     main(sys.argv[1:])

@@ -2,8 +2,8 @@
 
     python -m bench.compare out/adamw-* out/muon-*
 
-Runs whose settings differ in the seed alone are one line. The last columns say when a line first
-had the final loss of the first line, between two evaluations by interpolation.
+Runs whose settings differ in the seed alone are one line. The last columns say when the mean curve
+of a line first had the final loss of the first line's, between two evaluations by interpolation.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import json
 import sys
 from pathlib import Path
 
+from core.settings import UserError, end_at_once, exit_on_user_error
+
+if __name__ == "__main__":
+    end_at_once()
+
 import numpy as np
 
 import checkpoint
 from core import metrics
-from core.settings import UserError, exit_on_user_error
 
 SAME = ("seed", "out_dir", "init_from")  # settings in which the runs of a line may differ
 HEAD = "| settings | seeds | steps | s | val loss: mean (lowest to highest) | steps to {:.4f} | s |"
@@ -52,14 +56,16 @@ def table(folders: list[Path]) -> list[str]:
         groups.setdefault(key, []).append(curve(folder))
     known: list[dict[str, object]] = [json.loads(key) for key in groups]
     differ = [name for name in known[0] if any(s.get(name) != known[0][name] for s in known)]
-    target = float(np.mean([c[2, -1] for c in next(iter(groups.values()))]))
+    # Seed by seed, one that ends above the mean would never reach it.
+    ends = [min(c.shape[1] for c in curves) for curves in groups.values()]
+    means = [np.mean([c[:, :n] for c in cs], axis=0) for n, cs in zip(ends, groups.values())]
+    target = float(means[0][2, -1])
     lines = [HEAD.format(target), "|---" * 7 + "|"]
-    for settings, curves in zip(known, groups.values()):
+    for settings, curves, mean in zip(known, groups.values(), means):
         what = " ".join(f"{name}={settings.get(name)}" for name in differ) or "all"
         losses = np.array([c[2, -1] for c in curves])
         steps, seconds = np.mean([c[:2, -1] for c in curves], axis=0)
-        when = np.mean([reached(c, target) for c in curves], axis=0)
-        there = [f"{x:,.0f}" if np.isfinite(x) else "never" for x in when]
+        there = [f"{x:,.0f}" if np.isfinite(x) else "never" for x in reached(mean, target)]
         loss = f"{losses.mean():.4f} ({losses.min():.4f} to {losses.max():.4f})"
         cells = what, len(curves), f"{steps:,.0f}", f"{seconds:,.0f}", loss, *there
         lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -67,7 +73,7 @@ def table(folders: list[Path]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    if not argv or argv[0].startswith("-"):
+    if not all(argv) or not argv or argv[0].startswith("-"):
         raise UserError("expected the folders of runs: python -m bench.compare out/a out/b")
     print(*table([Path(name) for name in argv]), sep="\n")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -111,8 +112,19 @@ class Flat(Knobs, TrainConfig):
     __doc__ = Knobs.__doc__  # of --help
 
 
+# Options of train.py for a run, which have no effect here.
+OF_A_RUN = (
+    "out_dir", "init_from", "eval_interval", "eval_iters", "eval_on_start", "eval_only",
+    "log_interval", "keep_checkpoints", "sample_tokens", "wandb_log", "wandb_project",
+    "wandb_run_name", "max_iters", "warmup_iters", "lr_decay_iters", "parallel", "shard_size",
+    "async_checkpoint", "hang_timeout", "attention_fallback",
+)  # fmt: skip
+TRAINING = ("train", "converge", "qualify")
+# A config file may be a run's: its other options without effect are no error there, these are.
+CHANGING = ("document_mask", "context_parallel")
 # Options of some modes only; all others belong to every mode.
 OF_MODES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*OF_A_RUN, "document_mask"), ()),
     **dict.fromkeys(("profile",), ("train",)),
     **dict.fromkeys(("hf",), ("train", "decode")),
     **dict.fromkeys(("rival",), ("train", "decode", "runs", "qualify")),
@@ -121,7 +133,13 @@ OF_MODES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("prompts", "kv_caches", "new_tokens"), ("decode", "qualify")),
     **dict.fromkeys(("weights", "constraint"), ("decode",)),
     **dict.fromkeys(("steps", "seeds", "paths", "tolerance"), ("converge",)),
-    **dict.fromkeys(("learning_rate", "min_lr", "decay_lr"), ("converge",)),
+    **dict.fromkeys(("learning_rate", "min_lr", "decay_lr"), ("converge", "qualify")),
+    **dict.fromkeys(("muon_rates",), ("converge", "qualify")),
+    **dict.fromkeys(("optimizer", "weight_decay", "beta1", "beta2", "dropout"), TRAINING),
+    **dict.fromkeys(("compile_mode",), TRAINING),
+    **dict.fromkeys(("compile",), (*TRAINING, "decode", "runs")),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_clip"), (*TRAINING, "plan")),
+    **dict.fromkeys(("gradient_checkpointing", "residual_dtype"), (*TRAINING, "plan")),
     **dict.fromkeys(("stages",), ("qualify",)),
     **dict.fromkeys(("sizes",), ("runs",)),
     **dict.fromkeys(("gpu", "gpus", "gpus_per_node", "context_parallels"), ("plan",)),
@@ -135,29 +153,33 @@ USUAL = (
     "seconds", "minutes", "json", "record", "block_size", "n_layer", "n_head", "n_embd",
     "attention_window", "device", "dtype", "compile",
 )  # fmt: skip
-# Options of train.py for a run, which have no effect here.
-OF_A_RUN = (
-    "out_dir", "init_from", "eval_interval", "eval_iters", "eval_on_start", "eval_only",
-    "log_interval", "keep_checkpoints", "sample_tokens", "wandb_log", "wandb_project",
-    "wandb_run_name", "max_iters", "warmup_iters", "lr_decay_iters", "parallel", "shard_size",
-    "async_checkpoint", "hang_timeout", "attention_fallback",
-)  # fmt: skip
+# Of all others the mode runs has only these.
+OF_RUNS = ("rival", "sizes", "rounds", "compile", "dtype", "attention_backend", "device")
 
 
 def shown(mode: str | None) -> set[str]:
     """Return the options in the help of a mode; None: the usual ones."""
     if mode is None:
         return set(USUAL)
-    every = {f.name for f in fields(Flat)} - set(OF_A_RUN)
-    return {name for name in every if mode in OF_MODES.get(name, (mode,))}
+    return {f.name for f in fields(Flat) if mode in modes_of(f.name)}
 
 
-def check(mode: str, config: BenchConfig) -> None:
-    """Raises UserError for options that this mode does not have."""
-    default = BenchConfig()
-    for name, modes in OF_MODES.items():
-        if mode not in modes and getattr(config, name, None) != getattr(default, name, None):
-            raise UserError(f"--{name}: for {', '.join(modes)} only, got mode {mode}")
+def modes_of(name: str) -> tuple[str, ...]:
+    """Return the modes in which an option has an effect."""
+    every = [mode for mode in MODES if mode != "runs" or name in OF_RUNS]
+    return OF_MODES.get(name, tuple(every))
+
+
+def check(mode: str, config: BenchConfig, origins: Mapping[str, str]) -> None:
+    """Raises UserError for given options that this mode does not have."""
+    got, default = config.flat(), BenchConfig().flat()
+    of_train = {f.name for f in fields(TrainConfig)} - {*CHANGING}
+    for name, origin in origins.items():
+        modes, where = modes_of(name), "" if origin == "command line" else f" ({origin})"
+        allowed = mode in modes or (where and name in of_train)
+        if not allowed and got[name] != default[name]:
+            only = ", ".join(modes) or "train.py"
+            raise UserError(f"--{name}: for {only} only, got mode {mode}{where}")
     if config.paths and config.backends != ("all",):
         raise UserError("give either --paths or --backends")
     if config.hf and (config.rival or config.profile):
@@ -195,7 +217,7 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[BenchConfig]
             "change the time, so give the sizes instead"
         )
     config = BenchConfig(**mine, train=train)
-    check(mode or "train", config)
+    check(mode or "train", config, loaded.origins)
     return Loaded(config, loaded.origins)
 
 

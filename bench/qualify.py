@@ -130,7 +130,10 @@ def convergence(run: Run) -> Json:
         with redirect_stdout(sys.stderr):
             data.prepare("shakespeare_char", text)
         V = run.part["vocab_size"] = data.read_meta(Path(folder) / "text")["vocab_size"]
-        small = replace(run.config.train, data_dir=folder, dataset="text", vocab_size=V, **SMALL)
+        window, most = run.config.train.attention_window, SMALL["n_layer"]
+        window = window if len(window) <= most else (*window[: most - 1], window[-1])
+        how = {**SMALL, "attention_window": window, "vocab_size": V}
+        small = replace(run.config.train, data_dir=folder, dataset="text", **how)
         run.config = replace(run.config, train=small)
         if run.cuda:  # float32 and bfloat16; on a CPU the fused kernels
             run.config = replace(run.config, paths=("bfloat16",), backends=("all",))

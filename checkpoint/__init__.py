@@ -1,5 +1,6 @@
 """Save, load and resume checkpoints; import and export other formats."""
 
+import core.settings  # first: from then on Ctrl-C is one line
 from checkpoint.convert import (
     init_model,
     load_hf,

@@ -33,7 +33,7 @@ class ExportConfig:
 
 def main(argv: list[str]) -> int:
     config = read(ExportConfig, argv, positional="command").settings
-    if len(config.command) != 2 or config.command[0] != "export":
+    if len(config.command) != 2 or config.command[0] != "export" or not config.command[1]:
         raise UserError("usage: python -m checkpoint export FOLDER [--to=PLACE]")
     to = Path(config.to or f"{config.command[1]}/export")
     if (source := store.own_checkpoint(config.command[1])) is None:

@@ -79,6 +79,9 @@ class Checkpoint:
         if unknown := sorted(saved.keys() - known):
             log.warning(f"unknown settings in {self.folder}, ignored: {', '.join(unknown)}")
         kept = {name: saved[name] for name in saved.keys() & known}
+        window, n = kept.get("attention_window"), kept.get("n_layer")
+        if isinstance(window, list) and isinstance(n, int) and len(window) > n > 0:  # as it ran
+            kept["attention_window"] = [*window[: n - 1], window[-1]]
         return from_dict(cls, {**kept, **changes}, str(self.folder / "settings.json"))
 
     def weights(self) -> dict[str, Tensor]:

@@ -48,6 +48,8 @@ class Head(nn.Module):
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """x (B, T, C), weight (V, C), targets (B, T) int64 -> the mean loss, float32 ()."""
+        if (want := x.shape[:-1]) != targets.shape:
+            raise ValueError(f"targets: expected the shape of idx, {want}, got {targets.shape}")
         return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from dataclasses import replace
@@ -173,9 +174,12 @@ class Meter:
         if self.hinted or 10 * speed.mfu[0] > 1 or used > ALONE * passed:
             return
         self.hinted = True
+        tries = ["OMP_NUM_THREADS=1", "OMP_WAIT_POLICY=passive"]
+        unset = [t for t in tries if os.environ.get(t.partition("=")[0]) != t.partition("=")[2]]
+        advice = f"; try {' or '.join(unset)}" if tries[0] in unset else ""  # one never waits
         print(
             f"a step takes {1 / speed.mfu[0]:,.0f} times as long as at the peak rate: other "
-            "programs use these cores; try OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive",
+            f"programs use these cores{advice}",
             flush=True,
         )
 

@@ -55,6 +55,11 @@ def schedule_warnings(config: Config) -> list[str]:
         ]
     elif last <= warm_up:
         found += [f"--lr_decay_iters={last} is within --warmup_iters={warm_up}: no decay to min_lr"]
+    elif config.decay_lr == "linear" and warm_up > FLAT * last:
+        found += [
+            f"--warmup_iters={warm_up} is more than {FLAT:.0%} of the {last} steps of "
+            f"--decay_lr=linear: the rate drops at its end and learning_rate={rate} is not reached"
+        ]
     if (config.min_lr or 0) > rate:
         found += [f"--min_lr={config.min_lr} is above --learning_rate={rate}: the rate rises"]
     return [f"WARNING: {line}" for line in found]
@@ -86,6 +91,8 @@ def build_optimizer(
         half = half and why_not_bfloat16(gpt.config.n_embd) is None
         dtype = torch.bfloat16 if half or device.type == "cuda" else None
         return Muon(muon_groups(model, config), dtype, copies(device, processes), **how)
+    if (rates := getattr(config, "muon_rates", None)) != getattr(type(config), "muon_rates", None):
+        raise UserError(f"--muon_rates: for --optimizer=muon only, got {rates} with adamw")
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},

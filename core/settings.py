@@ -85,13 +85,19 @@ def read(
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
     """Handle --help, mistakes, signals and a busy machine before the slow imports, without
     cls.__post_init__."""
-    _on_signals(lambda number, _: os._exit(_interrupted(number)))  # no trace of imports
+    end_at_once()
     _print_any_text()
     try:
         gather(cls, argv, **options)
     except UserError as error:
         _fail(error)
     wait_passively()
+
+
+def end_at_once() -> None:
+    """Until exit_on_user_error() Ctrl-C and SIGTERM end the process in one line, without a trace of
+    the slow imports, of which some lose a KeyboardInterrupt."""
+    _on_signals(lambda number, _: os._exit(_interrupted(number)))
 
 
 def gather(
@@ -146,6 +152,10 @@ def gather(
         elif origins.get(field) == "command line" and field == positional:
             raise UserError(f"expected one {field}, got {values[field]} and {value}")
         values[field], origins[field] = value, "command line"
+    for name, origin in origins.items():  # Path("") would be the current folder
+        if values.get(name) == "" and hints[name] in (str, str | None):
+            where = f"--{name}" if origin == "command line" else f"{origin}: {name}"
+            raise UserError(f"{where}: expected a text, got '' (an unset variable of the shell?)")
     return values, origins
 
 
@@ -418,3 +428,7 @@ def _evaluate(node: ast.expr, names: Mapping[str, object]) -> Any:
                 raise ValueError
             return _ARITHMETIC[type(op)](a, b)
     return ast.literal_eval(node)
+
+
+if sys.argv[:1] == ["-m"]:  # `python -m PACKAGE` imports the package, before its __main__.py
+    end_at_once()

@@ -103,7 +103,7 @@ def _json_texts(path: Path, key: str) -> Iterator[str]:
                 except (ValueError, RecursionError) as e:
                     why = getattr(e, "msg", first_line(e))
                     raise UserError(f"{where}: invalid JSON ({why})") from None
-                yield _text(row, key, where)
+                yield _text(row, key, where).replace("\r\n", "\n")  # as in .txt
 
 
 def _text(row: object, key: str, where: str) -> str:

@@ -47,7 +47,8 @@ def find(dataset: str, data_dir: str = "data") -> Path:
 def read_meta(folder: str | Path) -> Json:
     """Return the meta.json of a prepared dataset, or the same of nanoGPT's files; or UserError."""
     path = Path(folder) / "meta.json"
-    if is_foreign(path.parent):
+    ours = path, path.with_name(".partial")  # the latter of an interrupted preparation
+    if os.path.exists(path.with_name("train.bin")) and not any(map(os.path.exists, ours)):
         return _nanogpt_meta(path.parent)
     try:
         meta: Json = json.loads(path.read_text(encoding="utf-8"))
@@ -66,12 +67,6 @@ def read_meta(folder: str | Path) -> Json:
     if path.parent.absolute() != Path(__file__).absolute().parent / name:
         prepare += [f"--out_dir={path.parent.absolute()}"]
     raise UserError(f"no dataset in {folder} (meta.json: {why}); prepare it: {shlex.join(prepare)}")
-
-
-def is_foreign(folder: Path) -> bool:
-    """True for a folder with tokens that another program prepared, as nanoGPT's prepare.py."""
-    ours = [folder / "meta.json", folder / ".partial"]  # the latter of an interrupted preparation
-    return os.path.exists(folder / "train.bin") and not any(map(os.path.exists, ours))
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import chain, islice
 from pathlib import Path
@@ -27,7 +31,7 @@ from pydantic import Field, PositiveInt
 from core.settings import UserError, check_fields
 from data import documents, shards, sources
 from data.documents import HUB, Piece
-from data.loader import is_foreign, map_ahead
+from data.loader import map_ahead
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer, from_meta, from_path
 
 _SHAKESPEARE = {"source", "val_fraction", "tokenizer"}
@@ -77,8 +81,10 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         raise UserError(f"unknown dataset {dataset!r}; known: {known} ({own})")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     made_from = _made_from(dataset, config)
-    if is_foreign(out_dir):
-        raise UserError(f"{out_dir} has tokens of another program; use another --out_dir")
+    if names := foreign_files(out_dir):
+        raise UserError(
+            f"{out_dir} has {' and '.join(names)} of another program; use another --out_dir"
+        )
     if not config.force and _is_prepared(out_dir, made_from):
         print(f"{out_dir} is already prepared (--force prepares it again)")
         return
@@ -104,6 +110,10 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         new.rmdir()
     except OSError as e:  # errors while reading are UserErrors by now
         raise UserError(f"cannot write {out_dir} ({e.strerror or e}); use another --out_dir") from e
+    except BrokenProcessPool as e:
+        n = config.workers or os.cpu_count()
+        why = "a process that tokenizes was killed, perhaps because memory ran out"
+        raise UserError(f"--workers={n}: {why}; use fewer") from e
     train, val = found["tokens"].values()
     print(
         f"{out_dir}: {train:,} training and {val:,} validation tokens, {V:,} in vocabulary ({name})"
@@ -122,18 +132,35 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
         if source != "tinyshakespeare":
             options.pop("source", None)
             state = sources.PLAYS_SHA256  # a later version may extract another text
-    elif source and (root := Path(source)).exists():
+    elif source and (files := shards.paths(source) if dataset == "shards" else _files(source)):
         options["source"] = os.path.abspath(source)
-        stats = {str(f.relative_to(root)): f.stat() for f in documents.source_files(root)}
-        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
-        state = sources.sha256(repr(files).encode())
+        stats = {os.path.relpath(f, source): os.stat(f) for f in files}
+        sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+        state = sources.sha256(repr(sizes).encode())
+    if config.tokenizer is not None:
+        options["tokenizer"] = os.path.abspath(config.tokenizer)
+        content = json.dumps(tokenizer_of(config).to_meta(), sort_keys=True)
+        state = sources.sha256(f"{state} {content}".encode())
     return {"dataset": dataset, "options": options, "source": state}
+
+
+def _files(source: str) -> list[Path]:
+    return documents.source_files(Path(source)) if Path(source).exists() else []
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """The files that a preparation would replace, if they are of another program."""
+    for meta in (folder / "meta.json", folder / ".partial" / "meta.json"):  # or was interrupted
+        with suppress(OSError, ValueError, AttributeError):
+            if {"tokenizer", "vocab_size"} <= json.loads(meta.read_text("utf-8")).keys():
+                return []
+    return [name for name in (*BINS, "meta.json") if os.path.exists(folder / name)]
 
 
 def _is_prepared(out_dir: Path, made_from: Json) -> bool:
     try:
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
-        there = {key: meta[key] for key in made_from}
+        there = {key: meta.get(key) for key in made_from}
         splits = () if "shards" in meta else meta["tokens"]
         sizes = {s: (out_dir / f"{s}.bin").stat().st_size for s in splits}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
@@ -289,7 +316,15 @@ _worker: list[Tokenizer] = []  # of this process: too large to be sent with each
 def _begin(meta: Json) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the main process ends them
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker[:] = [from_meta(meta)]
+
+
+def _end_with_parent() -> None:
+    """Also after kill -9 of the main process, whose tasks this process would wait for."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _encode(batch: list[Piece]) -> list[tuple[int, bytes, int]]:

@@ -94,11 +94,19 @@ def describe(path: str) -> Json:
             )
         skip = 4 * HEADER
     tokens, rest = divmod(stat.st_size - skip, ID.itemsize)
-    if rest or not tokens or (skip and tokens != header[2]):
+    if stat.st_size == skip and not (skip and header[2]):
+        raise UserError(f"{path} has no tokens")
+    if rest or (skip and tokens != header[2]):
         want = f"{header[2]:,} tokens, as its header says" if skip else "uint16 tokens"
         raise UserError(f"{path}: expected {want}; got {stat.st_size - skip:,} bytes of tokens")
     about = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     return {"path": path, **about, "skip": skip, "tokens": tokens}
+
+
+def paths(source: str) -> list[str]:
+    """The files of a pattern, or of a folder."""
+    pattern = os.path.join(glob.escape(source), "*.bin") if Path(source).is_dir() else source
+    return sorted(glob.glob(pattern))
 
 
 def meta(source: str | None) -> Json:
@@ -109,9 +117,8 @@ def meta(source: str | None) -> Json:
     """
     if source is None:
         raise UserError("shards needs --source=PATTERN, as --source='fineweb_*.bin'")
-    pattern = os.path.join(glob.escape(source), "*.bin") if Path(source).is_dir() else source
     found: dict[str, list[Json]] = {"train": [], "val": []}
-    for path in sorted(glob.glob(pattern)):
+    for path in paths(source):
         split = "val" if "val" in Path(path).name else "train"
         found[split].append(describe(os.path.abspath(path)))
     for split, files in found.items():

@@ -10,8 +10,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from core.settings import UserError, end_at_once, exit_on_user_error
+
+if __name__ == "__main__":
+    end_at_once()
+
 import attention
-from core.settings import UserError, exit_on_user_error
 
 
 def main(argv: list[str]) -> int:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import PositiveInt
 
@@ -31,7 +32,9 @@ class TasksConfig:
     """Write tasks for the harness, and text to train on: python -m evaluate.tasks FOLDER."""
 
     folder: str | None = None  # where to write
-    separator: str = " "  # between symbols; empty for one token per character
+    separator: Annotated[str, "may be empty"] = (
+        " "  # between symbols; empty for one token per character
+    )
     keys: str = "abcdefghijklmnopqrstuvwxyz"  # symbols to copy, and the keys of recall
     values: str = "0123456789"  # values of recall
     pairs: PositiveInt = 4  # of recall, keys with a value each

@@ -16,9 +16,18 @@ import torch
 from torch import Tensor
 
 from core.runtime import to_device
+from core.settings import UserError
 from inference.cache import Step
 from inference.constrain import END, Automaton, combined
-from inference.sampling import Generators, Options, Processor, SamplingParams, Uniform, sample_token
+from inference.sampling import (
+    INVALID,
+    Generators,
+    Options,
+    Processor,
+    SamplingParams,
+    Uniform,
+    sample_token,
+)
 
 if TYPE_CHECKING:
     from model import GPT
@@ -56,7 +65,7 @@ class Decoder(Generic[R]):
         self.device = model.transformer.wte.weight.device
         self.block_size = model.config.block_size
         self.params = SamplingParams.on(self.device, options)
-        self.stops = options.ends()
+        self.stops = options.ends(model.config.vocab_size)
         given = options.constraint
         self.constraint = combined(given) if isinstance(given, Sequence) else given
         if self.constraint is not None:
@@ -85,6 +94,11 @@ class Decoder(Generic[R]):
             return rows
         got = []
         for row, (token, *over) in zip(rows, tokens(), strict=True):
+            if token == INVALID and not row.ended:
+                raise UserError(
+                    f"no token can follow text {row.index}: its logits contain NaN, or all are "
+                    "-infinity (by the model, or by a logits_processor)"
+                )
             if not row.ended:  # else the step was launched before its end was known
                 row.new.append(token)
                 over.append(len(row.new) == row.room)
@@ -101,13 +115,22 @@ class Decoder(Generic[R]):
         processor, logits = self.options.logits_processor, logits.float()
         assert processor is not None
         if len(set(spans)) == 1:
-            return processor(texts[:, slice(*spans[0])], logits)
+            return process(processor, texts[:, slice(*spans[0])], logits)
         made = torch.empty_like(logits)
         for span in dict.fromkeys(spans):
             of = torch.tensor([b for b, other in enumerate(spans) if other == span])
             rows = to_device(of, self.device)
-            made[rows] = processor(texts[rows, slice(*span)], logits[rows])
+            made[rows] = process(processor, texts[rows, slice(*span)], logits[rows])
         return made
+
+
+def process(processor: Processor, tokens: Tensor, logits: Tensor, **lengths: Tensor) -> Tensor:
+    """The processor's logits. Raises ValueError if they have another shape."""
+    made = processor(tokens, logits, **lengths)
+    if (got := getattr(made, "shape", None)) != logits.shape:
+        want = tuple(logits.shape)
+        raise ValueError(f"logits_processor: expected logits {want}, got {got and tuple(got)}")
+    return made
 
 
 def next_logits(
@@ -125,7 +148,7 @@ def sample_step(logits: Tensor, how: How, texts: Texts | None = None) -> Drawn:
     params, constraint, state, u = how
     if texts is not None:
         processor, tokens, lengths = texts
-        logits = processor(tokens, logits.float(), lengths=lengths)
+        logits = process(processor, tokens, logits.float(), lengths=lengths)
     if constraint is None or state is None:
         return sample_token(logits, u, params), None, None
     token = sample_token(constraint(logits, state), u, params)

@@ -43,7 +43,7 @@ def generate(
         For a tensor: (B, T + n) int64; rows that ended early repeat their last token.
         For a list: a list of (T_i + n_i,) int64.
     """
-    prompts = _tensors(model, idx)
+    prompts = _tensors(model, idx, max_new_tokens)
     drawn = list(stream(model, prompts, max_new_tokens, **options))
     new = torch.stack(drawn) if drawn else torch.empty(0, len(prompts), dtype=torch.int64)
     counts = (new != ENDED).sum(0).tolist()
@@ -85,7 +85,7 @@ def stream(
         raise ValueError(f"kv_cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
     if compile and kv_cache != "static":
         raise ValueError(f"compile needs kv_cache=static, got {kv_cache}")
-    prompts = _tensors(model, idx)
+    prompts = _tensors(model, idx, max_new_tokens)
     if not prompts:
         raise ValueError("expected at least one prompt of at least one token")
     given = options.get("constraint")
@@ -103,8 +103,10 @@ def stream(
         _idle.setdefault(model, {}).update(batch.lent)
 
 
-def _tensors(model: GPT, prompts: Tensor | Sequence[Prompt]) -> list[Tensor]:
+def _tensors(model: GPT, prompts: Tensor | Sequence[Prompt], max_new_tokens: int) -> list[Tensor]:
     device = model.transformer.wte.weight.device
+    for index, row in enumerate(prompts):
+        check_prompt(index, row, max_new_tokens, model.config.vocab_size)
     return [torch.as_tensor(row, dtype=torch.int64, device=device) for row in prompts]
 
 
@@ -129,8 +131,6 @@ class _Batch(Decoder[Row]):
         super().__init__(model, options)
         self.max_new_tokens, self.kv_cache, self.compile = max_new_tokens, kv_cache, compile
         lengths = [len(prompt) for prompt in prompts]
-        for b, prompt in enumerate(prompts):
-            check_prompt(b, prompt, max_new_tokens)
         self.rows = [Row(b, max_new_tokens) for b in range(len(prompts))]
         self.B, self.T = len(prompts), max(lengths)
         self.pad = [self.T - T for T in lengths]
@@ -164,11 +164,12 @@ class _Batch(Decoder[Row]):
             longest = n - min(pad for pad, on in zip(self.pad, going, strict=True) if on)
             if longest > self.block_size:  # a text slides: the cached positions are wrong
                 self.cache = None
-            self.token, self.state, over = self._next(n, going)
+            drawn, self.state, over = self._next(n, going)
+            self.token = drawn.clamp(min=0)  # INVALID is for the host
             stats = self.options.stats
             stats.cache_bytes = max(stats.cache_bytes, self.cache.nbytes if self.cache else 0)
             self.ids[:, n] = self.token
-            yield self.rows, to_host(self.token, over)
+            yield self.rows, to_host(drawn, over)
 
     def _next(self, n: int, going: Sequence[bool]) -> decode.Drawn:
         def run(function: F) -> F:

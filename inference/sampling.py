@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from inference.constrain import Automaton
 
 ENDED = -1  # in place of a token: the text has ended
+INVALID = -2  # of sample_token(): the logits are NaN, or all are -inf
 
 Processor = Callable[..., Tensor]
 StopCondition = int | Iterable[int] | Callable[[int, list[int]], bool]
@@ -73,17 +74,29 @@ class Options:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
-    def ends(self) -> Callable[[int, list[int]], bool]:
+    def ends(self, vocab_size: int) -> Callable[[int, list[int]], bool]:
         if callable(self.stop):
             return self.stop
-        ids = {self.stop} if isinstance(self.stop, int) else set(self.stop or ())
+        ids = {self.stop} if isinstance(self.stop, int) else {*(self.stop or ())}
+        if any(type(i) is bool or i not in range(vocab_size) for i in ids):
+            raise ValueError(
+                f"stop: expected ids from 0 to {vocab_size - 1}, got {self.stop!r:.60}"
+            )
         return lambda row, new: new[-1] in ids
 
 
-def check_prompt(index: int, prompt: Prompt, max_new_tokens: int) -> None:
-    """Raise ValueError if the prompt is empty or max_new_tokens negative."""
-    if not len(prompt):
+def check_prompt(index: int, prompt: Prompt, max_new_tokens: int, vocab_size: int) -> None:
+    """Raise ValueError if the prompt is not a row of the vocabulary's ids (those on a GPU are not
+    looked at), or max_new_tokens is negative."""
+    ids = torch.as_tensor(prompt)
+    if ids.dim() == 1 and not len(ids):
         raise ValueError(f"each prompt must have at least one token; prompt {index} has none")
+    if ids.dim() != 1 or ids.dtype == torch.bool or ids.is_floating_point():
+        got = f"{ids.dtype} of shape {tuple(ids.shape)}"
+        raise ValueError(f"expected prompts of integers, each (T,), got {got} as prompt {index}")
+    if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        got = f"{int(ids.min())} to {int(ids.max())}"
+        raise ValueError(f"prompt {index}: expected ids from 0 to {vocab_size - 1}, got {got}")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
 
@@ -111,14 +124,16 @@ class SamplingParams:
 
 
 def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Tensor:
-    """Sample from logits (B, V) at u (B,) in [0, 1); None takes the likeliest: (B,) int64.
+    """Sample from logits (B, V) at u (B,) in [0, 1); None takes the likeliest: (B,) int64, INVALID
+    for a row without one. The device does not wait: decode.py raises the error.
 
     top_p is nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751).
     """
     if params.unused is not None:
         logits = logits.index_fill(-1, params.unused, -torch.inf)
     if u is None:
-        return logits.argmax(dim=-1)
+        best, token = logits.max(dim=-1)  # NaN, if there is one
+        return torch.where(best > -torch.inf, token, INVALID)
     logits = logits.float() / params.temperature
     top_p, order = params.top_p, None
     if params.top_k is not None and params.top_k < logits.shape[-1]:
@@ -132,7 +147,8 @@ def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Te
         total = upto.masked_fill(upto - probs >= top_p, 0.0).amax(dim=-1, keepdim=True)
     # The first entry above u: never one of probability 0.
     at = torch.searchsorted(upto, u[:, None] * total, right=True)  # (B, 1)
-    return (at if order is None else order.gather(1, at))[:, 0]
+    at = at.clamp(max=upto.shape[-1] - 1)  # beyond it for NaN
+    return torch.where(total > 0, at if order is None else order.gather(1, at), INVALID)[:, 0]
 
 
 def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:

@@ -208,7 +208,7 @@ class _Server(Decoder[_Row]):
     ) -> Iterator[_Row]:
         each = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
         for index, (prompt, new, random) in enumerate(zip(prompts, *each)):
-            check_prompt(index, prompt, new)
+            check_prompt(index, prompt, new, self.model.config.vocab_size)
             row = _Row(index, new)
             row.prompt = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
             stored = len(prompt) + row.room - 1  # the last token is never read
@@ -284,7 +284,7 @@ class _Server(Decoder[_Row]):
             logits = self.processed(logits, self.texts[place], [(0, row.n) for row in rows])
         how = self.params, self.constraint, self.states[place], torch.cat(u) if u else None
         token, after, over = sample_step(logits, how, texts)
-        self.texts[place, n] = token
+        self.texts[place, n] = token.clamp(min=0)  # INVALID is for the host
         if after is not None:
             self.states[place] = after
         for row in rows:

@@ -356,6 +356,8 @@ OF = {  # options, and the modes that have them
     "--lengths=8": {"kernel"}, "--steps=20": {"converge"}, "--weights=int8": {"decode"},
     "--profile": {"train"}, "--stages=1": {"qualify"}, "--sizes=a": {"runs"}, "--gpu=x": {"plan"},
     "--rival=hf": {"train", "decode", "runs", "qualify"}, "--new_tokens=9": {"decode", "qualify"},
+    "--learning_rate=1": {"converge", "qualify"}, "--dropout=0.1": {"train", "converge", "qualify"},
+    "--document_mask": set(), "--max_iters=9": set(), "--context_parallel=2": {"plan"},
 }
 
 
@@ -364,8 +366,7 @@ def test_a_mode_shows_and_accepts_its_options_only(mode, capsys):
     with pytest.raises(SystemExit):
         bench_mfu.main([mode, "--help"])
     shown = set(re.findall(r"--(\w+)", capsys.readouterr().out))
-    assert {"n_layer", "record", "block_size"} <= shown and "out_dir" not in shown
-    assert ("learning_rate" in shown) == (mode == "converge")
+    assert {"n_layer", "record", "block_size"} <= shown or mode == "runs"
     for option, modes in OF.items():
         name = option[2:].partition("=")[0]
         assert (name in shown) == (mode in modes), option
@@ -374,6 +375,14 @@ def test_a_mode_shows_and_accepts_its_options_only(mode, capsys):
         else:
             with pytest.raises(UserError, match=f"--{name}: .*{mode}"):
                 load_config(["--device=cpu", option], mode)
+
+
+def test_a_config_file_of_a_run_may_have_more(tmp_path):
+    (path := tmp_path / "c.py").write_text("max_iters = 9\nlearning_rate = 1.0\n", "utf-8")
+    load_config([str(path), "--device=cpu"], "train")
+    path.write_text("document_mask = True\n", "utf-8")  # it would change what is measured
+    with pytest.raises(UserError, match=r"--document_mask: for train\.py only, .*c\.py:1"):
+        load_config([str(path), "--device=cpu"], "converge")
 
 
 def test_the_help_without_a_mode_names_the_modes(capsys):
@@ -405,7 +414,7 @@ def test_the_help_without_a_mode_names_the_modes(capsys):
 def test_a_mistake_is_one_line_that_names_it(argv, value, quick):
     mode = [] if argv[0].startswith("-") else [argv[0]]
     with pytest.raises(UserError) as error:
-        run([*mode, *SMALL, *argv[len(mode) :]])
+        run([*mode, *(SMALL if mode != ["runs"] else ()), *argv[len(mode) :]])
     assert value in str(error.value) and "\n" not in str(error.value)
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -223,6 +228,55 @@ def test_a_damaged_dataset_is_prepared_again(tmp_path: Path, text: Path) -> None
     assert len(ids_of(tmp_path / "out", "train")) == 972
 
 
+@pytest.mark.parametrize("files", [
+    {"val.bin": "12", "meta.json": "{}"}, {"val.bin": "12", "meta.pkl": "x"},
+    {"train.bin": "12", "val.bin": "12", "meta.json": '{"vocab": 50}'}, {"meta.json": "[]"},
+])
+def test_files_of_another_program_are_not_replaced(tmp_path: Path, text: Path, files: Any) -> None:
+    (out := tmp_path / "out" / ".partial").mkdir(parents=True)
+    for name, content in files.items():
+        (out.parent / name).write_text(content)
+    for force in (False, True):
+        with pytest.raises(UserError, match="another program"):
+            run("shakespeare_char", out.parent, source=str(text), force=force)
+    assert {f.name: f.read_text() for f in out.parent.iterdir() if f != out} == files
+
+
+def test_another_tokenizer_is_another_dataset(tmp_path: Path, text: Path, monkeypatch: Any) -> None:
+    how: Any = {"out_dir": tmp_path / "out", "source": str(text), "tokenizer": "t"}
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        small_tokenizer(tmp_path / name / "t", "bytelevel")
+    monkeypatch.chdir(tmp_path / "a")
+    assert run("text", **how)["vocab_size"] == 258
+    small_tokenizer(tmp_path / "t", "wordlevel").rename("t/new")
+    os.replace("t/new/tokenizer.json", "t/tokenizer.json")
+    assert run("text", **how)["vocab_size"] < 258
+    monkeypatch.chdir(tmp_path / "b")
+    with pytest.raises(UserError, match="another dataset"):
+        run("text", **how)
+
+
+@pytest.mark.parametrize("victim", ["worker", "main"])
+def test_no_process_outlives_another(tmp_path: Path, victim: str) -> None:
+    os.mkfifo(source := tmp_path / "a.txt")
+    argv = [f"--source={source}", f"--tokenizer={small_tokenizer(tmp_path / 't', 'bytelevel')}",
+            "--workers=1", f"--out_dir={tmp_path / 'out'}"]
+    main = subprocess.Popen([sys.executable, "-m", "data", "text", *argv], cwd=ROOT, text=True,
+                            stderr=subprocess.PIPE)
+    with source.open("w") as f:
+        f.write("a rose " * 3 * 2**17)  # a task and more; then it waits for the rest
+        f.flush()
+        children = Path(f"/proc/{main.pid}/task/{main.pid}/children")
+        while not children.read_text() and main.poll() is None:
+            time.sleep(0.05)
+        pid = children.read_text() if victim == "worker" else main.pid
+        os.kill(int(pid), signal.SIGKILL)
+    said = main.communicate(timeout=60)[1].splitlines()  # until the last process closes it
+    assert victim == "main" or said[-1].startswith("error: --workers=1: ")
+    assert main.returncode == (2 if victim == "worker" else -signal.SIGKILL)
+
+
 # --- documents ---
 
 DOCUMENTS = [f"Page {i}, with words.\nAnd more.\n" for i in range(40)]
@@ -235,7 +289,8 @@ def write(path: Path, documents: list[str]) -> Path:
 
 
 def test_every_tenth_document_validates(tmp_path: Path, gpt2: Any) -> None:
-    source = write(tmp_path / "pages.jsonl", DOCUMENTS)
+    lines = [d.replace("\n", "\r\n") for d in DOCUMENTS]  # read as in a .txt file
+    source = write(tmp_path / "pages.jsonl", lines)
     meta = run("text", tmp_path / "out", source=str(source), limit=30)
     assert documents_of(tmp_path / "out", meta, "val") == DOCUMENTS[9:30:10]
     train = [d for i, d in enumerate(DOCUMENTS[:30]) if i % 10 != 9]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -286,14 +287,34 @@ def test_invalid_options_are_named() -> None:
         ({"temperature": -1}, "temperature.* -1"),
         ({"top_k": 0}, "top_k.* 0"),
         ({"top_p": 1.5}, r"top_p.* 1\.5"),
+        ({"stop": "x"}, "stop.*'x'"),
+        ({"stop": True}, "stop.*True"),
+        ({"stop": [3, 37]}, "stop.* 36.*37"),
+        ({"logits_processor": lambda tokens, logits: logits[:, :9]}, r"logits_processor.*\(2, 9\)"),
+        ({"logits_processor": lambda tokens, logits, lengths: logits[:1]}, r"\(1, 37\)"),
     ):
         with pytest.raises(ValueError, match=words):
             engine.generate(model, idx, 5, **options)
     with pytest.raises(ValueError, match=r"max_new_tokens.* -1"):
         engine.generate(model, idx, -1)
-    for prompts in ([], [[]], [[1], []], torch.zeros(2, 0, dtype=torch.int64)):
+    for prompts in ([], [[]], [[1], []], torch.zeros(2, 0, dtype=torch.int64), torch.tensor([1]),
+                    torch.tensor([[1.5]]), [[1], [1.5]], [[True]], [[1, 37]], torch.tensor([[-1]])):
         with pytest.raises(ValueError, match="prompt"):
             engine.generate(model, prompts, 5)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("kv", KV_CACHES)
+def test_logits_without_a_token_are_an_error(kv, how, value) -> None:
+    def spoil(tokens: Tensor, logits: Tensor) -> Tensor:
+        return logits.index_fill(0, tokens.new_ones(1), value) if tokens.shape[1] > 6 else logits
+
+    how = {**how, "kv_cache": kv, "logits_processor": spoil}
+    steps = engine.stream(build().eval(), tokens(2, 5), 9, **how)
+    assert all(0 <= int(t) < 37 for _ in range(2) for t in next(steps))
+    with pytest.raises(ValueError, match=r"text 1: .*NaN"):
+        next(steps)
 
 
 # --- stop ---

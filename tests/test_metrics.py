@@ -134,13 +134,17 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
     assert [r["iter"] for r in read(m.path)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "share, seconds, hinted", [(0.3, 20.0, True), (0.3, 5.0, False), (0.99, 20.0, False)]
-)
+@pytest.mark.parametrize("share, seconds, threads, wait, hinted", [
+    (0.3, 20.0, "2", "", "; try OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive"),
+    (0.3, 20.0, "2", "passive", "; try OMP_NUM_THREADS=1"), (0.3, 20.0, "1", "", ""),
+    (0.3, 5.0, "2", "", None), (0.99, 20.0, "2", "", None),
+])
 def test_one_hint_where_other_programs_use_the_cores(
-    share, seconds, hinted, monkeypatch, capsys
+    share, seconds, threads, wait, hinted, monkeypatch, capsys
 ) -> None:
-    """A step takes a second at the peak rate."""
+    """A step takes a second at the peak rate. What is set already is not advised."""
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setenv("OMP_WAIT_POLICY", wait)
     model = GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8)
     tokens, now = 1000, [0.0]
     tflops = flops_per_token(model, 8) * tokens / 1e12
@@ -153,7 +157,8 @@ def test_one_hint_where_other_programs_use_the_cores(
         now[0] += seconds
         meter.log(step, 1.0, 0.1, seconds)
     shown = capsys.readouterr().out
-    assert shown.count("OMP_WAIT_POLICY=passive") == hinted
+    advice = "cores" if hinted is None else f"these cores{hinted}\n"
+    assert shown.count(advice) == (hinted is not None)
     assert shown.count("of --peak_tflops") == 3
 
 

@@ -584,7 +584,7 @@ def test_checkpointing_drops_no_cache() -> None:
 
 @pytest.mark.parametrize("given, n_layer, want", [
     (None, 2, (None, None)), (4, 2, (4, 4)), (16, 2, (None, None)),
-    ((4, 5, None), 5, (4, 5, None, 4, None)), ((4, None), 1, (None,)), ([4, 8], 2, (4, 8)),
+    ((4, 5, None), 5, (4, 5, None, 4, None)), ([4, 8], 2, (4, 8)),
 ])
 def test_windows_are_repeated_and_the_last_layer_takes_the_last(given, n_layer, want) -> None:
     assert replace(TINY, attention_window=given, n_layer=n_layer).windows == want
@@ -602,3 +602,14 @@ def test_a_token_sees_as_far_as_the_windows_of_all_layers_reach() -> None:
     assert reached == list(range(12 - 5, 13))
     with pytest.raises(ValueError, match="0"):
         replace(TINY, attention_window=(4, 0))
+    with pytest.raises(ValueError, match=r"attention_window.* n_layer=2, got 3"):
+        replace(TINY, attention_window=(4, 5, 6), n_layer=2)
+
+
+def test_wrong_arguments_are_named() -> None:
+    model, idx = build().eval(), tokens(2, 4)
+    for wrong in ((idx[0], 3), (idx, -1), (idx, 3, 1.0, 0)):
+        with pytest.raises(ValueError, match=r"idx.*max_new_tokens=.*top_k="):
+            model.generate(*wrong)
+    with pytest.raises(ValueError, match=r"targets: .*2, 4.*2, 3"):
+        model(idx, idx[:, :3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import tiktoken
 import torch
+from safetensors.torch import load_file, save_file
 from test_train import TEXT, enter, make_data, nanogpt_file, run
 
 import checkpoint
@@ -253,7 +255,7 @@ def test_bfloat16_weights(trained):
 # --- which model ---
 
 
-def test_the_latest_and_the_best_checkpoint(trained, tmp_path):
+def test_the_latest_and_the_best_checkpoint(trained, tmp_path, caplog):
     out = Path(shutil.copytree(trained, tmp_path / "out"))
     old, new = checkpoint.folders(out)[-2:]
     state = (new / "train_state.json").read_text()
@@ -271,6 +273,16 @@ def test_the_latest_and_the_best_checkpoint(trained, tmp_path):
             re.sub(r'"val_loss": [\d.]+', '"val_loss": null', state)
         )
     assert text_of(*words, "--checkpoint=best") == latest
+    assert f"none of {out} was evaluated" in caplog.text and new.name in caplog.text
+    assert new.name in refused(f"--init_from={new}", "--checkpoint=best")
+
+
+@pytest.mark.parametrize("how", ["--temperature=0", "--temperature=1", "--kv_cache=paged"])
+def test_a_model_of_nan_is_an_error(trained, tmp_path, how):
+    out = Path(shutil.copytree(trained, tmp_path / "out"))
+    path = checkpoint.latest(out) / "model.safetensors"
+    save_file({k: t * math.nan for k, t in load_file(path).items()}, path)
+    assert "NaN" in refused(*of(out), how)
 
 
 @pytest.mark.parametrize("words, said", [
@@ -279,6 +291,7 @@ def test_the_latest_and_the_best_checkpoint(trained, tmp_path):
     ("--num_samples=0", "num_samples"), ("--temprature=1", "--temperature"),
     ("--checkpoint=newest", "latest"), ("--regex=(", "'('"), ("--regex=[a-z]{501}", "501"),
     ("--kv_cache=ring", "paged"), ("--compile", "kv_cache=static"), ("--device=cuda:7", "cuda:7"),
+    ("--attention_backend=nosuch", "error: unknown attention backend"),
 ])
 def test_errors_name_the_option_or_the_value(words, said, trained, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -109,6 +110,7 @@ def test_bare_words_of_a_command() -> None:
         ("n_layer = \n", "c.py:1"),
         ("n_layer = 1 / 0\n", "c.py:1"),
         ("rate = 1e999\n", "rate"),
+        ("name = ''\n", "c.py:1: name"),
     ],
 )
 def test_errors_in_a_file_name_their_place(tmp_path: Path, text: str, named: str) -> None:
@@ -171,6 +173,7 @@ def test_values_out_of_range(argv: list[str]) -> None:
         (["--n_layer=abc"], ["--n_layer", "abc"]),
         (["--dtype=int8"], ["--dtype", "int8", "float32"]),
         (["--lengths=1,abc"], ["--lengths", "abc"]),
+        (["--name="], ["--name", "''"]),
     ],
 )
 def test_mistakes_exit_with_2(argv: list[str], named: list[str], capsys: Any) -> None:
@@ -208,6 +211,24 @@ exit_on_user_error(main)
     assert done.stdout == ("" if early else "cleaned up\n")
 
 
+KILL = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: pass\n"
+MEASURING = """import runpy, sys; from attention.machine import timing
+timing.measure = lambda *args: __import__("os").kill(__import__("os").getpid(), 2)
+sys.argv = ["attention"]; runpy.run_module("attention", run_name="__main__")"""
+
+
+@pytest.mark.parametrize("argv", [
+    *(["train.py"], ["sample.py"], ["explain.py"], ["bench_mfu.py"], ["-m", "bench.compare", "x"]),
+    *(["-m", "checkpoint", "export", "x"], ["-m", "evaluate.harness"], ["-c", MEASURING]),
+])
+def test_an_interrupt_is_not_lost(argv: list[str], tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(KILL)
+    env = os.environ | ({} if argv[0] == "-c" else {"PYTHONPATH": str(tmp_path)})
+    argv = [sys.executable, *argv]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert (done.returncode, done.stderr.split()) == (130, ["interrupted"])
+
+
 def test_other_ranks_print_nothing(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
@@ -223,7 +244,7 @@ def test_help_shows_comments_and_the_values_of_a_file(tmp_path: Path, capsys: An
     assert "--n_layer" in shown and "transformer blocks" in shown and "77" in shown
 
 
-@pytest.mark.parametrize("program", ["train.py", "sample.py"])
+@pytest.mark.parametrize("program", ["train.py", "sample.py", "explain.py"])
 def test_help_needs_no_torch(program: str) -> None:
     code = (
         "import runpy, sys\n"

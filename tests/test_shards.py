@@ -117,6 +117,7 @@ def test_a_damaged_file_is_named(fw: Path, damage: str) -> None:
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     code, _, err = prepare(fw / "fw_*.bin", fw / "other")
     assert code == 2 and path.name in err and not (fw / "other").exists()
+    assert ("has no tokens" in err) == (damage == "nothing")
 
 
 @pytest.mark.parametrize("source, said", [
@@ -138,6 +139,12 @@ def test_other_data_are_not_replaced(fw: Path) -> None:
     assert prepare(fw / "fw_*.bin", fw / "text")[0] == 2
     assert (fw / "text" / "meta.json").read_bytes() == meta
     assert {p: p.read_bytes() for p in (fw / "fw").iterdir()} == made
+
+
+def test_new_files_are_taken_in(fw: Path) -> None:
+    write(fw / "fw_train_003.bin", range(100))
+    assert prepare(fw / "fw_*.bin", fw / "fw")[0] == 0
+    assert data.read_meta(fw / "fw")["tokens"]["train"] == 1300
 
 
 def test_a_token_outside_the_vocabulary_is_named(fw: Path) -> None:

@@ -35,7 +35,7 @@ from core import flops, runtime
 from core.cpu import matmul as cpu_matmul
 from core.metrics import duration
 from core.metrics import read as read_rows
-from core.optimizer import build_optimizer, learning_rate, update
+from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
 from core.settings import Loaded, UserError, exit_on_user_error
 from data.prepare import PrepareConfig, prepare
 from model import GPT, GPTConfig
@@ -178,8 +178,15 @@ def test_the_edges_of_the_rate():
     assert rates(22, min_lr=0.0)[20:] == [0.0] * 2
 
 
-def test_a_rate_below_zero_is_refused(data_dir, tmp_path):
-    assert "min_lr" in refusal(run(data_dir, tmp_path / "out", min_lr=-1e-3))
+@pytest.mark.parametrize("warmup, missed", [(6, False), (7, True)])
+def test_a_linear_decay_cuts_a_long_warm_up_off_with_a_warning(warmup, missed):
+    how: Any = {"decay_lr": "linear", "warmup_iters": warmup, "max_iters": 20}
+    assert (max(rates(20, **how)) < 1) == bool(schedule_warnings(config(**how))) == missed
+
+
+@pytest.mark.parametrize("wrong", [{"min_lr": -1e-3}, {"muon_rates": "0.02"}])
+def test_a_rate_below_zero_or_of_another_optimizer_is_refused(data_dir, tmp_path, wrong):
+    assert next(iter(wrong)) in refusal(run(data_dir, tmp_path / "out", **wrong))
 
 
 # --- one update ---
