@@ -96,7 +96,8 @@ class GPTConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer: several are repeated, and the last layer takes the last one."""
-        several = w if isinstance(w := self.attention_window, tuple) else (w,)
+        window = self.attention_window
+        several = window if isinstance(window, tuple) else (window,)
         layers = [*(several[i % len(several)] for i in range(self.n_layer - 1)), several[-1]]
         # As wide as every sequence is None: then kernels without a window can run it.
         return tuple(None if w is None or w >= self.block_size else w for w in layers)
@@ -307,8 +308,7 @@ class GPT(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """The weights (V, C) of the head: the token embedding's, if they are tied."""
-        own = self.lm_head.weight
-        return self.transformer.wte.weight if own is None else own
+        return self.transformer.wte.weight if self.lm_head.weight is None else self.lm_head.weight
 
     def phase(self, segments: bool = False, cache: Cache = None) -> Phase:
         """The phase of a forward pass that begins now."""
