@@ -198,8 +198,8 @@ def test_a_compiled_call_refuses_the_same() -> None:
     for function, make, breaks in (CALLS[0], CALLS[5]):
         for i, change_one in enumerate(breaks):
             change_one(call := make(torch.float32, 8))
-            if i % 3 or any(x == 10**400 for x in call.values() if isinstance(x, int)):
-                continue  # a third of them: each is traced
+            if i % 9 or any(x == 10**400 for x in call.values() if isinstance(x, int)):
+                continue  # some of them: each is traced
             torch._dynamo.reset()
             with pytest.raises(ValueError):
                 torch.compile(partial(function, **call), backend="eager")()

@@ -28,6 +28,7 @@ class Result:
     dv: Tensor | None = None  # (B, Tk, Hkv, D)
     dsinks: Tensor | None = None  # (H,)
     condition: Mapping[str, float] = field(default_factory=dict, kw_only=True)  # of attention()
+    rounded: Mapping[str, float] = field(default_factory=dict, kw_only=True)  # of attention()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -60,6 +61,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
     relative to their terms, even if the difference is zero (a row with one visible key); (c) of
     1 - (s / c)^2, from the error of s.
 
+    `rounded` holds how far the gradients move, in units of eps, if sum_l p_l dp_l is computed as
+    dout . out from an output that was rounded, as FlashAttention does; plain PyTorch does not.
+
     Args:
         q, dout: (B, Tq, H, D); k, v: (B, Tk, Hkv, D).
         segments: (B, Tk) integers; the queries are the last Tq positions. A query before all of
@@ -74,6 +78,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
     like = q_, q_, k_, v_, sink
     out, dq, dk, dv, da = (np.zeros_like(t) for t in like)
     out_moves, dq_moves, dk_moves, dv_moves, da_moves = (np.zeros_like(t) for t in like)
+    dq_rounds, dk_rounds, da_rounds = (np.zeros_like(t) for t in (q_, k_, sink))  # squares
     offset, j = Tk - Tq, np.arange(Tk)
     for b in range(B):
         for i in range(Tq):
@@ -119,11 +124,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
                     dt_moves += np.abs(ds) * (1 + 2 * np.abs(s) * s_moves / softcap**2)
                 dq_moves[b, i, h] = dt_moves @ keys_abs * tau
                 dk_moves[b, seen, g] += np.outer(dt_moves, q_abs) * tau
+
+                delta = math.sqrt(np.square(out[b, i, h] * do[b, i, h]).sum())  # its errors add up
+                dt_round = p * slope * delta * tau
+                dq_rounds[b, i, h] = np.square(dt_round @ keys)
+                dk_rounds[b, seen, g] += np.square(np.outer(dt_round, q_abs))
+                da_rounds[h] += (p_sink * delta) ** 2
     names = ("out", "dq", "dk", "dv", "dsinks")
     moves = (out_moves, dq_moves, dk_moves, dv_moves, da_moves)
     condition = {name: float(t.max()) for name, t in zip(names, moves, strict=True)}
+    squares = {"dq": dq_rounds, "dk": dk_rounds, "dsinks": da_rounds}
+    rounded = {name: math.sqrt(t.max()) for name, t in squares.items()}
     got = [torch.from_numpy(t) for t in (out, dq, dk, dv, da)]
-    return Result(*(got if sinks is not None else got[:4]), condition=condition)
+    kept = got if sinks is not None else got[:4]
+    return Result(*kept, condition=condition, rounded=rounded)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
@@ -165,6 +179,7 @@ def check(got: Result, plain: Result, truth: Result, dtype: torch.dtype, factor:
 
         max|got - truth| <= m * max|plain - truth| + eps(dtype) * max|truth|
                             + eps(compute) * condition
+                            + eps(dtype) * rounded, in half precision
 
     with m = 2 for the output and 3 for gradients: attention.probing.allowed_error(). The condition
     matters where plain PyTorch is exact by luck, as P with one visible key.
@@ -186,6 +201,8 @@ def check(got: Result, plain: Result, truth: Result, dtype: torch.dtype, factor:
         usual, size = float((p - t).abs().max()), float(t.abs().max())
         rounded = max(dtype, g_dtype, key=lambda d: torch.finfo(d).eps)  # sinks have their own
         allowed = factor * allowed_error(usual, size, truth.condition[name] / 32, rounded, m)
+        if dtype in (torch.float16, torch.bfloat16):
+            allowed += factor * torch.finfo(dtype).eps * truth.rounded.get(name, 0.0)
         allowed *= ON_A_GPU if on_gpu else 1
         error = (g - t).abs()
         if not float(error.max()) <= allowed:
