@@ -113,18 +113,18 @@ class Norm(nn.Module):
 
     def __init__(self, config: GPTConfig, width: int, rms: bool) -> None:
         super().__init__()
-        self.rms, self.eps = rms, config.norm_eps
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if config.bias is True and not rms else None
+        self.rms, self.eps, biased = rms, config.norm_eps, config.bias is True and not rms
+        self.weight: Tensor = nn.Parameter(torch.ones(width))
+        self.bias: Tensor | None = nn.Parameter(torch.zeros(width)) if biased else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias, same = self.weight.to(x.dtype), self.bias, x.dtype == self.weight.dtype
-        # Where dtypes differ, autocast would cast x to float32 on CUDA.
+        weight, bias, same = self.weight, self.bias, x.dtype == self.weight.dtype
+        if not same:  # autocast would cast x to float32 on CUDA
+            weight, bias = weight.to(x.dtype), bias if bias is None else bias.to(x.dtype)
         with nullcontext() if same else torch.autocast(x.device.type, enabled=False):
             if self.rms:
                 return F.rms_norm(x, weight.shape, weight, self.eps)
-            beta = None if bias is None else bias.to(x.dtype)
-            return F.layer_norm(x, weight.shape, weight, beta, self.eps)
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 def rope_rates(config: GPTConfig, device: torch.device) -> Tensor:
@@ -352,8 +352,7 @@ class GPT(nn.Module):
 
     def crop_block_size(self, block_size: int) -> None:
         """Keep only the first `block_size` positions. Raises ValueError if there are fewer."""
-        have = self.config.block_size
-        if not 1 <= block_size <= have:
+        if block_size > (have := self.config.block_size) or block_size < 1:
             raise ValueError(f"block_size can only be cropped, from {have}; got {block_size}")
         if self.config.position == "learned":
             kept = self.transformer.wpe.weight.detach()[:block_size].clone()

@@ -113,11 +113,13 @@ def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sp
     keys that they see. Segments are only masked in a call of one block and under torch.compile."""
     block = CUDA_BLOCK if q.is_cuda else BLOCK
     if cache is not None:  # where a row's queries are is on the device: the mask is in blocks
+        if q.shape[1] <= block:
+            return attend(q, k, v, spec, cache=cache, **options)
         outs = []
         for n, part in enumerate(q.split(block, dim=1)):
             rest = replace(cache, start=cache.start + n * block, count=cache.count - n * block)
             outs.append(attend(part, k, v, spec, cache=rest, **options))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+        return torch.cat(outs, dim=1)
     groups = list(cut(q, k, spec.window, segments, block, spec.right))
     if len(groups) == 1:
         return _in_pieces(attend, q, k, v, spec, segments, groups[0][1], options)
