@@ -19,8 +19,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -47,7 +46,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
         slug = repr(config.record)
         raise UserError(f"--record must be letters, digits, '-', '_' and '.', got {slug}")
     candidates.rivals(config.rival)
-    device = pick_device(config.train.device)
+    device = pick_device(config.device)
     backends, left_out = ([], {}) if config.paths else names(config, device.type)
     vocab_size, source = vocabulary(config)
     part: Json = {"reference": {}, "rows": []}
@@ -62,20 +61,14 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
     print(f"vocabulary: {vocab_size:,} ({source})", file=sys.stderr)
     about = {
         "format": record.FORMAT,
-        "mode": mode,
         "command": shlex.join(["python", "bench_mfu.py", mode, *argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **state,
     }
     folder: Path | None = None
-    others = [
-        {"mode": mode, "backend": name, "point": {}, "status": "unavailable", "why": [why]}
-        for name, why in left_out.items()
-    ]
 
     def content_of(run: Run, why: str = "") -> Json:
-        made = run.content(why)
-        return record.complete({**about, **made, "rows": made["rows"] + others})
+        return record.complete({**about, **run.content(why)})
 
     def save(run: Run) -> None:
         if folder:
@@ -84,8 +77,8 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
     whole = mode == "qualify"  # each stage has a deadline of its own
     minutes = config.minutes or (MINUTES_ON_CUDA if device.type == "cuda" else 0)
     stop = Stop(time.monotonic() + 60 * minutes if minutes and not whole else None)
-    with signals() as stop.signals:
-        run = Run(mode, config, str(device), backends, part, stop, save=save)
+    with closing(StopSignal("stopping; keeping the results so far")) as stop.signals:
+        run = Run(mode, config, str(device), backends, left_out, part, stop, save=save)
         try:
             rounds.begin(run, limit)
             if whole:
@@ -112,16 +105,6 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
         return stop.code or int(qualify.failed(content))
     failed = mode == "converge" and any(r.get("verdict") == "FAIL" for r in content["rows"])
     return stop.code or int(failed or not any(r["status"] == "ok" for r in content["rows"]))
-
-
-@contextmanager
-def signals() -> Iterator[StopSignal]:
-    """Within this context Ctrl-C and SIGTERM set the StopSignal."""
-    stop = StopSignal("stopping; keeping the results so far")
-    try:
-        yield stop
-    finally:
-        stop.release()
 
 
 def show(content: Json) -> None:

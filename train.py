@@ -348,7 +348,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     run.saver.wait()
     meter.close()
     stopping = bool(distributed.sum([float(stopping or stop.request.noted)])[0])
-    stop.request.release()
+    stop.request.close()
     if stopping:
         say(f"stopped after step {run.step}{lost}; to continue: {resume()}")
         return 128 + (stop.request.signal or signal.SIGTERM)

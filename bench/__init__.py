@@ -4,14 +4,17 @@
                               rounds.py -> rows -> record.py: figures, tables, the record
 
 config.py                 options
-worker.py                 the process: a job in, then a round for each request
-rounds.py                 starts workers, interleaves their rounds, keeps what failed as a row
+rounds.py, process.py     starts workers, interleaves their rounds, keeps what failed as a row
+worker.py, job.py         the process: a job in, then a round for each request
 candidates.py, hf.py      what is measured: our model, nanoGPT's, transformers'
 train.py, kernel.py, decode.py, converge.py   a mode each: what is timed, its figures, its columns
 runs.py, qualify.py       whole runs of train.py against nanoGPT's; all modes on a new machine
+proof.py                  the tests of `python -m attention check`, as a stage of qualify
 parts.py                  time of a step by its parts, next to its rooflines
 machine.py                memory, bandwidth, description
-record.py, board.py       write, read and recompute a record; docs/BOARD.md
+record.py, verify.py      write a record; compute its figures again and compare
+board.py                  all records as docs/BOARD.md
+compare.py                finished runs of train.py side by side
 tables.py                 medians, noise, tables
 plan/                     estimates for other machines
 """

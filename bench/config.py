@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,14 +51,14 @@ class Knobs:
     profile: bool = False  # time of a step by its parts, with rooflines
     products_tflops: PositiveFloat | None = None  # rate of large matmuls; none: measured
     lengths: tuple[PositiveInt, ...] = ()  # tokens; none: 128 to 2048, on CUDA to 32768
-    batch_sizes: tuple[BatchSize, ...] = ()  # sequences; none: 1 and 4, on CUDA 1 and 8
+    batch_sizes: tuple[PositiveInt, ...] = ()  # sequences; none: 1 and 4, on CUDA 1 and 8
     windows: tuple[PositiveInt | None, ...] = ()  # keys, or none; none: the model's
     prompts: tuple[PositiveInt, ...] = ()  # tokens; none: about block_size / 2
     kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")
     constraint: tuple[Constraint | None, ...] = (None,)  # a logits processor, or a regex
     weights: Literal["dtype", "int8"] = "dtype"  # of our linear layers and head
     new_tokens: Annotated[int, Field(ge=2)] | None = None  # none: 16, on CUDA 128
-    steps: PositiveInt = 100  # of a training; a multiple of 10
+    steps: Annotated[PositiveInt, Field(multiple_of=10)] = 100  # of a training
     seeds: PositiveInt = 1  # if above 1, their scatter is the tolerance
     paths: tuple[TrainingPath, ...] = ()  # precisions, instead of backends
     tolerance: PositiveFloat = 0.01  # of the final loss, relative
@@ -85,33 +85,32 @@ class Knobs:
     record: str | None = None  # write bench/records/DATE_DEVICE_RECORD
     records_dir: str = RECORDS  # the folder of the records
 
+
+@dataclass(frozen=True)
+class BenchConfig(Knobs, TrainConfig):
+    __doc__ = Knobs.__doc__  # of --help
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("kv_caches", "backends"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must name at least one")
+        if self.init_from != "scratch":
+            raise ValueError(
+                f"init_from must be 'scratch', got {self.init_from!r}: the values of weights do "
+                "not change the time, so give the sizes instead"
+            )
 
-
-@dataclass(frozen=True)
-class BenchConfig(Knobs):
-    """Options of a run of the bench."""
-
-    train: TrainConfig = field(default_factory=TrainConfig)  # without batch_size
-
-    def training(self, batch_size: int, **changes: Any) -> TrainConfig:
-        """Return train.py's settings at this batch size."""
-        return replace(self.train, batch_size=batch_size, **changes)
+    def training(self, **changes: Any) -> TrainConfig:
+        """Return train.py's settings with these changes."""
+        return TrainConfig(**{f.name: getattr(self, f.name) for f in OF_TRAIN} | changes)
 
     def flat(self) -> Json:
-        """Return all options in one dict, as in a record."""
-        mine = asdict(self)
-        return {**mine.pop("train"), **mine, "records_dir": Path(self.records_dir).name}
+        """Return all options, as in a record."""
+        return {**asdict(self), "records_dir": Path(self.records_dir).name}
 
 
-@dataclass(frozen=True)
-class Flat(Knobs, TrainConfig):
-    __doc__ = Knobs.__doc__  # of --help
-
-
+OF_TRAIN = fields(TrainConfig)
 # Options of train.py for a run, which have no effect here.
 OF_A_RUN = (
     "out_dir", "init_from", "eval_interval", "eval_iters", "eval_on_start", "eval_only",
@@ -120,6 +119,7 @@ OF_A_RUN = (
     "async_checkpoint", "hang_timeout", "attention_fallback",
 )  # fmt: skip
 TRAINING = ("train", "converge", "qualify")
+MEASURED = (*TRAINING, "kernel", "decode")
 # A config file may be a run's: its other options without effect are no error there, these are.
 CHANGING = ("document_mask", "context_parallel")
 # Options of some modes only; all others belong to every mode.
@@ -128,7 +128,13 @@ OF_MODES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("profile",), ("train",)),
     **dict.fromkeys(("hf",), ("train", "decode")),
     **dict.fromkeys(("rival",), ("train", "decode", "runs", "qualify")),
-    **dict.fromkeys(("lengths", "windows", "slowest_step"), ("kernel",)),
+    **dict.fromkeys(("lengths", "windows"), ("kernel",)),
+    **dict.fromkeys(("slowest_step",), ("kernel", "qualify")),
+    **dict.fromkeys(("rounds",), ("train", "kernel", "decode", "runs", "qualify")),
+    **dict.fromkeys(("seconds",), ("train", "kernel")),
+    **dict.fromkeys(("warm_up_steps",), ("train", "qualify")),
+    **dict.fromkeys(("minutes", "timeout", "record", "records_dir"), MEASURED),
+    **dict.fromkeys(("bandwidth_gbs",), ("train", "decode", "qualify", "plan")),
     **dict.fromkeys(("batch_sizes",), ("kernel", "decode")),
     **dict.fromkeys(("prompts", "kv_caches", "new_tokens"), ("decode", "qualify")),
     **dict.fromkeys(("weights", "constraint"), ("decode",)),
@@ -161,7 +167,7 @@ def shown(mode: str | None) -> set[str]:
     """Return the options in the help of a mode; None: the usual ones."""
     if mode is None:
         return set(USUAL)
-    return {f.name for f in fields(Flat) if mode in modes_of(f.name)}
+    return {f.name for f in fields(BenchConfig) if mode in modes_of(f.name)}
 
 
 def modes_of(name: str) -> tuple[str, ...]:
@@ -173,7 +179,7 @@ def modes_of(name: str) -> tuple[str, ...]:
 def check(mode: str, config: BenchConfig, origins: Mapping[str, str]) -> None:
     """Raises UserError for given options that this mode does not have."""
     got, default = config.flat(), BenchConfig().flat()
-    of_train = {f.name for f in fields(TrainConfig)} - {*CHANGING}
+    of_train = {f.name for f in OF_TRAIN} - {*CHANGING}
     for name, origin in origins.items():
         modes, where = modes_of(name), "" if origin == "command line" else f" ({origin})"
         allowed = mode in modes or (where and name in of_train)
@@ -186,8 +192,6 @@ def check(mode: str, config: BenchConfig, origins: Mapping[str, str]) -> None:
         raise UserError("--hf does not support --rival and --profile")
     if config.batch_size == "auto" and mode not in ("train", "decode"):
         raise UserError(f"--batch_size=auto: for train and decode only, got mode {mode}")
-    if "auto" in config.batch_sizes and mode != "decode":
-        raise UserError(f"--batch_sizes=auto: for decode only, got mode {mode}")
 
 
 def load_config(argv: list[str], mode: str | None = None) -> Loaded[BenchConfig]:
@@ -196,37 +200,24 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[BenchConfig]
     Without a config file a CPU uses config/bench_cpu.py: GPT-2 124M takes half an hour there.
     """
     known: Json = {"aliases": ALIASES, "ignored": OTHERS}
-    given, origins = gather(Flat, [w for w in argv if w not in ("-h", "--help")], **known)
+    given, origins = gather(BenchConfig, [w for w in argv if w not in ("-h", "--help")], **known)
     named = any(origin != "command line" for origin in origins.values())
     if not named and mode != "plan" and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
-    loaded = read(Flat, argv, shown=shown(mode), **known)
-    mine, of_train = (
-        {f.name: getattr(loaded.settings, f.name) for f in fields(kind)}
-        for kind in (Knobs, TrainConfig)
-    )
-    if mine["records_dir"] == RECORDS:  # also where the command is run from elsewhere
-        mine["records_dir"] = str(ROOT / RECORDS)
-    try:
-        train = TrainConfig(**of_train | {"batch_size": TrainConfig.batch_size})
-    except ValueError as e:
-        raise UserError(str(e)) from e
-    if train.init_from != "scratch":
-        raise UserError(
-            f"init_from must be 'scratch', got {train.init_from!r}: the values of weights do not "
-            "change the time, so give the sizes instead"
-        )
-    config = BenchConfig(**mine, train=train)
+    loaded = read(BenchConfig, argv, shown=shown(mode), **known)
+    config = loaded.settings
+    if config.records_dir == RECORDS:  # also where the command is run from elsewhere
+        config = replace(config, records_dir=str(ROOT / RECORDS))
     check(mode or "train", config, loaded.origins)
     return Loaded(config, loaded.origins)
 
 
 def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
-    """Return the backends to measure, and {name: reason} of those left out of "all"."""
+    """Return the backends, and {name: reason} of those of "all" that are not to be measured."""
     wanted = config.backends
-    if wanted == ("all",) and config.train.attention_backend != "auto":  # --attention_backend=sdpa
-        wanted = (config.train.attention_backend,)
-    chosen: dict[str, None] = {}
+    if wanted == ("all",) and config.attention_backend != "auto":  # --attention_backend=sdpa
+        wanted = (config.attention_backend,)
+    named: dict[str, None] = {}
     left_out: dict[str, str] = {}
     for word in wanted:
         if word in attention.RULES:
@@ -234,7 +225,7 @@ def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
         if word != "all":
             try:
                 backend = attention.get(word)  # of a file the worker needs the path
-                chosen[word if attention.is_file(word) else backend.name] = None
+                named[word if attention.is_file(word) else backend.name] = None
             except ValueError as e:
                 raise UserError(str(e)) from None
             continue
@@ -242,16 +233,15 @@ def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
             caps = [c for c in backend.caps if device in c.devices]
             if caps and all(c.interpreted for c in caps):
                 left_out[name] = "only Triton's interpreter runs it here; its speed is meaningless"
-            else:
-                chosen[name] = None
-    return list(chosen), {k: v for k, v in left_out.items() if k not in chosen}
+    every = attention.BACKENDS if "all" in wanted else {}
+    return list(named | dict.fromkeys(every)), {k: v for k, v in left_out.items() if k not in named}
 
 
 def vocabulary(config: BenchConfig) -> tuple[int, str]:
     """Return the vocabulary size and its source."""
-    if config.train.vocab_size:
-        return config.train.vocab_size, "--vocab_size"
-    folder = data.find(config.train.dataset, config.train.data_dir)
+    if config.vocab_size:
+        return config.vocab_size, "--vocab_size"
+    folder = data.find(config.dataset, config.data_dir)
     with suppress(UserError):
         V = data.read_meta(folder)["vocab_size"]
         return data.padded(V), f"the dataset in {folder}"

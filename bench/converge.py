@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import data
 from bench import Json, tables, train
 from bench.tables import MEMORY, QUARTILES, Column, Row, number, percent
-from core.settings import UserError
 
 if TYPE_CHECKING:
     from bench.rounds import Run
@@ -42,21 +41,18 @@ COLUMNS: list[Column] = [
 def measure(run: Run) -> None:
     """The same training with every backend or path, for every seed."""
     config, batch = run.config, run.config.batch_size
-    steps, rest = divmod(config.steps, ROUNDS)
-    if rest or not steps:
-        raise UserError(f"--steps must be a multiple of {ROUNDS}, got {config.steps}")
     assert batch != "auto"
-    folder = data.find(config.train.dataset, config.train.data_dir)
+    folder = data.find(config.dataset, config.data_dir)
     data.load(folder, "train", run.model.block_size, run.part["vocab_size"])  # or raise UserError
     schedule: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps}
     schedule["warmup_iters"] = config.steps // 10
-    for seed in range(config.train.seed, config.train.seed + config.seeds):
+    for seed in range(config.seed, config.seed + config.seeds):
         changes: Json = {**schedule, "seed": seed}
         if config.paths:
             exact = {"dtype": "float32", "tf32": False, "attention_backend": "manual"}
             plain = {**changes, **exact, "compile": False, "residual_dtype": "float32"}
             jobs = {"plain": run.job("converge", "plain", batch, "plain", **plain)}
-            own = {"attention_backend": config.train.attention_backend}
+            own = {"attention_backend": config.attention_backend}
             for path in config.paths:
                 jobs[path] = run.job("converge", path, batch, **changes, **own, **PATHS[path])
         else:
@@ -64,7 +60,7 @@ def measure(run: Run) -> None:
             jobs = {name: run.job("converge", name, batch, **changes) for name in names}
         # Not fresh: a training is one process.
         how: Json = {"rounds": ROUNDS, "fresh": False, "skip": lambda name, _: too_long(run, name)}
-        run.measure(jobs, request={"steps": steps}, **how)
+        run.measure(jobs, request={"steps": config.steps // ROUNDS}, **how)
 
 
 def too_long(run: Run, name: str) -> str:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bench.rounds import Run
 
 TITLE = "Generation"
-MOST = 1024  # sequences that --batch_sizes=auto tries
+MOST = 1024  # sequences that --batch_size=auto tries
 COLUMNS: list[Column] = [
     ("B", lambda r: str(r.get("batch_size", r["point"]["B"]))),
     ("prompt", lambda r: str(r["point"]["P"])),
@@ -57,7 +57,7 @@ def texts(run: Run) -> list[Json]:
     """Return the points."""
     config, T = run.config, run.model.block_size
     new = config.new_tokens or (128 if run.cuda else 16)  # three record the CUDA graph
-    sizes = config.batch_sizes or ((1, 8) if run.cuda else (1, 4))
+    sizes: tuple[object, ...] = config.batch_sizes or ((1, 8) if run.cuda else (1, 4))
     sizes = ("auto",) if config.batch_size == "auto" else sizes
     prompts = config.prompts or (max(1, T // 2 - new),)
     if max(prompts) + new > T or min(prompts) < 1:
@@ -66,8 +66,6 @@ def texts(run: Run) -> list[Json]:
         )
     caches = [c for c in config.kv_caches if "hf" not in run.part or c in hf.CACHES]
     shapes = itertools.product(sizes, prompts, caches, config.constraint)
-    if "auto" in sizes and len(sizes) > 1:
-        raise UserError("--batch_sizes: give either auto or numbers")
     keys = ("B", "P", "cache", "constraint")
     return [{**dict(zip(keys, shape)), "new_tokens": new} for shape in shapes]
 
@@ -83,8 +81,8 @@ def measure(run: Run) -> None:
     """Generation of every backend and rival over texts()."""
     everyone = candidates.everyone(run, ("sdpa",))
     jobs = {name: run.job("decode", name, rival=rival) for name, rival in everyone.items()}
-    points, auto = texts(run), "auto" in (run.config.batch_size, *run.config.batch_sizes)
-    run.measure(jobs, points, {"auto": auto}, skip=lambda name, _: too_long(run, name))
+    auto = run.config.batch_size == "auto"
+    run.measure(jobs, texts(run), {"auto": auto}, skip=lambda name, _: too_long(run, name))
 
 
 def too_long(run: Run, name: str) -> str:

@@ -171,7 +171,7 @@ def count(run: Run) -> None:
     """Count the model of --hf, and compute its loss with eager attention in float32."""
     config = run.config
     batch = config.batch_size if config.batch_size != "auto" else 1
-    batch = batch * config.train.gradient_accumulation_steps if run.mode == "train" else 1
+    batch = batch * config.gradient_accumulation_steps if run.mode == "train" else 1
     try:
         reference = run.ask_once("reference", batch)
     except Failure as e:

@@ -21,7 +21,7 @@ class Job:
     def __init__(self, job: Json, **changes: Any) -> None:
         self.config = replace(from_dict(TrainConfig, job["train"]), **changes)
         self.vocab_size = job["vocab_size"]
-        self.hf = job["hf"].get("config")  # a model of transformers
+        self.hf = job["hf"]  # config of a model of transformers, or None
         self.device = torch.device(job["device"])
         self.setup = self.config.setup(self.device)
         self.dtype = dtype_name(self.setup.dtype)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import attention
-from attention import manual
+from attention import Resolution, manual
 from attention.machine.system import kineto, synchronize
 from attention.machine.timing import Clock, Stamp, time_call
 from attention.select import select
@@ -65,7 +65,7 @@ def grid(run: Run) -> list[Json]:
     config, model = run.config, run.model
     usual = tuple(512 * 2**i for i in range(7)) if run.cuda else (128, 512, 2048)
     lengths = config.lengths or usual
-    sizes = [B for B in config.batch_sizes if B != "auto"] or [1, 8 if run.cuda else 4]
+    sizes = config.batch_sizes or (1, 8 if run.cuda else 4)
     windows = config.windows or tuple(dict.fromkeys(model.windows))
     heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
     # Without the corner of large batches and long sequences, which takes most of the time.
@@ -77,9 +77,12 @@ def grid(run: Run) -> list[Json]:
     ]
 
 
-def specs(run: Run) -> list[Json]:
+def specs(run: Run, points: list[Json] | None = None) -> list[Json]:
     """Return fields of the Specs; a backend that supports none is not started."""
-    return [{**run.layer, "window": point["window"]} for point in grid(run)]
+    return [
+        {"n_head": p["H"], "n_kv_head": p["Hkv"], "head_dim": p["D"], "window": p["window"]}
+        for p in points or grid(run)
+    ]
 
 
 def measure(run: Run, points: list[Json] | None = None) -> None:
@@ -137,8 +140,7 @@ class Kernels:
         self.job, self.name = Job(sent), sent["name"]
         self.config, self.device = self.job.config, self.job.device
         self.clock = Clock(self.device)
-        self.backend = attention.get(self.name)
-        self.about = {"title": self.backend.title}
+        self.about = {"title": attention.get(self.name).title}
         self.kernels: dict[Spec, Json] = {}  # what ran, and how exact it was
 
     def tensors(self, point: Json) -> list[Tensor]:
@@ -157,18 +159,19 @@ class Kernels:
         heads = (request["H"], request["Hkv"], request["D"])
         spec = Spec(*heads, self.job.dtype, window=request["window"])
         q, k, v, dout = self.tensors(request)
-        clock = self.clock
+        clock, chosen = self.clock, select(self.name, spec, self.device, self.config.policy)
+        backend = chosen.backend  # a prebuilt one, if that is allowed
 
         def call(stamps: list[Stamp]) -> tuple[Tensor, ...]:
             stamps.append(clock.stamp())
-            out = self.backend.attend(q, k, v, spec)
+            out = backend.attend(q, k, v, spec)
             stamps.append(clock.stamp())
             grads = torch.autograd.grad(out, (q, k, v), dout)
             stamps.append(clock.stamp())
             return out.detach(), *grads
 
         if request.get("warm_up"):
-            return self.warm_up(request, spec, (q, k, v, dout), call)
+            return self.warm_up(request, spec, chosen, (q, k, v, dout), call)
         calls = self.fill(call, request["seconds"])
         stamps: list[Stamp] = []
         start = clock.start()
@@ -196,10 +199,10 @@ class Kernels:
                 took = time_call(lambda: call([]), self.device, n)
         return min(max(round(seconds / max(took, 1e-6)), 1), MOST_CALLS)
 
-    def warm_up(self, point: Json, spec: Spec, inputs: tuple[Tensor, ...], call: Call) -> Json:
+    def warm_up(
+        self, point: Json, spec: Spec, chosen: Resolution, inputs: tuple[Tensor, ...], call: Call
+    ) -> Json:
         if spec not in self.kernels:
-            chosen = select(self.name, spec, self.device, self.config.policy)
-            self.backend = chosen.backend  # a prebuilt one, if that is allowed
             with kineto(self.device.type) as watched:
                 call([])
                 synchronize(self.device)
@@ -234,4 +237,6 @@ def errors(got: tuple[Tensor, ...], inputs: tuple[Tensor, ...], spec: Spec) -> t
     for mine, true, h in zip(got, truth, (group, group, 1, 1), strict=True):
         difference = mine[:1, :, :h].to(on).double() - true
         off.append(float(difference.abs().max() / true.abs().max()))
+        if not math.isfinite(off[-1]):
+            raise FloatingPointError("its output or gradient is not finite")
     return off[0], max(off[1:])

@@ -128,7 +128,7 @@ def beside_roofline(run: Run, found: Json, batch: int, micro: int) -> Json:
     """Add rooflines to a worker's profile of one micro-batch and the update, the largest gap
     first."""
     config, m = run.config, run.part["machine"]
-    works = work(run.model, batch, 1, m["dtype"], bool(config.train.grad_clip))
+    works = work(run.model, batch, 1, m["dtype"], bool(config.grad_clip))
     known = None if config.bandwidth_gbs else flops.datasheet_bandwidth(m["name"])
     bandwidth, source = known or (m["bandwidth"], m["bandwidth_source"])
     products, peak = config.products_tflops or m["products_tflops"], m["peak_tflops"]

@@ -53,11 +53,12 @@ def items(dtypes: list[str]) -> list[Item]:
 def prove(run: Run, dtypes: list[str]) -> list[Json]:
     """Test until the time is up, always the backend that has used the least; return their rows."""
     wanted, job = items(dtypes), run.job("proof")
-    answers: dict[str, list[Json]] = {name: [] for name in run.backends}
-    spent = dict.fromkeys(run.backends, 0.0)
+    backends = [name for name in run.backends if name not in run.left_out]
+    answers: dict[str, list[Json]] = {name: [] for name in backends}
+    spent = dict.fromkeys(backends, 0.0)
     worker = None
     try:
-        while waiting := [name for name in run.backends if len(answers[name]) < len(wanted)]:
+        while waiting := [name for name in backends if len(answers[name]) < len(wanted)]:
             run.stop.check()
             name = min(waiting, key=spent.__getitem__)
             item, began = wanted[len(answers[name])], time.monotonic()
@@ -80,7 +81,7 @@ def prove(run: Run, dtypes: list[str]) -> list[Json]:
     finally:
         if worker is not None:
             worker.close()
-    return [row(name, answers[name], len(wanted), spent[name]) for name in run.backends]
+    return [row(name, answers[name], len(wanted), spent[name]) for name in backends]
 
 
 def row(name: str, answers: list[Json], wanted: int, seconds: float) -> Json:

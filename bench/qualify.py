@@ -84,10 +84,13 @@ def numbers(run: Run) -> Json:
 
 
 def kernels(run: Run) -> Json:
-    wanted = ["manual", *fastest(run, len(run.backends))]  # manual: to compare machines
-    run.backends = [name for name in run.backends if name in wanted]
-    long = (run.config.minutes or MINUTES) >= ALL_POINTS
-    kernel.measure(run, grid(run.cuda) if long else grid(run.cuda)[:POINTS])
+    points = grid(run.cuda)
+    if (run.config.minutes or MINUTES) < ALL_POINTS:
+        points = points[:POINTS]
+    run.refuse(kernel.specs(run, points))
+    able = ["manual", *fastest(run, len(run.backends))]  # manual: to compare machines
+    run.backends = [name for name in run.backends if name in able or name in run.refused]
+    kernel.measure(run, points)
     return record.complete(run.content())
 
 
@@ -102,7 +105,7 @@ def decoding(run: Run) -> Json:
     run.backends = [*(able or fastest(run, 1)), "paged"]
     left = (run.stop.deadline or math.inf) - time.monotonic()
     if run.cuda and left >= GRAPHS:
-        run.config = replace(run.config, train=replace(run.config.train, compile=True))
+        run.config = replace(run.config, compile=True)
     decode.measure(run)
     return record.complete(run.content())
 
@@ -130,11 +133,10 @@ def convergence(run: Run) -> Json:
         with redirect_stdout(sys.stderr):
             data.prepare("shakespeare_char", text)
         V = run.part["vocab_size"] = data.read_meta(Path(folder) / "text")["vocab_size"]
-        window, most = run.config.train.attention_window, SMALL["n_layer"]
+        window, most = run.config.attention_window, SMALL["n_layer"]
         window = window if len(window) <= most else (*window[: most - 1], window[-1])
         how = {**SMALL, "attention_window": window, "vocab_size": V}
-        small = replace(run.config.train, data_dir=folder, dataset="text", **how)
-        run.config = replace(run.config, train=small)
+        run.config = replace(run.config, data_dir=folder, dataset="text", **how)
         if run.cuda:  # float32 and bfloat16; on a CPU the fused kernels
             run.config = replace(run.config, paths=("bfloat16",), backends=("all",))
         run.backends = fastest(run, 1)
@@ -159,13 +161,12 @@ def settled(run: Run, given: Container[str]) -> None:
     config = replace(config, rounds=config.rounds if "rounds" in given else ROUNDS)
     if run.cuda and "batch_size" not in given:
         if free >= 22e9:
-            own = replace(config.train, gradient_accumulation_steps=1)
-            config = replace(config, train=own, batch_size=64 if free >= 70e9 else 16)
+            batch = 64 if free >= 70e9 else 16
+            config = replace(config, gradient_accumulation_steps=1, batch_size=batch)
         else:
             small = load_config([CPU_CONFIG]).settings
-            sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-            own = replace(config.train, **{name: getattr(small.train, name) for name in sizes})
-            config = replace(config, train=own, batch_size=small.batch_size)
+            sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "batch_size")
+            config = replace(config, **{name: getattr(small, name) for name in sizes})
     run.config = config
     run.part["vocab_size"], _ = vocabulary(config)
 
@@ -186,8 +187,8 @@ def run(whole: Run, about: Json, given: Container[str]) -> tuple[Json, Path]:
     del content["rows"]
     folder = record.folder_of(config.records_dir, config.record or "qualify", content["machine"])
     whole.progress.tell(
-        f"training: {config.train.n_layer} layers, {config.train.n_embd} wide, batch "
-        f"{config.batch_size}, {config.train.block_size} tokens"
+        f"training: {config.n_layer} layers, {config.n_embd} wide, batch "
+        f"{config.batch_size}, {config.block_size} tokens"
     )
     for i, name in enumerate(wanted):
         now = began if i == 0 else time.monotonic()
@@ -209,7 +210,8 @@ def run(whole: Run, about: Json, given: Container[str]) -> tuple[Json, Path]:
         done = {s["name"] for s in content["stages"] if s["status"] == "done"}
         missing = [name for name in names if name not in done]
         content["incomplete"] = f"not done: {', '.join(missing)}"
-        content |= {"complete": not missing, "answers": conclusions(content)}
+        content |= {"complete": not missing, "machine": dict(whole.part["machine"])}
+        content["answers"] = conclusions(content)
         if not missing:
             del content["incomplete"]
         record.write(folder, content, whole=False)

@@ -215,9 +215,7 @@ def proof(rows: list[Json]) -> Cells:
 
 
 def failure(found: dict[str, str]) -> str:
-    """Return a failure as text; older records name it `case` or `phase`."""
-    what = found.get("what") or found.get("case") or f"canary, {found['phase']}"
-    return f"{what}, {found['dtype']}: {found['why']}"
+    return f"{found['what']}, {found['dtype']}: {found['why']}"
 
 
 def readme(content: Json) -> str:
@@ -270,7 +268,7 @@ def disagreeing(rows: list[Row], content: Json) -> list[str]:
     manual = {str(r["point"]): r for r in rows if r["backend"] == "manual" and "error_out" in r}
     for r in rows:
         if "loss_difference" in r:
-            off, grad = r["loss_difference"], r["gradient_norm_difference"]
+            off, grad = r["loss_difference"], r.get("gradient_norm_difference", 0.0)
             if not (abs(off) <= loss * content["reference"]["loss"] and abs(grad) <= norm):
                 found.append(
                     f"{r['backend']} DISAGREES with {exact} in float32: the loss by {off:.1e}, "

@@ -49,11 +49,13 @@ class Run:
     config: BenchConfig
     device: str
     backends: list[str]
+    left_out: dict[str, str]  # of them, not to be measured: reasons
     part: Json  # what a record says: machine, vocab_size, hf, reference, rows
     stop: Stop = field(default_factory=Stop)
     progress: Progress = field(default_factory=Progress)
     save: Callable[[Run], object] = lambda run: None  # after each round
     refused: dict[str, list[str]] = field(default_factory=dict)  # backends, with reasons
+    looked_again: bool = False  # at the machine
     began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -75,9 +77,10 @@ class Run:
     def refuse(self, fields: list[Json]) -> None:
         """Note the backends that support none of the Specs with these fields; they are not
         started."""
-        m, policy = self.part["machine"], replace(self.config.train.policy, fallback=False)
+        m, policy = self.part["machine"], replace(self.config.policy, fallback=False)
         specs = [Spec(**{"dtype": m["dtype"], **spec}) for spec in fields]
         self.refused = refused(self.backends, specs, m, policy)
+        self.refused |= {name: [why] for name, why in self.left_out.items()}
 
     def content(self, why: str = "") -> Json:
         """Return the content of the record so far; `why`: the reason if it is incomplete."""
@@ -113,10 +116,10 @@ class Run:
             "job": kind,
             "name": name,
             "rival": rival,
-            "train": asdict(self.config.training(batch_size, **changes)),
+            "train": asdict(self.config.training(batch_size=batch_size, **changes)),
             "device": self.device,
             "vocab_size": self.part["vocab_size"],
-            "hf": self.part.get("hf", {}),
+            "hf": self.part.get("hf", {}).get("config"),
             "weights": self.config.weights,
             "memory_limit": None if self.cuda else limit,
             "bandwidth_gbs": self.config.bandwidth_gbs,
@@ -134,20 +137,20 @@ class Run:
         return Worker(job, self.config.timeout, self.stop)
 
     def look_again(self) -> None:
-        """Measure peak and bandwidth again after the rounds and keep the better, once per run.
+        """Measure peak and bandwidth again after the rounds and keep the better, once.
 
         A busy machine gives too low a peak, and so too high an MFU.
         """
         m, decode = self.part["machine"], self.mode == "decode"
         measured = not self.config.bandwidth_gbs if decode else m["peak_measured"]
-        if m.get("looked_again") or self.stop.why or not measured:
+        if self.looked_again or self.stop.why or not measured:
             return
-        again, m["looked_again"] = self.ask_once("machine"), True
+        again, self.looked_again = self.ask_once("machine"), True
         if m["peak_measured"] and again["peak_tflops"]:
             before, after = (flops.Peak(x["peak_tflops"], x["peak_source"]) for x in (m, again))
             m["peak_doubt"] = flops.differ(before, after)
         for rate, source in (("peak_tflops", "peak_source"), ("bandwidth", "bandwidth_source")):
-            if m[rate] and (again[rate] or 0) > m[rate]:  # a stage of qualify may not measure it
+            if m[rate] and (again[rate] or 0) > m[rate]:  # not every mode measures both
                 m |= {rate: again[rate], source: again[source]}
 
     def measure(
@@ -173,18 +176,18 @@ class Run:
         """
         turns = Turns(self, jobs, dict(request), fresh)
         rounds = rounds or self.config.rounds
-        for point, name in itertools.product(points, jobs):
+        pairs = list(itertools.product(points, jobs))
+        for point, name in pairs:
             row = turns.row(name, point)
             if name in self.refused:
                 row |= {"status": "unavailable", "why": self.refused[name]}
             if row["status"] not in ("ok", "stopped"):
                 turns.ended.add((name, str(point)))
-        pairs = list(itertools.product(points, jobs))
         try:
             for round_ in range(rounds):
                 for n, (point, name) in enumerate(pairs, 1):
                     doing = f"round {round_ + 1} of {rounds}" if round_ else "the first round"
-                    what = f"{name} {tables.where(point)}".strip()
+                    what = tables.where(point, name)
                     self.progress.watch(f"{doing}: {what} ({n} of {len(pairs)})")
                     turns.take(name, point, round_, skip)
                 if not self.stop.why:
@@ -242,7 +245,7 @@ class Turns:
 
     def take(self, name: str, point: Json, round_: int, skip: Callable[[str, Json], str]) -> None:
         """Let a candidate measure its next round, or note in its row why it does not."""
-        pair, row = (name, str(point)), self.row(name, point)
+        pair, row, what = (name, str(point)), self.row(name, point), tables.where(point, name)
         if pair in self.ended:
             return
         try:
@@ -251,9 +254,7 @@ class Turns:
             row["status"] = "ok"
             row.pop("why", None)
             if round_ == 0:
-                self.run.progress.tell(
-                    f"{name} {tables.where(point)}".strip() + f": {row['rounds'][-1]['ms']:.4g} ms"
-                )
+                self.run.progress.tell(f"{what}: {row['rounds'][-1]['ms']:.4g} ms")
         except Failure as e:
             n = 1 if row["rounds"] else row.get("batch_size", 1)
             if self.request.get("auto") and "out of memory" in str(e) and n > 1:
@@ -262,8 +263,9 @@ class Turns:
                 return self.take(name, point, round_, skip)
             no_size = bool(self.request.get("auto")) and e.kind == "failed"  # at this point
             lives = name in self.workers or e.kind == "skipped" or no_size
-            others = [p for p in self.run.part["rows"] if p["backend"] == name]
-            for other in [row] if lives else others:  # a job that cannot begin has no points
+            others = [p for p in self.run.part["rows"] if p["backend"] == name and not p["rounds"]]
+            # A job that cannot begin has no other points.
+            for other in [row] if lives or row["rounds"] else others:
                 self.ended.add((name, str(other["point"])))
                 if e.kind != "stopped" or other["status"] != "ok":  # its rounds so far count
                     kind = "failed" if e.kind == "died" else e.kind
@@ -272,7 +274,7 @@ class Turns:
                 self.drop(name)
             if e.kind != "stopped" and str(e) not in self.told:
                 self.told.add(str(e))
-                self.run.progress.tell(f"{name} {tables.where(point)}".strip() + f": {e.kind}: {e}")
+                self.run.progress.tell(f"{what}: {e.kind}: {e}")
         limit = 0.9 * self.run.part["machine"]["memory_limit"]
         if self.fresh is None and limit and sum(self.held.values()) + self.peak > limit:
             self.fresh = True
@@ -284,7 +286,8 @@ class Turns:
     ) -> None:
         if round_ == 0 and (why := skip(name, point)):
             raise Failure("skipped", [why])
-        if round_ == 0 and self.held and self.begin_by and time.monotonic() > self.begin_by:
+        begun = any(other["rounds"] for other in self.run.part["rows"])
+        if round_ == 0 and begun and self.begin_by and time.monotonic() > self.begin_by:
             raise Failure("stopped", ["its warm-up would have left no time for the rounds"])
         asked = {**point, **self.request}
         if asked.get("auto") and "batch_size" not in row:

@@ -55,7 +55,7 @@ def settings(name: str, config: BenchConfig) -> list[str]:
     """Return the options that both train.py share."""
     size, steps = SIZES[name]
     both = {**asdict(size), "max_iters": SKIP + steps, "device": "cpu"}
-    both["compile"] = config.train.compile is True
+    both["compile"] = config.compile is True
     both |= {"dropout": 0.0, "bias": False, "gradient_accumulation_steps": 1, "warmup_iters": 10}
     both |= {"eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1}
     return [f"--{name}={value}" for name, value in both.items()]
@@ -83,8 +83,8 @@ def ours(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
     """Return mean seconds per step, and bytes, of this project's loop."""
     command = [sys.executable, str(ROOT / "train.py"), *settings(size, config)]
     command += [f"--data_dir={work / 'data'}", f"--out_dir={work / 'ours'}", "--peak_tflops=1"]
-    command.append(f"--attention_backend={config.train.attention_backend}")
-    command.append(f"--dtype={config.train.dtype}")
+    command.append(f"--attention_backend={config.attention_backend}")
+    command.append(f"--dtype={config.dtype}")
     _, memory = ended(command, work)
     with (work / "ours" / "metrics.jsonl").open(encoding="utf-8") as rows:
         times = [r["ms"] / 1e3 for r in map(json.loads, rows) if "ms" in r and r["iter"] > SKIP]
@@ -150,8 +150,8 @@ def run(config: BenchConfig) -> int:
     results = run_pairs(config, checkout)
     print(
         f"{cpu_name() or platform.machine()}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, {config.rounds} rounds, ours in {config.train.dtype}, "
-        f"{'compiled' if config.train.compile else 'not compiled'}\n"
+        f"torch {torch.__version__}, {config.rounds} rounds, ours in {config.dtype}, "
+        f"{'compiled' if config.compile else 'not compiled'}\n"
     )
     head = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nanoGPT GB"]
     lines = [row(SIZES[s][0], pairs) for s, pairs in results.items()]

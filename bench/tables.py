@@ -64,14 +64,9 @@ def differ(a: Sequence[float], b: Sequence[float]) -> bool | None:
 # --- cells ---
 
 
-def where(point: Json) -> str:
-    """Return the point as text, such as "B=1 P=64 cache=static"."""
-    return " ".join(f"{k}={v}" for k, v in point.items() if v is not None)
-
-
-def name_of(row: Row) -> str:
-    """Return mode and point, such as "decode B=1 P=64 cache=static"."""
-    return f"{row['mode']} {where(row['point'])}".strip()
+def where(point: Json, *before: str) -> str:
+    """Return the point as text after other words: "sdpa B=1 P=64 cache=static"."""
+    return " ".join([*before, *(f"{k}={v}" for k, v in point.items() if v is not None)])
 
 
 def bytes_(n: float | None) -> str:
@@ -142,7 +137,7 @@ def missing(rows: list[Row]) -> Cells:
     for row in rows:
         if row["status"] != "ok":
             key = (row["backend"], row["status"], "; ".join(row["why"]))
-            seen.setdefault(key, []).append(name_of(row))
+            seen.setdefault(key, []).append(where(row["point"], row["mode"]))
     lines = []
     for (name, status, why), places in seen.items():
         at = f" ({'; '.join(places)})" if status != "unavailable" else ""
@@ -169,8 +164,7 @@ def fastest(rows: list[Row]) -> list[str]:
     groups: dict[str, dict[int, list[Row]]] = {}
     for r in rows:
         at = {k: r["point"].get(k) for k in ("B", "P", "H", "D", "window")}
-        of = name_of({"mode": r["mode"], "point": at})
-        groups.setdefault(of, {}).setdefault(r["point"].get("T", 0), []).append(r)
+        groups.setdefault(where(at, r["mode"]), {}).setdefault(r["point"].get("T", 0), []).append(r)
     found = []
     for of, by_length in groups.items():
         wins = [(winner(by_length[T]), T) for T in sorted(by_length)]

@@ -65,7 +65,7 @@ def specs(run: Run) -> list[Json]:
 
 def measure(run: Run) -> None:
     """Training steps of every backend and rival."""
-    config, micro = run.config, run.config.train.gradient_accumulation_steps
+    config, micro = run.config, run.config.gradient_accumulation_steps
     auto = config.batch_size == "auto"
     batch = 1 if config.batch_size == "auto" else config.batch_size
     if not run.part["reference"] and not auto:
@@ -86,9 +86,9 @@ def measure(run: Run) -> None:
 def too_long(run: Run, name: str) -> str:
     """Return why a backend is not measured, or ""."""
     config = run.config
-    compiled = run.cuda if config.train.compile is None else config.train.compile
-    longest = (COMPILED if compiled else LONGEST).get(name, config.train.block_size)
-    if name in config.backends or config.train.block_size <= longest:
+    compiled = run.cuda if config.compile is None else config.compile
+    longest = (COMPILED if compiled else LONGEST).get(name, config.block_size)
+    if name in config.backends or config.block_size <= longest:
         return ""
     how = "as a compiled step " if compiled else ""
     return f"left out {how}beyond {longest:,} tokens: name it in --backends"
@@ -108,8 +108,9 @@ def figures(row: Row, part: Json) -> Json:
     reference = part["reference"] if row["mode"] == "train" else {}
     if "loss" in reference and "loss" in row and not model.dropout:
         found["loss_difference"] = row["loss"] - reference["loss"]
-        norm = reference["gradient_norm"]
-        found["gradient_norm_difference"] = (row["gradient_norm"] - norm) / norm
+        if "gradient_norm" in row:
+            norm = reference["gradient_norm"]
+            found["gradient_norm_difference"] = (row["gradient_norm"] - norm) / norm
     return found
 
 
@@ -168,7 +169,6 @@ class Training:
 
     def __init__(self, sent: Json) -> None:
         self.converge, rival = sent["job"] == "converge", sent["rival"]
-        self.base = machine.memory(torch.device(sent["device"]), peak=False)
         job = self.job = Job(sent)
         self.config = config = job.config
         self.device, self.setup = job.device, job.setup
@@ -188,12 +188,7 @@ class Training:
             self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
         else:
             self.batch = job.random_tokens(n)
-        self.about = {
-            "title": self.who.title,
-            "compiled": self.compiled,
-            "dtype": job.dtype,
-            "base_bytes": self.base,
-        }
+        self.about = {"title": self.who.title, "compiled": self.compiled, "dtype": job.dtype}
 
     def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
         return self.who.step(x, y, self.micro, mark)
@@ -257,10 +252,12 @@ class Training:
         def look(part: str) -> None:
             if part == "update" and self.who.as_reference:
                 norm = gradient_norm(self.who.model.parameters())
-                answer["gradient_norm"] = norm / self.scaler.get_scale()
+                if math.isfinite(norm):  # else the first scale of float16 was too large
+                    answer["gradient_norm"] = norm / self.scaler.get_scale()
 
         first = self.step(*self.batch, look)
         synchronize(self.device)
+        finite(first)
         if self.who.as_reference:
             answer["loss"] = float(first)
         answer["first_step_s"] = time.perf_counter() - began

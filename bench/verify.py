@@ -6,7 +6,6 @@ looked at. docs/MEASURE.md lists the checks.
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ import torch
 
 from attention import is_file
 from attention.machine.gpus import datasheet_tflops
-from bench import Json, converge, tables
-from bench.record import MODES, disagreeing, planned, sections_of
+from bench import Json, tables
+from bench.record import FORMAT, complete, disagreeing, planned, sections_of
 from bench.tables import Row
 from core.settings import UserError
 
@@ -65,14 +64,17 @@ def _problems(content: Json) -> Iterator[str]:
             yield f"its peak of {m['peak_tflops']:,.4g} TFLOP/s has no source"
         elif known and not math.isclose(m["peak_tflops"], known[0]):
             yield f"its peak is {m['peak_tflops']:,.4g} TFLOP/s, but {known[1]} has {known[0]:,.4g}"
-        again = copy.deepcopy(part["rows"])
-        for row in again:
-            if row["status"] == "ok":
-                row |= MODES[row["mode"]].figures(row, part)
-        if part["mode"] == "converge":
-            converge.compare(again, part["settings"])
-        for row, new in zip(part["rows"], again, strict=True):
-            at = f"{row['mode']} {row['backend']} {tables.where(row['point'])}".strip()
+        again = complete(part)
+        if part["format"] == FORMAT:
+            said, own = part["flops_per_token"], again["flops_per_token"]
+            if not all(same(said.get(name), n) for name, n in own.items()):
+                yield f"flops_per_token is {said}, but its sizes give {own}"
+            # Older records say more.
+            yield from (
+                f"not said: {text}" for text in again["answers"] if text not in part["answers"]
+            )
+        for row, new in zip(part["rows"], again["rows"], strict=True):
+            at = tables.where(row["point"], row["mode"], row["backend"])
             cut = part["mode"] == "converge" and row["status"] == "stopped"
             if row["status"] not in (["ok"] if row.get("rounds") and not cut else STATUSES):
                 rounds = len(row.get("rounds", ()))

@@ -98,7 +98,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     requests, handler = lines(), Handler()
     while True:
-        answers.write(json.dumps(handler.answer(json.loads(requests.get()))) + "\n")
+        answer = handler.answer(json.loads(requests.get()))
+        answers.write(json.dumps(answer, allow_nan=False) + "\n")
         answers.flush()
 
 

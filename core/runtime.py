@@ -225,7 +225,7 @@ class StopSignal:
             self.signal = self.signal or signal.SIGTERM  # nobody else can stop this process
         return self.signal is not None
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Handle signals as before."""
         for number, handler in self.before.items():
             signal.signal(number, handler)

@@ -1,6 +1,7 @@
 """Workers of the bench without torch: python stub_worker.py [stuck]. They start in 0.1 s.
 
-A worker does as its job says: {"warm p": "dies"}; a line in `log` for each answer.
+A worker does as its job says: {"warm p": "dies"}; "again": in its second process. A line in `log`
+for each answer.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ def answer(request: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     what = "job"
     if request is not job:
         what = f"{'warm' if request.get('warm_up') else 'round'} {request['at']}"
-    with Path(job["log"]).open("a", encoding="utf-8") as log:
+    with Path(job["log"]).open("a+", encoding="utf-8") as log:
         log.write(f"{job['name']} {what}\n")
+        log.seek(0)
+        if request is job and log.read().count(f"{job['name']} job\n") == 2:
+            what = "again"
     how = job.get(what, "")
     if how == "dies":
         os.write(2, b"Fatal: bad address\n")
         os._exit(3)
     elif how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "hangs":
-        time.sleep(1000)
+    elif how in ("hangs", "slow"):
+        time.sleep(1000 if how == "hangs" else 2)
     elif how == "refuses":
         return {"unavailable": ["too old"]}
     elif how == "fails":

@@ -9,14 +9,14 @@ from typing import Any
 
 import in_process
 import pytest
-from test_bench import SMALL, by_backend, last_line, run, write_tokens
+from test_bench import by_backend, last_line, run, small, write_tokens
 
 from bench import candidates, converge
 from bench.verify import verify
 
 
 def argv(tmp_path: Path, *more: str) -> list[str]:
-    return ["converge", *SMALL, "--dataset=tiny", f"--data_dir={write_tokens(tmp_path)}", "--json",
+    return [*small("converge"), "--dataset=tiny", f"--data_dir={write_tokens(tmp_path)}", "--json",
             "--learning_rate=0.01", *more]
 
 

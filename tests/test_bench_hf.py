@@ -8,7 +8,7 @@ from typing import Any
 
 import in_process
 import pytest
-from test_bench import SMALL, last_line, run
+from test_bench import SMALL, last_line, run, small
 
 from bench import candidates, hf
 from bench.verify import verify
@@ -110,7 +110,7 @@ def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_generation_with_its_caches(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
-    argv = ["decode", *SMALL, folder(tmp_path), "--backends=sdpa", "--batch_sizes=2",
+    argv = [*small("decode"), folder(tmp_path), "--backends=sdpa", "--batch_sizes=2",
             "--prompts=5", "--new_tokens=4", "--json"]
     code, out = run(argv)
     content = last_line(out)
@@ -147,4 +147,4 @@ def test_a_mistake_ends_before_anything_starts(mode, folder, more, tmp_path):
     (tmp_path / "BROKEN").mkdir()
     (tmp_path / "BROKEN" / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match="--hf"):
-        run([mode, *SMALL, f"--hf={tmp_path / folder}", *filter(None, [more])])
+        run([*small(mode), f"--hf={tmp_path / folder}", *filter(None, [more])])

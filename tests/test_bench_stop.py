@@ -16,7 +16,7 @@ from typing import Any
 import in_process
 import pytest
 import stub_worker
-from test_bench import SMALL, run, write_tokens
+from test_bench import SMALL, run, small, write_tokens
 
 import bench_mfu
 from bench import process
@@ -24,7 +24,6 @@ from bench.config import ROOT, BenchConfig
 from bench.process import Failure, Stop
 from bench.rounds import Run
 from core.settings import UserError
-from train import TrainConfig
 
 STUB = str(ROOT / "tests" / "stub_worker.py")
 
@@ -80,10 +79,10 @@ def measured(tmp_path, monkeypatch):
 
     def run(jobs: dict[str, Any], points: str = "p", limit: int = 100, stop: Stop | None = None,
             timeout: float = 60.0, skip: Any = lambda name, point: "") -> Any:
-        config = BenchConfig(rounds=2, timeout=timeout, train=TrainConfig(device="cpu"))
+        config = BenchConfig(rounds=2, timeout=timeout, device="cpu")
         part: dict[str, Any] = {"machine": {"memory_limit": limit, "peak_measured": False},
                                 "rows": []}
-        bench = Run("train", config, "cpu", [*jobs], part, stop or Stop())
+        bench = Run("train", config, "cpu", [*jobs], {}, part, stop or Stop())
         given = {name: {"name": name, "log": f"{tmp_path / 'log'}", **job}
                  for name, job in jobs.items()}
         rows = bench.measure(given, [{"at": p} for p in points], skip=skip)
@@ -121,6 +120,20 @@ def test_workers_that_do_not_fit_together_get_new_processes_each_round(measured)
     assert fresh and log.count("a job") == log.count("a warm p") == log.count("a round p") == 2
     _, fresh, log = measured({"a": {}, "b": {}}, limit=19)
     assert not fresh and log.count("a job") == 1 and log.count("a round p") == 2
+
+
+@pytest.mark.parametrize("limit", [1, 100], ids=["fresh", "asleep"])
+def test_no_candidate_begins_when_little_time_is_left(measured, limit):
+    stop = Stop(time.monotonic() + 3)
+    found, fresh, log = measured({"a": {"round p": "slow"}, "b": {}}, limit=limit, stop=stop)
+    assert found["b", "p"]["status"] == "stopped" and "b job" not in log
+    assert found["a", "p"]["status"] == "ok" and fresh == (limit == 1)
+
+
+def test_a_process_that_cannot_begin_again_keeps_the_rounds_of_other_points(measured):
+    """New processes in each round; the second one is refused."""
+    found, _, _ = measured({"a": {"again": "refuses"}}, "pq", limit=1)
+    assert found["a", "q"]["status"] == "unavailable" and len(found["a", "p"]["rounds"]) == 2
 
 
 def test_a_worker_that_hangs_is_ended_and_a_skipped_pair_costs_nothing(measured):
@@ -216,7 +229,7 @@ def test_a_run_that_is_killed_leaves_the_rounds_that_had_ended(tmp_path, monkeyp
 
     in_process.use(monkeypatch, stopping(6, die))
     with pytest.raises(MemoryError):
-        run(["kernel", *SMALL, "--backends=manual,sdpa", "--lengths=16", "--batch_sizes=1",
+        run([*small("kernel"), "--backends=manual,sdpa", "--lengths=16", "--batch_sizes=1",
              "--record=k", f"--records_dir={tmp_path}"])
     (record,) = tmp_path.glob("*_k/record.json")
     content = json.loads(record.read_text(encoding="utf-8"))
@@ -226,7 +239,7 @@ def test_a_run_that_is_killed_leaves_the_rounds_that_had_ended(tmp_path, monkeyp
 
 def test_a_training_that_was_cut_short_is_not_judged(tmp_path, monkeypatch):
     in_process.use(monkeypatch, stopping(2 + 2 * 9, end_time))  # in the last round but one
-    argv = ["converge", *SMALL, "--backends=sdpa", "--steps=10", "--dataset=tiny", "--json"]
+    argv = [*small("converge"), "--backends=sdpa", "--steps=10", "--dataset=tiny", "--json"]
     code, out = run([*argv, f"--data_dir={write_tokens(tmp_path)}"])
     content = json.loads(out.splitlines()[-1])
     assert code == 1 and not any("verdict" in r for r in content["rows"])

@@ -10,14 +10,14 @@ from typing import Any
 
 import in_process
 import pytest
-from test_bench import SMALL, run
+from test_bench import run, small
 
 from attention.check import matrix
 from bench import qualify, record
 from bench.rounds import Run
 from bench.verify import verify
 
-TINY = ["qualify", *SMALL, "--seconds=0.02", "--new_tokens=4", "--prompts=8", "--timeout=60"]
+TINY = [*small("qualify"), "--new_tokens=4", "--prompts=8", "--timeout=60"]
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -31,13 +31,14 @@ import data
 from attention.caps import version
 from bench import config as config_
 from bench import qualify, record
+from bench.config import modes_of
 from bench.verify import verify
 from inference import engine
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32"]
 TINY = [*SIZES, "--vocab_size=64"]
-QUICK = ["--rounds=2", "--seconds=0.02", "--warm_up_steps=1", "--json"]
+QUICK = {"rounds": 2, "seconds": 0.02, "warm_up_steps": 1, "json": True}
 PYNVML = """
 from types import SimpleNamespace
 class NVMLError(Exception): pass
@@ -85,7 +86,8 @@ def run(there: Path, *command: Any, code: int | None = 0, **env: str) -> str:
 
 def bench(there: Path, *argv: Any, **env: str) -> dict[str, Any]:
     """The content of a run of the bench."""
-    out = run(there, "bench_mfu.py", *argv, *QUICK, **env)
+    quick = (f"--{name}={value}" for name, value in QUICK.items() if argv[0] in modes_of(name))
+    out = run(there, "bench_mfu.py", *argv, *quick, **env)
     content = json.loads(out.splitlines()[-1])
     bad = [r for r in content["rows"] if r["status"] == "failed"]
     assert not bad, (bad[0]["backend"], bad[0]["point"], bad[0]["why"])

@@ -22,10 +22,10 @@ def datasheet(config: BenchConfig, gpu: str) -> tuple[str, flops.Peak, tuple[flo
 
     Raises UserError if the GPU is not in the table.
     """
-    wanted: str = config.train.dtype
+    wanted: str = config.dtype
     half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
     dtype = next(half, "float32") if wanted == "auto" else wanted
-    peak = flops.datasheet_peak(gpu, dtype, config.train.tf32)
+    peak = flops.datasheet_peak(gpu, dtype, config.tf32)
     bandwidth = flops.datasheet_bandwidth(gpu)
     if peak is None or bandwidth is None:
         of = "bfloat16 or float16" if wanted == "auto" else dtype
@@ -35,8 +35,8 @@ def datasheet(config: BenchConfig, gpu: str) -> tuple[str, flops.Peak, tuple[flo
             f"--gpu: no {of} rates known for {gpu!r}; known names are the drivers', such as "
             f"{', '.join(map(repr, like))}"
         )
-    if config.train.peak_tflops:
-        peak = flops.peak("cpu", dtype, config.train.peak_tflops)
+    if config.peak_tflops:
+        peak = flops.peak("cpu", dtype, config.peak_tflops)
     if config.bandwidth_gbs:
         bandwidth = config.bandwidth_gbs * 1e9, "--bandwidth_gbs"
     return dtype, peak, bandwidth
@@ -80,7 +80,7 @@ def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
     """Return every way to run the job on `gpus` GPUs."""
     if gpus > at.node and gpus % at.node:
         raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
-    one = (config.train.context_parallel,) if config.train.context_parallel > 1 else ()
+    one = (config.context_parallel,) if config.context_parallel > 1 else ()
     option = "--context_parallels" if config.context_parallels else "--context_parallel"
     for N in (asked := config.context_parallels or one):
         if gpus % N:
@@ -93,15 +93,12 @@ def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
 def run(config: BenchConfig) -> int:
     """Print the tables, with --json the rows too. Returns the exit code."""
     at, said = cluster(config)
-    if config.record is not None:
-        raise UserError("plan does not support --record: it measures nothing")
-    train = config.train
     vocab_size, source = vocabulary(config)
-    model = train.model(vocab_size)
-    residual = 2 if train.residual_dtype == "autocast" and at.dtype != "float32" else 4
+    model = config.model(vocab_size)
+    residual = 2 if config.residual_dtype == "autocast" and at.dtype != "float32" else 4
     assert config.batch_size != "auto"
-    sequences = config.batch_size * train.gradient_accumulation_steps
-    checkpointing, clip = train.gradient_checkpointing, bool(train.grad_clip)
+    sequences = config.batch_size * config.gradient_accumulation_steps
+    checkpointing, clip = config.gradient_checkpointing, bool(config.grad_clip)
     job = Job(model, sequences, config.batch_size, checkpointing, clip, residual)
     every = {n: plans(config, job, at, n) for n in config.gpus}
     print(

@@ -37,7 +37,6 @@ class Cluster:
     node: int
     nvlink: float
     network: float
-    hops: tuple[float, float] = HOPS
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def collective(kind: str, size: float, ranks: int, servers: int, at: Cluster) ->
     wire = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
     here = ranks // servers  # in a server, each the last one of one ring
     over = 0 if servers == 1 else wire / here
-    inside, between = at.hops
+    inside, between = HOPS
     hops = (ranks - servers) * inside + (servers - 1) * between
     if kind == "all-reduce":  # a tree sends as many bytes in fewer hops
         tree = (here - 1) * inside + math.ceil(math.log2(servers)) * between
@@ -238,8 +237,8 @@ class Plan:
         """K and V of a layer, or their gradients, sent to the next rank of the ring."""
         size = 2 * self.tokens * self.kv * width
         if self.context <= self.at.node:  # neighbours
-            return Sent(size, 0, self.at.hops[0] + size / self.at.nvlink)
-        return Sent(0, size, self.at.hops[1] + size / self.at.network)  # of the server's last rank
+            return Sent(size, 0, HOPS[0] + size / self.at.nvlink)
+        return Sent(0, size, HOPS[1] + size / self.at.network)  # of the server's last rank
 
     def sent(self) -> Iterator[tuple[str, int, Sent]]:
         """Yield (kind, times per step, cost of each)."""
