@@ -34,7 +34,7 @@ def answer(request: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     elif how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how in ("hangs", "slow"):
-        time.sleep(1000 if how == "hangs" else 2)
+        time.sleep(1000 if how == "hangs" else 0.9)
     elif how == "refuses":
         return {"unavailable": ["too old"]}
     elif how == "fails":

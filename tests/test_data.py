@@ -126,6 +126,7 @@ def fake_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # the file changes within a second
     yield package / "__main__.py"
 
 

@@ -59,7 +59,7 @@ def packed(begins: bool) -> tuple[Tensor, Tensor, Documents]:
 
 
 KINDS = [
-    pytest.param(name, *kind, marks=[pytest.mark.slow] if name == "triton" else [])
+    pytest.param(*name.values, *kind, marks=name.marks)
     for name in names_here(segments=True) for kind in (("learned", True), ("rope", False))
 ]  # fmt: skip
 

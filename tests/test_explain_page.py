@@ -13,6 +13,7 @@ import browser as browsers
 import numpy as np
 import pytest
 import torch
+from conftest import few
 
 from attention import tiled, visible
 from data.tokenizer import CharTokenizer
@@ -255,8 +256,9 @@ def test_the_verdict_is_the_documents(show, plain):
 # --- tiles ---
 
 
-@pytest.mark.parametrize("changes, size", [({}, 4), ({}, 8), (
-    {"prompt": DOCUMENTS, "segments": "|", "window": WINDOW, "layer": 0, "head": 3}, 2)])
+@pytest.mark.parametrize("changes, size", few([(
+    {"prompt": DOCUMENTS, "segments": "|", "window": WINDOW, "layer": 0, "head": 3}, 2),
+    ({}, 4), ({}, 8)]))
 def test_a_row_plays_the_recurrence_of_tiled(show, changes, size):
     """Each frame is tiled's hook for one query; the last is the output of the kernel that ran."""
     shown, calls = document(**changes), watched_calls(**changes)

@@ -393,10 +393,10 @@ H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "2.13.0", packages=EVERY
 BF16 = Spec(12, 12, 64, "bfloat16")
 CALLED = [c for c in CASES if c.name != "1025"]  # seconds in the oracle
 CALLED.sort(key=lambda c: c.name.startswith("long"))
-LONG = sum(c.name.startswith("long") for c in CALLED)
+CALLED = [*CALLED[::2], *CALLED[1::2]]  # make test runs every second one
 
 
-@pytest.mark.parametrize("case", few(CALLED, len(CALLED) - LONG), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", few(CALLED, len(CALLED) // 2), ids=lambda c: c.name)
 def test_every_case_of_the_matrix_against_the_oracle(case, monkeypatch) -> None:
     dtype = "float16"
     for name, make in STAND_INS.values():

@@ -65,8 +65,10 @@ def manual_text(shape: str, T: int, n: int) -> Tensor:
     return greedy(lively(attention_backend="manual", **SHAPES[shape]), tokens(T=T), n)
 
 
-# flex compiles for half a minute: test_attention.py has its caches
-@pytest.mark.parametrize("name, kv", [pair for pair in PAIRS if pair[0] != "flex"])
+@pytest.mark.parametrize("name, kv", [
+    pytest.param(*pair, marks=[pytest.mark.slow] * (pair[0] == "triton")) for pair in PAIRS
+    if pair[0] != "flex"  # compiles for half a minute: test_attention.py has its caches
+])
 def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
     """GQA, MQA, windows; beyond block_size 16, where texts slide."""
     for shape, changes in SHAPES.items():

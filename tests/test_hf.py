@@ -228,7 +228,7 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("name", [  # flex compiles for seconds
-    pytest.param(n, marks=[pytest.mark.slow] * (n == "flex"))
+    pytest.param(n, marks=[pytest.mark.slow] * n.startswith("flex"))
     for n in hf.names() if n != "fastest"])
 def test_every_name_is_accepted_and_runs_or_falls_back(name: str) -> None:
     """Also by models that have no SDPA of transformers, and with names that hold "flash"."""

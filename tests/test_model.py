@@ -415,9 +415,12 @@ def test_every_backend_gives_the_same_loss_and_gradients(name, shape, segmented,
         assert_within(grad, yardstick[1][n], exact[1][n], dtype, 3)
 
 
-def names_here(**asked: Any) -> list[str]:
+def names_here(**asked: Any) -> list[Any]:
     spec = TINY.specs(Phase("cpu", "float32", **asked))[0]
-    return [name for name, b in BACKENDS.items() if not b.why_not(spec, HERE)]
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "triton"))  # seconds
+        for name, b in BACKENDS.items() if not b.why_not(spec, HERE)
+    ]
 
 
 @pytest.mark.parametrize("name", names_here())
@@ -531,9 +534,9 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name, compiler, autocast, segmented", [
-    ("manual", "aot_eager", False, False), ("manual", "eager", True, True),
-    ("sdpa", "aot_eager", True, False), ("sdpa", "eager", False, True)])
+@pytest.mark.parametrize("name, compiler, autocast, segmented", few([
+    ("manual", "eager", True, True), ("sdpa", "aot_eager", True, False),
+    ("manual", "aot_eager", False, False), ("sdpa", "eager", False, True)], 2))
 def test_compile_takes_the_whole_graph(name, compiler, autocast, segmented, fresh_compiler) -> None:
     """fullgraph=True: a graph break is an error. Forward, the chunked loss and the backward."""
     model = build(attention_backend=name)

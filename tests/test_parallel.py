@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import few
 
 import train
 from attention import Policy, Ring
@@ -394,7 +395,7 @@ def stepped(rank: int, n: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5))])
+@pytest.mark.parametrize("n", few([1, 2, 3, 5]))
 def test_every_target_counts_once(n: int) -> None:
     """Whatever is masked, the step is that of the whole batch; without targets it is refused."""
     want = stepped(0, 1)
