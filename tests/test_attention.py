@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -71,13 +72,16 @@ def _among(names: tuple[str, ...], item: Item) -> bool:
 
 
 def _left_to_check(name: str, item: Item, device: str) -> bool:
-    """True if only `attention check` runs this item: it takes seconds, and others are like it."""
+    """True if only `attention check` runs this item: it takes seconds, and others are like it. Of
+    Triton's further cases in float32 every second one runs here."""
     if device == "cuda" or name not in FEWER:
         return False
     if name == "flex":
         return item.spec.dtype != "float32" or not _among(FLEX, item)
     if "long text" in item.name:
         return item.spec.dtype != "float32" or item.spec.grad
+    if item.spec.dtype == "float32" and not _among((*FEW, *FEWER[name]), item):
+        return zlib.crc32(item.name.encode()) % 2 == 1
     return item.spec.dtype == "float16" and not _among((*FEW, *FEWER[name], *HALF), item)
 
 

@@ -349,7 +349,8 @@ def test_each_backend_has_the_largest_batch_that_fits(mode, tmp_path, quick):
 
 @pytest.mark.slow
 def test_a_found_batch_fits_into_memory_gb_and_twice_as_much_does_not():
-    argv = [*SMALL, "--backends=manual", "--memory_gb=1.2", "--block_size=1024", "--rounds=1"]
+    argv = [*SMALL, "--backends=manual", "--memory_gb=1.2", "--block_size=1024", "--n_layer=1",
+            "--rounds=1"]
     (row,) = measured(*argv, "--batch_size=auto")["rows"]
     assert row["status"] == "ok" and row["batch_size"] > 1
     code, out = run([*argv, f"--batch_size={2 * row['batch_size']}", "--json"])
