@@ -19,6 +19,8 @@ tables.py                 medians, noise, tables
 plan/                     estimates for other machines
 """
 
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent  # of the repository
 Json = dict[str, Any]  # a JSON object: a row, a record, a request, an answer

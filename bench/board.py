@@ -15,14 +15,14 @@ import re
 import sys
 from pathlib import Path
 
-from bench import Json, record, tables
+from bench import ROOT, Json, record, tables
 from bench.hf import model_of
 from bench.record import MODES
 from bench.tables import Row
 from bench.verify import verify
 
-FOLDER = record.ROOT / "bench" / "records"
-PAGE = record.ROOT / "docs" / "BOARD.md"
+FOLDER = ROOT / "bench" / "records"
+PAGE = ROOT / "docs" / "BOARD.md"
 INTRO = """All records in [bench/records](../bench/records), written by `python -m bench.board`. \
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
 compare the same work where heading and columns left of "machine" are equal. "~" is noisy, "*" has \

@@ -13,12 +13,11 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 import attention
 import data
-from bench import Json
+from bench import ROOT, Json
 from core.runtime import pick_device
 from core.settings import Loaded, UserError, gather, read
 from train import IGNORED, TrainConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU_CONFIG = "config/bench_cpu.py"
 RECORDS = "bench/records"
 ALIASES = {"attn_implementation": "attention_backend", "backend": "backends"}

@@ -13,12 +13,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from bench import Json
+from bench import ROOT, Json
 from core.runtime import StopSignal
 
-ROOT = Path(__file__).resolve().parent.parent
 GRACE = 20.0  # seconds that a round may go on after the deadline
 LOOK = 0.2  # seconds between two checks for signals while a worker works
 

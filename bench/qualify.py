@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import data
-from bench import Json, converge, decode, kernel, proof, record, train
-from bench.config import CPU_CONFIG, ROOT, load_config, vocabulary
+from bench import ROOT, Json, converge, decode, kernel, proof, record, train
+from bench.config import CPU_CONFIG, load_config, vocabulary
 from bench.machine import busy
 from bench.process import Failure, Stop
 from bench.rounds import Run

@@ -17,12 +17,11 @@ from types import ModuleType
 import torch
 
 from attention.probing import allowed_error
-from bench import Json, converge, decode, hf, kernel, parts, tables, train
+from bench import ROOT, Json, converge, decode, hf, kernel, parts, tables, train
 from bench.tables import Cells, Row
 from core import flops
 from core.settings import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 2  # format 1 has no sizes in its rounds, and no proofs
 MODES: dict[str, ModuleType] = {
     "train": train,

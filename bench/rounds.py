@@ -22,6 +22,7 @@ from bench.process import Failure, Stop, Worker
 from bench.tables import Row
 from core import flops
 
+Skip = Callable[[str, Json], str]  # of a name and a point: why it is not measured, or ""
 FIRST = 0.65  # share of the time until a deadline after which no candidate begins
 
 
@@ -161,7 +162,7 @@ class Run:
         *,
         rounds: int = 0,
         fresh: bool | None = None,
-        skip: Callable[[str, Json], str] = lambda name, point: "",
+        skip: Skip = lambda name, point: "",
     ) -> list[Row]:
         """Measure every job at every point; return the rows, also in part["rows"].
 
@@ -174,7 +175,7 @@ class Run:
             fresh: new processes in every round; None: only if they do not all fit into memory.
             skip: returns why a pair is not measured, or "".
         """
-        turns = Turns(self, jobs, dict(request), fresh)
+        turns = Turns(self, jobs, dict(request), fresh, skip)
         rounds = rounds or self.config.rounds
         pairs = list(itertools.product(points, jobs))
         for point, name in pairs:
@@ -189,7 +190,7 @@ class Run:
                     doing = f"round {round_ + 1} of {rounds}" if round_ else "the first round"
                     what = tables.where(point, name)
                     self.progress.watch(f"{doing}: {what} ({n} of {len(pairs)})")
-                    turns.take(name, point, round_, skip)
+                    turns.take(name, point, round_)
                 if not self.stop.why:
                     self.save(self)
         finally:
@@ -204,9 +205,9 @@ class Turns:
     """The workers of a measurement."""
 
     def __init__(
-        self, run: Run, jobs: Mapping[str, Json], request: Json, fresh: bool | None
+        self, run: Run, jobs: Mapping[str, Json], request: Json, fresh: bool | None, skip: Skip
     ) -> None:
-        self.run, self.jobs, self.request, self.fresh = run, jobs, request, fresh
+        self.run, self.jobs, self.request, self.fresh, self.skip = run, jobs, request, fresh, skip
         self.workers: dict[str, Worker] = {}
         self.held: dict[str, int] = {}  # bytes of a sleeping worker
         self.peak = 0  # the most that any worker needed
@@ -243,14 +244,14 @@ class Turns:
             self.held.pop(name, None)
             self.warm = {pair for pair in self.warm if pair[0] != name}
 
-    def take(self, name: str, point: Json, round_: int, skip: Callable[[str, Json], str]) -> None:
+    def take(self, name: str, point: Json, round_: int) -> None:
         """Let a candidate measure its next round, or note in its row why it does not."""
         pair, row, what = (name, str(point)), self.row(name, point), tables.where(point, name)
         if pair in self.ended:
             return
         try:
             self.run.stop.check()
-            self._round(name, point, row, round_, skip)
+            self._round(name, point, row, round_)
             row["status"] = "ok"
             row.pop("why", None)
             if round_ == 0:
@@ -260,7 +261,7 @@ class Turns:
             if self.request.get("auto") and "out of memory" in str(e) and n > 1:
                 row["batch_size"] = n * 3 // 4  # several steps need more than one
                 self.drop(name)
-                return self.take(name, point, round_, skip)
+                return self.take(name, point, round_)
             no_size = bool(self.request.get("auto")) and e.kind == "failed"  # at this point
             lives = name in self.workers or e.kind == "skipped" or no_size
             others = [p for p in self.run.part["rows"] if p["backend"] == name and not p["rounds"]]
@@ -281,10 +282,8 @@ class Turns:
         if self.fresh:
             self.drop(*self.workers)
 
-    def _round(
-        self, name: str, point: Json, row: Row, round_: int, skip: Callable[[str, Json], str]
-    ) -> None:
-        if round_ == 0 and (why := skip(name, point)):
+    def _round(self, name: str, point: Json, row: Row, round_: int) -> None:
+        if round_ == 0 and (why := self.skip(name, point)):
             raise Failure("skipped", [why])
         begun = any(other["rounds"] for other in self.run.part["rows"])
         if round_ == 0 and begun and self.begin_by and time.monotonic() > self.begin_by:

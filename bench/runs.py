@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from attention.machine.system import cpu_name
-from bench import candidates
-from bench.config import ROOT, BenchConfig
+from bench import ROOT, candidates
+from bench.config import BenchConfig
 from bench.tables import markdown
 from core.settings import UserError
 

@@ -20,8 +20,8 @@ from conftest import few
 from test_bench import SMALL, run, small, write_tokens
 
 import bench_mfu
-from bench import process
-from bench.config import ROOT, BenchConfig
+from bench import ROOT, process
+from bench.config import BenchConfig
 from bench.process import Failure, Stop
 from bench.rounds import Run
 from core.settings import UserError
