@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
         return _linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         inputs = dy, *ctx.saved_tensors
         dy, x, weight = (t.detach() for t in inputs)
         want_x, want_w, want_b = ctx.needs_input_grad
