@@ -269,7 +269,7 @@ class GPT(nn.Module):
         if self.packed and segments is not None and cache is None:
             pos = (pos - segments).clamp(min=0)  # (B, T)
         x, rope = self.embed(idx, pos)
-        plan = self.plans.look_up(self.phase(segments is not None, cache), len(idx))
+        plan = self.plans.look_up(self.phase(segments is not None, cache), idx.shape[0])
         for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):
             if spec.lse and self.ring:
                 attend = self.ring.attend(chosen.backend)

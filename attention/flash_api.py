@@ -91,8 +91,8 @@ def flash_attn_func(
         ValueError: an argument that is not supported, or arguments that contradict one another.
     """
     check(q, k, v)
-    if len(k) != len(q):
-        wrong("k", f"of q's batch of {len(q)}", k)
+    if k.shape[0] != q.shape[0]:  # len() would be a constant in torch.export
+        wrong("k", f"of q's batch of {q.shape[0]}", k)
     check_deterministic(deterministic, q)
     lse = return_attn_probs or return_softmax_lse
     request = Request.of(dropout_p, softmax_scale, causal, window_size, softcap, lse,
@@ -134,7 +134,7 @@ def flash_attn_varlen_func(
     """
     check(q, k, v, varlen=True, paged=block_table is not None)
     integers("cu_seqlens_q", cu_seqlens_q, (-1,), q.device, ("int32",))
-    N = len(cu_seqlens_q) - 1
+    N = cu_seqlens_q.shape[0] - 1
     integers("cu_seqlens_k", cu_seqlens_k, (N + 1,), q.device, ("int32",))
     if N < 0:
         wrong("cu_seqlens_q", "(sequences + 1,)", cu_seqlens_q)
@@ -146,7 +146,7 @@ def flash_attn_varlen_func(
                          alibi_slopes=alibi_slopes, **fa3)
     square = cu_seqlens_q is cu_seqlens_k and block_table is None
     if _shape_only(q) or (square and torch.compiler.is_compiling()):
-        segments = _segments(cu_seqlens_q, len(q)) if square else None
+        segments = _segments(cu_seqlens_q, q.shape[0]) if square else None
         k, v = (t.flatten(0, -3)[None] for t in (k, v))
         out, L = _dense(q[None], k, v, request, segments)
         return _returned(out[0], None if L is None else L[0], return_attn_probs, lse)
@@ -262,7 +262,7 @@ def flash_attn_with_kvcache(
         row, slot = rows[:, None], at
         if table is not None:
             row, slot = table.gather(1, (at // size).long()), at % size
-        k, v = (unshared(t, (k_cache, v_cache)) for t in (k, v))
+        q, k, v = (unshared(t, (k_cache, v_cache)) for t in (q, k, v))
         k_cache[row.long(), slot.long()] = k
         v_cache[row.long(), slot.long()] = v
     if cache_batch_idx is not None:
@@ -432,7 +432,7 @@ def _returned(out: Tensor, L: Tensor | None, probs: bool, lse: bool) -> Returned
 @kept
 def _segments(cu_seqlens: Tensor, total: int) -> Tensor:
     """(1, total) int32: the number of each token's sequence."""
-    numbers = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device, dtype=torch.int32)
+    numbers = torch.arange(cu_seqlens.shape[0] - 1, device=cu_seqlens.device, dtype=torch.int32)
     return numbers.repeat_interleave(cu_seqlens.diff(), output_size=total)[None]
 
 

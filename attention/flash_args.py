@@ -177,10 +177,23 @@ def check_writable(k_cache: Tensor, v_cache: Tensor) -> None:
             continue
         if t.is_inference() and not torch.is_inference_mode_enabled():
             wrong(name, "made outside of inference mode, since k and v are written", t)
-        if t is not k_cache and t.numel() and t.data_ptr() == k_cache.data_ptr():
+        # In one tensor k and v may alternate.
+        apart = abs(t.data_ptr() - k_cache.data_ptr()) // t.element_size(), 2
+        steps = zip(t.stride(), t.shape) if t.stride() == k_cache.stride() else ()
+        if t is not k_cache and t.numel() and overlaps([apart, *steps]):
             wrong(name, "another tensor than k_cache, since k and v are written", t)
     if k_cache is v_cache:
         wrong("v_cache", "another tensor than k_cache, since k and v are written", v_cache)
+
+
+def overlaps(steps: list[tuple[int, int]]) -> bool:
+    """True if a tensor of these strides and sizes has two elements in one place."""
+    reach = 0
+    for step, n in sorted(pair for pair in steps if pair[1] > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
 
 
 def unshared(new: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:

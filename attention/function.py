@@ -188,7 +188,7 @@ class Gradient(Mapped):
     @staticmethod
     def backward(ctx: object, *_: Tensor) -> NoReturn:
         raise RuntimeError(
-            "this attention kernel has no second derivative; manual and sdpa_math have one"
+            "no second derivative here; of the attention kernels, manual and sdpa_math have one"
         )
 
 
@@ -208,6 +208,11 @@ class Once(torch.autograd.Function):
 
     setup_context = Gradient.setup_context
     backward = Gradient.backward
+
+
+def once(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients, the first n tensors, of all others: their own derivative raises RuntimeError."""
+    return tensors[:n] if torch.compiler.is_compiling() else Once.apply(n, *tensors)
 
 
 class Enter(torch.autograd.Function):

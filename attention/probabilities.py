@@ -14,6 +14,7 @@ from torch import Tensor
 from .caps import INTEGERS, contradiction, unlike
 from .machine.system import autocast_off
 from .spec import DTYPES, Spec, visible
+from .views import symbolic
 
 
 def weights(
@@ -47,9 +48,10 @@ def weights(
         if chosen.dtype == torch.bool and chosen.shape == (Tq,):
             chosen = chosen.nonzero()[:, 0]
         known = str(chosen.dtype)[6:] in INTEGERS or not chosen.numel()
-        if not known or chosen.dim() != 1 or bool(((chosen < -Tq) | (chosen >= Tq)).any()):
+        chosen = chosen.long()  # int8 could not be compared with Tq
+        beyond = not symbolic(chosen) and bool(((chosen < -Tq) | (chosen >= Tq)).any())
+        if not known or chosen.dim() != 1 or beyond:
             raise ValueError(f"rows must be indices of {Tq} queries, or a mask, got {rows}")
-        chosen = chosen.long()
         at = at[chosen]
     with autocast_off(q):
         return _weights(q, k, spec, at, L, segments, sinks)

@@ -17,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.function import once
 from attention.machine.system import autocast_dtype
 
 IGNORE = -1  # an ignored target (ignore_index)
@@ -69,7 +70,8 @@ def linear_cross_entropy(
     dtype = autocast_dtype(x.device.type) or x.dtype
     # ctx.needs_input_grad is True under no_grad too, where the gradients would be wasted.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(x, weight, targets, dtype, want_grad, matmul_switch)
+    empty = x[:0], weight[:0]  # a second derivative must find what the gradient depends on
+    return _LinearCrossEntropy.apply(x, weight, targets, dtype, want_grad, matmul_switch, *empty)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -82,6 +84,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         want_grad: bool,
         matmul_switch: Switch,
+        empty_x: Tensor,
+        empty_w: Tensor,
     ) -> Tensor:
         N, V = x.shape[0], weight.shape[0]
         rows = chunk_rows(N, V, x.device.type, dtype)
@@ -94,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counted = targets != IGNORE  # (N,)
         target = targets.masked_fill(~counted, 0)[:, None]  # (N, 1)
         dx = torch.empty_like(x_) if want_grad else None
-        dw: Tensor | None = None
+        dw = torch.zeros_like(w) if want_grad and not N else None
         total = torch.zeros((), dtype=wide, device=x.device)
         # no_grad: torch.compile of torch 2.5 traces mm(out=) as if it were not in a Function.
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False), matmul_switch():
@@ -113,20 +117,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     dw = dw.to(wide).add_(dlogits.t() @ x_[c])
         n = counted.sum()
-        ctx.save_for_backward(dx, dw, n)
+        ctx.save_for_backward(dx, dw, n, empty_x, empty_w)
         ctx.dtypes = x.dtype, weight.dtype
         return total / n
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw, n = ctx.saved_tensors
+        dx, dw, n, *empty = ctx.saved_tensors
         # Not in forward: float16 gradients need the loss scale before they underflow. In float32:
         # bfloat16 would round the scale, and float16 has no 65536.
-        scale = grad / n.clamp(min=1)
+        scale = grad.detach() / n.clamp(min=1)
         wide = torch.promote_types(dx.dtype, torch.float32)
         dx, dw = (d.to(wide).mul_(scale).to(t) for d, t in zip((dx, dw), ctx.dtypes, strict=True))
-        return dx, dw, None, None, None, None
+        return *once(2, dx, dw, grad, *empty), *[None] * 6
 
 
 def _cross_entropy(

@@ -128,9 +128,18 @@ FLOATS = [-1.0, torch.nan, torch.inf, "1", True]
 OPTIONS = [*become("window_size", 3, (1,), (1, 0, 0), (1.5, 0), "ab", None, (True, 0)),
            *become("softmax_scale", 0.0, 10**400, *FLOATS), *become("softcap", 10**400, *FLOATS),
            *become("causal", (3, 0), "False", 2)]
+
+
+def beside(t: Tensor) -> list[Tensor]:
+    """t twice in one tensor, a head apart."""
+    memory, D = t.new_zeros(t.numel() + t.shape[-1]), t.shape[-1]
+    return [memory[at : at + t.numel()].view_as(t) for at in (0, D)]
+
+
 SHARED: list[Break] = [  # caches whose rows, or which, are one memory
     *change("k_cache v_cache", lambda t: t[:1].expand_as(t)),
     lambda call: call.update(k_cache=call["v_cache"]),
+    lambda call: call.update(zip(("k_cache", "v_cache"), beside(call["k_cache"]))),
     *change("k_cache v_cache", torch.inference_mode()(torch.clone)),
 ]
 DROPOUT = [*become("dropout_p", 1.0, *FLOATS),
@@ -234,16 +243,24 @@ def test_an_id_that_comes_again_after_others_is_refused(ids) -> None:
             run_attend(**{**call, "segments": segments})
 
 
-def test_new_tokens_that_lie_in_the_cache_are_read_before_it_is_written() -> None:
-    q, kv = torch.randn(1, 3, 2, 8), torch.randn(2, 1, 8, 2, 8)
+def test_tokens_that_lie_in_the_cache_are_read_before_it_is_written() -> None:
+    kv = torch.randn(2, 1, 8, 2, 8)
     outs = []
     for apart in (True, False):
         k_cache, v_cache = kv.clone()
-        new = k_cache[:, 4:7], v_cache[:, 2:5]
-        new = tuple(t.clone() for t in new) if apart else new
+        q_k_v = k_cache[:, 1:4], k_cache[:, 4:7], v_cache[:, 2:5]
+        q, *new = (t.clone() for t in q_k_v) if apart else q_k_v
         outs.append(nanoattn.flash_attn_with_kvcache(
             q, k_cache, v_cache, *new, cache_seqlens=1, causal=True))
     assert torch.equal(*outs)
+
+
+def test_caches_may_alternate_in_one_tensor() -> None:
+    pair = torch.zeros(2, 8, 2, 2, 8)  # (B, tokens, k or v, heads, head_dim)
+    new = torch.randn(2, 3, 2, 2, 8)
+    nanoattn.flash_attn_with_kvcache(torch.randn(2, 3, 2, 8), *pair.unbind(2), *new.unbind(2),
+                                     cache_seqlens=4)
+    assert torch.equal(pair[:, 4:7], new) and not pair[:, 7:].any()
 
 
 # --- surroundings that change nothing ---

@@ -56,6 +56,15 @@ def test_linear_and_its_gradients_are_f_linear_s(shape: tuple[int, ...], bias: b
         assert close(got, truth, other)
 
 
+def test_a_second_derivative_is_refused() -> None:
+    x, w = torch.randn(3, 7, requires_grad=True), torch.randn(9, 7, requires_grad=True)
+    for leaf in (x, w):
+        y = cpu_matmul.linear(x * x, w * w, None).pow(2).sum()
+        grad, = torch.autograd.grad(y, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivative"):
+            torch.autograd.grad(grad.sum(), (x, w))
+
+
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_graph_takes_the_same_products(grad: bool, bias: bool) -> None:

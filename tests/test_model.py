@@ -281,6 +281,24 @@ def test_gradients_only_for_what_wants_them(wanted) -> None:
         torch.testing.assert_close(got, want)
 
 
+def test_the_loss_has_no_second_derivative() -> None:
+    """An error, also where another path, here x * x, would hide the missing one."""
+    x, w = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    for leaf in (x, w):
+        loss = linear_cross_entropy(x * x, w * w, torch.arange(6))
+        grad, = torch.autograd.grad(loss, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivative"):
+            torch.autograd.grad(grad.sum(), (x, w))
+
+
+def test_the_loss_of_no_tokens() -> None:
+    """NaN, with zero gradients, as F.cross_entropy."""
+    x, w = torch.randn(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    loss = linear_cross_entropy(x, w, torch.arange(0))
+    loss.backward()
+    assert loss.isnan() and w.grad is not None and not w.grad.any()
+
+
 def test_a_half_precision_sum_over_many_rows_does_not_overflow() -> None:
     """Every row adds -0.5 * 30 to the same gradient: 150,000 in all, and float16 ends at 65504."""
     x, w = torch.full((10_000, 2), 30.0, requires_grad=True), torch.zeros(2, 2, requires_grad=True)

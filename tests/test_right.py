@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -200,6 +201,12 @@ def test_weights_of_rows_that_are_none() -> None:
     for rows in ([1.7], [5], [[1]], [True], torch.ones(4, dtype=torch.bool), ["1"]):
         with pytest.raises(ValueError):
             nanoattn.weights(q, q, spec, rows=rows, segments=ids)
+    q, ids = torch.randn(1, 300, 2, 8), ids.new_zeros(1, 300)
+    rows = partial(nanoattn.weights, q, q, spec, segments=ids)
+    traced = torch.compile(lambda: rows(rows=[1, 99]), fullgraph=True, backend="eager")
+    for P in (rows(rows=torch.tensor([1, 99], dtype=torch.int8)), traced()):  # 300 is no int8
+        torch.testing.assert_close(P, rows()[:, :, [1, 99]])
+    q, ids = q[:, :5], ids[:, :5]
     assert nanoattn.weights(q, q[:, :0], spec, segments=ids[:, :0]).shape == (1, 2, 5, 0)
     assert nanoattn.weights(q, q, spec, rows=[], segments=ids).shape == (1, 2, 0, 5)
 

@@ -206,7 +206,8 @@ def test_a_planned_model_is_copied_pickled_moved_and_exported() -> None:
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert torch.equal(other(idx)[0], want)
-    exported = torch.export.export(model, (idx,)).module()
+    rows = {"idx": {0: torch.export.Dim("rows", max=8)}}
+    exported = torch.export.export(model, (idx.repeat(3, 1),), dynamic_shapes=rows).module()
     whole = torch.compile(model, fullgraph=True, backend="eager")
     for call in (exported, whole):
         torch.testing.assert_close(call(idx)[0], want)
@@ -273,6 +274,27 @@ def test_the_kernels_of_this_machine_are_named() -> None:
     with torch.profiler.profile():
         inside = flash_attn.select("sdpa", spec, "cpu")
     assert inside.backend is BACKENDS["sdpa"] and inside.kernels == ("flash (CPU)",)
+
+
+def test_an_exported_call_takes_any_batch_and_total() -> None:
+    class Varlen(torch.nn.Module):
+        def forward(self, q: Tensor, ends: Tensor) -> Tensor:
+            return flash_attn.flash_attn_varlen_func(q, q, q, ends, ends, 9, 9, causal=True)
+
+    class Dense(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return flash_attn.flash_attn_func(q, q, q, window_size=(3, 1))
+
+    def ends(*at: int) -> tuple[Tensor]:
+        return (torch.tensor(at, dtype=torch.int32),)
+
+    for module, shape, more, other in (
+        (Dense(), (7, 2, 8), ((), ()), 5), (Varlen(), (2, 8), (ends(0, 4, 9), ends(0, 2, 5)), 5)
+    ):
+        first, second = ((torch.randn(n, *shape), *m) for n, m in zip((9, other), more))
+        free = ({0: torch.export.Dim("rows", min=2, max=99)}, *({} for _ in more[0]))
+        exported = torch.export.export(module, first, dynamic_shapes=free).module()
+        torch.testing.assert_close(exported(*second), module(*second))
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

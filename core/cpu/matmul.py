@@ -20,6 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.function import once
 from attention.machine.system import bfloat16_units, cpu_name
 from core.loss import Context, Head, linear_cross_entropy
 
@@ -135,14 +136,14 @@ class _Linear(torch.autograd.Function):
         return _linear(x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = dy, *ctx.saved_tensors
+        dy, x, weight = (t.detach() for t in inputs)
         want_x, want_w, want_b = ctx.needs_input_grad
         dy = dy.reshape(-1, dy.shape[-1])
         dx = _product(dy, weight).view(x.shape) if want_x else None
         dw = matmul(dy.t(), x.reshape(-1, x.shape[-1])).float() if want_w else None
-        return dx, dw, dy.sum(0) if want_b else None
+        return once(3, dx, dw, dy.sum(0) if want_b else None, *inputs)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
