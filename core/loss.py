@@ -70,7 +70,8 @@ def linear_cross_entropy(
     dtype = autocast_dtype(x.device.type) or x.dtype
     # ctx.needs_input_grad is True under no_grad too, where the gradients would be wasted.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    empty = x[:0], weight[:0]  # a second derivative must find what the gradient depends on
+    # A second derivative must find what the gradient depends on; a view would keep x in memory.
+    empty = x[:0].clone(), weight[:0].clone()
     return _LinearCrossEntropy.apply(x, weight, targets, dtype, want_grad, matmul_switch, *empty)
 
 
