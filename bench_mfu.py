@@ -93,7 +93,8 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
             if e.kind == "stopped":
                 print(f"{e}; nothing was measured", file=sys.stderr)
                 return stop.code or 1
-            raise UserError(f"nothing can be measured on {device}: {e}") from None
+            given = f" (--memory_gb={config.memory_gb:g})" * bool(limit and config.memory_gb)
+            raise UserError(f"nothing can be measured on {device}{given}: {e}") from None
         if folder:
             record.write(folder, content)
     show(content)

@@ -182,7 +182,8 @@ def check(mode: str, config: BenchConfig, origins: Mapping[str, str]) -> None:
     for name, origin in origins.items():
         modes, where = modes_of(name), "" if origin == "command line" else f" ({origin})"
         allowed = mode in modes or (where and name in of_train)
-        if not allowed and got[name] != default[name]:
+        # A file may state the default; on the command line the user expects an effect.
+        if not allowed and (not where or got[name] != default[name]):
             only = ", ".join(modes) or "train.py"
             raise UserError(f"--{name}: for {only} only, got mode {mode}{where}")
     if config.paths and config.backends != ("all",):

@@ -239,8 +239,11 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
     try:
         return _adapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
-        first = error.errors()[0]
-        why, comma, rest = first["msg"].lower().partition(",")
+        first, *others = error.errors()
+        why, comma, rest = first["msg"].lower().partition(", unable")
+        words = [e["ctx"]["expected"] for e in others if e["type"] == "literal_error"]
+        if words and first["type"] != "literal_error":  # of `bool | Literal["linear"]`
+            why += f" or {words[0]}"
         why += (" or None" if strict else " or none") * _may_be_none(hint) + comma + rest
         raise UserError(f"{name}: {why}, got {first['input']!r:.60}") from None
 

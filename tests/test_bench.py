@@ -408,6 +408,8 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
     (path := tmp_path / "c.py").write_text("max_iters = 9\nlearning_rate = 1.0\n", "utf-8")
     load_config([str(path), "--device=cpu"], "train")
     path.write_text("document_mask = True\n", "utf-8")  # it would change what is measured
+    with pytest.raises(UserError, match="--constraint: for decode only"):  # also its default
+        load_config(["--constraint=none"], "kernel")
     with pytest.raises(UserError, match=r"--document_mask: for train\.py only, .*c\.py:1"):
         load_config([str(path), "--device=cpu"], "converge")
 

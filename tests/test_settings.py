@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, PositiveInt
 
-from core.settings import Texts, UserError, check_fields, exit_on_user_error, from_dict, read
+from core.settings import Texts, UserError, check, check_fields, exit_on_user_error, from_dict, read
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,6 +94,14 @@ def test_bare_words_of_a_command() -> None:
 
 
 @pytest.mark.parametrize(
+    "hint, said", [(bool | Literal["linear"], "'linear'"), (int | Literal["auto"], "'auto'")]
+)
+def test_a_wrong_value_is_told_the_words_too(hint, said):
+    with pytest.raises(UserError, match=f"--rate: .* or {said}.*, got 'x'"):
+        check(hint, "x", "--rate", strict=False)
+
+
+@pytest.mark.parametrize(
     "text, named",
     [
         ("n_layers = 3\n", "'n_layer'"),  # the nearest name
@@ -118,6 +126,7 @@ def test_errors_in_a_file_name_their_place(tmp_path: Path, text: str, named: str
         read(Config, [config_file(tmp_path, text)])
 
 
+@settings(deadline=None)  # it reads a file
 @given(st.integers(1, 99), st.integers(1, 99), st.text("ab'\"{\n\\", max_size=9))
 def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) -> None:
     lines = [f"n_layer = {a}", f"window: int = {b} * n_layer + round(rate) - min({a}, -{b}, 0)",
