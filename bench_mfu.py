@@ -93,7 +93,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
             if e.kind == "stopped":
                 print(f"{e}; nothing was measured", file=sys.stderr)
                 return stop.code or 1
-            given = f" (--memory_gb={config.memory_gb:g})" * bool(limit and config.memory_gb)
+            given = f" (--memory_gb={config.memory_gb:g})" if limit and config.memory_gb else ""
             raise UserError(f"nothing can be measured on {device}{given}: {e}") from None
         if folder:
             record.write(folder, content)
