@@ -147,7 +147,7 @@ class Run:
         if self.looked_again or self.stop.why or not measured:
             return
         again, self.looked_again = self.ask_once("machine"), True
-        if m["peak_measured"] and again["peak_tflops"]:
+        if m["peak_measured"] and again["peak_tflops"] and not decode:
             before, after = (flops.Peak(x["peak_tflops"], x["peak_source"]) for x in (m, again))
             m["peak_doubt"] = flops.differ(before, after)
         for rate, source in (("peak_tflops", "peak_source"), ("bandwidth", "bandwidth_source")):
