@@ -179,4 +179,4 @@ def count(run: Run) -> None:
             raise
         raise UserError(f"--hf={config.hf}: {e}") from None
     run.part["hf"]["counted"] = reference.pop("counted")
-    run.part["reference"] = {} if config.batch_size == "auto" else reference
+    run.part["reference"] = reference

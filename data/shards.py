@@ -123,8 +123,8 @@ def meta(source: str | None) -> Json:
         found[split].append(describe(os.path.abspath(path)))
     for split, files in found.items():
         if not files:
-            what = "validation (with val in its name)" if split == "val" else "training"
-            raise UserError(f"--source={source}: no file for {what}")
+            what = " for validation (with val in its name)" if split == "val" else " for training"
+            raise UserError(f"--source={source}: no file{what if any(found.values()) else ''}")
     files = found["train"] + found["val"]
     begins = files[0]["skip"] > 0  # llm.c's documents begin with the end-of-text token
     if odd := [file["path"] for file in files if (file["skip"] > 0) != begins]:

@@ -339,6 +339,7 @@ def test_each_backend_has_the_largest_batch_that_fits(mode, tmp_path, quick):
         Path(files[-1]).write_text(LIMITED.format(name=name, most=most), encoding="utf-8")
     few = ["--prompts=4", "--new_tokens=3", "--kv_caches=none"] if mode == "decode" else []
     content = measured(*small(mode), "--batch_size=auto", f"--backends={','.join(files)}", *few)
+    assert mode == "decode" or "batch" in content["reference"]["why"]
     for row, size in zip(content["rows"], (5, 11), strict=True):
         assert row["status"] == "ok" and row["batch_size"] == size and len(row["rounds"]) == 2
         assert {r["shape"]["B"] for r in row["rounds"]} == {size}
