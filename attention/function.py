@@ -46,7 +46,7 @@ def attention(
     how = kernel, (spec, *options), sinks, seed
     pair = (None, None) if segments is None else segments
     if torch.compiler.is_compiling():
-        q, k, v, link = torch.ops.nanoattn.enter(q, k, v)
+        (q, k, v), link = torch.ops.nanoattn.enter([q, k, v])
         out, L = Traced.apply(*how, q, k, v, *pair)
         return torch.ops.nanoattn.leave(out, link), L
     if not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
@@ -211,18 +211,27 @@ class Once(torch.autograd.Function):
 
 
 def once(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients, the first n tensors, of all others: their own derivative raises RuntimeError."""
+    """The first n tensors, gradients that depend on all others: their own derivative raises
+    RuntimeError. While torch.compile traces, traced_once() sees to that."""
     return tensors[:n] if torch.compiler.is_compiling() else Once.apply(n, *tensors)
 
 
+def traced_once(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """function(*tensors), which calls a Function without a second derivative."""
+    if not torch.compiler.is_compiling():
+        return function(*tensors)
+    tensors, link = torch.ops.nanoattn.enter(list(tensors))
+    return torch.ops.nanoattn.leave(function(*tensors), link)
+
+
 class Enter(torch.autograd.Function):
-    """q, k and v, and an empty tensor whose gradient, from Leave, depends on dout."""
+    """The tensors, and an empty one whose gradient, from Leave, depends on that of the output."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return q.view_as(q), k.view_as(k), v.view_as(v), q.new_empty(0)
+    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return *(t.view_as(t) for t in tensors), tensors[0].new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -231,7 +240,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return Once.apply(3, *grads, *ctx.saved_tensors)
+        return Once.apply(len(grads) - 1, *grads, *ctx.saved_tensors)
 
 
 class Leave(torch.autograd.Function):
@@ -248,11 +257,16 @@ class Leave(torch.autograd.Function):
         return dout, dout.flatten()[:0]
 
 
+def enter(tensors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    *inside, link = Enter.apply(*tensors)
+    return inside, link
+
+
 library = torch.library.Library("nanoattn", "FRAGMENT")
 for schema, function in (
-    ("dense(Tensor out) -> Tensor", Dense),
-    ("enter(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor)", Enter),
-    ("leave(Tensor out, Tensor link) -> Tensor", Leave),
+    ("dense(Tensor out) -> Tensor", Dense.apply),
+    ("enter(Tensor[] tensors) -> (Tensor[], Tensor)", enter),
+    ("leave(Tensor out, Tensor link) -> Tensor", Leave.apply),
 ):
     library.define(schema)
-    library.impl(schema.partition("(")[0], function.apply, "CompositeImplicitAutograd")
+    library.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")

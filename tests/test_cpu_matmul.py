@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from core.cpu import matmul as cpu_matmul
@@ -56,13 +57,18 @@ def test_linear_and_its_gradients_are_f_linear_s(shape: tuple[int, ...], bias: b
         assert close(got, truth, other)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    x, w = torch.randn(3, 7, requires_grad=True), torch.randn(9, 7, requires_grad=True)
-    for leaf in (x, w):
-        y = cpu_matmul.linear(x * x, w * w, None).pow(2).sum()
-        grad, = torch.autograd.grad(y, leaf, create_graph=True)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_second_derivative_is_refused(compiled: bool) -> None:
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return cpu_matmul.linear(x * x, w * w, b * b).pow(2).sum()
+
+    torch._dynamo.reset()
+    call = torch.compile(function, backend="eager") if compiled else function
+    leaves = [torch.randn(n, requires_grad=True) for n in ((3, 7), (9, 7), (9,))]
+    for leaf in leaves:
+        grad, = torch.autograd.grad(call(*leaves), leaf, create_graph=True)
         with pytest.raises(RuntimeError, match="second derivative"):
-            torch.autograd.grad(grad.sum(), (x, w))
+            torch.autograd.grad(grad.sum(), leaves)
 
 
 @pytest.mark.parametrize("grad", [True, False])
