@@ -171,29 +171,32 @@ def check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> in
 def check_writable(k_cache: Tensor, v_cache: Tensor) -> None:
     """Raise ValueError for caches that are to be written and share memory, within or between."""
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if any(step == 0 and n > 1 for n, step in zip(t.shape, t.stride())):
+        steps = list(zip(t.stride(), t.shape))
+        if any(step == 0 and n > 1 for step, n in steps) or not (symbolic(t) or apart(steps)):
             wrong(name, "memory of its own for each row, since k and v are written", t)
-        if symbolic(t):
-            continue
-        if t.is_inference() and not torch.is_inference_mode_enabled():
+        if not symbolic(t) and t.is_inference() and not torch.is_inference_mode_enabled():
             wrong(name, "made outside of inference mode, since k and v are written", t)
-        # In one tensor k and v may alternate.
-        apart = abs(t.data_ptr() - k_cache.data_ptr()) // t.element_size(), 2
-        steps = zip(t.stride(), t.shape) if t.stride() == k_cache.stride() else ()
-        if t is not k_cache and t.numel() and overlaps([apart, *steps]):
-            wrong(name, "another tensor than k_cache, since k and v are written", t)
-    if k_cache is v_cache:
-        wrong("v_cache", "another tensor than k_cache, since k and v are written", v_cache)
+    if k_cache is v_cache or not (symbolic(v_cache) or not_one(k_cache, v_cache)):
+        wrong("v_cache", "memory apart from k_cache's, since k and v are written", v_cache)
 
 
-def overlaps(steps: list[tuple[int, int]]) -> bool:
-    """True if a tensor of these strides and sizes has two elements in one place."""
-    reach = 0
+def apart(steps: list[tuple[int, int]]) -> bool:
+    """True if dimensions of these strides and sizes lie within one another: no element is twice."""
+    reach = 0  # of the smaller strides
     for step, n in sorted(pair for pair in steps if pair[1] > 1):
         if step <= reach:
-            return True
+            return False
         reach += step * (n - 1)
-    return False
+    return True
+
+
+def not_one(a: Tensor, b: Tensor) -> bool:
+    """True if tensors of one shape and dtype share no memory. They may alternate in one tensor."""
+    a, b = sorted((a, b), key=Tensor.data_ptr)
+    between = (b.data_ptr() - a.data_ptr()) // a.element_size()
+    steps, others = ([pair for pair in zip(t.stride(), t.shape) if pair[1] > 1] for t in (a, b))
+    behind = between > sum(step * (n - 1) for step, n in steps)
+    return behind or not a.numel() or (steps == others and apart([(between, 2), *steps]))
 
 
 def unshared(new: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:

@@ -255,6 +255,33 @@ def test_tokens_that_lie_in_the_cache_are_read_before_it_is_written() -> None:
     assert torch.equal(*outs)
 
 
+LAYOUTS = st.tuples(st.permutations(range(4)), st.tuples(*[st.integers(0, 2)] * 4))
+
+
+@settings(max_examples=200, deadline=None)
+@given(LAYOUTS, LAYOUTS, st.booleans(), st.integers(0, 400))
+def test_caches_that_share_memory_are_refused_and_others_written(a, b, alike, offset) -> None:
+    """Views of one tensor: dimensions in any order, with gaps, or one within another."""
+    memory, sizes, views = torch.zeros(20_000), (2, 4, 2, 8), []
+    for (order, gaps), at in ((a, 0), (a if alike else b, offset)):
+        strides, step = [0] * 4, 1
+        for d in order:
+            strides[d] = step  # gaps of 2: the last element is the next one's first
+            step *= sizes[d] - (gaps[d] == 2)
+            step += gaps[d] % 2
+        views.append(memory.as_strided(sizes, strides, at))
+    places = [set(torch.arange(20_000).as_strided(sizes, t.stride(), t.storage_offset())
+                  .flatten().tolist()) for t in views]
+    shared = len(places[0] | places[1]) < 2 * 128
+    new = torch.randn(2, 2, 1, 2, 8)
+    try:
+        nanoattn.flash_attn_with_kvcache(new[0], *views, *new, cache_seqlens=1)
+    except ValueError:  # also within one another in different orders
+        assert not memory.any() and (shared or (not alike and max(places[0]) > min(places[1])))
+        return
+    assert not shared and all(map(torch.equal, (t[:, 1:2] for t in views), new))
+
+
 def test_caches_may_alternate_in_one_tensor() -> None:
     pair = torch.zeros(2, 8, 2, 2, 8)  # (B, tokens, k or v, heads, head_dim)
     new = torch.randn(2, 3, 2, 2, 8)
