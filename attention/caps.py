@@ -248,10 +248,9 @@ def unlike(t: object, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...
     what is expected and what t is."""
     import torch
 
-    if isinstance(t, torch.Tensor) and t.device == on and str(t.dtype)[6:] in dtypes:
-        any_size = (n == -1 or n == m for n, m in zip(shape, t.shape))
-        if t.shape == shape or (t.dim() == len(shape) and all(any_size)):
-            return ""
+    if (isinstance(t, torch.Tensor) and t.device == on and str(t.dtype)[6:] in dtypes
+            and t.dim() == len(shape) and all(n in (-1, m) for n, m in zip(shape, t.shape))):
+        return ""
     return f"{shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}"
 
 

@@ -161,9 +161,8 @@ def autocast_off(t: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     import torch
 
     kind = t.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False)
+    on = autocast_dtype(kind) is not None
+    return torch.autocast(kind, enabled=False) if on else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
