@@ -19,9 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import attention
 import bench_mfu
 from bench import config as config_
-from bench import machine, record, tables
+from bench import machine, record, tables, train
 from bench.config import MODES, BenchConfig, load_config, modes_of, names
 from bench.verify import verify
 from core import flops
@@ -322,6 +323,13 @@ def test_the_largest_batch_fits_and_nearly_fills_the_memory(limit: int, most: in
     assert found in tried and len(tried) <= 20
 
 
+def test_a_first_gradient_beyond_float16_is_no_error(monkeypatch, quick):
+    norms = iter([1.0, torch.inf])  # of the reference, of sdpa
+    monkeypatch.setattr(train, "gradient_norm", lambda params: next(norms))
+    (row,) = measured(*small("train"), "--backends=sdpa")["rows"]
+    assert "loss_difference" in row and "gradient_norm_difference" not in row
+
+
 def test_a_kernel_whose_numbers_are_not_finite_is_a_row(tmp_path, quick):
     (path := tmp_path / "nan.py").write_text(
         LIMITED.format(name="nan", most=99).replace(
@@ -372,11 +380,13 @@ def test_without_a_config_file_a_cpu_has_its_own(monkeypatch):
     assert load_config([]).settings.n_layer == 12  # on a GPU train.py's default, GPT-2 124M
 
 
-def test_interpreted_backends_are_measured_only_by_name():
-    (every, left_out), (_, none) = (
-        names(load_config([f"--backends={x}"]).settings, "cpu") for x in ("all", "all,triton")
-    )
-    assert "triton" in every and "interpreter" in left_out["triton"] and "triton" not in none
+def test_interpreted_backends_are_rows_and_measured_only_by_name(monkeypatch, quick):
+    two = {name: attention.BACKENDS[name] for name in ("triton", "sdpa")}
+    monkeypatch.setattr(attention, "BACKENDS", two)
+    rows = measured(*small("kernel"), "--lengths=16", "--batch_sizes=1")["rows"]
+    assert {r["backend"]: r["status"] for r in rows} == {"triton": "unavailable", "sdpa": "ok"}
+    assert "interpreter" in rows[0]["why"][0]
+    assert not names(load_config(["--backends=all,triton"]).settings, "cpu")[1]
 
 
 OF = {  # options, and the modes that have them
@@ -385,6 +395,7 @@ OF = {  # options, and the modes that have them
     "--rival=hf": {"train", "decode", "runs", "qualify"}, "--new_tokens=9": {"decode", "qualify"},
     "--learning_rate=1": {"converge", "qualify"}, "--dropout=0.1": {"train", "converge", "qualify"},
     "--seconds=2": {"train", "kernel"}, "--record=x": {*MODES} - {"runs", "plan"},
+    "--constraint=none": {"decode"},  # its default
     "--document_mask": set(), "--max_iters=9": set(), "--context_parallel=2": {"plan"},
 }
 
@@ -409,8 +420,6 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
     (path := tmp_path / "c.py").write_text("max_iters = 9\nlearning_rate = 1.0\n", "utf-8")
     load_config([str(path), "--device=cpu"], "train")
     path.write_text("document_mask = True\n", "utf-8")  # it would change what is measured
-    with pytest.raises(UserError, match="--constraint: for decode only"):  # also its default
-        load_config(["--constraint=none"], "kernel")
     with pytest.raises(UserError, match=r"--document_mask: for train\.py only, .*c\.py:1"):
         load_config([str(path), "--device=cpu"], "converge")
 

@@ -199,7 +199,7 @@ LIES: list[tuple[Callable[[Content], Any], str]] = [
     (lambda c: row(c, "sdpa").update(loss=99.0), "loss_difference is"),
     (lambda c: c["settings"].update(n_layer=3), "train sdpa: mfu is"),
     (lambda c: c["flops_per_token"].update(mfu=1.0), "flops_per_token is {'mfu': 1.0"),
-    (lambda c: c.update(answers=["Fastest: train: manual"]), "not said: Fastest"),
+    (lambda c: c.update(answers=["Fastest: train: manual"]), "its conclusions lack 'Fastest"),
     (lambda c: c["settings"].update(block_size=64), "it has T=64"),
     (lambda c: c["settings"].update(n_layer="x"), "its settings are invalid"),
     (lambda c: c.update(rows=None), "it is malformed"),

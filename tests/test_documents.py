@@ -59,8 +59,8 @@ def packed(begins: bool) -> tuple[Tensor, Tensor, Documents]:
 
 
 KINDS = [
-    pytest.param(*name.values, *kind, marks=name.marks)
-    for name in names_here(segments=True) for kind in (("learned", True), ("rope", False))
+    pytest.param(*backend.values, *kind, marks=backend.marks)
+    for backend in names_here(segments=True) for kind in (("learned", True), ("rope", False))
 ]  # fmt: skip
 
 

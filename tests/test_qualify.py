@@ -10,7 +10,7 @@ from typing import Any
 
 import in_process
 import pytest
-from test_bench import run, small
+from test_bench import LIMITED, run, small
 
 from attention.check import matrix
 from bench import qualify, record
@@ -55,6 +55,15 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
     page = (folder / "README.md").read_text(encoding="utf-8")
     for title in ("## Proof", "## Training steps", "## Generation", "\n| sdpa ", "## Final losses"):
         assert title in page
+
+
+def test_a_kernel_is_refused_by_the_sizes_that_are_timed(tmp_path, quick) -> None:
+    """The model's heads are of 16 channels, the grid's of 64 and 128."""
+    code = LIMITED.format(name="x", most=9).replace("Caps(", "Caps(head_dim_multiple=64, ")
+    (path := tmp_path / "x.py").write_text(code, encoding="utf-8")
+    run([*TINY, f"--backends={path}", "--stages=3", f"--records_dir={tmp_path / 'records'}"])
+    rows = read(tmp_path / "records")["stages"][0]["record"]["rows"]
+    assert rows and {r["status"] for r in rows} == {"ok"}
 
 
 @pytest.mark.slow
