@@ -116,7 +116,7 @@ def _from_cache(
     # Past its end the kernel reads the null page, or zeros, which only padding sees.
     Tq = q.shape[1]
     seen, i = cache.start + Tq, torch.arange(Tq, device=q.device)
-    row, back = torch.arange(len(q), device=q.device)[:, None], None
+    row, back = torch.arange(q.shape[0], device=q.device)[:, None], None
     if Tq > 1 and not options["causal"]:  # queries would see past the end: padding goes first
         shift = (Tq - cache.count)[:, None]
         q, back = q[row, (i - shift) % Tq], (i + shift) % Tq

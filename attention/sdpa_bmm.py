@@ -62,7 +62,7 @@ def forward(
     out = F.scaled_dot_product_attention(
         q_BHTD, k_BHTD, v_BHTD, seen, is_causal=kind == "causal", scale=spec.softmax_scale
     )
-    return out.transpose(1, 2), q.new_empty(len(q), 0)
+    return out.transpose(1, 2), q.new_empty(q.shape[0], 0)
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,

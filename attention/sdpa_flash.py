@@ -97,7 +97,7 @@ def _cpu_forward(
 ) -> tuple[Tensor, Tensor]:
     acc = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=acc, device=q.device)
-    L = torch.full((len(q), q.shape[2], q.shape[1]), -torch.inf, dtype=acc, device=q.device)
+    L = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc, device=q.device)
     for b, I, J, how, blind in _cpu_blocks(q, k, window, right, offset, seg_q, seg_k):
         qkv = (_BHTD(t) for t in (q[b, I], k[b, J], v[b, J]))
         part, L_I = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, scale=scale, **how)

@@ -276,6 +276,20 @@ def test_the_kernels_of_this_machine_are_named() -> None:
     assert inside.backend is BACKENDS["sdpa"] and inside.kernels == ("flash (CPU)",)
 
 
+@pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_bmm"])
+def test_an_exported_kernel_takes_any_batch(name: str) -> None:
+    spec = flash_attn.Spec(2, 2, 8, "bfloat16" if name == "sdpa_bmm" else "float32", window=3)
+
+    class Attend(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return BACKENDS[name].attend(q, q, q, spec)
+
+    nine, five = (torch.randn(B, 7, 2, 8).to(getattr(torch, spec.dtype)) for B in (9, 5))
+    free = ({0: torch.export.Dim("rows", min=2, max=99)},)
+    exported = torch.export.export(Attend(), (nine,), dynamic_shapes=free).module()
+    torch.testing.assert_close(exported(five), Attend()(five))
+
+
 def test_an_exported_call_takes_any_batch_and_total() -> None:
     class Varlen(torch.nn.Module):
         def forward(self, q: Tensor, ends: Tensor) -> Tensor:
