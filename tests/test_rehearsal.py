@@ -246,6 +246,15 @@ def test_two_processes_train_as_one_does(there, tmp_path):
 
 
 @pytest.mark.slow
+def test_no_kernel_is_wrong_in_the_time(there, tmp_path):
+    out = run(there, "bench_mfu.py", "qualify", *TINY, "--minutes=0.5", "--stages=2",
+              "--backends=manual,sdpa,sdpa_flash", f"--records_dir={tmp_path}",
+              code=1)  # no stage has ended
+    (stage,) = read(next(tmp_path.iterdir()))["stages"]
+    assert " is wrong in " not in out and all(row["right"] for row in stage["record"]["rows"]), out
+
+
+@pytest.mark.slow
 def test_a_machine_is_qualified(there, tmp_path):
     """Where CUPTI is not allowed, as in many containers: a note, no failure."""
     out = run(there, "bench_mfu.py", "qualify", *TINY, "--minutes=3", "--stages=1,4,5",
