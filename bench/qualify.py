@@ -272,7 +272,7 @@ def conclusions(content: Json) -> list[str]:
     for stage in content["stages"]:
         if stage["status"] != "done":
             found.append(f"Missing: {stage['name']}: {stage['status']}: {stage['why']}.")
-    return found
+    return list(dict.fromkeys(found))  # the stages have one peak
 
 
 def doubts(content: Json) -> list[str]:

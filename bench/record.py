@@ -240,7 +240,7 @@ def answers(content: Json) -> list[str]:
             reasons.setdefault(r[f"{of}_why"], []).append(r["backend"])
         for why, names in reasons.items():
             found.append(f"Peak: {name} not known of {', '.join(dict.fromkeys(names))}: {why}.")
-    if doubt := content["machine"].get("peak_doubt"):
+    if content["mode"] != "decode" and (doubt := content["machine"].get("peak_doubt")):
         found.append(f"Peak: {doubt}.")
     found += [f"Agreement: {why}." for why in disagreeing(rows, content)]
     if content["mode"] == "converge" and rows:

@@ -56,7 +56,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     save: Callable[[Run], object] = lambda run: None  # after each round
     refused: dict[str, list[str]] = field(default_factory=dict)  # backends, with reasons
-    looked_again: bool = False  # at the machine
+    looked_again: set[str] = field(default_factory=set)  # at the peak, at the bandwidth
     began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -138,15 +138,17 @@ class Run:
         return Worker(job, self.config.timeout, self.stop)
 
     def look_again(self) -> None:
-        """Measure peak and bandwidth again after the rounds and keep the better, once.
+        """Measure peak or bandwidth again after the rounds and keep the better, once a run.
 
         A busy machine gives too low a peak, and so too high an MFU.
         """
         m, decode = self.part["machine"], self.mode == "decode"
         measured = not self.config.bandwidth_gbs if decode else m["peak_measured"]
-        if self.looked_again or self.stop.why or not measured:
+        what = "bandwidth" if decode else "peak"
+        if what in self.looked_again or self.stop.why or not measured:
             return
-        again, self.looked_again = self.ask_once("machine"), True
+        again = self.ask_once("machine")
+        self.looked_again.add(what)
         if m["peak_measured"] and again["peak_tflops"] and not decode:
             before, after = (flops.Peak(x["peak_tflops"], x["peak_source"]) for x in (m, again))
             m["peak_doubt"] = flops.differ(before, after)
