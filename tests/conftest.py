@@ -55,6 +55,11 @@ def few(values: Sequence[Any], fast: int = 1) -> list[Any]:
     return [*values[:fast], *(pytest.param(*v, marks=pytest.mark.slow) for v in rest)]
 
 
+def every(n: int, values: Sequence[Any]) -> list[Any]:
+    """Parameters of which `make test` runs every n-th, and `make test-all` each one."""
+    return [v for at in range(0, len(values), n) for v in few(values[at : at + n])]
+
+
 gc.disable()  # while modules are imported, of which none goes
 if os.environ.get("TRITON_INTERPRET") == "1":
     hurry_the_interpreter()
@@ -79,7 +84,8 @@ def switches_as_they_were() -> Iterator[None]:
     """A run of train.py throws switches of its whole process, which here other tests share."""
     yield
     torch.set_float32_matmul_precision("highest")
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # to throw the switch imports inductor
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")

@@ -517,7 +517,7 @@ def test_a_common_mistake_is_named(number, tmp_path) -> None:
     texts = [mistaken(right(exercise), mistake) for mistake in exercise.MISTAKES]
     errors = {text: failure(exercise, written(tmp_path, text)) for text in texts}
     for text, (*_, hint) in zip(texts, exercise.MISTAKES, strict=True):
-        error = failure(exercise, written(tmp_path, text))
+        error = errors[text]
         assert error and named(error, right(exercise), exercise.MISTAKES, errors.get) == hint, error
     assert (examine(exercise, written(tmp_path, texts[0])) or "").endswith(exercise.MISTAKES[0][2])
 

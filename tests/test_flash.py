@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import few
+from conftest import every, few
 from test_attention import REQUIRED, _need
 from torch import Tensor
 
@@ -391,12 +391,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 EVERYTHING = {"flash_attn": "2.8.3", "flash_attn_interface": "3.0.0", "flash_attn.cute": "4.0.0b27"}
 H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "2.13.0", packages=EVERYTHING)
 BF16 = Spec(12, 12, 64, "bfloat16")
-CALLED = [c for c in CASES if c.name != "1025"]  # seconds in the oracle
-CALLED.sort(key=lambda c: c.name.startswith("long"))
-CALLED = [*CALLED[::2], *CALLED[1::2]]  # make test runs every second one
+LONG = [c for c in CASES if c.name == "1025" or c.name.startswith("long")]
+SHORT = [c for c in CASES if c not in LONG]
 
 
-@pytest.mark.parametrize("case", few(CALLED, len(CALLED) // 2), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*every(3, SHORT), *few(LONG, 0)], ids=lambda c: c.name)
 def test_every_case_of_the_matrix_against_the_oracle(case, monkeypatch) -> None:
     dtype = "float16"
     for name, make in STAND_INS.values():
@@ -541,7 +540,8 @@ CACHED = {
 
 @pytest.mark.parametrize("name", GENERATIONS)
 @pytest.mark.parametrize("asked", CACHED)
-@pytest.mark.parametrize("window, right", [(None, 0), (6, 0), (6, 4), (None, 3), (None, None)])
+@pytest.mark.parametrize("window, right", few([
+    (6, 4), (None, 0), (6, 0), (None, 3), (None, None)], 2))
 @pytest.mark.parametrize("paged", [True, False])
 def test_caches_are_read(name, asked, window, right, paged, installed) -> None:
     start, count, Tq, places = CACHED[asked]
@@ -712,7 +712,7 @@ def test_real_caches(name, asked, window, paged) -> None:
 
 
 @pytest.mark.parametrize("name", GENERATIONS)
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", few([9, None]))
 def test_parts_make_the_whole(name, window, installed) -> None:
     D = 20 if name == "flash_attn_2" else 32
     for Hkv, more in ((4, {}), (2, {"scale": 0.4, "softcap": 3.0})):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import every, few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_model import HERE, SHAPES, TINY, build, tokens
@@ -87,8 +89,7 @@ def test_the_texts_that_are_compared_are_lively() -> None:
             assert len(row.unique()) > 3
 
 
-@pytest.mark.parametrize("kv", KV_CACHES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape, kv", every(3, list(itertools.product(SHAPES, KV_CACHES))))
 def test_prompts_of_any_lengths_continue_as_alone(shape, kv) -> None:
     model, prompts = lively(**SHAPES[shape]), ragged()
 
@@ -175,19 +176,19 @@ def manual_logits(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return plain(tokens())[0].double(), copy.deepcopy(plain).double()(tokens())[0]
 
 
+@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("phase", CHUNKS)
 @pytest.mark.parametrize("name, kv", [p for p in PAIRS if p[0] not in SLOW])
-def test_logits_are_those_without_a_cache(name, kv, phase) -> None:
+def test_logits_are_those_without_a_cache(name, kv, phase, dtype) -> None:
     """Error to float64: at most twice that of manual, plus one rounding."""
     for shape, changes in SHAPES.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            model = build(attention_backend=name, **changes).eval().to(dtype)
-            yardstick, truth = manual_logits(shape, dtype)
-            got = cached_logits(model, tokens(), kv, CHUNKS[phase])
-            assert got.dtype == dtype and got.isfinite().all()
-            allowed = 2 * (yardstick - truth).abs().max()
-            allowed += torch.finfo(dtype).eps * truth.abs().max()
-            assert (got - truth).abs().max() <= allowed, (shape, dtype)
+        model = build(attention_backend=name, **changes).eval().to(dtype)
+        yardstick, truth = manual_logits(shape, dtype)
+        got = cached_logits(model, tokens(), kv, CHUNKS[phase])
+        assert got.dtype == dtype and got.isfinite().all()
+        allowed = 2 * (yardstick - truth).abs().max()
+        allowed += torch.finfo(dtype).eps * truth.abs().max()
+        assert (got - truth).abs().max() <= allowed, shape
 
 
 @pytest.mark.parametrize("phase", CHUNKS)

@@ -418,7 +418,7 @@ def manual(shape: str, segmented: bool, dtype: torch.dtype) -> list[Any]:
     return [gradients(m, *BATCHES[segmented]) for m in (plain, copy.deepcopy(plain).double())]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("name, shape, segmented", list(_trained()))
 def test_every_backend_gives_the_same_loss_and_gradients(name, shape, segmented, dtype) -> None:
     """Against the same weights in float64; the yardstick is manual in the same dtype."""
@@ -556,7 +556,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.parametrize("name, compiler, autocast, segmented", few([
     ("manual", "eager", True, True), ("sdpa", "aot_eager", True, False),
-    ("manual", "aot_eager", False, False), ("sdpa", "eager", False, True)], 2))
+    ("manual", "aot_eager", False, False), ("sdpa", "eager", False, True)]))
 def test_compile_takes_the_whole_graph(name, compiler, autocast, segmented, fresh_compiler) -> None:
     """fullgraph=True: a graph break is an error. Forward, the chunked loss and the backward."""
     model = build(attention_backend=name)

@@ -178,8 +178,9 @@ def _grid() -> Iterator[Any]:
             continue  # one says that it is missing
         spec = replace(SPEC, dtype=dtype, **changes)
         id_ = f"{path.id}-{shape}-{dtype}"
-        yield pytest.param(*path.values, spec, marks=path.marks, id=id_)
-        if path.id == "gather" and (shape == "three-groups" or dtype == "float32"):
+        marks = [*path.marks, *[pytest.mark.slow] * (path.id != "cuda" and dtype != "float32")]
+        yield pytest.param(*path.values, spec, marks=marks, id=id_)
+        if path.id == "gather" and dtype == "float32":
             yield pytest.param(by_formula, "cpu", spec, id=id_.replace("gather", "formula"))
 
 

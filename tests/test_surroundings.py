@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import every, few
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -157,9 +158,9 @@ def alone(f: Function, name: str) -> Tensor:
 NO_FUNC = {(f, around) for f in (cached, ragged) for around in ("func.grad", "vmap")}
 
 
-@pytest.mark.parametrize("f, around", [
-    pytest.param(f, around, id=f"{f.__name__}-{around}")
-    for f in CALLS for around in SURROUNDINGS if (f, around) not in NO_FUNC])
+@pytest.mark.parametrize("f, around", every(2, [
+    (f, around) for f in CALLS for around in SURROUNDINGS if (f, around) not in NO_FUNC]),
+    ids=lambda v: getattr(v, "__name__", v))
 def test_a_first_call_is_the_same_in_all_surroundings(f: Function, around: str) -> None:
     for name in ("auto", "manual", "tiled"):
         if name == "tiled" and (around == "fullgraph" or f is cached):
@@ -311,7 +312,7 @@ def test_an_exported_call_takes_any_batch_and_total() -> None:
         torch.testing.assert_close(exported(*second), module(*second))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", few([None, True]))
 def test_a_graph_takes_numbers_that_change(dynamic) -> None:
     """torch.compile makes a symbol of a float's second value, or of the first."""
     call = partial(flash_attn.flash_attn_func, causal=True)

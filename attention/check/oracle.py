@@ -1,11 +1,12 @@
 """The oracle: attention and its gradients in float64, and the comparison with it.
 
-`attention` is the contract (docs/DESIGN.md, section 3) as loops over rows, with gradients derived
-by hand. It shares only `visible` with the backends.
+`attention` is the contract (docs/DESIGN.md, section 3), one head of one text after the other, with
+gradients derived by hand, in NumPy. It shares only `visible` with the backends.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
             them belongs to no segment: it sees no key.
         sinks: (H,).
     """
-    q_, k_, v_, do = (t.detach().cpu().double().numpy() for t in (q, k, v, dout))
+    q_, k_, v_, dout_ = (t.detach().cpu().double().numpy() for t in (q, k, v, dout))
     seg = None if segments is None else segments.cpu().numpy()
     (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
     tau = 1 / math.sqrt(D) if scale is None else scale
@@ -80,56 +81,60 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
     out_moves, dq_moves, dk_moves, dv_moves, da_moves = (np.zeros_like(t) for t in like)
     dq_rounds, dk_rounds, da_rounds = (np.zeros_like(t) for t in (q_, k_, sink))  # squares
     offset, j = Tk - Tq, np.arange(Tk)
-    for b in range(B):
-        for i in range(Tq):
-            if seg is not None and i + offset < 0:
-                continue
-            seg_i, seg_j = (None, None) if seg is None else (seg[b, i + offset], seg[b])
-            seen = visible(i, j, offset, window, seg_i, seg_j, right)
-            if not seen.any():
-                continue  # a fully masked row: all its terms are zero
-            for h in range(H):
-                g = h // (H // Hkv)
-                keys, values = k_[b, seen, g], v_[b, seen, g]  # (visible keys, D)
-                s, slope = keys @ q_[b, i, h] * tau, np.ones(len(keys))
-                if softcap is not None:
-                    s = softcap * np.tanh(s / softcap)
-                    slope = 1 - (s / softcap) ** 2
-                most = max(s.max(), sink[h])
-                e, e_sink = np.exp(s - most), np.exp(sink[h] - most)
-                p, p_sink = e / (e.sum() + e_sink), e_sink / (e.sum() + e_sink)
-                out[b, i, h] = p @ values
-                dv[b, seen, g] += np.outer(p, do[b, i, h])
-                dp = values @ do[b, i, h]
-                ds = p * (dp - p @ dp)
-                da[h] -= p_sink * (p @ dp)
-                dt = ds * slope
-                dq[b, i, h] = dt @ keys * tau
-                dk[b, seen, g] += np.outer(dt, q_[b, i, h]) * tau
+    for b, h in itertools.product(range(B), range(H)):
+        g = h // (H // Hkv)
+        i = np.arange(Tq) if seg is None else np.arange(max(0, -offset), Tq)
+        seg_i, seg_j = (None, None) if seg is None else (seg[b, i + offset, None], seg[b])
+        seen = visible(i[:, None], j, offset, window, seg_i, seg_j, right)
+        i, seen = i[seen.any(1)], seen[seen.any(1)]  # of a row that sees no key all terms are zero
+        if not len(i):
+            continue
+        queries, keys, values, do = q_[b, i, h], k_[b, :, g], v_[b, :, g], dout_[b, i, h]
+        s = queries @ keys.T * tau  # (rows, Tk), as are slope, p, dp, ds and dt
+        slope = np.ones_like(s)
+        if softcap is not None:
+            s = softcap * np.tanh(s / softcap)
+            slope = 1 - (s / softcap) ** 2
+        visible_s = np.where(seen, s, -np.inf)
+        most = np.maximum(visible_s.max(1, keepdims=True), sink[h])
+        e, e_sink = np.exp(visible_s - most), np.exp(sink[h] - most)
+        p, p_sink = (x / (e.sum(1, keepdims=True) + e_sink) for x in (e, e_sink))
+        out[b, i, h] = o = p @ values
+        dv[b, :, g] += p.T @ do
+        dp = do @ values.T
+        mean_dp = (p * dp).sum(1, keepdims=True)
+        ds = p * (dp - mean_dp)
+        da[h] -= (p_sink * mean_dp).sum()
+        dt = ds * slope
+        dq[b, i, h] = dt @ keys * tau
+        dk[b, :, g] += dt.T @ queries * tau
 
-                q_abs, do_abs, keys_abs = np.abs(q_[b, i, h]), np.abs(do[b, i, h]), np.abs(keys)
-                s_moves = keys_abs @ q_abs * tau * slope
-                if softcap is not None:
-                    s_moves += np.abs(s)
-                rel = max(s_moves.max(), abs(sink[h]) if p_sink else 0.0)  # of any p
-                far = np.abs(values - out[b, i, h])
-                out_moves[b, i, h] = rel * (p @ far + p_sink * np.abs(out[b, i, h]))
-                p_moves = 2 * rel * p
-                dv_moves[b, seen, g] += np.outer(p_moves, do_abs)
-                dp_moves = np.abs(values) @ do_abs
-                ds_moves = p_moves * np.abs(dp - p @ dp) + p * (dp_moves + p @ dp_moves)
-                da_moves[h] += p_sink * (2 * rel * abs(p @ dp) + p @ dp_moves)
-                dt_moves = ds_moves * slope
-                if softcap is not None:
-                    dt_moves += np.abs(ds) * (1 + 2 * np.abs(s) * s_moves / softcap**2)
-                dq_moves[b, i, h] = dt_moves @ keys_abs * tau
-                dk_moves[b, seen, g] += np.outer(dt_moves, q_abs) * tau
+        queries_abs, keys_abs, do_abs = np.abs(queries), np.abs(keys), np.abs(do)
+        s_moves = queries_abs @ keys_abs.T * tau * slope
+        if softcap is not None:
+            s_moves += np.abs(s)
+        rel = np.where(seen, s_moves, 0).max(1, keepdims=True)  # of any p
+        if sinks is not None:
+            rel = np.maximum(rel, np.where(p_sink > 0, abs(sink[h]), 0))
+        far = np.array([row @ np.abs(values - o_i) for row, o_i in zip(p, o, strict=True)])
+        out_moves[b, i, h] = rel * (far + p_sink * np.abs(o))
+        p_moves = 2 * rel * p
+        dv_moves[b, :, g] += p_moves.T @ do_abs
+        dp_moves = do_abs @ np.abs(values).T
+        mean_moves = (p * dp_moves).sum(1, keepdims=True)
+        ds_moves = p_moves * np.abs(dp - mean_dp) + p * (dp_moves + mean_moves)
+        da_moves[h] += (p_sink * (2 * rel * np.abs(mean_dp) + mean_moves)).sum()
+        dt_moves = ds_moves * slope
+        if softcap is not None:
+            dt_moves += np.abs(ds) * (1 + 2 * np.abs(s) * s_moves / softcap**2)
+        dq_moves[b, i, h] = dt_moves @ keys_abs * tau
+        dk_moves[b, :, g] += dt_moves.T @ queries_abs * tau
 
-                delta = math.sqrt(np.square(out[b, i, h] * do[b, i, h]).sum())  # its errors add up
-                dt_round = p * slope * delta * tau
-                dq_rounds[b, i, h] = np.square(dt_round @ keys)
-                dk_rounds[b, seen, g] += np.square(np.outer(dt_round, q_abs))
-                da_rounds[h] += (p_sink * delta) ** 2
+        delta = np.sqrt(np.square(o * do).sum(1, keepdims=True))  # its errors add up
+        dt_round = p * slope * delta * tau
+        dq_rounds[b, i, h] = np.square(dt_round @ keys)
+        dk_rounds[b, :, g] += np.square(dt_round).T @ np.square(queries)
+        da_rounds[h] += np.square(p_sink * delta).sum()
     names = ("out", "dq", "dk", "dv", "dsinks")
     moves = (out_moves, dq_moves, dk_moves, dv_moves, da_moves)
     condition = {name: float(t.max()) for name, t in zip(names, moves, strict=True)}
