@@ -25,6 +25,7 @@ import torch
 from .caps import BackendUnavailable, DeviceLost, dotted
 from .choose import fastest
 from .machine.gpus import describe
+from .machine.system import devices
 from .machine.timing import Row, Shape, measure, table
 from .select import BACKENDS, RULES, admit, packages, resolve, select
 from .spec import CACHES, DTYPES, Machine, Policy, Spec
@@ -117,12 +118,11 @@ def run(args: argparse.Namespace) -> None:
         described = describe(args.machine, torch.__version__.partition("+")[0], needed)
         machine = replace(described, deterministic=args.deterministic)
     else:
-        mps = "mps" if torch.backends.mps.is_available() else "cpu"
-        best = "cuda" if torch.cuda.is_available() else mps
-        device = torch.device(best if args.device == "auto" else args.device)
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"--device={device}: not found on this machine")
-        machine = Machine.here(str(device))
+        name = next(d for d in ("cuda", "mps", "cpu") if d in devices())
+        name = name if args.device == "auto" else args.device
+        if name not in devices():
+            raise ValueError(f"--device={name}: no such device here")
+        device, machine = torch.device(name), Machine.here(name)
     spec = spec_of(args, args.dtype or best_dtype(machine))
     batch_size = args.batch_size or (16 if machine.device == "cuda" else 1)
     shape = batch_size, args.seq_len if spec.cache == "none" else 1, args.seq_len

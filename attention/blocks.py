@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +120,8 @@ def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sp
             rest = replace(cache, start=cache.start + n * block, count=cache.count - n * block)
             outs.append(attend(part, k, v, spec, cache=rest, **options))
         return torch.cat(outs, dim=1)
-    groups = list(cut(q, k, spec.window, segments, block, spec.right))
+    offset = k.shape[1] - q.shape[1]
+    groups = list(cut(q, k, spec.window, segments, block, spec.right, offset))
     if len(groups) == 1:
         return _in_pieces(attend, q, k, v, spec, segments, groups[0][1], options)
     assert segments is not None
@@ -131,13 +132,15 @@ def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sp
 
 
 def cut(q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, block: int,
-        right: int | None = 0) -> Iterator[tuple[slice, list[Piece]]]:
-    """Rows (B) with the same segments, and the pieces of each."""
+        right: int | None, offset: int) -> Iterator[tuple[slice, list[Piece]]]:
+    """Rows (B) with the same segments, and the pieces of each. Only if the queries are the last
+    positions do the segments of the keys tell what to skip."""
     (B, Tq), Tk = q.shape[:2], k.shape[1]
-    if segments is None or Tq <= block or torch.compiler.is_compiling():
-        kind = maskless(Tq, Tk, window, Tk - Tq, right) if segments is None else ""
+    last = offset == Tk - Tq >= 0
+    if segments is None or Tq <= block or not last or torch.compiler.is_compiling():
+        kind = maskless(Tq, Tk, window, offset, right) if segments is None else ""
         size, several = Tq if kind else block, segments is not None
-        yield slice(0, B), list(ranges(Tq, Tk, window, size, Tk - Tq, several, right))
+        yield slice(0, B), list(ranges(Tq, Tk, window, size, offset, several, right))
         return
     rows, b = borders(segments), 0
     while b < B:
@@ -171,11 +174,6 @@ def slices(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
     return tuple(t if whole == J else t.narrow(1, J.start, J.stop - J.start) for J in at)
 
 
-class Cut(Protocol):  # the `ctx` of Slices
-    shape: torch.Size
-    at: list[slice]
-
-
 class Slices(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -184,11 +182,11 @@ class Slices(torch.autograd.Function):
         return tuple(t[:, J] for J in at)
 
     @staticmethod
-    def setup_context(ctx: Cut, inputs: tuple[Tensor, list[slice]], output: object) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, list[slice]], output: object) -> None:
         ctx.shape, ctx.at = inputs[0].shape, inputs[1]
 
     @staticmethod
-    def backward(ctx: Cut, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].new_zeros(ctx.shape)
         for J, grad in zip(ctx.at, grads, strict=True):
             total[:, J] += grad

@@ -55,6 +55,14 @@ LACKS = {
 }
 
 
+def asked(spec: Spec, name: str) -> bool:
+    """Does the Spec ask for this feature of LACKS?"""
+    if name == "right":
+        return spec.right != 0
+    # a limit on either side
+    return bool(spec.window or spec.right if name == "window" else getattr(spec, name))
+
+
 @dataclass(frozen=True)
 class Caps:
     """What a backend supports on some devices."""
@@ -119,12 +127,9 @@ class Caps:
             refuse("head_dim", f"it takes a head_dim up to {most}, not {spec.head_dim}")
         if spec.head_dim % (step := self.head_dim_multiple):
             refuse("head_dim", f"head_dim must be a multiple of {step}, not {spec.head_dim}")
-        requested = {name: getattr(spec, name) for name in LACKS}
-        requested["right"] = spec.right != 0
-        requested["window"] = spec.window or (spec.right and self.right)  # a limit on either side
-        for name, text in LACKS.items():
-            if requested[name] and not getattr(self, name):
-                refuse(name, text.format(spec))
+        for name in (name for name in LACKS if asked(spec, name) and not getattr(self, name)):
+            if name != "window" or spec.window or self.right:  # else it is refused for `right`
+                refuse(name, LACKS[name].format(spec))
         if (p := self.dropout_step) and spec.dropout % p:
             refuse("dropout", f"dropout must be a multiple of {p:g}, not {spec.dropout:g}")
         if spec.lse and self.lse:
@@ -165,23 +170,31 @@ class Partial:
     backward: Callable[..., tuple[Tensor, ...]]
 
 
-def checked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make attend() raise ValueError for tensors that contradict the Spec or one another, and
-    compute in the inputs' dtype whatever autocast says. torch.compile checks while it traces."""
-    if getattr(attend, "checked", False):
-        return attend
+def checked(name: str, attend: Callable[..., Tensor],
+            caps: tuple[Caps, ...]) -> Callable[..., Tensor]:
+    """Make attend() raise ValueError for what no row of its caps has on that device, and for
+    tensors that contradict the Spec or one another, and compute in the inputs' dtype whatever
+    autocast says. torch.compile checks while it traces."""
+    attend = getattr(attend, "unchecked", attend)
+    of = {d: [c for c in caps if d in c.devices] for c in caps for d in c.devices}
+    options_ = [what for what in LACKS if what not in ("lse", "grad")]
+    lacks = {d: [o for o in options_ if not any(getattr(c, o) for c in of[d])] for d in of}
+    caches = {d: {kind for c in of[d] for kind in c.caches} for d in of}
 
     @wraps(attend)
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:
-        import torch
-
-        dtype, given = getattr(torch, spec.dtype), map(options.get, OPTIONS)
-        if wrong := contradiction(q, k, v, spec, dtype, *given):
+        if (device := q.device.type) in of:
+            for what in lacks[device]:
+                if asked(spec, what):
+                    raise ValueError(f"{name} cannot do this: {LACKS[what].format(spec)}")
+            if spec.cache not in caches[device]:
+                raise ValueError(f"{name} cannot do this: it has no '{spec.cache}' cache")
+        if wrong := contradiction(q, k, v, spec, *map(options.get, OPTIONS)):
             raise ValueError(wrong)
         with autocast_off(q):
             return attend(q, k, v, spec, **options)
 
-    call.checked = True  # type: ignore[attr-defined]
+    call.unchecked = attend  # type: ignore[attr-defined]
     return call
 
 
@@ -189,12 +202,12 @@ OPTIONS = ("segments", "cache", "sinks")  # arguments of attend()
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 
 
-def contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
-                   segments: object, cache: Any, sinks: object) -> str:
+def contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: object, cache: Any,
+                   sinks: object) -> str:
     """What is wrong with attend()'s arguments, in words; "" if nothing is."""
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     fits = q.dim() == 4 and k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
-    if not (fits and q.dtype == k.dtype == v.dtype == dtype):
+    if not (fits and q.dtype == k.dtype == v.dtype and str(q.dtype)[6:] == spec.dtype):
         swapped = q.dim() == 4 and q.shape[1] == H and q.shape[2] != H
         hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)"
         return (
@@ -217,8 +230,7 @@ def contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: object,
         return f"k and v must have q's batch of {B}, got {shape_of(k)}"
     if kind == "static" and cache.length != k.shape[1]:
         return f"cache.length must be k's {k.shape[1]} positions, got {cache.length}"
-    options: dict[str, object] = {"segments": segments, "sinks": sinks}
-    for name, t in options.items():
+    for name, t in (("segments", segments), ("sinks", sinks)):
         if (t is not None) != (own := getattr(spec, name)):
             return f"{name} must agree with {name}={own} in the Spec, got {shape_of(t)}"
     wanted: list[tuple[str, object, tuple[int, ...], tuple[str, ...]]] = []
@@ -289,7 +301,10 @@ class Backend:
     # NaN in one does not reach another. Elsewhere masked keys are multiplied by 0.
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "attend", checked(self.attend))
+        rows = self.caps
+        if not (rows and isinstance(rows, tuple) and all(isinstance(c, Caps) for c in rows)):
+            raise ValueError(f"caps must be a tuple of Caps: caps=(Caps(...),), got {rows!r}")
+        object.__setattr__(self, "attend", checked(self.name, self.attend, self.caps))
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """The reasons of the Caps row with the fewest violations; empty if one has none."""

@@ -13,7 +13,6 @@ import logging
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -82,7 +81,10 @@ def find_fastest(
     version = sys.modules[__name__.partition(".")[0]].__version__
     machine_key = machine.name, machine.deterministic, torch.get_num_threads(), flash_impl()
     key = repr((version, torch.__version__, machine_key, spec, shape, policy))
-    known = remembered(file)
+    known: dict[str, str] = {}
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        known = found if isinstance(found, dict) else {}
     if (name := known.get(key, "")) in BACKENDS:  # a file is never run from here
         try:
             chosen = take(name, *request)
@@ -118,11 +120,3 @@ def decide(rows: list[Row], rule: str) -> tuple[str, str]:
     if ms[best] > (1 - MARGIN) * ms[rule]:
         return rule, f"auto's choice, which no other beats by {MARGIN:.0%}"
     return best, f"{1 - ms[best] / ms[rule]:.1%} less time than auto's {rule}"
-
-
-def remembered(file: Path) -> dict[str, str]:
-    try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}

@@ -84,7 +84,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     if sinks is not None:  # only 4 has them; it takes no float64
         options["learnable_sink"] = sinks.float().contiguous()
     if cache is not None:
-        assert segments is None, "these caches have no segments"
         return _from_cache(flash, q, k, v, cache, package, options)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if package.dropout:

@@ -315,22 +315,13 @@ def _dense(
         out = torch.where(q.new_zeros((), dtype=torch.bool), q, 0) + k[:0].sum() + v[:0].sum()
         L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
         return out, L if request.lse else None
-    if _shape_only(q):
-        kernel = (tiled if request.lse else manual).BACKEND
-        with getattr(q, "fake_mode", nullcontext()):
-            return _call(kernel, request.spec(q, k, segments is not None), q, k, v, segments)
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     backend, spec = _kernel(q, k, request, segments=segments is not None, grad=grad)
-    return _call(backend, spec, q, k, v, segments)
-
-
-def _call(
-    backend: Backend, spec: Spec, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    if not spec.lse:
-        return backend.attend(q, k, v, spec, segments=segments), None
-    out, L = attention(q, k, v, spec, kernel=backend.partial, segments=segments)
-    return out, L.float()
+    with getattr(q, "fake_mode", nullcontext()) if _shape_only(q) else nullcontext():
+        if not spec.lse:
+            return backend.attend(q, k, v, spec, segments=segments), None
+        out, L = attention(q, k, v, spec, kernel=backend.partial, segments=segments)
+        return out, L.float()
 
 
 def _texts(
@@ -388,12 +379,14 @@ def _kernel(
     window = request.window if cache == "paged" else window  # there k is pages
     compiled = torch.compiler.is_compiling()
     # In the order of Spec's fields.
-    asked = (
+    asked: tuple[Any, ...] = (
         window, request.dropout, segments, grad, cache, compiled, page_size, request.scale,
         request.softcap, False, request.lse, right,
     )
     heads = q.shape[-2], k.shape[-2], q.shape[-1]
     dtype, device = str(q.dtype).removeprefix("torch."), str(q.device)
+    if _shape_only(q):
+        return (tiled if request.lse else manual).BACKEND, Spec(*heads, dtype, *asked)
     size = 0 if compiled else max(Tk, LONG).bit_length()  # a longer call is probed at its length
     key: tuple[object, ...] = (device, size, *heads, dtype, *asked)
     if compiled:
@@ -414,8 +407,7 @@ def _plan(plans: Plans, key: Sequence[Any], shape: tuple[int, int, int]) -> Plan
 
 @outside_a_trace
 def _plan_in_trace(*key: object) -> None:
-    if key not in _plans.known:
-        _plan(_plans, key, (1, LONG, LONG))
+    _plan(_plans, key, (1, LONG, LONG))
 
 
 def _shape_only(t: Tensor) -> bool:

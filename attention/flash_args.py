@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .caps import shape_of, unlike
-from .spec import DTYPES, NO_LIMIT, Spec
+from .spec import DTYPES, NO_LIMIT
 from .views import kept, not_compiled, symbolic
 
 HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata")
@@ -83,13 +83,6 @@ class Request:
         if self.right == 0 or Tq == 1:
             return window, 0
         return window, None if self.right is None or self.right >= Tq - 1 else self.right
-
-    def spec(self, q: Tensor, k: Tensor, segments: bool) -> Spec:
-        return Spec(
-            q.shape[-2], k.shape[-2], q.shape[-1], str(q.dtype)[6:], window=self.window,
-            dropout=self.dropout, segments=segments, scale=self.scale, softcap=self.softcap,
-            lse=self.lse, right=self.right,
-        )
 
 
 INDICES = ("int32", "int64")

@@ -75,8 +75,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))
     numbers: tuple[float | str | None, float | str | None] = (scale, spec.softcap)
     rows = flash_rows(q.device) if flash else None
+    sides = Tq, Tk, spec.window
     if torch.compiler.is_compiling():
-        call, make = flex, block_mask
+        call, mask = flex, block_mask(*sides, segments, q.device, spec.right, rows)
     else:
         few = q.is_cuda and Tq <= FEW
         kind: tuple[int, ...] = (q.shape[0] == 1, Tq == 1, few, Tq <= TILE, Tk <= TILE)
@@ -84,11 +85,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
             kind = (q.shape[0], Tq, Tk)
         size = None if segments is None else room(segments)
         call = compiled(replace(spec, window=None, right=0), kind, size, flash)
-        make = kept_block_mask
+        if segments is None:
+            mask = _by_shape(*sides, None, q.device, spec.right, rows)
+        else:
+            mask = _by_segments(segments, *sides, spec.right, rows)
         # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch
         # 2.13 generates C++ that does not compile.
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
-    mask = make(Tq, Tk, spec.window, segments, q.device, spec.right, rows)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash)
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
@@ -206,7 +209,8 @@ def block_mask(
     return mask
 
 
-_by_shape = lru_cache(maxsize=16)(block_mask)
+# Tensors made in inference mode cannot be used in training.
+_by_shape = lru_cache(maxsize=16)(torch.inference_mode(False)(block_mask))
 
 
 @kept
@@ -219,16 +223,6 @@ def _by_segments(
     return block_mask(Tq, Tk, window, copy, segments.device, right, rows)
 
 
-@torch.inference_mode(False)  # tensors made in inference mode cannot be used in training
-def kept_block_mask(
-    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device,
-    right: int | None = 0, rows: int | None = None,
-) -> BlockMask:
-    if segments is None:
-        return _by_shape(Tq, Tk, window, None, device, right, rows)
-    return _by_segments(segments, Tq, Tk, window, right, rows)
-
-
 def room(segments: Tensor) -> tuple[int, int]:
     """(B, the least 128 * 2^n >= Tk), to which segments are padded outside of a model's graph.
 
@@ -239,8 +233,7 @@ def room(segments: Tensor) -> tuple[int, int]:
     return B, TILE << ((Tk - 1) // TILE).bit_length()
 
 
-_CUDA = Caps(("cuda",), THREE, (8, 0), right=True, min_torch="2.5", dropout=False, scale=True,
-             softcap=True)
+_CUDA = Caps(("cuda",), THREE, (8, 0), right=True, dropout=False, scale=True, softcap=True)
 BACKEND = Backend(
     name="flex",
     title="PyTorch flex_attention, compiled",

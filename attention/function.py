@@ -25,25 +25,26 @@ from .machine.system import autocast_off
 from .spec import Spec
 from .views import Pair, for_any_shape, loadable
 
-Options = tuple[object, ...]
+Options = tuple[Spec, int | None]
 
 
 @partial(for_any_shape, lse=True)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, kernel: Partial,
     segments: Tensor | Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
-    options: Options = (),
+    offset: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention by a kernel: out (B, Tq, H, D) in q's dtype and the log-sum-exp (B, H, Tq), which
     has no gradient.
 
     Args:
         segments: of the keys (B, Tk), or a pair that the kernel receives as it is.
-        sinks, seed, options: further arguments of the kernel, if there are any.
+        sinks, seed: further arguments of the kernel, if there are any.
+        offset: of the queries, as in visible(); None: Tk - Tq.
     """
     if isinstance(segments, Tensor):
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
-    how = kernel, (spec, *options), sinks, seed
+    how = kernel, (spec, offset), sinks, seed
     pair = (None, None) if segments is None else segments
     if torch.compiler.is_compiling():
         (q, k, v), link = torch.ops.nanoattn.enter([q, k, v])
@@ -64,12 +65,11 @@ def whole(backend: Backend) -> Callable[..., Tensor]:
 
 
 def _arguments(options: Options, sinks: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor,
-               seg_q: Tensor | None, seg_k: Tensor | None) -> Options:
+               seg_q: Tensor | None, seg_k: Tensor | None) -> tuple[object, ...]:
     """The arguments of Partial's functions after the tensors."""
-    spec, *options_ = options
-    pair = None if seg_q is None else (seg_q, seg_k)
-    more = () if sinks is None and seed is None and not options_ else (sinks, seed, *options_)
-    return spec, k.shape[1] - q.shape[1], pair, *more
+    (spec, offset), pair = options, None if seg_q is None else (seg_q, seg_k)
+    more = () if sinks is None and seed is None else (sinks, seed)
+    return spec, k.shape[1] - q.shape[1] if offset is None else offset, pair, *more
 
 
 class Mapped(torch.autograd.Function):
@@ -135,37 +135,6 @@ class Traced(torch.autograd.Function):
     backward = Attention.backward
 
 
-class Dense(torch.autograd.Function):
-    """The identity; the gradient becomes contiguous and aligned."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(out: Tensor) -> Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: tuple[object, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: object, dout: Tensor) -> Tensor:
-        return loadable(dout.contiguous())
-
-
-def dense_gradient(out: Tensor) -> Tensor:
-    """out of a library's own autograd function, (B, T, H, D) or (T, H, D), whose gradient is
-    contiguous where the library receives it.
-
-    Libraries load 16 bytes at once and check no address. cuDNN's plan in PyTorch (2.11) is kept for
-    the layout of q, k and v alone: with a gradient in another layout than the first call's it
-    gives wrong numbers.
-    """
-    if not (out.is_cuda and out.requires_grad):
-        return out
-    return torch.ops.nanoattn.dense(out) if torch.compiler.is_compiling() else Dense.apply(out)
-
-
 class Gradient(Mapped):
     @staticmethod
     def forward(
@@ -190,6 +159,35 @@ class Gradient(Mapped):
         raise RuntimeError(
             "no second derivative here; of the attention kernels, manual and sdpa_math have one"
         )
+
+
+class Dense(torch.autograd.Function):
+    """The identity; the gradient becomes contiguous and aligned."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    setup_context = Gradient.setup_context
+
+    @staticmethod
+    def backward(ctx: object, dout: Tensor) -> Tensor:
+        return loadable(dout.contiguous())
+
+
+def dense_gradient(out: Tensor) -> Tensor:
+    """out of a library's own autograd function, (B, T, H, D) or (T, H, D), whose gradient is
+    contiguous where the library receives it.
+
+    Libraries load 16 bytes at once and check no address. cuDNN's plan in PyTorch (2.11) is kept for
+    the layout of q, k and v alone: with a gradient in another layout than the first call's it
+    gives wrong numbers.
+    """
+    if not (out.is_cuda and out.requires_grad):
+        return out
+    return torch.ops.nanoattn.dense(out) if torch.compiler.is_compiling() else Dense.apply(out)
 
 
 # --- inside torch.compile ---

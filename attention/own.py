@@ -16,7 +16,7 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 
-from .caps import Backend, BackendUnavailable, Caps
+from .caps import Backend, BackendUnavailable
 from .machine.system import first_line
 
 
@@ -31,9 +31,6 @@ def load(path: str) -> Backend:
     backend = getattr(module, "BACKEND", None)
     if not isinstance(backend, Backend):
         raise invalid(path, "it defines no BACKEND = Backend(...)")
-    rows = backend.caps
-    if not (rows and isinstance(rows, tuple) and all(isinstance(c, Caps) for c in rows)):
-        raise invalid(path, "its caps must be a tuple of Caps: caps=(Caps(...),)")
     return backend
 
 

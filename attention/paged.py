@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Caps
+from .machine.apart import outside_a_trace
 from .spec import Spec, visible
 from .views import PagedView, for_any_shape
 
@@ -42,7 +43,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
     Queries from cache.count on are padding: their outputs are finite but meaningless.
     """
     assert cache is not None, "paged reads a cache"
-    assert segments is None, "paged has no segments"
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
         from .triton.paged_kernels import decode
 
@@ -135,16 +135,12 @@ def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype != torch.float64 and head_dim <= 256 and _triton_capability() >= least
 
 
+@outside_a_trace  # torch 2.13 cannot pass it a Spec's integers: no arguments
 def _triton_capability() -> tuple[int, int]:
     """Compute capability of the current CUDA device; (0, 0) without Triton."""
     from importlib.util import find_spec
 
     return (0, 0) if find_spec("triton") is None else torch.cuda.get_device_capability(None)
-
-
-# As torch.compiler.assume_constant_result, without its import of torch._dynamo. The function takes
-# no arguments: torch 2.13 cannot pass it a Spec's integers.
-_triton_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 BACKEND = Backend(

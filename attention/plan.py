@@ -89,11 +89,8 @@ class Plans:
     """
 
     def __init__(
-        self,
-        name: str,
-        policy: Policy = Policy(),
-        specs: Callable[..., Sequence[Spec]] | None = None,
-        length: int = 0,
+        self, name: str, policy: Policy = Policy(),
+        specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0,
     ) -> None:
         self.name, self.policy, self.specs, self.length = name, policy, specs, length
         self.known: dict[Hashable, Plan] = {}
@@ -110,8 +107,7 @@ class Plans:
 
     @outside_a_trace
     def plan_in_trace(self, *phase: Any) -> None:
-        if phase not in self.known:
-            self.plan(Phase(*phase))
+        self.plan(Phase(*phase))
 
     def plan(self, phase: Phase, B: int = 1, ranks: Ranks | None = None) -> Plan:
         """Choose the kernels of a phase, and announce them; B sequences at a time."""

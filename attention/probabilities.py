@@ -37,8 +37,7 @@ def weights(
         ValueError: tensors that contradict the Spec or one another; a row that does not exist.
     """
     B, Tq, H, _ = q.shape
-    dtype = getattr(torch, spec.dtype)
-    if wrong := contradiction(q, k, k, spec, dtype, segments, None, sinks):
+    if wrong := contradiction(q, k, k, spec, segments, None, sinks):
         raise ValueError(wrong)
     if L is not None and (why := unlike(L, (B, H, Tq), q.device, DTYPES)):
         raise ValueError(f"L must be {why}")
@@ -53,19 +52,11 @@ def weights(
         if not known or chosen.dim() != 1 or beyond:
             raise ValueError(f"rows must be indices of {Tq} queries, or a mask, got {rows}")
         at = at[chosen]
-    with autocast_off(q):
-        return _weights(q, k, spec, at, L, segments, sinks)
-
-
-def _weights(
-    q: Tensor, k: Tensor, spec: Spec, at: Tensor, L: Tensor | None, segments: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """weights() of the queries `at`."""
-    (_, Tq, H, _), (Tk, Hkv) = q.shape, k.shape[1:3]
+    Tk, Hkv = k.shape[1:3]
     acc = torch.promote_types(q.dtype, torch.float32)
     q_BGRTD = q[:, at].to(acc).transpose(1, 2).unflatten(1, (Hkv, H // Hkv))
-    S = (q_BGRTD * spec.softmax_scale @ k.to(acc).permute(0, 2, 3, 1)[:, :, None]).flatten(1, 2)
+    with autocast_off(q):
+        S = (q_BGRTD * spec.softmax_scale @ k.to(acc).permute(0, 2, 3, 1)[:, :, None]).flatten(1, 2)
     if spec.softcap is not None:
         S = spec.softcap * torch.tanh(S / spec.softcap)
     offset = Tk - Tq

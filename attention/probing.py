@@ -87,11 +87,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
 
     With a cache the queries come in chunks, then one by one. The random state is restored.
     """
-    with gpu_survives(backend):
-        return _probe(backend, spec, torch.device(device), T)
-
-
-def _probe(backend: Backend, spec: Spec, device: torch.device, T: int) -> Probe:
+    device = torch.device(device)
     cached = spec.cache in ("static", "paged")
     # A window longer than T would not be tested, and no gradient flows through a cache.
     window, right = (n and min(n, T // 2) for n in (spec.window, spec.right))
@@ -103,7 +99,8 @@ def _probe(backend: Backend, spec: Spec, device: torch.device, T: int) -> Probe:
     draw = torch.Generator().manual_seed(0)
     out, plain, truth, moves = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     events: list[str] = []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+    seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with gpu_survives(backend), seeds, torch.enable_grad():
         # Inference also continues a prefix, with fewer queries than keys.
         for Tq in (T,) if spec.grad or cached or spec.lse else (T // 3, T):
             inputs, seg = _inputs(spec, device, Tq, T, draw)
@@ -154,32 +151,28 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
     Compares the outputs of some queries, and the gradients that flow from them, of one sequence and
     the query heads of one key/value head: memory O(T). With a cache, the last queries only.
     """
-    with gpu_survives(backend):
-        return _wrong_at(backend, spec, torch.device(device), T)
-
-
-def _wrong_at(backend: Backend, spec: Spec, on: torch.device, T: int) -> tuple[str, ...]:
+    on = torch.device(device)
     R = spec.n_head // spec.n_kv_head
     cached = spec.cache in ("static", "paged")
     grad = spec.grad and spec.cache == "none"
     spec = replace(spec, n_head=R, n_kv_head=1, dropout=0.0, grad=grad)
     T += T % 2  # a ring takes two equal chunks
-    rows = sorted({*range(T - 3, T)} if cached else {0, T // 3, T // 2, T - T // 5, T - 2, T - 1})
+    asked = range(T - 3, T) if cached else (0, T // 3, T // 2, T - T // 5, T - 2, T - 1)
+    rows = sorted({row for row in asked if 0 <= row < T})
     inputs, seg = _inputs(spec, on, T, T, torch.Generator().manual_seed(0))
     q, k, v, dout, *sinks = (t[:1] if t.dim() == 4 else t for t in inputs)
     seg = None if seg is None else seg[:1]
     kept = torch.zeros(T, device=on, dtype=torch.bool)
     kept[rows] = True
     dout = dout * kept[None, :, None, None]  # the gradients of these rows only
-    with torch.random.fork_rng([on] if on.type == "cuda" else []), torch.enable_grad():
+    seeds = torch.random.fork_rng([on] if on.type == "cuda" else [])
+    with gpu_survives(backend), seeds, torch.enable_grad():
         try:
             if cached:
                 held_k, held_v, view = filled_cache(k, v, spec)
                 more = {"sinks": sinks[0]} if sinks else {}
-                part = q[:, rows]
-                got = [
-                    backend.attend(part, held_k, held_v, spec, cache=view([rows[0]], [3]), **more)
-                ]
+                part, reads = q[:, rows], view([rows[0]], [len(rows)])
+                got = [backend.attend(part, held_k, held_v, spec, cache=reads, **more)]
             else:
                 got = _run(attend_of(backend, spec), [q, k, v, dout, *sinks], seg, spec)
         except Exception as e:

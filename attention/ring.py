@@ -172,14 +172,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         raise ValueError(f"a ring takes parts of two equal chunks (Ring.shard), got {got}")
     if spec.right != 0:
         raise ValueError(f"a ring is causal, got right={spec.right}")
-    options = ring, kernel
-    return attention(q, k, v, spec, kernel=WHOLE, segments=segments, options=options)[0]
+    whole = Partial(
+        partial(forward, ring=ring, kernel=kernel), partial(backward, ring=ring, kernel=kernel))
+    return attention(q, k, v, spec, kernel=whole, segments=segments)[0]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments: Pair, _sinks: None,
-    _seed: None, ring: Ring, kernel: Partial,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments: Pair, *,
+            ring: Ring, kernel: Partial) -> tuple[Tensor, Tensor]:
     B, T_r, H, _ = q.shape
     acc = torch.promote_types(q.dtype, torch.float32)
     O = torch.zeros(q.shape, dtype=acc, device=q.device)
@@ -203,8 +202,7 @@ def forward(
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
-             _offset: int, segments: Pair, _sinks: None, _seed: None, ring: Ring,
-             kernel: Partial) -> tuple[Tensor, ...]:
+             _offset: int, segments: Pair, *, ring: Ring, kernel: Partial) -> tuple[Tensor, ...]:
     dQ = torch.zeros(q.shape, dtype=L.dtype, device=q.device)
     here = segments[1] if segments else None
     block = [k, v] if here is None else [k, v, here]
@@ -226,6 +224,3 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
         block = coming() if coming else block
     dK, dV = sums()
     return dQ, dK, dV
-
-
-WHOLE = Partial(forward, backward)

@@ -126,7 +126,7 @@ BACKEND = Backend(
     name="sdpa",
     title="PyTorch scaled_dot_product_attention",
     attend=attend,
-    caps=(Caps(right=True, min_torch="2.1", scale=True, caches=("none", "dynamic", "static")),),
+    caps=(Caps(right=True, scale=True, caches=("none", "dynamic", "static")),),
     fallback=None,
 )
 
@@ -149,7 +149,7 @@ def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps) -> Backend:
     return Backend(name, title, partial(attend, kernel=kernel), caps, fallback="sdpa")
 
 
-_FLASH = Caps(("cuda",), HALF, (8, 0), right=True, min_torch="2.3", head_dim_max=256, scale=True)
+_FLASH = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, scale=True)
 FLASH = Backend(
     "sdpa_flash",
     "PyTorch SDPA pinned to its FlashAttention kernel",
@@ -157,15 +157,13 @@ FLASH = Backend(
     (
         replace(_FLASH, window=False, segments=False, lse=True),
         replace(_FLASH, min_torch="2.12", dropout=False),  # varlen_attn with a window
-        Caps(("cpu",), right=True, min_torch="2.3", dropout=False, scale=True, lse=True),
+        Caps(("cpu",), right=True, dropout=False, scale=True, lse=True),
     ),
     fallback="sdpa",
     partial=PARTIAL,
     varlen=("cuda",),
 )
-_EFFICIENT = Caps(
-    ("cuda",), HALF, (8, 0), right=True, min_torch="2.3", head_dim_multiple=8, scale=True
-)
+_EFFICIENT = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_multiple=8, scale=True)
 EFFICIENT = _pinned(
     "sdpa_efficient",
     "PyTorch SDPA pinned to its memory-efficient kernel",
@@ -178,13 +176,12 @@ CUDNN = _pinned(
     "sdpa_cudnn",
     "PyTorch SDPA pinned to cuDNN's kernel",
     SDPBackend.CUDNN_ATTENTION,
-    Caps(("cuda",), HALF, min_capability=(8, 0), min_torch="2.5", head_dim_max=128,
-         head_dim_multiple=8, dropout_step=CUDNN_DROPOUT_STEP, deterministic=False, scale=True,
-         right=True),
+    Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=128, head_dim_multiple=8, scale=True,
+         dropout_step=CUDNN_DROPOUT_STEP, deterministic=False),
 )
 MATH = _pinned(
     "sdpa_math",
     "PyTorch SDPA pinned to its unfused kernel, O(S^2) memory",
     SDPBackend.MATH,
-    Caps(right=True, min_torch="2.3", scale=True),
+    Caps(right=True, scale=True),
 )

@@ -47,12 +47,11 @@ def call_sdpa(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None = None
 ) -> Tensor:
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
-    return attention(q, k, v, spec, kernel=WHOLE, options=(offset,))[0]
+    return attention(q, k, v, spec, kernel=WHOLE, offset=offset)[0]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments: None, _sinks: None,
-    _seed: None, offset: int,
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None
 ) -> tuple[Tensor, Tensor]:
     """Attention by PyTorch; L is empty, since backward() does not need it."""
     (Tq, Tk), seen = (q.shape[1], k.shape[1]), None
@@ -66,8 +65,7 @@ def forward(
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
-             _offset: int, segments: None, _sinks: None, _seed: None,
-             offset: int) -> tuple[Tensor, ...]:
+             offset: int, segments: None) -> tuple[Tensor, ...]:
     (B, Tq, H, _), Tk = q.shape, k.shape[1]
     scale = spec.softmax_scale
     Q, K, V, dO = (t.transpose(1, 2).flatten(0, 1) for t in (q * scale, k, v, dout))
@@ -90,9 +88,6 @@ BACKEND = Backend(
     name="sdpa_bmm",
     title="PyTorch SDPA forward, backward by batched products",
     attend=attend,
-    caps=(
-        Caps(("cpu",), ("bfloat16",), right=True, min_torch="2.3", dropout=False, segments=False,
-             scale=True),
-    ),
+    caps=(Caps(("cpu",), ("bfloat16",), right=True, dropout=False, segments=False, scale=True),),
     fallback="sdpa",
 )

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import BLOCK, Runs, cut, maskless, ranges, runs
+from .blocks import BLOCK, Runs, cut, maskless, runs
 from .caps import Partial, version
 from .function import dense_gradient
 from .spec import Spec
@@ -150,14 +150,7 @@ def _cpu_blocks(
 ) -> Iterator[tuple[slice, slice, slice, dict[str, bool | Tensor], Tensor | None]]:
     """Rows of the batch, queries, their keys, the operator's mask, and which queries see no key,
     (B or 1, 1, |I|); None: all do."""
-    (B, Tq), Tk = q.shape[:2], k.shape[1]
-    if offset == Tk - Tq >= 0:  # the queries are the last positions: segments tell what to skip
-        groups = cut(q, k, window, seg_k, BLOCK, right)
-    else:
-        size = Tq if seg_k is None and maskless(Tq, Tk, window, offset, right) else BLOCK
-        found = list(ranges(Tq, Tk, window, size, offset, seg_k is not None, right))
-        groups = iter([(slice(0, B), found)])
-    for rows, found in groups:
+    for rows, found in cut(q, k, window, seg_k, BLOCK, right, offset):
         for piece in found:
             I, J = piece.I, piece.J
             n, m, at = I.stop - I.start, J.stop - J.start, offset + I.start - J.start

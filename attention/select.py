@@ -110,6 +110,8 @@ PREFERENCE = {
 
 def preferred(spec: Spec, machine: Machine) -> list[str]:
     """PREFERENCE, with what is faster on this machine first."""
+    if machine.device not in PREFERENCE:
+        raise BackendUnavailable(f"no kernel runs on {machine.device}")
     order = [*PREFERENCE[machine.device]]
 
     def before(first: str, then: str) -> None:

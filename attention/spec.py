@@ -136,7 +136,8 @@ class Spec:
         groups = f" over {self.n_kv_head}" if self.n_kv_head != self.n_head else ""
         parts = [f"{self.n_head} heads{groups} of {self.head_dim}", self.dtype]
         for name in ("window", "right", "dropout", "scale", "softcap"):
-            parts += [f"{name} {value:g}"] if (value := getattr(self, name)) else []
+            if value := getattr(self, name):
+                parts.append(f"{name} {value if isinstance(value, int) else format(value, 'g')}")
         parts += ["not causal"] if self.right is None else []
         parts += [name for name in ("segments", "sinks", "lse", "compiled") if getattr(self, name)]
         if self.cache != "none":

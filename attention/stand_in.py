@@ -9,8 +9,6 @@ from types import ModuleType
 
 from . import bert_padding, flash_api
 
-INTERFACE = "2.8.3"  # the release of flash-attn whose functions flash_api.py follows
-
 
 def as_flash_attn() -> None:
     """Let `import flash_attn` find these functions until the process ends.
@@ -35,7 +33,7 @@ def as_flash_attn() -> None:
     package = ModuleType("flash_attn", "nanoattn's functions under flash-attn's name.")
     package.__spec__ = ModuleSpec("flash_attn", None, is_package=True)
     package.__path__ = []
-    package.__version__ = INTERFACE  # type: ignore[attr-defined]
+    package.__version__ = "2.8.3"  # type: ignore[attr-defined]  # which flash_api.py follows
     interface = ModuleType("flash_attn.flash_attn_interface")
     interface.__spec__ = ModuleSpec(interface.__name__, None)
     for name, value in vars(flash_api).items():

@@ -137,9 +137,8 @@ def borders(segments: Tensor) -> Tensor:
     return torch.stack((first, last), dim=1)
 
 
-_AMPERE = Caps(("cuda",), ("float16", "bfloat16", "float32"), (8, 0), right=True, min_torch="2.5",
-               head_dim_max=128, scale=True, softcap=True, sinks=True, lse=True,
-               packages=("triton>=3.1",))
+_AMPERE = Caps(("cuda",), ("float16", "bfloat16", "float32"), (8, 0), right=True, scale=True,
+               head_dim_max=128, softcap=True, sinks=True, lse=True, packages=("triton>=3.1",))
 _TURING = replace(_AMPERE, dtypes=("float16", "float32"), min_capability=(7, 5))
 BACKEND = Backend(
     name="triton",

@@ -121,9 +121,12 @@ def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
 
 
 def symbolic(t: Tensor) -> bool:
-    """True while torch.compile or torch.export traces, and for a meta or a fake tensor: its values
-    cannot be read."""
-    return torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor)
+    """True if t's values cannot be read: while torch.compile or torch.export traces or fake tensors
+    are computed, of meta and fake tensors, and under vmap."""
+    if torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor):
+        return True
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is not None or torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:
@@ -161,8 +164,7 @@ def kept(make: Callable[..., R]) -> Callable[..., R]:
 def in_pieces(segments: Tensor) -> bool:
     """True if an id of segments (B, Tk) comes again after others; False where it cannot be read
     without waiting for a device."""
-    on_host = segments.device.type == "cpu" and not symbolic(segments)
-    if not on_host or torch._C._functorch.is_functorch_wrapped_tensor(segments):
+    if segments.device.type != "cpu" or symbolic(segments):
         return False
     runs, ids = ((t[:, 1:] != t[:, :-1]).sum() for t in (segments, segments.sort(dim=1).values))
     return bool(runs != ids)

@@ -48,7 +48,8 @@ def compiled(case: Case) -> dict[str, Any]:
     types = {"L": "*fp32", "Delta": "*fp32", "Run": "*i32", "Seed": "*i64", "Sinks": "*fp32",
              "tau": "fp32", "softcap": "fp32", "keep": "fp32"}
     types |= {name: "*" + dtype for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Out")}
-    given: dict[str, Any] = {"HEAD_DIM": head_dim, "BLOCK_D": flash._padded(head_dim)}
+    padded = max(16, triton.next_power_of_2(head_dim))
+    given: dict[str, Any] = {"HEAD_DIM": head_dim, "BLOCK_D": padded}
     optional = ["Run", "Seed", "Sinks", "window", "softcap"]
     tile = tile_of(case)
     if kernel in flash.KERNELS:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attention as nanoattn
-from attention import BACKENDS, Spec
+from attention import BACKENDS, Machine, Spec
 from attention.views import PagedView, StaticView
 
 B, SIZE, H, HKV = 3, 4, 4, 2  # SIZE of a page
@@ -34,6 +34,27 @@ def auto() -> Iterator[None]:
 
 def ints(*numbers: Any) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
+
+
+WANTED = {"window": 3, "right": 2, "segments": True, "scale": 0.3, "softcap": 2.0, "sinks": True,
+          "dropout": 0.5, "cache": "static"}
+
+
+@pytest.mark.parametrize("option", WANTED)
+def test_an_option_that_a_kernel_lacks_is_refused_by_its_call(option) -> None:
+    here, refused = Machine.here("cpu"), []
+    for name, backend in BACKENDS.items():
+        dtype = "float32" if name != "sdpa_bmm" else "bfloat16"
+        spec = Spec(2, 2, 16, dtype, grad=False, **{option: WANTED[option]})
+        if {why.kind for why in backend.why_not(spec, here)} == {option}:
+            q = torch.randn(1, 4, 2, 16).to(getattr(torch, dtype))
+            given_ = {"segments": ints([0, 0, 1, 1]), "sinks": torch.zeros(2),
+                      "cache": StaticView(ints(0), ints(4), 4)}
+            more = {option: given_[option]} if option in given_ else {}
+            with pytest.raises(ValueError, match=f"^{name} "):
+                backend.attend(q, q, q, spec, **more)
+            refused.append(name)
+    assert refused or option in ("window", "right", "scale")  # which all have on a CPU
 
 
 # --- valid calls ---

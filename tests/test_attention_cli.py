@@ -76,6 +76,7 @@ def test_every_backend_on_another_machine(capsys) -> None:
     (["--as=abacus"], "abacus"), (["--as=h100", "--device=cpu"], "--device"),
     (["fastest", "--as=h100"], "fastest"), (["--seq_len=0"], "--seq_len"),
     (["--page_size=16"], "page_size"), (["--device=cuda:99"], "cuda:99"),
+    (["sdpa", "--device=tpu"], "tpu"), (["--device=cuda:x"], "cuda:x"), (["--device=xpu"], "xpu"),
     (["--dtype=int8"], "int8"), (["--sinks=maybe"], "maybe"), (["--colour=red"], "--colour"),
 ])
 def test_a_mistake_is_named_and_ends_with_2(words, wrong, capsys) -> None:

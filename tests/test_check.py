@@ -214,13 +214,20 @@ def test_what_a_kernel_raises_and_what_it_refuses(tmp_path: Path, capsys) -> Non
 
 @pytest.mark.parametrize("words, value", [
     (["none.py"], "none.py"), (["no_such_backend"], "no_such_backend"),
-    (["manual", "--dtype=float8"], "float8"), (["manual", "--device=tpu"], "tpu")])
+    (["manual", "--dtype=float8"], "float8"), (["manual", "--device=tpu"], "tpu"),
+    (["manual", "--length=-1"], "-1")])
 def test_a_mistake_in_the_command_line(words, value, capsys) -> None:
     try:
         code = check.main(words)
     except SystemExit as e:
         code = e.code
     assert code == 2 and value in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, length", [("manual", 1), ("manual", 4), ("paged", 2)])
+def test_a_short_length_has_all_its_rows_checked(name, length, capsys) -> None:
+    words = [name, f"--length={length}", "--quick", "--dtype=float32", "--device=cpu"]
+    assert check.main(words) == 0, capsys.readouterr().out
 
 
 # --- the file is a backend ---

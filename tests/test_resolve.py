@@ -332,6 +332,16 @@ def test_a_spec_out_of_range_is_an_error(changes, got) -> None:
         replace(BF16, **changes)
 
 
+def test_numbers_in_the_words_of_a_spec_are_whole() -> None:
+    words = str(replace(BF16, window=1048577, right=2000001, softcap=30.0, scale=0.25))
+    assert "window 1048577, right 2000001, scale 0.25, softcap 30," in words
+
+
+def test_a_device_without_kernels_is_refused() -> None:
+    with pytest.raises(BackendUnavailable, match="xpu"):
+        resolve("auto", BF16, Machine("xpu", "an Intel GPU", None, "2.13.0"))
+
+
 def test_a_large_math_kernel_is_warned_about() -> None:
     """Scores and softmax of 8 query heads, 8192 x 8192 each, in float32: 4.3 GB."""
     note = math_note(BACKENDS["sdpa"], Spec(8, 2, 64, "bfloat16"), (1, 8192))

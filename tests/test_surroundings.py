@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import attention as flash_attn
-from attention import BACKENDS
+from attention import BACKENDS, Spec, select
 from model import GPT, GPTConfig
 
 T, H, D = 9, 4, 16
@@ -182,6 +182,92 @@ def test_tensors_without_values_give_shapes(f: Function) -> None:
     with FakeTensorMode():
         outs.append(f(torch.empty(Q.shape)))
     assert all((out.shape, out.dtype) == (want.shape, want.dtype) for out in outs)
+
+
+@pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash"])
+def test_segments_of_several_layers_need_no_values(name: str) -> None:
+    """Under vmap and among fake tensors, though a real call has kept what it found in them."""
+    seg = torch.tensor([[[0, 0, 1, 1, 1]], [[3, 3, 3, 3, 4]]], dtype=torch.int32)
+    q, spec = torch.randn(2, 1, 5, H, D), Spec(H, H, D, "float32", segments=True)
+
+    def layers(q: Tensor, seg: Tensor) -> Tensor:
+        for _ in range(2):
+            q = BACKENDS[name].attend(q, q, q, spec, segments=seg)
+        return q
+
+    want = torch.stack([layers(*pair) for pair in zip(q, seg)])
+    torch.testing.assert_close(torch.vmap(layers)(q, seg), want)
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True) for _ in range(2)):
+        with mode:
+            assert layers(mode.from_tensor(q[0]), seg[0]).shape == want[0].shape
+    torch.testing.assert_close(layers(q[0], seg[0]), want[0])
+
+
+def test_gradients_of_each_text_by_torch_func() -> None:
+    """Through the model's loss, of which one target is ignored."""
+    model = GPT(GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=H, n_embd=D * H))
+    idx, targets = torch.randint(16, (2, 3, 8))
+    targets[0, 2] = -1
+    names, params = zip(*model.named_parameters(), strict=True)
+
+    def loss(params: tuple[Tensor, ...], idx: Tensor, targets: Tensor) -> Tensor:
+        found: Tensor = torch.func.functional_call(
+            model, dict(zip(names, params, strict=True)), (idx[None], targets[None]))[1]
+        return found
+
+    detached = tuple(p.detach() for p in params)
+    got = torch.vmap(torch.func.grad(loss), (None, 0, 0))(detached, idx, targets)
+    for i in range(3):
+        want = torch.autograd.grad(loss(params, idx[i], targets[i]), params)
+        torch.testing.assert_close([g[i] for g in got], list(want), rtol=1e-4, atol=1e-6)
+
+
+WAITING = """import threading
+from nanoattn import Backend, Caps, flash_attn_func
+import torch
+
+def elsewhere(f, *inputs):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(f(*inputs)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+class Recomputed(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, *qkv: (ctx.save_for_backward(*qkv), flash(*qkv))[1])
+
+    @staticmethod
+    def backward(ctx, dout):  # a CUDA device has a thread of its own for it
+        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        return elsewhere(lambda: torch.autograd.grad(Again.apply(*leaves), leaves, dout))
+
+class Again(Recomputed):
+    @staticmethod
+    def backward(ctx, dout):
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+            return torch.autograd.grad(flash_attn_func(*leaves, causal=True), leaves, dout)
+
+def flash(*qkv):
+    return flash_attn_func(*qkv, causal=True)
+
+def attend(q, k, v, spec, *, segments=None, cache=None):
+    return Recomputed.apply(q, k, v) if spec.grad else elsewhere(flash, q, k, v)
+
+CAPS = Caps(dtypes=("float32",), window=False, segments=False, dropout=False)
+BACKEND = Backend("waiting", "it waits for another thread", attend, (CAPS,), None)
+"""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_kernel_that_waits_for_another_threads_choice(tmp_path, monkeypatch) -> None:
+    """In its backward pass it gets one; elsewhere it is refused when the patience ends."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    monkeypatch.setattr("attention.machine.apart.PATIENCE", 0.2)
+    for grad, want in ((True, "waiting"), (False, "sdpa")):
+        flash_attn.use("auto")
+        spec = Spec(2, 2, 32, "float32", grad=grad)
+        assert select(str(tmp_path / "waiting.py"), spec, "cpu").backend.name == want
 
 
 def test_threads_choose_once_and_get_the_same() -> None:

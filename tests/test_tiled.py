@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attention import Spec, tiled
+from attention import Partial, Spec, tiled
 from attention.check import oracle
 from attention.function import attention
 from attention.spec import DTYPES
@@ -48,8 +49,12 @@ def sinks_of(spec: Spec, dtype: torch.dtype = torch.float64) -> Tensor:
     return (2 + torch.randn(spec.n_head, generator=draw_, dtype=torch.float64)).to(dtype)
 
 
-def tiled_(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *tiles: int, **more: Any) -> Tensor:
-    return attention(q, k, v, spec, kernel=tiled.PARTIAL, options=tiles, **more)[0]
+def tiled_(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, B_r: int, B_c: int, **more: Any
+) -> Tensor:
+    passes = (tiled.forward_tiles, tiled.backward_tiles)
+    kernel = Partial(*(partial(f, B_r=B_r, B_c=B_c) for f in passes))
+    return attention(q, k, v, spec, kernel=kernel, **more)[0]
 
 
 def both_passes(inputs: list[Tensor], seg: Tensor | None, spec: Spec, B_r: int, B_c: int,

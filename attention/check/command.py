@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 
 from ..caps import Backend, Refusal
-from ..machine.system import first_line, loses_device
+from ..machine.system import devices, first_line, loses_device
 from ..machine.timing import aligned
 from ..probing import wrong_at
 from ..select import get as get
@@ -139,14 +139,8 @@ class Report:
 
 
 def check(
-    name: str,
-    devices: Sequence[str],
-    dtypes: Sequence[str] = DTYPES,
-    *,
-    quick: bool = False,
-    first: bool = False,
-    length: int = 0,
-    tests: ModuleType = sys.modules[__name__],
+    name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
+    first: bool = False, length: int = 0, tests: ModuleType = sys.modules[__name__],
     watch: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Report:
     """Run every test on a backend.
@@ -246,12 +240,13 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     options.dtypes = options.dtype.split(",") if options.dtype else usual
     if options.cs336 and options.length:
         parser.error("--length: not with --cs336")
+    if options.length < 0:
+        parser.error(f"--length must be a number of tokens, got {options.length}")
     if unknown := set(options.dtypes) - set(DTYPES):
         parser.error(f"--dtype must be some of {', '.join(DTYPES)}, got {min(unknown)}")
-    cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()
-    options.devices = ["cpu", *["cuda"] * (cuda > 0), *["mps"] * mps]
+    options.devices = [name for name in devices() if ":" not in name]
     if options.device:
-        if options.device not in [*options.devices, *(f"cuda:{i}" for i in range(cuda))]:
+        if options.device not in devices():
             parser.error(f"--device={options.device}: no such device here")
         options.devices = [options.device]
     return options

@@ -187,7 +187,6 @@ def get(name: str) -> Backend:
     title = f"{getattr(function, '__name__', function)}; odd lengths, strides and float64 are "
     caps = Caps(devices, dtypes, right=True)
 
-
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
         out: Tensor = function.apply(q, k, v, spec.right == 0)
         return out

@@ -76,8 +76,8 @@ def properties(dtype: str) -> Iterator[Item]:
     inference = partial(surrounded, lambda device: torch.inference_mode())
     yield item("inference mode", "surroundings", heads(grad=False), inference)
     for p in (0.125, 0.5):
-        yield item(f"dropout rate, {p}", "dropout", _dropping(dtype, p), rate)
-    yield item("the same mask again", "dropout", _dropping(dtype, 0.25), replay)
+        yield item(f"dropout rate, {p}", "dropout", Spec(2, 2, 16, dtype, dropout=p), rate)
+    yield item("the same mask again", "dropout", Spec(2, 2, 16, dtype, dropout=0.25), replay)
 
     for grad, (w, right) in itertools.product((True, False), ((None, 0), (9, 5))):
         name, spec = "compiled", heads(window=w, right=right, grad=grad, compiled=True)
@@ -229,10 +229,6 @@ def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
 
 
 # --- dropout: if v is the identity, the output is the matrix P after dropout ---
-
-
-def _dropping(dtype: str, p: float) -> Spec:
-    return Spec(2, 2, 16, dtype, dropout=p)
 
 
 def _revealing(spec: Spec, device: str, B: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,11 +23,12 @@ from torch import Tensor
 from ..caps import Backend, BackendUnavailable, Resolution
 from ..flash_args import check_deterministic
 from ..machine.flash_impl import flash_impl
+from ..machine.system import autocast_dtype
 from ..plan import Plans
 from ..probabilities import weights
 from ..select import BACKENDS, RULES, get
 from ..spec import Policy, Spec
-from ..views import kept
+from ..views import kept, symbolic
 from .mask import Mask, Proof, prove
 
 if TYPE_CHECKING:
@@ -175,14 +175,8 @@ def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **asked: Any) -> M
 
 
 def _tokens(
-    Tq: int,
-    *,
-    attention_mask: Tensor | None = None,
-    cache_position: Tensor | None = None,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    kv_length: int = 0,
-    **_: object,
+    Tq: int, *, attention_mask: Tensor | None = None, cache_position: Tensor | None = None,
+    q_offset: int | Tensor = 0, kv_offset: int = 0, kv_length: int = 0, **_: object,
 ) -> Tensor | None:
     """Bool (B, Tq), True for tokens and False for padding, from the caller's 2-D mask."""
     if attention_mask is None:
@@ -227,7 +221,7 @@ def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> N
 
     Checked once for each mask that _mask() made: it synchronizes with the device.
     """
-    if isinstance(mask, Mask) and mask.checked is position_ids:
+    if symbolic(position_ids) or (isinstance(mask, Mask) and mask.checked is position_ids):
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
     if proof.texts is not None:
@@ -279,8 +273,7 @@ def _attend(
         if key.shape != value.shape or (key.shape[0], key.shape[3]) != (B, D):
             shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
             raise ValueError(f"q, k and v must agree in batch and head_dim: {shapes}")
-        if autocast := torch.is_autocast_enabled(device.type):  # as for SDPA
-            half = torch.get_autocast_dtype(device.type)
+        if half := autocast_dtype(device.type):  # as for SDPA
             low = [t if t.dtype == torch.float64 else t.to(half) for t in (query, key, value)]
             query, key, value = low
         if not query.dtype == key.dtype == value.dtype:
@@ -316,14 +309,13 @@ def _attend(
     # Views: a static cache is longer than its contents.
     runs = proof.runs or (([], slice(0, proof.end)),)
     outs, Ps = [], []
-    with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
-        for rows, J in runs:
-            tensors = q_BTHD, k_BTHD[:, J], v_BTHD[:, J]
-            q, k, v = tensors if len(runs) == 1 else (t[rows] for t in tensors)
-            outs.append(chosen.backend.attend(q, k, v, spec, **options))
-            if output_attentions:
-                P = weights(q, k, spec, **options).to(query.dtype)
-                Ps.append(F.pad(P, (J.start, Tk - J.stop)))
+    for rows, J in runs:
+        tensors = q_BTHD, k_BTHD[:, J], v_BTHD[:, J]
+        q, k, v = tensors if len(runs) == 1 else (t[rows] for t in tensors)
+        outs.append(chosen.backend.attend(q, k, v, spec, **options))
+        if output_attentions:
+            P = weights(q, k, spec, **options).to(query.dtype)
+            Ps.append(F.pad(P, (J.start, Tk - J.stop)))
     if len(runs) > 1:
         back = torch.tensor([b for rows, _ in runs for b in rows], device=device).argsort()
         outs, Ps = ([torch.cat(ts)[back]] if ts else [] for ts in (outs, Ps))
@@ -334,10 +326,8 @@ def _choose(
     plans: Plans, spec: Spec, device: torch.device, shape: tuple[int, int, int]
 ) -> Resolution:
     key = spec, device, torch.are_deterministic_algorithms_enabled(), flash_impl()
-    if key not in plans.known:
-        phase = " with a cache" if spec.cache != "none" else " without gradients"
-        plans.make(key, [spec], device, shape, phase)
-    return plans.known[key][0].chosen
+    phase = " with a cache" if spec.cache != "none" else " without gradients"
+    return plans.make(key, [spec], device, shape, phase)[0].chosen
 
 
 # --- the report ---

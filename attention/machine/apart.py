@@ -23,13 +23,15 @@ F = TypeVar("F", bound=Callable[..., object])
 
 _lock = threading.Lock()
 _inside = threading.local()
+PATIENCE = 1800  # seconds: no choice takes as long
 
 
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     """Return function() from a new thread, one at a time.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, which would break.
+        RuntimeError: a CUDA graph is being captured, which would break. Or this thread belongs to
+            a kernel that is being tried, which waits for it.
     """
     import torch
 
@@ -44,15 +46,26 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     if on.type == "cuda":
         start_profiler()
     result: Future[T] = Future()
+    # A backward pass has threads of its own. That of a kernel that is being tried cannot wait.
+    patience = 0.0 if torch._C._current_graph_task_id() != -1 else PATIENCE
 
     def run() -> None:
         _inside.now = True
         current = torch.cuda.device(on) if on.type == "cuda" else nullcontext()
+        locked = _lock.acquire(timeout=patience)
         try:
-            with _lock, current:
+            if patience and not locked:
+                raise RuntimeError(
+                    "no kernel could be chosen: another thread has been choosing one for "
+                    f"{patience / 60:.0f} minutes. Perhaps its kernel waits for this thread"
+                )
+            with current:
                 result.set_result(function())
         except BaseException as e:
             result.set_exception(e)
+        finally:
+            if locked:
+                _lock.release()
 
     threading.Thread(target=run, daemon=True).start()
     return result.result()

@@ -25,8 +25,18 @@ def use_flash_impl(impl: str) -> None:
     """
     if impl == flash_impl():
         return
-    if why := _why_not(impl):
-        raise BackendUnavailable(f"PyTorch's flash kernel cannot be {impl} here: {why}")
+    why, found = f"PyTorch's flash kernel cannot be {impl} here", None
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        has = f"torch {torch.__version__} has only its own"
+        raise BackendUnavailable(f"{why}: {has}; the choice came with 2.11")
+    if impl == "FA4":
+        found = import_version("flash_attn.cute")
+    if found and version(found) > (4, 0, -1, 18) and version(torch.__version__) < (2, 14):
+        raise BackendUnavailable(
+            f"{why}: torch {torch.__version__} expects two results, which flash-attn-4 gives up to "
+            f"4.0.0b18, this is {found} (pytorch issue 190212; pip install flash-attn-4==4.0.0b18, "
+            "or --attention_backend=flash_attn_4)"
+        )
     try:
         if impl == "FA2":
             torch.nn.attention.restore_flash_attention_impl()
@@ -34,20 +44,6 @@ def use_flash_impl(impl: str) -> None:
             torch.nn.attention.activate_flash_attention_impl(impl)
     except Exception as e:  # the import of the package may raise anything
         raise BackendUnavailable(
-            f"PyTorch's flash kernel cannot be {impl} here: {type(e).__name__}: {first_line(e)} "
+            f"{why}: {type(e).__name__}: {first_line(e)} "
             "(it needs the package, and a GPU that the package supports)"
         ) from e
-
-
-def _why_not(impl: str) -> str:
-    """What is known to fail by the versions alone; "" if nothing."""
-    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
-        return f"torch {torch.__version__} has only its own; the choice came with 2.11"
-    found = import_version("flash_attn.cute") if impl == "FA4" else None
-    if found and version(found) > (4, 0, -1, 18) and version(torch.__version__) < (2, 14):
-        return (
-            f"torch {torch.__version__} expects two results, which flash-attn-4 gives up to "
-            f"4.0.0b18, this is {found} (pytorch issue 190212; pip install flash-attn-4==4.0.0b18, "
-            "or --attention_backend=flash_attn_4)"
-        )
-    return ""

@@ -52,6 +52,14 @@ def bfloat16_units() -> str:
     return "AMX" if has.get("amx_bf16") else "AVX512_BF16" if has.get("avx512_bf16") else ""
 
 
+def devices() -> list[str]:
+    """The devices of this machine by PyTorch's names: cpu, cuda, cuda:0, mps."""
+    import torch
+
+    cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    return ["cpu", *["cuda"][: len(cuda)], *cuda, *["mps"][: torch.backends.mps.is_available()]]
+
+
 @cache
 def import_version(package: str) -> str | None:
     """Import a package; return its version, its import error, or None if it is missing."""
@@ -71,11 +79,8 @@ def import_version(package: str) -> str | None:
     if re.match(r"[\d.]*[1-9]", version):
         return version
     # No version, or 0.0.0 from a package that looks itself up under its former name.
-    return _distribution_version(package) or UNKNOWN_VERSION
-
-
-def _distribution_version(package: str) -> str | None:
-    return next((metadata.version(name) for name, intact in _owners(package) if intact), None)
+    known = (metadata.version(name) for name, intact in _owners(package) if intact)
+    return next(known, None) or UNKNOWN_VERSION
 
 
 def _owners(package: str) -> Iterator[tuple[str, bool]]:

@@ -64,7 +64,8 @@ def measure(
             backend, refused = admit(name, modes[-1], machine, policy)
             able = [s for s in modes if not admit(name, s, machine, policy)[1]]
             row = Row(name, backend.title, tuple(refused))
-            if able and interpreted(backend, able[-1], machine):
+            fit = [c for c in backend.caps if able and not c.why_not(able[-1], machine)]
+            if fit and all(c.interpreted for c in fit):  # thousands of times slower than a GPU
                 row = replace(row, why=("Triton's interpreter is for tests, not for speed",))
             elif able:
                 tried = probe(backend, able[-1], device, tokens)
@@ -94,12 +95,6 @@ def measure(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return list(rows.values())
-
-
-def interpreted(backend: Backend, spec: Spec, machine: Machine) -> bool:
-    """True if it would run in Triton's interpreter, thousands of times slower than a GPU."""
-    rows = [c for c in backend.caps if not c.why_not(spec, machine)]
-    return bool(rows) and all(c.interpreted for c in rows)
 
 
 Key = tuple[str, Spec]

@@ -500,10 +500,6 @@ def default_tile(
     return table[row][list(KERNELS).index(kernel)]
 
 
-def _padded(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
 # --- Launch ---
 
 
@@ -515,8 +511,8 @@ def _launch(name: str, heads: int, T: int, q: Tensor, *args: object) -> None:
     programs = heads * triton.cdiv(T, N if name == "dkdv" else M)
     with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
         KERNELS[name][programs,](
-            q, *args, HEAD_DIM=head_dim, BLOCK_D=_padded(head_dim), BLOCK_M=M, BLOCK_N=N,
-            num_warps=warps, num_stages=stages,
+            q, *args, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            BLOCK_M=M, BLOCK_N=N, num_warps=warps, num_stages=stages,
             # S_ij * tau - m_i should be one instruction. Triton before 3.10 fuses by default.
             enable_fp_fusion=True)
 
