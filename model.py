@@ -27,8 +27,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import attention
-from attention import Phase, Plan, Plans, Policy, Ring, Spec
+from attention import Phase, Plan, Plans, Policy, Ranks, Ring, Spec, check_name
 from attention.machine.system import autocast_dtype
 from core.loss import Head
 from core.settings import check_fields
@@ -57,7 +56,7 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm of each query and key, before RoPE
     tied: bool = True  # the head uses the token embedding's weights (Press & Wolf 2017)
     rope_theta: PositiveFloat = 10000.0  # the slowest channels turn 2 pi * theta tokens
-    rope_scaling: tuple[float, float, float, int] | None = None  # Llama 3.1's: see rope_rates()
+    rope_scaling: tuple[PositiveFloat, float, PositiveFloat, PositiveInt] | None = None  # Llama 3.1
     head_size: PositiveInt | None = None  # D; None: n_embd / n_head
     n_hidden: PositiveInt | None = None  # inside the MLP; None: see `hidden`
     norm_eps: PositiveFloat = 1e-5
@@ -72,7 +71,9 @@ class GPTConfig:
             raise ValueError(f"n_embd must be a multiple of n_head, got n_embd={C}, n_head={H}")
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"position=rope needs heads of an even width, got {self.head_dim}")
-        attention.check_name(self.attention_backend)  # runs no file: a saved config may name one
+        if (scaling := self.rope_scaling) and not 0 <= scaling[1] < scaling[2]:
+            raise ValueError(f"rope_scaling: expected 0 <= low < high, got {scaling}")
+        check_name(self.attention_backend)  # runs no file: a saved config may name one
         if isinstance(several, tuple) and not 1 <= (n := len(several)) <= self.n_layer:
             raise ValueError(f"attention_window: expected 1 to n_layer={self.n_layer}, got {n}")
         if isinstance(several, tuple) and len(several) == 1:  # equal models have equal configs
@@ -169,11 +170,10 @@ class CausalSelfAttention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        view = None  # how to read a static or a paged cache: attention/views.py
-        if cache is not None:
-            k, v, view = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
-            if segments is not None:  # of the keys that this layer's window has kept
-                segments = segments[:, -k.shape[1] :]
+        # (B, Tk, Hkv, D), or pages of them; how to read a static or paged cache: attention/views.py
+        k, v, view = (k, v, None) if cache is None else cache.append(k, v)
+        if cache is not None and segments is not None:  # of the keys that this layer has kept
+            segments = segments[:, -k.shape[1] :]
         y = attend(q, k, v, spec, segments=segments, cache=view)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
@@ -235,10 +235,9 @@ class GPT(nn.Module):
         })  # fmt: skip
         self.lm_head = Head(None if config.tied else (config.vocab_size, config.n_embd))
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # 2 * n_layer of them add up in the residual stream
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
-            elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
+            n = 2 * config.n_layer if name.endswith("c_proj.weight") else 1  # add up in x
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02 / math.sqrt(n))
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
@@ -269,7 +268,7 @@ class GPT(nn.Module):
         if self.packed and segments is not None and cache is None:
             pos = (pos - segments).clamp(min=0)  # (B, T)
         x, rope = self.embed(idx, pos)
-        plan = self.plans.look_up(self.phase(segments is not None, cache), idx.shape[0])
+        plan = self.plans.look_up(self.phase(segments is not None, cache, x), idx.shape[0])
         for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):
             if spec.lse and self.ring:
                 attend = self.ring.attend(chosen.backend)
@@ -310,32 +309,33 @@ class GPT(nn.Module):
         """The weights (V, C) of the head: the token embedding's, if they are tied."""
         return self.transformer.wte.weight if self.lm_head.weight is None else self.lm_head.weight
 
-    def phase(self, segments: bool = False, cache: Cache = None) -> Phase:
-        """The phase of a forward pass that begins now."""
-        weight, shared = self.transformer.wte.weight, bool(self.ring) and cache is None
-        return Phase.now(weight, self.training, segments, cache, shared)
+    def phase(self, segments: bool = False, cache: Cache = None, x: Tensor | None = None) -> Phase:
+        """The phase of a forward pass that begins now; x: the embeddings, in the blocks' dtype."""
+        x, shared = self.transformer.wte.weight if x is None else x, bool(self.ring)
+        return Phase.now(x, self.training, segments, cache, shared and cache is None)
 
-    def plan(self, B: int = 1, ranks: attention.Ranks | None = None, **changes: Any) -> Plan:
+    def plan(self, B: int = 1, ranks: Ranks | None = None, **changes: Any) -> Plan:
         """Choose each layer's kernel for a phase in advance: as phase(), with `changes`."""
         return self.plans.plan(self.phase()._replace(**changes), B, ranks)
 
     @torch.no_grad()
-    def generate(
-        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None
-    ) -> Tensor:
+    def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
+                 top_k: int | None = None) -> Tensor:  # fmt: skip
         """Append `max_new_tokens` sampled tokens to idx (B, T) int64.
 
         The plain loop: each token costs a pass over the whole text. inference/engine.py has KV
         caches, and draws other random numbers from the same distributions.
         """
-        if idx.dim() != 2 or max_new_tokens < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(f"expected idx (B, T), got {idx.shape}, {max_new_tokens=}, {top_k=}")
+        k = 1 if top_k is None else top_k
+        if not (idx.dim() == 2 and idx.shape[1] and max_new_tokens >= 0 <= temperature and k >= 1):
+            asked = f"{max_new_tokens=}, {temperature=}, {top_k=}"
+            raise ValueError(f"expected idx (B, T), got {tuple(idx.shape)}, {asked}")
         for _ in range(max_new_tokens):
             logits = self.head(self.hidden(idx[:, -self.config.block_size :])[:, -1])  # (B, V)
             if temperature == 0:
                 token = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
             else:
-                logits = logits.float() / temperature
+                logits = logits.float() / max(temperature, 1e-20)  # smaller is 0 in float32
                 if top_k is not None and top_k < logits.shape[-1]:
                     least = logits.topk(top_k).values[:, -1:]
                     logits = logits.masked_fill(logits < least, -math.inf)

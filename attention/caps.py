@@ -205,6 +205,8 @@ INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 def contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: object, cache: Any,
                    sinks: object) -> str:
     """What is wrong with attend()'s arguments, in words; "" if nothing is."""
+    if not (dense(q) and dense(k) and dense(v)):
+        return f"q, k and v must be dense, got {shape_of(q)}, {shape_of(k)}, {shape_of(v)}"
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     fits = q.dim() == 4 and k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
     if not (fits and q.dtype == k.dtype == v.dtype and str(q.dtype)[6:] == spec.dtype):
@@ -260,10 +262,17 @@ def unlike(t: object, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...
     what is expected and what t is."""
     import torch
 
-    if (isinstance(t, torch.Tensor) and t.device == on and str(t.dtype)[6:] in dtypes
+    if (isinstance(t, torch.Tensor) and dense(t) and t.device == on and str(t.dtype)[6:] in dtypes
             and t.dim() == len(shape) and all(n in (-1, m) for n, m in zip(shape, t.shape))):
         return ""
     return f"{shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}"
+
+
+def dense(t: Tensor) -> bool:
+    """False for sparse and nested tensors, and those of other layouts."""
+    import torch
+
+    return t.layout == torch.strided and not t.is_nested
 
 
 def shape_of(t: object) -> str:
@@ -272,6 +281,8 @@ def shape_of(t: object) -> str:
 
     if not isinstance(t, torch.Tensor):
         return repr(t)
+    if not dense(t):
+        return f"a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor"
     return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 

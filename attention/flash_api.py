@@ -374,7 +374,10 @@ def _kernel(
     q: Tensor, k: Tensor, request: Request, *, segments: bool = False, grad: bool = False,
     cache: str = "none", page_size: int | None = None,
 ) -> tuple[Backend, Spec]:
-    Tq, Tk = q.shape[1], k.shape[1]
+    Tq, Tk, heads = q.shape[1], k.shape[1], (q.shape[-2], k.shape[-2], q.shape[-1])
+    if type(Tq) is not int and not torch.compiler.is_compiling():  # other tracers' numbers
+        Tq, Tk = map(operator.index, (Tq, Tk))
+        heads = operator.index(heads[0]), operator.index(heads[1]), operator.index(heads[2])
     window, right = request.sides(Tq, Tk)
     window = request.window if cache == "paged" else window  # there k is pages
     compiled = torch.compiler.is_compiling()
@@ -383,7 +386,6 @@ def _kernel(
         window, request.dropout, segments, grad, cache, compiled, page_size, request.scale,
         request.softcap, False, request.lse, right,
     )
-    heads = q.shape[-2], k.shape[-2], q.shape[-1]
     dtype, device = str(q.dtype).removeprefix("torch."), str(q.device)
     if _shape_only(q):
         return (tiled if request.lse else manual).BACKEND, Spec(*heads, dtype, *asked)

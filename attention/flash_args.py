@@ -8,7 +8,6 @@ cu_seqlens, and cache_seqlens for a log-sum-exp.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
@@ -18,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .caps import shape_of, unlike
-from .spec import DTYPES, NO_LIMIT
+from .caps import dense, shape_of, unlike
+from .spec import DTYPES, LARGEST, NO_LIMIT, is_number
 from .views import kept, not_compiled, symbolic
 
 HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata")
@@ -46,14 +45,15 @@ class Request:
     ) -> Request:
         """Raise ValueError for what is not supported. `others` are HINTS, or REFUSED unless None,
         False or 0."""
-        pair: object = window.tolist() if isinstance(window, Tensor) else window
+        meta = isinstance(window, Tensor) and window.is_meta
+        pair: object = window.tolist() if isinstance(window, Tensor) and not meta else window
         sides = list(pair) if isinstance(pair, (tuple, list)) else []
         if len(sides) != 2 or not all(n is None or is_a(Integral, n) for n in sides):
             wrong("window_size", "a pair of integers", window)
         if not (is_a(Real, dropout) and 0 <= dropout < 1):
             wrong("dropout_p", "in [0, 1)", dropout)
         # A tensor without dimensions is a number for flash-attn's operators too.
-        if isinstance(scale, Tensor) and not scale.dim():
+        if isinstance(scale, Tensor) and not scale.dim() and not scale.is_meta:
             if scale.requires_grad and torch.is_grad_enabled():
                 wrong("softmax_scale", "a number: it gets no gradient", scale)
             scale = scale.item()
@@ -61,7 +61,7 @@ class Request:
             wrong("softmax_scale", "positive", scale)
         if softcap is not None and not (is_a(Real, softcap) and 0 <= softcap <= LARGEST):
             wrong("softcap", "positive, or 0 for none", softcap)
-        if causal not in (False, True):
+        if getattr(causal, "ndim", 0) or causal not in (False, True):
             wrong("causal", "True or False", causal)
         dropout, softcap = number(dropout), number(softcap or 0)
         scale = None if scale is None else number(scale)
@@ -72,7 +72,7 @@ class Request:
             if name not in REFUSED:
                 if name not in HINTS:
                     raise TypeError(f"unexpected keyword argument {name!r}")
-            elif isinstance(value, Tensor) or value:
+            elif value is not None and not (is_number(value) and value == 0) and value is not False:
                 raise ValueError(f"{name} is not supported")
         width = None if left is None else left + 1
         return cls(dropout, scale, width, 0 if causal else right, softcap or None, lse)
@@ -87,7 +87,6 @@ class Request:
 
 INDICES = ("int32", "int64")
 COMMON: dict[type, tuple[type, ...]] = {Integral: (int,), Real: (float, int)}
-LARGEST = sys.float_info.max
 FLOATS = {getattr(torch, name) for name in DTYPES}
 
 
@@ -123,12 +122,12 @@ def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), 
     if paged:
         keys = "(pages, page_size, heads, head_dim)"
     for name, t, layout in (("q", q, one), (names[0], k, keys), (names[1], v, keys)):
+        if isinstance(t, Tensor) and not dense(t):
+            wrong(name, "a dense tensor", t)
         if not isinstance(t, Tensor) or t.dim() != (4 if layout is not one else dims):
             wrong(name, layout, t)
         if 0 in t.shape[1 if layout is not one else -2 :]:
             wrong(name, f"{layout} without a size of 0", t)
-        if t.layout != torch.strided:
-            wrong(name, "a dense tensor", t.layout)
         if t.dtype not in FLOATS or t.dtype != q.dtype or t.device != q.device:
             dtype = str(q.dtype)[6:] if name != "q" else " or ".join(DTYPES)
             wrong(name, f"of dtype {dtype} on {q.device}", t)
@@ -153,7 +152,8 @@ def check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> in
         return 0
     H, D = k_cache.shape[2:]
     for name, t in (("k", k), ("v", v)):
-        same = isinstance(t, Tensor) and (t.dtype, t.device) == (k_cache.dtype, k_cache.device)
+        same = isinstance(t, Tensor) and dense(t)
+        same = same and (t.dtype, t.device) == (k_cache.dtype, k_cache.device)
         if not same or t.dim() != 4 or (t.shape[0], *t.shape[2:]) != (B, H, D):
             wrong(name, f"({B}, new tokens, {H}, {D}), as {shape_of(k_cache)}", t)
     if v.shape != k.shape:

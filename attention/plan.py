@@ -92,6 +92,8 @@ class Plans:
         self, name: str, policy: Policy = Policy(),
         specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0,
     ) -> None:
+        if not isinstance(policy, Policy):
+            raise ValueError(f"policy must be a Policy, got {policy!r}")
         self.name, self.policy, self.specs, self.length = name, policy, specs, length
         self.known: dict[Hashable, Plan] = {}
 

@@ -96,8 +96,8 @@ def _cpu_forward(
     window: int | None, right: int | None, scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     acc = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(q.shape, dtype=acc, device=q.device)
-    L = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc, device=q.device)
+    out = q.new_zeros(q.shape, dtype=acc)
+    L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc)
     for b, I, J, how, blind in _cpu_blocks(q, k, window, right, offset, seg_q, seg_k):
         qkv = (_BHTD(t) for t in (q[b, I], k[b, J], v[b, J]))
         part, L_I = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, scale=scale, **how)
@@ -111,7 +111,7 @@ def _cpu_backward(
     seg_k: Tensor | None, offset: int, window: int | None, right: int | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     L = L.masked_fill(L.isneginf(), 0)  # where no key is seen P is exp(-inf - L): 0, not NaN
-    dq, dk, dv = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (q, k, v))
+    dq, dk, dv = (t.new_zeros(t.shape, dtype=L.dtype) for t in (q, k, v))
     for b, I, J, how, _ in _cpu_blocks(q, k, window, right, offset, seg_q, seg_k):
         tensors = dout[b, I], q[b, I], k[b, J], v[b, J], out[b, I].to(q.dtype)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -185,8 +185,8 @@ def _cuda_forward(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int
 ) -> tuple[Tensor, Tensor]:
     (B, Tq, H, D), Tk = q.shape, k.shape[1]
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    L = torch.full((B, H, Tq), -torch.inf, dtype=torch.float32, device=q.device)
+    out = q.new_zeros(q.shape, dtype=torch.float32)
+    L = q.new_full((B, H, Tq), -torch.inf, dtype=torch.float32)
     for I, J, causal in aligned(Tq, Tk, offset, spec.right):
         qkv = (by_8(t).transpose(1, 2) for t in (q[:, I], k[:, J], v[:, J]))
         got = aten._scaled_dot_product_flash_attention(
@@ -199,7 +199,7 @@ def _cuda_forward(
 def _cuda_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec, offset: int
 ) -> tuple[Tensor, ...]:
-    dq, dk, dv = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (q, k, v))
+    dq, dk, dv = (t.new_zeros(t.shape, dtype=L.dtype) for t in (q, k, v))
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
     for I, J, causal in aligned(q.shape[1], k.shape[1], offset, spec.right):
         tensors = (dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype))

@@ -84,6 +84,8 @@ def get(name: str) -> Backend:
 
 def check_name(name: str) -> None:
     """Raise ValueError if the name is unknown. A file is neither opened nor run."""
+    if not isinstance(name, str):
+        raise ValueError(f"a backend has a name or a path, got {name!r}")
     if not (name in RULES or is_file(name)):
         get(name)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -70,6 +71,9 @@ def visible(
     return seen
 
 
+LARGEST, TINY = sys.float_info.max, 2.0**-126
+
+
 def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -111,8 +115,9 @@ class Spec:
             raise ValueError(f"n_head must be a multiple of n_kv_head, got {got}")
         for name in ("scale", "softcap"):
             value = getattr(self, name)
-            if value is not None and not (is_number(value) and 0 < value < math.inf):
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+            least = TINY if name == "softcap" else 0  # which float32 does not round to 0
+            if not (value is None or (is_number(value) and least < value <= LARGEST)):
+                raise ValueError(f"{name} must be a number above {least:.2g}, got {value!r}")
         # One form for what is equal, so that equal Specs hash equally: no limit is None, and so is
         # the default scale, however it was rounded.
         for name in ("window", "right"):

@@ -63,8 +63,8 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
     acc = torch.promote_types(q.dtype, torch.float32)
     offset = Tk - Tq if offset is None else offset
     Q, K, V = (by_kv_head(t, Hkv) for t in (q, k, v))
-    out = torch.empty(q.shape, dtype=acc, device=q.device)
-    O, L = by_kv_head(out, Hkv), torch.empty(*Q.shape[:-1], 1, dtype=acc, device=q.device)
+    out = q.new_empty(q.shape, dtype=acc)
+    O, L = by_kv_head(out, Hkv), q.new_empty((*Q.shape[:-1], 1), dtype=acc)
     rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
     skipped = masked_tiles(rows, cols, offset, spec, segments)
     for i, I in enumerate(rows):
@@ -105,7 +105,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     Tq, Tk, Hkv, tau, acc = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale, L.dtype
     Q, K, V, O, dO = (by_kv_head(t, Hkv) for t in (q, k, v, out, dout))
     offset = Tk - Tq if offset is None else offset
-    dq, dk, dv = (torch.zeros(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
+    dq, dk, dv = (t.new_zeros(t.shape, dtype=acc) for t in (q, k, v))
     dQ, dK, dV = (by_kv_head(t, Hkv) for t in (dq, dk, dv))
     rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
     skipped = masked_tiles(rows, cols, offset, spec, segments)

@@ -66,7 +66,7 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
             used = (t for t in (q, k, v, options.get("sinks")) if t is not None)
             out = torch.zeros_like(q) + sum(t[:0].sum().to(q.dtype) for t in used)  # in the graph
             acc = torch.promote_types(q.dtype, torch.float32)
-            L = torch.full((B, H, Tq), -torch.inf, dtype=acc, device=q.device)
+            L = q.new_full((B, H, Tq), -torch.inf, dtype=acc)
             return (out, L) if lse else out
         before, apart = max(Tq - Tk, 0), options.get("segments") is not None
         if not before or (not apart and sees_all(Tq, Tk, spec.window, -before, spec.right)):

@@ -115,8 +115,10 @@ class Meter:
         self.hinted = self.distributed.device.type != "cpu" or self.distributed.world_size > 1
         self.rates: list[float] = []  # tokens a second, of each logged interval
         self.metrics: Metrics | None = None  # the main process's
-        self.counted: list[Tensor] = []  # keys that a query saw, of each step since the last line
+        # Keys that the queries of each sequence saw, of all steps since the last line.
+        self.counted: list[Tensor] = []
         self.keys: float | None = None  # their mean in the last interval
+        self.means: list[float] = []  # in each interval
 
     def speed(self, tokens_per_s: float) -> Speed:
         n = self.distributed.world_size
@@ -124,7 +126,7 @@ class Meter:
 
     def count(self, *starts: Tensor) -> None:
         """Count the keys that a step's queries see. starts: see keys_seen(); or none: no mask."""
-        self.counted += [keys_seen(t, self.model.windows) for t in starts]
+        self.counted += [keys_seen(t, self.model.windows).expand(len(t)) for t in starts]
 
     def begin(self, step: int) -> None:
         """Print the peak rate and the least time of the remaining steps."""
@@ -143,8 +145,9 @@ class Meter:
         seconds: per step, since the last line; None: a first step.
         """
         if self.counted:
-            mine = float(torch.stack(self.counted).mean())
-            self.keys = self.distributed.sum([mine])[0] / self.distributed.world_size
+            mine = torch.cat(self.counted)
+            total, sequences = self.distributed.sum([float(mine.sum()), float(len(mine))])
+            self.keys = total / sequences
             self.counted.clear()
         if not self.distributed.main:
             return
@@ -154,6 +157,7 @@ class Meter:
         if seconds is not None:
             found = self._check_peak(self.speed(self.tokens / seconds))
             self.rates.append(found.tokens_per_s)
+            self.means += [] if self.keys is None else [self.keys]
             row |= {"ms": seconds * 1e3, **found.row()}
             speed = f"{seconds * 1e3:,.1f} ms, {found}"
             if step < self.max_iters:
@@ -193,10 +197,12 @@ class Meter:
         print(f"peak: measured again, because MFU exceeded 100 %: {self.peak}", flush=True)
         return replace(speed, peak=self.peak)
 
-    def not_finite(self, step: int, loss: float, lr: float, backend: str, resume: str) -> None:
+    def not_finite(
+        self, step: int, loss: float, lr: float, rates: str, backend: str, resume: str
+    ) -> None:
         self.distributed.say(
             f"error: a loss or gradient is not finite at step {step} or shortly before (loss "
-            f"{loss}, lr {lr:.2e}, backend {backend}). Try a lower --learning_rate, or "
+            f"{loss}, lr {lr:.2e}, backend {backend}). Try a lower {rates}, or "
             f"--attention_backend=manual to test the kernel: {resume}",
             file=sys.stderr,
         )
@@ -216,6 +222,7 @@ class Meter:
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
         """Print the median speed, and the validation loss next to simpler models'."""
         if self.rates:
+            self.keys = sum(self.means) / len(self.means) if self.means else None
             self.distributed.say(f"{self.speed(median(self.rates))}; peak: {self.peak}")
             if self.peak.measured and (doubt := differ(self.peak, self._best_peak())):
                 self.distributed.say(doubt)

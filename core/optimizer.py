@@ -5,6 +5,7 @@ device.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,11 +67,12 @@ def schedule_warnings(config: Config) -> list[str]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
-    """Set the rate of a step in each group of parameters; returns AdamW's."""
+    """Set the rate of a step in each group of parameters; returns AdamW's, or Muon's."""
     rate = learning_rate(step, config)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("factor", 1.0)
-    return rate
+    shown: float = (*muon_only(optimizer), *optimizer.param_groups)[0]["lr"]
+    return shown
 
 
 def build_optimizer(
@@ -177,30 +179,36 @@ class Muon(torch.optim.AdamW):
         self.dtype, self.mesh = dtype, mesh
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         # As the fused AdamW: a divisor of the gradients, and a flag that leaves all as it is.
         divisor, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        shares, returns = [], []
+        shares, returns, moved = [], [], []
         for group in muon_only(self):
-            for p in group["params"]:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
                 self.state[p] = self.state[p] or empty_state(self, p)
-            momenta = [local(self.state[p]["momentum_buffer"]) for p in group["params"]]
-            grads = torch.stack([local(p.grad) for p in group["params"]])
+            momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
+            grads = torch.stack([local(p.grad) for p in params])
             if divisor is not None:
                 grads /= divisor
             if found_inf is not None:
                 grads = torch.where(found_inf > 0, torch.stack(momenta), grads)
             torch._foreach_lerp_(momenta, grads.unbind(), 1 - MOMENTUM)
             nesterov = grads.lerp_(torch.stack(momenta), MOMENTUM).to(self.dtype or grads.dtype)
-            share, give_back = deal(nesterov, group["params"][0], self.mesh)
+            share, give_back = deal(nesterov, params[0], self.mesh)
             shares += share.split(group["rows"], dim=1)
             returns.append(give_back)
+            moved.append((group, params))
         factors = iter(orthogonal(shares))
-        for group, give_back in zip(muon_only(self), returns):
+        for (group, params), give_back in zip(moved, returns):
             parts = [next(factors) for _ in group["rows"]]
             parts = [x * max(1, x.shape[1] / x.shape[2]) ** 0.5 for x in parts]
             rate = group["lr"] if found_inf is None else group["lr"] * (found_inf == 0)
-            weights = [local(p) for p in group["params"]]
+            weights = [local(p) for p in params]
             torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
             update = give_back(torch.cat(parts, dim=1)).to(weights[0].dtype) * rate
             torch._foreach_sub_(weights, update.unbind())
@@ -210,6 +218,7 @@ class Muon(torch.optim.AdamW):
             super().step()
         finally:
             self.param_groups = groups
+        return loss
 
     @property
     def flops(self) -> int:

@@ -311,7 +311,9 @@ def _split(
 def _parse(hint: object, text: str, name: str) -> Any:
     if hint == Texts:
         return (text,)
-    words = [w for w in text.split(",") if w] if _is_tuple(hint) else [text]
+    words = (text.split(",") if text else []) if _is_tuple(hint) else [text]
+    if _is_tuple(hint) and "" in words:
+        raise UserError(f"{name}: expected a value before and after each comma, got {text!r}")
     values = [None if _may_be_none(hint) and word.lower() == "none" else word for word in words]
     return check(hint, values if _is_tuple(hint) else values[0], name, strict=False)
 

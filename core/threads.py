@@ -11,20 +11,23 @@ LOOK_S = 0.1
 
 
 def cores_in_use() -> float:
-    """Return the share of all cores that was in use in the next tenth of a second; 0: unknown."""
+    """Return the share of the cores that this process may use that was in use in the next tenth of
+    a second; 0: unknown."""
 
     def times() -> list[int]:
+        mine = {f"cpu{i}" for i in os.sched_getaffinity(0)}
         with open("/proc/stat", encoding="ascii") as f:
-            return [int(word) for word in f.readline().split()[1:9]]
+            cores = [words for words in map(str.split, f) if words[0] in mine]
+        return [sum(map(int, column)) for column in zip(*(words[1:9] for words in cores))]
 
     try:
         before = times()
         time.sleep(LOOK_S)
         passed = [b - a for a, b in zip(before, times(), strict=True)]
-    except (OSError, ValueError):
+        idle = passed[3] + passed[4]  # and waiting for a disk
+        return 1 - idle / sum(passed)
+    except (OSError, AttributeError, ValueError, LookupError, ZeroDivisionError):  # not Linux
         return 0.0
-    idle = passed[3] + passed[4]  # and waiting for a disk
-    return 1 - idle / max(1, sum(passed))
 
 
 def wait_passively() -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import numpy as np
 
 from core.settings import UserError, first_line
-from data.shards import Shards, Tokens
+from data.shards import Shards, Tokens, is_meta
 from data.tokenizer import GPT2Tokenizer, Json
 
 if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does not need it
@@ -58,13 +58,16 @@ def read_meta(folder: str | Path) -> Json:
                 "vocab_size": int(),
                 "tokens": {"train": int(), "val": int()},
             } if meta.get("dtype", "uint16") in ("uint16", "uint32"):
-                return meta
+                if "shards" not in meta or is_meta(meta["shards"]):
+                    return meta
         why = "not of a dataset"
     except (OSError, ValueError) as e:
         why = first_line(e)
+    from data.prepare import DATASETS  # which imports this file
+
     name = path.parent.name
-    prepare = ["python", "-m", "data", name]
-    if path.parent.absolute() != Path(__file__).absolute().parent / name:
+    prepare = ["python", "-m", "data", name if name in DATASETS else "..."]
+    if name not in DATASETS or path.parent.absolute() != Path(__file__).absolute().parent / name:
         prepare += [f"--out_dir={path.parent.absolute()}"]
     raise UserError(f"no dataset in {folder} (meta.json: {why}); prepare it: {shlex.join(prepare)}")
 
@@ -124,7 +127,8 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
 
     Raises:
         UserError: fewer tokens than one sequence of block_size and its targets, or an id >=
-            vocab_size (in files above 2**24 tokens, 256 places are checked).
+            vocab_size (in files above 2**24 tokens, 256 places are checked here, the others when
+            they are read).
     """
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
     tokens: Tokens = Shards(meta["shards"][split]) if "shards" in meta else _mapped(path, meta)
@@ -195,14 +199,17 @@ class Batches:
 
     def __init__(self, tokens: Tokens, block_size: int, global_batch: int, seed: int,
                  device: str | torch.device = "cpu", documents: Documents | None = None,
-                 seen: tuple[int, int] = (0, 0)) -> None:  # fmt: skip
+                 seen: tuple[int, int] = (0, 0),
+                 vocab_size: int | None = None) -> None:  # fmt: skip
         """The sequences of a run, in their order.
 
         Args:
             global_batch: sequences a step, over all processes and micro-batches.
             documents: a batch has their starts too.
             seen: (steps, sequences) of the run until now, with batches of any size.
+            vocab_size: a larger id is a UserError.
         """
+        self.vocab_size = vocab_size
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
         self.seed, self.device, self.seen, self.documents = seed, device, seen, documents
         # A window's last target is the first token of the next. One window fewer than would fit
@@ -232,7 +239,8 @@ class Batches:
         n is global_batch / world, rounded up for the first processes.
         """
         mine = np.array_split(self.starts(step), world)[rank]
-        return _gather(self.tokens, self.block_size, mine, self.device, self.documents)
+        how = self.device, self.documents, self.vocab_size
+        return _gather(self.tokens, self.block_size, mine, *how)
 
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
@@ -245,7 +253,8 @@ class Batches:
 
 def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int, rank: int = 0,
                  world: int = 1, device: str | torch.device = "cpu",
-                 documents: Documents | None = None) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
+                 documents: Documents | None = None,
+                 vocab_size: int | None = None) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
     """Yield evenly spaced windows of a split and their targets, (batch_size, T) int64, and perhaps
     their documents as Batches.get() does.
 
@@ -260,14 +269,14 @@ def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
         mine = starts[first + rank * batch_size :][:batch_size]
         fillers = np.repeat(starts[:1], batch_size - len(mine))
         starts_here = np.concatenate([mine, fillers])
-        batch = _gather(tokens, block_size, starts_here, device, documents)
+        batch = _gather(tokens, block_size, starts_here, device, documents, vocab_size)
         batch[1][len(mine) :] = IGNORE
         yield batch
 
 
 def _gather(
     tokens: Tokens, T: int, starts: np.ndarray, device: str | torch.device,
-    documents: Documents | None,
+    documents: Documents | None, vocab_size: int | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the sequences of T tokens that begin at `starts`, their targets and documents."""
     import torch
@@ -276,6 +285,11 @@ def _gather(
         cut = tokens.windows(starts, T + 1)
     else:  # copying rows of a view is several times faster than indexing each token
         cut = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts]
+    if vocab_size is not None and (largest := int(cut.max(initial=0))) >= vocab_size:
+        row, column = np.argwhere(cut == largest)[0].tolist()
+        i = int(starts[row]) + column
+        at = tokens.place(i) if isinstance(tokens, Shards) else f"token {i:,} of the split"
+        raise UserError(f"{at} is {largest}, but the vocabulary is {vocab_size}")
     arrays = [cut[:, :-1].astype(np.int64), cut[:, 1:].astype(np.int64)]
     if documents:
         arrays.append(documents.starts(cut[:, :-1]))

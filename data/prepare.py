@@ -134,7 +134,10 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
             state = sources.PLAYS_SHA256  # a later version may extract another text
     elif source and (files := shards.paths(source) if dataset == "shards" else _files(source)):
         options["source"] = os.path.abspath(source)
-        stats = {os.path.relpath(f, source): os.stat(f) for f in files}
+        try:
+            stats = {os.path.relpath(f, source): os.stat(f) for f in files}
+        except OSError as e:  # as a link to nothing
+            raise UserError(f"cannot read {e.filename} ({e.strerror})") from e
         sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
         state = sources.sha256(repr(sizes).encode())
     if config.tokenizer is not None:

@@ -47,6 +47,11 @@ class Shards:
         assert step == 1
         return np.concatenate([np.empty(0, ID), *self._read(start, stop)])
 
+    def place(self, i: int) -> str:
+        """The file of token i, and its number there."""
+        file = int(np.searchsorted(self.ends, i, side="right")) - 1
+        return f"{self.files[file]['path']}, token {i - int(self.ends[file]):,}"
+
     def windows(self, starts: np.ndarray, n: int) -> np.ndarray:
         """The n tokens from each start, (len(starts), n) uint16."""
         return np.stack([self[start : start + n] for start in starts.tolist()])
@@ -75,6 +80,19 @@ def _unchanged(file: Json) -> BinaryIO:
         f.close()
         raise UserError(f"{file['path']} has changed since the dataset was made; {_AGAIN}")
     return f
+
+
+def is_meta(shards: object) -> bool:
+    """Is it what meta() returns as "shards", undamaged?"""
+    types = {"path": str, "size": int, "mtime_ns": int, "skip": int, "tokens": int}
+    if not (isinstance(shards, dict) and shards.keys() == {"train", "val"}):
+        return False
+    files = [file for split in shards.values() if isinstance(split, list) for file in split]
+    splits = all(isinstance(split, list) and split for split in shards.values())
+    return splits and all(
+        isinstance(file, dict) and all(type(file.get(key)) is t for key, t in types.items())
+        for file in files
+    )
 
 
 def describe(path: str) -> Json:

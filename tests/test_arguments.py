@@ -36,6 +36,41 @@ def ints(*numbers: Any) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("name, value", [
+    ("causal", torch.tensor([True, False])), ("causal", np.array([True, False])), ("causal", None),
+    ("alibi_slopes", np.ones(H)), ("softmax_scale", torch.ones((), device="meta")),
+    ("softmax_scale", 10**400), ("softcap", 1e-46), ("window_size", torch.ones(2, device="meta"))])
+def test_an_option_of_another_kind_is_refused(name, value) -> None:
+    q = torch.randn(1, 4, H, 16)
+    with pytest.raises(ValueError, match=name):
+        nanoattn.flash_attn_func(q, q, q, **{name: value})
+
+
+@pytest.mark.parametrize("kind", ["sparse", "mkldnn", "nested"])
+def test_only_dense_tensors_are_taken(kind) -> None:
+    q = torch.randn(2, 4, H, 16)
+    to = {"sparse": Tensor.to_sparse, "mkldnn": Tensor.to_mkldnn,
+          "nested": lambda t: torch.nested.nested_tensor([*t])}[kind]
+    spec = Spec(H, H, 16, "float32", grad=False)
+    for call in (
+        lambda t: nanoattn.flash_attn_func(t, t, t), lambda t: nanoattn.flash_attn_func(q, t, t),
+        lambda t: nanoattn.flash_attn_with_kvcache(q, q.clone(), q.clone(), t, t, cache_seqlens=0),
+        lambda t: BACKENDS["manual"].attend(t, t, t, spec),
+    ):
+        with pytest.raises(ValueError, match=kind):
+            call(to(q))
+    if kind == "sparse":
+        more = replace(spec, segments=True)
+        with pytest.raises(ValueError, match="segments"):
+            BACKENDS["manual"].attend(q, q, q, more, segments=torch.zeros(2, 4).int().to_sparse())
+
+
+@pytest.mark.parametrize("arguments", [(None,), (5,), ("auto", None)])
+def test_only_names_and_policies_are_used(arguments) -> None:
+    with pytest.raises(ValueError, match=repr(arguments[-1])):
+        nanoattn.use(*arguments)
+
+
 WANTED = {"window": 3, "right": 2, "segments": True, "scale": 0.3, "softcap": 2.0, "sinks": True,
           "dropout": 0.5, "cache": "static"}
 

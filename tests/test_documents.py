@@ -20,6 +20,7 @@ from torch import Tensor
 import checkpoint
 import data
 from attention import visible
+from core import metrics
 from data.loader import Documents
 
 EOT = 36  # of test_model's vocabulary of 37
@@ -156,9 +157,15 @@ def test_a_dataset_without_the_end_of_a_document_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_any_number_of_processes_masks_the_same(fw: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = {**TINY, "attention_backend": "tiled"}
+    # Five sequences: two processes have three and two.
+    how: dict[str, Any] = {**TINY, "attention_backend": "tiled", "batch_size": 5}
     assert run(fw, tmp_path / "one", **how).code == 0
     want = losses(tmp_path / "one")
+
+    def seen(out: Path) -> dict[int, float]:
+        rows = metrics.read(out / "metrics.jsonl")
+        return {row["iter"]: row["mfu_causal"] / row["mfu"] for row in rows if "mfu" in row}
+
     kinds: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"parallel": "fsdp"},
                                         "ring": {"context_parallel": 2}}  # fmt: skip
     runs = {name: argv(fw, tmp_path / name, **how, **kind) for name, kind in kinds.items()}
@@ -168,3 +175,4 @@ def test_any_number_of_processes_masks_the_same(fw: Path, tmp_path: Path) -> Non
         assert found.keys() == want.keys()
         for key, loss in want.items():
             assert abs(found[key] - loss) < 1e-5, (name, key)
+        assert seen(tmp_path / name) == pytest.approx(seen(tmp_path / "one"), rel=1e-5)

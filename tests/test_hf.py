@@ -276,6 +276,20 @@ def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
         hf_table.check(name, "left-padded", {"logits": joined})
 
 
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), min_size=1, max_size=3),
+       st.sampled_from(["llama", "mistral", "gemma2"]), st.booleans())
+def test_rows_padded_on_either_side(spans, name: str, positions: bool) -> None:
+    """As prompts padded on the left, with answers padded on the right."""
+    j, ids = torch.arange(20), torch.randint(3, 61, (len(spans), 20))
+    seen = torch.stack([(j >= min(a, b)) & (j <= max(a, b)) for a, b in spans])
+    asked: dict[str, Any] = {"attention_mask": seen.long()}
+    if positions:
+        asked["position_ids"] = (seen.cumsum(1) - 1).clamp(min=0)
+    got, want = (build(name, how)(ids, **asked).logits[seen] for how in ("nanoattn:auto", "eager"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 # --- choosing, reports, and how models are used ---
 
 

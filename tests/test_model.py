@@ -629,9 +629,23 @@ def test_a_token_sees_as_far_as_the_windows_of_all_layers_reach() -> None:
         replace(TINY, attention_window=(4, 5, 6), n_layer=2)
 
 
+@pytest.mark.parametrize("scaling", [
+    (0.0, 1.0, 4.0, 64), (-8.0, 1.0, 4.0, 64), (8.0, 4.0, 4.0, 64), (8.0, 4.0, 1.0, 64),
+    (8.0, -1.0, 4.0, 64), (8.0, 1.0, 4.0, 0), (math.nan, 1.0, 4.0, 64), (8.0, math.nan, 4.0, 64)])
+def test_a_scaling_of_rope_without_finite_rates_is_refused(scaling) -> None:
+    with pytest.raises(ValueError, match="rope_scaling"):
+        replace(TINY, position="rope", rope_scaling=scaling)
+
+
+def test_the_smallest_temperature_takes_the_likeliest() -> None:
+    model, idx = build().eval(), tokens(2, 4)
+    assert torch.equal(model.generate(idx, 3, 1e-300), model.generate(idx, 3, 0.0))
+
+
 def test_wrong_arguments_are_named() -> None:
     model, idx = build().eval(), tokens(2, 4)
-    for wrong in ((idx[0], 3), (idx, -1), (idx, 3, 1.0, 0)):
+    for wrong in ((idx[0], 3), (idx[:, :0], 3), (idx, -1), (idx, 3, 1.0, 0), (idx, 3, -1.0),
+                  (idx, 3, math.nan), (idx, 3, -math.inf)):
         with pytest.raises(ValueError, match=r"idx.*max_new_tokens=.*top_k="):
             model.generate(*wrong)
     with pytest.raises(ValueError, match=r"targets: .*2, 4.*2, 3"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,12 @@ class Config:
 def config_file(tmp_path: Path, text: str, name: str = "c.py") -> str:
     (tmp_path / name).write_text(text, encoding="utf-8")
     return str(tmp_path / name)
+
+
+@pytest.mark.parametrize("text", ["1,,3", ",1", "1,", ","])
+def test_a_list_with_an_empty_place_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=re.escape(repr(text))):
+        read(Config, [f"--lengths={text}"])
 
 
 @pytest.mark.parametrize(

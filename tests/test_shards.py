@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tracemalloc
 from collections.abc import Callable
@@ -120,6 +121,29 @@ def test_a_damaged_file_is_named(fw: Path, damage: str) -> None:
     assert ("has no tokens" in err) == (damage == "nothing")
 
 
+@pytest.mark.parametrize("target", ["nothing", "fw_train_009.bin"])  # the latter is itself
+def test_a_link_to_nothing_is_named(fw: Path, target: str) -> None:
+    (fw / "fw_train_009.bin").symlink_to(fw / target)
+    code, _, err = prepare(fw / "fw_*.bin", fw / "other")
+    assert code == 2 and "fw_train_009.bin" in err
+
+
+LISTS: list[Callable[[Any], object]] = [
+    lambda meta: meta.update(shards=None), lambda meta: meta["shards"].pop("val"),
+    lambda meta: meta["shards"]["train"].clear(), lambda meta: meta["shards"]["val"][0].pop("skip"),
+    lambda meta: meta["shards"]["train"][1].update(tokens="600"),
+    lambda meta: meta["shards"]["train"][0].update(path=None),
+    lambda meta: meta["shards"].update(train=[7]),
+]
+
+
+@pytest.mark.parametrize("damage", LISTS)
+def test_a_damaged_list_of_files_is_no_dataset(fw: Path, damage: Callable[[Any], object]) -> None:
+    damage(meta := data.read_meta(fw / "fw"))
+    (fw / "fw" / "meta.json").write_text(json.dumps(meta))
+    assert "meta.json" in refusal(run(fw, fw / "out", **TINY))
+
+
 @pytest.mark.parametrize("source, said", [
     ("nothing_*.bin", "nothing_"), ("fw_val*.bin", "train"), ("fw_train*.bin", "val"),
 ])
@@ -152,6 +176,24 @@ def test_a_token_outside_the_vocabulary_is_named(fw: Path) -> None:
     assert prepare(fw / "fw_*.bin", fw / "fw")[0] == 0
     with pytest.raises(UserError, match="60000"):
         data.load(fw / "fw", "train", 16, 50304)
+
+
+def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(tmp_path: Path) -> None:
+    """In large splits not every place is checked before."""
+    i, N = 2**17, 2**26
+    for name in ("a_train.bin", "a_val.bin"):
+        with (tmp_path / name).open("wb") as f:
+            f.seek(2 * i)
+            f.write(np.array([60000], "<u2").tobytes())
+            f.truncate(2 * N)
+    assert prepare(tmp_path / "a_*.bin", tmp_path / "a")[0] == 0
+    tokens = data.load(tmp_path / "a", "train", 16, 50304)
+    for given_ in (tokens, tokens[: 2 * i]):
+        batches = data.eval_batches(given_, i + 8, 1, 1, vocab_size=50257)
+        with pytest.raises(UserError, match=rf"token {i:,}.* is 60000"):
+            next(batches)
+    with pytest.raises(UserError, match="60000"):
+        data.Batches(tokens[i - 20 : i + 20], 16, 1, 0, vocab_size=50257).get(0)
 
 
 def test_large_shards_cost_nothing(tmp_path: Path) -> None:

@@ -18,11 +18,15 @@ import torch
 from conftest import every, few
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import attention as flash_attn
 from attention import BACKENDS, Spec, select
+from attention.machine import apart as apart_module
+from attention.machine.apart import apart
 from model import GPT, GPTConfig
 
 T, H, D = 9, 4, 16
@@ -268,6 +272,33 @@ def test_a_kernel_that_waits_for_another_threads_choice(tmp_path, monkeypatch) -
         flash_attn.use("auto")
         spec = Spec(2, 2, 32, "float32", grad=grad)
         assert select(str(tmp_path / "waiting.py"), spec, "cpu").backend.name == want
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_chooses_while_another_thread_does() -> None:
+    """The lock is free when a choice is returned, and a new one in a child."""
+    assert [apart("cpu", apart_module._lock.locked) for _ in range(3)] == [True] * 3
+    assert not any((apart("cpu", int), apart_module._lock.locked())[1] for _ in range(300))
+    with apart_module._lock:  # as another thread's choice
+        if (child := os.fork()) == 0:
+            os._exit(apart("cpu", lambda: 7))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_wrapper_tensors_keep_their_kind_and_gradients() -> None:
+    for name, window in (("tiled", (-1, -1)), ("sdpa_flash", (2, 0)), ("auto", (-1, -1))):
+        flash_attn.use(name)
+        found = []
+        for x in (Q.clone().requires_grad_(), TwoTensor(Q, Q).requires_grad_()):
+            out = flash_attn.flash_attn_func(x, x, x, causal=True, window_size=window)
+            assert type(out) is type(x)
+            found.append(torch.autograd.grad(out.square().sum(), x)[0])
+        torch.testing.assert_close(found[1].a, found[0])
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_records_a_call(mode: str) -> None:
+    torch.testing.assert_close(make_fx(windowed, tracing_mode=mode)(Q)(Q), windowed(Q))
 
 
 def test_threads_choose_once_and_get_the_same() -> None:

@@ -28,8 +28,8 @@ class Proof:
     queries: int
     end: int
     window: int | None = None
-    segments: Tensor | None = None  # (B, end) int32; 0 is padding; None: the sides are enough
-    texts: Tensor | None = None  # the same, with right padding too; None: all keys are one text
+    segments: Tensor | None = None  # (B, end) int32, of padding too; None: the sides are enough
+    texts: Tensor | None = None  # (B, end) int32, 0 for padding; None: all keys are one text
     right: int | None = 0
     # Rows of the batch, and the keys that all their queries see; empty: all see the same.
     runs: tuple[tuple[list[int], slice], ...] = ()
@@ -166,8 +166,10 @@ def _causal(seen: Tensor, window: int | None, real: Tensor) -> Proof:
     seen = seen[:, :, :end]
     beside = seen.diagonal(offset - 1, 1, 2)  # the key before its own is visible
     beside = F.pad(beside, (Tq - beside.shape[1], 0))  # position 0 has no key before it
-    ids = torch.where(real, 1 + (~beside).cumsum(1), 0)
+    begins = torch.where(real, ~beside, F.pad(real[:, :-1], (1, 0)))  # of texts, and padding behind
+    ids = torch.where(real.cumsum(1) > 0, 1 + begins.cumsum(1), 0)
     earlier = torch.where(seen[:, 0, :offset], ids[:, :1], 0)  # keys before the first query
+    texts = torch.cat([earlier, torch.where(real, ids, 0)], dim=1).int()
     ids = torch.cat([earlier, ids], dim=1).int()  # (B, end)
 
     windows: list[int | None] = [window]
@@ -180,7 +182,7 @@ def _causal(seen: Tensor, window: int | None, real: Tensor) -> Proof:
                 broken = (earlier[:, :-1] != 0) & (earlier[:, 1:] == 0)  # padding follows a token
                 if segments is not None and bool(broken.any()):
                     raise ValueError("padding between tokens: a segment must be one run")
-                return Proof(Tq, end, w, segments, ids)
+                return Proof(Tq, end, w, segments, texts)
     b, i, j = differs.nonzero()[0].tolist()
     sees, known = "sees" if seen[b, i, j] else "misses", f"window {window}" if window else "causal"
     raise ValueError(f"not just {known} and segments: query {i} of row {b} {sees} key {j}")

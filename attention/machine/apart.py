@@ -7,6 +7,7 @@ a profiler records. A new thread begins without any of them.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,6 +25,16 @@ F = TypeVar("F", bound=Callable[..., object])
 _lock = threading.Lock()
 _inside = threading.local()
 PATIENCE = 1800  # seconds: no choice takes as long
+
+
+def _in_a_fork() -> None:
+    """The parent's thread that holds the lock is not in the child."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_fork)
 
 
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
@@ -49,23 +60,26 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     # A backward pass has threads of its own. That of a kernel that is being tried cannot wait.
     patience = 0.0 if torch._C._current_graph_task_id() != -1 else PATIENCE
 
-    def run() -> None:
-        _inside.now = True
-        current = torch.cuda.device(on) if on.type == "cuda" else nullcontext()
-        locked = _lock.acquire(timeout=patience)
+    def choose() -> T:
+        _inside.now, lock = True, _lock
+        locked = lock.acquire(timeout=patience)
+        if patience and not locked:
+            raise RuntimeError(
+                "no kernel could be chosen: another thread has been choosing one for "
+                f"{patience / 60:.0f} minutes. Perhaps its kernel waits for this thread"
+            )
         try:
-            if patience and not locked:
-                raise RuntimeError(
-                    "no kernel could be chosen: another thread has been choosing one for "
-                    f"{patience / 60:.0f} minutes. Perhaps its kernel waits for this thread"
-                )
-            with current:
-                result.set_result(function())
-        except BaseException as e:
-            result.set_exception(e)
+            with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
+                return function()
         finally:
             if locked:
-                _lock.release()
+                lock.release()
+
+    def run() -> None:
+        try:  # the lock is free again before the caller goes on, and may fork
+            result.set_result(choose())
+        except BaseException as e:
+            result.set_exception(e)
 
     threading.Thread(target=run, daemon=True).start()
     return result.result()
