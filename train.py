@@ -183,11 +183,6 @@ class Run:
         """Sequences per step, summed over processes and micro-batches."""
         return self.config.batch_size * self.config.gradient_accumulation_steps
 
-    @property
-    def vocab_size(self) -> int:
-        """The dataset's, or a smaller one of the model."""
-        return min(self.model.config.vocab_size, self.meta["vocab_size"])
-
 
 def create_model(loaded: Loaded[TrainConfig], meta: data.tokenizer.Json) -> GPT:
     """Create the model on the CPU, new or with the weights of --init_from."""
@@ -284,7 +279,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device,
-                           run.borders, (run.step, run.sequences_seen), run.vocab_size)  # fmt: skip
+                           run.borders, (run.step, run.sequences_seen))  # fmt: skip
 
     def save(val_loss: float | None) -> None:
         run.saver.save(
@@ -337,9 +332,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             stopping = val_loss is None
         value = mean_loss if val_loss is None else val_loss
         if any_inf or not math.isfinite(value):
-            rates = "--learning_rate"
-            rates += " or --muon_rates" if config.optimizer == "muon" else ""
-            meter.not_finite(run.step, value, lr, rates, kernel.backend.name, resume())
+            meter.not_finite(run.step, value, lr, kernel.backend.name, resume())
             run.saver.wait()
             return 1
         if logging_now:
@@ -374,9 +367,7 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None)
     run.model.eval()
     try:
         for split, tokens in run.splits.items():
-            batches = data.eval_batches(
-                tokens, *shape, *distributed.data, device, run.borders, run.vocab_size
-            )
+            batches = data.eval_batches(tokens, *shape, *distributed.data, device, run.borders)
             sums = parallel.summed_loss(run.module, ring, batches, run.setup.autocast, stop)
             summed, n_targets = distributed.sum([*sums])
             losses[split] = summed / n_targets if n_targets else math.nan

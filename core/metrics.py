@@ -197,13 +197,11 @@ class Meter:
         print(f"peak: measured again, because MFU exceeded 100 %: {self.peak}", flush=True)
         return replace(speed, peak=self.peak)
 
-    def not_finite(
-        self, step: int, loss: float, lr: float, rates: str, backend: str, resume: str
-    ) -> None:
+    def not_finite(self, step: int, loss: float, lr: float, backend: str, resume: str) -> None:
         self.distributed.say(
             f"error: a loss or gradient is not finite at step {step} or shortly before (loss "
-            f"{loss}, lr {lr:.2e}, backend {backend}). Try a lower {rates}, or "
-            f"--attention_backend=manual to test the kernel: {resume}",
+            f"{loss}, lr {lr:.2e}, backend {backend}). Try a lower --learning_rate "
+            f"(Muon's: --muon_rates), or --attention_backend=manual to test the kernel: {resume}",
             file=sys.stderr,
         )
 

@@ -131,7 +131,7 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
             they are read).
     """
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
-    tokens: Tokens = Shards(meta["shards"][split]) if "shards" in meta else _mapped(path, meta)
+    tokens = Shards(meta["shards"][split]) if "shards" in meta else _mapped(path, meta)
     N, name = len(tokens), f"{folder} ({split} shards)" if "shards" in meta else path
     if block_size + 1 > N:
         raise UserError(
@@ -142,10 +142,15 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
     places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
     if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= vocab_size:
         raise UserError(f"{name} has token {largest}, but the vocabulary is {vocab_size}")
+    tokens.vocab_size = vocab_size
     return tokens
 
 
-def _mapped(path: Path, meta: Json) -> np.ndarray:
+class Mapped(np.ndarray):
+    vocab_size: int | None = None  # ids are below it
+
+
+def _mapped(path: Path, meta: Json) -> Mapped:
     split, dtype = path.stem, np.dtype(meta.get("dtype", "uint16"))
     N = meta["tokens"].get(split, 0)
     try:
@@ -154,7 +159,7 @@ def _mapped(path: Path, meta: Json) -> np.ndarray:
             if size != expected or not size:
                 why = f"expected {expected:,} bytes ({N:,} tokens), got {size:,}"
                 raise ValueError(why if size else "no tokens")
-            return np.asarray(np.memmap(f, dtype=dtype.newbyteorder("<"), mode="r"))
+            return np.memmap(f, dtype=dtype.newbyteorder("<"), mode="r").view(Mapped)
     except (FileNotFoundError, ValueError) as e:
         again = ["prepare.py"]
         if "dataset" in meta:
@@ -199,17 +204,14 @@ class Batches:
 
     def __init__(self, tokens: Tokens, block_size: int, global_batch: int, seed: int,
                  device: str | torch.device = "cpu", documents: Documents | None = None,
-                 seen: tuple[int, int] = (0, 0),
-                 vocab_size: int | None = None) -> None:  # fmt: skip
+                 seen: tuple[int, int] = (0, 0)) -> None:  # fmt: skip
         """The sequences of a run, in their order.
 
         Args:
             global_batch: sequences a step, over all processes and micro-batches.
             documents: a batch has their starts too.
             seen: (steps, sequences) of the run until now, with batches of any size.
-            vocab_size: a larger id is a UserError.
         """
-        self.vocab_size = vocab_size
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
         self.seed, self.device, self.seen, self.documents = seed, device, seen, documents
         # A window's last target is the first token of the next. One window fewer than would fit
@@ -239,8 +241,7 @@ class Batches:
         n is global_batch / world, rounded up for the first processes.
         """
         mine = np.array_split(self.starts(step), world)[rank]
-        how = self.device, self.documents, self.vocab_size
-        return _gather(self.tokens, self.block_size, mine, *how)
+        return _gather(self.tokens, self.block_size, mine, self.device, self.documents)
 
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
@@ -253,8 +254,7 @@ class Batches:
 
 def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int, rank: int = 0,
                  world: int = 1, device: str | torch.device = "cpu",
-                 documents: Documents | None = None,
-                 vocab_size: int | None = None) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
+                 documents: Documents | None = None) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
     """Yield evenly spaced windows of a split and their targets, (batch_size, T) int64, and perhaps
     their documents as Batches.get() does.
 
@@ -269,14 +269,14 @@ def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
         mine = starts[first + rank * batch_size :][:batch_size]
         fillers = np.repeat(starts[:1], batch_size - len(mine))
         starts_here = np.concatenate([mine, fillers])
-        batch = _gather(tokens, block_size, starts_here, device, documents, vocab_size)
+        batch = _gather(tokens, block_size, starts_here, device, documents)
         batch[1][len(mine) :] = IGNORE
         yield batch
 
 
 def _gather(
     tokens: Tokens, T: int, starts: np.ndarray, device: str | torch.device,
-    documents: Documents | None, vocab_size: int | None,
+    documents: Documents | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the sequences of T tokens that begin at `starts`, their targets and documents."""
     import torch
@@ -285,6 +285,7 @@ def _gather(
         cut = tokens.windows(starts, T + 1)
     else:  # copying rows of a view is several times faster than indexing each token
         cut = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts]
+    vocab_size = getattr(tokens, "vocab_size", None)
     if vocab_size is not None and (largest := int(cut.max(initial=0))) >= vocab_size:
         row, column = np.argwhere(cut == largest)[0].tolist()
         i = int(starts[row]) + column

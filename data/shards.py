@@ -31,6 +31,8 @@ _AGAIN = "make the dataset again: python -m data shards --source=..."
 class Shards:
     """The tokens of several files as one array: len(), slices, and windows()."""
 
+    vocab_size: int | None = None  # ids are below it
+
     def __init__(self, files: list[Json]) -> None:
         """files: as describe() returns them."""
         self.files = files

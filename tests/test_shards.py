@@ -181,19 +181,20 @@ def test_a_token_outside_the_vocabulary_is_named(fw: Path) -> None:
 def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(tmp_path: Path) -> None:
     """In large splits not every place is checked before."""
     i, N = 2**17, 2**26
-    for name in ("a_train.bin", "a_val.bin"):
-        with (tmp_path / name).open("wb") as f:
-            f.seek(2 * i)
-            f.write(np.array([60000], "<u2").tobytes())
-            f.truncate(2 * N)
-    assert prepare(tmp_path / "a_*.bin", tmp_path / "a")[0] == 0
-    tokens = data.load(tmp_path / "a", "train", 16, 50304)
-    for given_ in (tokens, tokens[: 2 * i]):
-        batches = data.eval_batches(given_, i + 8, 1, 1, vocab_size=50257)
-        with pytest.raises(UserError, match=rf"token {i:,}.* is 60000"):
-            next(batches)
-    with pytest.raises(UserError, match="60000"):
-        data.Batches(tokens[i - 20 : i + 20], 16, 1, 0, vocab_size=50257).get(0)
+    for head in ([20240520, 1, N, *[0] * 253], []):  # of llm.c and nanoGPT
+        folder = tmp_path / str(len(head))
+        folder.mkdir()
+        for name in ("train.bin", "val.bin"):
+            with (folder / name).open("wb") as f:
+                f.write(np.array(head, "<i4").tobytes())
+                f.seek(4 * len(head) + 2 * i)
+                f.write(np.array([60000], "<u2").tobytes())
+                f.truncate(4 * len(head) + 2 * N)
+        made = folder / "made" if head else folder
+        assert not head or prepare(folder / "*.bin", made)[0] == 0
+        tokens = data.load(made, "train", 16, 50304)
+        with pytest.raises(UserError, match=f"token {i:,}.* is 60000"):
+            next(data.eval_batches(tokens, i + 8, 1, 1))
 
 
 def test_large_shards_cost_nothing(tmp_path: Path) -> None:
