@@ -58,17 +58,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
     prefix = plain and spec.right == 0 and (spec.window or Tk) >= Tk
     on_cpu = q.device.type == "cpu" and cache is None and not prefix
-    if on_cpu and not spec.dropout and (kernel is None or kernel is SDPBackend.FLASH_ATTENTION):
+    if on_cpu and not spec.dropout and kernel in (None, SDPBackend.FLASH_ATTENTION):
         return attention(q, k, v, spec, kernel=PARTIAL, segments=segments)[0]
     return in_blocks(with_mask, q, k, v, spec, segments, cache, kernel=kernel)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    if k.shape[1] == 1 and kernel is SDPBackend.CUDNN_ATTENTION:
+    if k.shape[1] == 1 and kernel == SDPBackend.CUDNN_ATTENTION:
         return _only_key(q, k, v, spec)
     grouped = spec.n_kv_head != spec.n_head
-    repeats = attn_mask is not None or kernel is SDPBackend.EFFICIENT_ATTENTION
+    repeats = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
     if grouped and q.is_cuda and kernel is None:  # flash and cuDNN need half precision and 8.0
         repeats |= spec.dtype not in HALF or torch.cuda.get_device_properties(q.device).major < 8
     if grouped and (repeats if q.is_cuda else q.device.type == "cpu" and not GROUPED_ON_CPU):
@@ -94,7 +94,7 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int = 0,
         attn_mask = cache.seen(Tq, spec.window, spec.right)  # (B, 1, Tq, Tk)
     elif segments is None and (kind := maskless(Tq, Tk, *sides)):
         return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
-    elif segments is None and kernel is SDPBackend.FLASH_ATTENTION and q.is_cuda:
+    elif segments is None and kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda:
         from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1 s
 
         attn_mask = causal_lower_right(Tq, Tk)

@@ -21,6 +21,15 @@ HUB: dict[str, tuple[str, str | None]] = {  # dataset -> name and configuration 
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
+_SHAKESPEARE = {"source", "val_fraction", "tokenizer"}
+_DOCUMENTS = {"source", "text_key", "val_fraction", "limit", "tokenizer"}
+DATASETS = {  # name -> the settings that determine its result
+    "shakespeare_char": _SHAKESPEARE - {"tokenizer"},
+    "shakespeare": _SHAKESPEARE,
+    "text": _DOCUMENTS,
+    **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
+    "shards": {"source", "tokenizer"},
+}
 PIECE = 2**20  # characters that are tokenized at once
 MOST = 2**24  # the same of a text without spaces, as base64
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import numpy as np
 
 from core.settings import UserError, first_line
+from data.documents import DATASETS
 from data.shards import Shards, Tokens, is_meta
 from data.tokenizer import GPT2Tokenizer, Json
 
@@ -63,8 +64,6 @@ def read_meta(folder: str | Path) -> Json:
         why = "not of a dataset"
     except (OSError, ValueError) as e:
         why = first_line(e)
-    from data.prepare import DATASETS  # which imports this file
-
     name = path.parent.name
     prepare = ["python", "-m", "data", name if name in DATASETS else "..."]
     if name not in DATASETS or path.parent.absolute() != Path(__file__).absolute().parent / name:

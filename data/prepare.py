@@ -30,19 +30,10 @@ from pydantic import Field, PositiveInt
 
 from core.settings import UserError, check_fields
 from data import documents, shards, sources
-from data.documents import HUB, Piece
+from data.documents import DATASETS, HUB, Piece
 from data.loader import map_ahead
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer, from_meta, from_path
 
-_SHAKESPEARE = {"source", "val_fraction", "tokenizer"}
-_DOCUMENTS = {"source", "text_key", "val_fraction", "limit", "tokenizer"}
-DATASETS = {  # name -> the settings that determine its result
-    "shakespeare_char": _SHAKESPEARE - {"tokenizer"},
-    "shakespeare": _SHAKESPEARE,
-    "text": _DOCUMENTS,
-    **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
-    "shards": {"source", "tokenizer"},
-}
 BINS = ("train.bin", "val.bin")
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
