@@ -22,8 +22,8 @@ train: setup
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist=worksteal -m "not slow"
 
-test-all: .venv/installed-dev
-	$(BIN)/python -m pytest -n 2 --dist=worksteal
+test-all: .venv/installed-dev  # -n 3: some tests wait for processes of their own
+	$(BIN)/python -m pytest -n 3 --dist=worksteal
 
 sample: setup
 	$(BIN)/python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"

@@ -224,12 +224,6 @@ def test_a_mistake_in_the_command_line(words, value, capsys) -> None:
     assert code == 2 and value in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, length", [("manual", 1), ("manual", 4), ("paged", 2)])
-def test_a_short_length_has_all_its_rows_checked(name, length, capsys) -> None:
-    words = [name, f"--length={length}", "--quick", "--dtype=float32", "--device=cpu"]
-    assert check.main(words) == 0, capsys.readouterr().out
-
-
 # --- the file is a backend ---
 
 OWN = """import sys

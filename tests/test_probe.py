@@ -30,6 +30,7 @@ from attention import (
 )
 from attention.__main__ import main
 from attention.check.command import check
+from attention.probing import wrong_at
 
 SPEC = Spec(4, 2, 32, "float32")
 STRICT = Policy(fallback=False)
@@ -430,6 +431,16 @@ def test_a_kernel_wrong_beyond_some_keys_is_refused_where_they_are_used(
         select("far", spec, "cpu", STRICT, shape=(2, 1000))
     assert select("far", spec, "cpu", shape=(2, 1000)).backend.name == "sdpa"
     assert "far" in caplog.text and "1,000" in caplog.text  # select() itself warns
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("name, cache", [("manual", "none"), ("tiled", "none"), ("manual", "static"),
+                                         ("paged", "paged")])
+def test_a_short_length_has_all_its_rows_checked(name, cache, T) -> None:
+    """As of `attention check --length`."""
+    page_size = 16 if cache == "paged" else None
+    spec = dataclasses.replace(SPEC, grad=cache == "none", cache=cache, page_size=page_size)
+    assert wrong_at(BACKENDS[name], spec, "cpu", T) == ()
 
 
 @pytest.mark.parametrize("wrong", [

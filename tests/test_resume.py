@@ -360,7 +360,7 @@ def test_another_batch_size_goes_on_after_the_last_sequence(out, monkeypatch):
     begun: list[tuple[Any, ...]] = []
     monkeypatch.setattr(data, "Batches", lambda *a: begun.append(a) or Batches(*a))
     assert "2 sequences, before 4" in resume(out, "--max_iters=12", "--batch_size=2").out
-    assert begun[0][-2] == (10, 40)
+    assert begun[0][-1] == (10, 40)
     assert checkpoint.load(checkpoint.latest(out)).state["sequences_seen"] == 44
     assert "before" not in resume(out, "--max_iters=13").out
 
