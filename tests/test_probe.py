@@ -434,8 +434,8 @@ def test_a_kernel_wrong_beyond_some_keys_is_refused_where_they_are_used(
 
 
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 9])
-@pytest.mark.parametrize("name, cache", [("manual", "none"), ("tiled", "none"), ("manual", "static"),
-                                         ("paged", "paged")])
+@pytest.mark.parametrize("name, cache", [
+    ("manual", "none"), ("tiled", "none"), ("manual", "static"), ("paged", "paged")])
 def test_a_short_length_has_all_its_rows_checked(name, cache, T) -> None:
     """As of `attention check --length`."""
     page_size = 16 if cache == "paged" else None
