@@ -205,7 +205,10 @@ INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 def contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: object, cache: Any,
                    sinks: object) -> str:
     """What is wrong with attend()'s arguments, in words; "" if nothing is."""
-    if not (dense(q) and dense(k) and dense(v)):
+    import torch
+
+    flat = q.layout == k.layout == v.layout == torch.strided
+    if not flat or q.is_nested or k.is_nested or v.is_nested:
         return f"q, k and v must be dense, got {shape_of(q)}, {shape_of(k)}, {shape_of(v)}"
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     fits = q.dim() == 4 and k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
