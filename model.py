@@ -170,10 +170,11 @@ class CausalSelfAttention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        # (B, Tk, Hkv, D), or pages of them; how to read a static or paged cache: attention/views.py
-        k, v, view = (k, v, None) if cache is None else cache.append(k, v)
-        if cache is not None and segments is not None:  # of the keys that this layer has kept
-            segments = segments[:, -k.shape[1] :]
+        view = None  # how to read a static or a paged cache: attention/views.py
+        if cache is not None:
+            k, v, view = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
+            if segments is not None:  # of the keys that this layer's window has kept
+                segments = segments[:, -k.shape[1] :]
         y = attend(q, k, v, spec, segments=segments, cache=view)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
@@ -235,7 +236,7 @@ class GPT(nn.Module):
         })  # fmt: skip
         self.lm_head = Head(None if config.tied else (config.vocab_size, config.n_embd))
         for name, p in self.named_parameters():
-            n = 2 * config.n_layer if name.endswith("c_proj.weight") else 1  # add up in x
+            n = 2 * config.n_layer if name.endswith("c_proj.weight") else 1  # of them add up
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02 / math.sqrt(n))
             elif name.endswith("bias"):
@@ -326,10 +327,9 @@ class GPT(nn.Module):
         The plain loop: each token costs a pass over the whole text. inference/engine.py has KV
         caches, and draws other random numbers from the same distributions.
         """
-        k = 1 if top_k is None else top_k
-        if not (idx.dim() == 2 and idx.shape[1] and max_new_tokens >= 0 <= temperature and k >= 1):
-            asked = f"{max_new_tokens=}, {temperature=}, {top_k=}"
-            raise ValueError(f"expected idx (B, T), got {tuple(idx.shape)}, {asked}")
+        possible = max_new_tokens >= 0 and temperature >= 0 and (top_k is None or top_k >= 1)
+        if not possible or idx.dim() != 2 or not idx.shape[1]:
+            raise ValueError(f"got idx {idx.shape}, {max_new_tokens=}, {temperature=}, {top_k=}")
         for _ in range(max_new_tokens):
             logits = self.head(self.hidden(idx[:, -self.config.block_size :])[:, -1])  # (B, V)
             if temperature == 0:

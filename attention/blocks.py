@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .spec import Spec
-from .views import StaticView, kept, sees_all
+from .views import StaticView, kept, sees_all, unreadable
 
 BLOCK = 256  # queries; 128 is a little faster on a CPU, with twice the calls (docs/LOG.md)
 CUDA_BLOCK = 1024  # each block is a kernel launch; not measured
@@ -137,7 +137,7 @@ def cut(q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, block
     positions do the segments of the keys tell what to skip."""
     (B, Tq), Tk = q.shape[:2], k.shape[1]
     last = offset == Tk - Tq >= 0
-    if segments is None or Tq <= block or not last or torch.compiler.is_compiling():
+    if segments is None or Tq <= block or not last or unreadable(segments):
         kind = maskless(Tq, Tk, window, offset, right) if segments is None else ""
         size, several = Tq if kind else block, segments is not None
         yield slice(0, B), list(ranges(Tq, Tk, window, size, offset, several, right))

@@ -55,12 +55,13 @@ LACKS = {
 }
 
 
-def asked(spec: Spec, name: str) -> bool:
-    """Does the Spec ask for this feature of LACKS?"""
-    if name == "right":
+def requests(spec: Spec, feature: str) -> bool:
+    """True if the Spec requests this feature of LACKS."""
+    if feature == "right":
         return spec.right != 0
-    # a limit on either side
-    return bool(spec.window or spec.right if name == "window" else getattr(spec, name))
+    if feature == "window":  # a limit on either side
+        return bool(spec.window or spec.right)
+    return bool(getattr(spec, feature))
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Caps:
             refuse("head_dim", f"it takes a head_dim up to {most}, not {spec.head_dim}")
         if spec.head_dim % (step := self.head_dim_multiple):
             refuse("head_dim", f"head_dim must be a multiple of {step}, not {spec.head_dim}")
-        for name in (name for name in LACKS if asked(spec, name) and not getattr(self, name)):
+        for name in (n for n in LACKS if requests(spec, n) and not getattr(self, n)):
             if name != "window" or spec.window or self.right:  # else it is refused for `right`
                 refuse(name, LACKS[name].format(spec))
         if (p := self.dropout_step) and spec.dropout % p:
@@ -172,29 +173,41 @@ class Partial:
 
 def checked(name: str, attend: Callable[..., Tensor],
             caps: tuple[Caps, ...]) -> Callable[..., Tensor]:
-    """Make attend() raise ValueError for what no row of its caps has on that device, and for
+    """Make attend() raise ValueError for options that no row of its caps has together, and for
     tensors that contradict the Spec or one another, and compute in the inputs' dtype whatever
     autocast says. torch.compile checks while it traces."""
-    attend = getattr(attend, "unchecked", attend)
-    of = {d: [c for c in caps if d in c.devices] for c in caps for d in c.devices}
-    options_ = [what for what in LACKS if what not in ("lse", "grad")]
-    lacks = {d: [o for o in options_ if not any(getattr(c, o) for c in of[d])] for d in of}
-    caches = {d: {kind for c in of[d] for kind in c.caches} for d in of}
+    made = getattr(attend, "unchecked", None)  # functools.wraps gives it to a wrapper, too
+    if made is not None and made[0] is attend:
+        attend = made[1]
+    # For each device and dtype the rows of caps, as (missing options, caches).
+    optional = [option for option in LACKS if option not in ("lse", "grad")]
+    every = [(tuple(o for o in optional if not getattr(c, o)), c.caches, c) for c in caps]
+    rows = {
+        (device, dtype): [row[:2] for row in every
+                          if device in row[2].devices and dtype in row[2].dtypes]
+        for device in dict.fromkeys(d for c in caps for d in c.devices) for dtype in DTYPES
+    }
+    others = [row[:2] for row in every]  # elsewhere the kernel itself fails, or does not
 
     @wraps(attend)
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:
-        if (device := q.device.type) in of:
-            for what in lacks[device]:
-                if asked(spec, what):
-                    raise ValueError(f"{name} cannot do this: {LACKS[what].format(spec)}")
-            if spec.cache not in caches[device]:
-                raise ValueError(f"{name} cannot do this: it has no '{spec.cache}' cache")
+        able, reasons = False, ""
+        for missing, caches in rows.get((q.device.type, spec.dtype)) or others:
+            lacks = [LACKS[o].format(spec) for o in missing if requests(spec, o)]
+            if spec.cache not in caches:
+                lacks.append(f"it does not read the '{spec.cache}' cache")
+            if not lacks:
+                able = True
+                break
+            reasons = reasons or ", ".join(lacks)
+        if not able:
+            raise ValueError(f"{name} cannot do this: {reasons}")
         if wrong := contradiction(q, k, v, spec, *map(options.get, OPTIONS)):
             raise ValueError(wrong)
         with autocast_off(q):
             return attend(q, k, v, spec, **options)
 
-    call.unchecked = attend  # type: ignore[attr-defined]
+    call.unchecked = call, attend  # type: ignore[attr-defined]
     return call
 
 

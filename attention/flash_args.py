@@ -61,7 +61,8 @@ class Request:
             wrong("softmax_scale", "positive", scale)
         if softcap is not None and not (is_a(Real, softcap) and 0 <= softcap <= LARGEST):
             wrong("softcap", "positive, or 0 for none", softcap)
-        if getattr(causal, "ndim", 0) or causal not in (False, True):
+        several = getattr(causal, "ndim", 0) or getattr(causal, "is_meta", False)
+        if several or causal not in (False, True):
             wrong("causal", "True or False", causal)
         dropout, softcap = number(dropout), number(softcap or 0)
         scale = None if scale is None else number(scale)

@@ -117,7 +117,8 @@ class Spec:
             value = getattr(self, name)
             least = TINY if name == "softcap" else 0  # which float32 does not round to 0
             if not (value is None or (is_number(value) and least < value <= LARGEST)):
-                raise ValueError(f"{name} must be a number above {least:.2g}, got {value!r}")
+                limits = f"above {least:.2g} and at most {LARGEST:.2g}"
+                raise ValueError(f"{name} must be a number {limits}, got {value!r}")
         # One form for what is equal, so that equal Specs hash equally: no limit is None, and so is
         # the default scale, however it was rounded.
         for name in ("window", "right"):

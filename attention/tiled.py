@@ -39,7 +39,7 @@ from torch import Tensor
 from .caps import Backend, Caps, Partial
 from .function import attention
 from .spec import Spec, visible
-from .views import Pair, mask, not_compiled, sees_all, symbolic
+from .views import Pair, mask, not_compiled, sees_all, unreadable
 
 BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
 
@@ -165,7 +165,7 @@ def masked_tiles(
     hidden = [[wholly_masked(I, J, offset, spec.window, spec.right) for J in cols] for I in rows]
     if segments is None or offset < 0 or offset != cols[-1].stop - rows[-1].stop:
         return hidden  # the queries are not the last positions: ids say nothing of keys between
-    if symbolic(keys := segments[1]):
+    if unreadable(keys := segments[1]):
         return hidden
     run = F.pad((keys[:, 1:] != keys[:, :-1]).cumsum(dim=1), (1, 0)).cpu()  # (B, Tk), from the left
     first_q, last_q = (

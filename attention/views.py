@@ -121,12 +121,16 @@ def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
 
 
 def symbolic(t: Tensor) -> bool:
-    """True if t's values cannot be read: while torch.compile or torch.export traces or fake tensors
-    are computed, of meta and fake tensors, and under vmap."""
+    """True where tensors have no values: while torch.compile or torch.export traces, among fake
+    tensors, and for a meta or a fake tensor."""
     if torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor):
         return True
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return fake is not None or torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def unreadable(t: Tensor) -> bool:
+    """True if t's values cannot be read: as symbolic(), and where vmap may hold several."""
+    return symbolic(t) or torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:
@@ -141,7 +145,7 @@ def kept(make: Callable[..., R]) -> Callable[..., R]:
 
     @wraps(make)
     def call(t: Tensor, *args: object) -> R:
-        if symbolic(t):
+        if unreadable(t):
             return make(t, *args)
         on_host = t.device.type == "cpu"  # where NumPy and .data write without a new version
         if not on_host and t.is_inference():  # it has no version
@@ -164,7 +168,7 @@ def kept(make: Callable[..., R]) -> Callable[..., R]:
 def in_pieces(segments: Tensor) -> bool:
     """True if an id of segments (B, Tk) comes again after others; False where it cannot be read
     without waiting for a device."""
-    if segments.device.type != "cpu" or symbolic(segments):
+    if segments.device.type != "cpu" or unreadable(segments):
         return False
     runs, ids = ((t[:, 1:] != t[:, :-1]).sum() for t in (segments, segments.sort(dim=1).values))
     return bool(runs != ids)

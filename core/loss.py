@@ -68,7 +68,7 @@ def linear_cross_entropy(
         are ignored, as F.cross_entropy.
     """
     dtype = autocast_dtype(x.device.type) or x.dtype
-    if torch._C._are_functorch_transforms_active():  # it has no rule for them
+    if torch._C._are_functorch_transforms_active():  # for which the Function below has no rule
         wide = torch.promote_types(dtype, torch.float32)
         logits = (x.to(dtype) @ weight.to(dtype).t()).to(wide)
         return F.cross_entropy(logits, targets, ignore_index=IGNORE)

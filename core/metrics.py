@@ -117,8 +117,8 @@ class Meter:
         self.metrics: Metrics | None = None  # the main process's
         # Keys that the queries of each sequence saw, of all steps since the last line.
         self.counted: list[Tensor] = []
-        self.keys: float | None = None  # their mean in the last interval
-        self.means: list[float] = []  # in each interval
+        self.keys: float | None = None  # their mean since the line before
+        self.means: list[float] = []  # these means, of all lines
 
     def speed(self, tokens_per_s: float) -> Speed:
         n = self.distributed.world_size
@@ -145,8 +145,8 @@ class Meter:
         seconds: per step, since the last line; None: a first step.
         """
         if self.counted:
-            mine = torch.cat(self.counted)
-            total, sequences = self.distributed.sum([float(mine.sum()), float(len(mine))])
+            local = torch.cat(self.counted)
+            total, sequences = self.distributed.sum([float(local.sum()), float(len(local))])
             self.keys = total / sequences
             self.counted.clear()
         if not self.distributed.main:
@@ -157,7 +157,8 @@ class Meter:
         if seconds is not None:
             found = self._check_peak(self.speed(self.tokens / seconds))
             self.rates.append(found.tokens_per_s)
-            self.means += [] if self.keys is None else [self.keys]
+            if self.keys is not None:
+                self.means.append(self.keys)
             row |= {"ms": seconds * 1e3, **found.row()}
             speed = f"{seconds * 1e3:,.1f} ms, {found}"
             if step < self.max_iters:

@@ -67,12 +67,14 @@ def schedule_warnings(config: Config) -> list[str]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
-    """Set the rate of a step in each group of parameters; returns AdamW's, or Muon's."""
+    """Set the rate of a step in each group of parameters; returns AdamW's, or with Muon that of
+    its matrices."""
     rate = learning_rate(step, config)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("factor", 1.0)
-    shown: float = (*muon_only(optimizer), *optimizer.param_groups)[0]["lr"]
-    return shown
+    if matrices := muon_only(optimizer):
+        rate = matrices[0]["lr"]
+    return rate
 
 
 def build_optimizer(

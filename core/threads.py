@@ -15,9 +15,9 @@ def cores_in_use() -> float:
     a second; 0: unknown."""
 
     def times() -> list[int]:
-        mine = {f"cpu{i}" for i in os.sched_getaffinity(0)}
+        ours = {f"cpu{i}" for i in os.sched_getaffinity(0)}
         with open("/proc/stat", encoding="ascii") as f:
-            cores = [words for words in map(str.split, f) if words[0] in mine]
+            cores = [words for words in map(str.split, f) if words[0] in ours]
         return [sum(map(int, column)) for column in zip(*(words[1:9] for words in cores))]
 
     try:

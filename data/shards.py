@@ -85,7 +85,7 @@ def _unchanged(file: Json) -> BinaryIO:
 
 
 def is_meta(shards: object) -> bool:
-    """Is it what meta() returns as "shards", undamaged?"""
+    """True for what meta() returns as "shards", undamaged."""
     types = {"path": str, "size": int, "mtime_ns": int, "skip": int, "tokens": int}
     if not (isinstance(shards, dict) and shards.keys() == {"train", "val"}):
         return False

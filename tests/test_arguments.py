@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attention as nanoattn
-from attention import BACKENDS, Machine, Spec
+from attention import BACKENDS, Caps, Machine, Spec
 from attention.views import PagedView, StaticView
 
 B, SIZE, H, HKV = 3, 4, 4, 2  # SIZE of a page
@@ -37,7 +37,8 @@ def ints(*numbers: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name, value", [
-    ("causal", torch.tensor([True, False])), ("causal", np.array([True, False])), ("causal", None),
+    ("causal", torch.tensor([True, False])), ("causal", torch.ones((), device="meta")),
+    ("causal", np.array([True, False])), ("causal", None),
     ("alibi_slopes", np.ones(H)), ("softmax_scale", torch.ones((), device="meta")),
     ("softmax_scale", 10**400), ("softcap", 1e-46), ("window_size", torch.ones(2, device="meta"))])
 def test_an_option_of_another_kind_is_refused(name, value) -> None:
@@ -86,10 +87,44 @@ def test_an_option_that_a_kernel_lacks_is_refused_by_its_call(option) -> None:
             given_ = {"segments": ints([0, 0, 1, 1]), "sinks": torch.zeros(2),
                       "cache": StaticView(ints(0), ints(4), 4)}
             more = {option: given_[option]} if option in given_ else {}
-            with pytest.raises(ValueError, match=f"^{name} "):
+            with pytest.raises(ValueError, match=name + " cannot"):
                 backend.attend(q, q, q, spec, **more)
             refused.append(name)
     assert refused or option in ("window", "right", "scale")  # which all have on a CPU
+
+
+def test_options_are_refused_by_rows_of_caps_together() -> None:
+    """A row for each dtype, and one option only of two; a device without a row has none of both."""
+    rows = (Caps(("cpu",), ("float16",), softcap=True), Caps(("cpu",), ("float32",)),
+            Caps(("cpu",), ("float64",), softcap=True, dropout=False),
+            Caps(("cpu",), ("float64",), sinks=True))
+    backend = replace(BACKENDS["manual"], name="rows", caps=rows)
+    for dtype, options, right in (
+        ("float16", {"softcap": 2.0}, True), ("float32", {"softcap": 2.0}, False),
+        ("float64", {"softcap": 2.0}, True), ("float64", {"softcap": 2.0, "dropout": 0.5}, False),
+        ("float64", {"dropout": 0.5}, True),
+    ):
+        q = torch.randn(1, 4, 2, 16).to(getattr(torch, dtype))
+        spec = Spec(2, 2, 16, dtype, grad=False, **options)
+        assert right == (not backend.why_not(spec, Machine.here("cpu")))
+        for elsewhere in (backend, replace(backend, caps=tuple(
+                replace(row, devices=("mps",)) for row in rows if dtype in row.dtypes))):
+            if right:
+                elsewhere.attend(q, q, q, spec)
+                continue
+            with pytest.raises(ValueError, match="rows cannot"):
+                elsewhere.attend(q, q, q, spec)
+
+
+def test_a_wrapper_of_a_kernel_is_called() -> None:
+    @wraps(BACKENDS["manual"].attend)
+    def doubled(*args: Any, **options: Any) -> Tensor:
+        return 2 * BACKENDS["manual"].attend(*args, **options)
+
+    q, spec = torch.randn(1, 4, 2, 16), Spec(2, 2, 16, "float32", grad=False)
+    backend = replace(BACKENDS["manual"], name="doubled", attend=doubled)
+    for made in (backend, replace(backend, name="again")):
+        assert torch.equal(made.attend(q, q, q, spec), doubled(q, q, q, spec))
 
 
 # --- valid calls ---

@@ -280,6 +280,16 @@ def test_a_mask_that_is_only_a_small_number_would_be_caught() -> None:
 # --- the oracle itself, and the definition of masking ---
 
 
+def test_the_oracle_ignores_nan_in_keys_that_nothing_sees() -> None:
+    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 8, 2, 8)
+    segments = torch.arange(8).ge(4).int()[None]
+    want = oracle.attention(q, k, k, q, segments=segments)
+    k[:, :4] = torch.nan
+    found = oracle.attention(q, k, k, q, segments=segments)
+    for name, t in want.tensors.items():
+        assert torch.equal(found.tensors[name], t), name
+
+
 def test_visible_against_a_table_by_hand() -> None:
     def table(Tq: int, Tk: int, window: int | None = None, seg: str | None = None) -> list[str]:
         rows = []

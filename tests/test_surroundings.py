@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +26,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attention as flash_attn
 from attention import BACKENDS, Spec, select
-from attention.machine import apart as apart_module
 from attention.machine.apart import apart
 from model import GPT, GPTConfig
 
@@ -188,11 +188,12 @@ def test_tensors_without_values_give_shapes(f: Function) -> None:
     assert all((out.shape, out.dtype) == (want.shape, want.dtype) for out in outs)
 
 
+@pytest.mark.parametrize("n_tokens", [5, 300])
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash"])
-def test_segments_of_several_layers_need_no_values(name: str) -> None:
+def test_segments_of_several_layers_need_no_values(name: str, n_tokens: int) -> None:
     """Under vmap and among fake tensors, though a real call has kept what it found in them."""
-    seg = torch.tensor([[[0, 0, 1, 1, 1]], [[3, 3, 3, 3, 4]]], dtype=torch.int32)
-    q, spec = torch.randn(2, 1, 5, H, D), Spec(H, H, D, "float32", segments=True)
+    seg = (torch.arange(n_tokens) >= torch.tensor([[[2]], [[n_tokens - 1]]])).int()
+    q, spec = torch.randn(2, 1, n_tokens, H, D), Spec(H, H, D, "float32", segments=True)
 
     def layers(q: Tensor, seg: Tensor) -> Tensor:
         for _ in range(2):
@@ -275,14 +276,77 @@ def test_a_kernel_that_waits_for_another_threads_choice(tmp_path, monkeypatch) -
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_fork_chooses_while_another_thread_does() -> None:
-    """The lock is free when a choice is returned, and a new one in a child."""
-    assert [apart("cpu", apart_module._lock.locked) for _ in range(3)] == [True] * 3
-    assert not any((apart("cpu", int), apart_module._lock.locked())[1] for _ in range(300))
-    with apart_module._lock:  # as another thread's choice
-        if (child := os.fork()) == 0:
-            os._exit(apart("cpu", lambda: 7))
+def test_a_fork_chooses_while_another_thread_does(monkeypatch) -> None:
+    monkeypatch.setattr("attention.machine.apart.PATIENCE", 5.0)
+    begun, ended = threading.Event(), threading.Event()
+    choosing = threading.Thread(target=lambda: apart("cpu", lambda: (begun.set(), ended.wait())))
+    choosing.start()
+    begun.wait()
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            code = apart("cpu", lambda: 7)
+        finally:
+            os._exit(code)
+    ended.set()
+    choosing.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_one_choice_at_a_time_in_backward_passes_too() -> None:
+    """Random numbers go on as if nobody had chosen."""
+    at_once, running = [], []
+
+    class Chooses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor) -> Tensor:
+            def choose() -> None:
+                running.append(1)
+                time.sleep(0.02)
+                at_once.append(len(running))
+                running.pop()
+
+            apart("cpu", choose)
+            return dout
+
+    def learn() -> None:
+        x = torch.randn(3).requires_grad_()
+        Chooses.apply(x).sum().backward()
+
+    threads = [threading.Thread(target=learn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert at_once == [1] * 4
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_torch_func_takes_texts_of_other_lengths_and_caches() -> None:
+    """As outside, by the kernel that was named; what is not mapped keeps its values."""
+    k, lengths = torch.randn(8, H, D), torch.tensor([3, 10, 5], dtype=torch.int32)
+    ends = (torch.tensor(n, dtype=torch.int32) for n in ([0, 2, 6], [0, 5, 8]))
+    texts = partial(flash_attn.flash_attn_varlen_func, k=k, v=k, causal=True, max_seqlen_q=4,
+                    max_seqlen_k=5, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends)))
+    q, K = torch.randn(6, H, D), torch.randn(3, 10, H, D)
+    rows = partial(flash_attn.flash_attn_with_kvcache, k_cache=K, v_cache=K, causal=True,
+                   cache_seqlens=lengths)
+    for name in ("auto", "sdpa_flash", "tiled"):
+        flash_attn.use(name)
+        leaf = q.clone().requires_grad_()
+        want = torch.autograd.grad(texts(leaf).square().sum(), leaf)[0]
+        got = torch.func.grad(lambda q: texts(q).square().sum())(q)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        two = torch.stack([q, 2 * q])
+        torch.testing.assert_close(torch.vmap(texts)(two), torch.stack([texts(x) for x in two]))
+    flash_attn.use("auto")
+    Q = torch.randn(2, 3, 1, H, D)
+    torch.testing.assert_close(torch.vmap(rows)(Q), torch.stack([rows(x) for x in Q]))
+    torch.testing.assert_close(torch.func.vjp(rows, Q[0])[0], rows(Q[0]))
 
 
 def test_wrapper_tensors_keep_their_kind_and_gradients() -> None:

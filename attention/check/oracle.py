@@ -42,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
               segments: Tensor | None = None, scale: float | None = None,
               softcap: float | None = None, sinks: Tensor | None = None,
               right: int | None = 0) -> Result:
-    """Return the exact result, in float64 on the CPU.
+    """Return the exact result, in float64 on the CPU. Memory: ten matrices (Tq, Tk).
 
     Per row, with the scale tau (1 / sqrt(D)), t_j = tau q . k_j, s_j = c tanh(t_j / c) with a
     softcap c, else t_j, and p = softmax(s) over the visible keys j and the sink a (of value 0):
@@ -89,15 +89,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
         i, seen = i[seen.any(1)], seen[seen.any(1)]  # of a row that sees no key all terms are zero
         if not len(i):
             continue
-        queries, keys, values, do = q_[b, i, h], k_[b, :, g], v_[b, :, g], dout_[b, i, h]
+        queries, do = q_[b, i, h], dout_[b, i, h]
+        # What no row sees may be NaN.
+        keys, values = (np.where(seen.any(0)[:, None], t[b, :, g], 0) for t in (k_, v_))
         s = queries @ keys.T * tau  # (rows, Tk), as are slope, p, dp, ds and dt
         slope = np.ones_like(s)
         if softcap is not None:
             s = softcap * np.tanh(s / softcap)
             slope = 1 - (s / softcap) ** 2
         visible_s = np.where(seen, s, -np.inf)
-        most = np.maximum(visible_s.max(1, keepdims=True), sink[h])
-        e, e_sink = np.exp(visible_s - most), np.exp(sink[h] - most)
+        row_max = np.maximum(visible_s.max(1, keepdims=True), sink[h])
+        e, e_sink = np.exp(visible_s - row_max), np.exp(sink[h] - row_max)
         p, p_sink = (x / (e.sum(1, keepdims=True) + e_sink) for x in (e, e_sink))
         out[b, i, h] = o = p @ values
         dv[b, :, g] += p.T @ do

@@ -28,7 +28,8 @@ class Proof:
     queries: int
     end: int
     window: int | None = None
-    segments: Tensor | None = None  # (B, end) int32, of padding too; None: the sides are enough
+    # (B, end) int32; padding has an id of its own; None: the sides are enough
+    segments: Tensor | None = None
     texts: Tensor | None = None  # (B, end) int32, 0 for padding; None: all keys are one text
     right: int | None = 0
     # Rows of the batch, and the keys that all their queries see; empty: all see the same.
@@ -166,7 +167,8 @@ def _causal(seen: Tensor, window: int | None, real: Tensor) -> Proof:
     seen = seen[:, :, :end]
     beside = seen.diagonal(offset - 1, 1, 2)  # the key before its own is visible
     beside = F.pad(beside, (Tq - beside.shape[1], 0))  # position 0 has no key before it
-    begins = torch.where(real, ~beside, F.pad(real[:, :-1], (1, 0)))  # of texts, and padding behind
+    # True where a text begins, or the padding behind one.
+    begins = torch.where(real, ~beside, F.pad(real[:, :-1], (1, 0)))
     ids = torch.where(real.cumsum(1) > 0, 1 + begins.cumsum(1), 0)
     earlier = torch.where(seen[:, 0, :offset], ids[:, :1], 0)  # keys before the first query
     texts = torch.cat([earlier, torch.where(real, ids, 0)], dim=1).int()

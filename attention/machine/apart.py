@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from .system import start_profiler
@@ -24,6 +24,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 _lock = threading.Lock()
 _inside = threading.local()
+_trial = threading.Event()  # a kernel that is tried runs its backward pass
 PATIENCE = 1800  # seconds: no choice takes as long
 
 
@@ -31,6 +32,7 @@ def _in_a_fork() -> None:
     """The parent's thread that holds the lock is not in the child."""
     global _lock
     _lock = threading.Lock()
+    _trial.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -41,8 +43,8 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     """Return function() from a new thread, one at a time.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, which would break. Or this thread belongs to
-            a kernel that is being tried, which waits for it.
+        RuntimeError: a CUDA graph is being captured, which would break. Or another choice did not
+            end: its kernel may wait for this thread.
     """
     import torch
 
@@ -57,8 +59,10 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     if on.type == "cuda":
         start_profiler()
     result: Future[T] = Future()
-    # A backward pass has threads of its own. That of a kernel that is being tried cannot wait.
-    patience = 0.0 if torch._C._current_graph_task_id() != -1 else PATIENCE
+    # A kernel that is tried may run its backward pass in another thread. That thread must not wait
+    # for the lock, which the trial holds.
+    tried = _trial.is_set() and torch._C._current_graph_task_id() != -1
+    patience = 0.0 if tried else PATIENCE
 
     def choose() -> T:
         _inside.now, lock = True, _lock
@@ -66,7 +70,7 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
         if patience and not locked:
             raise RuntimeError(
                 "no kernel could be chosen: another thread has been choosing one for "
-                f"{patience / 60:.0f} minutes. Perhaps its kernel waits for this thread"
+                f"{patience:,.0f} s. Perhaps its kernel waits for this thread"
             )
         try:
             with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
@@ -83,6 +87,16 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     return result.result()
+
+
+@contextmanager
+def trial_of_backward() -> Iterator[None]:
+    """Around the backward pass of a kernel that is tried in apart()."""
+    _trial.set()
+    try:
+        yield
+    finally:
+        _trial.clear()
 
 
 def outside_a_trace(function: F) -> F:

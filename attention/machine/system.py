@@ -56,8 +56,12 @@ def devices() -> list[str]:
     """The devices of this machine by PyTorch's names: cpu, cuda, cuda:0, mps."""
     import torch
 
-    cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    return ["cpu", *["cuda"][: len(cuda)], *cuda, *["mps"][: torch.backends.mps.is_available()]]
+    found = ["cpu"]
+    if n := torch.cuda.device_count():
+        found += ["cuda", *(f"cuda:{i}" for i in range(n))]
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return found
 
 
 @cache

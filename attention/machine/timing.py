@@ -21,6 +21,7 @@ from ..probing import attend_of, gpu_survives, probe
 from ..select import admit
 from ..spec import Machine, Policy, Spec
 from ..views import PagedView, StaticView, filled_cache
+from .apart import trial_of_backward
 from .system import first_line, loses_device, own_code, synchronize
 
 Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
@@ -232,7 +233,8 @@ def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
         with torch.set_grad_enabled(spec.grad):
             out = run(given)
             if spec.grad:
-                torch.autograd.grad(out, [*leaves.values()], inputs.dout)
+                with trial_of_backward():
+                    torch.autograd.grad(out, [*leaves.values()], inputs.dout)
 
     return call
 
