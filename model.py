@@ -23,14 +23,14 @@ from typing import Any, Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import Phase, Plan, Plans, Policy, Ranks, Ring, Spec, check_name
 from attention.machine.system import autocast_dtype
 from core.loss import Head
-from core.settings import check_fields
+from core.settings import Size, check_fields
 
 Attend = Callable[..., Tensor]  # see attention.Backend
 Rope = tuple[Tensor, Tensor] | None  # cosine and sine of the angles, see rotate()
@@ -41,11 +41,11 @@ Cache = Any  # one step of a KV cache, or a layer of it: inference/cache.py
 class GPTConfig:
     """Model sizes and attention settings. Raises ValueError if they are inconsistent."""
 
-    block_size: PositiveInt = 1024  # the longest sequence, in tokens
-    vocab_size: PositiveInt = 50304  # GPT-2's 50257, rounded up to a multiple of 64 for speed
-    n_layer: PositiveInt = 12
-    n_head: PositiveInt = 12
-    n_embd: PositiveInt = 768
+    block_size: Size = 1024  # the longest sequence, in tokens
+    vocab_size: Size = 50304  # GPT-2's 50257, rounded up to a multiple of 64 for speed
+    n_layer: Size = 12
+    n_head: Size = 12
+    n_embd: Size = 768
     n_kv_head: int | None = None  # fewer than n_head: grouped-query attention; None: n_head
     dropout: float = 0.0
     bias: bool | Literal["qkv"] = True  # in Linear and LayerNorm; qkv: of q, k and v alone (Qwen2)
@@ -56,9 +56,9 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm of each query and key, before RoPE
     tied: bool = True  # the head uses the token embedding's weights (Press & Wolf 2017)
     rope_theta: PositiveFloat = 10000.0  # the slowest channels turn 2 pi * theta tokens
-    rope_scaling: tuple[PositiveFloat, float, PositiveFloat, PositiveInt] | None = None  # Llama 3.1
-    head_size: PositiveInt | None = None  # D; None: n_embd / n_head
-    n_hidden: PositiveInt | None = None  # inside the MLP; None: see `hidden`
+    rope_scaling: tuple[PositiveFloat, float, PositiveFloat, Size] | None = None  # Llama 3.1
+    head_size: Size | None = None  # D; None: n_embd / n_head
+    n_hidden: Size | None = None  # inside the MLP; None: see `hidden`
     norm_eps: PositiveFloat = 1e-5
     attention_backend: str = "auto"  # a backend's name, or the path of a kernel file
     # Keys that a query attends to, itself included; None: all. Several: see `windows`.

@@ -20,7 +20,7 @@ from typing import IO, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from core.settings import Texts, UserError, check_fields, exit_on_user_error, read, read_early
+from core.settings import Size, Texts, UserError, check_fields, exit_on_user_error, read, read_early
 
 log = logging.getLogger("nanoattn")
 
@@ -41,8 +41,8 @@ class SampleConfig:
     # --- text ---
     start: Texts = ()  # prompt or FILE:prompt.txt, repeatable; none: a newline
     prompts: str | None = None  # a file with one prompt a line
-    num_samples: PositiveInt = 1  # texts for each prompt
-    max_new_tokens: PositiveInt = 500  # most tokens to generate
+    num_samples: Size = 1  # texts for each prompt
+    max_new_tokens: Size = 500  # most tokens to generate
     temperature: float = 0.8  # below 1: safer, above: bolder; 0: the likeliest token
     top_k: int | None = 200  # draw from the k likeliest tokens only; none: from all
     top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
@@ -185,12 +185,15 @@ def encode(prompt: str, tokenizer: data.Tokenizer, block_size: int) -> list[int]
 # --- output ---
 
 
-@explained("a smaller --batch_size, --dtype=bfloat16 or --weights=int8")
+@explained("a smaller --batch_size or --max_new_tokens, --dtype=bfloat16 or --weights=int8")
 def main(argv: list[str]) -> int:
     """Continue every prompt; returns the exit code."""
     show_log()
     config = read(SampleConfig, argv, aliases=ALIASES).settings
     starts = prompts(config)
+    files = [os.path.realpath(path) for path in (config.prompts, config.out) if path]
+    if len(files) > len(set(files)):
+        raise UserError(f"--out={config.out} would replace --prompts")
     model, tokenizer = load(config)
     writer = writer_of(config, model, tokenizer, starts)
     code = written = 0

@@ -79,11 +79,13 @@ def parser() -> argparse.ArgumentParser:
 
 def spec_of(args: argparse.Namespace, dtype: str) -> Spec:
     """The requested attention. Raises ValueError if the options are inconsistent."""
-    cache = args.kv_cache
+    cache, n_kv_head, page_size = args.kv_cache, args.n_kv_head, args.page_size
+    n_kv_head = args.n_head if n_kv_head is None else n_kv_head
+    page_size = 256 if page_size is None and cache == "paged" else page_size
     return Spec(
-        args.n_head, args.n_kv_head or args.n_head, args.head_dim, dtype, args.window,
+        args.n_head, n_kv_head, args.head_dim, dtype, args.window,
         args.dropout, args.segments, grad=not args.inference and cache == "none", cache=cache,
-        compiled=args.compiled, page_size=args.page_size or (256 if cache == "paged" else None),
+        compiled=args.compiled, page_size=page_size,
         scale=args.scale, softcap=args.softcap, sinks=args.sinks, lse=args.lse,
     )
 
@@ -106,8 +108,10 @@ def heading(machine: Machine, spec: Spec, shape: Shape) -> str:
 
 def run(args: argparse.Namespace) -> None:
     """Explain one backend, or measure all. Raises ValueError for inconsistent options."""
-    if min(args.batch_size or 1, args.seq_len) < 1:
+    if min(1 if args.batch_size is None else args.batch_size, args.seq_len) < 1:
         raise ValueError("--batch_size and --seq_len must be at least 1")
+    if "" in (args.backend, args.machine):
+        raise ValueError("a backend and --as cannot be empty")
     if args.machine and (args.device != "auto" or args.backend == "fastest"):
         raise ValueError("--as describes a machine: --device and fastest need a real one")
     if args.deterministic:
@@ -173,4 +177,11 @@ def interrupted(number: int, frame: object) -> None:
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, interrupted)
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+        sys.stdout.flush()
+    except OSError as e:  # a closed pipe (... | head), or a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more
+        if not isinstance(e, BrokenPipeError):
+            print(f"error: cannot write ({e.strerror or e})", file=sys.stderr)
+        sys.exit(1 if isinstance(e, BrokenPipeError) else 2)

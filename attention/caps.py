@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
-from .spec import DTYPES, Machine, Spec
+from .spec import CACHES, DTYPES, Machine, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,6 +91,14 @@ class Caps:
     page_multiple: int = 1  # page_size must be a multiple of this
     packages: tuple[str, ...] = ()  # import names, with a minimum version if needed: "a>=2.1"
     interpreted: bool = False  # only in Triton's interpreter
+
+    def __post_init__(self) -> None:
+        for name, known in (("devices", ()), ("dtypes", DTYPES), ("caches", CACHES)):
+            texts = getattr(self, name)
+            ok = isinstance(texts, tuple) and all(isinstance(text, str) for text in texts)
+            if not ok or (known and set(texts) - set(known)):
+                some = f" of {', '.join(known)}" if known else ""
+                raise ValueError(f"{name} must be a tuple{some}, got {texts!r}")
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """Every reason why this cannot do `spec` on `machine`; empty if it can."""
@@ -331,6 +339,10 @@ class Backend:
         rows = self.caps
         if not (rows and isinstance(rows, tuple) and all(isinstance(c, Caps) for c in rows)):
             raise ValueError(f"caps must be a tuple of Caps: caps=(Caps(...),), got {rows!r}")
+        if not (isinstance(self.name, str) and self.name.isprintable() and self.name.strip()):
+            raise ValueError(f"name must be a text on one line, got {self.name!r}")
+        if not callable(self.attend):
+            raise ValueError(f"attend must be a function, got {self.attend!r}")
         object.__setattr__(self, "attend", checked(self.name, self.attend, self.caps))
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:

@@ -82,10 +82,11 @@ def find_fastest(
     machine_key = machine.name, machine.deterministic, torch.get_num_threads(), flash_impl()
     key = repr((version, torch.__version__, machine_key, spec, shape, policy))
     known: dict[str, str] = {}
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         found = json.loads(file.read_text(encoding="utf-8"))
         known = found if isinstance(found, dict) else {}
-    if (name := known.get(key, "")) in BACKENDS:  # a file is never run from here
+    name = known.get(key)
+    if isinstance(name, str) and name in BACKENDS:  # a file is never run from here
         try:
             chosen = take(name, *request)
             log.info(f"fastest: {name}, remembered; delete {file} to measure again")

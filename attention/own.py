@@ -17,7 +17,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 
 from .caps import Backend, BackendUnavailable
-from .machine.system import first_line
+from .machine.system import first_line, settings_stay
 
 
 @cache
@@ -38,13 +38,13 @@ def load(path: str) -> Backend:
 def execute(path: str, what: str = "attention kernel") -> ModuleType:
     """Run the file at an absolute path, once a process. Raises BackendUnavailable, on one line."""
     if not os.path.isfile(path):
-        raise invalid(path, "no such file", what)
+        raise invalid(path, "a folder" if os.path.isdir(path) else "no such file", what)
     # In sys.modules, as dataclasses, Triton and torch.compile expect.
     name = f"nanoattn_kernel_{execute.cache_info().misses}"
     spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, path))
     assert spec and spec.loader
     module = sys.modules[name] = module_from_spec(spec)
-    with explained(path, what):
+    with explained(path, what), settings_stay():
         spec.loader.exec_module(module)
     return module
 
@@ -58,7 +58,7 @@ def explained(path: str, what: str = "attention kernel") -> Iterator[None]:
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
         hint = "; import nanoattn instead" if getattr(e, "name", "") == "attention" else ""
-        text = f"line {line}: {type(e).__name__}: {first_line(e)}{hint}"
+        text = f"{f'line {line}: ' if line else ''}{type(e).__name__}: {first_line(e)}{hint}"
         raise invalid(path, text, what) from e
 
 

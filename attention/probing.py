@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from . import manual
-from .caps import Backend, DeviceLost, Proof
+from .caps import Backend, DeviceLost, Proof, shape_of
 from .function import whole
 from .machine.apart import trial_of_backward
 from .machine.flash_impl import flash_impl
-from .machine.system import first_line, loses_device, profiled
+from .machine.system import KERNEL_ERRORS, first_line, loses_device, profiled, settings_stay
 from .ring import Ring
 from .spec import Spec, visible
 from .views import filled_cache
@@ -109,14 +109,15 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
             truth += (exact := _exact(way, inputs, seg, uncached))
             moves += _moves(inputs, seg, uncached) if spec.grad else map(torch.zeros_like, exact)
             try:
-                out += run(inputs, seg, quiet)
-                if Tq == T:
-                    with profiled(events):
-                        again = run(inputs, seg, spec)
-                    if spec.dropout and not all(bool(t.isfinite().all()) for t in again):
-                        raise FloatingPointError("not finite with dropout")
-                    leak = leakage(run, inputs, seg, quiet)
-            except Exception as e:
+                with settings_stay():
+                    out += run(inputs, seg, quiet)
+                    if Tq == T:
+                        with profiled(events):
+                            again = run(inputs, seg, spec)
+                        if spec.dropout and not all(bool(t.isfinite().all()) for t in again):
+                            raise FloatingPointError("not finite with dropout")
+                        leak = leakage(run, inputs, seg, quiet)
+            except KERNEL_ERRORS as e:
                 if loses_device(e):
                     raise
                 return Probe((f"it failed in the probe ({type(e).__name__}: {first_line(e)})",))
@@ -176,7 +177,7 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
                 got = [backend.attend(part, held_k, held_v, spec, cache=reads, **more)]
             else:
                 got = _run(attend_of(backend, spec), [q, k, v, dout, *sinks], seg, spec)
-        except Exception as e:
+        except KERNEL_ERRORS as e:
             if loses_device(e):
                 raise
             return (f"it failed at {T:,} tokens ({type(e).__name__}: {first_line(e)})",)
@@ -359,12 +360,17 @@ def _moves(inputs: list[Tensor], seg: Tensor | None, spec: Spec) -> list[Tensor]
     return moves
 
 
+def must_be_like(out: object, q: Tensor) -> None:
+    if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
+        raise TypeError(f"it returned {shape_of(out)}, not {shape_of(q)}")
+
+
 def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
          spec: Spec, backward: bool = True) -> list[Tensor]:
     """The output, and with spec.grad the gradients of q, k, v and sinks."""
     q, k, v, dout, *sinks = (t.detach().requires_grad_(spec.grad) for t in inputs)
     out = attend(q, k, v, spec, segments=seg, **({"sinks": sinks[0]} if sinks else {}))
-    assert out.shape == q.shape and out.dtype == q.dtype, (out.shape, out.dtype)
+    must_be_like(out, q)
     if not (spec.grad and backward):
         return [out.detach()]
     with trial_of_backward():
@@ -392,7 +398,7 @@ def run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor 
             continue
         padded = pad_sequence([q[b, at] for b, at in enumerate(spans)], True)
         got = attend(padded, k, v, spec, segments=seg, cache=view(lengths_before, counts), **more)
-        assert got.shape == padded.shape and got.dtype == out.dtype, (got.shape, got.dtype)
+        must_be_like(got, padded)
         for b, at in enumerate(spans):
             out[b, at] = got[b, : counts[b]]
     return [out]

@@ -57,6 +57,8 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
         listed = store.read_file(index, store.load_json)
         if not store.has_dicts(listed, "weight_map"):
             raise UserError(f"{index} has no weight_map")
+        if odd := [x for x in listed["weight_map"].values() if not (isinstance(x, str) and x)]:
+            raise UserError(f"{index}: expected names of files in weight_map, got {odd[0]!r}")
         names = sorted({*listed["weight_map"].values()})
     weights: dict[str, torch.Tensor] = {}
     for name in names:

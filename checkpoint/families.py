@@ -67,7 +67,7 @@ def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
         UserError: another architecture, a missing field, or one that GPT cannot follow.
     """
     kind = saved.get("model_type") if isinstance(saved, dict) else None
-    if kind not in ASSUMED:
+    if not isinstance(kind, str) or kind not in ASSUMED:
         raise UserError(f"{source} has model_type={kind!r}, expected one of {', '.join(ASSUMED)}")
     saved = ASSUMED[kind] | saved
     for name, expected in FIXED.items():
@@ -76,7 +76,10 @@ def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
     needed = (*GPT2_SIZES, "n_positions") if kind == "gpt2" else LLAMA_SIZES.values()
     if lacking := [name for name in needed if name not in saved]:
         raise UserError(f"config.json of {source} lacks {', '.join(lacking)}")
-    fields = _from_gpt2(saved, source) if kind == "gpt2" else _from_llama(kind, saved, source)
+    try:
+        fields = _from_gpt2(saved, source) if kind == "gpt2" else _from_llama(kind, saved, source)
+    except (TypeError, AttributeError) as e:
+        raise UserError(f"config.json of {source} has a value of another type ({e})") from e
     return from_dict(GPTConfig, {**fields, **changes}, source)
 
 
@@ -94,6 +97,8 @@ def _from_llama(kind: str, saved: Json, source: str) -> Json:
     # Version 5 has rope_parameters; earlier ones rope_theta and rope_scaling.
     rope = {"rope_theta": saved.get("rope_theta", 10000.0)} | (saved.get("rope_scaling") or {})
     rope |= saved.get("rope_parameters") or {}
+    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise UserError(f"{source} has rope_parameters of {nested[0]} alone")
     how = rope.get("rope_type", rope.get("type", "default"))
     if how not in ("default", "llama3"):
         raise UserError(f"{source} has rope_type={how!r}, expected 'default' or 'llama3'")

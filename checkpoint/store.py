@@ -157,6 +157,8 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None
     own = model.state_dict()
     check_shapes(own, weights, origin)
     for name, tensor in own.items():
+        if not weights[name].is_floating_point():
+            raise UserError(f"the weights in {origin}: {name} is {weights[name].dtype}")
         tensor.copy_(weights[name])
 
 

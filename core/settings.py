@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import errno
 import functools
 import io
 import operator
@@ -29,13 +30,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from core.threads import wait_passively
 
 T = TypeVar("T")
 Values = dict[str, Any]  # field -> value
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
+Size = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class UserError(ValueError):
@@ -179,9 +181,16 @@ def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
     _print_any_text()
     try:
         _on_signals(_interrupt)
-        sys.exit(main())
+        code = main()
+        sys.stdout.flush()
+        sys.exit(code)
     except UserError as error:
         _fail(error)
+    except OSError as error:  # while writing: a closed pipe (... | head), or a full disk
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more
+        sys.exit(1 if error.errno == errno.EPIPE else _fail(UserError(f"cannot write ({error})")))
     except KeyboardInterrupt as error:
         sys.exit(_interrupted(error.args[0] - 128 if error.args else signal.SIGINT))
 
@@ -211,6 +220,8 @@ def _interrupted(number: int) -> int:
 
 
 def _print_any_text() -> None:
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, PLW1514
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115, PLW1514
     for stream in (sys.stdout, sys.stderr):  # a text outside an ASCII terminal's, as \u4e00
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

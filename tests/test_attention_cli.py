@@ -76,6 +76,8 @@ def test_every_backend_on_another_machine(capsys) -> None:
     (["--as=abacus"], "abacus"), (["--as=h100", "--device=cpu"], "--device"),
     (["fastest", "--as=h100"], "fastest"), (["--seq_len=0"], "--seq_len"),
     (["--page_size=16"], "page_size"), (["--device=cuda:99"], "cuda:99"),
+    (["--batch_size=0"], "at least 1"), (["sdpa", "--n_kv_head=0"], "got 0"), (["--as="], "--as"),
+    (["sdpa", "--kv_cache=paged", "--page_size=0"], "got 0"), ([""], "empty"),
     (["sdpa", "--device=tpu"], "tpu"), (["--device=cuda:x"], "cuda:x"), (["--device=xpu"], "xpu"),
     (["--dtype=int8"], "int8"), (["--sinks=maybe"], "maybe"), (["--colour=red"], "--colour"),
 ])

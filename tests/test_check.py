@@ -215,13 +215,27 @@ def test_what_a_kernel_raises_and_what_it_refuses(tmp_path: Path, capsys) -> Non
 @pytest.mark.parametrize("words, value", [
     (["none.py"], "none.py"), (["no_such_backend"], "no_such_backend"),
     (["manual", "--dtype=float8"], "float8"), (["manual", "--device=tpu"], "tpu"),
-    (["manual", "--length=-1"], "-1")])
+    (["manual", "--length=-1"], "-1"), (["auto"], "auto"), (["fastest"], "fastest")])
 def test_a_mistake_in_the_command_line(words, value, capsys) -> None:
     try:
         code = check.main(words)
     except SystemExit as e:
         code = e.code
     assert code == 2 and value in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line, why", [
+    ("import sys; sys.exit(0)", "SystemExit"), ("raise GeneratorExit", "GeneratorExit"),
+    ("import torch; torch.set_default_dtype(torch.float64)", "default dtype"),
+    ("import torch; torch.use_deterministic_algorithms(True)", "deterministic")])
+def test_what_a_kernel_does_to_its_process_is_a_failure(line, why, tmp_path, capsys) -> None:
+    (tmp_path / "bad.py").write_text(
+        "from nanoattn import Backend, Caps, get\n"
+        f"def attend(q, k, v, spec, **more):\n    {line}\n"
+        "    return get('manual').attend(q, k, v, spec, **more)\n"
+        "BACKEND = Backend('bad', 'bad', attend, (Caps(dtypes=('float32',)),), None)\n")
+    words = [str(tmp_path / "bad.py"), "--quick", "--first", "--dtype=float32", "--device=cpu"]
+    assert check.main(words) == 1 and why in capsys.readouterr().out
 
 
 # --- the file is a backend ---

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_data import gpt2, small_tokenizer
 from test_model import transformers
 from test_train import TEXT, enter, make_data, refusal, run
@@ -90,6 +90,10 @@ def test_a_missing_window_is_that_of_transformers(family, transformers):
 REFUSED: dict[str, dict[str, Any]] = {
     "rope_type='yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     "rope_type='linear'": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "full_attention": {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+    "type": {"rope_scaling": "linear"}, "another type": {"rope_parameters": 3},
+    "model_type": {"model_type": ["llama"]},
+    "of another": {"model_type": "qwen3", "layer_types": 5},
     "rotary": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "attention_bias": {"attention_bias": True}, "mlp_bias": {"mlp_bias": True},
     "hidden_act": {"hidden_act": "gelu"}, "layer_types": {"layer_types": ["full_attention"]},
@@ -104,6 +108,26 @@ def test_what_gpt_has_not_is_refused(word, tmp_path):
     content = {**SIZES, "num_hidden_layers": 2, "model_type": "llama", **REFUSED[word]}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=f"{tmp_path}.*{word}"):
+        checkpoint.load_hf(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_weights_that_are_no_real_numbers_are_refused(dtype, tmp_path, transformers):
+    config = GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=8)
+    checkpoint.save_hf(GPT(config), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = min(weights)
+    save_file({**weights, name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=str(dtype)):
+        checkpoint.load_hf(str(tmp_path))
+
+
+@pytest.mark.parametrize("file", [5, None, ["a"], ""])
+def test_an_index_with_names_of_no_files_is_refused(file, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
+    listed = {"weight_map": {"x": "model.safetensors", "y": file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(listed))
+    with pytest.raises(UserError, match="weight_map"):
         checkpoint.load_hf(str(tmp_path))
 
 

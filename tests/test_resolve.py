@@ -332,6 +332,20 @@ def test_a_spec_out_of_range_is_an_error(changes, got) -> None:
         replace(BF16, **changes)
 
 
+@pytest.mark.parametrize("changes", [
+    {"dtypes": "float32"}, {"dtypes": ("float8",)}, {"devices": "cpu"}, {"caches": ("ring",)}])
+def test_caps_that_mean_nothing_are_an_error(changes) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        Caps(**changes)
+
+
+@pytest.mark.parametrize("changes", [
+    {"name": ""}, {"name": 3}, {"name": "a\nb"}, {"attend": None}, {"caps": Caps()}, {"caps": ()}])
+def test_a_backend_that_means_nothing_is_an_error(changes) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        replace(BACKENDS["manual"], **changes)
+
+
 def test_numbers_in_the_words_of_a_spec_are_whole() -> None:
     words = str(replace(BF16, window=1048577, right=2000001, softcap=30.0, scale=0.25))
     assert "window 1048577, right 2000001, scale 0.25, softcap 30," in words

@@ -376,7 +376,7 @@ def test_a_link_to_a_checkpoint_is_deleted_and_its_folder_stays(out, tmp_path):
 
 
 def test_no_memory_on_the_cpu_and_a_link_to_nothing_are_one_sentence(data_dir, tmp_path):
-    said = refusal(run(data_dir, tmp_path / "out", vocab_size=2**32, n_embd=2**16))
+    said = refusal(run(data_dir, tmp_path / "out", vocab_size=2**31 - 1, n_embd=2**20))
     assert "out of memory" in said and "--batch_size=2" in said
     assert not (tmp_path / "out").exists()
     (tmp_path / "link").symlink_to(tmp_path / "nothing")

@@ -200,6 +200,17 @@ def test_mistakes_exit_with_2(argv: list[str], named: list[str], capsys: Any) ->
     assert all(word in shown.out + shown.err for word in named)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
+@pytest.mark.parametrize("to, code, said", [
+    ("| head -c 1", 1, ""), ("> /dev/full", 2, "cannot write")])
+def test_a_closed_pipe_is_quiet_and_a_full_disk_one_line(to: str, code: int, said: str) -> None:
+    program = "from core.settings import exit_on_user_error as run; run(lambda: print('x' * 99999))"
+    line = f'set -o pipefail; "{sys.executable}" -c "{program}" {to}'
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code and done.stderr.count("\n") == (code == 2)
+    assert said in done.stderr
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("early", [True, False])
 def test_signals_are_one_line_and_their_exit_code(signum: int, early: bool) -> None:

@@ -23,9 +23,10 @@ from types import ModuleType
 import torch
 
 from ..caps import Backend, Refusal
-from ..machine.system import devices, first_line, loses_device
+from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device, settings_stay
 from ..machine.timing import aligned
 from ..probing import wrong_at
+from ..select import RULES
 from ..select import get as get
 from ..spec import DTYPES, Machine, Spec
 from . import cs336, matrix
@@ -154,6 +155,8 @@ def check(
     Raises:
         ValueError: unknown backend, or a file that defines none.
     """
+    if name in RULES:
+        raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = tests.get(name), time.monotonic()
     here = {device: Machine.here(device) for device in devices}
     machine_names = {device: machine.name for device, machine in here.items()}
@@ -166,9 +169,9 @@ def check(
     for n, (device, item) in enumerate(todo):
         watch(n, len(todo), f"{item.name}, {item.spec.dtype}, {device}")
         try:
-            with torch.random.fork_rng([device] if device[:4] == "cuda" else []):
+            with settings_stay(), torch.random.fork_rng([device] if device[:4] == "cuda" else []):
                 answer = judge(backend, item, here[device], device)
-        except Exception as e:  # its Caps declare the Spec, so any exception is a failure
+        except KERNEL_ERRORS as e:  # its Caps declare the Spec, so any exception is a failure
             answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",))
             lost = loses_device(e)  # every later test would fail
         report.add(item, device, answer)

@@ -70,7 +70,8 @@ def cause(e: BaseException) -> str:
 def same(got: object, want: Tensor, what: str, case: str = "",
          room: float | None = None) -> None:
     """Raise Wrong unless `got` equals `want` up to rounding, or up to `room`."""
-    assert isinstance(got, Tensor), f"{what} must be a tensor, got {type(got).__name__}, {case}"
+    if not isinstance(got, Tensor):
+        raise AssertionError(f"{what} must be a tensor, got {type(got).__name__}, {case}")
     got = got.detach()
     if (got.shape, got.dtype) != (want.shape, want.dtype):
         raise Wrong(f"{what} must have shape {tuple(want.shape)} and dtype {want.dtype}, got "

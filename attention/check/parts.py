@@ -18,7 +18,8 @@ from .oracle import require
 
 def in_parts(backend: Backend, spec: Spec, device: str) -> None:
     """Partial attention over blocks, merged by its log-sum-exp L, equals full attention."""
-    assert backend.partial is not None, "it declares lse but has no partial"
+    if backend.partial is None:
+        raise AssertionError("it declares lse but has no partial")
     Tq, Tk = 50, 41  # the first 9 queries see no key
     case = replace(matrix.case_of(spec, Tk), Tq=Tq)
     q, k, v, dout = matrix.draw(case, spec.dtype, device)
@@ -59,7 +60,8 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
 
 def log_sum_exp(backend: Backend, spec: Spec, device: str) -> None:
     """L of whole rows that see later keys, and the gradients by it."""
-    assert backend.partial is not None, "it declares lse but has no partial"
+    if backend.partial is None:
+        raise AssertionError("it declares lse but has no partial")
     for Tq, Tk in ((33, 33), (20, 33), *([] if spec.segments else [(40, 33)])):
         case = replace(matrix.case_of(spec, Tk), Tq=Tq)
         given = matrix.inputs(case, spec.dtype, device)

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -132,7 +133,41 @@ def write_at_once(path: Path, text: str) -> None:
 
 def first_line(e: BaseException) -> str:
     """Return the first line of the message, or the exception's type if it is empty."""
-    return (str(e).strip() or type(e).__name__).splitlines()[0]
+    try:
+        text = str(e).strip()
+    except Exception:  # of an exception that cannot print itself
+        text = ""
+    return (text or type(e).__name__).splitlines()[0]
+
+
+# What a kernel may raise. Ctrl-C is not its error.
+KERNEL_ERRORS = (Exception, SystemExit, GeneratorExit)
+
+
+@contextmanager
+def settings_stay() -> Iterator[None]:
+    """Restore PyTorch's global settings. Raises RuntimeError if what ran within changed one."""
+    import torch
+
+    def now() -> dict[str, Any]:
+        return {
+            "default dtype": torch.get_default_dtype(),
+            "number of threads": torch.get_num_threads(),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        }
+
+    before = now()
+    try:
+        yield
+        if changed := [name for name, value in now().items() if value != before[name]]:
+            raise RuntimeError(f"it changed PyTorch's {' and '.join(changed)}")
+    finally:
+        after = now()
+        torch.set_default_dtype(before["default dtype"])
+        if after["number of threads"] != before["number of threads"]:
+            torch.set_num_threads(before["number of threads"])
+        if after["deterministic algorithms"] != before["deterministic algorithms"]:
+            torch.use_deterministic_algorithms(before["deterministic algorithms"])
 
 
 def loses_device(e: BaseException) -> bool:

@@ -22,7 +22,7 @@ from ..select import admit
 from ..spec import Machine, Policy, Spec
 from ..views import PagedView, StaticView, filled_cache
 from .apart import trial_of_backward
-from .system import first_line, loses_device, own_code, synchronize
+from .system import KERNEL_ERRORS, first_line, loses_device, own_code, synchronize
 
 Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
 
@@ -80,7 +80,7 @@ def measure(
                     calls[key] = work(backend, spec, inputs)
                     with gpu_survives(backend):
                         once[key] = warmed_up(calls[key], device)
-            except Exception as e:  # any failure, such as out of memory, is the reason
+            except KERNEL_ERRORS as e:  # any failure, such as out of memory, is the reason
                 if loses_device(e):
                     raise
                 rows[name] = replace(row, why=(f"at this shape: {first_line(e)}",))
