@@ -13,6 +13,7 @@ max|out - float64| / max|float64|, from the probe. On a described machine nothin
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import signal
@@ -180,8 +181,11 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
-    except OSError as e:  # a closed pipe (... | head), or a full disk
+    except OSError as e:  # as in core/settings.py: a closed pipe (... | head), or a full disk
+        if e.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more
-        if not isinstance(e, BrokenPipeError):
-            print(f"error: cannot write ({e.strerror or e})", file=sys.stderr)
-        sys.exit(1 if isinstance(e, BrokenPipeError) else 2)
+        if e.errno == errno.EPIPE:
+            sys.exit(1)
+        print(f"error: cannot write ({e})", file=sys.stderr)
+        sys.exit(2)

@@ -195,7 +195,7 @@ def checked(name: str, attend: Callable[..., Tensor],
                           if device in row[2].devices and dtype in row[2].dtypes]
         for device in dict.fromkeys(d for c in caps for d in c.devices) for dtype in DTYPES
     }
-    others = [row[:2] for row in every]  # elsewhere the kernel itself fails, or does not
+    others = [row[:2] for row in every]  # for a device or dtype that no row names
 
     @wraps(attend)
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:

@@ -146,6 +146,8 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
 
 
 class Mapped(np.ndarray):
+    """The tokens of a .bin file, (N,) uint16 or uint32, read when needed."""
+
     vocab_size: int | None = None  # ids are below it
 
 

@@ -637,6 +637,18 @@ def test_a_scaling_of_rope_without_finite_rates_is_refused(scaling) -> None:
         replace(TINY, position="rope", rope_scaling=scaling)
 
 
+def test_the_kernel_is_that_of_the_embeddings_dtype() -> None:
+    """As where FSDP shards the embedding alone: its weight stays in float32."""
+    model = build().bfloat16()
+    model.transformer.wte.float()
+    model.transformer.wte.register_forward_hook(lambda module, args, out: out.bfloat16())
+    model.transformer.wpe.register_forward_hook(lambda module, args, out: out.bfloat16())
+    x = model.hidden(tokens(2, 4))
+    assert x.dtype == torch.bfloat16 and x.isfinite().all()
+    (plan,) = model.plans.known.values()
+    assert plan[0].spec.dtype == "bfloat16"
+
+
 def test_the_smallest_temperature_takes_the_likeliest() -> None:
     model, idx = build().eval(), tokens(2, 4)
     assert torch.equal(model.generate(idx, 3, 1e-300), model.generate(idx, 3, 0.0))

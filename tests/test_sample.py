@@ -151,6 +151,15 @@ def rows_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def test_answers_do_not_replace_their_prompts(trained, tmp_path):
+    (path := tmp_path / "prompts").write_text("Ann sees\n")
+    (tmp_path / "link").symlink_to(path)
+    for out in (path, tmp_path / "link"):
+        words = ["--device=cpu", *of(trained, f"--prompts={path}", f"--out={out}", n=2)]
+        code, _, err = enter(sample.main, words)
+        assert code == 2 and "--prompts" in err and path.read_text() == "Ann sees\n"
+
+
 @pytest.mark.parametrize("kv", ["dynamic", "paged"])
 def test_prompts_from_a_file(kv, trained, tmp_path):
     """In order, each prompt continued as alone."""

@@ -202,7 +202,7 @@ def test_mistakes_exit_with_2(argv: list[str], named: list[str], capsys: Any) ->
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
 @pytest.mark.parametrize("to, code, said", [
-    ("| head -c 1", 1, ""), ("> /dev/full", 2, "cannot write")])
+    ("| head -c 1", 1, ""), ("> /dev/full", 2, "cannot write"), ("> /dev/null 2>&-", 0, "")])
 def test_a_closed_pipe_is_quiet_and_a_full_disk_one_line(to: str, code: int, said: str) -> None:
     program = "from core.settings import exit_on_user_error as run; run(lambda: print('x' * 99999))"
     line = f'set -o pipefail; "{sys.executable}" -c "{program}" {to}'
