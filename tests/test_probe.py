@@ -164,6 +164,10 @@ def no_gradient(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tenso
     return manual.attend(q, k, v, spec, **kw).detach()
 
 
+def transposed(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q, k, v, spec, **kw).transpose(1, 2)
+
+
 def silent_cast(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
     return manual.attend(q, k, v, spec, **kw).half()
 
@@ -245,6 +249,7 @@ BROKEN = [
     (wrong_head, SPEC, r"out is off by \d"),
     (wrong_gradient, SPEC, r"^its numbers are wrong \(dk is off by 0\.\d+, .* is allowed\)$"),
     (no_gradient, SPEC, r"it failed in the probe \(RuntimeError: .*require grad"),
+    (transposed, dataclasses.replace(SPEC, grad=False), r"\(TypeError: it returned \(2, 4, \d"),
     (silent_cast, SPEC, r"it failed in the probe \(TypeError: .*float16"),
     (exp_without_the_maximum, SPEC, r"\(out is off by nan.*, on large scores\)$"),
     (scores_cut_off_at_30, SPEC, r"\(out is off by \d.*, on large scores\)$"),

@@ -365,6 +365,12 @@ def test_make_fx_records_a_call(mode: str) -> None:
     torch.testing.assert_close(make_fx(windowed, tracing_mode=mode)(Q)(Q), windowed(Q))
 
 
+@pytest.mark.filterwarnings("ignore")  # of the tracer, which Python's numbers leave
+def test_jit_trace_records_a_call() -> None:
+    traced = torch.jit.trace(windowed, Q, check_trace=False)
+    torch.testing.assert_close(traced(Q), windowed(Q))
+
+
 def test_threads_choose_once_and_get_the_same() -> None:
     q = torch.randn(2, 300, H, D)
     want = windowed(q)
