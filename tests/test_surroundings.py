@@ -367,8 +367,9 @@ def test_make_fx_records_a_call(mode: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of the tracer, which Python's numbers leave
 def test_jit_trace_records_a_call() -> None:
-    traced = torch.jit.trace(windowed, Q, check_trace=False)
-    torch.testing.assert_close(traced(Q), windowed(Q))
+    for q in (Q, torch.randn(1, 2000, 1, 8)):
+        traced = torch.jit.trace(windowed, q, check_trace=False)
+        torch.testing.assert_close(traced(q), windowed(q))
 
 
 def test_threads_choose_once_and_get_the_same() -> None:
