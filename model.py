@@ -170,7 +170,7 @@ class CausalSelfAttention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        view = None  # how to read a static or a paged cache: attention/views.py
+        view = None  # how to read a static or a paged cache: attention/masks.py
         if cache is not None:
             k, v, view = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
             if segments is not None:  # of the keys that this layer's window has kept

@@ -77,7 +77,6 @@ class TrainConfig:
     attention_window: tuple[PositiveInt | None, ...] = (None,)  # keys per query; A,B: by layer
     attention_fallback: bool = True  # False: an unavailable backend is an error
     attention_hub_kernels: bool = False  # flash_attn_*: download and run a prebuilt kernel
-    sdpa_flash_impl: Literal["FA2", "FA3", "FA4"] = "FA2"  # PyTorch's own flash kernel: swap it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- optimizer ---
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices (docs/TRAIN.md)
@@ -111,8 +110,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.sdpa_flash_impl != "FA2" and self.dropout:
-            raise ValueError(f"sdpa_flash_impl={self.sdpa_flash_impl} has no dropout (--dropout=0)")
         if self.shard_size is not None and self.parallel != "fsdp":
             raise ValueError(f"shard_size={self.shard_size} needs --parallel=fsdp")
         self.model(1 if self.vocab_size is None else self.vocab_size)  # checks the sizes
@@ -126,8 +123,7 @@ class TrainConfig:
         return Policy(self.attention_fallback, self.attention_hub_kernels, self.allow_mps_sdpa)
 
     def setup(self, device: torch.device) -> Setup:
-        names = ("dtype", "tf32", "compile", "compile_mode", "onednn", "deterministic",
-                 "sdpa_flash_impl", "n_embd")  # fmt: skip
+        names = ("dtype", "tf32", "compile", "compile_mode", "onednn", "deterministic", "n_embd")
         return Setup.of(device, **{name: getattr(self, name) for name in names})
 
 

@@ -5,8 +5,7 @@ import os
 import sys
 
 from . import bert_padding, hf
-from .caps import Backend, BackendUnavailable, Caps, DeviceLost, Partial, Refusal, Resolution
-from .choose import fastest
+from .caps import Backend, BackendUnavailable, Caps, DeviceLost, Partial, Refusal
 from .flash_api import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -17,15 +16,15 @@ from .flash_api import (
     flash_attn_with_kvcache,
     use,
 )
-from .machine.flash_impl import use_flash_impl
-from .plan import Call, Phase, Plan, Plans
+from .plan import Call, Phase, Plan, Plans, fastest
 from .probabilities import weights
-from .probing import probe
+from .proof import probe
 from .ring import Ring
 from .select import (
     BACKENDS,
     RULES,
     Ranks,
+    Resolution,
     announce,
     check_name,
     get,
@@ -44,7 +43,7 @@ __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "get", "hf", "is_file",
-    "packages", "probe", "resolve", "select", "use", "use_flash_impl", "visible", "weights",
+    "packages", "probe", "resolve", "select", "use", "visible", "weights",
 ]
 __version__ = "0.2.0"  # pyproject.toml reads it here
 

@@ -24,11 +24,11 @@ from dataclasses import replace
 import torch
 
 from .caps import BackendUnavailable, DeviceLost, dotted
-from .choose import fastest
 from .machine.gpus import describe
 from .machine.system import devices
-from .machine.timing import Row, Shape, measure, table
-from .select import BACKENDS, RULES, admit, packages, resolve, select
+from .machine.timing import Row, measure, table
+from .plan import fastest
+from .select import BACKENDS, RULES, Shape, admit, packages, resolve, select
 from .spec import CACHES, DTYPES, Machine, Policy, Spec
 
 

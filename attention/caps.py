@@ -1,16 +1,19 @@
-"""The capabilities that a kernel declares, and the reasons to refuse a request. No torch."""
+"""The capabilities that a kernel declares, and the reasons to refuse a request. No torch.
+
+Caps     what a backend supports on some devices, as data; why_not() gives the reasons
+Backend  a kernel: its function, its rows of Caps, and the check of its arguments
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
-from .spec import CACHES, DTYPES, Machine, Spec
+from .spec import CACHES, DTYPES, FINEST, Machine, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +44,14 @@ class Refusal(str):
         return refusal
 
 
+class BackendUnavailable(ValueError):
+    """No allowed backend can compute the request."""
+
+
+class DeviceLost(RuntimeError):
+    """A kernel has left the GPU in a state in which this process can run nothing more."""
+
+
 # Fields that Spec and Caps share: requested there, supported here.
 LACKS = {
     "right": "it is causal only (got right={0.right})",
@@ -53,15 +64,6 @@ LACKS = {
     "lse": "it does not return the log-sum-exp, which --context_parallel needs",
     "grad": "it has no backward pass",
 }
-
-
-def requests(spec: Spec, feature: str) -> bool:
-    """True if the Spec requests this feature of LACKS."""
-    if feature == "right":
-        return spec.right != 0
-    if feature == "window":  # a limit on either side
-        return bool(spec.window or spec.right)
-    return bool(getattr(spec, feature))
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Caps:
     right: bool = False  # later keys: all of them, or with `window` a number
     window: bool = True
     dropout: bool = True
-    dropout_step: float | None = None  # dropout must be a multiple of this
+    dropout_step: float | None = None  # dropout must be a multiple of this, 1/2 to 1/256
     segments: bool = True
     scale: bool = False
     softcap: bool = False
@@ -99,6 +101,26 @@ class Caps:
             if not ok or (known and set(texts) - set(known)):
                 some = f" of {', '.join(known)}" if known else ""
                 raise ValueError(f"{name} must be a tuple{some}, got {texts!r}")
+        if self.dropout_step is not None and FINEST / 2 * self.dropout_step not in range(1, FINEST):
+            raise ValueError(f"dropout_step must be 1/2, 1/4 ... 1/256, got {self.dropout_step}")
+
+    def lacks(self, spec: Spec) -> list[Refusal]:
+        """The requested options that are not supported; attend() would silently leave them out."""
+        found = []
+        for name, text in LACKS.items():
+            requested = getattr(spec, name)
+            if name == "right":
+                requested = requested != 0
+            elif name == "window":  # a limit on either side; without `right` that is the reason
+                requested = requested or (spec.right and self.right)
+            if requested and not getattr(self, name):
+                found.append(Refusal(text.format(spec), name))
+        if spec.cache not in self.caches:
+            text = f"it does not support the '{spec.cache}' cache"
+            if spec.cache == "none":
+                text = f"it only reads a {' or '.join(self.caches)} cache (--kv_cache)"
+            found.append(Refusal(text, "cache"))
+        return found
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """Every reason why this cannot do `spec` on `machine`; empty if it can."""
@@ -114,33 +136,29 @@ class Caps:
         if self.interpreted and not machine.interpreted:
             text = "only in Triton's slow interpreter, for tests (TRITON_INTERPRET=1)"
             refuse("interpreted", f"it runs on {machine.device} {text}")
-        for package, least in (p.partition(">=")[::2] for p in self.packages):
-            found = machine.version_of(package)
-            if found is None:
-                refuse("packages", f"package '{package}' is not installed")
-            elif not version(found) and found != UNKNOWN_VERSION:
-                broken = f"is installed but does not import ({found})"
-                refuse("packages", f"package '{package}' {broken}")
-            elif least and version(found) and version(found) < version(least):
-                refuse("packages", f"package '{package}' must be >= {least}, this is {found}")
+        for requirement in self.packages:
+            if text := missing(requirement, machine):
+                refuse("packages", text)
         low, high, has = self.min_capability, self.max_capability, machine.capability or (0, 0)
-        if low and (has < low or (high and has > high)):
-            need = dotted(low) if high == low else f"{dotted(low)} to {dotted(high)}"
-            need = need if high else f">= {dotted(low)}"
+        if low and not low <= has <= (high or has):
+            need = f">= {dotted(low)}"
+            if high:
+                need = dotted(low) if high == low else f"{dotted(low)} to {dotted(high)}"
             have = f"{machine.name} has {dotted(machine.capability)}"
             refuse("capability", f"it needs compute capability {need}, {have}")
         if spec.dtype not in self.dtypes:
             takes = " and ".join(self.dtypes)
             refuse("dtype", f"it takes {takes}, not {spec.dtype} (--dtype={self.dtypes[-1]})")
-        if (most := self.head_dim_max) and spec.head_dim > most:
+        if self.head_dim_max and spec.head_dim > self.head_dim_max:
+            most = self.head_dim_max
             refuse("head_dim", f"it takes a head_dim up to {most}, not {spec.head_dim}")
-        if spec.head_dim % (step := self.head_dim_multiple):
-            refuse("head_dim", f"head_dim must be a multiple of {step}, not {spec.head_dim}")
-        for name in (n for n in LACKS if requests(spec, n) and not getattr(self, n)):
-            if name != "window" or spec.window or self.right:  # else it is refused for `right`
-                refuse(name, LACKS[name].format(spec))
-        if (p := self.dropout_step) and spec.dropout % p:
-            refuse("dropout", f"dropout must be a multiple of {p:g}, not {spec.dropout:g}")
+        if spec.head_dim % self.head_dim_multiple:
+            multiple = self.head_dim_multiple
+            refuse("head_dim", f"head_dim must be a multiple of {multiple}, not {spec.head_dim}")
+        why += self.lacks(spec)
+        if self.dropout_step and spec.dropout % self.dropout_step:
+            step = self.dropout_step
+            refuse("dropout", f"dropout must be a multiple of {step:g}, not {spec.dropout:g}")
         if spec.lse and self.lse:
             clashes = {
                 "segments": spec.segments and self.segments and not self.lse_segments,
@@ -152,13 +170,24 @@ class Caps:
                 refuse("lse", f"it does not support {what} when the sequence is split")
         if spec.grad and machine.deterministic and not self.deterministic:
             refuse("deterministic", "its backward is not deterministic (--deterministic=False)")
-        if spec.cache not in self.caches:
-            only = f"it only reads a {' or '.join(self.caches)} cache (--kv_cache)"
-            lacks = f"it does not support the '{spec.cache}' cache"
-            refuse("cache", only if spec.cache == "none" else lacks)
-        elif (size := spec.page_size) and size % (step := self.page_multiple):
-            refuse("page_size", f"page_size must be a multiple of {step}, not {size}")
+        if spec.page_size and spec.page_size % self.page_multiple:
+            multiple = self.page_multiple
+            refuse("page_size", f"page_size must be a multiple of {multiple}, not {spec.page_size}")
         return why
+
+
+def missing(requirement: str, machine: Machine) -> str:
+    """Why a package, "a" or "a>=2.1" by import name, is not usable; "" if it is."""
+    package, _, least = requirement.partition(">=")
+    found = machine.version_of(package)
+    if found is None:
+        return f"package '{package}' is not installed"
+    if not version(found):
+        broken = f"package '{package}' is installed but does not import ({found})"
+        return "" if found == UNKNOWN_VERSION else broken
+    if least and version(found) < version(least):
+        return f"package '{package}' must be >= {least}, this is {found}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -179,147 +208,20 @@ class Partial:
     backward: Callable[..., tuple[Tensor, ...]]
 
 
-def checked(name: str, attend: Callable[..., Tensor],
-            caps: tuple[Caps, ...]) -> Callable[..., Tensor]:
-    """Make attend() raise ValueError for options that no row of its caps has together, and for
-    tensors that contradict the Spec or one another, and compute in the inputs' dtype whatever
-    autocast says. torch.compile checks while it traces."""
-    made = getattr(attend, "unchecked", None)  # functools.wraps gives it to a wrapper, too
-    if made is not None and made[0] is attend:
-        attend = made[1]
-    # For each device and dtype the rows of caps, as (missing options, caches).
-    optional = [option for option in LACKS if option not in ("lse", "grad")]
-    every = [(tuple(o for o in optional if not getattr(c, o)), c.caches, c) for c in caps]
-    rows = {
-        (device, dtype): [row[:2] for row in every
-                          if device in row[2].devices and dtype in row[2].dtypes]
-        for device in dict.fromkeys(d for c in caps for d in c.devices) for dtype in DTYPES
-    }
-    others = [row[:2] for row in every]  # for a device or dtype that no row names
-
-    @wraps(attend)
-    def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:
-        able, reasons = False, ""
-        for missing, caches in rows.get((q.device.type, spec.dtype)) or others:
-            lacks = [LACKS[o].format(spec) for o in missing if requests(spec, o)]
-            if spec.cache not in caches:
-                lacks.append(f"it does not read the '{spec.cache}' cache")
-            if not lacks:
-                able = True
-                break
-            reasons = reasons or ", ".join(lacks)
-        if not able:
-            raise ValueError(f"{name} cannot do this: {reasons}")
-        if wrong := contradiction(q, k, v, spec, *map(options.get, OPTIONS)):
-            raise ValueError(wrong)
-        with autocast_off(q):
-            return attend(q, k, v, spec, **options)
-
-    call.unchecked = call, attend  # type: ignore[attr-defined]
-    return call
-
-
-OPTIONS = ("segments", "cache", "sinks")  # arguments of attend()
-INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
-
-
-def contradiction(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: object, cache: Any,
-                   sinks: object) -> str:
-    """What is wrong with attend()'s arguments, in words; "" if nothing is."""
-    import torch
-
-    flat = q.layout == k.layout == v.layout == torch.strided
-    if not flat or q.is_nested or k.is_nested or v.is_nested:
-        return f"q, k and v must be dense, got {shape_of(q)}, {shape_of(k)}, {shape_of(v)}"
-    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
-    fits = q.dim() == 4 and k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
-    if not (fits and q.dtype == k.dtype == v.dtype and str(q.dtype)[6:] == spec.dtype):
-        swapped = q.dim() == 4 and q.shape[1] == H and q.shape[2] != H
-        hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)"
-        return (
-            f"q, k and v must be (batch, tokens, heads, head_dim) with {H}, {Hkv} and {Hkv} heads "
-            f"of {D} in {spec.dtype}, as the Spec says; got {shape_of(q)}, {shape_of(k)}, "
-            f"{shape_of(v)}{hint if swapped else ''}"
-        )
-    if k.shape != v.shape:
-        return f"v must have k's shape {tuple(k.shape)}, got {shape_of(v)}"
-    if not (on := q.device) == k.device == v.device:
-        return f"q, k and v must be on one device, got {on}, {k.device} and {v.device}"
-    B, kind = q.shape[0], "none" if cache is None else getattr(cache, "kind", "")
-    if kind != (spec.cache if spec.cache in ("static", "paged") else "none"):
-        return (
-            f"cache must be a view of the Spec's '{spec.cache}' cache, got {type(cache).__name__}"
-        )
-    if kind == "paged" and k.shape[1] != spec.page_size:
-        return f"k and v must be pages of {spec.page_size} tokens, got {shape_of(k)}"
-    if kind != "paged" and k.shape[0] != B:
-        return f"k and v must have q's batch of {B}, got {shape_of(k)}"
-    if kind == "static" and cache.length != k.shape[1]:
-        return f"cache.length must be k's {k.shape[1]} positions, got {cache.length}"
-    for name, t in (("segments", segments), ("sinks", sinks)):
-        if (t is not None) != (own := getattr(spec, name)):
-            return f"{name} must agree with {name}={own} in the Spec, got {shape_of(t)}"
-    wanted: list[tuple[str, object, tuple[int, ...], tuple[str, ...]]] = []
-    if spec.sinks:
-        wanted.append(("sinks", sinks, (H,), DTYPES))
-    if spec.segments:
-        if cache is not None:
-            return f"segments must be None with a view of a cache, got {shape_of(segments)}"
-        wanted.append(("segments", segments, (B, k.shape[1]), INTEGERS))
-    if cache is not None:
-        wanted += [(f"cache.{n}", getattr(cache, n), (B,), INTEGERS) for n in ("start", "count")]
-    if kind == "paged":
-        wanted.append(("cache.page_table", cache.page_table, (B, -1), INTEGERS))
-    for name, t, shape, dtypes in wanted:
-        if why := unlike(t, shape, on, dtypes):
-            return f"{name} must be {why}"
-    if spec.segments:
-        from .views import in_pieces
-
-        if in_pieces(segments):
-            return "segments must be runs of equal ids, got an id that comes again after others"
-    return ""
-
-
-def unlike(t: object, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...]) -> str:
-    """Empty if t is a tensor of this shape (-1: any size), device and one of these dtypes, else
-    what is expected and what t is."""
-    import torch
-
-    if (isinstance(t, torch.Tensor) and dense(t) and t.device == on and str(t.dtype)[6:] in dtypes
-            and t.dim() == len(shape) and all(n in (-1, m) for n, m in zip(shape, t.shape))):
-        return ""
-    return f"{shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}"
-
-
-def dense(t: Tensor) -> bool:
-    """False for sparse and nested tensors, and those of other layouts."""
-    import torch
-
-    return t.layout == torch.strided and not t.is_nested
-
-
-def shape_of(t: object) -> str:
-    """A tensor as "(2, 3) float32 on cpu", anything else as it prints itself."""
-    import torch
-
-    if not isinstance(t, torch.Tensor):
-        return repr(t)
-    if not dense(t):
-        return f"a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor"
-    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
-
-
 @dataclass(frozen=True)
 class Backend:
     """One attention kernel.
 
     ``attend(q, k, v, spec, *, segments=None, cache=None) -> out`` takes q ``(B, Tq, H, D)``, k
     and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 (the queries are the last Tq positions),
-    and returns ``(B, Tq, H, D)`` in q's dtype. With spec.sinks it also receives ``sinks=``,
-    ``(H,)`` of any floating dtype, and returns its gradient. With a static or paged cache `cache`
-    is a view (attention/views.py) of k and v, read-only buffers or pages that already hold this
-    call's keys and values.
+    and returns ``(B, Tq, H, D)`` in q's dtype, whatever autocast says. With spec.sinks it also
+    receives ``sinks=``, ``(H,)`` of any floating dtype, and returns its gradient. With a static or
+    paged cache `cache` is a view (attention/masks.py) of k and v, read-only buffers or pages that
+    already hold this call's keys and values.
+
+    ``attend`` raises ValueError for a Spec that no row of Caps supports, and for tensors that
+    contradict the Spec or one another. ``compute`` is the same without this check, for callers
+    that have a plan.
     """
 
     name: str
@@ -334,6 +236,7 @@ class Backend:
     prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
     varlen: tuple[str, ...] = ()  # devices where it reads each segment as a sequence of its own:
     # NaN in one does not reach another. Elsewhere masked keys are multiplied by 0.
+    compute: Callable[..., Tensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         rows = self.caps
@@ -343,7 +246,10 @@ class Backend:
             raise ValueError(f"name must be a text on one line, got {self.name!r}")
         if not callable(self.attend):
             raise ValueError(f"attend must be a function, got {self.attend!r}")
-        object.__setattr__(self, "attend", checked(self.name, self.attend, self.caps))
+        made = getattr(self.attend, "of_backend", None)  # functools.wraps copies it to wrappers
+        compute = made[1] if made and made[0] is self.attend else in_own_dtype(self.attend)
+        object.__setattr__(self, "compute", compute)
+        object.__setattr__(self, "attend", checked(self.name, compute, rows))
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """The reasons of the Caps row with the fewest violations; empty if one has none."""
@@ -364,50 +270,116 @@ class Backend:
         ]
 
 
-class BackendUnavailable(ValueError):
-    """No allowed backend can compute what was requested."""
+def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make attend() compute in its inputs' dtype also under autocast."""
+
+    @wraps(attend)
+    def compute(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        with autocast_off(q):
+            return attend(q, k, v, spec, **options)
+
+    return compute
 
 
-class DeviceLost(RuntimeError):
-    """A kernel has left the GPU in a state in which this process can run nothing more."""
+def checked(name: str, compute: Callable[..., Tensor],
+            caps: tuple[Caps, ...]) -> Callable[..., Tensor]:
+    """compute() after the check of its arguments, which torch.compile does while it traces."""
+    known: dict[tuple[str, str], str] = {}  # kind and device -> missing options
+
+    def unsupported(spec: Spec, device: str) -> str:
+        of_device = [c for c in caps if device in c.devices and spec.dtype in c.dtypes]
+        found = [
+            [str(text) for text in c.lacks(spec) if text.kind not in ("lse", "grad")]
+            for c in of_device or caps
+        ]
+        return min((", ".join(texts) for texts in found), key=len)
+
+    @wraps(compute)
+    def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        kind = spec.kind, q.device.type
+        why = known.get(kind)
+        if why is None:
+            why = known[kind] = unsupported(spec, kind[1])
+        if why:
+            raise ValueError(f"{name} cannot do this: {why}")
+        check_call(q, k, v, spec, **options)
+        return compute(q, k, v, spec, **options)
+
+    call.of_backend = call, compute  # type: ignore[attr-defined]
+    return call
 
 
-class Proof(TypedDict):
-    """The errors of a probe, relative to the largest true value, and their limits."""
-
-    error: float  # of the output, on ordinary scores
-    allowed: float
-    grad_error: float | None  # of the gradient closest to its limit
-    grad_allowed: float | None
-    canary: bool  # earlier outputs did not move when the last token changed
+INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 
 
-@dataclass(frozen=True)
-class Resolution:
-    """The backend that will run, and those refused before it, with the reasons."""
+def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None, cache: Any = None,
+               sinks: Any = None) -> None:
+    """Raise ValueError if the arguments of attend() contradict the Spec or one another."""
+    H, Hkv, D, on = spec.n_head, spec.n_kv_head, spec.head_dim, q.device
+    fits = q.dim() == 4 and k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
+    if not (fits and q.dtype == k.dtype == v.dtype and str(q.dtype) == "torch." + spec.dtype):
+        swapped = q.dim() == 4 and q.shape[1] == H and q.shape[2] != H
+        hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)"
+        raise ValueError(
+            f"q, k and v must be (batch, tokens, heads, head_dim) with {H}, {Hkv} and {Hkv} heads "
+            f"of {D} in {spec.dtype}, as the Spec says; got {shape_of(q)}, {shape_of(k)}, "
+            f"{shape_of(v)}{hint if swapped else ''}"
+        )
+    if k.shape != v.shape:
+        raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {shape_of(v)}")
+    if not on == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device: {on}, {k.device} and {v.device}")
+    if spec.cache in ("static", "paged") or cache is not None:
+        _check_cache(q, k, spec, segments, cache)
+    elif k.shape[0] != q.shape[0]:
+        raise ValueError(f"k and v must have q's batch of {q.shape[0]}, got {shape_of(k)}")
+    for name, t in (("segments", segments), ("sinks", sinks)):
+        if (t is not None) != getattr(spec, name):
+            own = getattr(spec, name)
+            raise ValueError(f"{name} must agree with {name}={own} in the Spec, got {shape_of(t)}")
+    if sinks is not None:
+        must_be("sinks", sinks, (H,), on, DTYPES)
+    if segments is not None:
+        must_be("segments", segments, (q.shape[0], k.shape[1]), on, INTEGERS)
+        from .masks import in_pieces
 
-    requested: str
-    backend: Backend
-    rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    kernels: tuple[str, ...] = ()  # kernels that the profiler saw in the probe; empty: not probed
-    proof: Proof | None = None  # None: not probed
-    note: str = ""  # a warning
+        if in_pieces(segments):
+            text = "segments must be runs of equal ids, got an id that comes again after others"
+            raise ValueError(text)
 
-    def warnings(self) -> list[str]:
-        """One text for each refused backend, with its reasons; then the note."""
-        names = [*self.rejected, self.backend.name]
-        lines = []
-        for name, after in pairwise(names):
-            named = name == names[0] and self.requested not in ("auto", "fastest")
-            verb = "requested but " if named else "refused: "
-            why = "; ".join(self.rejected[name])
-            lines.append(f"{name} {verb}{why}.\nFalling back to '{after}'.")
-        return lines + [self.note] * bool(self.note)
 
-    def info(self) -> str:
-        kernels = f"; kernel: {', '.join(self.kernels)}" if self.kernels else ""
-        return f"Attention backend: {self.backend.name} ({self.backend.title}{kernels})"
+def _check_cache(q: Tensor, k: Tensor, spec: Spec, segments: object, cache: Any) -> None:
+    B, kind = q.shape[0], "none" if cache is None else getattr(cache, "kind", "")
+    if kind != (spec.cache if spec.cache in ("static", "paged") else "none"):
+        got = type(cache).__name__
+        raise ValueError(f"cache must be a view of the Spec's '{spec.cache}' cache, got {got}")
+    if segments is not None:
+        raise ValueError(f"segments must be None with a view of a cache, got {shape_of(segments)}")
+    if kind == "paged":
+        must_be("cache.page_table", cache.page_table, (B, -1), q.device, INTEGERS)
+        if k.shape[1] != spec.page_size:
+            raise ValueError(f"k, v must be pages of {spec.page_size} tokens, got {shape_of(k)}")
+    elif k.shape[0] != B or cache.length != k.shape[1]:
+        want = f"batch {B} and {cache.length} positions as q and cache.length"
+        raise ValueError(f"k and v must have {want}, got {shape_of(k)}")
+    for name in ("start", "count"):
+        must_be(f"cache.{name}", getattr(cache, name), (B,), q.device, INTEGERS)
 
-    def __str__(self) -> str:
-        warned = ["WARNING: " + w.replace("\n", "\n         ") for w in self.warnings()]
-        return "\n".join([*warned, "INFO: " + self.info()])
+
+def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...]) -> None:
+    """Raise ValueError unless t is a tensor of this shape (-1: any size), device and dtype."""
+    import torch
+
+    if (isinstance(t, torch.Tensor) and t.dim() == len(shape) and t.device == on
+            and all(n in (-1, m) for n, m in zip(shape, t.shape)) and str(t.dtype)[6:] in dtypes):
+        return
+    raise ValueError(f"{name} must be {shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}")
+
+
+def shape_of(t: Any) -> str:
+    """A tensor as "(2, 3) float32 on cpu", anything else as it prints itself."""
+    import torch
+
+    if not isinstance(t, torch.Tensor):
+        return repr(t)
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"

@@ -14,8 +14,6 @@ Masks   `causal=True` is aligned bottom-right (in 2 since 2.1), as are windows. 
 Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function.
 Compile One graph in 2 (since 2.7) and 3 (since November 2025). A call of 4, a cache of 2, and
         segments break the graph.
-Partial Queries at any offset see a band of the keys: a window_size, after rows and keys without a
-        visible pair are cut off (band()). No segments. Each part is rounded.
 Softcap Its tanh is approximate: the probe may refuse a softcap in float16.
 """
 
@@ -30,11 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import runs
-from .caps import Backend, Caps, Partial
-from .function import dense_gradient
+from .caps import Backend, Caps
+from .function import dense_gradient, not_compiled
+from .masks import PagedView, StaticView, for_any_shape, runs
 from .spec import CACHES, Spec
-from .views import PagedView, StaticView, for_any_shape, loadable, not_compiled
 
 HALF = ("float16", "bfloat16")
 
@@ -47,7 +44,6 @@ class Package:
     unbounded: int | None  # marks an unlimited side of the window
     dropout: bool = False  # takes dropout_p
     kvcache: str | None = None  # name of the page table in flash_attn_with_kvcache
-    lse: str = "return_attn_probs"  # argument for returning L too
     hub: tuple[str, str] | None = None  # repository and commit of a prebuilt kernel
 
 
@@ -57,7 +53,7 @@ FA3 = Package("flash_attn_interface", unbounded=-1, kvcache="page_table")
 # heads, huggingface/kernels-community issue 1085), flash-attn3 "v1". Not run here.
 HUB2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
 HUB3 = "kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e2"
-FA4 = Package("flash_attn.cute", unbounded=None, lse="return_lse")
+FA4 = Package("flash_attn.cute", unbounded=None)
 
 
 @for_any_shape
@@ -134,90 +130,6 @@ def _from_cache(
     return out if back is None else out[row, back]
 
 
-# --- in parts (caps.Partial) ---
-
-
-def band(
-    Tq: int, Tk: int, offset: int, window: int | None, right: int | None = 0
-) -> tuple[slice, slice, int, int] | None:
-    """The queries I that see a key, the keys J that are seen, and the packages' window: the keys
-    seen to the left and right of the diagonal through the last corner of I x J. None: no keys."""
-    W = max(offset + Tq, 1) if window is None else window
-    R = max(Tk - 1 - offset, 0) if right is None else right
-    I = slice(max(0, -offset - R), min(Tq, Tk + W - 1 - offset))
-    J = slice(max(0, I.start + offset - W + 1), min(Tk, I.stop + offset + R))
-    if J.start >= J.stop:  # no query sees a key
-        return None
-    ahead = offset + R + I.stop - J.stop
-    return I, J, W - 1 + R - ahead, ahead
-
-
-def _in_band(
-    package: Package, rows: int, keys: int, left: int, right: int
-) -> tuple[bool, tuple[int | None, int | None]]:
-    """`causal` and `window_size`. A side that reaches the end of every row has no limit."""
-    window = (left if left < keys - 1 else package.unbounded,
-              right if right < rows - 1 else package.unbounded)
-    return right == 0, (window[0], 0) if right == 0 else window
-
-
-def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None = None, *,
-                 package: Package) -> tuple[Tensor, Tensor]:
-    (B, Tq, H, _), Tk = q.shape, k.shape[1]
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    L = torch.full((B, H, Tq), -torch.inf, dtype=torch.float32, device=q.device)
-    if (found := band(Tq, Tk, offset, spec.window, spec.right)) is not None:
-        I, J, *sides = found
-        causal, window = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
-        options = {"causal": causal, "window_size": window, package.lse: True}
-        inputs = map(loadable, (q[:, I], k[:, J], v[:, J]))
-        out[:, I], L[..., I] = _load(package).flash_attn_func(
-            *inputs, softmax_scale=spec.softmax_scale, softcap=spec.softcap or 0.0, **options
-        )[:2]
-    return out, L
-
-
-def backward_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
-                  offset: int, segments: None = None, *,
-                  package: Package) -> tuple[Tensor, ...]:
-    sums = tuple(torch.zeros(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v))
-    if (found := band(q.shape[1], k.shape[1], offset, spec.window, spec.right)) is not None:
-        I, J, *sides = found
-        cut = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
-        rows = tuple(F.pad(t, (0, -t.shape[3] % 8)).contiguous() for t in cut)
-        grads = [torch.empty_like(t) for t in rows[1:4]]
-        band_of = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
-        _write_gradients(package, spec, rows, L[..., I].contiguous(), grads, *band_of)
-        for total, at, grad in zip(sums, (I, J, J), grads, strict=True):
-            total[:, at] = grad[..., : q.shape[3]]
-    return sums
-
-
-def _write_gradients(
-    package: Package, spec: Spec, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor],
-    causal: bool, window: tuple[int | None, int | None],
-) -> None:
-    """Into `grads`, by the private functions that take L: flash_attn/flash_attn_interface.py from
-    2.7 on, hopper/flash_attn_interface.py and flash_attn/cute/interface.py at 0251105a (August
-    2026). Where a release has others, the probe fails, and the package is refused in parts."""
-    flash = _load(package)
-    scale, softcap = spec.softmax_scale, spec.softcap or 0.0
-    ordered = torch.are_deterministic_algorithms_enabled()
-    if package.module == FA2.module:
-        flash.flash_attn_interface._flash_attn_backward(
-            *rows, L, *grads, 0.0, scale, causal, *window, softcap, None, ordered
-        )
-    elif package.module == FA3.module:
-        flash._flash_attn_backward(
-            *rows, L, *[None] * 6, *grads, scale, causal, *window, softcap, ordered
-        )
-    else:
-        dout, q, k, v, out = rows
-        flash.interface._flash_attn_bwd(
-            q, k, v, out, dout, L, scale, causal, softcap, *window,
-            deterministic=ordered, dq=grads[0], dk=grads[1], dv=grads[2])
-
-
 def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     # 4, and 3 until July 2025, return (out, log-sum-exp).
     return out if isinstance(out, Tensor) else out[0]
@@ -244,8 +156,7 @@ def _load(package: Package) -> ModuleType:
 # made by padding), pages of a multiple of 256; "Softcapping does not support dropout for now". Its
 # backward came with 2.6.2 (5f1ae4a3): before, the gradients were silently wrong.
 _FA2 = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, dropout=False, scale=True,
-            softcap=True, caches=CACHES, page_multiple=256, packages=("flash_attn>=2.6.2",),
-            lse=True, lse_segments=False)
+            softcap=True, caches=CACHES, page_multiple=256, packages=("flash_attn>=2.6.2",))
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
 # past 192 needs 144 KB of shared memory. With less (8.6, 8.9, 12.0) the backward silently launches
@@ -262,7 +173,7 @@ FA2_CAPS = (
 # all functions and in the backward, no sinks.
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), right=True, head_dim_max=256, head_dim_multiple=8,
             dropout=False, scale=True, softcap=True, deterministic=False, caches=CACHES,
-            packages=("flash_attn_interface",), lse=True, lse_segments=False)
+            packages=("flash_attn_interface",))
 FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 # The prebuilt kernels also have machine code for 8.0 (flash-attn3/build.toml of kernels-community).
 # It would load on 8.6 and 8.9, too, which nobody has documented.
@@ -275,7 +186,7 @@ FA3_HUB_CAPS = (
 # 128 only.
 _FA4 = Caps(("cuda",), HALF, (9, 0), (11, 0), right=True, head_dim_max=128, head_dim_multiple=8,
             dropout=False, scale=True, grad=False, caches=CACHES,
-            packages=("flash_attn.cute>=4.0",), lse=True, lse_segments=False)
+            packages=("flash_attn.cute>=4.0",))
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 # Silently wrong gradients if head_dim is no multiple of 32: dQ at 72 and 104 on Hopper
 # (flash-attention pull request 2896), dK and dV on Blackwell (2698); and at 256 on Blackwell, where
@@ -313,17 +224,16 @@ def _backend(
     hub: tuple[str, str] | None = None, hub_caps: tuple[Caps, ...] = (),
 ) -> Backend:
     distribution = "flash-attn" if generation == 2 else f"flash-attn-{generation}"
+    run = partial(attend, package=package)
     plain = Backend(
         f"flash_attn_{generation}",
         f"FlashAttention-{generation}, package {distribution}",
-        partial(attend, package=package),
+        not_compiled(run) if generation == 4 else run,
         caps,
         fallback,
         (f"flash_attention_{generation}",),
         install,
-        partial=Partial(
-            partial(forward_part, package=package), partial(backward_part, package=package)
-        ),
+        fullgraph=generation != 4,
         varlen=("cuda",),
     )
     if hub is None:
@@ -338,4 +248,3 @@ V2 = _backend(2, FA2, FA2_CAPS, "sdpa", "pip install flash-attn --no-build-isola
 V3 = _backend(3, FA3, FA3_CAPS, "flash_attn_2", "from github.com/Dao-AILab/flash-attention: "
               "cd hopper && python setup.py install", HUB3, FA3_HUB_CAPS)
 V4 = _backend(4, FA4, FA4_CAPS, "flash_attn_3", "pip install --pre flash-attn-4")
-V4 = replace(V4, attend=not_compiled(V4.attend), fullgraph=False)

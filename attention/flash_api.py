@@ -16,16 +16,16 @@ num_splits, pack_gqa, sm_margin and scheduler_metadata only tune the packages' o
 value is accepted. All floating dtypes run, not only float16 and bfloat16. Meta and fake tensors
 give results of the right shape.
 
-`use()` names the backend; a call's kernel is chosen and checked once for its kind of shape and each
-doubling of its length. Rows that see no key give zeros, as in flash-attn, and a log-sum-exp of
--inf, where flash-attn has inf.
+`use()` names the backend; a call's kernel is chosen and proved once for its kind (plan.py). Rows
+that see no key give zeros, as in flash-attn, and a log-sum-exp of -inf, where flash-attn has inf.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,27 +34,24 @@ from torch import Tensor
 from . import manual, tiled
 from .caps import Backend
 from .flash_args import (
+    NAMES,
     Request,
     check,
     check_deterministic,
     check_new,
     check_pages,
     check_rows,
-    check_writable,
     integers,
     lengths_of,
     on_host,
     unpacked,
-    unshared,
     wrong,
 )
 from .function import attention
-from .machine.apart import outside_a_trace
-from .plan import Plan, Plans
-from .probing import LONG
+from .masks import PagedView, StaticView, kept, symbolic
+from .plan import Plans
 from .select import check_name
 from .spec import Policy, Spec
-from .views import PagedView, StaticView, kept, symbolic
 
 Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
 _plans = Plans("auto")
@@ -132,12 +129,10 @@ def flash_attn_varlen_func(
     Returns:
         (total_q, H, D); softmax_lse is (H, total_q) float32.
     """
-    check(q, k, v, varlen=True, paged=block_table is not None)
-    integers("cu_seqlens_q", cu_seqlens_q, (-1,), q.device, ("int32",))
+    check(q, k, v, dims=3, paged=block_table is not None)
     N = cu_seqlens_q.shape[0] - 1
-    integers("cu_seqlens_k", cu_seqlens_k, (N + 1,), q.device, ("int32",))
-    if N < 0:
-        wrong("cu_seqlens_q", "(sequences + 1,)", cu_seqlens_q)
+    integers("cu_seqlens_q", cu_seqlens_q, (max(N, 0) + 1,), q.device)
+    integers("cu_seqlens_k", cu_seqlens_k, (N + 1,), q.device)
     if block_table is not None:
         integers("block_table", block_table, (N, -1), q.device)
     check_deterministic(deterministic, q)
@@ -159,7 +154,7 @@ def flash_attn_varlen_func(
         past = (b - a for a, b in zip(lengths_q, lengths_k))
         skip = [_unseen(n, request.window, k.shape[1]) for n in past]
         if on_host(block_table) is not None:
-            check_pages(block_table, k, skip, lengths_k, lengths_k)
+            check_pages(block_table, k, skip, lengths_k)
         k, v = (_unpaged(pages, block_table, skip, lengths_k) for pages in (k, v))
         lengths_k = [n - m for n, m in zip(lengths_k, skip)]
     if len(set(zip(lengths_q, lengths_k))) <= 1:  # a batch
@@ -231,8 +226,6 @@ def flash_attn_with_kvcache(
     n_new = check_new(k, v, k_cache, B)
     wait = return_softmax_lse
     lengths = check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, wait)
-    if n_new:
-        check_writable(k_cache, v_cache)
     if _shape_only(q):
         k = v = k_cache.new_empty(B, size, *heads)
         out, L = _dense(q, k, v, request)
@@ -243,13 +236,12 @@ def flash_attn_with_kvcache(
     ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
     skip = [0 if table is None else _unseen(n - Tq, request.window, size) for n in ends]
     if table is not None and lengths is not None and on_host(table) is not None:
-        check_pages(table, k_cache, skip, ends, lengths if n_new else ends)
+        check_pages(table, k_cache, skip, ends)
     by_row |= not q.numel() or (lengths is not None and not any(ends))
     # The kernel is chosen before anything is written: it may be refused.
     if by_row:
         read = {n - m for m, n in zip(skip, ends) if n and q.numel()}
-        # One for each doubling of the length, and for windows that hide nothing.
-        for n in {(n.bit_length(), n > (request.window or 0)): n for n in sorted(read)}.values():
+        for n in {n > (request.window or 0): n for n in sorted(read)}.values():
             _kernel(q, k_cache[:1, :1].expand(1, n, *heads), request)
     else:
         cache, pages = ("static", None) if table is None else ("paged", size)
@@ -262,7 +254,6 @@ def flash_attn_with_kvcache(
         row, slot = rows[:, None], at
         if table is not None:
             row, slot = table.gather(1, (at // size).long()), at % size
-        q, k, v = (unshared(t, (k_cache, v_cache)) for t in (q, k, v))
         k_cache[row.long(), slot.long()] = k
         v_cache[row.long(), slot.long()] = v
     if cache_batch_idx is not None:
@@ -279,7 +270,7 @@ def flash_attn_with_kvcache(
     view: PagedView | StaticView = StaticView(start, torch.full_like(start, Tq), size)
     if table is not None:
         view = PagedView(table, start, torch.full_like(start, Tq))
-    out = backend.attend(q, k_cache, v_cache, spec, cache=view)
+    out = backend.compute(q, k_cache, v_cache, spec, cache=view)
     return out.masked_fill(blind[..., None, None], 0)
 
 
@@ -319,7 +310,7 @@ def _dense(
     backend, spec = _kernel(q, k, request, segments=segments is not None, grad=grad)
     with getattr(q, "fake_mode", nullcontext()) if _shape_only(q) else nullcontext():
         if not spec.lse:
-            return backend.attend(q, k, v, spec, segments=segments), None
+            return backend.compute(q, k, v, spec, segments=segments), None
         out, L = attention(q, k, v, spec, kernel=backend.partial, segments=segments)
         return out, L.float()
 
@@ -375,41 +366,33 @@ def _kernel(
     cache: str = "none", page_size: int | None = None,
 ) -> tuple[Backend, Spec]:
     Tq, Tk, heads = q.shape[1], k.shape[1], (q.shape[-2], k.shape[-2], q.shape[-1])
-    if type(Tq) is not int and not torch.compiler.is_compiling():  # other tracers' numbers
-        Tq, Tk = map(operator.index, (Tq, Tk))
+    compiled = torch.compiler.is_compiling()
+    if type(Tq) is not int and not compiled:  # other tracers' numbers
+        Tq, Tk = operator.index(Tq), operator.index(Tk)
         heads = operator.index(heads[0]), operator.index(heads[1]), operator.index(heads[2])
     window, right = request.sides(Tq, Tk)
     window = request.window if cache == "paged" else window  # there k is pages
-    compiled = torch.compiler.is_compiling()
-    # In the order of Spec's fields.
-    asked: tuple[Any, ...] = (
-        window, request.dropout, segments, grad, cache, compiled, page_size, request.scale,
-        request.softcap, False, request.lse, right,
+    fields: tuple[Any, ...] = (  # in the order of Spec's
+        *heads, NAMES[q.dtype], window, request.dropout, segments, grad, cache, compiled, page_size,
+        request.scale, request.softcap, False, request.lse, right,
     )
-    dtype, device = str(q.dtype).removeprefix("torch."), str(q.device)
-    if _shape_only(q):
-        return (tiled if request.lse else manual).BACKEND, Spec(*heads, dtype, *asked)
-    size = 0 if compiled else max(Tk, LONG).bit_length()  # a longer call is probed at its length
-    key: tuple[object, ...] = (device, size, *heads, dtype, *asked)
+    plans, device = _plans, str(q.device)  # use() may replace _plans
     if compiled:
         # index(): a size may be symbolic here.
-        key = tuple(
-            operator.index(n) if isinstance(n, int) and not isinstance(n, bool) else n for n in key
-        )
-        _plan_in_trace(*key)
-    plans = _plans  # use() may replace it
-    call = (plans.known.get(key) or _plan(plans, key, (q.shape[0], Tq, Tk)))[0]
-    return call.chosen.backend, call.spec
+        fields = tuple(operator.index(n) if type(n) not in PLAIN else n for n in fields)
+        key = device, torch.are_deterministic_algorithms_enabled(), *fields
+        plans.choose_in_trace(*key)
+        call = plans.known[key][0]
+        return call.chosen.backend, call.spec
+    spec = _spec(*fields)
+    if _shape_only(q):
+        return (tiled if request.lse else manual).BACKEND, spec
+    chosen = plans.choose(spec, device, (q.shape[0], Tq, Tk), " (flash_attn functions)")
+    return chosen.backend, spec
 
 
-def _plan(plans: Plans, key: Sequence[Any], shape: tuple[int, int, int]) -> Plan:
-    device, _, *fields = key
-    return plans.make(tuple(key), [Spec(*fields)], device, shape, " (flash_attn functions)")
-
-
-@outside_a_trace
-def _plan_in_trace(*key: object) -> None:
-    _plan(_plans, key, (1, LONG, LONG))
+PLAIN = (bool, float, str, type(None))
+_spec = lru_cache(maxsize=4096)(Spec)
 
 
 def _shape_only(t: Tensor) -> bool:

@@ -43,8 +43,8 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .machine.system import own_code
+from .masks import for_any_shape, kept
 from .spec import Numbers, Spec, visible
-from .views import for_any_shape, kept
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Caps
+from .masks import StaticView, for_any_shape, mask
 from .spec import Spec
-from .views import StaticView, for_any_shape, mask
 
 
 @for_any_shape

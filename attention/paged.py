@@ -29,8 +29,8 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .machine.apart import outside_a_trace
+from .masks import PagedView, for_any_shape
 from .spec import Spec, visible
-from .views import PagedView, for_any_shape
 
 BLOCK = 256  # queries that gather() takes at a time
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .caps import INTEGERS, contradiction, unlike
+from .caps import INTEGERS, check_call, must_be
 from .machine.system import autocast_off
+from .masks import symbolic
 from .spec import DTYPES, Spec, visible
-from .views import symbolic
 
 
 def weights(
@@ -37,10 +37,9 @@ def weights(
         ValueError: tensors that contradict the Spec or one another; a row that does not exist.
     """
     B, Tq, H, _ = q.shape
-    if wrong := contradiction(q, k, k, spec, segments, None, sinks):
-        raise ValueError(wrong)
-    if L is not None and (why := unlike(L, (B, H, Tq), q.device, DTYPES)):
-        raise ValueError(f"L must be {why}")
+    check_call(q, k, k, spec, segments, None, sinks)
+    if L is not None:
+        must_be("L", L, (B, H, Tq), q.device, DTYPES)
     at = torch.arange(Tq, device=q.device)
     if rows is not None:
         chosen = torch.as_tensor(rows, device=q.device)

@@ -48,10 +48,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Partial
-from .function import attention
+from .function import attention, not_compiled
+from .masks import Pair
 from .spec import Spec
 from .tiled import wholly_masked
-from .views import Pair, not_compiled
 
 Tile = tuple[slice, slice, int]  # queries, keys, the offset between them
 

@@ -33,12 +33,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .blocks import in_blocks, maskless
 from .caps import Backend, Caps
-from .function import attention, dense_gradient
-from .sdpa_flash import GROUPED_ON_CPU, PARTIAL, varlen
+from .function import dense_gradient, not_compiled
+from .masks import Pair, StaticView, for_any_shape, in_blocks, mask, maskless
+from .sdpa_flash import PARTIAL, varlen
 from .spec import Spec
-from .views import Pair, StaticView, for_any_shape, mask, not_compiled
 
 HALF = ("float16", "bfloat16")
 CUDNN_DROPOUT_STEP = 1 / 16
@@ -56,10 +55,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     plain = segments is None and cache is None
     if plain and (kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right)):
         return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
-    prefix = plain and spec.right == 0 and (spec.window or Tk) >= Tk
-    on_cpu = q.device.type == "cpu" and cache is None and not prefix
-    if on_cpu and not spec.dropout and kernel in (None, SDPBackend.FLASH_ATTENTION):
-        return attention(q, k, v, spec, kernel=PARTIAL, segments=segments)[0]
     return in_blocks(with_mask, q, k, v, spec, segments, cache, kernel=kernel)
 
 
@@ -71,7 +66,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
     repeats = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
     if grouped and q.is_cuda and kernel is None:  # flash and cuDNN need half precision and 8.0
         repeats |= spec.dtype not in HALF or torch.cuda.get_device_properties(q.device).major < 8
-    if grouped and (repeats if q.is_cuda else q.device.type == "cpu" and not GROUPED_ON_CPU):
+    if grouped and q.is_cuda and repeats:
         # Other kernels take no grouped heads, and PyTorch would fall back to the math kernel and
         # its O(T^2) memory (transformers issue 48633, PyTorch issue 181528).
         k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))

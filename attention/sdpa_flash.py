@@ -24,16 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import BLOCK, Runs, cut, maskless, runs
-from .caps import Partial, version
+from .caps import Partial
 from .function import dense_gradient
+from .masks import BLOCK, Pair, Runs, loadable, mask, maskless, ranges, runs
 from .spec import Spec
-from .views import Pair, loadable, mask
 
 aten = torch.ops.aten
-# The CPU's operators check no number of heads: before grouped ones came (pull request 157893) they
-# read beyond the keys, which gives wrong numbers or ends the process.
-GROUPED_ON_CPU = version(torch.__version__) >= (2, 9)
 
 
 def varlen(
@@ -71,72 +67,31 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
         return _cuda_forward(q, k, v, spec, offset)
-    run = cpu_forward if torch.compiler.is_compiling() else _cpu_forward
-    seg_q, seg_k = segments or (None, None)
-    if k.shape[2] != q.shape[2] and not GROUPED_ON_CPU:
-        k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
-    return run(q, k, v, seg_q, seg_k, offset, spec.window, spec.right, spec.scale)
+    acc = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros(q.shape, dtype=acc)
+    L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc)
+    for I, J, how, blind in _cpu_blocks(q, k, spec, offset, segments):
+        qkv = (_BHTD(t) for t in (q[:, I], k[:, J], v[:, J]))
+        part, L_I = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, scale=spec.scale, **how)
+        out[:, I] = part.transpose(1, 2)
+        L[:, :, I] = L_I if blind is None else L_I.masked_fill(blind, -torch.inf)
+    return out, L
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
              spec: Spec, offset: int, segments: Pair = None) -> tuple[Tensor, ...]:
     if q.is_cuda:
         return _cuda_backward(dout, q, k, v, out, L, spec, offset)
-    run = cpu_backward if torch.compiler.is_compiling() else _cpu_backward
-    rest = *(segments or (None, None)), offset, spec.window, spec.right, spec.scale
-    if k.shape[2] == q.shape[2] or GROUPED_ON_CPU:
-        return run(dout, q, k, v, out, L, *rest)
-    K, V = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
-    dq, *dkv = run(dout, q, K, V, out, L, *rest)
-    return dq, *(grad.unflatten(2, (k.shape[2], -1)).sum(dim=3) for grad in dkv)
-
-
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None, seg_k: Tensor | None, offset: int,
-    window: int | None, right: int | None, scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    acc = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(q.shape, dtype=acc)
-    L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc)
-    for b, I, J, how, blind in _cpu_blocks(q, k, window, right, offset, seg_q, seg_k):
-        qkv = (_BHTD(t) for t in (q[b, I], k[b, J], v[b, J]))
-        part, L_I = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, scale=scale, **how)
-        out[b, I] = part.transpose(1, 2)
-        L[b, :, I] = L_I if blind is None else L_I.masked_fill(blind, -torch.inf)
-    return out, L
-
-
-def _cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, seg_q: Tensor | None,
-    seg_k: Tensor | None, offset: int, window: int | None, right: int | None, scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
     L = L.masked_fill(L.isneginf(), 0)  # where no key is seen P is exp(-inf - L): 0, not NaN
     dq, dk, dv = (t.new_zeros(t.shape, dtype=L.dtype) for t in (q, k, v))
-    for b, I, J, how, _ in _cpu_blocks(q, k, window, right, offset, seg_q, seg_k):
-        tensors = dout[b, I], q[b, I], k[b, J], v[b, J], out[b, I].to(q.dtype)
+    for I, J, how, _ in _cpu_blocks(q, k, spec, offset, segments):
+        tensors = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_BHTD, tensors), L[b, :, I].contiguous(), 0.0,
-            how.pop("is_causal", False), scale=scale, **how)
-        for total, at, grad in zip((dq, dk, dv), (I, J, J), grads, strict=True):
-            total[b, at] += grad.transpose(1, 2)
+            *map(_BHTD, tensors), L[:, :, I].contiguous(), 0.0,
+            how.pop("is_causal", False), scale=spec.scale, **how)
+        for total, at, grad in zip((dq, dk, dv), (I, J, J), grads):
+            total[:, at] += grad.transpose(1, 2)
     return dq, dk, dv
-
-
-# For torch.compile, which traces no lengths that depend on data.
-cpu_forward = torch.library.custom_op("nanoattn::sdpa_cpu", _cpu_forward, mutates_args=())
-cpu_backward = torch.library.custom_op("nanoattn::sdpa_cpu_grad", _cpu_backward, mutates_args=())
-
-
-@cpu_forward.register_fake
-def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    (B, Tq, H, _), acc = q.shape, torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape, dtype=acc), q.new_empty(B, H, Tq, dtype=acc)
-
-
-@cpu_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-      *others: object) -> tuple[Tensor, ...]:
-    return tuple(q.new_empty(t.shape, dtype=L.dtype) for t in (q, k, v))
 
 
 def _BHTD(t: Tensor) -> Tensor:
@@ -145,25 +100,22 @@ def _BHTD(t: Tensor) -> Tensor:
 
 
 def _cpu_blocks(
-    q: Tensor, k: Tensor, window: int | None, right: int | None, offset: int,
-    seg_q: Tensor | None, seg_k: Tensor | None,
-) -> Iterator[tuple[slice, slice, slice, dict[str, bool | Tensor], Tensor | None]]:
-    """Rows of the batch, queries, their keys, the operator's mask, and which queries see no key,
-    (B or 1, 1, |I|); None: all do."""
-    for rows, found in cut(q, k, window, seg_k, BLOCK, right, offset):
-        for piece in found:
-            I, J = piece.I, piece.J
-            n, m, at = I.stop - I.start, J.stop - J.start, offset + I.start - J.start
-            pair = None
-            if piece.segments and seg_q is not None and seg_k is not None:
-                pair = seg_q[rows, I], seg_k[rows, J]
-            if pair is None and (kind := maskless(n, m, window, at, right)):
-                yield rows, I, J, {"is_causal": True} if kind == "causal" else {}, None
-                continue
-            seen = mask(n, m, window, pair, q.device, at, right)
-            zeros = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
-            blind = ~seen.any(dim=-1)
-            yield rows, I, J, {"attn_mask": zeros.masked_fill_(~seen, -torch.inf)}, blind
+    q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair
+) -> Iterator[tuple[slice, slice, dict[str, bool | Tensor], Tensor | None]]:
+    """Queries, their keys, the operator's mask, and which queries see no key, (B or 1, 1, |I|);
+    None: all do."""
+    (Tq, Tk), window, right = (q.shape[1], k.shape[1]), spec.window, spec.right
+    size = Tq if segments is None and maskless(Tq, Tk, window, offset, right) else BLOCK
+    for piece in ranges(Tq, Tk, window, size, offset, right=right):
+        I, J = piece.I, piece.J
+        sizes, at = (I.stop - I.start, J.stop - J.start), offset + I.start - J.start
+        pair = None if segments is None else (segments[0][:, I], segments[1][:, J])
+        if pair is None and (kind := maskless(*sizes, window, at, right)):
+            yield I, J, {"is_causal": True} if kind == "causal" else {}, None
+            continue
+        seen = mask(*sizes, window, pair, q.device, at, right)
+        zeros = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+        yield I, J, {"attn_mask": zeros.masked_fill_(~seen, -torch.inf)}, ~seen.any(dim=-1)
 
 
 def aligned(

@@ -1,7 +1,11 @@
 """The choice of a backend, with the reasons to refuse others.
 
-resolve()  reads declared capabilities only: it can choose for a described machine.
-select()   resolves, then probes the chosen backend (probing.py), until one passes.
+    names()   the backends to try, best first: a name and its fallback, or "auto"'s order
+    resolve() the first whose declared Caps admit the request: also for a described machine
+    select()  the first that passes the probe (proof.py) too, on every rank
+
+A user's kernel is a file that defines BACKEND. It runs once a process, if the user names it on a
+command line or in a config; a path read from a checkpoint or a record is never run.
 """
 
 from __future__ import annotations
@@ -9,21 +13,29 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import pairwise
+from types import ModuleType
 from typing import Protocol, TypeVar
 
 import torch
 
-from . import flash, flex, manual, own, paged, sdpa, sdpa_bmm, tiled, triton_flash
-from .caps import Backend, BackendUnavailable, Refusal, Resolution, version
+from . import flash, flex, manual, paged, sdpa, sdpa_bmm, tiled, triton_flash
+from .caps import Backend, BackendUnavailable, Refusal, version
 from .machine.apart import apart
-from .probing import LONG, Probe, probe, wrong_at
+from .machine.system import KERNEL_ERRORS, first_line, settings_stay
+from .proof import LONG, Probe, Proof, probe, probe_long
 from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
 T = TypeVar("T")
+Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
 
 # A new kernel is a file with a BACKEND, imported above and listed here.
 BACKENDS: dict[str, Backend] = {
@@ -35,25 +47,45 @@ BACKENDS: dict[str, Backend] = {
     )
 }
 REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory, and no tiles: not probed at length
-RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (choose.py)
+RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (plan.py)
 _BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
 
 
-def metal_bug(spec: Spec, machine: Machine) -> list[Refusal]:
-    """The known bug of PyTorch's SDPA on Apple's Metal that this request meets, if any."""
-    release, half = version(machine.torch), spec.dtype in ("float16", "bfloat16")
-    bugs = {  # those of pytorch/pytorch that the probe may miss, or that depend on what ran before
-        "half precision sees up to three later tokens (issue 195910)": half and release < (2, 13),
-        "a scale may be that of an earlier call (pull request 184122)":
-            spec.scale is not None and release < (2, 13),
-        "a mask that the heads share is misread (pull request 184180)":
-            (spec.segments or spec.cache == "static") and release < (2, 13),
-        "strides are misread, rows without a key are NaN (issues 163597, 156707)":
-            release < (2, 9),
-    }
-    where = f"on Apple's Metal torch {machine.torch} is wrong"
-    permit = "(newer torch, or --allow_mps_sdpa=True)"
-    return [Refusal(f"{where}: {bug} {permit}", "metal") for bug, met in bugs.items() if met][:1]
+@dataclass(frozen=True)
+class Resolution:
+    """The backend that will run, and those refused before it, with the reasons."""
+
+    requested: str
+    backend: Backend
+    rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ()  # kernels that the profiler saw in the probe; empty: not probed
+    proof: Proof | None = None  # None: not probed
+    note: str = ""  # a warning
+    traced: bool = False  # chosen while torch.compile traces, by declared Caps alone
+    length: int = 0  # keys of the longest probe
+
+    def warnings(self) -> list[str]:
+        """One text for each refused backend, with its reasons; then the note."""
+        lines = []
+        for name, after in pairwise([*self.rejected, self.backend.name]):
+            named = name == next(iter(self.rejected)) and self.requested not in RULES
+            verb = "requested but " if named else "refused: "
+            why = "; ".join(self.rejected[name])
+            lines.append(f"{name} {verb}{why}.\nFalling back to '{after}'.")
+        return lines + [self.note] * bool(self.note)
+
+    def info(self) -> str:
+        kernels = f"; kernel: {', '.join(self.kernels)}" if self.kernels else ""
+        if self.traced:
+            kernels = "; not proved: chosen while torch.compile traces; model.plan() proves it"
+        return f"Attention backend: {self.backend.name} ({self.backend.title}{kernels})"
+
+    def __str__(self) -> str:
+        warned = ["WARNING: " + w.replace("\n", "\n         ") for w in self.warnings()]
+        return "\n".join([*warned, "INFO: " + self.info()])
+
+
+# --- names and files ---
 
 
 def is_file(name: str) -> bool:
@@ -61,19 +93,14 @@ def is_file(name: str) -> bool:
 
 
 def get(name: str) -> Backend:
-    """The backend with that name or alias. A file is run (own.py).
+    """The backend with that name or alias. A file is run.
 
     Raises:
         ValueError: unknown name.
         BackendUnavailable: the file does not define a valid backend.
     """
     if is_file(name):
-        backend = own.load(os.path.abspath(name))
-        if taken := {backend.name, *backend.aliases} & {*_BY_ANY_NAME, *RULES}:
-            raise own.invalid(name, f"its name {min(taken)!r} is taken")
-        if not (backend.fallback is None or backend.fallback in _BY_ANY_NAME):
-            raise own.invalid(name, f"its fallback {backend.fallback!r} is not a backend")
-        return backend
+        return load(os.path.abspath(name))
     if name not in _BY_ANY_NAME:
         near = difflib.get_close_matches(name, [*_BY_ANY_NAME, *RULES])
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -90,6 +117,47 @@ def check_name(name: str) -> None:
         get(name)
 
 
+@cache
+def load(path: str) -> Backend:
+    """Run the file at an absolute path and return its BACKEND.
+
+    Raises:
+        BackendUnavailable: the file is missing or raises, or its BACKEND is not valid.
+    """
+
+    def invalid(why: str) -> BackendUnavailable:
+        return BackendUnavailable(f"attention kernel {path!r} cannot be used: {why}")
+
+    if not os.path.isfile(path):
+        raise invalid("a folder" if os.path.isdir(path) else "no such file")
+    try:
+        backend = getattr(execute(path), "BACKEND", None)
+    except KERNEL_ERRORS as e:
+        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
+        line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
+        hint = "; import nanoattn instead" if getattr(e, "name", "") == "attention" else ""
+        at = f"line {line}: " if line else ""
+        raise invalid(f"{at}{type(e).__name__}: {first_line(e)}{hint}") from e
+    if not isinstance(backend, Backend):
+        raise invalid("it defines no BACKEND = Backend(...)")
+    if taken := {backend.name, *backend.aliases} & {*_BY_ANY_NAME, *RULES}:
+        raise invalid(f"its name {min(taken)!r} is taken")
+    if not (backend.fallback is None or backend.fallback in _BY_ANY_NAME):
+        raise invalid(f"its fallback {backend.fallback!r} is not a backend")
+    return backend
+
+
+def execute(path: str) -> ModuleType:
+    # In sys.modules, as dataclasses, Triton and torch.compile expect.
+    name = f"nanoattn_kernel_{load.cache_info().misses}"
+    spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, path))
+    assert spec and spec.loader
+    module = sys.modules[name] = module_from_spec(spec)
+    with settings_stay():
+        spec.loader.exec_module(module)
+    return module
+
+
 def packages(*names: str) -> tuple[str, ...]:
     """The import names of all packages that the backends need, including files in `names`."""
     backends = [*BACKENDS.values(), *(get(name) for name in names if is_file(name))]
@@ -97,7 +165,7 @@ def packages(*names: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(p.partition(">=")[0] for c in rows for p in c.packages))
 
 
-# --- resolve ---
+# --- resolve: by what is declared ---
 
 # The order in which "auto" tries the kernels of a device. A refused backend falls back to its
 # `fallback`, then to the first of these that can run. flex is not tried on a CPU, where it needs a
@@ -133,6 +201,21 @@ def preferred(spec: Spec, machine: Machine) -> list[str]:
     return order
 
 
+def metal_bug(spec: Spec, machine: Machine) -> list[Refusal]:
+    """The known bug of PyTorch's SDPA on Apple's Metal that this request meets, if any."""
+    release, half = version(machine.torch), spec.dtype in ("float16", "bfloat16")
+    bugs = {  # those of pytorch/pytorch that the probe may miss, or that depend on what ran before
+        "half precision sees up to three later tokens (issue 195910)": half,
+        "a scale may be that of an earlier call (pull request 184122)": spec.scale is not None,
+        "a mask that the heads share is misread (pull request 184180)":
+            spec.segments or spec.cache == "static",
+    }
+    met = [bug for bug, is_met in bugs.items() if is_met and release < (2, 13)]
+    where = f"on Apple's Metal torch {machine.torch} is wrong"
+    permit = "(newer torch, or --allow_mps_sdpa=True)"
+    return [Refusal(f"{where}: {bug} {permit}", "metal") for bug in met[:1]]
+
+
 def admit(
     name: str, spec: Spec, machine: Machine, policy: Policy = Policy()
 ) -> tuple[Backend, list[Refusal]]:
@@ -146,11 +229,22 @@ def admit(
     return backend, why + metal_bug(spec, machine) if on_metal and not policy.mps_sdpa else why
 
 
+def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[str]:
+    """The backends to try, in order. Raises ValueError: unknown name, or no valid file."""
+    names = preferred(spec, machine)
+    if name in RULES:
+        return names
+    backend = get(name)
+    name = name if is_file(name) else backend.name
+    after = [backend.fallback] if backend.fallback else []
+    return [*dict.fromkeys([name, *after, *names])] if policy.fallback else [name]
+
+
 def resolve(
-    name: str, spec: Spec, machine: Machine, policy: Policy = Policy(), *,
-    failed: Mapping[str, tuple[str, ...]] | None = None,
+    name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
+    failed: Mapping[str, Sequence[str]] = {},
 ) -> Resolution:
-    """Choose the backend that will run.
+    """Choose the backend that will run, by declared Caps alone.
 
     Args:
         name: a backend's name, alias or file, or one of RULES.
@@ -160,28 +254,40 @@ def resolve(
         ValueError: unknown name.
         BackendUnavailable: refused, with no fallback left or allowed; lists every reason.
     """
-    failed, names = failed or {}, preferred(spec, machine)
-    if name not in RULES:
-        after = get(name).fallback
-        names = [name, *([after] if after else []), *names] if policy.fallback else [name]
+
+    def refusals(candidate: str) -> Sequence[str]:
+        backend, why = admit(candidate, spec, machine, policy)
+        return [*why, *failed.get(backend.name, ())]
+
+    names = candidates(name, spec, machine, policy)
+    chosen, rejected = first_of(name, names, refusals)
+    return Resolution(name, admit(chosen, spec, machine, policy)[0], rejected)
+
+
+def first_of(
+    name: str, names: Sequence[str], refusals: Callable[[str], Sequence[str]]
+) -> tuple[str, dict[str, tuple[str, ...]]]:
+    """The first name without a reason to refuse it, and the refused ones that a user should know
+    of: the named one, and those that only the probe refused."""
     refused: dict[str, tuple[str, ...]] = {}
     reported: dict[str, tuple[str, ...]] = {}
     for candidate in names:
-        backend, why = admit(candidate, spec, machine, policy)
-        if backend.name in refused:
-            continue
-        found = failed.get(backend.name, ())
-        if not why and not found:
-            return Resolution(name, backend, reported)
-        refused[backend.name] = (*why, *found)
-        # Report another kernel only if its Caps would have let it run.
-        if candidate == name or found or [w.kind for w in why] == ["metal"]:
-            reported[backend.name] = refused[backend.name]
+        why = refusals(candidate)
+        if not why:
+            return candidate, reported
+        try:
+            title = get(candidate).name
+        except BackendUnavailable:  # a file that only other ranks can load
+            title = candidate
+        refused[title] = tuple(map(str, why))
+        declared = [w for w in why if isinstance(w, Refusal) and w.kind != "metal"]
+        if (candidate == names[0] and name not in RULES) or not declared:
+            reported[title] = refused[title]
     reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in refused.items())
     raise BackendUnavailable(f"attention backend {name!r} cannot run here. {reasons}")
 
 
-# --- select and announce ---
+# --- select: by a run, on all ranks ---
 
 
 class Ranks(Protocol):
@@ -194,107 +300,107 @@ class Ranks(Protocol):
 
 def select(
     name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
-    shape: tuple[int, int] | None = None, ranks: Ranks | None = None,
+    shape: Shape | None = None, ranks: Ranks | None = None,
+    failed: dict[str, Sequence[str]] | None = None,
 ) -> Resolution:
-    """Resolve `name` on this machine, falling back until a backend passes the probe.
+    """The first backend for `name` that passes the probe on this machine.
 
     Args:
-        shape: batch size and tokens in a sequence; if known, that length is probed too.
+        shape: of the call; with more than LONG keys the backend is probed at that shape too.
         ranks: processes that call this together. All take the first backend that each accepts.
+        failed: backends that a probe has refused, with the reasons; those of this call are added.
     """
-    return apart(device, lambda: _select(name, spec, device, policy, shape, ranks))
+    failed = {} if failed is None else failed
+    return apart(device, lambda: _select(name, spec, device, policy, shape, ranks, failed))
 
 
 def _select(
-    name: str, spec: Spec, device: str | torch.device, policy: Policy,
-    shape: tuple[int, int] | None, ranks: Ranks | None,
+    name: str, spec: Spec, device: str | torch.device, policy: Policy, shape: Shape | None,
+    ranks: Ranks | None, failed: dict[str, Sequence[str]],
 ) -> Resolution:
     if torch.device(device).type == "meta":  # shapes only
         return Resolution(name, manual.BACKEND)
-    machine, T = Machine.here(str(device)), shape[1] if shape else 0
-    rule, dropped = name, dict[str, tuple[str, ...]]()
-    failed: dict[str, tuple[str, ...]] = {}
-    tried = Probe()
+    machine, tried = Machine.here(str(device)), Probe()
+    long = shape is not None and shape[2] > LONG
 
-    def refusals(picked: str) -> tuple[str, ...]:
-        """Every reason why the backend cannot run here; empty if it passes the probe."""
+    def refusals(candidate: str) -> Sequence[str]:
+        """Every reason against the backend, of this process."""
         nonlocal tried
-        named = rule not in RULES and get(rule).name == picked  # a file has its path only
-        backend, why = admit(rule if named else picked, spec, machine, policy)
-        if why:
-            return tuple(why)
-        tried = probe(backend, spec, device)
-        if not tried.why and T > LONG and backend.name not in REFERENCES:
-            return wrong_at(backend, spec, device, T)
-        return tried.why
-
-    while True:
-        error = None
         try:
-            chosen = resolve(rule, spec, machine, policy, failed=failed)
-            picks = gather(ranks, (chosen.backend.name, ""))
-        except BackendUnavailable as e:
-            error, picks = e, gather(ranks, ("", str(e)))
-        if any(text for _, text in picks):
-            if error and all(text for _, text in picks):
-                raise error
-            why = by_rank([[text] if text else [] for _, text in picks])
-            if not policy.fallback or rule != name:
-                raise BackendUnavailable("; ".join(why))
-            rule, dropped = "auto", {name: why}  # a file that only some ranks can load
-            continue
-        names = dict.fromkeys(picked for picked, _ in picks)
-        answers = gather(ranks, {picked: refusals(picked) for picked in names})
-        refused = {picked: by_rank([answer[picked] for answer in answers]) for picked in names}
-        if len(names) == 1 and not any(refused.values()):
-            chosen = replace(chosen, requested=name, rejected={**dropped, **chosen.rejected})
-            warn(chosen)
-            note = math_note(chosen.backend, spec, shape) if "math" in tried.kernels else ""
-            return replace(chosen, kernels=tried.kernels, note=note, proof=tried.proof)
-        failed |= {picked: why for picked, why in refused.items() if why}
+            backend, why = admit(candidate, spec, machine, policy)
+        except BackendUnavailable as e:  # a file
+            return [str(e)]
+        if found := [*why, *failed.get(backend.name, ())]:
+            return found
+        tried = probe(backend, spec, device)
+        reasons = tried.why
+        if shape and long and not reasons and backend.name not in REFERENCES:
+            reasons = probe_long(backend, spec, device, shape)
+        if reasons:
+            failed[backend.name] = reasons
+        return reasons
+
+    def of_all(candidate: str) -> Sequence[str]:
+        return by_rank(gather(ranks, refusals(candidate)))
+
+    names, error = list[str](), ""
+    try:
+        names = candidates(name, spec, machine, policy)
+    except BackendUnavailable as e:
+        error = str(e)
+    proposals = gather(ranks, (names, error))
+    if all(error for _, error in proposals):
+        raise BackendUnavailable(error)
+    names = next(names for names, error in proposals if not error)  # rank 0's, if it has any
+    found, rejected = first_of(name, names, of_all)
+    backend = admit(found, spec, machine, policy)[0]
+    note = math_note(backend, spec, shape) if "math" in tried.kernels else ""
+    length = shape[2] if shape and long else 0
+    return Resolution(name, backend, rejected, tried.kernels, tried.proof, note, length=length)
 
 
 def gather(ranks: Ranks | None, value: T) -> list[T]:
     return [value] if ranks is None else ranks.gather(value)
 
 
-def by_rank(answers: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def by_rank(answers: Sequence[Sequence[str]]) -> Sequence[str]:
     """The reasons of all ranks, with the ranks that gave each; without if all did."""
     who: dict[str, list[str]] = {}
     for rank, reasons in enumerate(answers):
         for reason in reasons:
             who.setdefault(reason, []).append(str(rank))
-    return tuple(
+    everybody = all(len(ranks) == len(answers) for ranks in who.values())
+    if everybody:
+        return answers[0]  # as they are: Refusals
+    return [
         reason if len(n) == len(answers) else f"rank {', '.join(n)}: {reason}"
         for reason, n in who.items()
-    )
+    ]
 
 
-def math_note(backend: Backend, spec: Spec, shape: tuple[int, int] | None) -> str:
+def math_note(backend: Backend, spec: Spec, shape: Shape | None) -> str:
     """A warning if PyTorch's math kernel would store more than 1 GB of scores; else empty."""
-    B, T = shape or (0, 0)  # scores and softmax, (B, H, T, T) each, in at least float32
-    size = 2 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * T * T
+    B, Tq, Tk = shape or (0, 0, 0)  # scores and softmax, (B, H, Tq, Tk) each, at least float32
+    size = 2 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * Tq * Tk
     if size <= 1e9:
         return ""
     return (
         f"{backend.name} runs PyTorch's math kernel, which stores {size / 1e9:.1f} GB of scores in "
-        f"each layer at batch size {B} and {T:,} tokens.\n"
+        f"each layer at batch size {B} and {Tk:,} tokens.\n"
         "python -m attention lists why fused kernels refuse; --attention_backend=tiled stores none."
     )
 
 
 def announce(chosen: Resolution, phase: str = "") -> None:
     """Log the chosen backend and the refused ones, once per process, on rank 0 only."""
-    warn(chosen)
     if int(os.environ.get("RANK", "0")) == 0:
+        for warning in chosen.warnings():
+            _once(logging.WARNING, warning.replace("\n", "\n         "))
         _once(logging.INFO, chosen.info() + phase)
-
-
-def warn(chosen: Resolution) -> None:
-    for warning in chosen.warnings() if int(os.environ.get("RANK", "0")) == 0 else ():
-        _once(logging.WARNING, warning.replace("\n", "\n         "))
 
 
 @cache
 def _once(level: int, text: str) -> None:
     log.log(level, text)
+
+

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -71,16 +70,16 @@ def visible(
     return seen
 
 
-LARGEST, TINY = sys.float_info.max, 2.0**-126
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+TINY = 2.0**-126  # the least normal float32: a smaller softcap would be rounded to 0
+FINEST = 512  # 1 / dropout steps that a kernel may declare (Caps.dropout_step)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The attention that is requested, the same for all layers of a model.
+    """The attention that is requested.
+
+    `kind` names its features without the values of numbers: "2 queries a key/value head of 64,
+    float32, window, own scale, training". One plan serves all calls of a kind (plan.py).
 
     Raises:
         ValueError: an option is out of range.
@@ -102,40 +101,60 @@ class Spec:
     sinks: bool = False  # attend() receives `sinks`
     lse: bool = False  # Backend.partial is called, which also returns each row's log-sum-exp
     right: int | None = 0  # later keys that a query attends to; 0: causal, None: all
+    kind: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("n_head", "n_kv_head", "head_dim", "window", "right", "page_size"):
-            value, n = getattr(self, name), 0 if name == "right" else 1
+        for name, least in (("n_head", 1), ("n_kv_head", 1), ("head_dim", 1), ("window", 1),
+                            ("right", 0), ("page_size", 1)):
+            value = getattr(self, name)
             if value is None and name in ("window", "right", "page_size"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < n:
-                raise ValueError(f"{name} must be an integer of at least {n}, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         if self.n_head % self.n_kv_head:
             got = f"n_head={self.n_head}, n_kv_head={self.n_kv_head}"
             raise ValueError(f"n_head must be a multiple of n_kv_head, got {got}")
-        for name in ("scale", "softcap"):
+        for name, above in (("scale", 0.0), ("softcap", TINY)):
             value = getattr(self, name)
-            least = TINY if name == "softcap" else 0  # which float32 does not round to 0
-            if not (value is None or (is_number(value) and least < value <= LARGEST)):
-                limits = f"above {least:.2g} and at most {LARGEST:.2g}"
-                raise ValueError(f"{name} must be a number {limits}, got {value!r}")
-        # One form for what is equal, so that equal Specs hash equally: no limit is None, and so is
-        # the default scale, however it was rounded.
-        for name in ("window", "right"):
-            if (value := getattr(self, name)) is not None and value >= NO_LIMIT:
-                object.__setattr__(self, name, None)
-        default = 1 / math.sqrt(self.head_dim)
-        if self.scale is not None and math.isclose(self.scale, default, rel_tol=1e-15):
-            object.__setattr__(self, "scale", None)
+            if value is not None and not above < value < math.inf:
+                raise ValueError(f"{name} must be finite and above {above:.2g}, got {value!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if not (is_number(self.dropout) and 0.0 <= self.dropout < 1.0):
+        if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
         if self.cache not in CACHES:
             raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {self.cache!r}")
         if (self.page_size is not None) != (self.cache == "paged"):
             got = f"page_size={self.page_size} and cache={self.cache!r}"
             raise ValueError(f"page_size belongs to the 'paged' cache, got {got}")
+        # One form for equal requests: no limit is None, and so is the default scale, however it was
+        # rounded.
+        for name in ("window", "right"):
+            if (value := getattr(self, name)) is not None and value >= NO_LIMIT:
+                object.__setattr__(self, name, None)
+        default = 1 / math.sqrt(self.head_dim)
+        if self.scale is not None and math.isclose(self.scale, default, rel_tol=1e-15):
+            object.__setattr__(self, "scale", None)
+        object.__setattr__(self, "kind", self._kind())
+
+    def _kind(self) -> str:
+        group = self.n_head // self.n_kv_head
+        heads = f"{group} queries a key/value head" if group > 1 else "heads"
+        parts = [f"{heads} of {self.head_dim}", self.dtype, *self._features()]
+        parts += [name for name in ("window", "softcap") if getattr(self, name) is not None]
+        parts += ["own scale"] if self.scale is not None else []
+        parts += ["right"] if self.right else []
+        if self.dropout:  # a kernel may round it to a step: a multiple of one is another kind
+            parts += [f"dropout in 1/{min(self.dropout.as_integer_ratio()[1], FINEST)}"]
+        return ", ".join(parts)
+
+    def _features(self) -> list[str]:
+        """Features without a number, as words."""
+        words = ["not causal"] if self.right is None else []
+        words += [name for name in ("segments", "sinks", "lse", "compiled") if getattr(self, name)]
+        size = f" of {self.page_size}" if self.page_size else ""
+        words += [f"{self.cache} cache{size}"] if self.cache != "none" else []
+        return [*words, "training" if self.grad else "inference"]
 
     def __str__(self) -> str:
         """The options that differ from the defaults: "4 heads over 2 of 32, float32, window 9"."""
@@ -144,13 +163,7 @@ class Spec:
         for name in ("window", "right", "dropout", "scale", "softcap"):
             if value := getattr(self, name):
                 parts.append(f"{name} {value if isinstance(value, int) else format(value, 'g')}")
-        parts += ["not causal"] if self.right is None else []
-        parts += [name for name in ("segments", "sinks", "lse", "compiled") if getattr(self, name)]
-        if self.cache != "none":
-            parts.append(
-                f"{self.cache} cache" + (f" of {self.page_size}" if self.page_size else "")
-            )
-        return ", ".join([*parts, "training" if self.grad else "inference"])
+        return ", ".join([*parts, *self._features()])
 
     @property
     def softmax_scale(self) -> float:

@@ -37,9 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Caps, Partial
-from .function import attention
+from .function import attention, not_compiled
+from .masks import Pair, mask, sees_all, symbolic
 from .spec import Spec, visible
-from .views import Pair, mask, not_compiled, sees_all, unreadable
 
 BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
 
@@ -165,7 +165,7 @@ def masked_tiles(
     hidden = [[wholly_masked(I, J, offset, spec.window, spec.right) for J in cols] for I in rows]
     if segments is None or offset < 0 or offset != cols[-1].stop - rows[-1].stop:
         return hidden  # the queries are not the last positions: ids say nothing of keys between
-    if unreadable(keys := segments[1]):
+    if symbolic(keys := segments[1]):
         return hidden
     run = F.pad((keys[:, 1:] != keys[:, :-1]).cumsum(dim=1), (1, 0)).cpu()  # (B, Tk), from the left
     first_q, last_q = (
@@ -175,10 +175,8 @@ def masked_tiles(
     first_k, last_k = (
         run[:, None, at] for at in ([J.start for J in cols], [J.stop - 1 for J in cols])
     )
-    apart = ((last_k < first_q) | (last_q < first_k)).all(dim=0).tolist()
-    return [
-        [a or b for a, b in zip(*both, strict=True)] for both in zip(hidden, apart, strict=True)
-    ]
+    other_segment = ((last_k < first_q) | (last_q < first_k)).all(dim=0)
+    return (torch.tensor(hidden) | other_segment).tolist()
 
 
 def masked(S_ij: Tensor, I: slice, J: slice, offset: int, spec: Spec, segments: Pair) -> Tensor:

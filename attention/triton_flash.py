@@ -36,8 +36,8 @@ from torch import Tensor
 
 from .caps import Backend, Caps, Partial
 from .function import attention
+from .masks import Pair, for_any_shape
 from .spec import Spec
-from .views import Pair, for_any_shape
 
 
 @for_any_shape

@@ -49,7 +49,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import record_function
 
-from attention.probing import KERNELS
+from attention.proof import KERNELS
 from bench import Json, tables
 from core import flops
 from model import GPTConfig

@@ -19,7 +19,7 @@ from bench.record import FORMAT, complete, disagreeing, planned, sections_of
 from bench.tables import Row
 from core.settings import UserError
 
-# Kernels by backend: a pattern of the short names (KERNELS in attention/probing.py; empty: none of
+# Kernels by backend: a pattern of the short names (KERNELS in attention/proof.py; empty: none of
 # them), and one of the names on a GPU (empty: not checked).
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
 PACKAGE = r"^(?!.*pytorch_flash).*flash"  # PyTorch's own FlashAttention-2 is not the package

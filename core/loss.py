@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.function import once, traced_once
+from attention.function import once
 from attention.machine.system import autocast_dtype
 
 IGNORE = -1  # an ignored target (ignore_index)
@@ -76,11 +76,8 @@ def linear_cross_entropy(
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     how = targets, dtype, want_grad, matmul_switch
 
-    def loss(x: Tensor, weight: Tensor) -> Tensor:
-        # A second derivative must find what the gradient depends on; views would keep x in memory.
-        return _LinearCrossEntropy.apply(x, weight, *how, x[:0].clone(), weight[:0].clone())
-
-    return traced_once(loss, x, weight)
+    # A second derivative must find what the gradient depends on; views would keep x in memory.
+    return _LinearCrossEntropy.apply(x, weight, *how, x[:0].clone(), weight[:0].clone())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

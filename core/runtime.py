@@ -24,7 +24,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from attention import BackendUnavailable, DeviceLost, use_flash_impl
+from attention import BackendUnavailable, DeviceLost
 from attention.machine.system import bfloat16_units, cpu_name, synchronize
 from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
@@ -114,16 +114,13 @@ class Setup:
         compile_mode: str = "default",
         onednn: bool | None = None,
         deterministic: bool = False,
-        sdpa_flash_impl: str = "FA2",
         n_embd: int | None = None,
     ) -> Setup:
-        """Decide, and set PyTorch's global switches: TF32, determinism, flash kernel.
+        """Decide, and set PyTorch's global switches: TF32 and determinism.
 
         compile and onednn: None chooses the faster. For n_embd see pick_dtype().
         """
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-        if device.type == "cuda" or sdpa_flash_impl != "FA2":
-            use_flash_impl(sdpa_flash_impl)
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

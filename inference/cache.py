@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.views import PagedView, StaticView
+from attention.masks import PagedView, StaticView
 from core.runtime import to_device
 from inference.pages import PagePool
 

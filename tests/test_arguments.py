@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 
 import attention as nanoattn
 from attention import BACKENDS, Caps, Machine, Spec
-from attention.views import PagedView, StaticView
+from attention.masks import PagedView, StaticView
 
 B, SIZE, H, HKV = 3, 4, 4, 2  # SIZE of a page
 Call = dict[str, Any]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from torch import Tensor
@@ -30,10 +31,11 @@ from attention import (
     views,
     visible,
 )
-from attention.check import matrix, oracle, properties
+from attention.check import matrix
 from attention.check.command import FEATURES, Item, items, judge
 from attention.check.matrix import CASES, SAMPLE, Case
 from attention.check.properties import HUGE, qkv
+from attention.proof import properties
 from attention.spec import DTYPES
 
 STRICT = Policy(fallback=False)

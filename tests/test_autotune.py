@@ -49,7 +49,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture()
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Which kernels ran is not asked here: starting the profiler takes most of a test's time."""
-    monkeypatch.setattr(sys.modules["attention.probing"], "profiled", lambda events: nullcontext())
+    monkeypatch.setattr(sys.modules["attention.proof"], "profiled", lambda events: nullcontext())
     clock = Clock()
     monkeypatch.setattr(timing, "perf_counter", clock)
     return clock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import oracle
 import pytest
 import torch
 from conftest import few
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention import BACKENDS, Machine, Spec
-from attention.check import oracle
 from attention.spec import DTYPES
 from inference.cache import DynamicCache, StaticCache, StaticStep
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from conftest import every, few
@@ -39,12 +40,12 @@ from attention import (
     probe,
     use_flash_impl,
 )
-from attention.check import matrix, oracle
+from attention.check import matrix
 from attention.check import properties as promises
 from attention.check.matrix import CASES
 from attention.machine.system import import_version
+from attention.masks import PagedView, StaticView
 from attention.select import admit
-from attention.views import PagedView, StaticView
 
 HALF = (torch.float16, torch.bfloat16)
 

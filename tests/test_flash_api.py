@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from conftest import every, few
@@ -20,7 +21,7 @@ from torch import Tensor
 
 import attention as nanoattn
 from attention import BACKENDS
-from attention.check import matrix, oracle
+from attention.check import matrix
 from attention.check.matrix import CASES
 
 SIZE = 8  # of a page

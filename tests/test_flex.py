@@ -13,13 +13,14 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from attention import Policy, Spec, flex, get, visible
-from attention.check import matrix, oracle
+from attention.check import matrix
 from attention.flex import TILE, block_mask
 from model import GPT, GPTConfig
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,10 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention import BACKENDS, Machine, Ring, Spec
-from attention.check import oracle
 from attention.function import attention
+from attention.masks import filled_cache
 from attention.spec import visible
-from attention.views import filled_cache
 
 HERE, D = Machine.here("cpu"), 8
 

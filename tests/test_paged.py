@@ -16,15 +16,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import oracle
 import pytest
 import torch
 from torch import Tensor
 
 from attention import Spec
 from attention import paged as kernels
-from attention.check import oracle
+from attention.masks import filled_cache
 from attention.spec import DTYPES
-from attention.views import filled_cache
 from inference.cache import PagedCache
 
 ROOT = Path(__file__).parents[1]

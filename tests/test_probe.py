@@ -31,7 +31,7 @@ from attention import (
 )
 from attention.__main__ import main
 from attention.check.command import check
-from attention.probing import wrong_at
+from attention.proof import wrong_at
 
 SPEC = Spec(4, 2, 32, "float32")
 STRICT = Policy(fallback=False)

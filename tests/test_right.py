@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from conftest import few
@@ -17,8 +18,9 @@ from torch import Tensor
 
 import attention as nanoattn
 from attention import BACKENDS, Caps, Machine, Ring, Spec
-from attention.check import matrix, oracle
+from attention.check import matrix
 from attention.check.matrix import Case
+from attention.proof import Inputs, Result, run
 
 HERE = Machine.here("cpu")
 sides = st.one_of(st.none(), st.integers(0, 40))
@@ -79,11 +81,11 @@ def test_keys_beyond_the_window_on_both_sides_are_not_read(name: str) -> None:
     T = 320 if name == "triton" else 640
     spec, far = Spec(1, 1, 16, "float32", window=5, right=9), slice(T // 2, T // 2 + 32)
     case = Case("far", T, T, 1, 1, D=16, B=1, window=5, right=9)
-    given = {n: t.clone() for n, t in matrix.inputs(case, "float32").items()}
-    want = matrix.run(BACKENDS[name], given, spec)
-    for n in ("k", "v"):
-        given[n][:, far] = torch.nan
-    got = matrix.run(BACKENDS[name], given, spec)
+    given = Inputs(*(t if t is None else t.clone() for t in matrix.inputs(case, "float32")))
+    want = run(BACKENDS[name].attend, given, spec)
+    for t in (given.k, given.v):
+        t[:, far] = torch.nan
+    got = run(BACKENDS[name].attend, given, spec)
     block = 64 if name in ("tiled", "triton") else 256
     # Blocks of rows whose keys end before `far`, and those whose keys begin after its tile.
     before = slice(0, (far.start - 9) // block * block)
@@ -140,13 +142,13 @@ def window_size(case: Case) -> tuple[int, int]:
     return left, -1 if case.right is None else case.right
 
 
-def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> oracle.Result:
+def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Result:
     """By flash-attn's docstring: the query at position i sees the keys between i + Tk - Tq - left
     and i + Tk - Tq + right."""
     Tq, Tk = q.shape[1], k.shape[1]
     options = {"window": case.window, "right": case.right}
     if not (Tq and Tk):
-        return oracle.Result(*(torch.zeros_like(t).double() for t in (q, q, k, v)))
+        return Result(*(torch.zeros_like(t).double() for t in (q, q, k, v)))
     found = oracle.attention(q, k, v, dout, **options)
     left, right = window_size(case)
     seen = torch.zeros(Tq, Tk, dtype=torch.bool)
@@ -288,7 +290,7 @@ def test_views_of_a_cache(
     name: str, size: int | None, case: Case, start: list[int], count: list[int]
 ) -> None:
     """Rows with fewer tokens than queries: the real ones see up to the row's end."""
-    from attention.views import filled_cache
+    from attention.masks import filled_cache
 
     Tq, T = max(count), 60
     spec = Spec(case.H, case.Hkv, 16, "float32", window=case.window, right=case.right, grad=False,

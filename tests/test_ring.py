@@ -12,6 +12,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from processes import run
 from torch import Tensor
 
 from attention import BACKENDS, Machine, Partial, Ring, Spec, sdpa_flash, visible
-from attention.check import matrix, oracle
+from attention.check import matrix
 from attention.check import properties as promises
 from attention.check.matrix import Case
 from inference.cache import DynamicCache

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from test_flash import varlen as varlen_stand_in
@@ -16,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention import BACKENDS, Spec, sdpa_flash
 from attention.caps import Partial
-from attention.check import matrix, oracle
+from attention.check import matrix
 from attention.check.matrix import CASES
 from attention.function import attention
+from attention.masks import StaticView, loadable
 from attention.sdpa_flash import varlen
-from attention.views import StaticView, loadable
 
 
 def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: int,

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attention import Partial, Spec, tiled
-from attention.check import oracle
 from attention.function import attention
 from attention.spec import DTYPES
 

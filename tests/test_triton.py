@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from conftest import every, few
 from torch import Tensor
 
 from attention import Spec, visible
-from attention.check import oracle
 from attention.triton_flash import attend, borders
 
 pytest.importorskip("triton", reason="package 'triton' is not installed")

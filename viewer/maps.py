@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import attention
-from attention import Spec, manual, tiled, views
-from attention.probing import allowed_error
+from attention import Spec, manual, masks, tiled
+from attention.proof import allowed_error
 from model import GPT
 from viewer.document import Agreement, Maps, Tiles, pack
 
@@ -114,7 +114,7 @@ def weights(call: Call) -> Tensor:
 def seen(T: int, window: int | None, segments: Tensor | None) -> list[list[int]]:
     """[first, stop) of the keys that each query sees."""
     seg = None if segments is None else segments.cpu()
-    sees = views.mask(T, T, window, seg, torch.device("cpu"))[0, 0]
+    sees = masks.mask(T, T, window, seg, torch.device("cpu"))[0, 0]
     first, count = sees.int().argmax(dim=1), sees.sum(dim=1)
     runs = [[int(a), int(a + n)] for a, n in zip(first, count, strict=True)]
     assert all(bool(sees[i, a:b].all()) for i, (a, b) in enumerate(runs)), "not one run"

@@ -1,5 +1,4 @@
-"""python -m attention check my_kernel.py: run every correctness test on one backend. With --cs336
-the file is adapters.py of Stanford's course CS336, assignment 2 (cs336.py).
+"""python -m attention check my_kernel.py: run every correctness test on one backend.
 
 Compares outputs and gradients with float64 (matrix.py) and tests properties (properties.py), on
 each device here and in each declared dtype. Prints a script that reproduces the first failure. Exit
@@ -18,18 +17,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import ModuleType
 
 import torch
 
 from ..caps import Backend, Refusal
 from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device, settings_stay
 from ..machine.timing import aligned
-from ..probing import wrong_at
-from ..select import RULES
-from ..select import get as get
+from ..proof import probe_long
+from ..select import RULES, get
 from ..spec import DTYPES, Machine, Spec
-from . import cs336, matrix
+from . import matrix
 from .matrix import Case
 from .properties import Item, properties
 
@@ -64,7 +61,7 @@ def items(dtypes: Iterable[str], quick: bool = False, length: int = 0) -> Iterat
 
 
 def _right_at(length: int, backend: Backend, spec: Spec, device: str) -> None:
-    if why := wrong_at(backend, spec, device, length):
+    if why := probe_long(backend, spec, device, (1, length, length)):
         raise AssertionError("; ".join(why))
 
 
@@ -116,7 +113,6 @@ class Report:
     refusals: Counter[str] = field(default_factory=Counter)  # reason -> number of tests
     failures: list[dict[str, str]] = field(default_factory=list)
     script: str = ""  # reproduces the first failure
-    module: str = "command"  # of the tests
     seconds: float = 0.0
 
     def add(self, item: Item, device: str, answer: Answer) -> None:
@@ -126,7 +122,7 @@ class Report:
             self.refusals.update(map(str, answer.why))
         elif answer.verdict == "wrong":
             why = "; ".join(answer.why)
-            self.script = self.script or script(self.name, item, device, why, self.module)
+            self.script = self.script or script(self.name, item, device, why)
             failure = {"what": item.name, "dtype": item.spec.dtype, "device": device, "why": why}
             self.failures.append(failure)
         for row in ("total", f"{item.spec.dtype}, {device}", *rows):
@@ -141,7 +137,7 @@ class Report:
 
 def check(
     name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
-    first: bool = False, length: int = 0, tests: ModuleType = sys.modules[__name__],
+    first: bool = False, length: int = 0,
     watch: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Report:
     """Run every test on a backend.
@@ -149,7 +145,6 @@ def check(
     Args:
         name: a backend's name, alias or file.
         first: stop at the first failure.
-        tests: a module with get(name) and items(dtypes, quick, length).
         watch: called before each test with the number done, the total, and the test's name.
 
     Raises:
@@ -157,14 +152,13 @@ def check(
     """
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
-    backend, began = tests.get(name), time.monotonic()
+    backend, began = get(name), time.monotonic()
     here = {device: Machine.here(device) for device in devices}
     machine_names = {device: machine.name for device, machine in here.items()}
-    todo = [(device, item) for device in devices for item in tests.items(dtypes, quick, length)]
+    todo = [(device, item) for device in devices for item in items(dtypes, quick, length)]
     longest = max(length, *(item.case.Tk for _, item in todo if item.case))
     about = machine_names, torch.__version__, quick, longest
-    module = tests.__name__.rpartition(".")[2]
-    report = Report(name, backend.name, backend.title, *about, module=module)
+    report = Report(name, backend.name, backend.title, *about)
     lost = False
     for n, (device, item) in enumerate(todo):
         watch(n, len(todo), f"{item.name}, {item.spec.dtype}, {device}")
@@ -182,14 +176,14 @@ def check(
     return report
 
 
-def script(name: str, item: Item, device: str, why: str, module: str) -> str:
+def script(name: str, item: Item, device: str, why: str) -> str:
     """Return a script that reproduces the item's failure."""
     package = (__package__ or "attention").partition(".")[0]
     name = os.path.abspath(name) if os.path.exists(name) else name
     length = f", length={item.length}" if item.length else ""
     return "\n".join([
         *(f"# {line}" for line in f"{item.name}, {item.spec.dtype}: {why}".splitlines()),
-        f"from {package}.check.{module} import get, items",
+        f"from {package}.check.command import get, items",
         "",
         f"test = next(t for t in items([{item.spec.dtype!r}]{length}) if t.name == {item.name!r})",
         "print(test.case or test.spec)  # matrix.draw(test.case, test.spec.dtype): its inputs",
@@ -212,9 +206,7 @@ def text(report: Report) -> str:
         return "\n".join([*lines, "", "It refused every test."])
     if not failures:
         lines += ["", f"Everything it declares is right. {report.seconds:.0f} s."]
-        lines += ["(--quick: a sample of the cases.)"] if report.quick else []
-        further = "" if report.module == "cs336" else "; --length=N looks further"
-        return "\n".join([*lines, f"(Up to {report.length:,} tokens{further}.)"])
+        return "\n".join([*lines, f"(Up to {report.length:,} tokens; --length=N looks further.)"])
     lines += ["", f"{len(failures)} of {total['passed'] + total['failed']} failed:"]
     lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]
     lines += [f"  and {len(failures) - 10} more (--json lists all)"] * (len(failures) > 10)
@@ -236,13 +228,9 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="run a sample of the cases")
     parser.add_argument("--length", type=int, default=0, help="check sequences of N tokens too")
     parser.add_argument("--first", action="store_true", help="stop at the first failure")
-    parser.add_argument("--cs336", action="store_true", help="the file is CS336's adapters.py")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(argv)
-    usual = cs336.DTYPES if options.cs336 else DTYPES
-    options.dtypes = options.dtype.split(",") if options.dtype else usual
-    if options.cs336 and options.length:
-        parser.error("--length: not with --cs336")
+    options.dtypes = options.dtype.split(",") if options.dtype else DTYPES
     if options.length < 0:
         parser.error(f"--length must be a number of tokens, got {options.length}")
     if unknown := set(options.dtypes) - set(DTYPES):
@@ -258,23 +246,13 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Check one backend; returns the exit code."""
     options = read(argv)
-    names, tests = [options.backend], sys.modules[__name__]
-    why: list[str] = []
     try:
-        if options.cs336:
-            tests = cs336
-            names, why = cs336.kinds(os.path.abspath(options.backend))
-        how = {"quick": options.quick, "first": options.first, "length": options.length}
-        how |= {"tests": tests, "watch": progress}
-        reports = [check(name, options.devices, options.dtypes, **how) for name in names]
+        report = check(
+            options.backend, options.devices, options.dtypes, quick=options.quick,
+            first=options.first, length=options.length, watch=progress,
+        )
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    if options.json:
-        found = {report.backend: vars(report) for report in reports}
-        print(json.dumps(found if options.cs336 else vars(reports[0])))
-    else:
-        print("\n\n".join(map(text, reports)))
-    for reason in why:
-        print(reason, file=sys.stderr)
-    return max(report.code for report in reports)
+    print(json.dumps(vars(report)) if options.json else text(report))
+    return report.code

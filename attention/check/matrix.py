@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import proof
 from ..caps import Backend
+from ..proof import Inputs, Result, run
 from ..spec import Spec
-from . import oracle
 
 OPTIONS = ("window", "right", "segments", "scale", "softcap", "sinks")
 Fields = dict[str, Any]  # by name, of a Case, of a Spec or of the oracle's arguments
@@ -258,53 +258,42 @@ def sinks(case: Case, dtype: str, device: str = "cpu") -> Tensor | None:
     return laid_out(found, "sinks", case)
 
 
-def options(case: Case, dtype: str, device: str = "cpu") -> Fields:
-    """Return the oracle's keyword arguments."""
-    names = ("window", "right", "scale", "softcap")
-    more: Fields = {name: getattr(case, name) for name in names}
-    return more | {"segments": segments(case, device), "sinks": sinks(case, dtype, device)}
+def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
+    return Inputs(*draw(case, dtype, device), segments(case, device), sinks(case, dtype, device))
 
 
-@lru_cache(maxsize=128)  # all cases of a dtype: the oracle is slower than most kernels
-def truth(case: Case, dtype: str) -> oracle.Result:
+@lru_cache(maxsize=128)  # all cases of a dtype: the truth is slower than most kernels
+def truth(case: Case, dtype: str) -> Result:
     """Return the float64 result of the rounded inputs."""
-    return oracle.attention(*draw(case, dtype), **options(case, dtype))
+    return proof.truth(inputs(case, dtype), case.spec(dtype))
 
 
 @lru_cache(maxsize=8)
-def plain(case: Case, dtype: str, device: str = "cpu") -> oracle.Result:
-    return oracle.plain(*draw(case, dtype, device), **options(case, dtype, device))
+def plain(case: Case, dtype: str, device: str = "cpu") -> Result:
+    return proof.plain(inputs(case, dtype, device), case.spec(dtype))
 
 
-def compare(got: oracle.Result, case: Case, dtype: str, device: str) -> None:
-    rough, exact = plain(case, dtype, device), truth(case, dtype)
-    oracle.check(got, rough, exact, getattr(torch, dtype))
+def compare(got: Result, case: Case, dtype: str, device: str) -> None:
+    agree(got, plain(case, dtype, device), truth(case, dtype), dtype)
 
 
-def inputs(case: Case, dtype: str, device: str = "cpu") -> dict[str, Tensor]:
-    """Return q, k, v and dout, and the segments and sinks if the case has them."""
-    found = dict(zip(("q", "k", "v", "dout"), draw(case, dtype, device), strict=True))
-    more = options(case, dtype, device)
-    return found | {name: t for name, t in more.items() if isinstance(t, Tensor)}
+def agree(got: Result, rough: Result, exact: Result, dtype: str) -> None:
+    """Raise AssertionError with the errors that are larger than allowed (proof.errors)."""
+    if found := proof.wrong(proof.errors(got, rough, exact, getattr(torch, dtype))):
+        raise AssertionError("; ".join(found))
 
 
-def run(
-    backend: Backend, given: Mapping[str, Tensor], spec: Spec,
-    wrt: Sequence[str] = ("q", "k", "v", "sinks"), times: int = 1,
-) -> oracle.Result:
-    """Return the output, and with spec.grad the gradients of the inputs that `wrt` names, those of
-    the last of so many backward passes."""
-    leaves = {name: given[name].detach().requires_grad_() for name in wrt if name in given}
-    given = {**given, **leaves}
-    more = {name: given[name] for name in ("segments", "sinks") if name in given}
-    with torch.set_grad_enabled(spec.grad):
-        out = backend.attend(*map(given.__getitem__, "qkv"), spec, **more)
-    oracle.require(out.requires_grad == spec.grad, f"out.requires_grad is {out.requires_grad}")
-    grads: Sequence[Tensor] = ()
-    for _ in range(times if spec.grad else 0):
-        grads = torch.autograd.grad(out, [*leaves.values()], given["dout"], retain_graph=True)
-    found = dict(zip(leaves, grads, strict=False))
-    return oracle.Result(out.detach(), *map(found.get, ("q", "k", "v", "sinks")))
+def require(ok: bool | Tensor, text: str) -> None:
+    """Assert, also under `python -O`."""
+    if not ok:
+        raise AssertionError(text)
+
+
+def close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
+    """Assert |got - want| <= tolerance * (1 + |want|)."""
+    got, want = got.detach().double(), want.detach().double()
+    off = (got - want).abs() - tolerance * want.abs()
+    require((off <= tolerance).all(), f"{what} is off by up to {float(off.max()):.3g}")
 
 
 def check(
@@ -315,17 +304,17 @@ def check(
     another kernel there. An AssertionError names the first error, or an input that the kernel
     overwrote or returned."""
     given = inputs(case, dtype, device)
-    before = {name: t.clone() for name, t in given.items()}
+    before = [None if t is None else t.clone() for t in given]
     masked = case.masked
     for recorded in (True, False) if grad else (False,):
         spec = case.spec(dtype, grad=recorded, cache=cache, compiled=compiled)
-        got = run(backend, given, spec)
+        got = run(backend.attend, given, spec)
         compare(got, case, dtype, device)
         zeros = not any(t is not None and t[:, :masked].any() for t in (got.out, got.dq))
-        oracle.require(zeros, "a fully masked row must give zeros and a zero gradient")
+        require(zeros, "a fully masked row must give zeros and a zero gradient")
         with torch.inference_mode():
             got.out.zero_()
-        for name, t in given.items():
-            if not before[name].equal(t):
+        for name, t, was in zip(Inputs._fields, given, before):
+            if t is not None and was is not None and not t.equal(was):
                 draw.cache_clear()
                 raise AssertionError(f"it wrote to its input {name}, or returned it")

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 
 from ..caps import Backend
 from ..function import attention, whole
+from ..masks import mask
+from ..proof import Result, run
 from ..spec import Spec, visible
-from ..views import mask
-from . import matrix, oracle
-from .oracle import require
+from . import matrix
+from .matrix import close, require
 
 
 def in_parts(backend: Backend, spec: Spec, device: str) -> None:
@@ -54,7 +55,7 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
             for total, rows, grad in zip(sums, (I, J, J), grads, strict=True):
                 require(grad.dtype == acc, f"a gradient is {grad.dtype}")
                 total[:, rows] += grad
-    got = oracle.Result(whole, *(t.to(q.dtype) for t in sums))
+    got = Result(whole, *(t.to(q.dtype) for t in sums))
     matrix.compare(got, case, spec.dtype, device)
 
 
@@ -65,12 +66,10 @@ def log_sum_exp(backend: Backend, spec: Spec, device: str) -> None:
     for Tq, Tk in ((33, 33), (20, 33), *([] if spec.segments else [(40, 33)])):
         case = replace(matrix.case_of(spec, Tk), Tq=Tq)
         given = matrix.inputs(case, spec.dtype, device)
-        run = replace(backend, attend=whole(backend))
-        matrix.compare(matrix.run(run, given, spec), case, spec.dtype, device)
-        q, k, seg = (given.get(name) for name in ("q", "k", "segments"))
-        assert q is not None and k is not None
+        matrix.compare(run(whole(backend), given, spec), case, spec.dtype, device)
+        q, k, v, _, seg, _ = given
         with torch.no_grad():
-            L = attention(q, k, given["v"], spec, segments=seg, kernel=backend.partial)[1]
+            L = attention(q, k, v, spec, segments=seg, kernel=backend.partial)[1]
         keys = k.double().repeat_interleave(spec.n_head // spec.n_kv_head, dim=2)
         scores = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * spec.softmax_scale
         sides = spec.window, seg, torch.device(device), None, spec.right
@@ -79,4 +78,4 @@ def log_sum_exp(backend: Backend, spec: Spec, device: str) -> None:
         masked = want.isneginf()
         require(torch.equal(masked, L.isneginf()), "L must be -inf in fully masked rows only")
         tolerance = 20 * max(torch.finfo(q.dtype).eps, torch.finfo(torch.float32).eps)
-        oracle.close(L[~masked], want[~masked], tolerance, "L")
+        close(L[~masked], want[~masked], tolerance, "L")

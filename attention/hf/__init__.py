@@ -20,15 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..caps import Backend, BackendUnavailable, Resolution
+from ..caps import BackendUnavailable
 from ..flash_args import check_deterministic
-from ..machine.flash_impl import flash_impl
 from ..machine.system import autocast_dtype
+from ..masks import kept, symbolic
 from ..plan import Plans
 from ..probabilities import weights
-from ..select import BACKENDS, RULES, get
+from ..select import BACKENDS, RULES, Resolution, get
 from ..spec import Policy, Spec
-from ..views import kept, symbolic
 from .mask import Mask, Proof, prove
 
 if TYPE_CHECKING:
@@ -296,7 +295,8 @@ def _attend(
         who = f"{implementation(plans.name)} refuses {type(module).__name__}"
         raise BackendUnavailable(f"{who}: {e}") from None
 
-    chosen = _choose(plans, spec, device, (B, Tq, proof.end))
+    label = " with a cache" if spec.cache != "none" else " without gradients"
+    chosen = plans.choose(spec, str(device), (B, Tq, proof.end), label)
     ran = _ran.setdefault(module, {})
     call = spec, chosen.requested, chosen.backend.name, chosen.kernels
     ran[call] = spec, chosen, ran[call][2] + 1 if call in ran else 1
@@ -312,7 +312,7 @@ def _attend(
     for rows, J in runs:
         tensors = q_BTHD, k_BTHD[:, J], v_BTHD[:, J]
         q, k, v = tensors if len(runs) == 1 else (t[rows] for t in tensors)
-        outs.append(chosen.backend.attend(q, k, v, spec, **options))
+        outs.append(chosen.backend.compute(q, k, v, spec, **options))
         if output_attentions:
             P = weights(q, k, spec, **options).to(query.dtype)
             Ps.append(F.pad(P, (J.start, Tk - J.stop)))
@@ -320,14 +320,6 @@ def _attend(
         back = torch.tensor([b for rows, _ in runs for b in rows], device=device).argsort()
         outs, Ps = ([torch.cat(ts)[back]] if ts else [] for ts in (outs, Ps))
     return outs[0].contiguous(), Ps[0] if Ps else None
-
-
-def _choose(
-    plans: Plans, spec: Spec, device: torch.device, shape: tuple[int, int, int]
-) -> Resolution:
-    key = spec, device, torch.are_deterministic_algorithms_enabled(), flash_impl()
-    phase = " with a cache" if spec.cache != "none" else " without gradients"
-    return plans.make(key, [spec], device, shape, phase)[0].chosen
 
 
 # --- the report ---

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import BackendUnavailable
-from ..views import mask as rebuilt
+from ..masks import mask as rebuilt
 
 
 @dataclass(frozen=True)

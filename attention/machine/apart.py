@@ -1,17 +1,17 @@
 """Run a function apart from whatever surrounds its caller.
 
-PyTorch keeps its modes per thread: hooks of saved tensors, autocast, functorch's levels, fake
-tensors and other dispatch modes, the default device, inference mode, tracers and the operators that
-a profiler records. A new thread begins without any of them.
+PyTorch keeps its modes per thread: hooks of saved tensors, autocast, fake tensors and other
+dispatch modes, the default device, inference mode, tracers and the operators that a profiler
+records. A new thread begins without any of them.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from .system import start_profiler
@@ -22,17 +22,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
 
-_lock = threading.Lock()
 _inside = threading.local()
-_trial = threading.Event()  # a kernel that is tried runs its backward pass
-PATIENCE = 1800  # seconds: no choice takes as long
+_lock = threading.Lock()  # one choice at a time
 
 
 def _in_a_fork() -> None:
-    """The parent's thread that holds the lock is not in the child."""
     global _lock
-    _lock = threading.Lock()
-    _trial.clear()
+    _lock = threading.Lock()  # the thread that held it is not in the child
 
 
 if hasattr(os, "register_at_fork"):
@@ -40,63 +36,38 @@ if hasattr(os, "register_at_fork"):
 
 
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
-    """Return function() from a new thread, one at a time.
+    """Return function() from a new thread. Others wait; Ctrl-C lets them go on.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, which would break. Or another choice did not
-            end: its kernel may wait for this thread.
+        RuntimeError: a CUDA graph is being captured, which would break.
     """
     import torch
 
     if getattr(_inside, "now", False):  # a kernel that calls attention, too
         return function()
     on = torch.device(device)
-    if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "no kernel was chosen before this CUDA graph is captured: call model.plan(), or the "
-            "function once with these shapes, before the capture"
-        )
     if on.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "no kernel was chosen before this CUDA graph is captured: call model.plan(), or "
+                "the function once with these shapes, before the capture"
+            )
         start_profiler()
     result: Future[T] = Future()
-    # A kernel that is tried may run its backward pass in another thread. That thread must not wait
-    # for the lock, which the trial holds.
-    tried = _trial.is_set() and torch._C._current_graph_task_id() != -1
-    patience = 0.0 if tried else PATIENCE
-
-    def choose() -> T:
-        _inside.now, lock = True, _lock
-        locked = lock.acquire(timeout=patience)
-        if patience and not locked:
-            raise RuntimeError(
-                "no kernel could be chosen: another thread has been choosing one for "
-                f"{patience:,.0f} s. Perhaps its kernel waits for this thread"
-            )
-        try:
-            with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
-                return function()
-        finally:
-            if locked:
-                lock.release()
 
     def run() -> None:
-        try:  # the lock is free again before the caller goes on, and may fork
-            result.set_result(choose())
+        _inside.now = True
+        try:
+            with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
+                result.set_result(function())
         except BaseException as e:
             result.set_exception(e)
 
-    threading.Thread(target=run, daemon=True).start()
-    return result.result()
-
-
-@contextmanager
-def trial_of_backward() -> Iterator[None]:
-    """Around the backward pass of a kernel that is tried in apart()."""
-    _trial.set()
-    try:
-        yield
-    finally:
-        _trial.clear()
+    # A kernel that is tried may call attention in autograd's thread, which must not wait for it.
+    in_backward = torch._C._current_graph_task_id() != -1
+    with nullcontext() if in_backward else _lock:  # free before the caller goes on, and may fork
+        threading.Thread(target=run, daemon=True).start()
+        return result.result()
 
 
 def outside_a_trace(function: F) -> F:

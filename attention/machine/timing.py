@@ -17,14 +17,11 @@ import torch
 from torch import Tensor
 
 from ..caps import Backend
-from ..probing import attend_of, gpu_survives, probe
-from ..select import admit
+from ..masks import PagedView, StaticView, filled_cache
+from ..proof import attend_of, probe, survives
+from ..select import Shape, admit
 from ..spec import Machine, Policy, Spec
-from ..views import PagedView, StaticView, filled_cache
-from .apart import trial_of_backward
 from .system import KERNEL_ERRORS, first_line, loses_device, own_code, synchronize
-
-Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
 
 BUDGET_S = 0.5  # samples of each call, in all
 SAMPLE_S = 0.005  # a sample is as many calls as fill this time, 20 at most
@@ -78,7 +75,7 @@ def measure(
                 for spec in able:
                     key = name, spec
                     calls[key] = work(backend, spec, inputs)
-                    with gpu_survives(backend):
+                    with survives(backend, device):
                         once[key] = warmed_up(calls[key], device)
             except KERNEL_ERRORS as e:  # any failure, such as out of memory, is the reason
                 if loses_device(e):
@@ -233,8 +230,7 @@ def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
         with torch.set_grad_enabled(spec.grad):
             out = run(given)
             if spec.grad:
-                with trial_of_backward():
-                    torch.autograd.grad(out, [*leaves.values()], inputs.dout)
+                torch.autograd.grad(out, [*leaves.values()], inputs.dout)
 
     return call
 

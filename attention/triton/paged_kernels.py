@@ -138,7 +138,7 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
 
     Args:
         q: (B, 1, H, D), contiguous along D.
-        k_pages, v_pages, page_table, start, count: as in views.PagedView, with this call's key and
+        k_pages, v_pages, page_table, start, count: as in masks.PagedView, with this call's key and
             value already stored.
         sinks: (H,) float32, or None.
         window: number of visible keys; 0: all.

@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.function import once, traced_once
+from attention.function import once
 from attention.machine.system import bfloat16_units, cpu_name
 from core.loss import Context, Head, linear_cross_entropy
 
@@ -107,8 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _plain(x):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        given = (x, weight) if bias is None else (x, weight, bias)
-        return traced_once(lambda x, w, b=None: _Linear.apply(x, w, b), *given)
+        return _Linear.apply(x, weight, bias)
     return _linear(x, weight, bias)
 
 

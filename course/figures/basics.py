@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attention import BACKENDS, Spec, manual, tiled, views
+from attention import BACKENDS, Spec, manual, masks, tiled
 from core.settings import UserError
 from course.figures.trace import Tile, fast_memory, grid, manual_bytes, tiled_bytes, trace_of
 from course.format import Numbers, drawing, megabytes, of, plain, table
@@ -64,7 +64,7 @@ def mask(
     if segments is not None and len(segments) != Tk:
         raise UserError(f"segments must be Tk = {Tk} numbers, got {len(segments)}")
     seg = None if segments is None else torch.tensor([segments])
-    seen = views.mask(Tq, Tk, window, seg, torch.device("cpu"))[0, 0]
+    seen = masks.mask(Tq, Tk, window, seg, torch.device("cpu"))[0, 0]
     wide = len(str(Tk - 1)) + 2
     lines = [" " * 6 + "".join(f"k{j}".rjust(wide) for j in range(Tk))]
     if segments is not None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import Backend, Caps, Spec
-from attention.views import mask
+from attention.masks import mask
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:

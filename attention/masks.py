@@ -1,0 +1,440 @@
+"""visible() as tensors, read-only views of caches, and masked attention in blocks of queries.
+
+A block of queries attends to the keys from the first to the last one that any of them sees. This is
+a smaller attention problem, with an offset of its own:
+
+             k0  k1  k2  k3  k4  k5  k6  k7
+        q2   x   x   x   .   .   .   .   .      window=3, blocks of 2 queries: each block needs
+        q3   .   x   x   x   .   .   .   .      4 keys, however long the sequence is
+        q4   .   .   x   x   x   .   .   .
+        q5   .   .   .   x   x   x   .   .
+
+A window W costs time in T * (W + right + BLOCK) and memory in T; segments cost the sum of their
+squares, since a block ends where a long segment ends, and a whole segment needs no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .machine.system import R
+from .spec import Numbers, Spec, visible
+
+Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
+BLOCK = 256  # queries; 128 is a little faster on a CPU, with twice the calls (docs/LOG.md)
+CUDA_BLOCK = 1024  # each block is a kernel launch; not measured
+
+
+def mask(
+    Tq: int, Tk: int, window: int | None, segments: Tensor | tuple[Tensor, Tensor] | None,
+    device: torch.device, offset: int | None = None, right: int | None = 0,
+) -> Tensor:
+    """visible() as bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments: ids of the keys (B, Tk)
+    for Tq <= Tk, or a pair for queries and keys. offset None: Tk - Tq."""
+    i = torch.arange(Tq, device=device)[:, None]
+    j = torch.arange(Tk, device=device)[None, :]
+    offset = Tk - Tq if offset is None else offset
+    if segments is None:
+        return visible(i, j, offset, window, right=right)[None, None]
+    if isinstance(segments, Tensor):
+        segments = segments[:, Tk - Tq :], segments
+    seg_i, seg_j = segments[0][:, :, None], segments[1][:, None, :]
+    return visible(i, j, offset, window, seg_i, seg_j, right)[:, None]
+
+
+def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> bool:
+    """True if every query sees every key: the first the last one, and the last the first."""
+    first = visible(0, Tk - 1, offset, window, right=right)
+    return bool(first and visible(Tq - 1, 0, offset, window, right=right))
+
+
+def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> str:
+    """ "causal" for as many queries as keys, each seeing those up to its own, "full" if every query
+    sees every key: kernels compute both without a mask. "" needs a mask."""
+    if sees_all(Tq, Tk, window, offset, right):
+        return "full"
+    square = Tq == Tk and offset == 0 and right == 0
+    return "causal" if square and (window is None or window >= Tk) else ""
+
+
+# --- any shape, any stride ---
+
+
+def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
+    """Make an attend() for 0 < Tq <= Tk and loadable tensors take all shapes and strides.
+
+    The first Tq - Tk queries come before every key. They see the first `right` keys at most, and
+    none with segments, which they do not have: a call of their own, of zeros if they see no key.
+
+    Args:
+        lse: attend() also returns the log-sum-exp (B, H, Tq), -inf where no key is seen.
+    """
+
+    @wraps(attend)
+    def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
+        Tq, Tk = q.shape[1], k.shape[1]
+        if options.get("cache") is not None:  # k is the cache's buffer, not Tk long
+            Tk = max(Tq, 1)
+        if q.shape[0] == 0 or Tq == 0 or Tk == 0:
+            return nothing(q, k, v, options.get("sinks"), lse)
+        if Tq <= Tk:
+            return attend(loadable(q), loadable(k), loadable(v), spec, **options)
+        before, segments = Tq - Tk, options.get("segments")
+        if segments is None and sees_all(Tq, Tk, spec.window, -before, spec.right):
+            return attend(loadable(q), loadable(k), loadable(v), spec, **options)
+        n_seen = 0  # keys that the queries before all keys see
+        if segments is None:
+            n_seen = Tk if spec.right is None else min(spec.right, Tk)
+        early_right = None if spec.right is None else spec.right - n_seen
+        early = replace(spec, window=None, right=early_right)
+        alone = {**options, "segments": None}
+        first = wrapped(q[:, :before], k[:, :n_seen], v[:, :n_seen], early, **alone)
+        rest = wrapped(q[:, before:], k, v, spec, **options)
+        if lse:
+            return torch.cat((first[0], rest[0]), dim=1), torch.cat((first[1], rest[1]), dim=2)
+        return torch.cat((first, rest), dim=1)
+
+    return wrapped
+
+
+def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) -> Any:
+    """The result without a batch, a query or a key: zeros, which keep the graph."""
+    used = (t for t in (q, k, v, sinks) if t is not None)
+    out = torch.zeros_like(q) + sum(t[:0].sum().to(q.dtype) for t in used)
+    if not lse:
+        return out
+    acc = torch.promote_types(q.dtype, torch.float32)
+    return out, q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc)
+
+
+def loadable(t: Tensor) -> Tensor:
+    """t, copied unless most kernels can load its rows: the last dimension is contiguous and, on
+    CUDA, rows of a multiple of 16 bytes begin at one.
+
+    The fused kernels load 16 bytes at once and check no address: what is not aligned is read wrong,
+    or CUDA is lost to the process ("misaligned address").
+    """
+    if t.stride(-1) != 1:
+        return t.contiguous()
+    if not t.is_cuda:
+        return t
+    n = 16 // t.element_size()
+    if t.shape[-1] % n:
+        return t
+    # torch.compile traces no address, and functorch's and fake tensors have none.
+    traced = torch.compiler.is_compiling() or type(t) not in (Tensor, Parameter)
+    if traced or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        aside = t.storage_offset() % n
+    else:
+        aside = t.data_ptr() % 16
+    if aside or any(step % n for size, step in zip(t.shape[:-1], t.stride()) if size > 1):
+        return t.clone(memory_format=torch.contiguous_format)
+    return t
+
+
+# --- what depends on the values of segments ---
+
+
+def symbolic(t: Tensor) -> bool:
+    """True where tensors have no values: while torch.compile or torch.export traces, among fake
+    tensors, and for a meta or a fake tensor."""
+    if torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor):
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def kept(make: Callable[..., R]) -> Callable[..., R]:
+    """Cache make(t, *args) for the tensor t, which all layers share, until its values or the
+    arguments change, or it dies. The result must not refer to t.
+
+    On the CPU a copy is compared, of any size: that is little next to attention with t. Elsewhere
+    the host would wait for the device in each layer, so only t's version is compared: a write
+    through .data is not seen.
+    """
+    known = WeakTensorKeyDictionary()
+
+    @wraps(make)
+    def call(t: Tensor, *args: object) -> R:
+        on_host = t.device.type == "cpu"  # where NumPy and .data write without a new version
+        if symbolic(t) or (not on_host and t.is_inference()):  # which has no version
+            return make(t, *args)
+        found = known.get(t)
+        same = found is not None and found[0] == args
+        if same:
+            same = torch.equal(found[1], t) if on_host else found[1] == t._version
+        if not same:
+            # Tensors made in inference mode could not be used in training.
+            with torch.inference_mode(False):
+                state = t.detach().clone() if on_host else t._version
+                found = known[t] = args, state, make(t, *args)
+        return found[2]  # not read again: another thread can replace it
+
+    return call
+
+
+def begins(segments: Tensor) -> Tensor:
+    """True (B, T) where a segment begins."""
+    first = torch.ones_like(segments, dtype=torch.bool)
+    first[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return first
+
+
+@kept
+def in_pieces(segments: Tensor) -> bool:
+    """True if an id of segments (B, Tk) comes again after others; False where it cannot be read
+    without waiting for a device."""
+    if segments.device.type != "cpu" or symbolic(segments):
+        return False
+    return bool(begins(segments).sum() != begins(segments.sort(dim=1).values).sum())
+
+
+@kept
+def borders(segments: Tensor) -> list[tuple[int, ...]]:
+    """Where the segments of each row of (B, T) begin. The host waits for the device, once per
+    tensor."""
+    found: list[list[int]] = [[] for _ in segments]
+    for row, j in begins(segments).nonzero().tolist():
+        found[row].append(j)
+    return [tuple(row) for row in found]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The segments that hold queries, as varlen functions take them: each is a sequence."""
+
+    cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
+    cu_k: Tensor  # (runs + 1,) int32: the same for its keys
+    max_q: int  # the most queries in one
+    max_k: int  # the most keys in one
+    keys: Tensor | None  # indices of their keys among the B * Tk; None: all
+
+
+@kept
+def runs(segments: Tensor, Tq: int) -> Runs:
+    """The runs of `segments` (B, Tk) that hold the last Tq positions."""
+    B, Tk = segments.shape
+    cu_k = F.pad(begins(segments).flatten().nonzero().flatten(), (0, 1), value=B * Tk)
+    row, j = cu_k // Tk, cu_k % Tk
+    cu_q = row * Tq + (j - (Tk - Tq)).clamp(min=0)
+    keys = None
+    if Tq < Tk:
+        # Drop runs without queries: flash-attn 2 has a path for one query a sequence that mistakes
+        # the batch size for the number of queries (csrc/flash_attn/flash_api.cpp of 2.8.3).
+        with_queries = cu_q.diff() > 0
+        lengths = cu_k.diff()
+        keys = with_queries.repeat_interleave(lengths).nonzero().flatten()
+        cu_q = F.pad(cu_q.diff()[with_queries].cumsum(0), (1, 0))
+        cu_k = F.pad(lengths[with_queries].cumsum(0), (1, 0))
+    max_q, max_k = torch.stack((cu_q.diff().max(), cu_k.diff().max())).tolist()
+    return Runs(cu_q.int(), cu_k.int(), max_q, max_k, keys)
+
+
+# --- blocks of queries ---
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Queries that are computed together, and the keys that they see."""
+
+    I: slice  # queries
+    J: slice  # keys
+    segments: bool  # several segments: they mask
+
+
+def ranges(
+    Tq: int, Tk: int, window: int | None, block: int, offset: int, segments: bool = False,
+    right: int | None = 0,
+) -> Iterator[Piece]:
+    """Blocks of queries with the keys that any of them sees, offset as in visible(). A block that
+    sees no key is left out."""
+    for a in range(0, Tq, block):
+        b = min(a + block, Tq)
+        first = 0 if window is None else max(0, a + offset - window + 1)
+        stop = Tk if right is None else min(Tk, b + offset + right)
+        if first < stop:
+            yield Piece(slice(a, b), slice(first, stop), segments)
+
+
+def pieces(
+    Tq: int, Tk: int, window: int | None, starts: tuple[int, ...], block: int, right: int | None
+) -> list[Piece]:
+    """Cut the last Tq of Tk positions, one row whose segments begin at `starts`.
+
+    Short neighbors share a block; a segment that needs no mask is one piece.
+    """
+    found: list[Piece] = []
+    offset = Tk - Tq
+    for start, end in zip(starts, (*starts[1:], Tk)):
+        keys = end - start
+        queries = min(end - offset, keys)  # of this segment, its last positions
+        if queries <= 0:
+            continue
+        sides = window, keys - queries, right
+        size = queries if maskless(queries, keys, *sides) else block
+        first = end - queries - offset  # the segment's first query
+        for piece in ranges(queries, keys, window, size, keys - queries, right=right):
+            I = slice(piece.I.start + first, piece.I.stop + first)
+            J = slice(piece.J.start + start, piece.J.stop + start)
+            if found and I.stop - found[-1].I.start <= block:
+                last = found.pop()  # of an earlier segment
+                I, J = slice(last.I.start, I.stop), slice(last.J.start, J.stop)
+                found.append(Piece(I, J, True))
+            else:
+                found.append(Piece(I, J, False))
+    return found
+
+
+def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+              segments: Tensor | None, cache: StaticView | None = None,
+              **options: object) -> Tensor:
+    """Call attend(q, k, v, spec, offset=, segments=), which masks, for blocks of queries and the
+    keys that they see. Segments are only masked in a call of one block and under torch.compile."""
+    block = CUDA_BLOCK if q.is_cuda else BLOCK
+    (B, Tq), Tk = q.shape[:2], k.shape[1]
+    sides = spec.window, Tk - Tq, spec.right
+    if cache is not None:  # where a row's queries are is on the device: the mask is in blocks
+        outs = []
+        for start in range(0, Tq, block):
+            part = replace(cache, start=cache.start + start, count=cache.count - start)
+            rows = q[:, start : start + block]
+            outs.append(attend(rows, k, v, spec, cache=part, **options))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    if segments is None or Tq <= block or symbolic(segments):
+        whole = segments is None and maskless(Tq, Tk, *sides)
+        size, several = Tq if whole else block, segments is not None
+        found = list(ranges(Tq, Tk, spec.window, size, Tk - Tq, several, spec.right))
+        return _in_pieces(attend, q, k, v, spec, segments, found, options)
+    starts, outs, b = borders(segments), [], 0
+    while b < B:  # rows with the same segments go together
+        n = next((i for i in range(b, B) if starts[i] != starts[b]), B)
+        found = pieces(Tq, Tk, spec.window, starts[b], block, spec.right)
+        Q, K, V = (t if n - b == B else t[b:n] for t in (q, k, v))
+        outs.append(_in_pieces(attend, Q, K, V, spec, segments[b:n], found, options))
+        b = n
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _in_pieces(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+               segments: Tensor | None, found: list[Piece], options: dict[str, object]) -> Tensor:
+    # Not split into one: its gradient would be a copy.
+    sizes = [piece.I.stop - piece.I.start for piece in found]
+    qs = q.split(sizes, dim=1) if len(found) > 1 else (q,)
+    ks, vs = (slices(t, [piece.J for piece in found]) for t in (k, v))
+    outs = []
+    shift = k.shape[1] - q.shape[1]
+    for piece, *qkv in zip(found, qs, ks, vs):
+        I, J, pair = piece.I, piece.J, None
+        if segments is not None and piece.segments:
+            pair = segments[:, I.start + shift : I.stop + shift], segments[:, J]
+        offset = I.start + shift - J.start
+        outs.append(attend(*qkv, spec, offset=offset, segments=pair, **options))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+def slices(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
+    """t[:, J] for each J. Autograd of plain slices would make a gradient of t's size for each."""
+    if len(at) > 1 and t.requires_grad and not torch.compiler.is_compiling():
+        return Slices.apply(t, at)
+    return tuple(t if slice(0, t.shape[1]) == J else t[:, J] for J in at)
+
+
+class Slices(torch.autograd.Function):
+    @staticmethod
+    def forward(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
+        return tuple(t[:, J] for J in at)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, list[slice]], output: object) -> None:
+        ctx.shape, ctx.at = inputs[0].shape, inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].new_zeros(ctx.shape)
+        for J, grad in zip(ctx.at, grads):
+            total[:, J] += grad
+        return total, None
+
+
+# --- views of caches ---
+
+
+@dataclass(frozen=True)
+class StaticView:
+    """View of a static cache, whose k and v are buffers (B, length, Hkv, D).
+
+    Token i of row b in this call is at position ``start[b] + i`` and sees the positions up to its
+    own, and those after it up to the row's last, ``start[b] + count[b] - 1``, as far as Spec.right
+    allows. Tokens from ``count[b]`` on are padding: their outputs are meaningless.
+    """
+
+    start: Tensor  # (B,) int32, tokens of each row stored before this call
+    count: Tensor  # (B,) int32, tokens of each row in this call, 0 .. Tq
+    length: int  # positions that are read
+    kind: ClassVar[str] = "static"  # Spec.cache
+
+    def seen(self, Tq: int, window: int | None, right: int | None = 0) -> Tensor:
+        """The mask of this call's queries: bool (B, 1, Tq, length)."""
+        i = torch.arange(Tq, device=self.start.device)
+        j = torch.arange(self.length, device=self.start.device)
+        # Padding may lie past the positions that are read: it sees what the last of them sees.
+        last: Numbers = self.length - 1
+        if right != 0:
+            last = (self.start + self.count).clamp(1, self.length)[:, None, None, None] - 1
+        at = (self.start[:, None, None, None] + i[:, None]).clamp(max=last)
+        seen = visible(at, j, 0, window, right=right)
+        return seen if right == 0 else seen & (j <= last)
+
+
+@dataclass(frozen=True)
+class PagedView:
+    """View of a paged cache, whose k and v are pages (n_pages, page_size, Hkv, D).
+
+    The j-th token of row b is ``k[page_table[b, j // page_size], j % page_size]``. Token i of row b
+    in this call is the row's token ``start[b] + i`` and sees the row's tokens up to itself, and
+    later ones as in StaticView. Tokens from ``count[b]`` on are padding: their outputs are finite
+    but meaningless.
+    """
+
+    page_table: Tensor  # (B, max_pages) int32, 0 (the null page) where a row has no page
+    start: Tensor  # (B,) int32, tokens of each row stored before this call
+    count: Tensor  # (B,) int32, tokens of each row in this call, 0 .. Tq
+    kind: ClassVar[str] = "paged"  # Spec.cache
+
+
+MakeView = Callable[[Numbers, Numbers], StaticView | PagedView | None]  # of start and count
+
+
+def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, MakeView]:
+    """k and v, (B, T, Hkv, D), as the cache of `spec` holds them, and a function that makes a view.
+
+    Pages (n_pages, page_size, Hkv, D) are in random order; page 0 is the null page. view(start,
+    count) takes the tokens of each row before a call and in it.
+    """
+    B, T = k.shape[:2]
+
+    def view(start: Numbers, count: Numbers) -> StaticView | PagedView | None:
+        start = torch.as_tensor(start, dtype=torch.int32, device=k.device)
+        count = torch.as_tensor(count, dtype=torch.int32, device=k.device)
+        if spec.cache == "static":
+            return StaticView(start, count, T)
+        return PagedView(table.int(), start, count) if spec.cache == "paged" else None
+
+    if spec.page_size is None:
+        return k, v, view
+    size, n = spec.page_size, -(-T // spec.page_size)  # n pages of a row
+    order = torch.randperm(B * n, generator=torch.Generator().manual_seed(0)) + 1
+    table = order.view(B, n).to(k.device)
+    pages = [x.new_zeros(1 + B * n, size, *x.shape[2:]) for x in (k, v)]
+    for buffer, x in zip(pages, (k, v)):
+        buffer[table] = F.pad(x, (0, 0, 0, 0, 0, n * size - T)).unflatten(1, (n, size))
+    return pages[0], pages[1], view
