@@ -356,7 +356,9 @@ def _select(
     backend = admit(found, spec, machine, policy)[0]
     note = math_note(backend, spec, shape) if "math" in tried.kernels else ""
     length = shape[2] if shape and long else 0
-    return Resolution(name, backend, rejected, tried.kernels, tried.proof, note, length=length)
+    chosen = Resolution(name, backend, rejected, tried.kernels, tried.proof, note, length=length)
+    warn(chosen)
+    return chosen
 
 
 def gather(ranks: Ranks | None, value: T) -> list[T]:
@@ -393,10 +395,15 @@ def math_note(backend: Backend, spec: Spec, shape: Shape | None) -> str:
 
 def announce(chosen: Resolution, phase: str = "") -> None:
     """Log the chosen backend and the refused ones, once per process, on rank 0 only."""
+    warn(chosen)
+    if int(os.environ.get("RANK", "0")) == 0:
+        _once(logging.INFO, chosen.info() + phase)
+
+
+def warn(chosen: Resolution) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         for warning in chosen.warnings():
             _once(logging.WARNING, warning.replace("\n", "\n         "))
-        _once(logging.INFO, chosen.info() + phase)
 
 
 @cache

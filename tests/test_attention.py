@@ -28,14 +28,12 @@ from attention import (
     Spec,
     probe,
     resolve,
-    views,
     visible,
 )
-from attention.check import matrix
+from attention.check import matrix, properties
 from attention.check.command import FEATURES, Item, items, judge
 from attention.check.matrix import CASES, SAMPLE, Case
 from attention.check.properties import HUGE, qkv
-from attention.proof import properties
 from attention.spec import DTYPES
 
 STRICT = Policy(fallback=False)
@@ -266,7 +264,7 @@ def test_a_mask_that_is_only_a_small_number_would_be_caught() -> None:
     """-1e4 in place of -inf: right on all usual scores, and a leak where all are below it."""
 
     def leaky(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
-        hidden = ~views.mask(q.shape[1], k.shape[1], spec.window, None, q.device)
+        hidden = ~masks.mask(q.shape[1], k.shape[1], spec.window, None, q.device)
         k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
         scores = torch.einsum("bihd,bjhd->bhij", q, k) * spec.softmax_scale
         return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(hidden, -1e4).softmax(-1), v)
