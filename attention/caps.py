@@ -287,12 +287,14 @@ def checked(name: str, compute: Callable[..., Tensor],
     known: dict[tuple[str, str], str] = {}  # kind and device -> missing options
 
     def unsupported(spec: Spec, device: str) -> str:
+        reasons = ""
         of_device = [c for c in caps if device in c.devices and spec.dtype in c.dtypes]
-        found = [
-            [str(text) for text in c.lacks(spec) if text.kind not in ("lse", "grad")]
-            for c in of_device or caps
-        ]
-        return min((", ".join(texts) for texts in found), key=len)
+        for c in of_device or caps:
+            lacks = [text for text in c.lacks(spec) if text.kind not in ("lse", "grad")]
+            if not lacks:
+                return ""
+            reasons = reasons or ", ".join(lacks)
+        return reasons
 
     @wraps(compute)
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
