@@ -202,11 +202,10 @@ def block_mask(
         order = torch.argsort(tiles, dim=-1, descending=True, stable=True)
         return tiles.sum(dim=-1, dtype=torch.int32), order.int()
 
-    mask = BlockMask.from_kv_blocks(
-        *listed(some & ~every), *listed(every), BLOCK_SIZE=(rows or TILE, TILE), mask_mod=mask_mod
+    return BlockMask.from_kv_blocks(
+        *listed(some & ~every), *listed(every), BLOCK_SIZE=(rows or TILE, TILE), mask_mod=mask_mod,
+        seq_lengths=(Tq, Tk),
     )
-    mask.seq_lengths = (Tq, Tk)  # not an argument in torch 2.5
-    return mask
 
 
 # Tensors made in inference mode cannot be used in training.
@@ -239,11 +238,9 @@ BACKEND = Backend(
     title="PyTorch flex_attention, compiled",
     attend=attend,
     caps=(
-        _CUDA,
-        replace(_CUDA, min_torch="2.9", sinks=True),  # return_aux
-        replace(_CUDA, dtypes=THREE[::2], min_capability=(7, 0)),
-        replace(_CUDA, dtypes=THREE[::2], min_capability=(7, 0), min_torch="2.9", sinks=True),
-        replace(_CUDA, devices=("cpu",), min_capability=None, min_torch="2.6", grad=False),
+        replace(_CUDA, sinks=True),
+        replace(_CUDA, dtypes=THREE[::2], min_capability=(7, 0), sinks=True),
+        replace(_CUDA, devices=("cpu",), min_capability=None, grad=False),
         replace(_CUDA, devices=("mps",), min_capability=None, min_torch="2.13", grad=False),
     ),
     fallback="sdpa",
@@ -253,7 +250,7 @@ BACKEND = Backend(
 # FlashAttention-4 with a mask in tiles (flash_attn/cute/interface.py of 4.0.0b13): tiles of 128
 # keys, so head_dim to 128; no backward on 12.x. Its dQ has a fixed order only by lists that PyTorch
 # 2.11 does not make. Gradients of other head dims and of a softcap: as in flash.py.
-_FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), min_torch="2.11", head_dim_max=128,
+_FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), head_dim_max=128,
               head_dim_multiple=8, right=True, dropout=False, scale=True, softcap=True, grad=False,
               packages=("flash_attn.cute>=4.0",))
 _FLASH_GRAD = replace(_FLASH, head_dim_multiple=32, softcap=False, grad=True, deterministic=False)

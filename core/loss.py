@@ -106,8 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = torch.empty_like(x_) if want_grad else None
         dw = torch.zeros_like(w) if want_grad and not N else None
         total = torch.zeros((), dtype=wide, device=x.device)
-        # no_grad: torch.compile of torch 2.5 traces mm(out=) as if it were not in a Function.
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False), matmul_switch():
+        with torch.autocast(x.device.type, enabled=False), matmul_switch():
             for c in pieces(N, rows):
                 logits = x_[c] @ w.t()  # (rows, V)
                 loss, dlogits = _cross_entropy(logits, target[c], counted[c], wide, want_grad)

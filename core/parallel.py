@@ -46,10 +46,6 @@ def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
     """Average the gradients of a plain or compiled module over all processes in backward (DDP)."""
     if distributed.world_size == 1:
         return module
-    # PyTorch cuts a compiled graph at the borders of the buckets, to send one while the rest of
-    # backward runs. Before 2.6 it cannot cut our loss, an autograd.Function (issue 137481).
-    if torch.__version__ < "2.6":
-        torch._dynamo.config.optimize_ddp = False
     device = distributed.device
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(
@@ -82,11 +78,9 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
             f"--compile_mode={setup.compile_mode} uses CUDA graphs, which cannot hold FSDP's "
             "gathered parameters; use default or max-autotune-no-cudagraphs"
         )
-    try:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    except ImportError as e:
-        raise UserError(f"--parallel=fsdp needs torch >= 2.6, this is {torch.__version__}") from e
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     names = ("replicate", "shard")
     mesh = init_device_mesh(distributed.device.type, (n // size, size), mesh_dim_names=names)
     mesh = mesh["shard"] if size == n else mesh

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import importlib
 import importlib.util
-import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +13,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 # Errors after which a CUDA context is lost, as PyTorch, Triton and CUTLASS print them (CUDA
 # Runtime API, cudaError: "the process must be terminated and relaunched").
@@ -49,7 +46,7 @@ def bfloat16_units() -> str:
     """This processor's units for bfloat16 products, "AMX" or "AVX512_BF16"; "" if it has none."""
     import torch
 
-    has: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # not in older releases
+    has = torch.cpu.get_capabilities()
     return "AMX" if has.get("amx_bf16") else "AVX512_BF16" if has.get("avx512_bf16") else ""
 
 
@@ -76,7 +73,7 @@ def import_version(package: str) -> str | None:
     except Exception as e:  # a broken binary can raise anything
         if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
             return None  # "a.b" where a is missing
-        owners = [f"{name} {metadata.version(name)}" for name, _ in _owners(package)]
+        owners = [f"{name} {metadata.version(name)}" for name in _distributions(package)]
         mixed = f"; {' and '.join(owners)} have both installed it: reinstall the one "
         mixed += "that you need, with pip install --force-reinstall --no-deps"
         return f"{type(e).__name__}: {e}" + mixed * (len(owners) > 1)
@@ -84,24 +81,17 @@ def import_version(package: str) -> str | None:
     if re.match(r"[\d.]*[1-9]", version):
         return version
     # No version, or 0.0.0 from a package that looks itself up under its former name.
-    known = (metadata.version(name) for name, intact in _owners(package) if intact)
-    return next(known, None) or UNKNOWN_VERSION
+    known = [metadata.version(name) for name in _distributions(package)]
+    return known[0] if len(known) == 1 else UNKNOWN_VERSION
 
 
-def _owners(package: str) -> Iterator[tuple[str, bool]]:
-    """The distributions that installed a package, and whether its file is still theirs.
-
-    The wheel of flash-attn 2.8 has an old flash_attn/cute, flash-attn-4's the new one.
-    """
+def _distributions(package: str) -> list[str]:
+    """The distributions that installed a package's files: the wheel of flash-attn 2.8 has an old
+    flash_attn/cute, flash-attn-4's the new one."""
     path = package.replace(".", "/")
-    for name in dict.fromkeys(metadata.packages_distributions().get(package.partition(".")[0], ())):
-        for file in metadata.files(name) or ():
-            if str(file) in (f"{path}.py", f"{path}/__init__.py"):
-                intact = True
-                if file.hash is not None:
-                    digest = hashlib.new(file.hash.mode, Path(file.locate()).read_bytes()).digest()
-                    intact = file.hash.value == base64.urlsafe_b64encode(digest).decode().strip("=")
-                yield name, intact
+    files = {f"{path}.py", f"{path}/__init__.py"}
+    names = metadata.packages_distributions().get(package.partition(".")[0], ())
+    return [n for n in dict.fromkeys(names) if files & {*map(str, metadata.files(n) or ())}]
 
 
 def cache_folder() -> Path:
@@ -140,34 +130,29 @@ def first_line(e: BaseException) -> str:
     return (text or type(e).__name__).splitlines()[0]
 
 
-# What a kernel may raise. Ctrl-C is not its error.
-KERNEL_ERRORS = (Exception, SystemExit, GeneratorExit)
+KERNEL_ERRORS = (Exception, SystemExit)  # what a kernel may raise; Ctrl-C is not its error
 
 
 @contextmanager
 def settings_stay() -> Iterator[None]:
-    """Restore PyTorch's global settings. Raises RuntimeError if what ran within changed one."""
+    """Restore PyTorch's global settings. Raises RuntimeError if the block changed one."""
     import torch
 
-    def now() -> dict[str, Any]:
-        return {
-            "default dtype": torch.get_default_dtype(),
-            "number of threads": torch.get_num_threads(),
-            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        }
+    def now() -> tuple[torch.dtype, int, bool]:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return torch.get_default_dtype(), torch.get_num_threads(), deterministic
 
     before = now()
     try:
         yield
-        if changed := [name for name, value in now().items() if value != before[name]]:
-            raise RuntimeError(f"it changed PyTorch's {' and '.join(changed)}")
     finally:
         after = now()
-        torch.set_default_dtype(before["default dtype"])
-        if after["number of threads"] != before["number of threads"]:
-            torch.set_num_threads(before["number of threads"])
-        if after["deterministic algorithms"] != before["deterministic algorithms"]:
-            torch.use_deterministic_algorithms(before["deterministic algorithms"])
+        if after != before:
+            torch.set_default_dtype(before[0])
+            torch.set_num_threads(before[1])
+            torch.use_deterministic_algorithms(before[2])
+    if after != before:
+        raise RuntimeError(f"it changed PyTorch's settings from {before} to {after}")
 
 
 def loses_device(e: BaseException) -> bool:
@@ -238,10 +223,7 @@ def kineto(device_type: str) -> torch.profiler.profile:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activity = torch.profiler.ProfilerActivity
     activities = [activity.CPU, *([activity.CUDA] if device_type == "cuda" else [])]
-    parameters = inspect.signature(torch.profiler.profile.__init__).parameters
-    # Without it torch 2.11 warns of every profile.
-    more: dict[str, Any] = {"acc_events": True} if "acc_events" in parameters else {}
-    return torch.profiler.profile(activities=activities, **more)
+    return torch.profiler.profile(activities=activities, acc_events=True)  # else 2.11 warns
 
 
 @cache
