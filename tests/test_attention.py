@@ -20,16 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import (
-    BACKENDS,
-    BackendUnavailable,
-    Machine,
-    Policy,
-    Spec,
-    probe,
-    resolve,
-    visible,
-)
+from attention import BACKENDS, BackendUnavailable, Machine, Policy, Spec, probe, resolve, visible
 from attention.check import matrix, properties
 from attention.check.command import FEATURES, Item, items, judge
 from attention.check.matrix import CASES, SAMPLE, Case

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import oracle
@@ -29,19 +29,8 @@ from conftest import every, few
 from test_attention import REQUIRED, _need
 from torch import Tensor
 
-from attention import (
-    BACKENDS,
-    BackendUnavailable,
-    Machine,
-    Policy,
-    Spec,
-    flash,
-    get,
-    probe,
-    use_flash_impl,
-)
+from attention import BACKENDS, Machine, Policy, Spec, flash, get, probe
 from attention.check import matrix
-from attention.check import properties as promises
 from attention.check.matrix import CASES
 from attention.machine.system import import_version
 from attention.masks import PagedView, StaticView
@@ -139,33 +128,6 @@ def cached(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, seqlens: Tenso
                         for b in range(len(q))])
 
 
-def in_parts(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int | None, right: int | None,
-             scale: float | None, softcap: float, L: Tensor | None = None,
-             out: Tensor | None = None, dout: Tensor | None = None) -> Any:
-    """L (B, H, Tq) as documented; with that of a whole row, its out and dout the gradients: P is
-    exp(S - L), and each is that of softmax, rounded once."""
-    (Tq, H, D), (Tk, Hkv) = q.shape[1:], k.shape[1:3]
-    high = 0 if causal else Tq + Tk if right is None else right
-    at, j = torch.arange(Tq)[:, None] + Tk - Tq, torch.arange(Tk)
-    seen = (j <= at + high) & (j >= at - (Tq + Tk if left is None else left))
-    keys, values = (t.double().repeat_interleave(H // Hkv, dim=2).transpose(1, 2) for t in (k, v))
-    tau = D**-0.5 if scale is None else scale
-    S = tau * q.double().transpose(1, 2) @ keys.mT
-    if softcap > 0:
-        S = softcap * torch.tanh(S / softcap)
-    slope = 1 - (S / softcap) ** 2 if softcap > 0 else 1
-    S = S.masked_fill(~seen, -torch.inf)
-    if L is None or out is None or dout is None:
-        return S.logsumexp(dim=-1).nan_to_num(neginf=torch.inf).float()
-    assert L.dtype == torch.float32 and L.is_contiguous() and L.shape == (len(q), H, Tq)
-    assert out.shape == dout.shape == q.shape and out.dtype == dout.dtype == q.dtype
-    P, dO = (S - L[..., None]).exp(), dout.double().transpose(1, 2)
-    dS = P * (dO @ values.mT - (dout.double() * out.double()).sum(-1).mT[..., None]) * slope
-    dk, dv = ((x.mT @ y).unflatten(1, (Hkv, -1)).sum(dim=2)
-              for x, y in ((tau * dS, q.double().transpose(1, 2)), (P, dO)))
-    return tuple(t.transpose(1, 2).to(q.dtype) for t in (tau * dS @ keys, dk, dv))
-
-
 def limits(window: tuple[Any, Any], unbounded: int | None) -> tuple[int | None, int | None]:
     """A window's sides, None where there is no end."""
     assert isinstance(window, tuple) and len(window) == 2
@@ -182,12 +144,6 @@ def record(module: ModuleType, locals_: dict[str, Any]) -> None:
     module.calls.append({n: x for n, x in locals_.items() if not isinstance(x, Tensor)})
 
 
-def write(into: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-    for tensor, grad in zip(into, grads, strict=True):
-        assert tensor.is_contiguous() and tensor.dtype == grad.dtype
-        tensor.copy_(grad)
-
-
 def flash_attn_2() -> ModuleType:
     """flash_attn/flash_attn_interface.py, 2.6.2 to 2.8.3."""
     module: Any = ModuleType("flash_attn")
@@ -201,18 +157,7 @@ def flash_attn_2() -> ModuleType:
         assert not (softcap > 0 and dropout_p), "Softcapping does not support dropout for now"
         how = causal, *limits(window_size, -1), softmax_scale, softcap
         out = dense(q, k, v, *how, dropout_p)
-        return (out, in_parts(q, k, v, *how), None) if return_attn_probs else out
-
-    def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale,
-                             causal, window_size_left, window_size_right, softcap, alibi_slopes,
-                             deterministic, rng_state=None):
-        record(module, locals())
-        check_inputs(q, k, v, step=8)
-        assert not dropout_p and alibi_slopes is None
-        how = causal, *limits((window_size_left, window_size_right), -1), softmax_scale, softcap
-        write((dq, dk, dv), in_parts(q, k, v, *how, softmax_lse, out, dout))
-
-    module.flash_attn_interface = SimpleNamespace(_flash_attn_backward=_flash_attn_backward)
+        return out
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                                dropout_p=0.0, softmax_scale=None, causal=False,
@@ -264,21 +209,7 @@ def flash_attn_3(with_lse: bool = False) -> ModuleType:
         record(module, locals())
         check_inputs(q, k, v, step=8)
         how = causal, *limits(window_size, -1), softmax_scale, softcap
-        if return_attn_probs:
-            return dense(q, k, v, *how), in_parts(q, k, v, *how)
         return given(dense(q, k, v, *how))
-
-    def _flash_attn_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None,
-                             sequed_q=None, sequed_k=None, max_seqlen_q=None, max_seqlen_k=None,
-                             dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
-                             window_size_left=-1, window_size_right=-1, softcap=0.0,
-                             deterministic=False, sm_margin=0):
-        record(module, locals())
-        check_inputs(q, k, v, step=8)
-        how = is_causal, *limits((window_size_left, window_size_right), -1), softmax_scale, softcap
-        write((dq, dk, dv), in_parts(q, k, v, *how, softmax_lse, out, dout))
-
-    module._flash_attn_backward = _flash_attn_backward
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                                seqused_q=None, seqused_k=None, softmax_scale=None, causal=False,
@@ -326,18 +257,7 @@ def flash_attn_4() -> ModuleType:
         check_inputs(q, k, v, step=8)
         check_sink(q, learnable_sink)
         how = causal, *limits(window_size, None), softmax_scale, softcap, 0.0, learnable_sink
-        return dense(q, k, v, *how), in_parts(q, k, v, *how[:5]) if return_lse else None
-
-    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
-                        window_size_left=None, window_size_right=None, deterministic=False,
-                        dq=None, dk=None, dv=None):
-        record(module, locals())
-        check_inputs(q, k, v, step=8)
-        sides = limits((window_size_left, window_size_right), None)
-        how = causal, *sides, softmax_scale, softcap
-        write((dq, dk, dv), in_parts(q, k, v, *how, lse, out, dout))
-
-    module.interface = SimpleNamespace(_flash_attn_bwd=_flash_attn_bwd)
+        return dense(q, k, v, *how), None
 
     def flash_attn_varlen_func(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None,
                                max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
@@ -662,8 +582,6 @@ def test_flash_attn_2_and_4_side_by_side(last, tmp_path, monkeypatch) -> None:
     why = get("flash_attn_4").why_not(BF16, there)
     if last == "flash-attn-4":
         assert why == [] and there.version_of("flash_attn.cute") == "4.0.0b27"
-        with pytest.raises(BackendUnavailable, match=r"4\.0\.0b18"):  # PyTorch's own hook
-            use_flash_impl("FA4")
     else:
         assert "flash-attn 2.8.3" in why[0] and "flash-attn-4 4.0.0b27" in why[0]
         assert "--force-reinstall" in why[0]
@@ -707,20 +625,3 @@ def test_real_caches(name, asked, window, paged) -> None:
     need(name, Spec(4, 2, 64, "float16", window=window, grad=False, page_size=page_size,
                     cache="paged" if paged else "static"))
     check_cache(name, start, count, Tq, places, page_size, window, "cuda", D=64)
-
-
-# --- in parts ---
-
-
-@pytest.mark.parametrize("name", GENERATIONS)
-@pytest.mark.parametrize("window", few([9, None]))
-def test_parts_make_the_whole(name, window, installed) -> None:
-    D = 20 if name == "flash_attn_2" else 32
-    for Hkv, more in ((4, {}), (2, {"scale": 0.4, "softcap": 3.0})):
-        spec = Spec(4, Hkv, D, "float16", window=window, lse=True, **more)
-        promises.in_parts(BACKENDS[name], spec, "cpu")
-    for right in (0, 5, None):
-        spec = Spec(4, 2, 32, "float16", window=window, right=right, lse=True)
-        if right != 0:
-            promises.log_sum_exp(BACKENDS[name], spec, "cpu")
-        assert not probe(BACKENDS[name], spec, "cpu").why

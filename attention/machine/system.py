@@ -82,7 +82,8 @@ def import_version(package: str) -> str | None:
         return version
     # No version, or 0.0.0 from a package that looks itself up under its former name.
     known = [metadata.version(name) for name in _distributions(package)]
-    return known[0] if len(known) == 1 else UNKNOWN_VERSION
+    numbers = [[int(n) for n in re.findall(r"\d+", text)] for text in known]
+    return max(zip(numbers, known))[1] if known else UNKNOWN_VERSION
 
 
 def _distributions(package: str) -> list[str]:
