@@ -281,11 +281,9 @@ def test_gradients_only_for_what_wants_them(wanted) -> None:
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_loss_has_no_second_derivative(compiled, fresh_compiler) -> None:
+def test_the_loss_has_no_second_derivative() -> None:
     """An error, also where another path, here x * x, would hide the missing one."""
     function = lambda x, w: linear_cross_entropy(x * x, w * w, torch.arange(6))  # noqa: E731
-    function = torch.compile(function, backend="eager") if compiled else function
     x, w = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     for leaf in (x, w):
         grad, = torch.autograd.grad(function(x, w), leaf, create_graph=True)
@@ -645,8 +643,7 @@ def test_the_kernel_is_that_of_the_embeddings_dtype() -> None:
     model.transformer.wpe.register_forward_hook(lambda module, args, out: out.bfloat16())
     x = model.hidden(tokens(2, 4))
     assert x.dtype == torch.bfloat16 and x.isfinite().all()
-    (plan,) = model.plans.known.values()
-    assert plan[0].spec.dtype == "bfloat16"
+    assert {plan[0].spec.dtype for plan in model.plans.known.values()} == {"bfloat16"}
 
 
 def test_the_smallest_temperature_takes_the_likeliest() -> None:
