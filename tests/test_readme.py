@@ -14,6 +14,7 @@ import pytest
 import support_tables
 import test_bench
 import test_train
+from checkout import ROOT, files
 
 import bench_mfu
 import checkpoint
@@ -32,7 +33,6 @@ from explain import ExplainConfig
 from sample import SampleConfig
 from train import IGNORED, TrainConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 ALIASES = {"attn_implementation": "attention_backend"}
 
 
@@ -46,7 +46,7 @@ def commands(text: str) -> list[str]:
 def in_headers() -> list[str]:
     """The launch lines in the headers of config/."""
     lines: list[str] = []
-    for path in sorted((ROOT / "config").glob("*.py")):
+    for path in files("config/*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
             if found := re.match(r"#   ((?:python|torchrun) .*)", line):
                 lines.append(found[1].split("  #")[0].strip())
@@ -54,7 +54,7 @@ def in_headers() -> list[str]:
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *files("docs/*.md")]
 SHOWN = [line for page in PAGES for line in commands(page.read_text(encoding="utf-8"))]
 
 
@@ -134,10 +134,9 @@ def test_the_map_shows_what_is_there() -> None:
         shown += [f"{Path(first).parent}/{name}" for name in rest if not name.endswith("/")]
     for name in shown:
         assert (ROOT / name).exists() or (ROOT / "attention" / name).exists(), name
-    folders = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")} | {"config/"}
+    folders = {f"{path.parent.name}/" for path in files("*/__init__.py")} | {"config/"}
     assert folders - {"attention/"} <= set(shown)
-    files = {path.name for path in ROOT.glob("*.py")}
-    assert files <= set(shown), "the map leaves out a file of the root"
+    assert {path.name for path in files("*.py")} <= set(shown), "a file of the root"
 
 
 # The knobs of nanoGPT's train.py.
