@@ -181,6 +181,13 @@ LIES: list[tuple[Callable[[Content], Any], str]] = [
     (a_sparse_peak, "but datasheet: NVIDIA H200 datasheet has 494.7"),
     (lambda c: on_a_gpu(c)["settings"].update(tf32=False), "NVIDIA H200 datasheet has 66.9"),
     (lambda c: c["machine"].update(peak_source=""), "has no source"),
+    (lambda c: c["settings"].update(dtype="bfloat16"), "dtype=bfloat16"),
+    (lambda c: completed(c)["machine"].update(dtype="float16"), "train sdpa: it has dtype=float32"),
+    (lambda c: row(c, "sdpa", "kernel").update(dtype="float16"), "it has dtype=float16"),
+    (lambda c: row(c, "sdpa").update(dtype="bfloat16"), "train sdpa: it has dtype=bfloat16"),
+    (lambda c: c["settings"].update(batch_size=8), "train sdpa: it has batch_size=4"),
+    (lambda c: c["settings"].update(batch_sizes=[2]), "it has B=1, but batch_sizes"),
+    (lambda c: c["settings"].update(lengths=[32, 64]), "it has T=16, but lengths"),
     (lambda c: row(c, "sdpa").update(mfu=0.6),
      "train sdpa: mfu is 0.6, but its rounds and sizes give"),
     (lambda c: row(c, "sdpa_math").update(kernels=["flash (CPU)"]),
@@ -268,7 +275,7 @@ def test_generation_by_hand_is_accepted_and_no_figure_of_it_can_be_edited(
         "tokens_per_s": B / 0.003, "cache_bytes": 200, "mbu": (size * N + keys) / 0.003 / 8e9,
     }
     content |= {"mode": "decode", "rows": [made]}
-    content["settings"]["n_kv_head"] = 1
+    content["settings"] |= {"n_kv_head": 1, "dtype": dtype}
     content["machine"] |= {"bandwidth": 8e9, "dtype": dtype}
     again = record.complete(content)
     content |= {name: again[name] for name in ("flops_per_token", "answers")}
