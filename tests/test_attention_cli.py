@@ -119,6 +119,11 @@ def test_a_machine_is_known_by_its_distinctive_part(text, name, capability) -> N
     assert not BACKENDS["manual"].why_not(Spec(2, 2, 16, "float32"), machine)
 
 
-def test_an_ambiguous_name_lists_the_candidates() -> None:
-    with pytest.raises(ValueError, match="TITAN"):
-        gpus.describe("titan", "2.13.0", [])
+@pytest.mark.parametrize("text, named", [
+    ("titan", "NVIDIA TITAN V"), ("rtx", "RTX"), ("foo", "NVIDIA H100"), ("H10", "NVIDIA H100"),
+    ("rtx 4900", "NVIDIA GeForce RTX 4090"), ("M9", "Apple M1"),
+])
+def test_an_ambiguous_or_unknown_name_lists_a_few_candidates(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=repr(text)) as e:
+        gpus.describe(text, "2.13.0", [])
+    assert named in str(e.value) and sum(m.name in str(e.value) for m in gpus.KNOWN) < 12

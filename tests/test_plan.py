@@ -421,13 +421,31 @@ def test_a_step_of_gpt2_on_one_gpu_is_its_roofline() -> None:
         assert row["ms"] == pytest.approx(ms, abs=0.01)
 
 
+@pytest.mark.parametrize("short, usual, gb", [  # memory of the datasheet
+    ("H100", "NVIDIA H100 80GB HBM3", 80), ("nvidia h100", "NVIDIA H100 80GB HBM3", 80),
+    ("A100", "NVIDIA A100-SXM4-80GB", 80), ("a100 40gb", "NVIDIA A100-SXM4-40GB", 40),
+    ("V100 32GB", "Tesla V100-SXM2-32GB", 32), ("4090", "NVIDIA GeForce RTX 4090", 24),
+    ("T4", "Tesla T4", 16), ("3090", "NVIDIA GeForce RTX 3090", 24),
+])
+def test_a_part_of_a_name_is_the_usual_gpu_of_it(short: str, usual: str, gb: int) -> None:
+    argv = (*ARGV[1:], "--gpus=1", "--batch_size=1")
+    _, out = run(f"--gpu={short}", *argv)
+    _, whole = run(f"--gpu={usual}", *argv)
+    (note,) = {*out.splitlines()} - {*whole.splitlines()} - {out.splitlines()[0]}
+    assert repr(short) in note and usual in note
+    (row,) = rows(f"--gpu={short}", *argv)
+    assert row["memory_bytes"] + row["left_bytes"] == pytest.approx(scale.SHARE * gb * 1e9)
+
+
 @pytest.mark.parametrize("argv, named", [
-    ([], "--gpu"),
+    ([], "--gpu"), (["--gpu=NVIDIA H800"], "--nvlink_gbs"),  # half of the H100's
     (["--gpu=RTX 409"], "NVIDIA GeForce RTX 4090"),  # the name that is near
     (["--gpu=Tesla T4", "--dtype=bfloat16"], "bfloat16 rates"),
     (["--gpu=NVIDIA H200", "--gpus=12"], "--gpus=12"),
     (["--gpu=NVIDIA H200", "--context_parallels=3"], "--context_parallels"),
-    (["--gpu=NVIDIA L40S"], "--memory_gb"),
+    (["--gpu=NVIDIA L40S"], "--nvlink_gbs"),
+    (["--gpu=RTX 4090 Laptop GPU"], "Laptop"), (["--gpu=GB200"], "'GB200'"),
+    (["--gpu=titan"], "TITAN V"), (["--gpu=NVIDIA"], "'NVIDIA'"), (["--gpu=cpu"], "'cpu'"),
     (["--gpu=NVIDIA H200", "--record=x"], "--record"),
 ])
 def test_a_mistake_is_named(argv: list[str], named: str) -> None:
