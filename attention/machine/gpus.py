@@ -163,7 +163,6 @@ KNOWN = [
     Machine("cpu", "cpu"),
 ]
 MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not distinctive
-EXAMPLES = ["NVIDIA H100", "NVIDIA A100", "NVIDIA GeForce RTX 4090"]  # of names that are known
 
 
 def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
@@ -181,47 +180,41 @@ def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
     n_words = max((len(_words(m.name)) for m in fit), default=0)
     fit = [m for m in fit if len(_words(m.name)) == n_words]
     fit = fit or [m for m in KNOWN if words and words <= _words(m.name)]
-    _check("unknown machine", text, {m.name: m.capability or m.device for m in fit}, KNOWN)
+    if not fit:
+        raise ValueError(f"unknown machine {text!r}; known are {_nearest(text, KNOWN)}, ...")
+    if len({(m.device, m.capability) for m in fit}) > 1:
+        could = [f"{m.name} ({dotted(m.capability) if m.capability else m.device})" for m in fit]
+        more = f" or {len(could) - 6} others" if len(could) > 6 else ""
+        raise ValueError(f"{text!r} could be {', '.join(could[:6])}{more}; give more of the name")
     found = min(fit, key=lambda m: len(m.name))
     name = text if words > _words(found.name) else found.name
     return replace(found, name=name, torch=torch, packages=dict.fromkeys(packages, UNKNOWN_VERSION))
 
 
 def describe_rated(text: str) -> tuple[GPU, str]:
-    """Return a GPU with known rates by its name or a part of it, and a note if that was a choice.
+    """Return a GPU with known rates by describe()'s names, and a note if that was a choice.
 
-    "H100" is the usual variant; "RTX 4090 Laptop GPU" has other rates and is refused.
+    "H100" is the usual variant. A "RTX 4090 Laptop GPU" has other rates than the RTX 4090.
 
-    Raises:
-        ValueError: unknown, or GPUs of several kinds match; lists the nearest.
+    Raises ValueError as describe(), or if its rates are unknown.
     """
-    words = _words(text) - MAKERS
-    fit = [gpu for gpu in GPUS if words and words <= _words(gpu.name)]
-    rated = [gpu for gpu in fit if gpu.tflops]
-    found = find_rated(text)
+    words, found = _words(text) - MAKERS, find_rated(text)
+    fit = [gpu for gpu in RATED if words and words <= _words(gpu.name)]
     if not found:
-        kinds = {gpu.name: gpu.capability or "AMD" for gpu in fit if rated}
-        _check("no rates known for", text, kinds, RATED)
-        found = rated[0]
-    others = ", ".join(gpu.name for gpu in rated if gpu is not found)
+        describe(text, "", ())
+        if not fit:
+            raise ValueError(f"no rates known for {text!r}, but for {_nearest(text, RATED)}, ...")
+        found = fit[0]
+    others = ", ".join(gpu.name for gpu in fit if gpu is not found)
     note = f"{text!r} is taken as {found.name}" + (f"; also known: {others}" if others else "")
     return found, note if text != found.name else ""
 
 
-def _check(
-    unknown: str, text: str, fit: dict[str, Capability | str], known: Sequence[GPU | Machine]
-) -> None:
-    """Raise ValueError unless names fit, and all are of one compute capability or device."""
-    if not fit:
-        simple = {" ".join(sorted(_words(one.name) - MAKERS)): one.name for one in known}
-        wanted = " ".join(sorted(_words(text) - MAKERS))
-        near = [simple[s] for s in difflib.get_close_matches(wanted, simple, n=4, cutoff=0.5)]
-        raise ValueError(f"{unknown} {text!r}; known are {', '.join(near or EXAMPLES)}, ...")
-    if len({*fit.values()}) > 1:
-        kinds = {name: at if isinstance(at, str) else dotted(at) for name, at in fit.items()}
-        could = [f"{name} ({kind})" for name, kind in kinds.items()]
-        more = f" or {len(could) - 6} others" if len(could) > 6 else ""
-        raise ValueError(f"{text!r} could be {', '.join(could[:6])}{more}; give more of the name")
+def _nearest(text: str, known: Sequence[GPU | Machine]) -> str:
+    names = {" ".join(sorted(_words(one.name) - MAKERS)): one.name for one in known}
+    wanted = " ".join(sorted(_words(text) - MAKERS))
+    near = [names[n] for n in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5)]
+    return ", ".join(near or ["NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"])
 
 
 def _words(text: str) -> set[str]:

@@ -21,14 +21,13 @@ def datasheet(config: BenchConfig, gpu: str) -> tuple[str, flops.Peak, tuple[flo
 
     Raises UserError if it has no such rates.
     """
-    wanted: str = config.dtype
-    half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
-    dtype = next(half, "float32") if wanted == "auto" else wanted
+    dtype: str = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if flops.datasheet_peak(gpu, "bfloat16") else "float16"
     peak = flops.datasheet_peak(gpu, dtype, config.tf32)
     bandwidth = flops.datasheet_bandwidth(gpu)
     if peak is None or bandwidth is None:
-        of = "bfloat16 or float16" if wanted == "auto" else dtype
-        raise UserError(f"--gpu: no {of} rates known for {gpu!r}")
+        raise UserError(f"--gpu: no {dtype} rates known for {gpu!r}")
     if config.peak_tflops:
         peak = flops.peak("cpu", dtype, config.peak_tflops)
     if config.bandwidth_gbs:
@@ -48,8 +47,8 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
     dtype, peak, (bandwidth, source) = datasheet(config, gpu.name)
 
     def rate(of: str, option: str, unit: str) -> float:
-        found = next(filter(None, (getattr(x, of, None) for x in (gpu, server))), None)
-        found = getattr(config, option) or found
+        found: float | None = getattr(config, option)
+        found = found or getattr(gpu, of, None) or getattr(server, of, None)
         if found is None:
             raise UserError(f"the {of} of {gpu.name!r} is unknown: give --{option}, in {unit}")
         return found * 1e9
