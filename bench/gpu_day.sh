@@ -247,7 +247,7 @@ stage() {  # name, seconds at most, command
     echo "== $name: exit code $code after $((SECONDS - from)) of $most s"
     grep -hE "$KEYS" "$W/$name.txt" | cut -c-230 | head -60
   } >>"$OUT/summary.txt"
-  tar czf "$W/records.tgz" -C "$W" records && mv "$W/records.tgz" "$OUT/records.tgz"
+  tar czf "$W/$name.tgz" -C "$W" records && mv "$W/$name.tgz" "$OUT/records.tgz"
 }
 
 stage smoke 115 bash "$me" run smoke &
