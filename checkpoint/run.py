@@ -27,6 +27,7 @@ from checkpoint.convert import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint, Json
 from core import runtime
 from core.distributed import DistInfo
+from core.files import open_output
 from core.optimizer import empty_state
 from core.parallel import is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 # Fixed by the weights: settings cannot change these.
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "position", "norm", "mlp",
          "qk_norm", "tied")  # fmt: skip
+WANDB = "wandb_log", "wandb_project", "wandb_run_name"
 
 # ----------------------------------------------------------------------------- save
 
@@ -188,10 +190,11 @@ def locked(config: TrainConfig) -> Iterator[None]:
     path, made = folder / ".lock", not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
+        file = open_output(path, "a+")
     except OSError as e:
         why = "it is a link to nothing" if made and folder.is_symlink() else e.strerror
-        raise UserError(f"--out_dir={folder} cannot be written ({why})") from e
+        where = f"{path}: " if path.exists() or path.is_symlink() else ""
+        raise UserError(f"--out_dir={folder} cannot be written ({where}{why})") from e
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -246,6 +249,18 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
         # The checkpoint may come from somebody else: ask again before downloading code.
         store.log.warning(f"--attention_hub_kernels=True of {saved.folder} is not resumed")
         changes["attention_hub_kernels"] = False
+    # Nor may it upload: wandb's settings are this command's, or those of this folder's wandb run.
+    wandb = {name: getattr(settings, name) for name in WANDB}
+    known = Path(settings.out_dir, "wandb_id.txt")
+    if not known.is_file() or known.is_symlink():
+        if before.wandb_log and "wandb_log" not in changes:
+            store.log.warning(
+                f"--wandb_log=True of {saved.folder} is not resumed: {settings.out_dir} has no "
+                "wandb run to join"
+            )
+        changes = wandb | changes
+    elif before.wandb_log and "wandb_log" not in changes and os.environ.get("RANK", "0") == "0":
+        print(f"wandb goes on in this folder's run ({known}; --wandb_log=False: it does not)")
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         raise UserError(
             f"{saved.folder} was trained with --optimizer={kept}, whose state {wanted} cannot use; "
@@ -409,17 +424,23 @@ def restore(
 
     def read() -> None:
         rest.update(saved.rest())
+        if not store.has_dicts(rest, "optimizer", "scaler") or type(rest.get("rng")) is not list:
+            path = saved.folder / "optimizer.pt"
+            raise UserError(f"{path} lacks the state of the optimizer, scaler or random numbers")
         targets = tensors(model, optimizer)
         if (shards := saved.folder / "shards").exists():
             store.read_file(shards, lambda folder: _read_shards(folder, targets))
             return
-        weights = saved.weights()
-        store.check_shapes(model.state_dict(), weights, str(saved.folder))
+        values = {f"model.{name}": value for name, value in saved.weights().items()}
+        state = rest["optimizer"].get("state") or {}
+        if saved.step == 0 and not state:  # as it is before the first step
+            targets = {name: t for name, t in targets.items() if name.startswith("model.")}
         for name, number in numbers(model, optimizer).items():
-            _fill(targets[f"model.{name}"], weights[name])
-            # Empty before the first step.
-            for key, value in rest["optimizer"]["state"].get(number, {}).items():
-                _fill(targets[f"optimizer.{name}.{key}"], value)
+            moments = state.get(number, {})
+            values |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+        store.check_shapes(targets, values, str(saved.folder))
+        for name, target in targets.items():
+            _fill(target, values[name])
 
     store.together(distributed, read)
     if scaler.is_enabled() and rest["scaler"]:

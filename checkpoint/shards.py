@@ -11,19 +11,20 @@ never read here. index.json has the same content.
 
 from __future__ import annotations
 
+import io
 import json
-import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -120,11 +121,50 @@ class _Reader(dcp.FileSystemReader):
                 place = _StorageInfo(part["file"], part["offset"], part["length"])
                 places[md.MetadataIndex(name, chunk.offsets)] = place
                 chunks.append(chunk)
-            # DCP leaves a gap uninitialized.
-            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-                raise ValueError(f"the parts of {name} are not the whole")
+            if not covered(shape, chunks):  # DCP leaves a gap uninitialized
+                raise ValueError(f"the parts of {name} do not cover its {[*shape]} exactly once")
             self.tensors[name] = md.TensorStorageMetadata(md.TensorProperties(dtype), shape, chunks)
+        if len({(p.relative_path, p.offset) for p in places.values()}) < len(places):
+            raise ValueError("two parts are at the same place of a file")
         self.metadata = md.Metadata({**self.tensors}, None, places, md.StorageMeta())
 
     def read_metadata(self, *args: object, **kwargs: object) -> md.Metadata:
         return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read parts as DCP does, which would cast and cut one of another dtype or shape."""
+        for item in plan.items:
+            index, place = item.storage_index, self.metadata.storage_data[item.storage_index]
+            with (Path(self.path) / place.relative_path).open("rb") as f:
+                f.seek(place.offset)
+                content = io.BytesIO(f.read(place.length))
+            part = torch.load(content, map_location="cpu", weights_only=True)
+            saved = self.tensors[index.fqn]
+            shape = next(c.sizes for c in saved.chunks if c.offsets == index.offset)
+            if (part.dtype, part.shape) != (saved.properties.dtype, shape):
+                raise ValueError(
+                    f"a part of {index.fqn} is {part.dtype} {[*part.shape]} in "
+                    f"{place.relative_path}, {saved.properties.dtype} {[*shape]} in {INDEX}"
+                )
+            ranges = zip(item.storage_offsets, item.lengths, strict=True)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part[tuple(slice(a, a + n) for a, n in ranges)])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def covered(shape: torch.Size, chunks: list[md.ChunkStorageMetadata]) -> bool:
+    """True if each element of the shape is in exactly one of the chunks."""
+    axes = []  # the edges of all chunks, which cut the tensor into cells
+    for d, n in enumerate(shape):
+        edges = {0, n, *(e for c in chunks for e in (c.offsets[d], c.offsets[d] + c.sizes[d]))}
+        axes.append(sorted(edges))
+    if any((axis[0], axis[-1]) != (0, n) for axis, n in zip(axes, shape, strict=True)):
+        return False
+    count = np.zeros([len(axis) - 1 for axis in axes], dtype=int)
+    for c in chunks:
+        box = zip(axes, c.offsets, c.sizes, strict=True)
+        count[tuple(slice(axis.index(a), axis.index(a + n)) for axis, a, n in box)] += 1
+    return bool((count == 1).all())
