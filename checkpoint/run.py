@@ -193,8 +193,7 @@ def locked(config: TrainConfig) -> Iterator[None]:
         file = open_output(path, "a+")
     except OSError as e:
         why = "it is a link to nothing" if made and folder.is_symlink() else e.strerror
-        where = f"{path}: " if path.exists() or path.is_symlink() else ""
-        raise UserError(f"--out_dir={folder} cannot be written ({where}{why})") from e
+        raise UserError(f"--out_dir={folder} cannot be written ({why})") from e
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -249,18 +248,12 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
         # The checkpoint may come from somebody else: ask again before downloading code.
         store.log.warning(f"--attention_hub_kernels=True of {saved.folder} is not resumed")
         changes["attention_hub_kernels"] = False
-    # Nor may it upload: wandb's settings are this command's, or those of this folder's wandb run.
-    wandb = {name: getattr(settings, name) for name in WANDB}
-    known = Path(settings.out_dir, "wandb_id.txt")
-    if not known.is_file() or known.is_symlink():
-        if before.wandb_log and "wandb_log" not in changes:
-            store.log.warning(
-                f"--wandb_log=True of {saved.folder} is not resumed: {settings.out_dir} has no "
-                "wandb run to join"
-            )
-        changes = wandb | changes
-    elif before.wandb_log and "wandb_log" not in changes and os.environ.get("RANK", "0") == "0":
-        print(f"wandb goes on in this folder's run ({known}; --wandb_log=False: it does not)")
+    joins = (run := Path(settings.out_dir, "wandb_id.txt")).is_file() and not run.is_symlink()
+    if before.wandb_log and "wandb_log" not in changes:
+        how = "goes on in the run of" if joins else "is not resumed, without a run in"
+        store.log.warning(f"--wandb_log=True of {saved.folder} {how} {run}")
+    if not joins:  # nor may it upload
+        changes = {name: getattr(settings, name) for name in WANDB} | changes
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         raise UserError(
             f"{saved.folder} was trained with --optimizer={kept}, whose state {wanted} cannot use; "

@@ -124,8 +124,6 @@ class _Reader(dcp.FileSystemReader):
             if not covered(shape, chunks):  # DCP leaves a gap uninitialized
                 raise ValueError(f"the parts of {name} do not cover its {[*shape]} exactly once")
             self.tensors[name] = md.TensorStorageMetadata(md.TensorProperties(dtype), shape, chunks)
-        if len({(p.relative_path, p.offset) for p in places.values()}) < len(places):
-            raise ValueError("two parts are at the same place of a file")
         self.metadata = md.Metadata({**self.tensors}, None, places, md.StorageMeta())
 
     def read_metadata(self, *args: object, **kwargs: object) -> md.Metadata:
@@ -134,18 +132,16 @@ class _Reader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read parts as DCP does, which would cast and cut one of another dtype or shape."""
         for item in plan.items:
-            index, place = item.storage_index, self.metadata.storage_data[item.storage_index]
+            at, saved = item.storage_index, self.tensors[item.storage_index.fqn]
+            place = self.metadata.storage_data[at]
             with (Path(self.path) / place.relative_path).open("rb") as f:
                 f.seek(place.offset)
                 content = io.BytesIO(f.read(place.length))
             part = torch.load(content, map_location="cpu", weights_only=True)
-            saved = self.tensors[index.fqn]
-            shape = next(c.sizes for c in saved.chunks if c.offsets == index.offset)
-            if (part.dtype, part.shape) != (saved.properties.dtype, shape):
-                raise ValueError(
-                    f"a part of {index.fqn} is {part.dtype} {[*part.shape]} in "
-                    f"{place.relative_path}, {saved.properties.dtype} {[*shape]} in {INDEX}"
-                )
+            want = next(c.sizes for c in saved.chunks if c.offsets == at.offset)
+            if (part.dtype, part.shape) != (saved.properties.dtype, want):
+                found = f"{part.dtype}, {[*part.shape]}"
+                raise ValueError(f"{at.fqn} is {found} in {place.relative_path}, not as in {INDEX}")
             ranges = zip(item.storage_offsets, item.lengths, strict=True)
             target = planner.resolve_tensor(item).detach()
             target.copy_(part[tuple(slice(a, a + n) for a, n in ranges)])

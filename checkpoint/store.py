@@ -78,8 +78,7 @@ class Checkpoint:
         known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
         saved = self.settings[section]
         if unknown := sorted(saved.keys() - known):
-            names = ", ".join(name if name.isprintable() else repr(name) for name in unknown)
-            log.warning(f"unknown settings in {self.folder}, ignored: {names}")
+            log.warning(f"unknown settings in {self.folder}, ignored: {str(unknown)[1:-1]}")
         kept = {name: saved[name] for name in saved.keys() & known}
         window, n = kept.get("attention_window"), kept.get("n_layer")
         if isinstance(window, list) and isinstance(n, int) and len(window) > n > 0:  # as it ran

@@ -5,7 +5,6 @@ A failing logger gives one warning and never ends a run.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from core.distributed import DistInfo
-from core.files import open_output, refuse_link, write_at_once
+from core.files import open_output, refuse_link, replacing, write_at_once
 from core.flops import ALONE, Peak, Row, Sizes, Speed, best_peak, differ, keys_seen, peak
 from core.runtime import peak_memory
 from core.settings import UserError, first_line
@@ -271,25 +270,19 @@ def draw(path: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    blue, red = "#9bb1c0", "#c7553b"
-    training: Row = {"color": blue, "linewidth": 0.9, "label": "training, batch by batch"}
-    validation: Row = {"color": red, "linewidth": 1.6, "label": "validation", "marker": "o"}
+    training: Row = {"color": "#9bb1c0", "linewidth": 0.9, "label": "training, batch by batch"}
+    validation: Row = {"color": "#c7553b", "marker": "o", "markersize": 5, "label": "validation"}
     for key, style in (("loss", training), ("val_loss", validation)):
         if points := [(r["iter"], r[key]) for r in read(path) if key in r]:
-            axes.plot(*zip(*points), markersize=5, **style)
-            axes.annotate(
-                f"{points[-1][1]:.3f}",
-                points[-1],
-                xytext=(0, 9),
-                textcoords="offset points",
-                ha="right",
-                color=style["color"],
-            )
+            axes.plot(*zip(*points), **style)
             axes.legend(frameon=False)
+    if points:
+        place: Row = {"xytext": (0, 9), "textcoords": "offset points", "ha": "right"}
+        axes.annotate(f"{points[-1][1]:.3f}", points[-1], color=validation["color"], **place)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=path.resolve().parent.name)
-    image = io.BytesIO()
-    figure.savefig(image, dpi=120)
+    with replacing(picture) as file:
+        figure.savefig(file, dpi=120, format="png")
     plt.close(figure)
-    write_at_once(picture, image.getvalue())

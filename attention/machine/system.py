@@ -123,10 +123,8 @@ def write_at_once(path: Path, text: str) -> None:
     """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)
     try:
-        with partial.open("x", encoding="utf-8") as f:  # "x" follows no link
-            f.write(text)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
