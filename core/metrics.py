@@ -279,7 +279,7 @@ def draw(path: Path, picture: Path) -> None:
     if points:
         place: Row = {"xytext": (0, 9), "textcoords": "offset points", "ha": "right"}
         axes.annotate(f"{points[-1][1]:.3f}", points[-1], color=validation["color"], **place)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=path.resolve().parent.name)

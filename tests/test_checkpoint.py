@@ -9,7 +9,9 @@ import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -482,6 +484,20 @@ def test_a_file_that_is_not_a_nanogpt_checkpoint(nanogpt, change, words):
     torch.save([1, 2], path)
     with pytest.raises(UserError, match="model_args"):
         checkpoint.init_model(str(path))
+
+
+@pytest.mark.parametrize("packed", ["data.pkl", "data/0", ""])
+def test_a_file_that_was_compressed_again_is_refused(packed, nanogpt):
+    path, *_ = nanogpt
+    with zipfile.ZipFile(path) as z:
+        content = {name: z.read(name) for name in z.namelist()}
+    for kind, refused in ((zipfile.ZIP_STORED, False), (zipfile.ZIP_DEFLATED, True)):
+        with zipfile.ZipFile(path, "w") as z:
+            for name, data in content.items():
+                z.writestr(name, data, kind if name.endswith(packed) else zipfile.ZIP_STORED)
+        with pytest.raises(UserError, match=str(path)) if refused else nullcontext():
+            got = checkpoint.init_model(str(path)).transformer.wte.weight
+    torch.testing.assert_close(got, nanogpt[1].transformer.wte.weight)  # of the stored one
 
 
 def test_init_model_takes_each_kind_of_source(nanogpt, tmp_path):
