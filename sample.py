@@ -265,7 +265,7 @@ def _print(text: Text, writer: Writer, out: IO[str], config: SampleConfig) -> No
 
 def _open(path: str) -> IO[str]:
     try:
-        return open_output(Path(path))
+        return open_output(Path(path), "w")
     except OSError as e:
         raise UserError(f"cannot write {path} ({e.strerror})") from e
 

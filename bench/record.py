@@ -108,6 +108,7 @@ def write(folder: Path, content: Json, whole: bool = True) -> None:
     """
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         write_at_once(folder / "record.json", text)
         if whole:
             write_at_once(folder / "README.md", readme(content))

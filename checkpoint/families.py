@@ -142,27 +142,26 @@ def write_config(config: GPTConfig) -> Json:
     """The config.json of the simplest family that has all of this; raises UserError."""
     c = config
     blocks = {name: getattr(c, name) for name in LLAMA_HAS}
-    if unknown := [f"{n}={x}" for n, x in blocks.items() if x not in (GPT2_HAS[n], LLAMA_HAS[n])]:
-        raise UserError(f"no format has {', '.join(unknown)}")
     if blocks == LLAMA_HAS:
         return _to_llama(c)
-    has = {
-        "n_kv_head < n_head": c.kv_heads == c.n_head,
-        "attention_window": {*c.windows} == {None},
-        "head_size": c.head_dim * c.n_head == c.n_embd,
-        "qk_norm": not c.qk_norm,
-        **{f"{name}={value}": value == GPT2_HAS[name] for name, value in blocks.items()},
+    wrong = [f"{name}={value}" for name, value in blocks.items() if value != GPT2_HAS[name]]
+    lacks = {
+        "n_kv_head < n_head": c.kv_heads != c.n_head,
+        "attention_window": {*c.windows} != {None},
+        "head_size": c.head_dim * c.n_head != c.n_embd,
+        "qk_norm": c.qk_norm,
+        f"gelu={c.gelu}": c.gelu not in GELUS.values(),
     }
-    if wrong := [name for name, fits in has.items() if not fits]:
+    if wrong := [name for name, has in lacks.items() if has] + wrong:
         needs = " ".join(f"--{n}={x}" for n, x in LLAMA_HAS.items() if blocks[n] != x)
-        raise UserError(f"GPT-2's format has no {', '.join(wrong)}; Llama's has it, with {needs}")
+        raise UserError(f"GPT-2's format has no {', '.join(wrong)}; Llama's needs {needs}")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         **{name: getattr(c, name) for name in GPT2_SIZES},
         "n_positions": c.block_size,
         "n_inner": c.n_hidden,
-        "activation_function": {"tanh": "gelu_new", "exact": "gelu"}[c.gelu],
+        "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu",
         "layer_norm_epsilon": c.norm_eps,
         "tie_word_embeddings": c.tied,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), c.dropout),

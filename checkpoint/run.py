@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from core import runtime
 from core.distributed import DistInfo
 from core.files import open_output
 from core.optimizer import empty_state
-from core.parallel import is_sharded, whole
+from core.parallel import fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError
 from data.loader import fits
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 # Fixed by the weights: settings cannot change these.
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "position", "norm", "mlp",
          "qk_norm", "tied")  # fmt: skip
-WANDB = "wandb_log", "wandb_project", "wandb_run_name"
 
 # ----------------------------------------------------------------------------- save
 
@@ -253,7 +252,7 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
         how = "goes on in the run of" if joins else "is not resumed, without a run in"
         store.log.warning(f"--wandb_log=True of {saved.folder} {how} {run}")
     if not joins:  # nor may it upload
-        changes = {name: getattr(settings, name) for name in WANDB} | changes
+        changes |= {name: x for name, x in vars(settings).items() if name.startswith("wandb_")}
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         raise UserError(
             f"{saved.folder} was trained with --optimizer={kept}, whose state {wanted} cannot use; "
@@ -417,9 +416,6 @@ def restore(
 
     def read() -> None:
         rest.update(saved.rest())
-        if not store.has_dicts(rest, "optimizer", "scaler") or type(rest.get("rng")) is not list:
-            path = saved.folder / "optimizer.pt"
-            raise UserError(f"{path} lacks the state of the optimizer, scaler or random numbers")
         targets = tensors(model, optimizer)
         if (shards := saved.folder / "shards").exists():
             store.read_file(shards, lambda folder: _read_shards(folder, targets))
@@ -433,7 +429,7 @@ def restore(
             values |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
         store.check_shapes(targets, values, str(saved.folder))
         for name, target in targets.items():
-            _fill(target, values[name])
+            fill(target, values[name])
 
     store.together(distributed, read)
     if scaler.is_enabled() and rest["scaler"]:
@@ -451,14 +447,3 @@ def _read_shards(folder: Path, targets: dict[str, Tensor]) -> None:
 
     store.check_shapes(targets, shards.empty(folder), str(folder))
     shards.read(folder, targets)
-
-
-def _fill(target: Any, source: Tensor) -> None:
-    """Copy a full tensor into `target`: for a DTensor, only its local part."""
-    if hasattr(target, "placements"):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
-
-        shape, at = find(target.shape, target.device_mesh, target.placements)
-        source = source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
-        target = target.to_local()
-    target.copy_(source)

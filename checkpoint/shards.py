@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -109,6 +108,7 @@ class _Reader(dcp.FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.tensors: dict[str, md.TensorStorageMetadata] = {}
+        self.parts: dict[md.MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
         places: dict[md.MetadataIndex, _StorageInfo] = {}
         for name, saved in json.loads((folder / INDEX).read_text(encoding="utf-8")).items():
             dtype, shape, chunks = getattr(torch, saved["dtype"]), torch.Size(saved["shape"]), []
@@ -119,7 +119,8 @@ class _Reader(dcp.FileSystemReader):
                     raise ValueError(f"{part['file']!r} is not a file in this folder")
                 chunk = md.ChunkStorageMetadata(torch.Size(part["at"]), torch.Size(part["shape"]))
                 place = _StorageInfo(part["file"], part["offset"], part["length"])
-                places[md.MetadataIndex(name, chunk.offsets)] = place
+                places[at := md.MetadataIndex(name, chunk.offsets)] = place
+                self.parts[at] = dtype, chunk.sizes
                 chunks.append(chunk)
             if not covered(shape, chunks):  # DCP leaves a gap uninitialized
                 raise ValueError(f"the parts of {name} do not cover its {[*shape]} exactly once")
@@ -132,16 +133,12 @@ class _Reader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read parts as DCP does, which would cast and cut one of another dtype or shape."""
         for item in plan.items:
-            at, saved = item.storage_index, self.tensors[item.storage_index.fqn]
-            place = self.metadata.storage_data[at]
+            at, place = item.storage_index, self.metadata.storage_data[item.storage_index]
             with (Path(self.path) / place.relative_path).open("rb") as f:
                 f.seek(place.offset)
-                content = io.BytesIO(f.read(place.length))
-            part = torch.load(content, map_location="cpu", weights_only=True)
-            want = next(c.sizes for c in saved.chunks if c.offsets == at.offset)
-            if (part.dtype, part.shape) != (saved.properties.dtype, want):
-                found = f"{part.dtype}, {[*part.shape]}"
-                raise ValueError(f"{at.fqn} is {found} in {place.relative_path}, not as in {INDEX}")
+                part = torch.load(io.BytesIO(f.read(place.length)), "cpu", weights_only=True)
+            if (part.dtype, part.shape) != self.parts[at]:
+                raise ValueError(f"{at.fqn} in {place.relative_path} is not as {INDEX} has it")
             ranges = zip(item.storage_offsets, item.lengths, strict=True)
             target = planner.resolve_tensor(item).detach()
             target.copy_(part[tuple(slice(a, a + n) for a, n in ranges)])
@@ -152,15 +149,10 @@ class _Reader(dcp.FileSystemReader):
 
 
 def covered(shape: torch.Size, chunks: list[md.ChunkStorageMetadata]) -> bool:
-    """True if each element of the shape is in exactly one of the chunks."""
-    axes = []  # the edges of all chunks, which cut the tensor into cells
-    for d, n in enumerate(shape):
-        edges = {0, n, *(e for c in chunks for e in (c.offsets[d], c.offsets[d] + c.sizes[d]))}
-        axes.append(sorted(edges))
-    if any((axis[0], axis[-1]) != (0, n) for axis, n in zip(axes, shape, strict=True)):
-        return False
-    count = np.zeros([len(axis) - 1 for axis in axes], dtype=int)
-    for c in chunks:
-        box = zip(axes, c.offsets, c.sizes, strict=True)
-        count[tuple(slice(axis.index(a), axis.index(a + n)) for axis, a, n in box)] += 1
-    return bool((count == 1).all())
+    """True if the chunks are all rows of the tensor, each once."""
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
+        if chunk.offsets != (end, *[0] * len(shape))[: len(shape)] or chunk.sizes[1:] != shape[1:]:
+            return False
+        end += chunk.sizes.numel() if not shape else chunk.sizes[0]
+    return end == (*shape, 1)[0]

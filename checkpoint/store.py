@@ -98,7 +98,10 @@ class Checkpoint:
 
         With shards, "optimizer" has no "state".
         """
-        return cast(Json, read_file(self.folder / "optimizer.pt", load_torch))
+        rest = read_file(path := self.folder / "optimizer.pt", load_torch)
+        if not has_dicts(rest, "optimizer", "scaler") or not isinstance(rest.get("rng"), list):
+            raise UserError(f"{path} lacks the state of the optimizer, scaler or random numbers")
+        return cast(Json, rest)
 
     def model(self, policy: Policy = Policy(), **changes: object) -> GPT:
         """The model on the CPU, with `changes` to its config."""
@@ -164,17 +167,16 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None
 def check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], origin: str) -> None:
     """Raise UserError if a name or a shape differs, or a saved value is not a float tensor."""
     for name in sorted(own.keys() | saved.keys()):
-        have, want = (_shape(d[name]) if name in d else "missing" for d in (saved, own))
+        have, want = (_shape(d.get(name, "missing")) for d in (saved, own))
         if have != want:
             raise UserError(
                 f"the values in {origin} do not fit the model: {name} is {have}, expected {want}"
             )
 
 
-def _shape(value: object) -> object:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return tuple(value.shape)
-    return value.dtype if isinstance(value, Tensor) else type(value).__name__
+def _shape(value: Any) -> Any:
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return tuple(value.shape) if floats else getattr(value, "dtype", value)
 
 
 def read_file(path: Path, reader: Callable[[Path], T]) -> T:

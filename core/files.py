@@ -7,47 +7,35 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from stat import S_ISREG
 from typing import IO
 
 
-def refuse_link(path: Path) -> None:
-    """Raise OSError for a link, except one of the system, as /dev/stdout."""
+def refuse_link(path: Path, hard: bool = False) -> None:
+    """Raise OSError for a link (`hard`: a hard one too), except of the system: /dev/stdout."""
     if path.is_symlink() and str(path.parent) not in ("/dev", "/dev/fd", "/proc/self/fd"):
-        why = f"{path} is a link to {os.readlink(path)!r}; delete it or name another file"
-        raise OSError(errno.ELOOP, why, str(path))
+        why = f"a link to {os.readlink(path)!r}"
+    elif hard and path.is_file() and path.stat().st_nlink > 1:
+        why = "a hard link to another file"
+    else:
+        return
+    raise OSError(errno.ELOOP, f"{path} is {why}; delete it or name another file", str(path))
 
 
-def open_output(path: Path, mode: str = "w") -> IO[str]:
-    """Open a text file to write ("w", "a", "a+"). Raises OSError for a link, a hard one too."""
-    refuse_link(path)
+def open_output(path: Path, mode: str) -> IO[str]:
+    """Open a text file to write. Raises OSError for a link, a hard one too."""
+    refuse_link(path, hard=True)
     follow = 0 if path.is_symlink() else os.O_NOFOLLOW
-
-    def opener(name: str, flags: int) -> int:
-        file = os.open(name, flags & ~os.O_TRUNC | follow, 0o666)
-        stat = os.fstat(file)
-        if S_ISREG(stat.st_mode) and stat.st_nlink > 1:
-            os.close(file)
-            why = f"{name} is a hard link ({stat.st_nlink} names); delete it or name another file"
-            raise OSError(errno.EMLINK, why, name)
-        if flags & os.O_TRUNC and S_ISREG(stat.st_mode):
-            os.ftruncate(file, 0)
-        return file
-
+    opener = lambda name, flags: os.open(name, flags | follow, 0o666)  # noqa: E731
     return open(path, mode, encoding="utf-8", opener=opener)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a new file, which replaces `path` at the end; or `path` if it is a pipe or device.
-
-    Raises OSError for a link.
-    """
+    """Yield a new file that then replaces `path`, or a pipe or device. OSError: it is a link."""
     refuse_link(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
         yield path
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
     try:

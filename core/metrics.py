@@ -270,15 +270,15 @@ def draw(path: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    training: Row = {"color": "#9bb1c0", "linewidth": 0.9, "label": "training, batch by batch"}
-    validation: Row = {"color": "#c7553b", "marker": "o", "markersize": 5, "label": "validation"}
-    for key, style in (("loss", training), ("val_loss", validation)):
+    curves = [("loss", "training, batch by batch", "#9bb1c0", "")]
+    curves += [("val_loss", "validation", "#c7553b", "o")]
+    for key, label, color, marker in curves:
         if points := [(r["iter"], r[key]) for r in read(path) if key in r]:
-            axes.plot(*zip(*points), **style)
+            axes.plot(*zip(*points), label=label, color=color, marker=marker, linewidth=1.2)
             axes.legend(frameon=False)
-    if points:
-        place: Row = {"xytext": (0, 9), "textcoords": "offset points", "ha": "right"}
-        axes.annotate(f"{points[-1][1]:.3f}", points[-1], color=validation["color"], **place)
+    if points:  # the last validation
+        place, offset = points[-1], "offset points"
+        axes.annotate(f"{place[1]:.3f}", place, (0, 9), "data", offset, color=color, ha="right")
     axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

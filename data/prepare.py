@@ -183,6 +183,7 @@ def prepare_shards(config: PrepareConfig, out_dir: Path, made_from: Json) -> Non
         tokenizer, V = named.to_meta(), named.vocab_size
     meta = {**made_from, "tokenizer": tokenizer, "vocab_size": V, **found}
     try:
+        out_dir.mkdir(parents=True, exist_ok=True)
         write_at_once(out_dir / "meta.json", json.dumps(meta, indent=1))
     except OSError as e:
         raise UserError(f"cannot write {out_dir} ({e.strerror or e}); use another --out_dir") from e

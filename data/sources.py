@@ -54,6 +54,7 @@ def cached(path: Path, digest: str, fetch: Callable[[], bytes]) -> Path:
     if (found := sha256(content)) != digest:
         raise UserError(f"{path.name}: expected sha256 {digest}, got {found}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_at_once(path, content)
     except OSError as e:
         raise UserError(

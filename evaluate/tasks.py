@@ -99,6 +99,7 @@ def main(argv: list[str]) -> int:
     if config.folder is None:
         raise UserError("usage: python -m evaluate.tasks FOLDER")
     folder, gap, draw = Path(config.folder), config.separator, random.Random(f"text {config.seed}")
+    folder.mkdir(parents=True, exist_ok=True)
     text = (gap.join(line(config, draw)) + "\n" for _ in range(config.lines))
     write_at_once(folder / "text.txt", "".join(text))
     for name, questions in tasks(config):
