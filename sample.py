@@ -81,6 +81,7 @@ import attention
 import checkpoint
 import data
 from core.cpu import int8
+from core.files import open_output
 from core.runtime import Setup, decide_compile, explained, pick_device, show_log
 from data.loader import fits
 from data.tokenizer import well_formed
@@ -264,9 +265,9 @@ def _print(text: Text, writer: Writer, out: IO[str], config: SampleConfig) -> No
 
 def _open(path: str) -> IO[str]:
     try:
-        return open(path, "w", encoding="utf-8")
+        return open_output(Path(path), "w")
     except OSError as e:
-        raise UserError(f"cannot write {path} ({e})") from e
+        raise UserError(f"cannot write {path} ({e.strerror})") from e
 
 
 if __name__ == "__main__":

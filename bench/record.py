@@ -21,6 +21,7 @@ from attention.probing import allowed_error
 from bench import ROOT, Json, converge, decode, hf, kernel, parts, tables, train
 from bench.tables import Cells, Row
 from core import flops
+from core.files import write_at_once
 from core.settings import UserError
 
 FORMAT = 2  # format 1 has no sizes in its rounds, and no proofs
@@ -123,11 +124,9 @@ def write(folder: Path, content: Json, whole: bool = True) -> None:
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / "record.json.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / "record.json")
+        write_at_once(folder / "record.json", text)
         if whole:
-            (folder / "README.md").write_text(readme(content), encoding="utf-8")
+            write_at_once(folder / "README.md", readme(content))
     except OSError as e:
         raise UserError(f"cannot write record {folder} ({e.strerror})") from e
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from checkpoint.convert import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint, Json
 from core import runtime
 from core.distributed import DistInfo
+from core.files import open_output
 from core.optimizer import empty_state
-from core.parallel import is_sharded, whole
+from core.parallel import fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError
 from data.loader import fits
@@ -188,7 +189,7 @@ def locked(config: TrainConfig) -> Iterator[None]:
     path, made = folder / ".lock", not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
+        file = open_output(path, "a+")
     except OSError as e:
         why = "it is a link to nothing" if made and folder.is_symlink() else e.strerror
         raise UserError(f"--out_dir={folder} cannot be written ({why})") from e
@@ -246,6 +247,12 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
         # The checkpoint may come from somebody else: ask again before downloading code.
         store.log.warning(f"--attention_hub_kernels=True of {saved.folder} is not resumed")
         changes["attention_hub_kernels"] = False
+    joins = (run := Path(settings.out_dir, "wandb_id.txt")).is_file() and not run.is_symlink()
+    if before.wandb_log and "wandb_log" not in changes:
+        how = "goes on in the run of" if joins else "is not resumed, without a run in"
+        store.log.warning(f"--wandb_log=True of {saved.folder} {how} {run}")
+    if not joins:  # nor may it upload
+        changes |= {name: x for name, x in vars(settings).items() if name.startswith("wandb_")}
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         raise UserError(
             f"{saved.folder} was trained with --optimizer={kept}, whose state {wanted} cannot use; "
@@ -413,13 +420,16 @@ def restore(
         if (shards := saved.folder / "shards").exists():
             store.read_file(shards, lambda folder: _read_shards(folder, targets))
             return
-        weights = saved.weights()
-        store.check_shapes(model.state_dict(), weights, str(saved.folder))
+        values = {f"model.{name}": value for name, value in saved.weights().items()}
+        state = rest["optimizer"].get("state") or {}
+        if saved.step == 0 and not state:  # as it is before the first step
+            targets = {name: t for name, t in targets.items() if name.startswith("model.")}
         for name, number in numbers(model, optimizer).items():
-            _fill(targets[f"model.{name}"], weights[name])
-            # Empty before the first step.
-            for key, value in rest["optimizer"]["state"].get(number, {}).items():
-                _fill(targets[f"optimizer.{name}.{key}"], value)
+            moments = state.get(number, {})
+            values |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+        store.check_shapes(targets, values, str(saved.folder))
+        for name, target in targets.items():
+            fill(target, values[name])
 
     store.together(distributed, read)
     if scaler.is_enabled() and rest["scaler"]:
@@ -437,14 +447,3 @@ def _read_shards(folder: Path, targets: dict[str, Tensor]) -> None:
 
     store.check_shapes(targets, shards.empty(folder), str(folder))
     shards.read(folder, targets)
-
-
-def _fill(target: Any, source: Tensor) -> None:
-    """Copy a full tensor into `target`: for a DTensor, only its local part."""
-    if hasattr(target, "placements"):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
-
-        shape, at = find(target.shape, target.device_mesh, target.placements)
-        source = source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
-        target = target.to_local()
-    target.copy_(source)

@@ -17,8 +17,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from attention.machine.system import write_at_once
 from core.distributed import DistInfo
+from core.files import open_output, refuse_link, replacing, write_at_once
 from core.flops import ALONE, Peak, Row, Sizes, Speed, best_peak, differ, keys_seen, peak
 from core.runtime import peak_memory
 from core.settings import UserError, first_line
@@ -41,10 +41,11 @@ class Metrics:
         self.path, known = out_dir / "metrics.jsonl", out_dir / "wandb_id.txt"
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
+            refuse_link(self.path)
             rows = [r for r in read(self.path) if r["iter"] <= step] if step else []
             rows = [r for r in rows if evaluated or r["iter"] < step or "val_loss" not in r]
             write_at_once(self.path, "".join(json.dumps(r) + "\n" for r in rows))
-            self.file = self.path.open("a", encoding="utf-8")
+            self.file = open_output(self.path, "a")
         except OSError as e:
             raise UserError(f"{self.path} cannot be read and written ({e.strerror})") from e
         self.failed = False
@@ -53,11 +54,13 @@ class Metrics:
             try:
                 from wandb import Settings, init
 
+                for path in (known, out_dir / "wandb"):
+                    refuse_link(path)
                 if step and known.exists():
                     wandb = {**wandb, "id": known.read_text(), "resume": "allow"}
                 self.wandb = init(dir=out_dir, settings=Settings(init_timeout=20), **wandb)
                 if identity := getattr(self.wandb, "id", None):
-                    known.write_text(identity)  # a resumed run joins it
+                    write_at_once(known, identity)  # a resumed run joins it
             except (Exception, SystemExit) as e:  # not installed, not logged in, not reachable
                 log.warning("wandb is off (%s: %s)", type(e).__name__, e)
 
@@ -267,12 +270,19 @@ def draw(path: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    curves = ("loss", "training, batch by batch", None), ("val_loss", "validation", "o")
-    for key, label, marker in curves:
-        points = [(r["iter"], r[key]) for r in read(path) if key in r]
-        if points:
-            axes.plot(*zip(*points), label=label, marker=marker, linewidth=0.8)
-            axes.legend()
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=path.parent.name)
-    figure.savefig(picture, dpi=120)
+    curves = [("loss", "training, batch by batch", "#9bb1c0", "")]
+    curves += [("val_loss", "validation", "#c7553b", "o")]
+    for key, label, color, marker in curves:
+        if points := [(r["iter"], r[key]) for r in read(path) if key in r]:
+            axes.plot(*zip(*points), label=label, color=color, marker=marker, linewidth=1.2)
+            axes.legend(frameon=False)
+    if points:  # the last validation
+        place, offset = points[-1], "offset points"
+        axes.annotate(f"{place[1]:.3f}", place, (0, 9), "data", offset, color=color, ha="right")
+    axes.locator_params(axis="x", integer=True)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=path.resolve().parent.name)
+    with replacing(picture) as file:
+        figure.savefig(file, dpi=120, format="png")
     plt.close(figure)

@@ -205,6 +205,16 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
+def fill(target: Any, source: Tensor) -> None:
+    """Copy a full tensor into one that may be sharded."""
+    if hasattr(target, "placements"):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
+
+        shape, at = find(target.shape, target.device_mesh, target.placements)
+        source = source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
+    local(target).copy_(source)
+
+
 def copies(device: torch.device, processes: int) -> DeviceMesh | None:
     """The mesh of all processes, of which each has the whole model; None: there is only one."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -85,8 +85,7 @@ def read(
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Handle --help, mistakes, signals and a busy machine before the slow imports, without
-    cls.__post_init__."""
+    """Handle --help, mistakes, signals and a busy machine before imports and __post_init__."""
     end_at_once()
     _print_any_text()
     try:
@@ -209,7 +208,8 @@ def _on_signals(handler: Callable[[int, object], object] | signal.Handlers) -> N
 
 def _fail(error: UserError) -> NoReturn:
     if os.environ.get("RANK", "0") == "0" or isinstance(error, LaunchError):
-        print(f"error: {error}", file=sys.stderr)
+        text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(error))
+        print(f"error: {text}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -28,6 +28,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, PositiveInt
 
+from core.files import refuse_link, write_at_once
 from core.settings import UserError, check_fields
 from data import documents, shards, sources
 from data.documents import DATASETS, HUB, Piece
@@ -85,14 +86,17 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
     work = prepare_shakespeare if dataset.startswith("shakespeare") else prepare_documents
     new = out_dir / ".partial"
     try:
+        refuse_link(new)
         new.mkdir(parents=True, exist_ok=True)
+        for file in BINS:  # of an interrupted run, or links
+            (new / file).unlink(missing_ok=True)
         tokenizer, found = work(dataset, config, new, progress(f"preparing {dataset}"))
         name, V = tokenizer.name, tokenizer.vocab_size
         dtype = dtype_for(V)
         size = {s: (new / f"{s}.bin").stat().st_size for s in ("train", "val")}
         found["tokens"] = {s: n // dtype.itemsize for s, n in size.items()}
         meta = {**made_from, "dtype": dtype.name, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
-        (new / "meta.json").write_text(json.dumps(meta | found, indent=1), encoding="utf-8")
+        write_at_once(new / "meta.json", json.dumps(meta | found, indent=1))
         (out_dir / "meta.json").unlink(missing_ok=True)
         for file in (*BINS, "meta.json"):  # so meta.json never describes other files
             with (new / file).open("rb") as f:
@@ -180,8 +184,7 @@ def prepare_shards(config: PrepareConfig, out_dir: Path, made_from: Json) -> Non
     meta = {**made_from, "tokenizer": tokenizer, "vocab_size": V, **found}
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        (partial := out_dir / "meta.json.partial").write_text(json.dumps(meta, indent=1), "utf-8")
-        os.replace(partial, out_dir / "meta.json")
+        write_at_once(out_dir / "meta.json", json.dumps(meta, indent=1))
     except OSError as e:
         raise UserError(f"cannot write {out_dir} ({e.strerror or e}); use another --out_dir") from e
     train, val = (

@@ -243,6 +243,26 @@ def test_files_of_another_program_are_not_replaced(tmp_path: Path, text: Path, f
     assert {f.name: f.read_text() for f in out.parent.iterdir() if f != out} == files
 
 
+@pytest.mark.parametrize("name", [
+    ".partial", *(f".partial/{x}" for x in ("train.bin", "val.bin", "meta.json")),
+    "meta.json.partial",
+])
+def test_no_file_of_a_dataset_is_written_through_a_link(tmp_path: Path, text: Path, name: str
+                                                        ) -> None:  # fmt: skip
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (target := elsewhere / "file").write_text("precious")
+    (link := tmp_path / "out" / name).parent.mkdir(parents=True)
+    link.symlink_to(elsewhere if name == ".partial" else target)
+    (tmp_path / "train.bin").write_bytes(bytes(20))
+    (tmp_path / "val.bin").write_bytes(bytes(20))
+    for dataset, source in (("shakespeare_char", text), ("shards", tmp_path)):
+        try:
+            run(dataset, tmp_path / "out", source=str(source), force=True)
+        except UserError as e:
+            assert str(link) in str(e)
+    assert [p.name for p in elsewhere.iterdir()] == ["file"] and target.read_text() == "precious"
+
+
 def test_another_tokenizer_is_another_dataset(tmp_path: Path, text: Path, monkeypatch: Any) -> None:
     how: Any = {"out_dir": tmp_path / "out", "source": str(text), "tokenizer": "t"}
     for name in "ab":

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import few
+from test_metrics import FakeWandb
 from test_train import Run, argv, make_data, refusal, run, run_line
 
 import checkpoint
@@ -373,6 +374,64 @@ def test_a_link_to_a_checkpoint_is_deleted_and_its_folder_stays(out, tmp_path):
     assert (kept / "model.safetensors").exists()
     left = {p.name for p in out.iterdir() if "partial" in p.name}
     assert not left and len(checkpoint.folders(out)) <= 2
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "loss.png", "wandb_id.txt"])
+def test_no_file_of_a_run_is_written_through_a_link(name, hard, out, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    (target := out.parent / "target").write_bytes(content := (out / "metrics.jsonl").read_bytes())
+    (path := out / name).unlink(missing_ok=True)
+    path.hardlink_to(target) if hard else path.symlink_to(target)
+    r = resume(out, "--max_iters=11", "--wandb_log=True")
+    assert target.read_bytes() == content
+    if name == ".lock" or (name == "metrics.jsonl" and not hard):
+        assert str(path) in refusal(r)
+    else:
+        assert r.code == 0 and (hard or str(path) in caplog.text)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("damage, said", [
+    (lambda o: o["optimizer"]["state"].clear(), "missing"),
+    (lambda o: o["optimizer"]["state"].pop(1), "missing"),
+    (lambda o: moment(o, lambda t: t.flatten()[:1]), "(1,)"),
+    (lambda o: moment(o, lambda t: t.mT), "expected"),
+    (lambda o: moment(o, lambda t: t.long()), "int64"),
+    (lambda o: moment(o, lambda t: 0.5), "0.5"),
+    (lambda o: o["optimizer"]["state"][0].update(foo=torch.zeros(1)), "foo"),
+    (lambda o: o.pop("rng"), "optimizer.pt"), (lambda o: o.update(optimizer=[]), "optimizer.pt"),
+])  # fmt: skip
+def test_a_state_of_the_optimizer_that_does_not_fit_is_refused(damage, said, optimizer, data_dir,
+                                                               tmp_path):  # fmt: skip
+    assert run(data_dir, tmp_path / "out", max_iters=2, optimizer=optimizer).code == 0
+    path = checkpoint.latest(tmp_path / "out") / "optimizer.pt"
+    content = torch.load(path, weights_only=True)
+    damage(content)
+    torch.save(content, path)
+    assert said in refusal(resume(tmp_path / "out", "--max_iters=3"))
+
+
+def moment(content: Any, change: Any) -> None:
+    """Change the momenta of all parameters that are matrices."""
+    for state in content["optimizer"]["state"].values():
+        name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
+        state[name] = change(state[name]) if state[name].dim() == 2 else state[name]
+
+
+def test_wandb_is_resumed_in_the_folder_of_its_run_only(out, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
+    wandb.id = "abc"
+    words = "--wandb_log=True", "--wandb_project=theirs"
+    assert resume(out, "--max_iters=11", *words).code == 0
+    assert resume(out, "--max_iters=12").code == 0  # in its own folder
+    assert "wandb_id.txt" in caplog.text
+    (out / "wandb_id.txt").unlink()  # as a folder from somebody else
+    assert resume(out, "--max_iters=13").code == 0
+    assert resume(out, "--max_iters=14", "--wandb_log=True").code == 0
+    calls = [args[0] for name, *args in wandb.calls if name == "init"]
+    assert [c["project"] for c in calls] == ["theirs", "theirs", "nanoattn"]
+    assert [c.get("id") for c in calls] == [None, "abc", None]
 
 
 def test_no_memory_on_the_cpu_and_a_link_to_nothing_are_one_sentence(data_dir, tmp_path):

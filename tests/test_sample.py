@@ -160,6 +160,16 @@ def test_answers_do_not_replace_their_prompts(trained, tmp_path):
         assert code == 2 and "--prompts" in err and path.read_text() == "Ann sees\n"
 
 
+@pytest.mark.parametrize("hard", [False, True])
+def test_answers_are_not_written_through_a_link(hard, trained, tmp_path):
+    (path := tmp_path / "precious").write_text("x" * 9999)
+    out = tmp_path / "out.jsonl"
+    out.hardlink_to(path) if hard else out.symlink_to(path)
+    words = ["--device=cpu", *of(trained, "--start=A", f"--out={out}", n=2)]
+    code, _, err = enter(sample.main, words)
+    assert code == 2 and str(out) in err and path.read_text() == "x" * 9999
+
+
 @pytest.mark.parametrize("kv", ["dynamic", "paged"])
 def test_prompts_from_a_file(kv, trained, tmp_path):
     """In order, each prompt continued as alone."""
