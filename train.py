@@ -447,4 +447,4 @@ if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.errors import record
 
     # record: torchrun prints the exception of the first process that failed.
-    exit_on_user_error(lambda: record(main)(sys.argv[1:]))
+    exit_on_user_error(lambda: record(main)(sys.argv[1:]), lasting=True)
