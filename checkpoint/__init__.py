@@ -14,7 +14,6 @@ from checkpoint.run import (
     Saver,
     build_model,
     explained,
-    gathered,
     locked,
     restarted,
     restore,
@@ -22,4 +21,13 @@ from checkpoint.run import (
     resume_command,
     resumed,
 )
-from checkpoint.store import Checkpoint, best_folder, folders, latest, load, save, set_aside
+from checkpoint.store import (
+    Checkpoint,
+    best_folder,
+    folders,
+    gathered,
+    latest,
+    load,
+    save,
+    set_aside,
+)

@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 from attention import Policy, is_file
 from core.distributed import DistInfo
+from core.parallel import is_sharded, whole
 from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig
 
@@ -126,8 +127,11 @@ def latest(out_dir: str | Path) -> Path:
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
-    """The checkpoint with the lowest validation loss; None if none was evaluated."""
-    losses = {p: load(p).state.get("val_loss") for p in folders(out_dir)}
+    """The checkpoint with the lowest validation loss; None if none was evaluated on the data of the
+    newest one."""
+    saved = [load(p) for p in folders(out_dir)]
+    since = saved[-1].state.get("best_since", 0) if saved else 0
+    losses = {c.folder: c.state.get("val_loss") for c in saved if c.step > since or not since}
     evaluated = {p: loss for p, loss in losses.items() if loss is not None}
     return min(evaluated, key=evaluated.__getitem__, default=None)
 
@@ -334,6 +338,15 @@ def _sync(paths: Iterable[Path]) -> None:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
+
+
+def gathered(model: GPT) -> GPT:
+    """An unsharded model, a copy if needed. All processes must call it."""
+    if model.ring is None and not is_sharded(model):
+        return model
+    alone = GPT(model.config, model.policy)
+    load_weights(alone, {k: whole(t) for k, t in model.state_dict().items()}, "this run")
+    return alone.to(model.transformer.wte.weight.device)
 
 
 # ----------------------------------------------------------------------------- errors

@@ -104,6 +104,13 @@ def build_optimizer(
     return torch.optim.AdamW(groups, **how)
 
 
+def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The number that optimizer.state_dict() gives each parameter."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    number = {id(p): i for i, p in enumerate(params)}
+    return {name: number[id(p)] for name, p in model.state_dict(keep_vars=True).items()}
+
+
 def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
     """The state of a parameter before its first step."""
     weight = p.detach()

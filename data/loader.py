@@ -15,6 +15,7 @@ import math
 import os
 import pickle
 import shlex
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -264,15 +265,27 @@ def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
     """
     from core.loss import IGNORE
 
-    n = max(1, min(batches * batch_size, (len(tokens) - 1) // block_size))
-    starts = np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
-    for first in range(0, n, world * batch_size):
+    starts = _eval_starts(tokens, block_size, batches * batch_size)
+    for first in range(0, len(starts), world * batch_size):
         mine = starts[first + rank * batch_size :][:batch_size]
         fillers = np.repeat(starts[:1], batch_size - len(mine))
         starts_here = np.concatenate([mine, fillers])
         batch = _gather(tokens, block_size, starts_here, device, documents)
         batch[1][len(mine) :] = IGNORE
         yield batch
+
+
+def _eval_starts(tokens: Tokens, block_size: int, windows: int) -> np.ndarray:
+    n = max(1, min(windows, (len(tokens) - 1) // block_size))
+    return np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
+
+
+def fingerprint(tokens: Tokens, block_size: int, windows: int) -> int:
+    """CRC-32 of what eval_batches() reads: evaluations of one fingerprint are comparable."""
+    crc = 0
+    for start in _eval_starts(tokens, block_size, windows).tolist():
+        crc = zlib.crc32(tokens[start : start + block_size + 1].astype("<u4").tobytes(), crc)
+    return crc
 
 
 def _gather(
