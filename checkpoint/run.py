@@ -379,7 +379,7 @@ def restore_run(
     since = saved.state.get("best_since", 0)
     mask = before.get("document_mask", False) != config.document_mask
     if mask or saved.state.get("val_windows", val_windows) != val_windows:
-        names = ("dataset", "eval_iters", "batch_size", "block_size", "document_mask")
+        names = ("dataset", "eval_iters", "batch_size", "document_mask")
         changed = [f"--{name}" for name in names if before.get(name) != getattr(config, name)]
         what = ", ".join(changed) or "the data"
         distributed.say(f"the evaluation is another one ({what}): a new best loss begins")

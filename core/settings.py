@@ -199,10 +199,11 @@ def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) ->
     except UserError as error:
         _fail(error)
     except OSError as error:  # while writing: a closed pipe (... | head), or a full disk
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full and (lasting or error.errno != errno.EPIPE):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more
-        sys.exit(1 if error.errno == errno.EPIPE else _fail(UserError(f"cannot write ({error})")))
+        sys.exit(_fail(UserError(f"cannot write ({error})")) if full else 1)
     except KeyboardInterrupt as error:
         sys.exit(terminal.interrupted(error.args[0] - 128 if error.args else signal.SIGINT))
 

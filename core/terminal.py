@@ -35,6 +35,9 @@ class _Lasting(io.FileIO):
 
 def prepare(*lasting: str) -> None:
     """Let the standard streams take any text, and those named, "stdout" or "stderr", never fail."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed: a file would take its number
+        pass
+    os.close(fd)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, PLW1514
         if isinstance(stream, io.TextIOWrapper):  # \u4e00 for a text outside an ASCII terminal's
