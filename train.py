@@ -216,7 +216,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     optimizer = build_optimizer(model, config, device, distributed.world_size)
     torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
-    windows = data.fingerprint(splits["val"], T, config.eval_iters * config.batch_size)
+    windows = data.loader.fingerprint(splits["val"], T, config.eval_iters, config.batch_size)
     done, scaler = checkpoint.Progress(evaluated=not config.eval_on_start), setup.scaler()
     if config.init_from == "resume":
         done = checkpoint.restore_run(config, model, optimizer, scaler, distributed, windows)

@@ -14,6 +14,7 @@ from checkpoint.run import (
     Saver,
     build_model,
     explained,
+    gathered,
     locked,
     restarted,
     restore,
@@ -21,13 +22,4 @@ from checkpoint.run import (
     resume_command,
     resumed,
 )
-from checkpoint.store import (
-    Checkpoint,
-    best_folder,
-    folders,
-    gathered,
-    latest,
-    load,
-    save,
-    set_aside,
-)
+from checkpoint.store import Checkpoint, best_folder, folders, latest, load, save, set_aside

@@ -27,8 +27,8 @@ from checkpoint.convert import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint, Json
 from core import runtime
 from core.distributed import DistInfo
-from core.optimizer import empty_state, numbers
-from core.parallel import is_sharded
+from core.optimizer import numbers, tensors
+from core.parallel import is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError
 from data.loader import find, fits
@@ -60,7 +60,7 @@ class Saver:
     background: bool = False  # write while the training goes on
     best_loss: float = math.inf  # lowest validation loss so far
     best_since: int = 0  # after this step: earlier losses are of other data
-    val_windows: int = 0  # data.fingerprint() of the evaluation
+    val_windows: int = 0  # fingerprint() of the evaluation
     _thread: threading.Thread | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
 
@@ -142,19 +142,13 @@ class Saver:
             raise failure
 
 
-def tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and optimizer state, in one dict of plain tensors or DTensors (--parallel=fsdp).
-
-    {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}. Optimizer state that does not
-    exist yet is created as in its first step.
-    """
-    flat: dict[str, Tensor] = {}
-    for name, p in model.state_dict(keep_vars=True).items():
-        flat[f"model.{name}"] = p.detach()
-        if not (state := optimizer.state[p]):
-            state |= empty_state(optimizer, p)
-        flat |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-    return flat
+def gathered(model: GPT) -> GPT:
+    """An unsharded model, a copy if needed. All processes must call it."""
+    if model.ring is None and not is_sharded(model):
+        return model
+    alone = GPT(model.config, model.policy)
+    store.load_weights(alone, {k: whole(t) for k, t in model.state_dict().items()}, "this run")
+    return alone.to(model.transformer.wte.weight.device)
 
 
 # ----------------------------------------------------------------------------- around a run
@@ -362,7 +356,7 @@ def restore_run(
     val_windows: int,
 ) -> Progress:
     """Restore the newest checkpoint of config.out_dir and print where the run goes on. If its
-    evaluation had another data.fingerprint() than val_windows, a new best loss begins."""
+    evaluation had another fingerprint() than val_windows, a new best loss begins."""
     saved = store.load(store.latest(config.out_dir))
     step, best = restore(saved, model, optimizer, scaler, config.seed, distributed)
     before = saved.settings["train"]

@@ -39,7 +39,6 @@ from torch.utils._pytree import tree_leaves
 
 from attention import Policy, is_file
 from core.distributed import DistInfo
-from core.parallel import is_sharded, whole
 from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig
 
@@ -338,15 +337,6 @@ def _sync(paths: Iterable[Path]) -> None:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
-
-
-def gathered(model: GPT) -> GPT:
-    """An unsharded model, a copy if needed. All processes must call it."""
-    if model.ring is None and not is_sharded(model):
-        return model
-    alone = GPT(model.config, model.policy)
-    load_weights(alone, {k: whole(t) for k, t in model.state_dict().items()}, "this run")
-    return alone.to(model.transformer.wte.weight.device)
 
 
 # ----------------------------------------------------------------------------- errors

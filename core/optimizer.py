@@ -120,6 +120,21 @@ def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor
     return {"step": step} | {k: torch.zeros_like(weight) for k in ("exp_avg", "exp_avg_sq")}
 
 
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and optimizer state, in one dict of plain tensors or DTensors (--parallel=fsdp).
+
+    {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}. Optimizer state that does not
+    exist yet is created as in its first step.
+    """
+    flat: dict[str, Tensor] = {}
+    for name, p in model.state_dict(keep_vars=True).items():
+        flat[f"model.{name}"] = p.detach()
+        if not (state := optimizer.state[p]):
+            state |= empty_state(optimizer, p)
+        flat |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    return flat
+
+
 # ----------------------------------------------------------------------------- Muon
 
 MOMENTUM = 0.95

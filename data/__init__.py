@@ -1,15 +1,6 @@
 """Data: python -m data prepares it (prepare.py), the training loop reads it (loader.py)."""
 
-from data.loader import (
-    Batches,
-    bits_per_byte,
-    eval_batches,
-    find,
-    fingerprint,
-    load,
-    padded,
-    read_meta,
-)
+from data.loader import Batches, bits_per_byte, eval_batches, find, load, padded, read_meta
 from data.prepare import DATASETS, PrepareConfig, prepare
 from data.shards import Tokens
 from data.tokenizer import CharTokenizer, FileTokenizer, GPT2Tokenizer, Tokenizer, from_meta, same

@@ -265,8 +265,9 @@ def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
     """
     from core.loss import IGNORE
 
-    starts = _eval_starts(tokens, block_size, batches * batch_size)
-    for first in range(0, len(starts), world * batch_size):
+    n = max(1, min(batches * batch_size, (len(tokens) - 1) // block_size))
+    starts = np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
+    for first in range(0, n, world * batch_size):
         mine = starts[first + rank * batch_size :][:batch_size]
         fillers = np.repeat(starts[:1], batch_size - len(mine))
         starts_here = np.concatenate([mine, fillers])
@@ -275,16 +276,11 @@ def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
         yield batch
 
 
-def _eval_starts(tokens: Tokens, block_size: int, windows: int) -> np.ndarray:
-    n = max(1, min(windows, (len(tokens) - 1) // block_size))
-    return np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
-
-
-def fingerprint(tokens: Tokens, block_size: int, windows: int) -> int:
-    """CRC-32 of what eval_batches() reads: evaluations of one fingerprint are comparable."""
+def fingerprint(tokens: Tokens, block_size: int, batches: int, batch_size: int) -> int:
+    """CRC-32 of what eval_batches() reads: losses of one fingerprint are comparable."""
     crc = 0
-    for start in _eval_starts(tokens, block_size, windows).tolist():
-        crc = zlib.crc32(tokens[start : start + block_size + 1].astype("<u4").tobytes(), crc)
+    for x, *_ in eval_batches(tokens, block_size, batches, batch_size):
+        crc = zlib.crc32(x.numpy(), crc)
     return crc
 
 

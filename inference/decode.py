@@ -64,7 +64,7 @@ class Decoder(Generic[R]):
         self.model, self.options = model, options
         self.device = model.transformer.wte.weight.device
         self.block_size = model.config.block_size
-        self.stops = options.check_ids(model.config.vocab_size)
+        self.stops = options.ends(model.config.vocab_size)
         self.params = SamplingParams.on(self.device, options)
         given = options.constraint
         self.constraint = combined(given) if isinstance(given, Sequence) else given

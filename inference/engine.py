@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from inference import decode, serve
 from inference.cache import DynamicCache, DynamicStep, StaticCache, StaticStep, bucket
 from inference.decode import Decoder, Launched, Row, to_host
-from inference.sampling import ENDED, Generators, Options, Prompt, check_prompt, integer
+from inference.sampling import ENDED, Generators, Options, Prompt, check_prompt, in_range
 
 if TYPE_CHECKING:
     from model import GPT
@@ -92,7 +92,7 @@ def stream(
     given = how.constraint
     if isinstance(given, Sequence) and len(given) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need as many constraints, got {len(given)}")
-    max_new_tokens = integer("max_new_tokens", max_new_tokens, 0)
+    max_new_tokens = in_range("max_new_tokens", max_new_tokens, 0)
     if kv_cache == "paged":
         options |= {"generator": generator, "page_size": page_size}
         yield from serve.batch(model, prompts, max_new_tokens, **options)

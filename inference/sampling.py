@@ -68,52 +68,42 @@ class Options:
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
-        self.temperature = _number("temperature", self.temperature)
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_p is not None and not 0 < (top_p := _number("top_p", self.top_p)) <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+        self.temperature = in_range("temperature", self.temperature, 0, convert=float)
+        if self.top_p is not None:
+            self.top_p = in_range("top_p", self.top_p, 5e-324, 1, convert=float)
         for name in ("top_k", "vocab_size"):
             if (value := getattr(self, name)) is not None:
-                setattr(self, name, integer(name, value, 1))
+                setattr(self, name, in_range(name, value, 1))
         given = self.constraint
         for c in given if isinstance(given, list | tuple) else [given]:
             if not isinstance(c, Automaton | None):
                 raise ValueError(f"constraint: expected regex(pattern, tokenizer), got {c!r:.60}")
 
-    def check_ids(self, vocab_size: int) -> Callable[[int, list[int]], bool]:
-        """Check `unused` and `stop` against the model's vocabulary; returns `stop` as a function.
-        Raises ValueError."""
-        sampled = min(vocab_size, self.vocab_size or vocab_size)
-        self.unused = [*_ids("unused", self.unused, sampled)]
+    def ends(self, vocab_size: int) -> Callable[[int, list[int]], bool]:
+        """`stop` as a function. Raises ValueError if it or `unused` has other ids."""
+        self.unused = _ids("unused", self.unused, min(vocab_size, self.vocab_size or vocab_size))
         if callable(self.stop):
             return self.stop
         ids = {*_ids("stop", self.stop, vocab_size)}
         return lambda row, new: new[-1] in ids
 
 
-def integer(name: str, value: Any, least: int, below: int | None = None) -> int:
-    """An integer of Python, NumPy or a tensor as Python's. Raises ValueError."""
-    kind = str(getattr(value, "dtype", type(value).__name__))
-    with suppress(TypeError):
-        if "bool" not in kind and least <= (n := operator.index(value)) < (below or math.inf):
-            return n
-    want = f"at least {least}" if below is None else f"from {least} to {below - 1}"
-    raise ValueError(f"{name}: expected an integer {want}, got {value!r:.60}")
+def in_range(name: str, value: Any, least: float, most: float = math.inf,
+             convert: Callable[[Any], Any] = operator.index) -> Any:  # fmt: skip
+    """The value as Python's int or float; NumPy's and a tensor are taken too. Raises ValueError."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        is_bool = "bool" in str(getattr(value, "dtype", type(value)))
+        if not is_bool and least <= (number := convert(value)) <= most:
+            return number
+    kind = "a number" if convert is float else "an integer"
+    raise ValueError(f"{name}: expected {kind} from {least} to {most}, got {value!r:.60}")
 
 
 def _ids(name: str, given: Any, vocab_size: int) -> list[int]:
     """One token id, several (a tensor or array of them too), or None."""
     several = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0
     each = given if several else [] if given is None else [given]
-    return [integer(name, i, 0, vocab_size) for i in each]
-
-
-def _number(name: str, value: Any) -> float:
-    with suppress(TypeError, ValueError, RuntimeError):
-        if not math.isnan(number := float(value)):
-            return number
-    raise ValueError(f"{name}: expected a number, got {value!r:.60}")
+    return [in_range(name, i, 0, vocab_size - 1) for i in each]
 
 
 def check_prompt(index: int, prompt: Prompt, vocab_size: int) -> None:

@@ -35,7 +35,7 @@ from core.settings import UserError
 from inference.cache import PagedCache
 from inference.decode import Decoder, Launched, Row, next_logits, sample_step, to_host
 from inference.pages import pages_for
-from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt, integer
+from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt, in_range
 
 if TYPE_CHECKING:
     from model import GPT
@@ -209,7 +209,7 @@ class _Server(Decoder[_Row]):
         each = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
         for index, (prompt, new, random) in enumerate(zip(prompts, *each)):
             check_prompt(index, prompt, self.model.config.vocab_size)
-            row = _Row(index, integer("max_new_tokens", new, 0))
+            row = _Row(index, in_range("max_new_tokens", new, 0))
             row.prompt = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
             stored = len(prompt) + row.room - 1  # the last token is never read
             row.slides = stored > self.block_size
