@@ -213,17 +213,15 @@ class StopSignal:
     """Notes SIGTERM, Ctrl-C, SIGHUP and the death of torchrun, so that a loop ends at a good place.
 
     A second signal ends at once, except under torchrun, which repeats a scheduler's signal, and
-    except SIGHUP, which closing terminals repeat. nohup's ignored SIGHUP stays so, but not under
-    torchrun, which handles it all the same and ends its processes.
+    SIGHUP, which closing terminals repeat. nohup ignores SIGHUP, but torchrun handles it even then.
     """
 
     def __init__(self, says: str = "stopping; saving the last step") -> None:
         self.signal: int | None = None
         self.says, self.parent = says, os.getppid()
         self.torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not self.torchrun
-        handled = [s for s in SIGNALS if s != signal.SIGHUP or not ignored]
-        self.before = {s: signal.signal(s, self._note) for s in handled}
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not self.torchrun
+        self.before = {s: signal.signal(s, self._note) for s in SIGNALS[: 2 if nohup else 3]}
 
     @property
     def noted(self) -> bool:

@@ -280,7 +280,7 @@ def fingerprint(tokens: Tokens, block_size: int, batches: int, batch_size: int) 
     """CRC-32 of what eval_batches() reads: losses of one fingerprint are comparable."""
     crc = 0
     for x, *_ in eval_batches(tokens, block_size, batches, batch_size):
-        crc = zlib.crc32(x.numpy(), crc)
+        crc = zlib.crc32(x.numpy().tobytes(), crc)
     return crc
 
 
