@@ -244,7 +244,7 @@ def test_a_closed_pipe_is_quiet_and_a_full_disk_one_line(to: str, code: int, sai
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
 @pytest.mark.parametrize("to, out, err", [
     ("2> err | true", 0, 1), ("> /dev/full 2> err", 0, 1), ("2> /dev/full > out", 1, 0),
-    ("> /dev/full 2>&1", 0, 0), ("<&- >&- 2> err", 0, 0), ("2>&- | true", 0, 0),
+    ("> /dev/full 2>&1", 0, 0), ("<&- >&- 2> /dev/full", 0, 0), ("2>&- | true", 0, 0),
     ("<&- >&- 2>&-", 0, 0)])
 def test_a_lasting_command_ends_well_without_its_streams(to, out, err, tmp_path: Path) -> None:
     """One warning on the other stream, and none in the files that it writes."""
