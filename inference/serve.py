@@ -130,10 +130,7 @@ class _Server(Decoder[_Row]):
         **options: Any,
     ) -> None:
         super().__init__(model, Options(**options))
-        for name, n in (("slots", slots), ("page_size", page_size)):
-            if n < 1:
-                raise ValueError(f"{name} must be at least 1, got {n}")
-        self.slots = slots
+        self.slots, page_size = in_range("slots", slots, 1), in_range("page_size", page_size, 1)
         if n_pages is None:
             n_pages = enough_pages(model, [self.block_size] * slots, 0, slots, page_size)
         config = model.config
