@@ -20,6 +20,7 @@ from typing import IO, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
+from core import terminal
 from core.settings import Size, Texts, UserError, check_fields, exit_on_user_error, read, read_early
 
 log = logging.getLogger("nanoattn")
@@ -195,6 +196,7 @@ def main(argv: list[str]) -> int:
     files = [os.path.realpath(path) for path in (config.prompts, config.out) if path]
     if len(files) > len(set(files)):
         raise UserError(f"--out={config.out} would replace --prompts")
+    terminal.prepare(*["stdout"] * bool(config.out))  # the texts go on without their reader
     model, tokenizer = load(config)
     writer = writer_of(config, model, tokenizer, starts)
     code = written = 0

@@ -115,7 +115,8 @@ class TrainConfig:
             raise ValueError(f"sdpa_flash_impl={self.sdpa_flash_impl} has no dropout (--dropout=0)")
         if self.shard_size is not None and self.parallel != "fsdp":
             raise ValueError(f"shard_size={self.shard_size} needs --parallel=fsdp")
-        self.model(1 if self.vocab_size is None else self.vocab_size)  # checks the sizes
+        if self.init_from == "scratch":  # else the sizes are the checkpoint's
+            self.model(1 if self.vocab_size is None else self.vocab_size)  # checks them
 
     def model(self, vocab_size: int) -> GPTConfig:
         shared = {f.name: getattr(self, f.name) for f in fields(GPTConfig) if hasattr(self, f.name)}
@@ -125,10 +126,10 @@ class TrainConfig:
     def policy(self) -> Policy:
         return Policy(self.attention_fallback, self.attention_hub_kernels, self.allow_mps_sdpa)
 
-    def setup(self, device: torch.device) -> Setup:
+    def setup(self, device: torch.device, width: int | None = None) -> Setup:
         names = ("dtype", "tf32", "compile", "compile_mode", "onednn", "deterministic",
-                 "sdpa_flash_impl", "n_embd")  # fmt: skip
-        return Setup.of(device, **{name: getattr(self, name) for name in names})
+                 "sdpa_flash_impl")  # fmt: skip
+        return Setup.of(device, n_embd=width or self.n_embd, **{n: getattr(self, n) for n in names})
 
 
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
@@ -199,9 +200,9 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     if device.type == "cpu":
         runtime.keep_freed_memory()
     torch.manual_seed(config.seed)
-    setup = config.setup(device)
     meta = data.read_meta(folder := data.find(config.dataset, config.data_dir))
     model = create_model(loaded, meta)
+    setup = config.setup(device, model.config.n_embd)
     T, dtype = model.config.block_size, runtime.dtype_name(setup.dtype)
     config = replace(config, block_size=T, dtype=dtype)  # type: ignore[arg-type]
     if config.parallel == "fsdp":
@@ -214,23 +215,23 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     borders = data.loader.Documents.of(folder, meta) if config.document_mask else None
     optimizer = build_optimizer(model, config, device, distributed.world_size)
     torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
+    splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
+    windows = data.loader.fingerprint(splits["val"], T, config.eval_iters, config.batch_size)
     done, scaler = checkpoint.Progress(evaluated=not config.eval_on_start), setup.scaler()
     if config.init_from == "resume":
-        done = checkpoint.restore_run(config, model, optimizer, scaler, distributed)
-    splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
-    compiled = bool(setup.compile) and config.parallel == "ddp"  # fsdp compiles block by block
+        done = checkpoint.restore_run(config, model, optimizer, scaler, distributed, windows)
+    ddp = config.parallel == "ddp"  # FSDP has changed the model in place, and compiles its blocks
+    compiled = bool(setup.compile) and ddp
     phase = {"dtype": config.dtype, "compiled": compiled, "segments": config.document_mask}
     kernel = model.plan(config.batch_size, distributed, **phase)[0].chosen
     model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
-    module: nn.Module = model  # FSDP has changed it in place
-    if config.parallel == "ddp":
-        module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
+    module = parallel.replicate(setup.compiled(model, micro_steps), distributed) if ddp else model
     say("\n".join([*setup.report(distributed.world_size), *about(model, optimizer)]))
     N, tokenizer = model.get_num_params(non_embedding=False), meta["tokenizer"]["name"]
     say(f"model: {N:,} parameters{flops.uncounted(model.config)}; dataset {folder}, tokenizer "
         f"{tokenizer}, vocabulary {meta['vocab_size']:,}")  # fmt: skip
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
-                             config.async_checkpoint, done.best_loss)  # fmt: skip
+                             config.async_checkpoint, *done.best, windows)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, borders,
                kernel, micro_steps, saver,
                done.step, done.sequences_seen, done.evaluated)  # fmt: skip
@@ -282,11 +283,10 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
                            run.borders, (run.step, run.sequences_seen))  # fmt: skip
 
     def save(val_loss: float | None) -> None:
-        run.saver.save(
-            run.model, run.optimizer, run.scaler, asdict(config), run.meta["tokenizer"],
-            step=run.step, val_loss=val_loss, sequences_seen=run.sequences_seen,
-            attention_backend=kernel.backend.name, attention_kernels=list(kernel.kernels),
-        )  # fmt: skip
+        run.saver.save(run.model, run.optimizer, run.scaler, asdict(config), run.meta["tokenizer"],
+                       step=run.step, val_loss=val_loss, sequences_seen=run.sequences_seen,
+                       attention_backend=kernel.backend.name,
+                       attention_kernels=list(kernel.kernels))  # fmt: skip
 
     runtime.settle(device)
     stopping, began, began_step = False, runtime.now(device), run.step
@@ -447,4 +447,4 @@ if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.errors import record
 
     # record: torchrun prints the exception of the first process that failed.
-    exit_on_user_error(lambda: record(main)(sys.argv[1:]))
+    exit_on_user_error(lambda: record(main)(sys.argv[1:]), lasting=True)

@@ -28,11 +28,11 @@ from checkpoint.store import Checkpoint, Json
 from core import runtime
 from core.distributed import DistInfo
 from core.files import open_output
-from core.optimizer import empty_state
+from core.optimizer import empty_state, numbers, tensors
 from core.parallel import fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError
-from data.loader import fits
+from data.loader import find, fits
 from data.tokenizer import same
 from model import GPT
 
@@ -60,6 +60,8 @@ class Saver:
     distributed: DistInfo
     background: bool = False  # write while the training goes on
     best_loss: float = math.inf  # lowest validation loss so far
+    best_since: int = 0  # after this step: earlier losses are of other data
+    val_windows: int = 0  # fingerprint() of the evaluation
     _thread: threading.Thread | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
 
@@ -105,6 +107,8 @@ class Saver:
             "step": step,
             "val_loss": val_loss,
             "best_val_loss": self.best_loss if math.isfinite(self.best_loss) else None,
+            "best_since": self.best_since,
+            "val_windows": self.val_windows,
             "processes": distributed.world_size,
             "job": distributed.job(),  # after a restart by torchrun this checkpoint is resumed
             "torch": torch.__version__,
@@ -137,28 +141,6 @@ class Saver:
         failure, self._thread, self._failure = self._failure, None, None
         if failure is not None:
             raise failure
-
-
-def numbers(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """The number that optimizer.state_dict() gives each parameter."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    number = {id(p): i for i, p in enumerate(params)}
-    return {name: number[id(p)] for name, p in model.state_dict(keep_vars=True).items()}
-
-
-def tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and optimizer state, in one dict of plain tensors or DTensors (--parallel=fsdp).
-
-    {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}. Optimizer state that does not
-    exist yet is created as in its first step.
-    """
-    flat: dict[str, Tensor] = {}
-    for name, p in model.state_dict(keep_vars=True).items():
-        flat[f"model.{name}"] = p.detach()
-        if not (state := optimizer.state[p]):
-            state |= empty_state(optimizer, p)
-        flat |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-    return flat
 
 
 def gathered(model: GPT) -> GPT:
@@ -271,11 +253,12 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
         merged = replace(before, **changes)
     except ValueError as e:
         raise UserError(f"{e} (resuming {saved.folder})") from e
-    folder = Path(merged.data_dir)
-    if "data_dir" not in changes and not folder.is_absolute() and not folder.exists():
+    name = "dataset" if os.sep in merged.dataset else "data_dir"
+    path, data = Path(getattr(merged, name)), find(merged.dataset, merged.data_dir)
+    if name not in changes and not (path.is_absolute() or path.exists() or data.exists()):
         raise UserError(
-            f"{saved.folder} has --data_dir={folder}, relative to where its run began, which is "
-            f"not {Path.cwd()}: name the folder with --data_dir"
+            f"{saved.folder} has --{name}={path}, relative to where its run began, which is not "
+            f"{Path.cwd()}: name the folder with --{name}"
         )
     decay_end = merged.lr_decay_iters or math.inf
     if merged.decay_lr and merged.warmup_iters <= decay_end < merged.max_iters:
@@ -367,7 +350,7 @@ class Progress:
 
     step: int = 0  # steps done
     sequences_seen: int = 0  # in these steps
-    best_loss: float = math.inf  # lowest validation loss so far
+    best: tuple[float, int] = math.inf, 0  # best_loss and best_since of Saver
     evaluated: bool = True  # False: the evaluation after this step is to come
 
 
@@ -377,8 +360,10 @@ def restore_run(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     distributed: DistInfo,
+    val_windows: int,
 ) -> Progress:
-    """Restore the newest checkpoint of config.out_dir and print where the run goes on."""
+    """Restore the newest checkpoint of config.out_dir and print where the run goes on. If its
+    evaluation had another fingerprint() than val_windows, a new best loss begins."""
     saved = store.load(store.latest(config.out_dir))
     step, best = restore(saved, model, optimizer, scaler, config.seed, distributed)
     before = saved.settings["train"]
@@ -392,8 +377,17 @@ def restore_run(
             f"a step has {now:,} sequences, before {was:,}: the data go on after the last sequence "
             "seen, the learning rate stays a function of the step"
         )
+    since = saved.state.get("best_since", 0)
+    mask = before.get("document_mask", False) != config.document_mask
+    if mask or saved.state.get("val_windows", val_windows) != val_windows:
+        names = ("dataset", "eval_iters", "batch_size", "document_mask")
+        changed = [f"--{name}" for name in names if before.get(name) != getattr(config, name)]
+        what = ", ".join(changed) or "the data"
+        distributed.say(f"the evaluation is another one ({what}): a new best loss begins")
+        best, since = math.inf, step
     due = step % config.eval_interval == 0 or step == config.max_iters
-    return Progress(step, seen, best, not due or saved.state.get("val_loss") is not None)
+    evaluated = not due or saved.state.get("val_loss") is not None
+    return Progress(step, seen, (best, since), evaluated)
 
 
 def restore(

@@ -130,8 +130,11 @@ def latest(out_dir: str | Path) -> Path:
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
-    """The checkpoint with the lowest validation loss; None if none was evaluated."""
-    losses = {p: load(p).state.get("val_loss") for p in folders(out_dir)}
+    """The checkpoint with the lowest validation loss; None if none was evaluated on the data of the
+    newest one."""
+    saved = [load(p) for p in folders(out_dir)]
+    since = saved[-1].state.get("best_since", 0) if saved else 0
+    losses = {c.folder: c.state.get("val_loss") for c in saved if c.step > since or not since}
     evaluated = {p: loss for p, loss in losses.items() if loss is not None}
     return min(evaluated, key=evaluated.__getitem__, default=None)
 

@@ -311,7 +311,8 @@ _worker: list[Tokenizer] = []  # of this process: too large to be sent with each
 
 
 def _begin(meta: Json) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the main process ends them
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach all: the main process ends them
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker[:] = [from_meta(meta)]

@@ -109,12 +109,14 @@ def test_a_nan_on_one_rank_stops_all_before_any_weight_changes(data_dir, tmp_pat
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_rank_saves_and_one_process_resumes_the_shards(data_dir, tmp_path):
+@pytest.mark.parametrize("name, exit_code", [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_to_one_rank_saves_and_one_process_resumes_the_shards(
+    name, exit_code, data_dir, tmp_path
+):
     out = tmp_path / "out"
-    code, said, _ = torchrun(
-        tmp_path, "SIGTERM", 1, argv(data_dir, out, max_iters=10_000, parallel="fsdp")
-    )
-    assert code != 0 and "exitcode  : 143" in said and "lost" not in said, said
+    line = argv(data_dir, out, max_iters=10_000, parallel="fsdp")
+    code, said, _ = torchrun(tmp_path, name, 1, line)
+    assert code != 0 and f"exitcode  : {exit_code}" in said and "lost" not in said, said
     assert checkpoint.latest(out).name == "step-00000005"
     assert "torchrun --standalone --nproc_per_node=2 train.py --init_from=resume" in said
     one = [sys.executable, str(ROOT / "train.py"), "--init_from=resume", f"--out_dir={out}",
