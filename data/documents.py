@@ -33,8 +33,10 @@ DATASETS = {  # name -> the settings that determine its result
 PIECE = 2**20  # characters that are tokenized at once
 MOST = 2**24  # the same of a text without spaces, as base64
 
-# The number of its document; a part of its text, "": the beginning, None: the end.
-Piece = tuple[int, str | None]
+OVERLAP = 2**12  # characters on both sides of a part, where its tokens depend on them
+
+# The number of its document; a text, "": the beginning, None: the end; the part of it to tokenize.
+Piece = tuple[int, str | None, int, int]
 
 
 def source_files(root: Path) -> list[Path]:
@@ -154,13 +156,21 @@ def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
     for document in documents:
         parts = filter(None, document)
         for first in islice(parts, 1):
-            batch.append((count, ""))
-            for part in chain([first], parts):
-                batch.append((count, part))
-                size += len(part)
+            batch.append((count, "", 0, 0))
+            for text, start, stop in _with_neighbours(chain([first], parts)):
+                batch.append((count, text, start, stop))
+                size += stop - start
                 if size >= PIECE:
                     yield batch
                     batch, size = [], 0
-            batch.append((count, None))
+            batch.append((count, None, 0, 0))
             count += 1
     yield batch
+
+
+def _with_neighbours(parts: Iterator[str]) -> Iterator[tuple[str, int, int]]:
+    """Each part between the ends of its neighbours, and where it starts and stops there."""
+    before, part = "", next(parts)
+    for after in chain(parts, [""]):
+        yield before + part + after[:OVERLAP], len(before), len(before) + len(part)
+        before, part = (before + part)[-OVERLAP:], after

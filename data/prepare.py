@@ -325,9 +325,11 @@ def _encode(batch: list[Piece]) -> list[tuple[int, bytes, int]]:
     """Tokenize pieces: the number of each one's document, its ids, and the bytes of its text."""
     (tokenizer,) = _worker
     dtype, done = dtype_for(tokenizer.vocab_size), []
-    for i, text in batch:
-        ids = tokenizer.encode(text) if text else tokenizer.begin if text == "" else [tokenizer.eot]
-        done.append((i, np.array(ids, dtype=dtype).tobytes(), len((text or "").encode())))
+    for i, text, *part in batch:
+        ends = tokenizer.begin if text == "" else [tokenizer.eot]
+        ids = tokenizer.encode_part(text, *part) if text else ends
+        size = len((text or "")[slice(*part)].encode())
+        done.append((i, np.array(ids, dtype=dtype).tobytes(), size))
     return done
 
 
