@@ -66,8 +66,9 @@ class _Parts:
         window, shown = [*prompt], len(prompt)  # the text of window[:shown] is known
 
         def new() -> str:
-            texts = [self.decode(window[:shown]), self.decode(window)]
-            return texts[1][len(os.path.commonprefix(texts)) :]
+            known, text = self.decode(window[:shown]), self.decode(window)
+            differ = (n for n, (a, b) in enumerate(zip(known, text, strict=False)) if a != b)
+            return text[next(differ, len(known)) :]
 
         for i in ids:
             window.append(i)
