@@ -67,11 +67,11 @@ def read_meta(folder: str | Path) -> Json:
     except (OSError, ValueError) as e:
         why = first_line(e)
     if os.path.isfile(folder):
-        new = os.path.abspath(os.path.splitext(folder)[0])
-        how = "python -m data text " + shlex.join([f"--source={folder}", f"--out_dir={new}"])
+        file, new = os.path.abspath(folder), os.path.abspath(os.path.splitext(folder)[0])
+        how = "python -m data text " + shlex.join([f"--source={file}", f"--out_dir={new}"])
         raise UserError(
-            f"--dataset={folder} is a file, expected a folder. If it is text: {how} (by "
-            f"characters: chars instead of text), then --dataset={new}"
+            f"{folder} is a file, expected a folder. If it is text: {how} (chars instead of text: "
+            f"by characters), then --dataset={new}"
         )
     name = path.parent.name
     prepare = ["python", "-m", "data", name if name in DATASETS else "..."]

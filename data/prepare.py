@@ -16,10 +16,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import chain, islice
 from pathlib import Path
@@ -72,52 +72,21 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         raise UserError(f"unknown dataset {dataset!r}; known: {known} ({own})")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     made_from = _made_from(dataset, config)
-    found = shards.meta(config.source) if dataset == "shards" else {}
-    with _locked(out_dir):
-        _prepare(dataset, config, out_dir, made_from, found)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Create the folder, and keep other preparations out by a lock that ends with this process."""
-    import fcntl
-
+    listed = shards.meta(config.source) if dataset == "shards" else {}
+    lock, new = _lock(out_dir), out_dir / ".partial"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)  # the folder itself: no file remains
-    except OSError as e:
-        raise UserError(f"cannot write {folder} ({e.strerror}); use another --out_dir") from e
-    with ExitStack() as end:
-        end.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if names := foreign_files(out_dir):
             raise UserError(
-                f"--out_dir={folder}: another python -m data writes there; use another folder"
-            ) from None
-        except OSError as e:  # some network disks
-            why = f"cannot be locked ({e.strerror}): start no other python -m data there"
-            print(f"{folder} {why}", file=sys.stderr)
-        yield
-
-
-def _prepare(
-    dataset: str, config: PrepareConfig, out_dir: Path, made_from: Json, found: Json
-) -> None:
-    if names := foreign_files(out_dir):
-        raise UserError(
-            f"{out_dir} has {' and '.join(names)} of another program; use another --out_dir"
-        )
-    if not config.force and _is_prepared(out_dir, made_from):
-        print(f"{out_dir} is already prepared (--force prepares it again)")
-        return
-    if dataset == "shards":
-        prepare_shards(config, out_dir, made_from, found)
-        return
-    one_text = dataset == "chars" or dataset.startswith("shakespeare")
-    work = prepare_text if one_text else prepare_documents
-    new = out_dir / ".partial"
-    try:
+                f"{out_dir} has {' and '.join(names)} of another program; use another --out_dir"
+            )
+        if not config.force and _is_prepared(out_dir, made_from):
+            print(f"{out_dir} is already prepared (--force prepares it again)")
+            return
+        if dataset == "shards":
+            prepare_shards(config, out_dir, made_from, listed)
+            return
+        one_text = dataset == "chars" or dataset.startswith("shakespeare")
+        work = prepare_text if one_text else prepare_documents
         new.mkdir(exist_ok=True)
         tokenizer, found = work(dataset, config, new, progress(f"preparing {dataset}"))
         name, V = tokenizer.name, tokenizer.vocab_size
@@ -138,10 +107,36 @@ def _prepare(
         n = config.workers or os.cpu_count()
         why = "a process that tokenizes was killed, perhaps because memory ran out"
         raise UserError(f"--workers={n}: {why}; use fewer") from e
+    finally:
+        os.close(lock)
     train, val = found["tokens"].values()
     read = f"{n:,} file{'s' * (n > 1)}, " if (n := found.get("files")) else ""
     counts = f"{read}{train:,} training and {val:,} validation tokens"
     print(f"{out_dir}: {counts}, {V:,} in vocabulary ({name})")
+
+
+def _lock(folder: Path) -> int:
+    """Create the folder, and lock it until the returned descriptor is closed or the process ends.
+
+    Raises:
+        UserError: another preparation has locked it, or it cannot be written.
+    """
+    import fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)  # the folder itself: no file remains
+    except OSError as e:
+        raise UserError(f"cannot write {folder} ({e.strerror}); use another --out_dir") from e
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UserError(f"--out_dir={folder} is in use by another python -m data") from None
+    except OSError as e:  # some network disks
+        why = f"cannot be locked ({e.strerror}): start no other python -m data there"
+        print(f"{folder} {why}", file=sys.stderr)
+    return lock
 
 
 def _made_from(dataset: str, config: PrepareConfig) -> Json:
@@ -207,11 +202,8 @@ def prepare_shards(config: PrepareConfig, out_dir: Path, made_from: Json, found:
         named = tokenizer_of(config)
         tokenizer, V = named.to_meta(), named.vocab_size
     meta = {**made_from, "tokenizer": tokenizer, "vocab_size": V, **found}
-    try:
-        (partial := out_dir / "meta.json.partial").write_text(json.dumps(meta, indent=1), "utf-8")
-        os.replace(partial, out_dir / "meta.json")
-    except OSError as e:
-        raise UserError(f"cannot write {out_dir} ({e.strerror or e}); use another --out_dir") from e
+    (partial := out_dir / "meta.json.partial").write_text(json.dumps(meta, indent=1), "utf-8")
+    os.replace(partial, out_dir / "meta.json")
     train, val = (
         f"{n:,} {s} tokens ({len(found['shards'][s])} files)" for s, n in found["tokens"].items()
     )
@@ -223,7 +215,7 @@ def prepare_text(
 ) -> tuple[Tokenizer, Json]:
     """One text in memory; the first 90 % of its characters are for training, as in nanoGPT."""
     source, char, files = config.source, dataset != "shakespeare", list[Path]()
-    report("reading", f"the text ({source or 'the plays'})")
+    report("reading", f"the text ({source or dataset})")
     one = source is not None and Path(source).is_file()
     if dataset == "chars" and not (one and not str(source).lower().endswith(".jsonl")):
         text = "\n".join(map("".join, documents.file_documents(source, config.text_key, files)))

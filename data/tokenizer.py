@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +42,8 @@ OTHER_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "vocab.txt", "to
 class _Parts:
     """Parts of a text: those of a long document, and the tokens of a new text as they arrive."""
 
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, ids: Iterable[int]) -> str:
-        raise NotImplementedError
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Iterable[int]], str]
 
     def encode_part(self, text: str, start: int, stop: int) -> list[int]:
         """The tokens of text[start:stop], as in the tokens of the whole text."""
