@@ -71,7 +71,7 @@ def read_meta(folder: str | Path) -> Json:
         how = "python -m data text " + shlex.join([f"--source={file}", f"--out_dir={new}"])
         raise UserError(
             f"{folder} is a file, expected a folder. If it is text: {how} (chars instead of text: "
-            f"by characters), then --dataset={new}"
+            f"by characters), then " + shlex.quote(f"--dataset={new}")
         )
     name = path.parent.name
     prepare = ["python", "-m", "data", name if name in DATASETS else "..."]
