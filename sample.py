@@ -4,7 +4,8 @@ python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
 python sample.py --init_from=gpt2 --prompts=questions.txt --out=answers.jsonl --kv_cache=paged
 
 Texts go to stdout, or as JSON lines to --out, in prompt order. Ctrl-C writes the texts so far and
-exits with code 130. Text n has the seed --seed + n: it is the same with any batch and cache.
+exits with code 130. Text n has the seed --seed + n. In float32 it is the same with any batch and
+cache; in other dtypes and with --weights=int8 rounding depends on them, and texts can differ.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Literal
@@ -251,12 +252,20 @@ def _new(steps: Iterator[None], text: Text) -> Iterator[int]:
 def _stream(new: Iterator[int], text: Text, writer: Writer) -> None:
     print(text.prompt, end="", flush=True)
     text.finish = "interrupted"
-    for piece in writer.tokenizer.stream_decode(new):
+    for piece in _decoded(new, text, writer.tokenizer):
         print(piece, end="", flush=True)
 
 
+def _decoded(new: Iterable[int], text: Text, tokenizer: data.Tokenizer) -> Iterator[str]:
+    """The pieces of the new text, which continue the prompt."""
+    pieces = tokenizer.stream_decode(new, text.ids if text.prompt else ())
+    if text.prompt[-1:].isspace() and not tokenizer.decode(text.ids)[-1:].isspace():
+        yield next(pieces, "").removeprefix(" ")  # the prompt's last space has no token (WordPiece)
+    yield from pieces
+
+
 def _print(text: Text, writer: Writer, out: IO[str], config: SampleConfig) -> None:
-    new = writer.tokenizer.decode(text.new)
+    new = "".join(_decoded(text.new, text, writer.tokenizer))
     row = {"prompt": text.prompt, "text": new, "tokens": len(text.new), "seed": text.seed}
     print(json.dumps({**row, "finish": text.finish}, ensure_ascii=False), file=out, flush=True)
     if config.stream:

@@ -28,7 +28,7 @@ from checkpoint.store import Checkpoint, Json
 from core import runtime
 from core.distributed import DistInfo
 from core.files import open_output
-from core.optimizer import empty_state, numbers, tensors
+from core.optimizer import numbers, tensors
 from core.parallel import fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError

@@ -9,7 +9,7 @@ A new prompt replaces a finished text at once; engine.py waits for the end of th
              a batch, then the next                            capitals: prefill
 
 A step runs the new prompts in groups of similar length, and one token of every other row. Each text
-equals generate()'s for its prompt alone.
+equals generate()'s for its prompt alone, in float32; in other dtypes rounding depends on the batch.
 
 **Admission.** A prompt waits, and all behind it, until the pool has pages for its longest text and
 for those in progress. So no text stops for lack of pages. A prompt that can never fit is an error.
