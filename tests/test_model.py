@@ -191,6 +191,30 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight), targets, ignore_index=IGNORE)
 
 
+@pytest.mark.parametrize("N, V, dtype", [
+    (32 * 1024, 50304, torch.bfloat16), (12 * 1024, 50304, torch.float32),
+    (16 * 1024, 50304, torch.float16), (10_000, 151_936, torch.bfloat16),
+    (999, 50304, torch.bfloat16)])
+def test_the_chunks_of_the_loss_are_equal_and_fill_tiles(N, V, dtype) -> None:
+    """Of 5,336 rows, as it was, the last chunk had 752."""
+    rows: list[int] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default and out.shape[-1] == V:
+                rows.append(out.shape[0])
+            return out
+
+    x, weight = (torch.empty(n, 8, dtype=dtype, device="meta") for n in (N, V))
+    with Record():
+        linear_cross_entropy(x, weight, torch.zeros(N, dtype=torch.int64, device="meta"))
+    *full, last = rows
+    assert sum(rows) == N and max(rows) * V <= 2**28
+    assert all(n == full[0] and n % 128 == 0 for n in full)
+    assert not full or (last == full[0] if N % 4096 == 0 else last > full[0] / 2)
+
+
 def loss_and_gradients(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor,
                        factor: float) -> list[Tensor]:
     x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
