@@ -192,11 +192,9 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("N, V, dtype", [
-    (32 * 1024, 50304, torch.bfloat16), (12 * 1024, 50304, torch.float32),
-    (16 * 1024, 50304, torch.float16), (10_000, 151_936, torch.bfloat16),
-    (999, 50304, torch.bfloat16)])
+    (1024, 50304, torch.float32), (2048, 50304, torch.bfloat16), (999, 50304, torch.float32),
+    (100, 50304, torch.float32), (150, 131_072, torch.float32)])
 def test_the_chunks_of_the_loss_are_equal_and_fill_tiles(N, V, dtype) -> None:
-    """Of 5,336 rows, as it was, the last chunk had 752."""
     rows: list[int] = []
 
     class Record(TorchDispatchMode):
@@ -206,13 +204,13 @@ def test_the_chunks_of_the_loss_are_equal_and_fill_tiles(N, V, dtype) -> None:
                 rows.append(out.shape[0])
             return out
 
-    x, weight = (torch.empty(n, 8, dtype=dtype, device="meta") for n in (N, V))
     with Record():
-        linear_cross_entropy(x, weight, torch.zeros(N, dtype=torch.int64, device="meta"))
+        x, weight = (torch.zeros(n, 2, dtype=dtype) for n in (N, V))
+        linear_cross_entropy(x, weight, torch.zeros(N, dtype=torch.int64))
     *full, last = rows
-    assert sum(rows) == N and max(rows) * V <= 2**28
+    assert sum(rows) == N and max(rows) * V <= (2**24 if dtype == torch.float32 else 2**26)
     assert all(n == full[0] and n % 128 == 0 for n in full)
-    assert not full or (last == full[0] if N % 4096 == 0 else last > full[0] / 2)
+    assert last == full[0] if N % 1024 == 0 else not full or last > full[0] / 8
 
 
 def loss_and_gradients(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor,

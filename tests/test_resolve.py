@@ -168,7 +168,7 @@ def test_auto_takes_the_latest_flash_attention_that_runs_there(machine, best) ->
 def test_auto_by_compute_capability_and_mask(machine, change, installed, best) -> None:
     """DESIGN.md: cuDNN by sdpa before FlashAttention-2 from 9.0 on; what skips tiles first."""
     spec = replace(FP16 if machine is TITAN else BF16, **change)
-    there = replace(machine, packages={installed: "2.8.3"} if installed else {})
+    there = replace(machine, packages={installed: "3.6"} if installed else {})
     assert runs("auto", spec, there, STRICT) == best
 
 

@@ -14,7 +14,7 @@ from test_flash import varlen as varlen_stand_in
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import BACKENDS, Spec, sdpa_flash
+from attention import BACKENDS, Spec, sdpa, sdpa_flash
 from attention.caps import Partial
 from attention.check import matrix, oracle
 from attention.check.matrix import CASES
@@ -33,6 +33,7 @@ def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: 
         return q
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(sdpa, "mask", lambda Tq, Tk, *_: torch.empty(Tq, Tk, dtype=torch.bool))
     on_card(monkeypatch, 9)
     with FakeTensorMode():
         q, k = (torch.empty(2, T, h, spec.head_dim, device="cuda", dtype=torch.bfloat16)
@@ -100,10 +101,11 @@ def test_named_cudnn_with_a_mask_and_gradients_has_whole_tiles(
     original = torch.nn.functional.scaled_dot_product_attention
     lengths: list[int] = []
 
-    def record(q: Tensor, k: Tensor, *rest: Any, **how: Any) -> Tensor:
-        lengths.append(k.shape[2])
+    def record(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest: Any,
+               **how: Any) -> Tensor:
+        lengths.extend([] if attn_mask is None else [k.shape[2]])
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return original(q, k, *rest, **how)
+            return original(q, k, v, attn_mask, *rest, **how)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
     spec = Spec(4, 2, 16, "float32", window=window, segments=segments)
