@@ -331,8 +331,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             stopping = val_loss is None
         value = mean_loss if val_loss is None else val_loss
         if any_inf or not math.isfinite(value):
-            run.saver.wait()
             meter.not_finite(run.step, value, lr, kernel, run.saver.last_good())
+            run.saver.wait()
             return 1
         if logging_now:
             meter.log(run.step, mean_loss, lr, seconds)

@@ -158,7 +158,6 @@ def run(args: argparse.Namespace) -> None:
         modes = [replace(spec, grad=False), spec][: 1 + spec.grad]
         print(head, flush=True)
         show = partial(print, file=sys.stderr, flush=True)
-        show("\nA first call of each; then, in interleaved rounds, the times below.")
         rows = measure(BACKENDS, modes, machine, policy, device, shape, show=show)
         print(f"\n{table(rows, modes)}")
 

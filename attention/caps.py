@@ -353,22 +353,19 @@ class Backend:
             text = f"it runs on {' and '.join(devices)}, not on {machine.device}"
             return [Refusal(text, "device")]
 
+        has, hard = machine.capability or (0, 0), {"capability": 1, "grad": 2}
+
         def distance(row: tuple[Caps, list[Refusal]]) -> tuple[int, int, int]:
-            # In a tie prefer what a user can change, the dtype, not the GPU or the backward; then
-            # the nearest GPU.
-            hard = ["", "capability", "grad"]
-            worst = max((hard.index(w.kind) for w in row[1] if w.kind in hard), default=0)
-            has = machine.capability or (0, 0)
-            low, high = row[0].min_capability or has, row[0].max_capability or (99, 0)
-            near = max(low, min(has, high))
+            # In a tie prefer what a user can change, the dtype, then the nearest GPU.
+            worst = max((hard.get(w.kind, 0) for w in row[1]), default=0)
+            near = max(row[0].min_capability or has, min(has, row[0].max_capability or (99, 0)))
             return len(row[1]), worst, abs(16 * (near[0] - has[0]) + near[1] - has[1])
 
         why = min(((c, c.why_not(spec, machine)) for c in rows), key=distance)[1]
-        if spec.grad and [w.kind for w in why] == ["capability"]:
-            inference = replace(spec, grad=False)
-            if not all(c.why_not(inference, machine) for c in rows):
-                text = f"to train {why[0]}; without gradients it runs (--inference)"
-                why = [Refusal(text, why[0].kind)]
+        fits = not all(c.why_not(replace(spec, grad=False), machine) for c in rows)
+        if fits and [w.kind for w in why] == ["capability"]:
+            text = f"to train {why[0]}; without gradients it runs (--inference)"
+            why = [Refusal(text, "capability")]
         return [
             Refusal(f"{w} ({self.install})", w.kind) if self.install and w.kind == "packages" else w
             for w in why

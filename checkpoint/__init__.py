@@ -19,15 +19,7 @@ from checkpoint.run import (
     restarted,
     restore,
     restore_run,
+    resume_command,
     resumed,
 )
-from checkpoint.store import (
-    Checkpoint,
-    best_folder,
-    folders,
-    latest,
-    load,
-    resume_command,
-    save,
-    set_aside,
-)
+from checkpoint.store import Checkpoint, best_folder, folders, latest, load, save, set_aside

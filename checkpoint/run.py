@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from checkpoint import store
 from checkpoint.convert import init_model, tokenizer_meta, trained_on
-from checkpoint.store import Checkpoint, Json
+from checkpoint.store import Checkpoint, Json, resume_command
 from core import runtime
 from core.distributed import DistInfo
 from core.optimizer import empty_state
@@ -137,9 +137,11 @@ class Saver:
 
     def last_good(self) -> str:
         """Name the newest checkpoint that this run wrote or resumed, and how to continue."""
+        if self._thread is not None:
+            self._thread.join()  # if it has failed, wait() raises
         found = store.folders(self.out_dir)  # set_aside() has moved those of another run
         good = f"{found[-1]} is the last good checkpoint" if found else "there is no checkpoint yet"
-        return f"{good}; to continue: {store.resume_command(self.out_dir, self.distributed)}"
+        return f"{good}; to continue: {resume_command(self.out_dir, self.distributed)}"
 
 
 def numbers(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -227,7 +229,7 @@ def explained(config: TrainConfig, distributed: DistInfo) -> Iterator[None]:
         with runtime.explained(less_memory):
             yield
     except RuntimeError as e:
-        distributed.name_missing(e, store.resume_command(config.out_dir, distributed))
+        distributed.name_missing(e, resume_command(config.out_dir, distributed))
         raise
     distributed.leave()  # not after a failure: NCCL may wait for a rank that is lost
 

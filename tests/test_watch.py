@@ -83,19 +83,20 @@ def test_the_lost_rank_is_named_and_all_end(data_dir, tmp_path, fault, victim, k
     assert (fault != "fails") or "a fault of its own" in said
 
 
-SLOW = """
-import os, time
+KERNEL = """
+import os, sys, time
 from attention import BACKENDS, Backend, Caps
 
-waited = []
+waited = [0][int(os.environ["RANK"]):]
 
 def attend(q, k, v, spec, **more):
-    first = os.environ["RANK"] == "1" and q.shape[0] == 4 and not spec.grad and not waited
-    if first:  # not the probe, whose batch is 2
+    if "--compile=True" in sys.argv and not spec.compiled:
+        raise RuntimeError("the request does not say that it is compiled")
+    if not (spec.compiled or spec.grad or waited) and q.shape[0] == 4:  # of the probe it is 2
         waited.append(time.sleep(9))
     return BACKENDS["manual"].attend(q, k, v, spec, **more)
 
-BACKEND = Backend("slow", "slow to evaluate at first", attend, (Caps(),), fallback=None)
+BACKEND = Backend("mine", "slow on rank 1, at first", attend, (Caps(),), fallback=None)
 """
 WANDB = """
 import sys, time
@@ -107,40 +108,22 @@ finish = lambda: (time.sleep(9), print("wandb is done", flush=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slow", ["the last work of rank 0", "the first evaluation"])
-def test_a_finished_run_is_not_lost_because_one_rank_is_slow(data_dir, tmp_path, slow):
-    (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
+@pytest.mark.parametrize("knobs", [
+    {"wandb_log": True}, {"attention_backend": "mine.py"},
+    {"attention_backend": "mine.py", "parallel": "fsdp", "compile": True}], ids=str)
+def test_a_finished_run_is_not_lost_because_one_rank_is_slow(data_dir, tmp_path, knobs):
+    """In its last work, or in the first evaluation. Compiled shards say that they are compiled."""
+    (tmp_path / "mine.py").write_text(KERNEL, encoding="utf-8")
     (tmp_path / "wandb.py").write_text(WANDB, encoding="utf-8")
-    last = slow == "the last work of rank 0"
-    knobs = {"wandb_log": True} if last else {"attention_backend": tmp_path / "slow.py"}
-    out = tmp_path / "out"
-    line = argv(data_dir, out, max_iters=6, batch_size=4, gradient_accumulation_steps=2,
-                eval_interval=4, hang_timeout=3, sample_tokens=2, **knobs)
+    line = argv(data_dir, tmp_path / "out", max_iters=6, eval_interval=4, sample_tokens=2,
+                gradient_accumulation_steps=2, attention_fallback=False,
+                **{"hang_timeout": 60 if "compile" in knobs else 3, **knobs})
     code, said, seconds = torchrun(tmp_path, "none", 0, line, at=[100])
     assert code == 0 and "lost" not in said and seconds > 9, said
-    assert "a sample of 2 tokens" in said and ("wandb is done" in said) == last, said
-    assert checkpoint.latest(out).name == "step-00000006"
-
-
-STRICT = """
-from attention import BACKENDS, Backend, Caps
-
-def attend(q, k, v, spec, **more):
-    if not spec.compiled:
-        raise RuntimeError("the request does not say that it is compiled")
-    return BACKENDS["manual"].attend(q, k, v, spec, **more)
-
-BACKEND = Backend("strict", "of compiled requests", attend, (Caps(),), fallback=None)
-"""
-
-
-@pytest.mark.slow
-def test_a_kernel_of_compiled_shards_is_asked_for_as_compiled(data_dir, tmp_path):
-    (tmp_path / "strict.py").write_text(STRICT, encoding="utf-8")
-    line = argv(data_dir, tmp_path / "out", max_iters=2, parallel="fsdp", compile=True,
-                attention_backend=tmp_path / "strict.py", attention_fallback=False)
-    code, said, _ = torchrun(tmp_path, "none", 0, line, at=[100])
-    assert code == 0 and said.count("Attention backend: strict (") == 2, said
+    assert "a sample of 2 tokens" in said, said
+    assert ("wandb is done" in said) == ("wandb_log" in knobs), said
+    assert ("backend: mine (" in said) == ("attention_backend" in knobs), said
+    assert checkpoint.latest(tmp_path / "out").name == "step-00000006"
 
 
 @pytest.mark.slow
