@@ -8,9 +8,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-import shlex
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from checkpoint import store
 from checkpoint.convert import init_model, tokenizer_meta, trained_on
-from checkpoint.store import Checkpoint, Json
+from checkpoint.store import Checkpoint, Json, resume_command
 from core import runtime
 from core.distributed import DistInfo
 from core.files import open_output
@@ -142,6 +140,14 @@ class Saver:
         if failure is not None:
             raise failure
 
+    def last_good(self) -> str:
+        """Name the newest checkpoint that this run wrote or resumed, and how to continue."""
+        if self._thread is not None:
+            self._thread.join()  # if it has failed, wait() raises
+        found = store.folders(self.out_dir)  # set_aside() has moved those of another run
+        good = f"{found[-1]} is the last good checkpoint" if found else "there is no checkpoint yet"
+        return f"{good}; to continue: {resume_command(self.out_dir, self.distributed)}"
+
 
 def gathered(model: GPT) -> GPT:
     """An unsharded model, a copy if needed. All processes must call it."""
@@ -208,8 +214,7 @@ def explained(config: TrainConfig, distributed: DistInfo) -> Iterator[None]:
     except RuntimeError as e:
         distributed.name_missing(e, resume_command(config.out_dir, distributed))
         raise
-    finally:
-        distributed.leave()
+    distributed.leave()  # not after a failure: NCCL may wait for a rank that is lost
 
 
 # ----------------------------------------------------------------------------- resume
@@ -281,18 +286,6 @@ def restarted(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Loaded[Trai
     distributed.say("restarted by torchrun: resuming from the last checkpoint")
     origins = {**loaded.origins, "init_from": "restart"}
     return resumed(Loaded(replace(settings, init_from="resume"), origins))
-
-
-def resume_command(out_dir: str, distributed: DistInfo) -> str:
-    """Return the command that resumes this run, or the given one if it has no checkpoint yet."""
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    try:
-        times = [p.stat().st_mtime for p in store.folders(out_dir)]
-    except FileNotFoundError:  # rank 0 has just deleted one, after it wrote another
-        times = [math.inf]
-    own = times and (again or max(times) >= distributed.began)
-    words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
-    return f"{distributed.launcher} train.py {shlex.join(words)}"
 
 
 def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:

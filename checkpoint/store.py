@@ -19,11 +19,13 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import pickle
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import count
@@ -236,6 +238,18 @@ def save_json(content: Json, path: Path) -> None:
 
 def has_dicts(content: object, *keys: str) -> bool:
     return isinstance(content, dict) and all(isinstance(content.get(k), dict) for k in keys)
+
+
+def resume_command(out_dir: str, distributed: DistInfo) -> str:
+    """Return the command that resumes this run, or the given one if it has no checkpoint yet."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    try:
+        times = [p.stat().st_mtime for p in folders(out_dir)]
+    except FileNotFoundError:  # rank 0 has just deleted one, after it wrote another
+        times = [math.inf]
+    own = times and (again or max(times) >= distributed.began)
+    words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
+    return f"{distributed.launcher} train.py {shlex.join(words)}"
 
 
 # ----------------------------------------------------------------------------- save

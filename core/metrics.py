@@ -17,6 +17,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from attention import Resolution
 from core.distributed import DistInfo
 from core.files import open_output, refuse_link, replacing, write_at_once
 from core.flops import ALONE, Peak, Row, Sizes, Speed, best_peak, differ, keys_seen, peak
@@ -201,13 +202,17 @@ class Meter:
         print(f"peak: measured again, because MFU exceeded 100 %: {self.peak}", flush=True)
         return replace(speed, peak=self.peak)
 
-    def not_finite(self, step: int, loss: float, lr: float, backend: str, resume: str) -> None:
+    def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
+        """Print the error; good: the checkpoint before it, and the command to continue."""
         self.distributed.say(
             f"error: a loss or gradient is not finite at step {step} or shortly before (loss "
-            f"{loss}, lr {lr:.2e}, backend {backend}). Try a lower --learning_rate "
-            f"(Muon's: --muon_rates), or --attention_backend=manual to test the kernel: {resume}",
+            f"{loss}, lr {lr:.2e}, backend {kernel.backend.name}). Try a lower --learning_rate "
+            f"(Muon's: --muon_rates), or --attention_backend=manual to test the kernel; {good}",
             file=sys.stderr,
         )
+        if "cudnn" in kernel.kernels:
+            cure = "cuDNN's kernel may be the cause: try --attention_backend=sdpa_flash"
+            self.distributed.say(cure, file=sys.stderr)
 
     def close(self) -> None:
         if self.metrics:

@@ -102,6 +102,7 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
         fully_shard(block, mesh=mesh, mp_policy=policy)
     if setup.compile:  # the head reads what this call of the model has gathered: its loss alone
         head: Any = model.get_submodule("lm_head")
+        model.__dict__["compiled_blocks"] = True
         head.loss = torch.compile(head.loss, mode=setup.compile_mode)
     fully_shard(model, mesh=mesh)
 

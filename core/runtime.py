@@ -122,6 +122,7 @@ class Setup:
 
         compile and onednn: None chooses the faster. For n_embd see pick_dtype().
         """
+        # Not by fp32_precision: after it Inductor fails where it reads the older settings.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if device.type == "cuda" or sdpa_flash_impl != "FA2":
             use_flash_impl(sdpa_flash_impl)

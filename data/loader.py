@@ -318,8 +318,8 @@ def _gather(
     batch = [torch.from_numpy(array) for array in arrays]
     if torch.device(device).type != "cuda":
         return tuple(t.to(device) for t in batch)
-    # From pinned memory the copy overlaps the computation. The thread that prefetches starts on
-    # device 0, where pinning would create a second context.
+    # From pinned memory the thread does not wait for the copy, which is on the stream of the steps.
+    # The thread that prefetches starts on device 0, where pinning would create a second context.
     with torch.cuda.device(device):
         return tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
 

@@ -545,7 +545,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     (line,) = [x for x in r.err.splitlines() if x.startswith("error: ")]
     lr = learning_rate(5, config(max_iters=20))
     for words in ("step 6", f"lr {lr:.2e}", "backend sdpa", "--attention_backend=manual",
-                  "--init_from=resume"):
+                  "--init_from=resume", f"{out / 'step-00000003'} "):
         assert words in line
     value = r"\d\.\d+" if how == "gradient" else "nan"
     assert re.search(rf"\(loss {value}, lr ", line), line
