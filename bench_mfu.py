@@ -21,6 +21,7 @@ import sys
 import time
 from contextlib import closing
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 
 from core.settings import Loaded, UserError, end_at_once, exit_on_user_error
@@ -65,14 +66,17 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **state,
     }
-    folder: Path | None = None
+
+    @cache
+    def folder() -> Path:  # made when there is a result
+        return record.new_folder(config.records_dir, config.record or "qualify", part["machine"])
 
     def content_of(run: Run, why: str = "") -> Json:
         return record.complete({**about, **run.content(why)})
 
     def save(run: Run) -> None:
-        if folder:
-            record.write(folder, content_of(run, "the run had not ended"), whole=False)
+        if config.record is not None:
+            record.write(folder(), content_of(run, "the run had not ended"), whole=False)
 
     whole = mode == "qualify"  # each stage has a deadline of its own
     minutes = config.minutes or (MINUTES_ON_CUDA if device.type == "cuda" else 0)
@@ -82,11 +86,9 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
         try:
             rounds.begin(run, limit)
             if whole:
-                content, folder = qualify.run(run, about, loaded.origins)
+                content = qualify.run(run, about, loaded.origins, folder)
             else:
                 run.refuse(record.MODES[mode].specs(run))
-                if config.record is not None:
-                    folder = record.folder_of(config.records_dir, config.record, part["machine"])
                 record.MODES[mode].measure(run)
                 content = content_of(run)
         except Failure as e:
@@ -95,11 +97,11 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
                 return stop.code or 1
             given = f" (--memory_gb={config.memory_gb:g})" if limit and config.memory_gb else ""
             raise UserError(f"nothing can be measured on {device}{given}: {e}") from None
-        if folder:
-            record.write(folder, content)
+        if recorded := whole or config.record is not None:
+            record.write(folder(), content)
     show(content)
-    if folder:
-        print(f"record: {folder}")
+    if recorded:
+        print(f"record: {folder()}")
     if config.json:
         print(json.dumps(content, allow_nan=False))
     if whole:

@@ -65,6 +65,7 @@ import torch
 import checkpoint
 import sample
 from attention import DeviceLost
+from core.files import write_at_once
 from core.runtime import describe, show_log
 from data.tokenizer import Tokenizer
 from model import GPT
@@ -219,7 +220,7 @@ def main(argv: list[str]) -> int:
 
 def write(path: str, text: str) -> None:
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        write_at_once(Path(path), text)
     except OSError as e:
         raise UserError(f"cannot write {path}: {e.strerror}") from e
 

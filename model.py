@@ -224,6 +224,7 @@ class GPT(nn.Module):
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
         self.ring: Ring | None = None  # context parallelism: idx is a shard of each sequence
+        self.compiled_blocks = False  # each alone, by core/parallel.py
         self.packed = False  # segments are where a token's document begins: positions count from it
         self.plans = Plans(config.attention_backend, policy, config.specs, config.block_size)
         learned = config.position == "learned"
@@ -313,7 +314,8 @@ class GPT(nn.Module):
     def phase(self, segments: bool = False, cache: Cache = None, x: Tensor | None = None) -> Phase:
         """The phase of a forward pass that begins now; x: the embeddings, in the blocks' dtype."""
         x, shared = self.transformer.wte.weight if x is None else x, bool(self.ring)
-        return Phase.now(x, self.training, segments, cache, shared and cache is None)
+        now = Phase.now(x, self.training, segments, cache, shared and cache is None)
+        return now._replace(compiled=now.compiled or self.compiled_blocks)
 
     def plan(self, B: int = 1, ranks: Ranks | None = None, **changes: Any) -> Plan:
         """Choose each layer's kernel for a phase in advance: as phase(), with `changes`."""

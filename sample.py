@@ -4,7 +4,8 @@ python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
 python sample.py --init_from=gpt2 --prompts=questions.txt --out=answers.jsonl --kv_cache=paged
 
 Texts go to stdout, or as JSON lines to --out, in prompt order. Ctrl-C writes the texts so far and
-exits with code 130. Text n has the seed --seed + n: it is the same with any batch and cache.
+exits with code 130. Text n has the seed --seed + n. In float32 it is the same with any batch and
+cache; in other dtypes and with --weights=int8 rounding depends on them, and texts can differ.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
+from core import terminal
 from core.settings import Size, Texts, UserError, check_fields, exit_on_user_error, read, read_early
 
 log = logging.getLogger("nanoattn")
@@ -81,6 +83,7 @@ import attention
 import checkpoint
 import data
 from core.cpu import int8
+from core.files import open_output
 from core.runtime import Setup, decide_compile, explained, pick_device, show_log
 from data.loader import fits
 from data.tokenizer import well_formed
@@ -194,6 +197,7 @@ def main(argv: list[str]) -> int:
     files = [os.path.realpath(path) for path in (config.prompts, config.out) if path]
     if len(files) > len(set(files)):
         raise UserError(f"--out={config.out} would replace --prompts")
+    terminal.prepare(*["stdout"] * bool(config.out))  # the texts go on without their reader
     model, tokenizer = load(config)
     writer = writer_of(config, model, tokenizer, starts)
     code = written = 0
@@ -248,12 +252,20 @@ def _new(steps: Iterator[None], text: Text) -> Iterator[int]:
 def _stream(new: Iterator[int], text: Text, writer: Writer) -> None:
     print(text.prompt, end="", flush=True)
     text.finish = "interrupted"
-    for piece in writer.tokenizer.stream_decode(new):
+    for piece in _decoded(new, text, writer.tokenizer):
         print(piece, end="", flush=True)
 
 
+def _decoded(new: Iterable[int], text: Text, tokenizer: data.Tokenizer) -> Iterator[str]:
+    """The pieces of the new text, which continue the prompt."""
+    pieces = tokenizer.stream_decode(new, text.ids if text.prompt else ())
+    if text.prompt[-1:].isspace() and not tokenizer.decode(text.ids)[-1:].isspace():
+        yield next(pieces, "").removeprefix(" ")  # the prompt's last space has no token (WordPiece)
+    yield from pieces
+
+
 def _print(text: Text, writer: Writer, out: IO[str], config: SampleConfig) -> None:
-    new = writer.tokenizer.decode(text.new)
+    new = "".join(_decoded(text.new, text, writer.tokenizer))
     row = {"prompt": text.prompt, "text": new, "tokens": len(text.new), "seed": text.seed}
     print(json.dumps({**row, "finish": text.finish}, ensure_ascii=False), file=out, flush=True)
     if config.stream:
@@ -264,9 +276,9 @@ def _print(text: Text, writer: Writer, out: IO[str], config: SampleConfig) -> No
 
 def _open(path: str) -> IO[str]:
     try:
-        return open(path, "w", encoding="utf-8")
+        return open_output(Path(path), "w")
     except OSError as e:
-        raise UserError(f"cannot write {path} ({e})") from e
+        raise UserError(f"cannot write {path} ({e.strerror})") from e
 
 
 if __name__ == "__main__":

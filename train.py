@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -112,7 +111,8 @@ class TrainConfig:
         check_fields(self)
         if self.shard_size is not None and self.parallel != "fsdp":
             raise ValueError(f"shard_size={self.shard_size} needs --parallel=fsdp")
-        self.model(1 if self.vocab_size is None else self.vocab_size)  # checks the sizes
+        if self.init_from == "scratch":  # else the sizes are the checkpoint's
+            self.model(1 if self.vocab_size is None else self.vocab_size)  # checks them
 
     def model(self, vocab_size: int) -> GPTConfig:
         shared = {f.name: getattr(self, f.name) for f in fields(GPTConfig) if hasattr(self, f.name)}
@@ -122,9 +122,9 @@ class TrainConfig:
     def policy(self) -> Policy:
         return Policy(self.attention_fallback, self.attention_hub_kernels, self.allow_mps_sdpa)
 
-    def setup(self, device: torch.device) -> Setup:
-        names = ("dtype", "tf32", "compile", "compile_mode", "onednn", "deterministic", "n_embd")
-        return Setup.of(device, **{name: getattr(self, name) for name in names})
+    def setup(self, device: torch.device, width: int | None = None) -> Setup:
+        names = ("dtype", "tf32", "compile", "compile_mode", "onednn", "deterministic")
+        return Setup.of(device, n_embd=width or self.n_embd, **{n: getattr(self, n) for n in names})
 
 
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
@@ -195,9 +195,9 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     if device.type == "cpu":
         runtime.keep_freed_memory()
     torch.manual_seed(config.seed)
-    setup = config.setup(device)
     meta = data.read_meta(folder := data.find(config.dataset, config.data_dir))
     model = create_model(loaded, meta)
+    setup = config.setup(device, model.config.n_embd)
     T, dtype = model.config.block_size, runtime.dtype_name(setup.dtype)
     config = replace(config, block_size=T, dtype=dtype)  # type: ignore[arg-type]
     if config.parallel == "fsdp":
@@ -207,26 +207,26 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = config.residual_dtype == "autocast"
     model.packed = config.document_mask
-    borders = data.loader.Documents.of(folder, meta) if config.document_mask else None
+    borders = data.loader.Documents.of(folder, meta) if model.packed else None
     optimizer = build_optimizer(model, config, device, distributed.world_size)
     torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
+    splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
+    windows = data.loader.fingerprint(splits["val"], T, config.eval_iters, config.batch_size)
     done, scaler = checkpoint.Progress(evaluated=not config.eval_on_start), setup.scaler()
     if config.init_from == "resume":
-        done = checkpoint.restore_run(config, model, optimizer, scaler, distributed)
-    splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
-    compiled = bool(setup.compile) and config.parallel == "ddp"  # fsdp compiles block by block
-    phase = {"dtype": config.dtype, "compiled": compiled, "segments": config.document_mask}
+        done = checkpoint.restore_run(config, model, optimizer, scaler, distributed, windows)
+    ddp = config.parallel == "ddp"  # FSDP has changed the model in place, and compiles its blocks
+    compiled = bool(setup.compile)
+    phase = {"dtype": config.dtype, "compiled": compiled, "segments": model.packed}
     kernel = model.plan(config.batch_size, distributed, **phase)[0].chosen
     model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
-    module: nn.Module = model  # FSDP has changed it in place
-    if config.parallel == "ddp":
-        module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
+    module = parallel.replicate(setup.compiled(model, micro_steps), distributed) if ddp else model
     say("\n".join([*setup.report(distributed.world_size), *about(model, optimizer)]))
     N, tokenizer = model.get_num_params(non_embedding=False), meta["tokenizer"]["name"]
     say(f"model: {N:,} parameters{flops.uncounted(model.config)}; dataset {folder}, tokenizer "
         f"{tokenizer}, vocabulary {meta['vocab_size']:,}")  # fmt: skip
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
-                             config.async_checkpoint, done.best_loss)  # fmt: skip
+                             config.async_checkpoint, *done.best, windows)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, borders,
                kernel, micro_steps, saver,
                done.step, done.sequences_seen, done.evaluated)  # fmt: skip
@@ -270,19 +270,17 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         meter.metrics = Metrics(Path(config.out_dir), run.step, wandb, run.evaluated)
     val_loss = None if run.evaluated else evaluate(run, meter.metrics)
 
-    resume = partial(checkpoint.resume_command, config.out_dir, distributed)
     stop, kernel, lost, saved_step = Stop(distributed), run.attention, "", run.step
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
-    warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
+    warm = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device,
                            run.borders, (run.step, run.sequences_seen))  # fmt: skip
 
     def save(val_loss: float | None) -> None:
-        run.saver.save(
-            run.model, run.optimizer, run.scaler, asdict(config), run.meta["tokenizer"],
-            step=run.step, val_loss=val_loss, sequences_seen=run.sequences_seen,
-            attention_backend=kernel.backend.name, attention_kernels=list(kernel.kernels),
-        )  # fmt: skip
+        run.saver.save(run.model, run.optimizer, run.scaler, asdict(config), run.meta["tokenizer"],
+                       step=run.step, val_loss=val_loss, sequences_seen=run.sequences_seen,
+                       attention_backend=kernel.backend.name,
+                       attention_kernels=list(kernel.kernels))  # fmt: skip
 
     runtime.settle(device)
     stopping, began, began_step = False, runtime.now(device), run.step
@@ -302,7 +300,9 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             break
         run.step += 1
         run.sequences_seen += run.global_batch
-        if run.step == warm_step:
+        if run.step == warm:
+            if distributed.control:
+                evaluate(run, batches=1)  # the first one compiles
             distributed.limit(config.hang_timeout)  # until here it was half an hour, to compile
             began, began_step = runtime.now(device), run.step
             meter.counted.clear()
@@ -320,15 +320,14 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         # --- evaluation, logging ---
         total, any_inf = distributed.sum([float(loss), float(found_inf)])
         mean_loss = total / distributed.world_size
-        passed, warm = time.perf_counter() - began, run.step > warm_step
-        seconds = passed / (run.step - began_step) if warm else None
-        val_loss = None
+        passed, steps, val_loss = time.perf_counter() - began, run.step - began_step, None
+        seconds = passed / steps if run.step > warm else None
         if evaluating and not (any_inf or stopping):
             val_loss = evaluate(run, meter.metrics, stop)
             stopping = val_loss is None
         value = mean_loss if val_loss is None else val_loss
         if any_inf or not math.isfinite(value):
-            meter.not_finite(run.step, value, lr, kernel.backend.name, resume())
+            meter.not_finite(run.step, value, lr, kernel, run.saver.last_good())
             run.saver.wait()
             return 1
         if logging_now:
@@ -343,28 +342,30 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if stopping and run.step > saved_step:
         save(None)
     run.saver.wait()
-    meter.close()
     stopping = bool(distributed.sum([float(stopping or stop.request.noted)])[0])
+    alone = checkpoint.gathered(run.model) if config.sample_tokens and not stopping else None
+    meter.close()  # from here on no process waits for the main one, which may take long
     stop.request.close()
     if stopping:
-        say(f"stopped after step {run.step}{lost}; to continue: {resume()}")
+        say(f"stopped after step {run.step}{lost}; {run.saver.last_good()}")
         return 128 + (stop.request.signal or signal.SIGTERM)
     meter.end(val_loss, run.meta.get("baselines", {}))
-    if config.sample_tokens:
-        sample(run)
+    if alone and distributed.main:
+        sample(run, alone)
     return 0
 
 
 @torch.no_grad()
-def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None) -> float | None:
-    """Print and log the mean loss on fixed batches of each split; returns val's, None: stopped."""
+def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None,
+             batches: int | None = None) -> float | None:  # fmt: skip
+    """Print and log the splits' losses; returns val's, None: stopped. batches: only try so many."""
     config, distributed, device, losses = run.config, run.distributed, run.setup.device, {}
-    ring, shape = run.model.ring, (config.block_size, config.eval_iters, config.batch_size)
+    size = config.block_size, batches or config.eval_iters, config.batch_size
     run.model.eval()
     try:
         for split, tokens in run.splits.items():
-            batches = data.eval_batches(tokens, *shape, *distributed.data, device, run.borders)
-            sums = parallel.summed_loss(run.module, ring, batches, run.setup.autocast, stop)
+            each = data.eval_batches(tokens, *size, *distributed.data, device, run.borders)
+            sums = parallel.summed_loss(run.module, run.model.ring, each, run.setup.autocast, stop)
             summed, n_targets = distributed.sum([*sums])
             losses[split] = summed / n_targets if n_targets else math.nan
     except Stopped:
@@ -373,6 +374,8 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None)
     finally:
         parallel.reshard(run.model)
         run.model.train()
+    if batches:
+        return None
     train_loss, val_loss = losses["train"], losses["val"]
     bits = data.bits_per_byte(run.meta, val_loss)
     also = f" ({bits:.4f} bits per byte)" if bits else ""
@@ -382,14 +385,12 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None)
     return val_loss
 
 
-def sample(run: Run) -> None:
-    """Print text from the model; all processes must call this."""
-    alone, n = checkpoint.gathered(run.model), run.config.sample_tokens
-    if not run.distributed.main:
-        return
+def sample(run: Run, alone: GPT) -> None:
+    """Print text from the model, unsharded."""
     torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
     torch.manual_seed(run.config.seed)
-    tokenizer, start = data.from_meta(run.meta["tokenizer"]), [run.splits["train"][:1].tolist()]
+    n, start = run.config.sample_tokens, [run.splits["train"][:1].tolist()]
+    tokenizer = data.from_meta(run.meta["tokenizer"])
     alone.eval().plan(grad=False, dtype=run.config.dtype)
     how = {"vocab_size": tokenizer.vocab_size, "unused": tokenizer.unused}
     with run.setup.autocast:
@@ -440,7 +441,6 @@ def train_step(
 
 
 if __name__ == "__main__":
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors import record  # for torchrun's report
 
-    # record: torchrun prints the exception of the first process that failed.
-    exit_on_user_error(lambda: record(main)(sys.argv[1:]))
+    exit_on_user_error(lambda: record(main)(sys.argv[1:]), lasting=True)

@@ -20,6 +20,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -139,8 +140,10 @@ def run(args: argparse.Namespace) -> None:
         print(head, resolve(args.backend, spec, machine, policy), sep="\n\n")
     elif args.backend == "fastest":
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-        print(fastest(spec, device, shape, policy))
+        print(replace(fastest(spec, device, shape, policy), rejected={}))  # they were logged
     elif args.backend:
+        # Without a handler Python would print the refusals, too, bare.
+        logging.getLogger("nanoattn").addHandler(logging.NullHandler())
         print(select(args.backend, spec, device, policy))
     elif args.machine:
         found = [(b, *admit(b.name, spec, machine, policy)[1:]) for b in BACKENDS.values()]
@@ -153,8 +156,10 @@ def run(args: argparse.Namespace) -> None:
             print(f"\nauto: {e}")
     else:
         modes = [replace(spec, grad=False), spec][: 1 + spec.grad]
-        rows = measure(BACKENDS, modes, machine, policy, device, shape)
-        print(head, table(rows, modes), sep="\n\n")
+        print(head, flush=True)
+        show = partial(print, file=sys.stderr, flush=True)
+        rows = measure(BACKENDS, modes, machine, policy, device, shape, show=show)
+        print(f"\n{table(rows, modes)}")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -259,11 +259,19 @@ class Backend:
             text = f"it runs on {' and '.join(devices)}, not on {machine.device}"
             return [Refusal(text, "device")]
 
-        def distance(why: list[Refusal]) -> tuple[int, bool]:
-            # In a tie prefer what a user can change: the dtype, not the GPU or the backward.
-            return len(why), any(w.kind in ("capability", "grad") for w in why)
+        has, hard = machine.capability or (0, 0), {"capability": 1, "grad": 2}
 
-        why = min((c.why_not(spec, machine) for c in rows), key=distance)
+        def distance(row: tuple[Caps, list[Refusal]]) -> tuple[int, int, int]:
+            # In a tie prefer what a user can change, the dtype, then the nearest GPU.
+            worst = max((hard.get(w.kind, 0) for w in row[1]), default=0)
+            near = max(row[0].min_capability or has, min(has, row[0].max_capability or (99, 0)))
+            return len(row[1]), worst, abs(16 * (near[0] - has[0]) + near[1] - has[1])
+
+        why = min(((c, c.why_not(spec, machine)) for c in rows), key=distance)[1]
+        fits = not all(c.why_not(replace(spec, grad=False), machine) for c in rows)
+        if fits and [w.kind for w in why] == ["capability"]:
+            text = f"to train {why[0]}; without gradients it runs (--inference)"
+            why = [Refusal(text, "capability")]
         return [
             Refusal(f"{w} ({self.install})", w.kind) if self.install and w.kind == "packages" else w
             for w in why

@@ -369,6 +369,7 @@ KERNELS = {
     "aten::_scaled_dot_product_flash_attention": "flash",
     "aten::_scaled_dot_product_efficient_attention": "efficient",
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    "aten::_cudnn_attention_forward": "cudnn",
     "aten::_scaled_dot_product_attention_math": "math",
     "aten::_scaled_dot_product_attention_math_for_mps": "math (MPS)",
     "aten::_scaled_dot_product_fused_attention_overrideable": "overrideable",
@@ -376,6 +377,7 @@ KERNELS = {
     "nanoattn::flash_forward": "flash (our Triton)",
     "nanoattn::paged_decode": "paged decode (Triton)",
 }
+PINNED = ("flash", "efficient", "cudnn", "math")  # the kernels that sdpa_* promise
 # Namespaces without another library's attention kernels.
 PLAIN = {"aten", "prims", "autograd", "c10d", "mkldnn", "inductor", "nanoattn"}
 
@@ -460,8 +462,13 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
         "grad_allowed": g and g.allowed / g.size,
         "canary": leak == 0,
     }
-    reasons = (f"its numbers are wrong ({'; '.join(why)})",) if why else ()
-    return Probe(reasons, kernels_of(events), tuple(events), proof)
+    kernels = kernels_of(events)
+    promised = backend.name[5:] if backend.name.startswith("sdpa_") else ""
+    ran = {kernel.split()[0] for kernel in kernels}  # "flash (CPU)" is flash
+    others = ran & {*PINNED} - {promised} if promised in PINNED else set()
+    reasons = [f"it ran another kernel ({', '.join(sorted(others))})"] if others else []
+    reasons = [f"its numbers are wrong ({'; '.join(why)})"] if why else reasons
+    return Probe(tuple(reasons), kernels, tuple(events), proof)
 
 
 def probe_long(

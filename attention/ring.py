@@ -131,9 +131,13 @@ class Ring:
             + [dist.P2POp(dist.irecv, t, before, self.group) for t in came]
         )
 
+        # NCCL's watchdog keeps the group's limit; gloo's sends and receives have none of their own.
+        on = came[0].device
+        limit = [self.group._get_backend(on).options._timeout] if on.type == "cpu" else []
+
         def wait(_until_sent: list[Tensor] = sent) -> list[Tensor]:
             for work in works:
-                work.wait()
+                work.wait(*limit)
             return came
 
         return wait

@@ -62,6 +62,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     if k.shape[1] == 1 and kernel == SDPBackend.CUDNN_ATTENTION:
         return _only_key(q, k, v, spec)
+    if attn_mask is not None and spec.grad and kernel == SDPBackend.CUDNN_ATTENTION:
+        k, v = (F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % 128)) for t in (k, v))  # see permitted()
+        attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128))
     grouped = spec.n_kv_head != spec.n_head
     repeats = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
     if grouped and q.is_cuda and kernel is None:  # flash and cuDNN need half precision and 8.0
@@ -72,7 +75,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
         k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
         grouped = False
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    kernels = permitted(spec, q.is_cuda) if kernel is None else [kernel]
+    kernels = permitted(spec, q.is_cuda, attn_mask is not None) if kernel is None else [kernel]
     with sdpa_kernel(kernels) if kernels else nullcontext():
         out = F.scaled_dot_product_attention(
             q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal,
@@ -98,15 +101,15 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int = 0,
     return fused(q, k, v, spec, kernel, attn_mask)
 
 
-def permitted(spec: Spec, on_cuda: bool) -> list[SDPBackend] | None:
+def permitted(spec: Spec, on_cuda: bool, masked: bool) -> list[SDPBackend] | None:
     """The kernels that PyTorch may choose from; None: all of them.
 
     On Hopper and Blackwell it prefers cuDNN (since torch 2.11, which brings cuDNN 9.15.1 or later).
     But cuDNN builds a plan for each new length, which takes the host tens of ms: too slow in
-    decoding. And some of its kernels round dropout to sixteenths, unchecked by torch 2.11 (pytorch
-    pull request 174245).
+    decoding. Some of its kernels round dropout to sixteenths, unchecked by torch 2.11 (pull request
+    174245), and with a mask dq may be NaN if keys do not fill tiles of 128 (issue 196678).
     """
-    if on_cuda and (not spec.grad or spec.dropout % CUDNN_DROPOUT_STEP):
+    if on_cuda and (masked or not spec.grad or spec.dropout % CUDNN_DROPOUT_STEP):
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return None
 

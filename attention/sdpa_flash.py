@@ -23,6 +23,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .caps import Partial
 from .function import dense_gradient
@@ -48,14 +49,12 @@ def varlen(
     if found.keys is not None:
         k_THD, v_THD = k_THD[found.keys], v_THD[found.keys]
     lengths = found.cu_q, found.cu_k, found.max_q, found.max_k
-    out = dense_gradient(varlen_attn(  # type: ignore[arg-type]
-        q_THD, k_THD, v_THD, *lengths, scale=spec.softmax_scale,
-        window_size=(
-            -1 if spec.window is None else spec.window - 1,
-            -1 if spec.right is None else spec.right,
-        ),
-        enable_gqa=spec.n_head != spec.n_kv_head,
-    ))
+    sides = (-1 if spec.window is None else spec.window - 1,
+             -1 if spec.right is None else spec.right)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # else torch 2.14 may take cuDNN's kernel
+        out = varlen_attn(q_THD, k_THD, v_THD, *lengths, scale=spec.softmax_scale,
+                          window_size=sides, enable_gqa=spec.n_head != spec.n_kv_head)
+    out = dense_gradient(out)  # type: ignore[arg-type]
     return out.unflatten(0, (B, Tq))[..., :D]
 
 

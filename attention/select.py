@@ -196,6 +196,9 @@ def preferred(spec: Spec, machine: Machine) -> list[str]:
             before("flash_attn_2" if major == 8 else "sdpa", "flash_attn_4")
         if spec.window is not None or spec.segments:  # it skips tiles, sdpa takes a mask
             before("sdpa_flash", "sdpa")
+            # sdpa_flash takes windows from 2.12 on, and by segments it breaks a compiled graph.
+            if spec.compiled or version(machine.torch) < (2, 12):
+                before("triton", "sdpa_flash")
     elif machine.bfloat16_units and spec.grad and not spec.compiled:
         order.insert(0, "sdpa_bmm")  # a faster backward, which Dynamo does not trace
     return order

@@ -64,7 +64,7 @@ class Knobs:
     sizes: tuple[Literal["a", "b", "c"], ...] = ("a", "b", "c")  # of runs: docs/SPEED.md
     stages: tuple[Annotated[int, Field(ge=1, le=6)], ...] = (1, 2, 3, 4, 5, 6)  # of qualify
     # --- what is planned ---
-    gpu: str | None = None  # "NVIDIA H200"
+    gpu: str | None = None  # "NVIDIA H200", or a part: H100
     gpus: tuple[PositiveInt, ...] = (8,)  # numbers of GPUs
     gpus_per_node: PositiveInt = 8  # joined by NVLink
     context_parallels: tuple[PositiveInt, ...] = ()  # none: context_parallel; 1: also 2, 4, 8

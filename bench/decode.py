@@ -137,7 +137,7 @@ class Decoding:
         candidate = candidates.build(sent["rival"], job)
         self.who = who = candidate.for_decoding(compile, sent["weights"])
         self.parameters, self.int8 = candidates.parameters(who), int8.parameters(who.model)
-        self.about = {"title": who.title}
+        self.about = {"title": who.title, "dtype": job.dtype}
 
     def round(self, request: Json) -> Json:
         how = constrained(request["constraint"], self.job.vocab_size)

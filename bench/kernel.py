@@ -140,7 +140,7 @@ class Kernels:
         self.job, self.name = Job(sent), sent["name"]
         self.config, self.device = self.job.config, self.job.device
         self.clock = Clock(self.device)
-        self.about = {"title": attention.get(self.name).title}
+        self.about = {"title": attention.get(self.name).title, "dtype": self.job.dtype}
         self.kernels: dict[Spec, Json] = {}  # what ran, and how exact it was
 
     def tensors(self, point: Json) -> list[Tensor]:

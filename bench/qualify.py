@@ -171,13 +171,14 @@ def settled(run: Run, given: Container[str]) -> None:
     run.part["vocab_size"], _ = vocabulary(config)
 
 
-def run(whole: Run, about: Json, given: Container[str]) -> tuple[Json, Path]:
-    """Run the requested stages; return the record and its folder.
+def run(whole: Run, about: Json, given: Container[str], folder: Callable[[], Path]) -> Json:
+    """Run the requested stages; return the record.
 
     Args:
         whole: its machine is described.
         about: the record's entries about the command.
         given: names of the settings that the user gave.
+        folder: makes and returns the record's.
     """
     settled(whole, given)
     config, names = whole.config, [*STAGES]
@@ -185,7 +186,6 @@ def run(whole: Run, about: Json, given: Container[str]) -> tuple[Json, Path]:
     wanted = [names[n - 1] for n in sorted(set(config.stages))]
     content: Json = {**about, **whole.content(), "stages": []}
     del content["rows"]
-    folder = record.folder_of(config.records_dir, config.record or "qualify", content["machine"])
     whole.progress.tell(
         f"training: {config.n_layer} layers, {config.n_embd} wide, batch "
         f"{config.batch_size}, {config.block_size} tokens"
@@ -214,8 +214,8 @@ def run(whole: Run, about: Json, given: Container[str]) -> tuple[Json, Path]:
         content["answers"] = conclusions(content)
         if not missing:
             del content["incomplete"]
-        record.write(folder, content, whole=False)
-    return content, folder
+        record.write(folder(), content, whole=False)
+    return content
 
 
 def attempt(name: str, run: Run, box: float) -> Json:

@@ -10,6 +10,7 @@ import copy
 import json
 import re
 import subprocess
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,7 @@ from attention.proof import allowed_error
 from bench import ROOT, Json, converge, decode, hf, kernel, parts, tables, train
 from bench.tables import Cells, Row
 from core import flops
+from core.files import write_at_once
 from core.settings import UserError
 
 FORMAT = 2  # format 1 has no sizes in its rounds, and no proofs
@@ -96,8 +98,22 @@ def device_slug(machine: Json) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def folder_of(records_dir: str | Path, slug: str, machine: Json) -> Path:
-    return Path(records_dir) / f"{date.today()}_{device_slug(machine)}_{slug}"
+def new_folder(records_dir: str | Path, slug: str, machine: Json) -> Path:
+    """Make and return DATE_DEVICE_SLUG; DATE_DEVICE_SLUG-2, -3, ... if that is there.
+
+    Raises UserError if it cannot be made.
+    """
+    first = Path(records_dir) / f"{date.today()}_{device_slug(machine)}_{slug}"
+    folder, n = first, 1
+    try:
+        first.parent.mkdir(parents=True, exist_ok=True)
+        while True:  # mkdir, not exists(): another bench may end at the same time
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+            folder, n = Path(f"{first}-{n + 1}"), n + 1
+    except OSError as e:
+        raise UserError(f"cannot write record {folder} ({e.strerror})") from e
 
 
 def write(folder: Path, content: Json, whole: bool = True) -> None:
@@ -108,11 +124,9 @@ def write(folder: Path, content: Json, whole: bool = True) -> None:
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / "record.json.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / "record.json")
+        write_at_once(folder / "record.json", text)
         if whole:
-            (folder / "README.md").write_text(readme(content), encoding="utf-8")
+            write_at_once(folder / "README.md", readme(content))
     except OSError as e:
         raise UserError(f"cannot write record {folder} ({e.strerror})") from e
 

@@ -14,7 +14,7 @@ import torch
 
 from attention import is_file
 from attention.machine.gpus import datasheet_tflops
-from bench import Json, tables
+from bench import Json, converge, tables
 from bench.record import FORMAT, complete, disagreeing, planned, sections_of
 from bench.tables import Row
 from core.settings import UserError
@@ -64,6 +64,8 @@ def _problems(content: Json) -> Iterator[str]:
             yield f"its peak of {m['peak_tflops']:,.4g} TFLOP/s has no source"
         elif known and not math.isclose(m["peak_tflops"], known[0]):
             yield f"its peak is {m['peak_tflops']:,.4g} TFLOP/s, but {known[1]} has {known[0]:,.4g}"
+        if part["settings"].get("dtype", "auto") not in ("auto", m["dtype"]):
+            yield f"its settings have dtype={part['settings']['dtype']}, its machine {m['dtype']}"
         again = complete(part)
         if part["format"] == FORMAT:
             said, own = part["flops_per_token"], again["flops_per_token"]
@@ -99,10 +101,21 @@ def _row(row: Row, again: Row, part: Json) -> Iterator[str]:
     sizes = dict(row["point"])
     if "batch_size" in row:
         sizes["B"] = row["batch_size"]
+    wanted: Json = {"dtype": part["machine"]["dtype"]}
+    if mode == "converge" and settings.get("paths"):
+        wanted = {"plain": {"dtype": "float32"}, **converge.PATHS}[row["backend"]]
     if mode in ("train", "converge"):
         sequences = row.get("batch_size", settings["batch_size"])
         sizes = {"B": sequences * settings["gradient_accumulation_steps"]}
         sizes["T"] = settings["block_size"]
+        wanted = {**wanted, "batch_size": settings["batch_size"]}
+    for name in wanted.keys() & row.keys():
+        if wanted[name] not in ("auto", row[name]):
+            yield f"it has {name}={row[name]}, but the record's is {wanted[name]}"
+    for name, option in (("B", "batch_sizes"), ("T", "lengths"), ("P", "prompts")):
+        listed = settings.get(option) or [row["point"].get(name)]
+        if row["point"].get(name, "auto") not in [*listed, "auto"]:
+            yield f"it has {name}={row['point'][name]}, but {option} are {listed}"
     for ran in (r.get("shape", {}) for r in row["rounds"]):
         for name in sizes.keys() & ran.keys():
             if sizes[name] != ran[name]:

@@ -29,6 +29,8 @@ LLAMA_SIZES = {  # GPTConfig's field -> config.json's
     "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "block_size": "max_position_embeddings",
 }  # fmt: skip
+GPT2_HAS = {"position": "learned", "norm": "layer", "mlp": "gelu"}
+LLAMA_HAS = {"position": "rope", "norm": "rms", "mlp": "swiglu"}
 ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 LLAMA_BLOCK = {  # a block's module -> those that it holds, stacked
     "ln_1": ("input_layernorm",),
@@ -138,21 +140,21 @@ def _windows(kind: str, saved: Json, source: str) -> int | tuple[int | None, ...
 
 def write_config(config: GPTConfig) -> Json:
     """The config.json of the simplest family that has all of this; raises UserError."""
-    c, windows = config, {*config.windows}
-    modern = {"position": "rope", "norm": "rms", "mlp": "swiglu"}
-    other = {name: want for name, want in modern.items() if getattr(c, name) != want}
-    if not other:
+    c = config
+    blocks = {name: getattr(c, name) for name in LLAMA_HAS}
+    if blocks == LLAMA_HAS:
         return _to_llama(c)
+    wrong = [f"{name}={value}" for name, value in blocks.items() if value != GPT2_HAS[name]]
     lacks = {
         "n_kv_head < n_head": c.kv_heads != c.n_head,
-        "attention_window": windows != {None},
+        "attention_window": {*c.windows} != {None},
         "head_size": c.head_dim * c.n_head != c.n_embd,
         "qk_norm": c.qk_norm,
-        **{f"{name}={want}": name not in other for name, want in modern.items()},
+        f"gelu={c.gelu}": c.gelu not in GELUS.values(),
     }
-    if wrong := [name for name, has in lacks.items() if has]:
-        needs = " ".join(f"--{name}={want}" for name, want in other.items())
-        raise UserError(f"GPT-2's format has no {', '.join(wrong)}; Llama's has it, with {needs}")
+    if wrong := [name for name, has in lacks.items() if has] + wrong:
+        needs = " ".join(f"--{n}={x}" for n, x in LLAMA_HAS.items() if blocks[n] != x)
+        raise UserError(f"GPT-2's format has no {', '.join(wrong)}; Llama's needs {needs}")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

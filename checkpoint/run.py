@@ -8,15 +8,13 @@ from __future__ import annotations
 import math
 import os
 import platform
-import shlex
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,14 +22,15 @@ from torch.utils._pytree import tree_map_only
 
 from checkpoint import store
 from checkpoint.convert import init_model, tokenizer_meta, trained_on
-from checkpoint.store import Checkpoint, Json
+from checkpoint.store import Checkpoint, Json, resume_command
 from core import runtime
 from core.distributed import DistInfo
-from core.optimizer import empty_state
-from core.parallel import is_sharded, whole
+from core.files import open_output
+from core.optimizer import numbers, tensors
+from core.parallel import fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError
-from data.loader import fits
+from data.loader import find, fits
 from data.tokenizer import same
 from model import GPT
 
@@ -59,6 +58,8 @@ class Saver:
     distributed: DistInfo
     background: bool = False  # write while the training goes on
     best_loss: float = math.inf  # lowest validation loss so far
+    best_since: int = 0  # after this step: earlier losses are of other data
+    val_windows: int = 0  # fingerprint() of the evaluation
     _thread: threading.Thread | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
 
@@ -104,6 +105,8 @@ class Saver:
             "step": step,
             "val_loss": val_loss,
             "best_val_loss": self.best_loss if math.isfinite(self.best_loss) else None,
+            "best_since": self.best_since,
+            "val_windows": self.val_windows,
             "processes": distributed.world_size,
             "job": distributed.job(),  # after a restart by torchrun this checkpoint is resumed
             "torch": torch.__version__,
@@ -137,27 +140,13 @@ class Saver:
         if failure is not None:
             raise failure
 
-
-def numbers(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """The number that optimizer.state_dict() gives each parameter."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    number = {id(p): i for i, p in enumerate(params)}
-    return {name: number[id(p)] for name, p in model.state_dict(keep_vars=True).items()}
-
-
-def tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and optimizer state, in one dict of plain tensors or DTensors (--parallel=fsdp).
-
-    {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}. Optimizer state that does not
-    exist yet is created as in its first step.
-    """
-    flat: dict[str, Tensor] = {}
-    for name, p in model.state_dict(keep_vars=True).items():
-        flat[f"model.{name}"] = p.detach()
-        if not (state := optimizer.state[p]):
-            state |= empty_state(optimizer, p)
-        flat |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-    return flat
+    def last_good(self) -> str:
+        """Name the newest checkpoint that this run wrote or resumed, and how to continue."""
+        if self._thread is not None:
+            self._thread.join()  # if it has failed, wait() raises
+        found = store.folders(self.out_dir)  # set_aside() has moved those of another run
+        good = f"{found[-1]} is the last good checkpoint" if found else "there is no checkpoint yet"
+        return f"{good}; to continue: {resume_command(self.out_dir, self.distributed)}"
 
 
 def gathered(model: GPT) -> GPT:
@@ -188,7 +177,7 @@ def locked(config: TrainConfig) -> Iterator[None]:
     path, made = folder / ".lock", not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
+        file = open_output(path, "a+")
     except OSError as e:
         why = "it is a link to nothing" if made and folder.is_symlink() else e.strerror
         raise UserError(f"--out_dir={folder} cannot be written ({why})") from e
@@ -225,8 +214,7 @@ def explained(config: TrainConfig, distributed: DistInfo) -> Iterator[None]:
     except RuntimeError as e:
         distributed.name_missing(e, resume_command(config.out_dir, distributed))
         raise
-    finally:
-        distributed.leave()
+    distributed.leave()  # not after a failure: NCCL may wait for a rank that is lost
 
 
 # ----------------------------------------------------------------------------- resume
@@ -246,6 +234,12 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
         # The checkpoint may come from somebody else: ask again before downloading code.
         store.log.warning(f"--attention_hub_kernels=True of {saved.folder} is not resumed")
         changes["attention_hub_kernels"] = False
+    joins = (run := Path(settings.out_dir, "wandb_id.txt")).is_file() and not run.is_symlink()
+    if before.wandb_log and "wandb_log" not in changes:
+        how = "goes on in the run of" if joins else "is not resumed, without a run in"
+        store.log.warning(f"--wandb_log=True of {saved.folder} {how} {run}")
+    if not joins:  # nor may it upload
+        changes |= {name: x for name, x in vars(settings).items() if name.startswith("wandb_")}
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         raise UserError(
             f"{saved.folder} was trained with --optimizer={kept}, whose state {wanted} cannot use; "
@@ -264,11 +258,12 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
         merged = replace(before, **changes)
     except ValueError as e:
         raise UserError(f"{e} (resuming {saved.folder})") from e
-    folder = Path(merged.data_dir)
-    if "data_dir" not in changes and not folder.is_absolute() and not folder.exists():
+    name = "dataset" if os.sep in merged.dataset else "data_dir"
+    path, data = Path(getattr(merged, name)), find(merged.dataset, merged.data_dir)
+    if name not in changes and not (path.is_absolute() or path.exists() or data.exists()):
         raise UserError(
-            f"{saved.folder} has --data_dir={folder}, relative to where its run began, which is "
-            f"not {Path.cwd()}: name the folder with --data_dir"
+            f"{saved.folder} has --{name}={path}, relative to where its run began, which is not "
+            f"{Path.cwd()}: name the folder with --{name}"
         )
     decay_end = merged.lr_decay_iters or math.inf
     if merged.decay_lr and merged.warmup_iters <= decay_end < merged.max_iters:
@@ -291,18 +286,6 @@ def restarted(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Loaded[Trai
     distributed.say("restarted by torchrun: resuming from the last checkpoint")
     origins = {**loaded.origins, "init_from": "restart"}
     return resumed(Loaded(replace(settings, init_from="resume"), origins))
-
-
-def resume_command(out_dir: str, distributed: DistInfo) -> str:
-    """Return the command that resumes this run, or the given one if it has no checkpoint yet."""
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    try:
-        times = [p.stat().st_mtime for p in store.folders(out_dir)]
-    except FileNotFoundError:  # rank 0 has just deleted one, after it wrote another
-        times = [math.inf]
-    own = times and (again or max(times) >= distributed.began)
-    words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
-    return f"{distributed.launcher} train.py {shlex.join(words)}"
 
 
 def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
@@ -360,7 +343,7 @@ class Progress:
 
     step: int = 0  # steps done
     sequences_seen: int = 0  # in these steps
-    best_loss: float = math.inf  # lowest validation loss so far
+    best: tuple[float, int] = math.inf, 0  # best_loss and best_since of Saver
     evaluated: bool = True  # False: the evaluation after this step is to come
 
 
@@ -370,8 +353,10 @@ def restore_run(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     distributed: DistInfo,
+    val_windows: int,
 ) -> Progress:
-    """Restore the newest checkpoint of config.out_dir and print where the run goes on."""
+    """Restore the newest checkpoint of config.out_dir and print where the run goes on. If its
+    evaluation had another fingerprint() than val_windows, a new best loss begins."""
     saved = store.load(store.latest(config.out_dir))
     step, best = restore(saved, model, optimizer, scaler, config.seed, distributed)
     before = saved.settings["train"]
@@ -385,8 +370,17 @@ def restore_run(
             f"a step has {now:,} sequences, before {was:,}: the data go on after the last sequence "
             "seen, the learning rate stays a function of the step"
         )
+    since = saved.state.get("best_since", 0)
+    mask = before.get("document_mask", False) != config.document_mask
+    if mask or saved.state.get("val_windows", val_windows) != val_windows:
+        names = ("dataset", "eval_iters", "batch_size", "document_mask")
+        changed = [f"--{name}" for name in names if before.get(name) != getattr(config, name)]
+        what = ", ".join(changed) or "the data"
+        distributed.say(f"the evaluation is another one ({what}): a new best loss begins")
+        best, since = math.inf, step
     due = step % config.eval_interval == 0 or step == config.max_iters
-    return Progress(step, seen, best, not due or saved.state.get("val_loss") is not None)
+    evaluated = not due or saved.state.get("val_loss") is not None
+    return Progress(step, seen, (best, since), evaluated)
 
 
 def restore(
@@ -413,13 +407,16 @@ def restore(
         if (shards := saved.folder / "shards").exists():
             store.read_file(shards, lambda folder: _read_shards(folder, targets))
             return
-        weights = saved.weights()
-        store.check_shapes(model.state_dict(), weights, str(saved.folder))
+        values = {f"model.{name}": value for name, value in saved.weights().items()}
+        state = rest["optimizer"].get("state") or {}
+        if saved.step == 0 and not state:  # as it is before the first step
+            targets = {name: t for name, t in targets.items() if name.startswith("model.")}
         for name, number in numbers(model, optimizer).items():
-            _fill(targets[f"model.{name}"], weights[name])
-            # Empty before the first step.
-            for key, value in rest["optimizer"]["state"].get(number, {}).items():
-                _fill(targets[f"optimizer.{name}.{key}"], value)
+            moments = state.get(number, {})
+            values |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+        store.check_shapes(targets, values, str(saved.folder))
+        for name, target in targets.items():
+            fill(target, values[name])
 
     store.together(distributed, read)
     if scaler.is_enabled() and rest["scaler"]:
@@ -437,14 +434,3 @@ def _read_shards(folder: Path, targets: dict[str, Tensor]) -> None:
 
     store.check_shapes(targets, shards.empty(folder), str(folder))
     shards.read(folder, targets)
-
-
-def _fill(target: Any, source: Tensor) -> None:
-    """Copy a full tensor into `target`: for a DTensor, only its local part."""
-    if hasattr(target, "placements"):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
-
-        shape, at = find(target.shape, target.device_mesh, target.placements)
-        source = source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
-        target = target.to_local()
-    target.copy_(source)

@@ -11,8 +11,8 @@ never read here. index.json has the same content.
 
 from __future__ import annotations
 
+import io
 import json
-import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -108,6 +108,7 @@ class _Reader(dcp.FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.tensors: dict[str, md.TensorStorageMetadata] = {}
+        self.parts: dict[md.MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
         places: dict[md.MetadataIndex, _StorageInfo] = {}
         for name, saved in json.loads((folder / INDEX).read_text(encoding="utf-8")).items():
             dtype, shape, chunks = getattr(torch, saved["dtype"]), torch.Size(saved["shape"]), []
@@ -118,13 +119,40 @@ class _Reader(dcp.FileSystemReader):
                     raise ValueError(f"{part['file']!r} is not a file in this folder")
                 chunk = md.ChunkStorageMetadata(torch.Size(part["at"]), torch.Size(part["shape"]))
                 place = _StorageInfo(part["file"], part["offset"], part["length"])
-                places[md.MetadataIndex(name, chunk.offsets)] = place
+                places[at := md.MetadataIndex(name, chunk.offsets)] = place
+                self.parts[at] = dtype, chunk.sizes
                 chunks.append(chunk)
-            # DCP leaves a gap uninitialized.
-            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-                raise ValueError(f"the parts of {name} are not the whole")
+            if not covered(shape, chunks):  # DCP leaves a gap uninitialized
+                raise ValueError(f"the parts of {name} do not cover its {[*shape]} exactly once")
             self.tensors[name] = md.TensorStorageMetadata(md.TensorProperties(dtype), shape, chunks)
         self.metadata = md.Metadata({**self.tensors}, None, places, md.StorageMeta())
 
     def read_metadata(self, *args: object, **kwargs: object) -> md.Metadata:
         return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read parts as DCP does, which would cast and cut one of another dtype or shape."""
+        for item in plan.items:
+            at, place = item.storage_index, self.metadata.storage_data[item.storage_index]
+            with (Path(self.path) / place.relative_path).open("rb") as f:
+                f.seek(place.offset)
+                part = torch.load(io.BytesIO(f.read(place.length)), "cpu", weights_only=True)
+            if (part.dtype, part.shape) != self.parts[at]:
+                raise ValueError(f"{at.fqn} in {place.relative_path} is not as {INDEX} has it")
+            ranges = zip(item.storage_offsets, item.lengths, strict=True)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part[tuple(slice(a, a + n) for a, n in ranges)])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def covered(shape: torch.Size, chunks: list[md.ChunkStorageMetadata]) -> bool:
+    """True if the chunks are all rows of the tensor, each once."""
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
+        if chunk.offsets != (end, *[0] * len(shape))[: len(shape)] or chunk.sizes[1:] != shape[1:]:
+            return False
+        end += chunk.sizes.numel() if not shape else chunk.sizes[0]
+    return end == (*shape, 1)[0]

@@ -19,17 +19,19 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import pickle
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from zipfile import is_zipfile
+from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
 import torch
 from safetensors import SafetensorError
@@ -66,9 +68,10 @@ class Checkpoint:
         name = self.settings["model"].get("attention_backend")
         if isinstance(name, str) and is_file(name) and "attention_backend" not in changes:
             changes["attention_backend"] = "auto"  # the user must name code to run
+            again = f": --attention_backend={shlex.quote(name)}" if name.isprintable() else ""
             log.warning(
-                f"{self.folder} was trained with the kernel in {name}; using 'auto'. To run that "
-                f"file: --attention_backend={name}"
+                f"{self.folder} was trained with the kernel in {name!r}; using 'auto'. To run that "
+                f"file, name it{again}"
             )
         return self.read("model", GPTConfig, changes)
 
@@ -77,7 +80,7 @@ class Checkpoint:
         known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
         saved = self.settings[section]
         if unknown := sorted(saved.keys() - known):
-            log.warning(f"unknown settings in {self.folder}, ignored: {', '.join(unknown)}")
+            log.warning(f"unknown settings in {self.folder}, ignored: {str(unknown)[1:-1]}")
         kept = {name: saved[name] for name in saved.keys() & known}
         window, n = kept.get("attention_window"), kept.get("n_layer")
         if isinstance(window, list) and isinstance(n, int) and len(window) > n > 0:  # as it ran
@@ -97,7 +100,10 @@ class Checkpoint:
 
         With shards, "optimizer" has no "state".
         """
-        return cast(Json, read_file(self.folder / "optimizer.pt", load_torch))
+        rest = read_file(path := self.folder / "optimizer.pt", load_torch)
+        if not has_dicts(rest, "optimizer", "scaler") or not isinstance(rest.get("rng"), list):
+            raise UserError(f"{path} lacks the state of the optimizer, scaler or random numbers")
+        return cast(Json, rest)
 
     def model(self, policy: Policy = Policy(), **changes: object) -> GPT:
         """The model on the CPU, with `changes` to its config."""
@@ -126,8 +132,11 @@ def latest(out_dir: str | Path) -> Path:
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
-    """The checkpoint with the lowest validation loss; None if none was evaluated."""
-    losses = {p: load(p).state.get("val_loss") for p in folders(out_dir)}
+    """The checkpoint with the lowest validation loss; None if none was evaluated on the data of the
+    newest one."""
+    saved = [load(p) for p in folders(out_dir)]
+    since = saved[-1].state.get("best_since", 0) if saved else 0
+    losses = {c.folder: c.state.get("val_loss") for c in saved if c.step > since or not since}
     evaluated = {p: loss for p, loss in losses.items() if loss is not None}
     return min(evaluated, key=evaluated.__getitem__, default=None)
 
@@ -157,19 +166,22 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None
     own = model.state_dict()
     check_shapes(own, weights, origin)
     for name, tensor in own.items():
-        if not weights[name].is_floating_point():
-            raise UserError(f"the weights in {origin}: {name} is {weights[name].dtype}")
         tensor.copy_(weights[name])
 
 
 def check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], origin: str) -> None:
-    """Raise UserError if a name or a shape differs."""
+    """Raise UserError if a name or a shape differs, or a saved value is not a float tensor."""
     for name in sorted(own.keys() | saved.keys()):
-        have, want = (tuple(d[name].shape) if name in d else "missing" for d in (saved, own))
+        have, want = (_shape(d.get(name, "missing")) for d in (saved, own))
         if have != want:
             raise UserError(
-                f"the weights in {origin} do not fit the model: {name} is {have}, expected {want}"
+                f"the values in {origin} do not fit the model: {name} is {have}, expected {want}"
             )
+
+
+def _shape(value: Any) -> Any:
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return tuple(value.shape) if floats else getattr(value, "dtype", value)
 
 
 def read_file(path: Path, reader: Callable[[Path], T]) -> T:
@@ -204,8 +216,13 @@ def _earlier(damaged: Path) -> str:
 
 
 def load_torch(path: Path) -> Any:
-    try:  # only zip files, which PyTorch writes since 1.6, can be mapped
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    if zipped := is_zipfile(path):  # as PyTorch writes since 1.6; only these can be mapped
+        with ZipFile(path) as file:
+            packed = [member for member in file.infolist() if member.compress_type != ZIP_STORED]
+        if packed:  # torch.load would map the compressed bytes as numbers
+            raise ValueError("it was compressed again; torch.load it and torch.save it")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as e:
         # torch's own message suggests weights_only=False, which would run code from the file.
         raise ValueError("damaged, or it has Python objects, which could run code") from e
@@ -221,6 +238,18 @@ def save_json(content: Json, path: Path) -> None:
 
 def has_dicts(content: object, *keys: str) -> bool:
     return isinstance(content, dict) and all(isinstance(content.get(k), dict) for k in keys)
+
+
+def resume_command(out_dir: str, distributed: DistInfo) -> str:
+    """Return the command that resumes this run, or the given one if it has no checkpoint yet."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    try:
+        times = [p.stat().st_mtime for p in folders(out_dir)]
+    except FileNotFoundError:  # rank 0 has just deleted one, after it wrote another
+        times = [math.inf]
+    own = times and (again or max(times) >= distributed.began)
+    words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
+    return f"{distributed.launcher} train.py {shlex.join(words)}"
 
 
 # ----------------------------------------------------------------------------- save

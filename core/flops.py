@@ -133,7 +133,10 @@ def peak(device: str | torch.device, dtype: str, override: float | None = None) 
         return Peak(override, "--peak_tflops")
     device = torch.device(device)
     if device.type == "cuda":
-        tf32 = torch.backends.cuda.matmul.allow_tf32
+        matmul = torch.backends.cuda.matmul
+        # Reading allow_tf32 raises once somebody has set fp32_precision, which torch 2.9 brought.
+        new = hasattr(matmul, "fp32_precision")
+        tf32 = matmul.fp32_precision == "tf32" if new else matmul.allow_tf32
         if known := datasheet_peak(torch.cuda.get_device_name(device), dtype, tf32):
             return known
     return best_peak(device, dtype)

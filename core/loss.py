@@ -97,8 +97,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = chunk_rows(N, V, x.device.type, dtype)
         # oneDNN's bfloat16 product of 1024 rows takes longer than two of 512 (docs/LOG.md)
         product_rows = 512 if x.device.type == "cpu" and dtype == torch.bfloat16 else None
-        if dtype == torch.float16:  # a sum over more rows, all of one token, could pass 65504
-            rows = min(rows, 4096)
         wide = torch.promote_types(dtype, torch.float32)
         x_, w = x.to(dtype), weight.to(dtype)
         counted = targets != IGNORE  # (N,)
@@ -178,4 +176,12 @@ def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32) 
     budget = 2**24 if device == "cpu" else 2**28  # elements: 64 MB and 1 GB of float32
     if device == "cpu" and dtype == torch.bfloat16:  # wants more rows in the gradient's product
         budget = 2**26  # 128 MB
-    return max(1, min(N, budget // V))
+    most = max(1, min(N, budget // V))
+    if dtype == torch.float16:  # a sum over more rows, all of one token, could pass 65504
+        most = min(most, 4096)
+    if most == N or most < 128:
+        return most
+    # Chunks of equal size, or nearly: a product of few rows is slow, and so is an odd number.
+    least = -(-N // (most - most % 128))
+    parts = next((n for n in range(least, 2 * least) if N % (128 * n) == 0), least)
+    return -(-N // (128 * parts)) * 128

@@ -17,8 +17,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from attention.machine.system import write_at_once
+from attention import Resolution
 from core.distributed import DistInfo
+from core.files import open_output, refuse_link, replacing, write_at_once
 from core.flops import ALONE, Peak, Row, Sizes, Speed, best_peak, differ, keys_seen, peak
 from core.runtime import peak_memory
 from core.settings import UserError, first_line
@@ -41,10 +42,11 @@ class Metrics:
         self.path, known = out_dir / "metrics.jsonl", out_dir / "wandb_id.txt"
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
+            refuse_link(self.path)
             rows = [r for r in read(self.path) if r["iter"] <= step] if step else []
             rows = [r for r in rows if evaluated or r["iter"] < step or "val_loss" not in r]
             write_at_once(self.path, "".join(json.dumps(r) + "\n" for r in rows))
-            self.file = self.path.open("a", encoding="utf-8")
+            self.file = open_output(self.path, "a")
         except OSError as e:
             raise UserError(f"{self.path} cannot be read and written ({e.strerror})") from e
         self.failed = False
@@ -53,11 +55,13 @@ class Metrics:
             try:
                 from wandb import Settings, init
 
+                for path in (known, out_dir / "wandb"):
+                    refuse_link(path)
                 if step and known.exists():
                     wandb = {**wandb, "id": known.read_text(), "resume": "allow"}
                 self.wandb = init(dir=out_dir, settings=Settings(init_timeout=20), **wandb)
                 if identity := getattr(self.wandb, "id", None):
-                    known.write_text(identity)  # a resumed run joins it
+                    write_at_once(known, identity)  # a resumed run joins it
             except (Exception, SystemExit) as e:  # not installed, not logged in, not reachable
                 log.warning("wandb is off (%s: %s)", type(e).__name__, e)
 
@@ -198,13 +202,17 @@ class Meter:
         print(f"peak: measured again, because MFU exceeded 100 %: {self.peak}", flush=True)
         return replace(speed, peak=self.peak)
 
-    def not_finite(self, step: int, loss: float, lr: float, backend: str, resume: str) -> None:
+    def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
+        """Print the error; good: the checkpoint before it, and the command to continue."""
         self.distributed.say(
             f"error: a loss or gradient is not finite at step {step} or shortly before (loss "
-            f"{loss}, lr {lr:.2e}, backend {backend}). Try a lower --learning_rate "
-            f"(Muon's: --muon_rates), or --attention_backend=manual to test the kernel: {resume}",
+            f"{loss}, lr {lr:.2e}, backend {kernel.backend.name}). Try a lower --learning_rate "
+            f"(Muon's: --muon_rates), or --attention_backend=manual to test the kernel; {good}",
             file=sys.stderr,
         )
+        if "cudnn" in kernel.kernels:
+            cure = "cuDNN's kernel may be the cause: try --attention_backend=sdpa_flash"
+            self.distributed.say(cure, file=sys.stderr)
 
     def close(self) -> None:
         if self.metrics:
@@ -267,12 +275,19 @@ def draw(path: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    curves = ("loss", "training, batch by batch", None), ("val_loss", "validation", "o")
-    for key, label, marker in curves:
-        points = [(r["iter"], r[key]) for r in read(path) if key in r]
-        if points:
-            axes.plot(*zip(*points), label=label, marker=marker, linewidth=0.8)
-            axes.legend()
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=path.parent.name)
-    figure.savefig(picture, dpi=120)
+    curves = [("loss", "training, batch by batch", "#9bb1c0", "")]
+    curves += [("val_loss", "validation", "#c7553b", "o")]
+    for key, label, color, marker in curves:
+        if points := [(r["iter"], r[key]) for r in read(path) if key in r]:
+            axes.plot(*zip(*points), label=label, color=color, marker=marker, linewidth=1.2)
+            axes.legend(frameon=False)
+    if points:  # the last validation
+        place, offset = points[-1], "offset points"
+        axes.annotate(f"{place[1]:.3f}", place, (0, 9), "data", offset, color=color, ha="right")
+    axes.locator_params(axis="x", integer=True)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=path.resolve().parent.name)
+    with replacing(picture) as file:
+        figure.savefig(file, dpi=120, format="png")
     plt.close(figure)

@@ -104,6 +104,13 @@ def build_optimizer(
     return torch.optim.AdamW(groups, **how)
 
 
+def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The number that optimizer.state_dict() gives each parameter."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    number = {id(p): i for i, p in enumerate(params)}
+    return {name: number[id(p)] for name, p in model.state_dict(keep_vars=True).items()}
+
+
 def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
     """The state of a parameter before its first step."""
     weight = p.detach()
@@ -111,6 +118,21 @@ def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor
         return {"momentum_buffer": torch.zeros_like(weight)}
     step = torch.zeros((), device=p.device if optimizer.defaults["fused"] else "cpu")
     return {"step": step} | {k: torch.zeros_like(weight) for k in ("exp_avg", "exp_avg_sq")}
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and optimizer state, in one dict of plain tensors or DTensors (--parallel=fsdp).
+
+    {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}. Optimizer state that does not
+    exist yet is created as in its first step.
+    """
+    flat: dict[str, Tensor] = {}
+    for name, p in model.state_dict(keep_vars=True).items():
+        flat[f"model.{name}"] = p.detach()
+        if not (state := optimizer.state[p]):
+            state |= empty_state(optimizer, p)
+        flat |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    return flat
 
 
 # ----------------------------------------------------------------------------- Muon

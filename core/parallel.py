@@ -96,6 +96,7 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
         fully_shard(block, mesh=mesh, mp_policy=policy)
     if setup.compile:  # the head reads what this call of the model has gathered: its loss alone
         head: Any = model.get_submodule("lm_head")
+        model.__dict__["compiled_blocks"] = True
         head.loss = torch.compile(head.loss, mode=setup.compile_mode)
     fully_shard(model, mesh=mesh)
 
@@ -197,6 +198,16 @@ def whole(t: Tensor) -> Tensor:
 def local(t: Tensor) -> Tensor:
     """Return this process's part of a tensor that may be sharded."""
     return t.to_local() if hasattr(t, "to_local") else t
+
+
+def fill(target: Any, source: Tensor) -> None:
+    """Copy a full tensor into one that may be sharded."""
+    if hasattr(target, "placements"):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
+
+        shape, at = find(target.shape, target.device_mesh, target.placements)
+        source = source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
+    local(target).copy_(source)
 
 
 def copies(device: torch.device, processes: int) -> DeviceMesh | None:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FrameType
@@ -28,6 +28,7 @@ from attention import BackendUnavailable, DeviceLost
 from attention.machine.system import bfloat16_units, cpu_name, synchronize
 from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
+from core.terminal import SIGNALS
 
 M = TypeVar("M", bound=nn.Module)
 OUT_OF_MEMORY = re.compile("DefaultCPUAllocator: |out of memory")
@@ -120,6 +121,7 @@ class Setup:
 
         compile and onednn: None chooses the faster. For n_embd see pick_dtype().
         """
+        # Not by fp32_precision: after it Inductor fails where it reads the older settings.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -206,19 +208,22 @@ def decide_onednn(wanted: bool | None, device: torch.device, dtype: torch.dtype)
 
 
 class StopSignal:
-    """Notes SIGTERM, Ctrl-C and the death of torchrun, so that a loop ends at a good place.
+    """Notes SIGTERM, Ctrl-C, SIGHUP and the death of torchrun, so that a loop ends at a good place.
 
-    A second signal ends at once, except under torchrun, which repeats a scheduler's signal.
+    A second signal ends at once, except under torchrun, which repeats a scheduler's signal, and
+    SIGHUP, which closing terminals repeat. nohup ignores SIGHUP, but torchrun handles it even then.
     """
 
     def __init__(self, says: str = "stopping; saving the last step") -> None:
         self.signal: int | None = None
         self.says, self.parent = says, os.getppid()
-        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not self.torchrun
+        self.before = {s: signal.signal(s, self._note) for s in SIGNALS[: 2 if nohup else 3]}
 
     @property
     def noted(self) -> bool:
-        if os.getppid() != self.parent and "TORCHELASTIC_RUN_ID" in os.environ:
+        if os.getppid() != self.parent and self.torchrun:
             self.signal = self.signal or signal.SIGTERM  # nobody else can stop this process
         return self.signal is not None
 
@@ -229,11 +234,12 @@ class StopSignal:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signum
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if self.torchrun or signum == signal.SIGHUP:
             return
         for s in (signal.SIGTERM, signal.SIGINT):
             signal.signal(s, signal.SIG_DFL)
-        os.write(2, f"\n{self.says}; once more stops at once\n".encode())
+        with suppress(OSError):  # Ctrl-C ends `| tee log` too
+            os.write(2, f"\n{self.says}; once more stops at once\n".encode())
 
 
 @contextmanager

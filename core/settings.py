@@ -18,9 +18,9 @@ import dataclasses
 import difflib
 import errno
 import functools
-import io
 import operator
 import os
+import re
 import signal
 import sys
 import time
@@ -32,11 +32,14 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from core import terminal
 from core.threads import wait_passively
 
 T = TypeVar("T")
 Values = dict[str, Any]  # field -> value
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
+# Values of a switch that pydantic reads, and none.
+SWITCH_WORDS = {*["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f", "y", "n", "none"]}
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 
 
@@ -79,16 +82,16 @@ def read(
 ) -> Loaded[T]:
     """Return one checked instance of cls from sys.argv[1:]; for the options see gather()."""
     values, origins = gather(cls, argv, ignored=ignored, **options)
-    found = [(name, origins.pop(name)) for name in [*origins] if name in ignored]
-    notes = [f"{name} is ignored ({origin}): {ignored[name]}" for name, origin in found]
+    found = {name: origins.pop(name) for name in [*origins] if name not in _hints(cls)}
+    why = "neither a setting nor used by one"
+    notes = [f"{name} is ignored ({at}): {ignored.get(name, why)}" for name, at in found.items()]
     return Loaded(_build(cls, values), origins, tuple(notes))
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Handle --help, mistakes, signals and a busy machine before the slow imports, without
-    cls.__post_init__."""
+    """Handle --help, mistakes, signals and a busy machine before imports and __post_init__."""
     end_at_once()
-    _print_any_text()
+    terminal.prepare("stderr")
     try:
         gather(cls, argv, **options)
     except UserError as error:
@@ -97,9 +100,9 @@ def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
 
 
 def end_at_once() -> None:
-    """Until exit_on_user_error() Ctrl-C and SIGTERM end the process in one line, without a trace of
-    the slow imports, of which some lose a KeyboardInterrupt."""
-    _on_signals(lambda number, _: os._exit(_interrupted(number)))
+    """Until exit_on_user_error() SIGNALS end the process in one line, without a trace of the slow
+    imports, of which some lose a KeyboardInterrupt."""
+    terminal.on_signals(lambda number, _: os._exit(terminal.interrupted(number)))
 
 
 def gather(
@@ -133,14 +136,21 @@ def gather(
             raise UserError(mistake + did_you_mean(dashes + name, names))
         return aliases.get(name, name)
 
+    helpers: dict[str, str] = {}  # variables of the files that are no settings
+    used: set[str] = set()
+    seen = _defaults(cls)
     for path in files:
-        for line, name, value in parse_config(path, _defaults(cls) | values):
-            if name in ignored:
-                origins[name] = f"{path}:{line}"
+        for line, name, value in parse_config(path, seen, used):
+            origin, names = f"{path}:{line}", [*hints, *aliases, *ignored]
+            seen[name] = value
+            mistyped = difflib.get_close_matches(name, names, 1, 0.8) and name not in used
+            if name in ignored or not (name in names or mistyped):
+                helpers[name] = origin
                 continue
-            field = known(name, f"{path}:{line}: unknown setting {name!r}")
-            values[field] = check(hints[field], value, f"{path}:{line}: {name}")
-            origins[field] = f"{path}:{line}"
+            field = known(name, f"{origin}: unknown setting {name!r}")
+            seen[field] = values[field] = check(hints[field], value, f"{origin}: {name}")
+            origins[field] = origin
+    origins |= {n: at for n, at in helpers.items() if n in ignored or n not in used}
     if {"-h", "--help"} & {*argv}:
         _print_help(cls, values, shown)
     for name, text in options:
@@ -172,59 +182,36 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
     return _build(cls, values, f"{origin}: ")
 
 
-def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
+def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) -> NoReturn:
     """Run main and exit with its code.
 
-    A UserError is one line on stderr (rank 0) and code 2. Ctrl-C and SIGTERM raise a
-    KeyboardInterrupt with the exit code: one line, and 130 or 143.
+    A UserError is one line on stderr (rank 0) and code 2. Ctrl-C, SIGTERM and SIGHUP raise a
+    KeyboardInterrupt with the exit code: one line, and 130, 143 or 129. A closed pipe or a full
+    disk under stdout ends main too, unless lasting=True, where stdout is only a log.
     """
-    _print_any_text()
+    terminal.prepare("stderr", *["stdout"] * lasting)
     try:
-        _on_signals(_interrupt)
+        terminal.on_signals(terminal.interrupt)
         code = main()
         sys.stdout.flush()
         sys.exit(code)
     except UserError as error:
         _fail(error)
     except OSError as error:  # while writing: a closed pipe (... | head), or a full disk
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full and (lasting or error.errno != errno.EPIPE):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more
-        sys.exit(1 if error.errno == errno.EPIPE else _fail(UserError(f"cannot write ({error})")))
+        sys.exit(_fail(UserError(f"cannot write ({error})")) if full else 1)
     except KeyboardInterrupt as error:
-        sys.exit(_interrupted(error.args[0] - 128 if error.args else signal.SIGINT))
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    _on_signals(signal.SIG_DFL)  # once more ends at once
-    raise KeyboardInterrupt(128 + number)
-
-
-def _on_signals(handler: Callable[[int, object], object] | signal.Handlers) -> None:
-    """Handle Ctrl-C and SIGTERM so, unless they are ignored. torchrun's SIGTERM ends a process."""
-    for number in (signal.SIGINT, signal.SIGTERM)[: 1 if "RANK" in os.environ else 2]:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
+        sys.exit(terminal.interrupted(error.args[0] - 128 if error.args else signal.SIGINT))
 
 
 def _fail(error: UserError) -> NoReturn:
     if os.environ.get("RANK", "0") == "0" or isinstance(error, LaunchError):
-        print(f"error: {error}", file=sys.stderr)
+        text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(error))
+        print(f"error: {text}", file=sys.stderr)
     sys.exit(2)
-
-
-def _interrupted(number: int) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"\n{'interrupted' if number == signal.SIGINT else 'terminated'}\n".encode())
-    return 128 + number
-
-
-def _print_any_text() -> None:
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, PLW1514
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115, PLW1514
-    for stream in (sys.stdout, sys.stderr):  # a text outside an ASCII terminal's, as \u4e00
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _build(cls: type[T], values: Values, where: str = "") -> T:
@@ -307,7 +294,7 @@ def _split(
         if not word.startswith("-"):
             name, text = positional or "config", word
         elif not equals and name in switches:
-            text = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "True"
+            text = rest.pop(0) if rest and rest[0].lower() in SWITCH_WORDS else "True"
         elif not equals:
             if not rest:
                 raise UserError(f"--{name}: expected a value, write --{name}=...")
@@ -325,6 +312,8 @@ def _parse(hint: object, text: str, name: str) -> Any:
     words = (text.split(",") if text else []) if _is_tuple(hint) else [text]
     if _is_tuple(hint) and "" in words:
         raise UserError(f"{name}: expected a value before and after each comma, got {text!r}")
+    if _is_tuple(hint) and any(re.match(r"\s*[-+]?0\d", word) for word in words):
+        raise UserError(f"{name}: expected numbers without leading zeros, got {text!r}")
     values = [None if _may_be_none(hint) and word.lower() == "none" else word for word in words]
     return check(hint, values if _is_tuple(hint) else values[0], name, strict=False)
 
@@ -379,9 +368,12 @@ _CALLS: Values = {f.__name__: f for f in (str, int, float, round, min, max)}
 _CALLS["time.time"] = time.time
 
 
-def parse_config(path: str, names: Mapping[str, object] = {}) -> list[tuple[int, str, object]]:
+def parse_config(
+    path: str, names: Mapping[str, object], used: set[str]
+) -> list[tuple[int, str, object]]:
     """Return (line, name, value) of each assignment in a config file; anything else is an error.
-    Expressions may refer to `names` and to earlier lines. Nothing is executed; imports are skipped.
+    Expressions may refer to `names` and to earlier lines, and the names in them are added to
+    `used`. Nothing is executed; imports, and texts between the lines, are skipped.
     """
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8-sig"))
@@ -398,10 +390,11 @@ def parse_config(path: str, names: Mapping[str, object] = {}) -> list[tuple[int,
         raise UserError(f"config file {path!r} cannot be read ({error})") from None
     found: list[tuple[int, str, object]] = []
     known = dict(names)
-    for node in tree.body[ast.get_docstring(tree, clean=False) is not None :]:
+    used |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
+    for node in tree.body:
         try:
             match node:
-                case ast.Import():
+                case ast.Import() | ast.Expr(value=ast.Constant(value=str())):
                     continue
                 case (
                     ast.Assign(targets=[ast.Name(id=name)], value=value)

@@ -11,8 +11,8 @@ from data.prepare import DATASETS, PrepareConfig, prepare
 
 @dataclass(frozen=True)
 class DataConfig(PrepareConfig):
-    """Prepare a dataset: python -m data NAME, with NAME one of shakespeare_char, shakespeare, text,
-    openwebtext, fineweb and shards."""
+    """Prepare a dataset: python -m data NAME, with NAME one of shakespeare_char, shakespeare,
+    chars, text, openwebtext, fineweb and shards."""
 
     dataset: str | None = None  # its name
 

@@ -6,6 +6,7 @@ A document is an iterator of its parts, so that memory stays constant for texts 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ _DOCUMENTS = {"source", "text_key", "val_fraction", "limit", "tokenizer"}
 DATASETS = {  # name -> the settings that determine its result
     "shakespeare_char": _SHAKESPEARE - {"tokenizer"},
     "shakespeare": _SHAKESPEARE,
+    "chars": {"source", "text_key", "val_fraction"},
     "text": _DOCUMENTS,
     **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
     "shards": {"source", "tokenizer"},
@@ -33,31 +35,52 @@ DATASETS = {  # name -> the settings that determine its result
 PIECE = 2**20  # characters that are tokenized at once
 MOST = 2**24  # the same of a text without spaces, as base64
 
-# The number of its document; a part of its text, "": the beginning, None: the end.
-Piece = tuple[int, str | None]
+OVERLAP = 2**12  # characters on both sides of a part, where its tokens depend on them
+
+# The number of its document; a text, "": the beginning, None: the end; the part of it to tokenize.
+Piece = tuple[int, str | None, int, int]
 
 
-def source_files(root: Path) -> list[Path]:
-    """Return the file, or all text files of a folder, sorted."""
-    if root.is_dir():
-        return sorted(f for f in root.rglob("*") if f.suffix.lower() in ENDINGS and f.is_file())
-    return [root]
+def source_files(source: str) -> list[Path]:
+    """Return the file, or all text files of a folder and its subfolders, sorted.
+
+    Links are followed, and a file or folder with several names is read once. Raises UserError: a
+    folder in itself, or one that cannot be read.
+    """
+    found: dict[str, Path] = {}  # by real path
+
+    def visit(path: Path, above: frozenset[str]) -> None:
+        real = os.path.realpath(path, strict=True)  # a link to nothing is an error
+        if real in above:
+            raise UserError(f"{path} is a link to {real}, which it is in; remove the link")
+        if found.setdefault(real, path) is path and path.is_dir():
+            for inside in sorted(path.iterdir()):
+                visit(inside, above | {real})
+
+    try:
+        visit(Path(source), frozenset())
+    except OSError as e:
+        raise UserError(f"--source={source}: cannot read {e.filename} ({e.strerror})") from e
+    if not os.path.isdir(source):
+        return [Path(source)]
+    return sorted(f for f in found.values() if f.suffix.lower() in ENDINGS and f.is_file())
 
 
-def file_documents(source: str | None, text_key: str) -> Iterator[Iterable[str]]:
-    """Yield each document of a file, or of the files in a folder, sorted.
+def file_documents(source: str | None, text_key: str, read: list[Path]) -> Iterator[Iterable[str]]:
+    """Yield each document of a file, or of the files in a folder, sorted; adds them to `read`.
 
     A document is a .txt file, or a line of a .jsonl file.
     """
     wanted = "a .txt or .jsonl file, or a folder of them"
     if source is None:
-        raise UserError(f"text needs --source=PATH: {wanted}")
-    files = source_files(Path(source))
-    if not files or not files[0].exists():
-        raise UserError(f"--source={source}: not found; expected {wanted}")
+        raise UserError(f"expected --source=PATH: {wanted}")
+    files = source_files(source)
+    if not files:
+        raise UserError(f"--source={source}: no text file; expected {wanted}")
     for path in files:
         if path.suffix.lower() not in ENDINGS:
             raise UserError(f"{path}: expected {wanted}")
+        read.append(path)
         if path.suffix.lower() == ".txt":
             yield text_parts(path)
             continue
@@ -154,13 +177,21 @@ def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
     for document in documents:
         parts = filter(None, document)
         for first in islice(parts, 1):
-            batch.append((count, ""))
-            for part in chain([first], parts):
-                batch.append((count, part))
-                size += len(part)
-                if size >= PIECE:
+            batch.append((count, "", 0, 0))
+            for text, start, stop in _with_neighbours(chain([first], parts)):
+                batch.append((count, text, start, stop))
+                size += stop - start
+                if size >= PIECE - OVERLAP:  # a part is usually cut in its last line
                     yield batch
                     batch, size = [], 0
-            batch.append((count, None))
+            batch.append((count, None, 0, 0))
             count += 1
     yield batch
+
+
+def _with_neighbours(parts: Iterator[str]) -> Iterator[tuple[str, int, int]]:
+    """Each part between the ends of its neighbours, and where it starts and stops there."""
+    before, part = "", next(parts)
+    for after in chain(parts, [""]):
+        yield before + part + after[:OVERLAP], len(before), len(before) + len(part)
+        before, part = (before + part)[-OVERLAP:], after

@@ -15,6 +15,7 @@ import math
 import os
 import pickle
 import shlex
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -27,7 +28,7 @@ import numpy as np
 
 from core.settings import UserError, first_line
 from data.documents import DATASETS
-from data.shards import Shards, Tokens, is_meta
+from data.shards import SAMPLE, Shards, Tokens, is_meta, why_not_uint16
 from data.tokenizer import GPT2Tokenizer, Json
 
 if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does not need it
@@ -40,9 +41,11 @@ R = TypeVar("R")
 
 
 def find(dataset: str, data_dir: str = "data") -> Path:
-    """Return the folder of a dataset: one of this name in data_dir, else of this path."""
+    """Return the folder of a dataset. A name: of data_dir, else of the current folder. With a
+    separator it is a path."""
     named, path = Path(data_dir).expanduser() / dataset, Path(dataset).expanduser()
-    return path if os.path.isdir(path) and not os.path.isdir(named) else named
+    is_path = os.sep in dataset or dataset in (os.curdir, os.pardir)
+    return path if is_path or (os.path.exists(path) and not os.path.isdir(named)) else named
 
 
 def read_meta(folder: str | Path) -> Json:
@@ -64,6 +67,13 @@ def read_meta(folder: str | Path) -> Json:
         why = "not of a dataset"
     except (OSError, ValueError) as e:
         why = first_line(e)
+    if os.path.isfile(folder):
+        file, new = os.path.abspath(folder), os.path.abspath(os.path.splitext(folder)[0])
+        how = "python -m data text " + shlex.join([f"--source={file}", f"--out_dir={new}"])
+        raise UserError(
+            f"{folder} is a file, expected a folder. If it is text: {how} (chars instead of text: "
+            f"by characters), then " + shlex.quote(f"--dataset={new}")
+        )
     name = path.parent.name
     prepare = ["python", "-m", "data", name if name in DATASETS else "..."]
     if name not in DATASETS or path.parent.absolute() != Path(__file__).absolute().parent / name:
@@ -160,6 +170,8 @@ def _mapped(path: Path, meta: Json) -> Mapped:
             if size != expected or not size:
                 why = f"expected {expected:,} bytes ({N:,} tokens), got {size:,}"
                 raise ValueError(why if size else "no tokens")
+            if "dtype" not in meta and (doubt := why_not_uint16(f.read(SAMPLE))):
+                raise ValueError(doubt)
             return np.memmap(f, dtype=dtype.newbyteorder("<"), mode="r").view(Mapped)
     except (FileNotFoundError, ValueError) as e:
         again = ["prepare.py"]
@@ -275,6 +287,14 @@ def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
         yield batch
 
 
+def fingerprint(tokens: Tokens, block_size: int, batches: int, batch_size: int) -> int:
+    """CRC-32 of what eval_batches() reads: losses of one fingerprint are comparable."""
+    crc = 0
+    for x, *_ in eval_batches(tokens, block_size, batches, batch_size):
+        crc = zlib.crc32(x.numpy().tobytes(), crc)
+    return crc
+
+
 def _gather(
     tokens: Tokens, T: int, starts: np.ndarray, device: str | torch.device,
     documents: Documents | None,
@@ -298,8 +318,8 @@ def _gather(
     batch = [torch.from_numpy(array) for array in arrays]
     if torch.device(device).type != "cuda":
         return tuple(t.to(device) for t in batch)
-    # From pinned memory the copy overlaps the computation. The thread that prefetches starts on
-    # device 0, where pinning would create a second context.
+    # From pinned memory the thread does not wait for the copy, which is on the stream of the steps.
+    # The thread that prefetches starts on device 0, where pinning would create a second context.
     with torch.cuda.device(device):
         return tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
 

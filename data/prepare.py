@@ -28,6 +28,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, PositiveInt
 
+from core.files import refuse_link, write_at_once
 from core.settings import UserError, check_fields
 from data import documents, shards, sources
 from data.documents import DATASETS, HUB, Piece
@@ -72,27 +73,32 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         raise UserError(f"unknown dataset {dataset!r}; known: {known} ({own})")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     made_from = _made_from(dataset, config)
-    if names := foreign_files(out_dir):
-        raise UserError(
-            f"{out_dir} has {' and '.join(names)} of another program; use another --out_dir"
-        )
-    if not config.force and _is_prepared(out_dir, made_from):
-        print(f"{out_dir} is already prepared (--force prepares it again)")
-        return
-    if dataset == "shards":
-        prepare_shards(config, out_dir, made_from)
-        return
-    work = prepare_shakespeare if dataset.startswith("shakespeare") else prepare_documents
-    new = out_dir / ".partial"
+    listed = shards.meta(config.source) if dataset == "shards" else {}
+    lock, new = _lock(out_dir), out_dir / ".partial"
     try:
-        new.mkdir(parents=True, exist_ok=True)
+        if names := foreign_files(out_dir):
+            raise UserError(
+                f"{out_dir} has {' and '.join(names)} of another program; use another --out_dir"
+            )
+        if not config.force and _is_prepared(out_dir, made_from):
+            print(f"{out_dir} is already prepared (--force prepares it again)")
+            return
+        if dataset == "shards":
+            prepare_shards(config, out_dir, made_from, listed)
+            return
+        one_text = dataset == "chars" or dataset.startswith("shakespeare")
+        work = prepare_text if one_text else prepare_documents
+        refuse_link(new)
+        new.mkdir(exist_ok=True)
+        for file in BINS:  # of an interrupted run, or links
+            (new / file).unlink(missing_ok=True)
         tokenizer, found = work(dataset, config, new, progress(f"preparing {dataset}"))
         name, V = tokenizer.name, tokenizer.vocab_size
         dtype = dtype_for(V)
         size = {s: (new / f"{s}.bin").stat().st_size for s in ("train", "val")}
         found["tokens"] = {s: n // dtype.itemsize for s, n in size.items()}
         meta = {**made_from, "dtype": dtype.name, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
-        (new / "meta.json").write_text(json.dumps(meta | found, indent=1), encoding="utf-8")
+        write_at_once(new / "meta.json", json.dumps(meta | found, indent=1))
         (out_dir / "meta.json").unlink(missing_ok=True)
         for file in (*BINS, "meta.json"):  # so meta.json never describes other files
             with (new / file).open("rb") as f:
@@ -105,10 +111,36 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         n = config.workers or os.cpu_count()
         why = "a process that tokenizes was killed, perhaps because memory ran out"
         raise UserError(f"--workers={n}: {why}; use fewer") from e
+    finally:
+        os.close(lock)
     train, val = found["tokens"].values()
-    print(
-        f"{out_dir}: {train:,} training and {val:,} validation tokens, {V:,} in vocabulary ({name})"
-    )
+    read = f"{n:,} file{'s' * (n > 1)}, " if (n := found.get("files")) else ""
+    counts = f"{read}{train:,} training and {val:,} validation tokens"
+    print(f"{out_dir}: {counts}, {V:,} in vocabulary ({name})")
+
+
+def _lock(folder: Path) -> int:
+    """Create the folder, and lock it until the returned descriptor is closed or the process ends.
+
+    Raises:
+        UserError: another preparation has locked it, or it cannot be written.
+    """
+    import fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)  # the folder itself: no file remains
+    except OSError as e:
+        raise UserError(f"cannot write {folder} ({e.strerror}); use another --out_dir") from e
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UserError(f"--out_dir={folder} is in use by another python -m data") from None
+    except OSError as e:  # some network disks
+        why = f"cannot be locked ({e.strerror}): start no other python -m data there"
+        print(f"{folder} {why}", file=sys.stderr)
+    return lock
 
 
 def _made_from(dataset: str, config: PrepareConfig) -> Json:
@@ -123,7 +155,8 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
         if source != "tinyshakespeare":
             options.pop("source", None)
             state = sources.PLAYS_SHA256  # a later version may extract another text
-    elif source and (files := shards.paths(source) if dataset == "shards" else _files(source)):
+    elif source:
+        files = shards.paths(source) if dataset == "shards" else documents.source_files(source)
         options["source"] = os.path.abspath(source)
         try:
             stats = {os.path.relpath(f, source): os.stat(f) for f in files}
@@ -136,10 +169,6 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
         content = json.dumps(tokenizer_of(config).to_meta(), sort_keys=True)
         state = sources.sha256(f"{state} {content}".encode())
     return {"dataset": dataset, "options": options, "source": state}
-
-
-def _files(source: str) -> list[Path]:
-    return documents.source_files(Path(source)) if Path(source).exists() else []
 
 
 def foreign_files(folder: Path) -> list[str]:
@@ -169,44 +198,40 @@ def _is_prepared(out_dir: Path, made_from: Json) -> bool:
     return complete and there["source"] == made_from["source"]
 
 
-def prepare_shards(config: PrepareConfig, out_dir: Path, made_from: Json) -> None:
+def prepare_shards(config: PrepareConfig, out_dir: Path, made_from: Json, found: Json) -> None:
     """Write meta.json with the list of the files."""
-    found = shards.meta(config.source)
     tokenizer: Json = {"name": GPT2Tokenizer.name}
     V = GPT2Tokenizer.vocab_size
     if config.tokenizer is not None:
         named = tokenizer_of(config)
         tokenizer, V = named.to_meta(), named.vocab_size
     meta = {**made_from, "tokenizer": tokenizer, "vocab_size": V, **found}
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        (partial := out_dir / "meta.json.partial").write_text(json.dumps(meta, indent=1), "utf-8")
-        os.replace(partial, out_dir / "meta.json")
-    except OSError as e:
-        raise UserError(f"cannot write {out_dir} ({e.strerror or e}); use another --out_dir") from e
+    write_at_once(out_dir / "meta.json", json.dumps(meta, indent=1))
     train, val = (
         f"{n:,} {s} tokens ({len(found['shards'][s])} files)" for s, n in found["tokens"].items()
     )
     print(f"{out_dir}: {train} and {val}, read where they lie; {V:,} in vocabulary")
 
 
-def prepare_shakespeare(
+def prepare_text(
     dataset: str, config: PrepareConfig, folder: Path, report: Report
 ) -> tuple[Tokenizer, Json]:
     """One text in memory; the first 90 % of its characters are for training, as in nanoGPT."""
-    source = config.source
-    report("reading", f"the text ({source or 'the plays'})")
-    if source is None:
+    source, char, files = config.source, dataset != "shakespeare", list[Path]()
+    report("reading", f"the text ({source or dataset})")
+    one = source is not None and Path(source).is_file()
+    if dataset == "chars" and not (one and not str(source).lower().endswith(".jsonl")):
+        text = "\n".join(map("".join, documents.file_documents(source, config.text_key, files)))
+    elif source is None:
         text = sources.plays()
-    elif source == "tinyshakespeare":
+    elif source == "tinyshakespeare" and dataset != "chars":
         text = sources.tiny_shakespeare()
-    elif Path(source).is_file():
-        text = "".join(documents.text_parts(Path(source)))
+    elif one:
+        text, files = "".join(documents.text_parts(Path(source))), [Path(source)]
     else:
         raise UserError(f"--source={source}: expected a file or tinyshakespeare")
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = text[:cut], text[cut:]
-    char = dataset == "shakespeare_char"
     tokenizer = CharTokenizer(sorted(set(text))) if char else tokenizer_of(config)
     tokenizer.begin = ()  # before one text it would hardly ever be seen
     report("tokenizing", f"{len(text):,} characters")
@@ -216,7 +241,8 @@ def prepare_shakespeare(
         raise UserError(f"{source} is too short ({len(text)} characters)")
     train.tofile(folder / "train.bin")
     val.tofile(folder / "val.bin")
-    found: Json = {"bytes": dict(zip(("train", "val"), (len(p.encode()) for p in parts)))}
+    size = dict(zip(("train", "val"), (len(part.encode()) for part in parts), strict=True))
+    found: Json = {"files": len(files), "bytes": size}
     if char:
         found["baselines"] = baselines(train, val, tokenizer.vocab_size)
     return tokenizer, found
@@ -248,11 +274,14 @@ def token_sizes(tokens: np.ndarray, tokenizer: Tokenizer) -> int:
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
     """Losses on val (nats per token) of a unigram and a bigram model, add-one smoothing."""
     unigram = np.bincount(train, minlength=V) + 1.0
-    pairs = np.bincount(train[:-1].astype(np.int64) * V + train[1:], minlength=V * V) + 1.0
-    pairs = pairs.reshape(V, V)
+    pairs, wanted = (t[:-1].astype(np.int64) * V + t[1:] for t in (train, val))
+    seen, counts = np.unique(pairs, return_counts=True)  # a table of V * V may not fit
+    place = np.searchsorted(seen, wanted).clip(max=len(seen) - 1)
+    bigram = np.where(seen[place] == wanted, counts[place], 0) + 1.0
+    first = np.bincount(train[:-1], minlength=V) + float(V)
     return {
         "unigram": float(-np.log(unigram / unigram.sum())[val].mean()),
-        "bigram": float(-np.log(pairs / pairs.sum(1, keepdims=True))[val[:-1], val[1:]].mean()),
+        "bigram": float(-np.log(bigram / first[val[:-1]]).mean()),
     }
 
 
@@ -267,6 +296,7 @@ def prepare_documents(
     web = dataset in HUB
     fraction = config.val_fraction or (0.0005 if web else 0.1)
     tokenizer, workers = tokenizer_of(config), config.workers or os.cpu_count() or 1
+    files: list[Path] = []
     if tokenizer.eot is None:
         raise UserError(
             f"--tokenizer={config.tokenizer} has no token that ends a document; name it in its "
@@ -275,7 +305,7 @@ def prepare_documents(
     if web:
         found = documents.web_documents(*HUB[dataset], config.text_key)
     else:
-        found = documents.file_documents(config.source, config.text_key)
+        found = documents.file_documents(config.source, config.text_key, files)
     found = islice(found, config.limit)
     first = [*islice(found, 2)]
     if len(first) < 2:  # before one text it would hardly ever be seen
@@ -301,14 +331,15 @@ def prepare_documents(
     # one input and its target
     if min((folder / name).stat().st_size for name in BINS) < 2 * dtype.itemsize:
         raise UserError(f"{where} is too short ({tokens.total()} tokens)")
-    return tokenizer, {"documents": count, "bytes": size}
+    return tokenizer, {"files": len(files), "documents": count, "bytes": size}
 
 
 _worker: list[Tokenizer] = []  # of this process: too large to be sent with each batch
 
 
 def _begin(meta: Json) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the main process ends them
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach all: the main process ends them
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker[:] = [from_meta(meta)]
@@ -325,9 +356,11 @@ def _encode(batch: list[Piece]) -> list[tuple[int, bytes, int]]:
     """Tokenize pieces: the number of each one's document, its ids, and the bytes of its text."""
     (tokenizer,) = _worker
     dtype, done = dtype_for(tokenizer.vocab_size), []
-    for i, text in batch:
-        ids = tokenizer.encode(text) if text else tokenizer.begin if text == "" else [tokenizer.eot]
-        done.append((i, np.array(ids, dtype=dtype).tobytes(), len((text or "").encode())))
+    for i, text, *part in batch:
+        ends = tokenizer.begin if text == "" else [tokenizer.eot]
+        ids = tokenizer.encode_part(text, *part) if text else ends
+        size = len((text or "")[slice(*part)].encode())
+        done.append((i, np.array(ids, dtype=dtype).tobytes(), size))
     return done
 
 

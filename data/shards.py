@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MAGIC, VERSION = 20240520, 1
 HEADER = 256  # int32
 ID = np.dtype("<u2")
+SAMPLE = 2**17  # bytes at the beginning that show the width of the ids
+OTHERS = {b"\x93NUMPY": "a .npy file", MAGIC.to_bytes(4, "little"): "a shard of llm.c"}
 _AGAIN = "make the dataset again: python -m data shards --source=..."
 
 
@@ -97,13 +99,31 @@ def is_meta(shards: object) -> bool:
     )
 
 
+def why_not_uint16(start: bytes) -> str | None:
+    """The reason if the first bytes of a file are not ids of 2 bytes, else None.
+
+    The upper halves of wider ids are 0 or small, which no text has at every second place.
+    """
+    for magic in filter(start.startswith, OTHERS):
+        return f"expected uint16 ids alone, got {OTHERS[magic]}"
+    for size in (4, 8):
+        ids = np.frombuffer(start[: len(start) // size * size], ID).reshape(-1, size // 2)
+        low, high = ids[:, 0], ids[:, 1:].max(initial=0)
+        largest = low.max(initial=0)
+        varied = largest >= 2**15 if high else largest >= 16 or not low.all()
+        if len(ids) >= 8 and high < 4 and varied and (low > high).mean() > 0.5:
+            return f"ids of {size} bytes, expected uint16: convert them with NumPy's astype"
+    return None
+
+
 def describe(path: str) -> Json:
     """Path, size, time, tokens and bytes to skip of a file. Raises UserError if it is damaged."""
     try:
         with open(path, "rb") as f:
-            stat, start = os.fstat(f.fileno()), f.read(4 * HEADER)
+            stat, sample = os.fstat(f.fileno()), f.read(SAMPLE)
     except OSError as e:
         raise UserError(f"cannot read {path} ({e.strerror})") from e
+    start = sample[: 4 * HEADER]
     header, skip = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist(), 0
     # A damaged header, or one of another kind: text has no such run of zeros.
     if header[:1] == [MAGIC] or (len(header) == HEADER and not any(header[3:])):
@@ -118,7 +138,12 @@ def describe(path: str) -> Json:
         raise UserError(f"{path} has no tokens")
     if rest or (skip and tokens != header[2]):
         want = f"{header[2]:,} tokens, as its header says" if skip else "uint16 tokens"
-        raise UserError(f"{path}: expected {want}; got {stat.st_size - skip:,} bytes of tokens")
+        got = f"{stat.st_size - skip:,} bytes of tokens"
+        if skip and (doubt := why_not_uint16(sample[skip:])):
+            got += f", {doubt}"
+        raise UserError(f"{path}: expected {want}; got {got}")
+    if not skip and (doubt := why_not_uint16(sample)):
+        raise UserError(f"{path}: {doubt}")
     about = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     return {"path": path, **about, "skip": skip, "tokens": tokens}
 

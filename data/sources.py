@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
+from core.files import write_at_once
 from core.settings import UserError
 
 # Packages: name, version, SHA-256 of the wheel.
@@ -52,11 +53,9 @@ def cached(path: Path, digest: str, fetch: Callable[[], bytes]) -> Path:
     content = fetch()
     if (found := sha256(content)) != digest:
         raise UserError(f"{path.name}: expected sha256 {digest}, got {found}")
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        os.replace(partial, path)
+        write_at_once(path, content)
     except OSError as e:
         raise UserError(
             f"cannot write {path} ({e.strerror or e}); set XDG_CACHE_HOME to a writable folder"

@@ -2,18 +2,18 @@
 
 All have the same members: name, vocab_size, unused (the ids below it without a token), eot (the id
 that ends a document, or None), ends (the ids that end a generated text, eot first), begin (the ids
-before a document or prompt), encode, decode, stream_decode, token_bytes (the bytes of each id),
-to_meta (what meta.json and checkpoints store to rebuild it) and to_json (what transformers reads).
+before a document or prompt), encode, encode_part, decode, stream_decode, token_bytes (the bytes of
+each id), to_meta (what meta.json and checkpoints store to rebuild it) and to_json (what
+transformers reads).
 """
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,44 @@ OTHER_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "vocab.txt", "to
                "spiece.model", "sentencepiece.bpe.model", "encoder.json", "vocab.bpe")  # fmt: skip
 
 
-class CharTokenizer:
+class _Parts:
+    """Parts of a text: those of a long document, and the tokens of a new text as they arrive."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Iterable[int]], str]
+
+    def encode_part(self, text: str, start: int, stop: int) -> list[int]:
+        """The tokens of text[start:stop], as in the tokens of the whole text."""
+        return self.encode(text[start:stop])
+
+    def _waits(self, i: int) -> bool:
+        """True if the next token can change the text of token i, or i has no text."""
+        return False
+
+    def stream_decode(self, ids: Iterable[int], prompt: Sequence[int] = ()) -> Iterator[str]:
+        """The text that the ids add to a prompt's, as they arrive. A character of several tokens is
+        never split.
+
+        The tokens before are decoded again with each new one: decoders drop the space before the
+        first token (SentencePiece), or put one between two tokens (WordPiece).
+        """
+        window, shown = [*prompt], len(prompt)  # the text of window[:shown] is known
+
+        def new() -> str:
+            known, text = self.decode(window[:shown]), self.decode(window)
+            differ = (n for n, (a, b) in enumerate(zip(known, text, strict=False)) if a != b)
+            return text[next(differ, len(known)) :]
+
+        for i in ids:
+            window.append(i)
+            if not self._waits(i) and (text := new()) and text[-1] != "\ufffd":
+                yield text
+                window, shown = window[shown:], len(window) - shown
+        if text := new():  # an incomplete character at the end
+            yield text
+
+
+class CharTokenizer(_Parts):
     """One token for each character."""
 
     name = "char"
@@ -69,9 +106,6 @@ class CharTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.vocabulary[i] for i in ids)
 
-    def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
-        return (self.vocabulary[i] for i in ids)
-
     def token_bytes(self) -> list[bytes]:
         """The UTF-8 of each id's text; empty for eot."""
         return [b"" if i == self.eot else c.encode() for i, c in enumerate(self.vocabulary)]
@@ -87,7 +121,7 @@ class CharTokenizer:
         return _tokenizer_json(model, {**every, "invert": False}, {"type": "Fuse"}, ends, self.ids)
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(_Parts):
     """GPT-2's byte-pair encoding, by tiktoken: 50,257 tokens.
 
     >>> GPT2Tokenizer().encode("hello world")
@@ -111,15 +145,6 @@ class GPT2Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self.bpe.decode(list(ids))
 
-    def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of the ids as they arrive; a character of several tokens is never split."""
-        whole = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for i in ids:
-            if text := whole.decode(self.bpe.decode_single_token_bytes(i)):
-                yield text
-        if text := whole.decode(b"", final=True):
-            yield text
-
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id, which may be part of a character; empty for eot."""
         return [*map(self.bpe.decode_single_token_bytes, range(self.eot)), b""]
@@ -131,7 +156,7 @@ class GPT2Tokenizer:
         return _byte_level(_bpe_file("encoder.json"), _bpe_file("vocab.bpe"))
 
 
-class FileTokenizer:
+class FileTokenizer(_Parts):
     """A model's tokenizer.json, by the package tokenizers."""
 
     name = "tokenizer.json"
@@ -154,6 +179,8 @@ class FileTokenizer:
         ids = {*self.made.get_vocab().values()}
         self.vocab_size = max(ids, default=-1) + 1
         self.unused = sorted({*range(self.vocab_size)} - ids)
+        added = self.made.get_added_tokens_decoder()
+        self.special = {i for i, token in added.items() if token.special}  # without a text
         self.made.encode_special_tokens = True  # "<|endoftext|>" in a text is ordinary text
         self.ends = self.ids_of(ends)
 
@@ -201,18 +228,18 @@ class FileTokenizer:
         text: str = self.made.decode(list(ids))
         return text
 
-    def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of the ids as they arrive; a character of several tokens is never split."""
-        from tokenizers.decoders import DecodeStream
+    def encode_part(self, text: str, start: int, stop: int) -> list[int]:
+        if stop - start == len(text):
+            return self.encode(text)
+        found, last = self.made.encode(text, add_special_tokens=False), stop == len(text)
+        places = zip(found.ids, found.offsets, strict=True)
+        return [i for i, (place, _) in places if start <= place and (last or place < stop)]
 
-        stream, seen, shown = DecodeStream(skip_special_tokens=True), [], 0
-        for i in ids:
-            seen.append(i)
-            if text := stream.step(self.made, i):
-                shown += len(text)
-                yield text
-        if text := self.decode(seen)[shown:]:  # an incomplete character at the end
-            yield text
+    def _waits(self, i: int) -> bool:
+        # One invalid byte makes U+FFFD of all bytes next to it (ByteFallback).
+        name = self.made.id_to_token(i) or ""
+        as_byte = "ByteFallback" in self.decoders and name.startswith("<0x") and len(name) == 6
+        return as_byte or i in self.special
 
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id; empty for special tokens."""

@@ -21,6 +21,7 @@ from typing import Annotated
 
 from pydantic import PositiveInt
 
+from core.files import write_at_once
 from core.settings import UserError, check_fields, exit_on_user_error, read
 
 COPIED = 20  # longest text to copy, symbols
@@ -100,12 +101,12 @@ def main(argv: list[str]) -> int:
     folder, gap, draw = Path(config.folder), config.separator, random.Random(f"text {config.seed}")
     folder.mkdir(parents=True, exist_ok=True)
     text = (gap.join(line(config, draw)) + "\n" for _ in range(config.lines))
-    (folder / "text.txt").write_text("".join(text), encoding="utf-8")
+    write_at_once(folder / "text.txt", "".join(text))
     for name, questions in tasks(config):
-        file = (folder / f"{name}.jsonl").resolve()
+        file = folder.resolve() / f"{name}.jsonl"
         # A question begins a line, as in text.txt.
         rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in questions]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_at_once(file, "".join(json.dumps(row) + "\n" for row in rows))
         task = {
             "task": f"nanoattn_{name}",
             "tag": "nanoattn",
@@ -120,7 +121,7 @@ def main(argv: list[str]) -> int:
             "metric_list": [{"metric": "acc"}],
         }
         # JSON is YAML too.
-        (folder / f"{name}.yaml").write_text(json.dumps(task, indent=1), encoding="utf-8")
+        write_at_once(folder / f"{name}.yaml", json.dumps(task, indent=1))
         print(f"{file}: {task['task']}")
     return 0
 

@@ -353,12 +353,6 @@ class PagedCache(Cache):
         ]
         self.v = [torch.zeros_like(k) for k in self.k]
 
-    @property
-    def nbytes_used(self) -> int:
-        """Bytes of the pages in use; a shared page counts once."""
-        layers = zip(self.k, self.windows, strict=True)
-        return sum(2 * k[0].nbytes * self.pool.n_used(window) for k, window in layers)
-
     def reserve(self, rows: Sequence[int], counts: Sequence[int]) -> PagedStep:
         """Begin a step.
 

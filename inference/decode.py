@@ -64,8 +64,8 @@ class Decoder(Generic[R]):
         self.model, self.options = model, options
         self.device = model.transformer.wte.weight.device
         self.block_size = model.config.block_size
-        self.params = SamplingParams.on(self.device, options)
         self.stops = options.ends(model.config.vocab_size)
+        self.params = SamplingParams.on(self.device, options)
         given = options.constraint
         self.constraint = combined(given) if isinstance(given, Sequence) else given
         if self.constraint is not None:
@@ -125,12 +125,12 @@ class Decoder(Generic[R]):
 
 
 def process(processor: Processor, tokens: Tensor, logits: Tensor, **lengths: Tensor) -> Tensor:
-    """The processor's logits. Raises ValueError if they have another shape."""
+    """The processor's logits, in the dtype of its input. Raises ValueError for another shape."""
     made = processor(tokens, logits, **lengths)
-    if (got := getattr(made, "shape", None)) != logits.shape:
-        want = tuple(logits.shape)
-        raise ValueError(f"logits_processor: expected logits {want}, got {got and tuple(got)}")
-    return made
+    got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+    if got != (want := tuple(logits.shape)):
+        raise ValueError(f"logits_processor: expected logits {want}, got {got}")
+    return made.to(logits.dtype)
 
 
 def next_logits(

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from inference import decode, serve
 from inference.cache import DynamicCache, DynamicStep, StaticCache, StaticStep, bucket
 from inference.decode import Decoder, Launched, Row, to_host
-from inference.sampling import ENDED, Generators, Options, Prompt, check_prompt
+from inference.sampling import ENDED, Generators, Options, Prompt, check_prompt, in_range
 
 if TYPE_CHECKING:
     from model import GPT
@@ -43,7 +43,7 @@ def generate(
         For a tensor: (B, T + n) int64; rows that ended early repeat their last token.
         For a list: a list of (T_i + n_i,) int64.
     """
-    prompts = _tensors(model, idx, max_new_tokens)
+    prompts = _tensors(model, idx)
     drawn = list(stream(model, prompts, max_new_tokens, **options))
     new = torch.stack(drawn) if drawn else torch.empty(0, len(prompts), dtype=torch.int64)
     counts = (new != ENDED).sum(0).tolist()
@@ -85,17 +85,18 @@ def stream(
         raise ValueError(f"kv_cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
     if compile and kv_cache != "static":
         raise ValueError(f"compile needs kv_cache=static, got {kv_cache}")
-    prompts = _tensors(model, idx, max_new_tokens)
+    prompts = _tensors(model, idx)
     if not prompts:
         raise ValueError("expected at least one prompt of at least one token")
-    given = options.get("constraint")
+    how = Options(**options)
+    given = how.constraint
     if isinstance(given, Sequence) and len(given) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need as many constraints, got {len(given)}")
+    max_new_tokens = in_range("max_new_tokens", max_new_tokens, 0)
     if kv_cache == "paged":
         options |= {"generator": generator, "page_size": page_size}
         yield from serve.batch(model, prompts, max_new_tokens, **options)
         return
-    how = Options(**options)
     batch = _Batch(model, prompts, max_new_tokens, generator, kv_cache, compile, how)
     try:
         yield from batch.tokens()
@@ -103,10 +104,10 @@ def stream(
         _idle.setdefault(model, {}).update(batch.lent)
 
 
-def _tensors(model: GPT, prompts: Tensor | Sequence[Prompt], max_new_tokens: int) -> list[Tensor]:
+def _tensors(model: GPT, prompts: Tensor | Sequence[Prompt]) -> list[Tensor]:
     device = model.transformer.wte.weight.device
     for index, row in enumerate(prompts):
-        check_prompt(index, row, max_new_tokens, model.config.vocab_size)
+        check_prompt(index, row, model.config.vocab_size)
     return [torch.as_tensor(row, dtype=torch.int64, device=device) for row in prompts]
 
 

@@ -6,17 +6,18 @@ tokens. torch.multinomial needs a random number for each entry.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.runtime import to_device
-
-if TYPE_CHECKING:
-    from inference.constrain import Automaton
+from inference.constrain import Automaton
 
 ENDED = -1  # in place of a token: the text has ended
 INVALID = -2  # of sample_token(): the logits are NaN, or all are -inf
@@ -67,27 +68,47 @@ class Options:
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:  # NaN too
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        self.temperature = in_range("temperature", self.temperature, 0, convert=float)
+        if self.top_p is not None:
+            self.top_p = in_range("top_p", self.top_p, 5e-324, 1, convert=float)
+        for name in ("top_k", "vocab_size"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, in_range(name, value, 1))
+        given = self.constraint
+        for c in given if isinstance(given, list | tuple) else [given]:
+            if not isinstance(c, Automaton | None):
+                raise ValueError(f"constraint: expected regex(pattern, tokenizer), got {c!r:.60}")
 
     def ends(self, vocab_size: int) -> Callable[[int, list[int]], bool]:
+        """`stop` as a function. Raises ValueError if it or `unused` has other ids."""
+        self.unused = _ids("unused", self.unused, min(vocab_size, self.vocab_size or vocab_size))
         if callable(self.stop):
             return self.stop
-        ids = {self.stop} if isinstance(self.stop, int) else {*(self.stop or ())}
-        if any(type(i) is bool or i not in range(vocab_size) for i in ids):
-            raise ValueError(
-                f"stop: expected ids from 0 to {vocab_size - 1}, got {self.stop!r:.60}"
-            )
+        ids = {*_ids("stop", self.stop, vocab_size)}
         return lambda row, new: new[-1] in ids
 
 
-def check_prompt(index: int, prompt: Prompt, max_new_tokens: int, vocab_size: int) -> None:
+def in_range(name: str, value: Any, least: float, most: float = math.inf,
+             convert: Callable[[Any], Any] = operator.index) -> Any:  # fmt: skip
+    """The value as Python's int or float; NumPy's and a tensor are taken too. Raises ValueError."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        is_bool = "bool" in str(getattr(value, "dtype", type(value)))
+        if not is_bool and least <= (number := convert(value)) <= most:
+            return number
+    kind = "a number" if convert is float else "an integer"
+    raise ValueError(f"{name}: expected {kind} from {least} to {most}, got {value!r:.60}")
+
+
+def _ids(name: str, given: Any, vocab_size: int) -> list[int]:
+    """One token id, several (a tensor or array of them too), or None."""
+    several = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0
+    each = given if several else [] if given is None else [given]
+    return [in_range(name, i, 0, vocab_size - 1) for i in each]
+
+
+def check_prompt(index: int, prompt: Prompt, vocab_size: int) -> None:
     """Raise ValueError if the prompt is not a row of the vocabulary's ids (those on a GPU are not
-    looked at), or max_new_tokens is negative."""
+    looked at)."""
     ids = torch.as_tensor(prompt)
     if ids.dim() == 1 and not len(ids):
         raise ValueError(f"each prompt must have at least one token; prompt {index} has none")
@@ -97,8 +118,6 @@ def check_prompt(index: int, prompt: Prompt, max_new_tokens: int, vocab_size: in
     if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         got = f"{int(ids.min())} to {int(ids.max())}"
         raise ValueError(f"prompt {index}: expected ids from 0 to {vocab_size - 1}, got {got}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ A new prompt replaces a finished text at once; engine.py waits for the end of th
              a batch, then the next                            capitals: prefill
 
 A step runs the new prompts in groups of similar length, and one token of every other row. Each text
-equals generate()'s for its prompt alone.
+equals generate()'s for its prompt alone, in float32; in other dtypes rounding depends on the batch.
 
 **Admission.** A prompt waits, and all behind it, until the pool has pages for its longest text and
 for those in progress. So no text stops for lack of pages. A prompt that can never fit is an error.
@@ -35,7 +35,7 @@ from core.settings import UserError
 from inference.cache import PagedCache
 from inference.decode import Decoder, Launched, Row, next_logits, sample_step, to_host
 from inference.pages import pages_for
-from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt
+from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt, in_range
 
 if TYPE_CHECKING:
     from model import GPT
@@ -130,10 +130,7 @@ class _Server(Decoder[_Row]):
         **options: Any,
     ) -> None:
         super().__init__(model, Options(**options))
-        for name, n in (("slots", slots), ("page_size", page_size)):
-            if n < 1:
-                raise ValueError(f"{name} must be at least 1, got {n}")
-        self.slots = slots
+        self.slots, page_size = in_range("slots", slots, 1), in_range("page_size", page_size, 1)
         if n_pages is None:
             n_pages = enough_pages(model, [self.block_size] * slots, 0, slots, page_size)
         config = model.config
@@ -208,8 +205,8 @@ class _Server(Decoder[_Row]):
     ) -> Iterator[_Row]:
         each = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
         for index, (prompt, new, random) in enumerate(zip(prompts, *each)):
-            check_prompt(index, prompt, new, self.model.config.vocab_size)
-            row = _Row(index, new)
+            check_prompt(index, prompt, self.model.config.vocab_size)
+            row = _Row(index, in_range("max_new_tokens", new, 0))
             row.prompt = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
             stored = len(prompt) + row.room - 1  # the last token is never read
             row.slides = stored > self.block_size
@@ -333,7 +330,7 @@ class _Server(Decoder[_Row]):
 
 def _each(name: str, given: T | Iterable[T]) -> Iterator[T]:
     """One entry for each prompt: the same for all, or the next one given."""
-    if not isinstance(given, Iterable):
+    if not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
         yield from repeat(given)
     else:
         yield from given

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What has been tried of a backend, by device; the legend is in docs/SUPPORT.md. The tests run the
 # rest of the rows for a CPU.
 COMPILED = "compiled, interpreted"  # tests/ptxas.py, and conftest.py's interpreter
-# On an H100 with torch 2.11 (docs/LOG.md, 2026-11-26).
+# On an H100 with torch 2.11 (docs/LOG.md, 2026-11-26 and 2026-11-28).
 ON_H100 = (
     "manual", "tiled", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "flex",
     "triton", "paged",

@@ -38,7 +38,9 @@ def test_every_backend_is_in_the_table_with_its_time_or_its_reason(capsys, monke
 def test_a_cache_is_measured_while_decoding(capsys, monkeypatch) -> None:
     few = {n: BACKENDS[n] for n in ("manual", "paged")}
     monkeypatch.setattr("attention.__main__.BACKENDS", few)
-    table = said(capsys, *SMALL, "--kv_cache=paged", "--page_size=16")
+    main([*SMALL, "--kv_cache=paged", "--page_size=16"])
+    table, progress = capsys.readouterr()
+    assert [line.split()[0] for line in progress.splitlines()[-2:]] == ["manual", "paged"]
     assert "1 queries" in table and "paged cache of 16" in table
     assert table.index("paged  ") < table.index("does not run") < table.rindex("manual")
 
@@ -94,6 +96,13 @@ def test_help_names_every_backend(capsys) -> None:
     assert all(name in out for name in ("auto", "fastest", *BACKENDS, "--as", "--page_size"))
 
 
+def test_a_refusal_is_printed_once() -> None:
+    command = [sys.executable, "-m", "attention", *SMALL]
+    command += ["sdpa", "--softcap=9"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.count("softcap") == 1 and not run.stderr
+
+
 def test_as_a_user_runs_it() -> None:
     command = [sys.executable, "-m", "attention", "sdpa", *SMALL]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -119,6 +128,11 @@ def test_a_machine_is_known_by_its_distinctive_part(text, name, capability) -> N
     assert not BACKENDS["manual"].why_not(Spec(2, 2, 16, "float32"), machine)
 
 
-def test_an_ambiguous_name_lists_the_candidates() -> None:
-    with pytest.raises(ValueError, match="TITAN"):
-        gpus.describe("titan", "2.13.0", [])
+@pytest.mark.parametrize("text, named", [
+    ("titan", "NVIDIA TITAN V"), ("rtx", "RTX"), ("foo", "NVIDIA H100"), ("H10", "NVIDIA H100"),
+    ("rtx 4900", "NVIDIA GeForce RTX 4090"),
+])
+def test_an_ambiguous_or_unknown_name_lists_a_few_candidates(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=repr(text)) as e:
+        gpus.describe(text, "2.13.0", [])
+    assert named in str(e.value) and sum(m.name in str(e.value) for m in gpus.KNOWN) < 12

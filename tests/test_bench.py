@@ -173,6 +173,22 @@ def test_a_record_is_complete(trained):
     assert f"record: {made}" in out
 
 
+@pytest.mark.parametrize("words", [[*SMALL, "--record=x"], [*small("kernel"), "--record=x"],
+                                   [*small("qualify"), "--stages=1"]])
+def test_a_second_record_of_a_name_leaves_the_first(words, tmp_path, monkeypatch):
+    in_process.use(monkeypatch)
+    words = [*words, "--backends=sdpa", f"--records_dir={tmp_path / 'a' / 'b'}"]
+    written: dict[Path, bytes] = {}
+    for n in (1, 2, 3):
+        _, out = run(words)
+        made = Path(out.splitlines()[-1].removeprefix("record: "))
+        assert made not in written and made.name.endswith(f"-{n}" if n > 1 else made.name[10:])
+        for folder, text in written.items():
+            assert (folder / "record.json").read_bytes() == text
+        written[made] = (made / "record.json").read_bytes()
+    assert {*(tmp_path / "a" / "b").iterdir()} == {*written}
+
+
 def test_kernel_times_attention_alone_at_every_point(quick):
     table = measured(*small("kernel"), "--backends=manual,sdpa", "--lengths=16,32",
                      "--batch_sizes=1,2")["rows"]

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -481,6 +482,22 @@ def test_a_file_that_is_not_a_nanogpt_checkpoint(nanogpt, change, words):
     assert str(path) in str(e.value)
     torch.save([1, 2], path)
     with pytest.raises(UserError, match="model_args"):
+        checkpoint.init_model(str(path))
+
+
+@pytest.mark.parametrize("packed", ["data.pkl", "data/0", ""])
+def test_a_file_that_was_compressed_again_is_refused(packed, nanogpt):
+    path, model, _ = nanogpt
+    with zipfile.ZipFile(path) as z:
+        content = {name: z.read(name) for name in z.namelist()}
+    for kind in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        with zipfile.ZipFile(path, "w") as z:
+            for name, data in content.items():
+                z.writestr(name, data, kind if name.endswith(packed) else zipfile.ZIP_STORED)
+        if kind == zipfile.ZIP_STORED:
+            got = checkpoint.init_model(str(path)).transformer.wte.weight
+            assert torch.equal(got, model.transformer.wte.weight)
+    with pytest.raises(UserError, match=str(path)):
         checkpoint.init_model(str(path))
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT, files
 
 from core.optimizer import learning_rate, schedule_warnings
 from core.settings import read
 from data import DATASETS
 from train import ALIASES, IGNORED, TrainConfig
 
-ROOT = Path(__file__).parent.parent
-FILES = sorted(p for p in (ROOT / "config").glob("*.py") if p.stem != "bench_cpu")
+FILES = [p for p in files("config/*.py") if p.stem != "bench_cpu"]
 
 
 def load(name: str) -> TrainConfig:

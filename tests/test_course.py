@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from checkout import ROOT, files
 from test_readme import commands
 from test_tiled import Recorder
 from torch import Tensor
@@ -39,9 +40,8 @@ from course.lab.__main__ import LabConfig
 from explain import ExplainConfig
 from train import TrainConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 COURSE = ROOT / "course"
-PAGES = sorted(COURSE.glob("[0-9]*_*.md"), key=lambda page: int(page.name.split("_")[0]))
+PAGES = sorted(files("course/[0-9]*_*.md"), key=lambda page: int(page.name.split("_")[0]))
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in [COURSE / "README.md", *PAGES]}
 COMMANDS = list(dict.fromkeys(line for text in TEXT.values() for line in commands(text)))
 ANSWERS = COURSE / "exercises" / "answers"

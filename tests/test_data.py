@@ -243,6 +243,26 @@ def test_files_of_another_program_are_not_replaced(tmp_path: Path, text: Path, f
     assert {f.name: f.read_text() for f in out.parent.iterdir() if f != out} == files
 
 
+@pytest.mark.parametrize("name", [
+    ".partial", *(f".partial/{x}" for x in ("train.bin", "val.bin", "meta.json")),
+    "meta.json.partial",
+])
+def test_no_file_of_a_dataset_is_written_through_a_link(tmp_path: Path, text: Path, name: str
+                                                        ) -> None:  # fmt: skip
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (target := elsewhere / "file").write_text("precious")
+    (link := tmp_path / "out" / name).parent.mkdir(parents=True)
+    link.symlink_to(elsewhere if name == ".partial" else target)
+    (tmp_path / "train.bin").write_bytes(bytes(20))
+    (tmp_path / "val.bin").write_bytes(bytes(20))
+    for dataset, source in (("shakespeare_char", text), ("shards", tmp_path)):
+        try:
+            run(dataset, tmp_path / "out", source=str(source), force=True)
+        except UserError as e:
+            assert str(link) in str(e)
+    assert [p.name for p in elsewhere.iterdir()] == ["file"] and target.read_text() == "precious"
+
+
 def test_another_tokenizer_is_another_dataset(tmp_path: Path, text: Path, monkeypatch: Any) -> None:
     how: Any = {"out_dir": tmp_path / "out", "source": str(text), "tokenizer": "t"}
     for name in "ab":
@@ -340,6 +360,12 @@ def small_tokenizer(folder: Path, kind: str) -> Path:
         signs = ["<bos>", "<eos>", *sorted(tk.pre_tokenizers.ByteLevel.alphabet())]
         vocab = {c: i for i, c in enumerate(signs)}
         model, split = tk.models.BPE(vocab, []), tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif kind == "llama":
+        words = ["<bos>", "<eos>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abcrose."]
+        words += ["ro", "\u2581ro", "\u2581\u2581"]
+        vocab = {word: i for i, word in enumerate(words)}
+        merges = [("r", "o"), ("\u2581", "ro"), ("\u2581", "\u2581")]
+        model = tk.models.BPE(vocab, merges, byte_fallback=True)
     else:
         model = {"wordpiece": tk.models.WordPiece, "wordlevel": tk.models.WordLevel}[kind](
             vocab, unk_token="[UNK]"
@@ -347,6 +373,13 @@ def small_tokenizer(folder: Path, kind: str) -> Path:
     made = tk.Tokenizer(model)
     made.pre_tokenizer = split
     made.decoder = tk.decoders.ByteLevel() if kind == "bytelevel" else tk.decoders.WordPiece()
+    if kind == "llama":
+        spaces = [tk.normalizers.Prepend("\u2581"), tk.normalizers.Replace(" ", "\u2581")]
+        made = tk.Tokenizer(model)
+        made.normalizer = tk.normalizers.Sequence(spaces)
+        bytes_too = [tk.decoders.Replace("\u2581", " "), tk.decoders.ByteFallback()]
+        end = [tk.decoders.Fuse(), tk.decoders.Strip(" ", 1, 0)]
+        made.decoder = tk.decoders.Sequence(bytes_too + end)
     made.add_special_tokens(["<bos>", "<eos>"])
     added = {"single": "<bos> $A", "special_tokens": [("<bos>", 0)]}
     made.post_processor = tk.processors.TemplateProcessing(**added)
@@ -355,7 +388,79 @@ def small_tokenizer(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["bytelevel", "wordpiece", "wordlevel"])
+KINDS = ["bytelevel", "wordpiece", "wordlevel", "llama"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data_=st.data())
+@settings(max_examples=60, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_text_after_its_prompt_is_the_text_of_all_tokens(tmp_path: Path, kind: str,
+                                                           data_: Any) -> None:
+    """Whatever the tokens are: invalid bytes and special tokens too."""
+    ours = data.FileTokenizer.read(small_tokenizer(tmp_path, kind))
+    prompt = ours.encode(data_.draw(st.sampled_from(["", "a rose", "rose is ", " a", "\nrose"])))
+    new = data_.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=12))
+    pieces = [*ours.stream_decode(iter(new), prompt)]
+    assert ours.made.decode(prompt) + "".join(pieces) == ours.made.decode(prompt + new)
+    assert "" not in pieces
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_text_has_the_tokens_of_the_whole(tmp_path: Path, kind: str) -> None:
+    tokenizer = small_tokenizer(tmp_path / "t", kind)
+    text = "a rose is\n\n  a rose.\n" * 110_000  # of three parts
+    (tmp_path / "a.txt").write_text(text)
+    meta = run("text", tmp_path / "out", source=str(tmp_path / "a.txt"), tokenizer=str(tokenizer))
+    whole = data.from_meta(meta["tokenizer"])
+    assert isinstance(whole, data.FileTokenizer)
+    found = ids_of(tmp_path / "out", "train") + ids_of(tmp_path / "out", "val")
+    assert found == [*whole.made.encode(text, add_special_tokens=False).ids, 1]
+    assert sum(meta["bytes"].values()) == len(text)
+
+
+def test_links_are_followed_once(tmp_path: Path, gpt2: Any, capsys: Any) -> None:
+    for name in ("src/a/one.txt", "disk/two.txt", "disk/deep/three.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(f"{name} of texts\n"))
+    for name, target in {"b": "../disk", "c": "../disk", "d.txt": "a/one.txt"}.items():
+        (tmp_path / "src" / name).symlink_to(target)
+    meta = run("text", tmp_path / "out", source=str(tmp_path / "src"))
+    assert meta["documents"] == 3 and " 3 files" in capsys.readouterr().out
+    for target in ("..", "../../src", "nothing", "e"):  # loops, and links to nothing
+        (link := tmp_path / "src" / "a" / "e").symlink_to(target)
+        with pytest.raises(UserError, match=f"src/a/{'' if target == 'nothing' else 'e'}"):
+            run("text", tmp_path / "out", source=str(tmp_path / "src"), force=True)
+        link.unlink()
+
+
+def test_two_preparations_do_not_share_a_folder(tmp_path: Path, text: Path, gpt2: Any) -> None:
+    os.mkfifo(source := tmp_path / "a.txt")
+    argv = [f"--source={source}", "--workers=1", f"--out_dir={tmp_path / 'out'}"]
+    first = subprocess.Popen([sys.executable, "-m", "data", "text", *argv], cwd=ROOT)
+    with source.open("w") as f:  # it reads now
+        for dataset in ("chars", "text"):
+            with pytest.raises(UserError, match=str(tmp_path / "out")):
+                run(dataset, tmp_path / "out", source=str(text), force=True)
+        f.write("of the first " * 100)
+    assert first.wait(60) == 0
+    found = documents_of(tmp_path / "out", data.read_meta(tmp_path / "out"), "val")
+    assert found[0][-6:] == "first "
+    run("chars", tmp_path / "out", source=str(text), force=True)
+
+
+def test_characters_of_any_text(tmp_path: Path, text: Path) -> None:
+    text.rename(source := tmp_path / "rose.md")
+    meta = run("chars", tmp_path / "out", source=str(source))
+    assert meta["tokenizer"]["vocabulary"] == sorted(set("a rose is\n")) and meta["files"] == 1
+    assert meta["tokens"] == {"train": 972, "val": 108}
+    write(tmp_path / "docs.jsonl", ["ab", "cd"] * 9)
+    meta = run("chars", tmp_path / "docs", source=str(tmp_path / "docs.jsonl"))
+    last = data.from_meta(meta["tokenizer"]).decode(ids_of(tmp_path / "docs", "val"))
+    assert last == "\nab\ncd"
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
 def test_the_bytes_are_those_of_the_source(tmp_path: Path, kind: str) -> None:
     """Of documents with halves of surrogate pairs, nothing, or one word where validation is."""
     documents: list[str | None] = ["a rose is a rose \ud83d café " * 9 for _ in range(9)]

@@ -340,6 +340,11 @@ def test_the_page_is_written(run, tmp_path, monkeypatch):
         assert code == 0, err
         assert path.read_text(encoding="utf-8").lstrip().startswith("<!doctype")
         assert path.name in out
+        path.replace(tmp_path / "page")
+        path.symlink_to(tmp_path / "page")  # a folder from somebody else may have links
+        (tmp_path / "page").write_text("precious")
+        code, _, err = command(*words, "--prompt=to be")
+        assert code == 2 and path.name in err and (tmp_path / "page").read_text() == "precious"
         path.unlink()
 
 

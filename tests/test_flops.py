@@ -130,6 +130,22 @@ def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
     assert counter.get_total_flops() == expected
 
 
+def test_the_peak_is_found_after_either_setting_of_tf32(monkeypatch) -> None:
+    """PyTorch refuses to read allow_tf32 once fp32_precision was used."""
+    matmul = torch.backends.cuda.matmul
+    before, name = matmul.allow_tf32, "NVIDIA A100-SXM4-80GB"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    try:
+        for tf32 in (True, False):
+            matmul.allow_tf32 = tf32
+            assert flops.peak("cuda", "float32") == datasheet_peak(name, "float32", tf32)
+            if hasattr(matmul, "fp32_precision"):
+                matmul.fp32_precision = "tf32" if tf32 else "ieee"
+                assert flops.peak("cuda", "float32") == datasheet_peak(name, "float32", tf32)
+    finally:
+        matmul.allow_tf32 = before
+
+
 def test_the_mfu_anchors_are_recomputed_from_their_own_columns() -> None:
     """docs/MEASURE.md, the table of published figures."""
     track_3 = GPTConfig(n_head=6, position="rope", norm="rms", tied=False)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import every, few
@@ -286,24 +288,49 @@ def test_invalid_options_are_named() -> None:
     model, idx = build().eval(), tokens(T=5)
     for options, words in (
         ({"kv_cache": "ring"}, "kv_cache.*ring"),
-        ({"compile": True}, "compile.*dynamic"),
+        ({"compile": True}, "compile.*kv_cache"),
         ({"temperature": -1}, "temperature.* -1"),
         ({"top_k": 0}, "top_k.* 0"),
         ({"top_p": 1.5}, r"top_p.* 1\.5"),
         ({"stop": "x"}, "stop.*'x'"),
         ({"stop": True}, "stop.*True"),
         ({"stop": [3, 37]}, "stop.* 36.*37"),
+        ({"stop": [3.0]}, r"stop.*3\.0"), ({"stop": 2.5}, r"stop.*2\.5"),
+        ({"stop": torch.tensor([1.0])}, r"stop.*1\."), ({"stop": np.array([True])}, "stop.*True"),
+        ({"temperature": None}, "temperature.*None"), ({"top_k": 2.0}, r"top_k.*2\.0"),
+        ({"top_p": "x"}, "top_p.*'x'"), ({"vocab_size": 0}, "vocab_size.* 0"),
+        ({"vocab_size": 9, "unused": [9]}, "unused.* 8.* 9"), ({"unused": [-1]}, "unused.*-1"),
+        ({"constraint": "a+"}, r"'a\+'"), ({"constraint": ["a+", None]}, r"'a\+'"),
+        ({"logits_processor": lambda tokens, logits: logits.tolist()}, "logits_processor.*list"),
         ({"logits_processor": lambda tokens, logits: logits[:, :9]}, r"logits_processor.*\(2, 9\)"),
         ({"logits_processor": lambda tokens, logits, lengths: logits[:1]}, r"\(1, 37\)"),
     ):
-        with pytest.raises(ValueError, match=words):
-            engine.generate(model, idx, 5, **options)
-    with pytest.raises(ValueError, match=r"max_new_tokens.* -1"):
-        engine.generate(model, idx, -1)
+        for kv in ("dynamic", "paged"):
+            with pytest.raises(ValueError, match=words):
+                engine.generate(model, idx, 5, **{"kv_cache": kv} | options)
+    for n in (-1, 3.0, True, torch.tensor(2.5)):
+        for kv in ("dynamic", "paged"):
+            with pytest.raises(ValueError, match=f"max_new_tokens.*{re.escape(repr(n))}"):
+                engine.generate(model, idx, n, kv_cache=kv)
     for prompts in ([], [[]], [[1], []], torch.zeros(2, 0, dtype=torch.int64), torch.tensor([1]),
                     torch.tensor([[1.5]]), [[1], [1.5]], [[True]], [[1, 37]], torch.tensor([[-1]])):
         with pytest.raises(ValueError, match="prompt"):
             engine.generate(model, prompts, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("kv", KV_CACHES)
+def test_a_processor_may_return_any_dtype(kv, dtype) -> None:
+    def count(tokens: Tensor, logits: Tensor) -> Tensor:
+        return torch.eye(37)[(tokens[:, -1] + 1) % 37].to(dtype)
+
+    def in_step(tokens: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
+        return count(tokens.gather(1, lengths[:, None] - 1), logits)
+
+    for processor, prompts in itertools.product((count, in_step), (tokens(2, 5), ragged())):
+        how = {"temperature": 0, "kv_cache": kv, "logits_processor": processor}
+        for prompt, text in zip(prompts, engine.generate(lively(), prompts, 3, **how), strict=True):
+            assert text[len(prompt) :].tolist() == [(int(prompt[-1]) + i) % 37 for i in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -342,8 +369,13 @@ def test_a_row_ends_with_its_stop_token(kv) -> None:
     stop = max(pairs, key=lambda stop: (len(lengths(wanted(stop))), -max(lengths(wanted(stop)))))
     want = wanted(stop)
     assert len(lengths(want)) >= 3 and max(lengths(want)) < 20
+    ids, n = sorted(stop), torch.tensor(20)
+    one = ids[0], np.uint16(ids[0]), torch.tensor(ids[0]), np.array(ids[0])
+    several = iter(ids), np.array(ids), torch.tensor(ids), [*map(torch.tensor, ids)]
+    for given_stop, wants in [(i, wanted({ids[0]})) for i in one] + [(s, want) for s in several]:
+        new = engine.generate(model, prompts, n, temperature=0, kv_cache=kv, stop=given_stop)
+        assert [t.tolist() for t in new] == wants
     options = {"temperature": 0, "kv_cache": kv, "stop": stop}
-    assert [t.tolist() for t in engine.generate(model, prompts, 20, **options)] == want
     rows = [row.tolist() for row in engine.stream(model, prompts, 20, **options)]
     for b, (text, prompt) in enumerate(zip(want, prompts, strict=True)):
         new = [row[b] for row in rows]

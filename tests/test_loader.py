@@ -328,3 +328,42 @@ def test_a_dataset_smaller_than_the_run(folder: Path) -> None:
         data.load(folder, "val", 100, 10)
     with pytest.raises(UserError, match="token 9"):
         data.load(folder, "val", 8, 9)
+
+
+WIDTHS = [("uint32", 50257), ("int32", 65), ("int64", 50257), ("uint64", 65), ("uint32", 128_256)]
+
+
+@pytest.mark.parametrize("header", [False, True])
+@pytest.mark.parametrize("dtype, V", WIDTHS)
+def test_ids_of_another_width_are_refused(tmp_path: Path, dtype: str, V: int, header: bool) -> None:
+    draw = np.random.default_rng(0)
+    head = np.array([20240520, 1, 3000, *[0] * 253], "<i4").tobytes() if header else b""
+    for name in ("train", "val"):
+        ids = draw.integers(V, size=3000).astype(dtype)
+        (tmp_path / f"{name}.bin").write_bytes(head + ids.tobytes())
+    width = f"{np.dtype(dtype).itemsize} bytes"
+    with pytest.raises(UserError, match=rf"train\.bin.*{'llm' if header else width}"):
+        data.load(tmp_path, "train", 8, V)
+    with pytest.raises(UserError, match=rf"\.bin.*{width}"):
+        main(["shards", f"--source={tmp_path}", f"--out_dir={tmp_path / 'out'}"])
+    np.save(tmp_path / "train.npy", draw.integers(V, size=99).astype("<u2"))
+    with pytest.raises(UserError, match=r"\.npy"):
+        main(["shards", f"--source={tmp_path}/*.npy", f"--out_dir={tmp_path / 'out'}"])
+
+
+def test_a_separator_makes_a_path_and_a_file_is_no_dataset(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "data/mine"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert data.find("mine").samefile("data/mine")
+    for name in ("./mine", "mine/", str(tmp_path / "mine"), "data/../mine"):
+        assert data.find(name).samefile("mine")
+    assert data.find(".").samefile(tmp_path)
+    Path("my text.txt").write_text("0123456789" * 100)
+    with pytest.raises(UserError, match=r"my text\.txt") as error:
+        data.read_meta(data.find("my text.txt"))
+    words = shlex.split(str(error.value).partition("python -m data text ")[2])
+    assert main(["chars", *words[:2]]) == 0
+    assert data.read_meta(data.find(words[-1].removeprefix("--dataset=")))["vocab_size"] == 10

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from attention import BACKENDS, Resolution
 from core import metrics
 from core.distributed import DistInfo
 from core.flops import flops_per_token
@@ -132,6 +133,15 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
     m.log(iter=4, loss=4.0)
     m.close()
     assert [r["iter"] for r in read(m.path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kernels, advised", [(("cudnn",), True), (("flash",), False)])
+def test_after_nan_with_cudnn_flash_is_advised(kernels, advised, capsys) -> None:
+    model = GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8)
+    meter = metrics.Meter(DistInfo.join("cpu"), model, 8, 8, 100, "float32", 1.0)
+    meter.not_finite(7, math.nan, 0.1, Resolution("auto", BACKENDS["sdpa"], kernels=kernels), "x")
+    shown = capsys.readouterr().err
+    assert "step 7" in shown and ("sdpa_flash" in shown) == advised
 
 
 @pytest.mark.parametrize("share, seconds, threads, wait, hinted", [

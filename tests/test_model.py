@@ -191,6 +191,28 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight), targets, ignore_index=IGNORE)
 
 
+@pytest.mark.parametrize("N, V, dtype", [
+    (1024, 50304, torch.float32), (2048, 50304, torch.bfloat16), (999, 50304, torch.float32),
+    (100, 50304, torch.float32), (150, 131_072, torch.float32)])
+def test_the_chunks_of_the_loss_are_equal_and_fill_tiles(N, V, dtype) -> None:
+    rows: list[int] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default and out.shape[-1] == V:
+                rows.append(out.shape[0])
+            return out
+
+    with Record():
+        x, weight = (torch.zeros(n, 2, dtype=dtype) for n in (N, V))
+        linear_cross_entropy(x, weight, torch.zeros(N, dtype=torch.int64))
+    *full, last = rows
+    assert sum(rows) == N and max(rows) * V <= (2**24 if dtype == torch.float32 else 2**26)
+    assert all(n == full[0] and n % 128 == 0 for n in full)
+    assert last == full[0] if N % 1024 == 0 else not full or last > full[0] / 8
+
+
 def loss_and_gradients(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor,
                        factor: float) -> list[Tensor]:
     x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))

@@ -52,7 +52,7 @@ def test_a_run_goes_on_in_a_folder_of_characters(tmp_path, monkeypatch, caplog):
     path = checkpoint_of(tmp_path / "ckpt.pt", V, "chars")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "data"))
-    for name in ("chars", "chars/", "data/chars", str(folder), "~/chars"):
+    for name in ("chars", "data/chars/", "./data/chars", str(folder), "~/chars"):
         assert data.find(name, "data").samefile(folder) and data.find(name).samefile(folder)
     knobs = {**TINY, "dataset": "data/chars", "out_dir": "out", "init_from": path, "max_iters": 1}
     words = [f"--{k}={v}" for k, v in knobs.items() if k != "block_size"]
@@ -63,7 +63,7 @@ def test_a_run_goes_on_in_a_folder_of_characters(tmp_path, monkeypatch, caplog):
     saved = checkpoint.load(checkpoint.latest("out"))
     assert saved.config().block_size == saved.settings["train"]["block_size"] == 24
     texts = []
-    for more in (["--dataset=chars/"], []):  # the file names its dataset
+    for more in (["--dataset=data/chars/"], []):  # the file names its dataset
         code, out, err = enter(
             sample.main, [f"--init_from={path}", "--start=Ann", "--max_new_tokens=9", *more]
         )

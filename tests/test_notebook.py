@@ -15,12 +15,12 @@ import browser as browsers
 import nbformat
 import pytest
 import test_train
+from checkout import ROOT, files
 
 from course import lesson, site
 from course.exercises.__main__ import exercise
 from course.notebook import notebooks
 
-ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("attention.ipynb", "qualify.ipynb")
 
 
@@ -121,7 +121,7 @@ def test_the_site_is_complete(tmp_path: Path) -> None:
     text = test_train.TEXT + site.PROMPT
     test_train.run(test_train.make_data(tmp_path, text), run, max_iters=1, block_size=64)
     assert site.main([f"--run={run}", f"--out={out}"]) == 0  # a dead link is an error
-    pages = [*ROOT.glob("course/[0-9]*.md"), *ROOT.glob("docs/*.md")]
+    pages = files("course/[0-9]*.md", "docs/*.md")
     for page in pages:
         made = (out / page.relative_to(ROOT)).with_suffix(".html").read_text(encoding="utf-8")
         unset = re.findall(r"\b[A-Z]_[a-z]{1,2}\b|\^[\w(]|\bsqrt\(|\$\$|\]\(", Text(made).text)

@@ -320,7 +320,10 @@ def formulas(row: dict[str, Any], dtype: str, r: int, checkpointing: bool) -> No
     layer = 2 * (r * C + 8 + a * C) + a * (C + 2 * K) + a * C + 4 * H + 8 * a * C
     around = 8 + r * C + 8 + a * C
     saves = L * r * C + layer + around if checkpointing else L * layer + around
-    rows = min(n, 2**28 // V, 4096 if dtype == "float16" else n)
+    most = min(2**28 // V, 4096 if dtype == "float16" else n) // 128 * 128
+    least = -(-n // most)  # chunks of equal size, if there are such
+    chunks = next((c for c in range(least, 2 * least) if n % (128 * c) == 0), least)
+    rows = min(n, -(-n // (128 * chunks)) * 128)
     gathered = 4 * S * R + S * B * (4 * a + half * a + 4)
     if parallel == "ddp":
         gathered = half * a * L * ((C + 2 * K) * C + 9 * C * C)
@@ -398,9 +401,9 @@ def test_every_table_says_that_it_is_planned() -> None:
 
 
 def test_what_does_not_fit_is_told_with_the_amount() -> None:
-    _, out = run(*ARGV, "--gpus=8", "--context_parallels=1", "--memory_gb=9", "--json")
+    _, out = run(*ARGV, "--gpus=8", "--context_parallels=1", "--memory_gb=8.5", "--json")
     ddp, fsdp = json.loads(out.splitlines()[-1])["rows"]
-    assert -ddp["left_bytes"] == pytest.approx(ddp["memory_bytes"] - 0.95 * 9e9)
+    assert -ddp["left_bytes"] == pytest.approx(ddp["memory_bytes"] - 0.95 * 8.5e9)
     assert fsdp["left_bytes"] > 0
     assert f"over by {-ddp['left_bytes'] / 1e9:.3g} |" in out and "does not fit" in out
 
@@ -421,13 +424,31 @@ def test_a_step_of_gpt2_on_one_gpu_is_its_roofline() -> None:
         assert row["ms"] == pytest.approx(ms, abs=0.01)
 
 
+@pytest.mark.parametrize("short, usual, gb", [  # memory of the datasheet
+    ("H100", "NVIDIA H100 80GB HBM3", 80), ("nvidia h100", "NVIDIA H100 80GB HBM3", 80),
+    ("A100", "NVIDIA A100-SXM4-80GB", 80), ("a100 40gb", "NVIDIA A100-SXM4-40GB", 40),
+    ("V100 32GB", "Tesla V100-SXM2-32GB", 32), ("4090", "NVIDIA GeForce RTX 4090", 24),
+    ("T4", "Tesla T4", 16), ("3090", "NVIDIA GeForce RTX 3090", 24),
+])
+def test_a_part_of_a_name_is_the_usual_gpu_of_it(short: str, usual: str, gb: int) -> None:
+    argv = (*ARGV[1:], "--gpus=1", "--batch_size=1")
+    _, out = run(f"--gpu={short}", *argv)
+    _, whole = run(f"--gpu={usual}", *argv)
+    (note,) = {*out.splitlines()} - {*whole.splitlines()} - {out.splitlines()[0]}
+    assert repr(short) in note and usual in note
+    (row,) = rows(f"--gpu={short}", *argv)
+    assert row["memory_bytes"] + row["left_bytes"] == pytest.approx(scale.SHARE * gb * 1e9)
+
+
 @pytest.mark.parametrize("argv, named", [
-    ([], "--gpu"),
+    ([], "--gpu"), (["--gpu=NVIDIA H800"], "--nvlink_gbs"),  # half of the H100's
     (["--gpu=RTX 409"], "NVIDIA GeForce RTX 4090"),  # the name that is near
     (["--gpu=Tesla T4", "--dtype=bfloat16"], "bfloat16 rates"),
     (["--gpu=NVIDIA H200", "--gpus=12"], "--gpus=12"),
     (["--gpu=NVIDIA H200", "--context_parallels=3"], "--context_parallels"),
-    (["--gpu=NVIDIA L40S"], "--memory_gb"),
+    (["--gpu=NVIDIA L40S"], "--nvlink_gbs"),
+    (["--gpu=RTX 4090 Laptop GPU"], "Laptop"), (["--gpu=GB200"], "'GB200'"),
+    (["--gpu=titan"], "TITAN V"), (["--gpu=NVIDIA"], "'NVIDIA'"), (["--gpu=cpu"], "'cpu'"),
     (["--gpu=NVIDIA H200", "--record=x"], "--record"),
 ])
 def test_a_mistake_is_named(argv: list[str], named: str) -> None:

@@ -86,6 +86,15 @@ def test_the_kernels_are_what_ran() -> None:
         assert probe(BACKENDS["sdpa"], spec, "cpu").kernels == (kernel,)
 
 
+@pytest.mark.parametrize("name, other", [("sdpa_flash", "sdpa_math"), ("sdpa_math", "sdpa_flash")])
+def test_a_pinned_kernel_that_is_another_one_is_refused(name, other) -> None:
+    spec = Spec(2, 2, 16, "float32")
+    assert not probe(BACKENDS[name], spec, "cpu").why
+    swapped = dataclasses.replace(BACKENDS[name], attend=BACKENDS[other].attend)
+    (why,) = probe(swapped, spec, "cpu").why
+    assert other.removeprefix("sdpa_") in why
+
+
 def test_the_random_state_is_left_alone() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()

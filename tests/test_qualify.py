@@ -1,4 +1,4 @@
-"""bench_mfu.py qualify: its stages and its time limit. On a made-up GPU: test_rehearsal.py."""
+"""bench_mfu.py qualify: its stages and its time limit."""
 
 from __future__ import annotations
 

@@ -39,6 +39,8 @@ APPLE = Machine("mps", "Apple M3", None, "2.13.0")
 CPU = Machine("cpu", "AMD EPYC", None, "2.13.0+cpu")
 OLD = Machine("cpu", "Intel Xeon", None, "1.13.1")
 
+H100_2_11, COMPILED = replace(H100, torch="2.11.0"), {"compiled": True}
+
 BF16 = Spec(12, 12, 64, "bfloat16")
 FP16 = replace(BF16, dtype="float16")
 FP32 = replace(BF16, dtype="float32")
@@ -159,11 +161,14 @@ def test_auto_takes_the_latest_flash_attention_that_runs_there(machine, best) ->
     (H100, {"window": 64}, "", "sdpa_flash"), (A100, {"segments": True}, "", "sdpa_flash"),
     (A100, {"window": 64}, "flash_attn", "flash_attn_2"), (TITAN, {"window": 64}, "", "sdpa"),
     (B200, {}, "", "sdpa"), (B200, {"segments": True}, "", "sdpa_flash"),
+    *((m, {**mask, **how}, "triton", "triton") for m, how in ((H100_2_11, {}), (H100, COMPILED))
+      for mask in ({"window": 64}, {"segments": True})),
+    (H100_2_11, {"window": 64}, "", "sdpa"), (H100_2_11, {}, "triton", "sdpa"),
 ])
 def test_auto_by_compute_capability_and_mask(machine, change, installed, best) -> None:
     """DESIGN.md: cuDNN by sdpa before FlashAttention-2 from 9.0 on; what skips tiles first."""
     spec = replace(FP16 if machine is TITAN else BF16, **change)
-    there = replace(machine, packages={installed: "2.8.3"} if installed else {})
+    there = replace(machine, packages={installed: "3.6"} if installed else {})
     assert runs("auto", spec, there, STRICT) == best
 
 
@@ -176,6 +181,19 @@ def test_auto_where_4_uses_the_instructions_of_ampere(machine, installed, best) 
     there = replace(machine, packages=installed)
     assert runs("auto", replace(BF16, grad=False), there, STRICT) == best
     assert runs("flash_attn_4", replace(BF16, grad=False), there, STRICT) == "flash_attn_4"
+
+
+@pytest.mark.parametrize("machine, change, words", [
+    (A100, {}, ["to train", "9.0 to 11.0", "8.0", "--inference"]),
+    (RTX4090, {}, ["to train", "9.0 to 11.0", "8.9", "--inference"]),
+    (A100, {"softcap": 30.0}, ["capability 9.0,", "8.0"]),
+    (replace(B200, capability=(13, 0)), {}, ["12.0 to 12.1", "13.0"]),
+    (A100, {"head_dim": 512}, ["128", "512"]),
+])
+def test_a_capability_is_that_of_the_row_nearest_to_the_request(machine, change, words) -> None:
+    (first, *_) = reasons = why("flash_attn_4", replace(BF16, **change), full(machine))
+    assert all(word in " ".join(reasons) for word in words)
+    assert ("--inference" in first) == ("--inference" in words)
 
 
 @pytest.mark.parametrize("machine, change, runs_", [

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import few
+from test_metrics import FakeWandb
 from test_train import Run, argv, make_data, refusal, run, run_line
 
 import checkpoint
@@ -133,7 +135,7 @@ def dying(patch: pytest.MonkeyPatch, step: int, error: Exception | None = None,
 # --- asked to stop ---
 
 
-@pytest.mark.parametrize("signum", few([signal.SIGTERM, signal.SIGINT]))
+@pytest.mark.parametrize("signum", few([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 @pytest.mark.parametrize("step", few([13, 1, 21]))  # 21: step 20 has been saved
 def test_a_signal_ends_the_step_saves_the_last_and_says_how_to_go_on(
     signum, step, data_dir, tmp_path, straight, monkeypatch
@@ -149,6 +151,17 @@ def test_a_signal_ends_the_step_saves_the_last_and_says_how_to_go_on(
     assert f"stopped after step {step - 1}, 1/2 of the next" in r.out
     line = line_to_go_on(r) if step > 1 else argv(data_dir, out, **FULL)
     same(run_line(line, out), straight)
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+@pytest.mark.parametrize("signals", [(1, 1), (1, 15), (15, 1)])
+def test_a_closed_terminal_may_repeat_its_signal(signals, nohup, data_dir, tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    dying(monkeypatch, step=2, signals=signals)
+    r = run(data_dir, tmp_path / "out", **FULL | {"max_iters": 3})
+    signal.signal(signal.SIGHUP, before)
+    code = 0 if nohup and signals == (1, 1) else 143 if nohup else 128 + signals[0]
+    assert (r.code, checkpoint.latest(tmp_path / "out").name[-1]) == (code, "1" if code else "3")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -293,6 +306,41 @@ def test_a_run_in_parts_goes_on_whole(out):
     assert r.code == 0 and max(r.losses()) == 12, r.err
 
 
+@pytest.mark.parametrize("change", ["data", "eval_iters=1", "batch_size=1"])
+def test_another_evaluation_begins_a_new_best(change, out, data_dir, tmp_path):
+    """The same data elsewhere do not. The old best, here a perfect one, counts no longer."""
+    state = checkpoint.latest(out) / "train_state.json"
+    saved = json.loads(state.read_text())
+    state.write_text(json.dumps(saved | {"val_loss": 0.0, "best_val_loss": 0.0}))
+    shutil.copytree(data_dir / "tiny", other := tmp_path / "other" / "tiny")
+    more = "--eval_interval=2", "--keep_checkpoints=1", f"--dataset={other}"
+    r = resume(out, "--max_iters=14", *more)
+    assert "new best" not in r.out and checkpoint.best_folder(out) == out / "step-00000010"
+    if change == "data":  # of the same name and length
+        ids = np.fromfile(other / "val.bin", dtype=np.uint16)
+        ids[:-1][ids[:-1] == 1] = 2
+        ids.tofile(other / "val.bin")
+    r = resume(out, "--max_iters=18", *more, *[f"--{change}"] * (change != "data"))
+    (line,) = [line for line in r.out.splitlines() if "new best" in line]
+    assert r.code == 0 and change.split("=")[0] in line
+    found = checkpoint.load(checkpoint.latest(out)).state["best_val_loss"]
+    assert found == min(val for step, (_, val) in r.evaluations().items() if step > 14)
+    assert checkpoint.folders(out)[0] >= out / "step-00000016" and checkpoint.best_folder(out)
+    assert resume(out, "--max_iters=20", *more).out.count("new best") == 0
+
+
+@pytest.mark.parametrize("name", ["dataset", "data_dir"])
+def test_a_relative_folder_is_named_where_it_is_not_found(name, data_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(data_dir.parent)
+    there, out = {"dataset": f"{data_dir.name}/tiny", "data_dir": data_dir.name}, tmp_path / "out"
+    line = [*argv(data_dir, out, max_iters=1), f"--{name}={there[name]}"]
+    assert run_line(line, out).code == 0
+    monkeypatch.chdir(tmp_path)
+    assert f"--{name}" in refusal(resume(out, "--max_iters=2"))
+    found = {"dataset": data_dir / "tiny", "data_dir": data_dir}[name]
+    assert resume(out, "--max_iters=2", f"--{name}={found}").code == 0
+
+
 def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
     steps, rows = [p.name for p in checkpoint.folders(out)], (out / "metrics.jsonl").read_bytes()
     fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
@@ -373,6 +421,64 @@ def test_a_link_to_a_checkpoint_is_deleted_and_its_folder_stays(out, tmp_path):
     assert (kept / "model.safetensors").exists()
     left = {p.name for p in out.iterdir() if "partial" in p.name}
     assert not left and len(checkpoint.folders(out)) <= 2
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "loss.png", "wandb_id.txt"])
+def test_no_file_of_a_run_is_written_through_a_link(name, hard, out, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    (target := out.parent / "target").write_bytes(content := (out / "metrics.jsonl").read_bytes())
+    (path := out / name).unlink(missing_ok=True)
+    path.hardlink_to(target) if hard else path.symlink_to(target)
+    r = resume(out, "--max_iters=11", "--wandb_log=True")
+    assert target.read_bytes() == content
+    if name == ".lock" or (name == "metrics.jsonl" and not hard):
+        assert str(path) in refusal(r)
+    else:
+        assert r.code == 0 and (hard or str(path) in caplog.text)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("damage, said", [
+    (lambda o: o["optimizer"]["state"].clear(), "missing"),
+    (lambda o: o["optimizer"]["state"].pop(1), "missing"),
+    (lambda o: moment(o, lambda t: t.flatten()[:1]), "(1,)"),
+    (lambda o: moment(o, lambda t: t.mT), "expected"),
+    (lambda o: moment(o, lambda t: t.long()), "int64"),
+    (lambda o: moment(o, lambda t: 0.5), "0.5"),
+    (lambda o: o["optimizer"]["state"][0].update(foo=torch.zeros(1)), "foo"),
+    (lambda o: o.pop("rng"), "optimizer.pt"), (lambda o: o.update(optimizer=[]), "optimizer.pt"),
+])  # fmt: skip
+def test_a_state_of_the_optimizer_that_does_not_fit_is_refused(damage, said, optimizer, data_dir,
+                                                               tmp_path):  # fmt: skip
+    assert run(data_dir, tmp_path / "out", max_iters=2, optimizer=optimizer).code == 0
+    path = checkpoint.latest(tmp_path / "out") / "optimizer.pt"
+    content = torch.load(path, weights_only=True)
+    damage(content)
+    torch.save(content, path)
+    assert said in refusal(resume(tmp_path / "out", "--max_iters=3"))
+
+
+def moment(content: Any, change: Any) -> None:
+    """Change the momenta of all parameters that are matrices."""
+    for state in content["optimizer"]["state"].values():
+        name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
+        state[name] = change(state[name]) if state[name].dim() == 2 else state[name]
+
+
+def test_wandb_is_resumed_in_the_folder_of_its_run_only(out, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
+    wandb.id = "abc"
+    words = "--wandb_log=True", "--wandb_project=theirs"
+    assert resume(out, "--max_iters=11", *words).code == 0
+    assert resume(out, "--max_iters=12").code == 0  # in its own folder
+    assert "wandb_id.txt" in caplog.text
+    (out / "wandb_id.txt").unlink()  # as a folder from somebody else
+    assert resume(out, "--max_iters=13").code == 0
+    assert resume(out, "--max_iters=14", "--wandb_log=True").code == 0
+    calls = [args[0] for name, *args in wandb.calls if name == "init"]
+    assert [c["project"] for c in calls] == ["theirs", "theirs", "nanoattn"]
+    assert [c.get("id") for c in calls] == [None, "abc", None]
 
 
 def test_no_memory_on_the_cpu_and_a_link_to_nothing_are_one_sentence(data_dir, tmp_path):

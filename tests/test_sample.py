@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -13,6 +14,7 @@ import pytest
 import tiktoken
 import torch
 from safetensors.torch import load_file, save_file
+from test_data import small_tokenizer
 from test_train import TEXT, enter, make_data, nanogpt_file, run
 
 import checkpoint
@@ -158,6 +160,16 @@ def test_answers_do_not_replace_their_prompts(trained, tmp_path):
         words = ["--device=cpu", *of(trained, f"--prompts={path}", f"--out={out}", n=2)]
         code, _, err = enter(sample.main, words)
         assert code == 2 and "--prompts" in err and path.read_text() == "Ann sees\n"
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_answers_are_not_written_through_a_link(hard, trained, tmp_path):
+    (path := tmp_path / "precious").write_text("x" * 9999)
+    out = tmp_path / "out.jsonl"
+    out.hardlink_to(path) if hard else out.symlink_to(path)
+    words = ["--device=cpu", *of(trained, "--start=A", f"--out={out}", n=2)]
+    code, _, err = enter(sample.main, words)
+    assert code == 2 and str(out) in err and path.read_text() == "x" * 9999
 
 
 @pytest.mark.parametrize("kv", ["dynamic", "paged"])
@@ -379,6 +391,25 @@ def test_the_text_ends_where_the_model_ends_it(bpe, tmp_path, monkeypatch):
     tokens = iter([[65], [66], [50256], [67]])
     monkeypatch.setattr("inference.decode.sample_token", lambda *a: torch.tensor(next(tokens)))
     assert text_of(f"--init_from={path}", "--start=x") == ["xAB"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "wordpiece"])
+def test_the_space_after_the_prompt_stays(kind, tmp_path, monkeypatch):
+    prepared = tmp_path / "prepared"
+    (tmp_path / "a.txt").write_text("a rose is " * 99)
+    how = {"source": str(tmp_path / "a.txt"), "out_dir": str(prepared), "workers": 1}
+    tokenizer = str(small_tokenizer(tmp_path / kind, kind))
+    data.prepare("text", data.PrepareConfig(tokenizer=tokenizer, **how))
+    meta = data.read_meta(prepared)["tokenizer"]
+    new, path = data.from_meta(meta).encode("rose a"), gpt2_like(tmp_path / "ckpt.pt")
+    texts = {"a": "a rose a", "": "rose a", "a rose ": "a rose rose a"}
+    if kind == "llama":
+        texts["a rose "] = "a rose  rose a"  # the prompt's space is a token of its own
+    tokens = itertools.cycle([[token] for token in [*new, 1]])
+    monkeypatch.setattr("inference.decode.sample_token", lambda *a: torch.tensor(next(tokens)))
+    for prompt, stream in itertools.product(texts, (False, True)):
+        words = [f"--init_from={path}", f"--start={prompt}", f"--dataset={prepared}"]
+        assert text_of(*words, f"--stream={stream}") == [texts[prompt]]
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(bpe, tmp_path):

@@ -15,7 +15,7 @@ from test_flash import varlen as varlen_stand_in
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import BACKENDS, Spec
+from attention import BACKENDS, Spec, sdpa
 from attention.caps import Partial
 from attention.check import matrix
 from attention.check.matrix import CASES
@@ -34,6 +34,7 @@ def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: 
         return q
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(sdpa, "mask", lambda Tq, Tk, *_: torch.empty(Tq, Tk, dtype=torch.bool))
     on_card(monkeypatch, 9)
     with FakeTensorMode():
         q, k = (torch.empty(2, T, h, spec.head_dim, device="cuda", dtype=torch.bfloat16)
@@ -85,6 +86,41 @@ def test_sdpa_leaves_cudnn_out_where_it_may_round_the_dropout(monkeypatch, p, ex
     assert ("CUDNN_ATTENTION" in got) == exact
 
 
+@pytest.mark.parametrize("change, Tq, Tk", [({"window": 8}, 64, 64), ({}, 63, 64)])
+def test_sdpa_leaves_cudnn_out_where_a_mask_has_gradients(monkeypatch, change, Tq, Tk) -> None:
+    """There its dq may be NaN (PyTorch issue 196678)."""
+    spec = replace(Spec(4, 2, 64, "bfloat16"), **change)
+    assert "CUDNN_ATTENTION" not in allowed_on_cuda(monkeypatch, "sdpa", spec, Tq, Tk)
+    assert allowed_on_cuda(monkeypatch, "sdpa_cudnn", spec, Tq, Tk) == {"CUDNN_ATTENTION"}
+
+
+@pytest.mark.parametrize("Tq, Tk, window", [(64, 64, 9), (300, 320, None), (5, 129, 40)])
+@pytest.mark.parametrize("segments", [False, True])
+def test_named_cudnn_with_a_mask_and_gradients_has_whole_tiles(
+    monkeypatch, Tq, Tk, window, segments
+) -> None:
+    original = torch.nn.functional.scaled_dot_product_attention
+    lengths: list[int] = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest: Any,
+               **how: Any) -> Tensor:
+        lengths.extend([] if attn_mask is None else [k.shape[2]])
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return original(q, k, v, attn_mask, *rest, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    spec = Spec(4, 2, 16, "float32", window=window, segments=segments)
+    draw = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(2, T, h, 16, generator=draw, requires_grad=True)
+           for T, h in ((Tq, 4), (Tk, 2), (Tk, 2))]
+    seg = (torch.arange(Tk) > Tk // 3).int().expand(2, Tk).contiguous() if segments else None
+    outs = [BACKENDS[name].attend(*qkv, spec, segments=seg) for name in ("sdpa_cudnn", "manual")]
+    assert lengths and all(T % 128 == 0 for T in lengths)
+    grads = [torch.autograd.grad(out.square().sum(), qkv) for out in outs]
+    for got, want in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("Tq", [1, 5])
 @pytest.mark.parametrize("H, Hkv, window", [(2, 2, None), (4, 2, 3), (4, 1, 1)])
 def test_of_one_key_sdpa_cudnn_gives_v_without_the_kernel(Tq, H, Hkv, window) -> None:
@@ -105,6 +141,8 @@ def documented(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_s
                window_size: tuple[int, int] = (-1, -1),
                enable_gqa: bool = False) -> Tensor:
     """torch.nn.attention.varlen.varlen_attn as PyTorch 2.12 documents it, without a GPU."""
+    kernels = torch.nn.attention._cur_sdpa_kernel_backends()
+    assert [kernel.name for kernel in kernels] == ["FLASH_ATTENTION"]  # else 2.14 takes cuDNN's
     assert enable_gqa or query.shape[1] == key.shape[1]
     assert query.shape[-1] % 8 == 0, "query should have a headdim multiple of 8"
     left, right = (None if side < 0 else side for side in window_size)

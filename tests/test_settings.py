@@ -93,6 +93,36 @@ def test_files_come_before_the_command_line(tmp_path: Path) -> None:
     assert f"{second}:1" in report and "command line" in report and "window" not in report
 
 
+@pytest.mark.parametrize("words, compiled, stream", [
+    ("--compile 1", True, False), ("--compile off --stream ON", False, True),
+    ("--stream y --compile None", None, True), ("--stream 0 --compile c.py", True, False)])
+def test_a_word_after_a_switch_is_its_value(tmp_path: Path, words, compiled, stream) -> None:
+    file = config_file(tmp_path, "n_layer = 3\n")
+    config = read(Config, [file, *words.replace("c.py", file).split()]).settings
+    assert (config.n_layer, config.compile, config.stream) == (3, compiled, stream)
+
+
+@pytest.mark.parametrize("value", ["1,024", "256, 064", "+01", "12,-007"])
+def test_a_part_of_a_list_with_a_leading_zero_is_refused(value: str) -> None:
+    with pytest.raises(UserError, match=re.escape(repr(value))):
+        read(Config, [f"--lengths={value}"])
+    assert read(Config, ["--lengths=10,100,none"]).settings.lengths == (10, 100, None)
+
+
+def test_a_file_with_texts_between_and_variables_of_its_own(tmp_path: Path) -> None:
+    """As exec() reads it in nanoGPT; a variable without effect leaves a note."""
+    text = '"""head"""\n"""\nn_layer = 99\n"""\ngpus = 2\nn_layer = 3 * gpus\nauthor = "me"\n'
+    first, names = config_file(tmp_path, text, "a.py"), {}
+    exec(text, names)
+    loaded = read(Config, [first, config_file(tmp_path, "window = 16 * gpus\n", "b.py")])
+    assert loaded.settings == Config(n_layer=names["n_layer"], window=16 * names["gpus"])
+    assert set(loaded.origins) == {"n_layer", "window"}
+    (note,) = loaded.notes
+    assert "author" in note and f"{first}:7" in note
+    with pytest.raises(UserError, match="gpus"):
+        read(Config, ["--gpus=2"])
+
+
 def test_bare_words_of_a_command() -> None:
     assert read(Config, ["x y"], positional="name").settings.name == "x y"
     assert read(Config, ["a", "b"], positional="start").settings.start == ("a", "b")
@@ -211,7 +241,31 @@ def test_a_closed_pipe_is_quiet_and_a_full_disk_one_line(to: str, code: int, sai
     assert said in done.stderr
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
+@pytest.mark.parametrize("to, out, err", [
+    ("2> err | true", 0, 1), ("> /dev/full 2> err", 0, 1), ("2> /dev/full > out", 1, 0),
+    ("> /dev/full 2>&1", 0, 0), ("<&- >&- 2> /dev/full", 0, 0), ("2>&- | true", 0, 0),
+    ("<&- >&- 2>&-", 0, 0)])
+def test_a_lasting_command_ends_well_without_its_streams(to, out, err, tmp_path: Path) -> None:
+    """One warning on the other stream, and none in the files that it writes."""
+    program = """import sys, time; from core.settings import exit_on_user_error as run
+def main():
+    with open(sys.argv[1] + "/result", "w") as f:
+        time.sleep(0.3)
+        for i in range(3):
+            print(i, flush=True), print(i, file=sys.stderr, flush=True)
+        f.write("complete")
+run(main, lasting=True)"""
+    line = f"set -o pipefail; '{sys.executable}' -c '{program}' {tmp_path} "
+    to = to.replace(" err", f" {tmp_path}/err").replace(" out", f" {tmp_path}/out")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(["bash", "-c", line + to], env=env).returncode == 0
+    texts = {p.name: p.read_text() for p in tmp_path.iterdir()}
+    assert texts.pop("result") == "complete"
+    assert [texts.get(name, "").count("WARNING") for name in ("out", "err")] == [out, err]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("early", [True, False])
 def test_signals_are_one_line_and_their_exit_code(signum: int, early: bool) -> None:
     program = f"""

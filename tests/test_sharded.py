@@ -344,6 +344,25 @@ def test_a_damaged_index_is_an_error_that_names_the_value(value, shared):
         assert value in str(e.value) and "\n" not in str(e.value), e.value
 
 
+def move(part: dict[str, Any], rows: int) -> None:
+    part["at"][0] += rows
+
+
+@pytest.mark.parametrize("name", [NAME, f"optimizer.{NAME.removeprefix('model.')}.exp_avg"])
+@pytest.mark.parametrize("damage", [
+    lambda saved: move(saved["parts"][0], 1), lambda saved: move(saved["parts"][1], -1),
+    lambda saved: move(saved["parts"][1], 10**6), lambda saved: move(saved["parts"][0], -4),
+    lambda saved: saved["parts"].append(saved["parts"][0]),
+    lambda saved: saved.update(dtype="float16"), lambda saved: saved.update(dtype="int32"),
+    lambda saved: [part.update(shape=part["shape"][::-1], at=[0, 0]) for part in saved["parts"]],
+])  # fmt: skip
+def test_parts_cover_each_tensor_once_as_they_were_written(name, damage, shared):
+    change(shared, lambda index: damage(index[name]))
+    with pytest.raises(UserError, match=name) as e:
+        Run(shared.parent, seed=5).load()
+    assert "\n" not in str(e.value)
+
+
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", "index.json"])
 def test_a_missing_or_cut_file_is_an_error(file, shared):
     path = shared / "shards" / file

@@ -100,7 +100,7 @@ def enter(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, 
     Returns:
         exit code, stdout, stderr.
     """
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     threads = torch.get_num_threads()
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -545,7 +545,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     (line,) = [x for x in r.err.splitlines() if x.startswith("error: ")]
     lr = learning_rate(5, config(max_iters=20))
     for words in ("step 6", f"lr {lr:.2e}", "backend sdpa", "--attention_backend=manual",
-                  "--init_from=resume"):
+                  "--init_from=resume", f"{out / 'step-00000003'} "):
         assert words in line
     value = r"\d\.\d+" if how == "gradient" else "nan"
     assert re.search(rf"\(loss {value}, lr ", line), line
@@ -669,6 +669,22 @@ def test_the_dtype_of_a_cpu_by_its_units_and_the_width(units, cpu, n_embd, dtype
     monkeypatch.setattr(cpu_matmul, "cpu_name", lambda: cpu)
     setup = runtime.Setup.of(torch.device("cpu"), "auto", n_embd=n_embd)
     assert setup.dtype is dtype and setup.why_dtype
+
+
+def test_a_loaded_models_sizes_decide_not_the_default_ones(data_dir, tmp_path, monkeypatch):
+    """bfloat16 from the width 64 on: train.py's default is wide, the checkpoint is not."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    assert run(data_dir, model, max_iters=1, n_embd=16, n_head=4).code == 0
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
+    monkeypatch.setattr(cpu_matmul, "LEAST_WIDTH", {"AMX": 64})
+    line = [f"--dataset={data_dir / 'tiny'}", f"--out_dir={out}", "--device=cpu", "--eval_iters=2",
+            "--max_iters=1", "--warmup_iters=0", f"--init_from={model}", "--peak_tflops=0.05"]
+    for more in ([], ["--n_embd=16"], ["--n_kv_head=4", "--n_layer=1"]):
+        r = run_line([*line, *more], out)
+        assert r.code == 0 and "dtype: float32" in r.out, r.err
+        saved = json.loads((checkpoint.latest(out) / "settings.json").read_text(encoding="utf-8"))
+        assert saved["train"]["dtype"] == "float32" and saved["model"]["n_embd"] == 16
+    assert "n_embd=16" in refusal(run_line([*line, "--n_embd=32"], out))
 
 
 @pytest.mark.slow

@@ -67,20 +67,63 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "victim", "parallel"), [
-    ("SIGKILL", 1, "ddp"), ("fails", 1, "fsdp"),
-    ("SIGSTOP", 0, "fsdp"),  # torchrun waits 30 s to kill it
+@pytest.mark.parametrize(("fault", "victim", "knobs"), [
+    ("SIGKILL", 1, {}), ("fails", 1, {"parallel": "fsdp"}),
+    ("SIGSTOP", 0, {"parallel": "fsdp"}),  # torchrun waits 30 s to kill it
+    ("SIGSTOP", 1, {"context_parallel": 2, "attention_backend": "tiled"}),
 ])
-def test_the_lost_rank_is_named_and_all_end(data_dir, tmp_path, fault, victim, parallel):
+def test_the_lost_rank_is_named_and_all_end(data_dir, tmp_path, fault, victim, knobs):
     out = tmp_path / "out with space"
-    line = argv(data_dir, out, max_iters=10_000, eval_interval=3, hang_timeout=4,
-                parallel=parallel)
+    line = argv(data_dir, out, max_iters=10_000, eval_interval=3, hang_timeout=4, **knobs)
     how = ["--shutdown-timeout=1"] if fault == "SIGSTOP" else []
     code, said, seconds = torchrun(tmp_path, fault, victim, line, *how)
     assert code != 0 and seconds < 60, said
     assert re.search(rf"lost rank {victim}\b.*--init_from=resume '--out_dir={out}'", said), said
     assert not re.search(rf"lost rank {1 - victim}\b", said), said
     assert (fault != "fails") or "a fault of its own" in said
+
+
+KERNEL = """
+import os, sys, time
+from attention import BACKENDS, Backend, Caps
+
+waited = [0][int(os.environ["RANK"]):]
+
+def attend(q, k, v, spec, **more):
+    if "--compile=True" in sys.argv and spec.grad and not spec.compiled:
+        raise RuntimeError("the request does not say that it is compiled")
+    if not (spec.compiled or spec.grad or waited) and q.shape[0] == 4:  # of the probe it is 2
+        waited.append(time.sleep(9))
+    return BACKENDS["manual"].attend(q, k, v, spec, **more)
+
+BACKEND = Backend("mine", "slow on rank 1, at first", attend, (Caps(),), fallback=None)
+"""
+WANDB = """
+import sys, time
+Settings = dict
+init = lambda **how: sys.modules["wandb"]
+log = lambda row, step: None
+finish = lambda: (time.sleep(9), print("wandb is done", flush=True))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [
+    {"wandb_log": True}, {"attention_backend": "mine.py"},
+    {"attention_backend": "mine.py", "parallel": "fsdp", "compile": True}], ids=str)
+def test_a_finished_run_is_not_lost_because_one_rank_is_slow(data_dir, tmp_path, knobs):
+    """In its last work, or in the first evaluation. Compiled shards say that they are compiled."""
+    (tmp_path / "mine.py").write_text(KERNEL, encoding="utf-8")
+    (tmp_path / "wandb.py").write_text(WANDB, encoding="utf-8")
+    line = argv(data_dir, tmp_path / "out", max_iters=6, eval_interval=4, sample_tokens=2,
+                gradient_accumulation_steps=2, attention_fallback=False,
+                **{"hang_timeout": 60 if "compile" in knobs else 3, **knobs})
+    code, said, seconds = torchrun(tmp_path, "none", 0, line, at=[100])
+    assert code == 0 and "lost" not in said and seconds > 9, said
+    assert "a sample of 2 tokens" in said, said
+    assert ("wandb is done" in said) == ("wandb_log" in knobs), said
+    assert ("backend: mine (" in said) == ("attention_backend" in knobs), said
+    assert checkpoint.latest(tmp_path / "out").name == "step-00000006"
 
 
 @pytest.mark.slow
@@ -109,12 +152,14 @@ def test_a_nan_on_one_rank_stops_all_before_any_weight_changes(data_dir, tmp_pat
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_rank_saves_and_one_process_resumes_the_shards(data_dir, tmp_path):
+@pytest.mark.parametrize("name, exit_code", [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_to_one_rank_saves_and_one_process_resumes_the_shards(
+    name, exit_code, data_dir, tmp_path
+):
     out = tmp_path / "out"
-    code, said, _ = torchrun(
-        tmp_path, "SIGTERM", 1, argv(data_dir, out, max_iters=10_000, parallel="fsdp")
-    )
-    assert code != 0 and "exitcode  : 143" in said and "lost" not in said, said
+    line = argv(data_dir, out, max_iters=10_000, parallel="fsdp")
+    code, said, _ = torchrun(tmp_path, name, 1, line)
+    assert code != 0 and f"exitcode  : {exit_code}" in said and "lost" not in said, said
     assert checkpoint.latest(out).name == "step-00000005"
     assert "torchrun --standalone --nproc_per_node=2 train.py --init_from=resume" in said
     one = [sys.executable, str(ROOT / "train.py"), "--init_from=resume", f"--out_dir={out}",

@@ -18,13 +18,13 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from checkout import ROOT, files
 from packaging.requirements import Requirement
 
 import attention
 
-ROOT = Path(__file__).resolve().parent.parent
-CHECKOUT = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-CHECKOUT |= {path.stem for path in ROOT.glob("*.py")}
+CHECKOUT = {path.parent.name for path in files("*/__init__.py")}
+CHECKOUT |= {path.stem for path in files("*.py")}
 
 
 def done(words: list[str], folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -49,8 +49,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    no_caches = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "attention", copy / "attention", ignore=no_caches)
+    for path in files("attention/**/*"):
+        if "__pycache__" not in path.parts:
+            to = copy / path.relative_to(ROOT)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, to)
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
     run = done([*pip, "-w", str(out), "."], copy)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -97,7 +100,7 @@ def test_the_wheel_holds_one_package_with_its_license(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in names} == {"nanoattn", info}
     assert f"{info}/licenses/LICENSE" in names
     inside = {name.partition("/")[2] for name in names if name.startswith("nanoattn/")}
-    source = [p for p in (ROOT / "attention").rglob("*.*") if "__pycache__" not in p.parts]
+    source = [p for p in files("attention/**/*.*") if "__pycache__" not in p.parts]
     assert inside == {str(path.relative_to(ROOT / "attention")) for path in source}
     assert {r.name for r in asked if r.marker is None} == {"torch", "numpy"}
 
@@ -115,7 +118,7 @@ def test_the_lines_of_the_readme_run(python: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_name_and_every_module_imports(python: str, tmp_path: Path) -> None:
     """But what is made for Triton, where there is none."""
-    modules = {p.stem for p in (ROOT / "attention").glob("*.py")} - {"__init__", "__main__"}
+    modules = {p.stem for p in files("attention/*.py")} - {"__init__", "__main__"}
     modules -= {"triton_kernels", "paged_kernels"}
     code = f"from nanoattn import *; import {', '.join(f'nanoattn.{m}' for m in sorted(modules))}"
     run = done(

@@ -43,11 +43,13 @@ class Row:
 def measure(
     names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
     device: torch.device, shape: Shape, too_slow: float = float("inf"),
+    show: Callable[[str], object] = lambda line: None,
 ) -> list[Row]:
     """Probe and time the backends. The random state is restored.
 
     Args:
         modes: without the backward pass, with it, or both in this order.
+        show: called with a line for each backend as soon as it has run once or is refused.
         too_slow: skip a backend whose last mode is this many times slower than the best yet.
     """
     rows: dict[str, Row] = {}
@@ -70,6 +72,7 @@ def measure(
                 row = Row(name, backend.title, tried.why, (), tried.error, tried.kernels, row.why)
             rows[name] = row
             if row.why:
+                show(f"{name:14}  {row.why[0]}")
                 continue
             try:
                 for spec in able:
@@ -81,7 +84,9 @@ def measure(
                 if loses_device(e):
                     raise
                 rows[name] = replace(row, why=(f"at this shape: {first_line(e)}",))
+                show(f"{name:14}  {rows[name].why[0]}")
                 continue
+            show(f"{name:14}  {1e3 * once[key]:.4g} ms")
             best = min(best, once[key])
             if once[key] > too_slow * best:
                 ratio = f"{once[key] * 1e3:.3g} ms, {once[key] / best:.1f} times the best so far"

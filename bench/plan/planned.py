@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Callable
 
-from attention.machine.gpus import RATED, SERVERS, find_rated
+from attention.machine.gpus import SERVERS, describe_rated
 from bench import Json, tables
 from bench.config import BenchConfig, vocabulary
 from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan
@@ -20,21 +19,15 @@ CONTEXTS = (1, 2, 4, 8)
 def datasheet(config: BenchConfig, gpu: str) -> tuple[str, flops.Peak, tuple[float, str]]:
     """Return the dtype, the peak, and the bandwidth with its source, of any GPU in RATED.
 
-    Raises UserError if the GPU is not in the table.
+    Raises UserError if it has no such rates.
     """
-    wanted: str = config.dtype
-    half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
-    dtype = next(half, "float32") if wanted == "auto" else wanted
+    dtype: str = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if flops.datasheet_peak(gpu, "bfloat16") else "float16"
     peak = flops.datasheet_peak(gpu, dtype, config.tf32)
     bandwidth = flops.datasheet_bandwidth(gpu)
     if peak is None or bandwidth is None:
-        of = "bfloat16 or float16" if wanted == "auto" else dtype
-        near = difflib.get_close_matches(gpu, [known.name for known in RATED], n=3, cutoff=0.4)
-        like = near or ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]
-        raise UserError(
-            f"--gpu: no {of} rates known for {gpu!r}; known names are the drivers', such as "
-            f"{', '.join(map(repr, like))}"
-        )
+        raise UserError(f"--gpu: no {dtype} rates known for {gpu!r}")
     if config.peak_tflops:
         peak = flops.peak("cpu", dtype, config.peak_tflops)
     if config.bandwidth_gbs:
@@ -44,17 +37,20 @@ def datasheet(config: BenchConfig, gpu: str) -> tuple[str, flops.Peak, tuple[flo
 
 def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
     """Return the GPUs of --gpu, and lines about them."""
-    name = config.gpu
-    if name is None:
-        raise UserError('plan needs a GPU as its driver names it, such as --gpu="NVIDIA H200"')
-    dtype, peak, (bandwidth, source) = datasheet(config, name)
-    known = find_rated(name)
-    server = SERVERS.get(known.name) if known else None
+    if config.gpu is None:
+        raise UserError("plan needs a GPU, such as --gpu=H200")
+    try:
+        gpu, note = describe_rated(config.gpu)
+    except ValueError as e:
+        raise UserError(f"--gpu: {e}") from None
+    server = SERVERS.get(gpu.name) if "800" not in config.gpu else None  # A800, H800: less NVLink
+    dtype, peak, (bandwidth, source) = datasheet(config, gpu.name)
 
     def rate(of: str, option: str, unit: str) -> float:
-        found: float | None = getattr(config, option) or getattr(server, of, None)
+        found: float | None = getattr(config, option)
+        found = found or getattr(gpu, of, None) or getattr(server, of, None)
         if found is None:
-            raise UserError(f"the {of} of {name!r} is unknown: give --{option}, in {unit}")
+            raise UserError(f"the {of} of {gpu.name!r} is unknown: give --{option}, in {unit}")
         return found * 1e9
 
     memory = rate("memory", "memory_gb", "GB")
@@ -64,7 +60,8 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
     products, node = config.products_tflops or peak.tflops, config.gpus_per_node
     rates = (products, bandwidth, memory, node, nvlink, network)
     at = Cluster(dtype, peak, *rates)
-    said = [
+    said = [note] if note else []
+    said += [
         f"peak: {peak}",
         f"memory: {memory / 1e9:,.4g} GB, to be filled to {SHARE:.0%}, at "
         f"{bandwidth / 1e9:,.4g} GB/s ({source})",

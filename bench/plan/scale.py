@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from bench import parts
 from core import flops
 from core.flops import Peak
@@ -190,9 +192,7 @@ class Plan:
         m, a, r, n = self.job.model, self.a, self.job.residual, self.tokens
         C, V, L, half = m.n_embd, m.vocab_size, m.n_layer, a < 4
         block, root = self.numbers
-        rows = chunk_rows(n, V, "cuda")
-        if self.at.dtype == "float16":
-            rows = min(rows, 4096)
+        rows = chunk_rows(n, V, "cuda", getattr(torch, self.at.dtype))
         added = parameters(m) if self.shard > 1 and self.micro > 1 else 0  # unsharded gradients
         if self.shard > 1:  # root, two blocks in both dtypes, a block's gradients
             gathered = 4 * root * self.shard + (4 * a + a * half + 4) * block * self.shard
