@@ -11,14 +11,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..caps import Backend
-from ..masks import PagedView, StaticView, filled_cache
-from ..proof import attend_of, probe, survives
+from ..masks import filled_cache
+from ..proof import Inputs, attend_of, draw_inputs, probe, survives
 from ..select import Shape, admit
 from ..spec import Machine, Policy, Spec
 from .system import KERNEL_ERRORS, first_line, loses_device, own_code, synchronize
@@ -59,7 +59,7 @@ def measure(
     # The probe stores all scores in float64: only as long as needed to see the usual kernel.
     tokens = min(max(shape[2], 64), 512)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        inputs = draw(modes[-1], device, shape)
+        given, options = draw(modes[-1], device, shape)
         for name in names:
             backend, refused = admit(name, modes[-1], machine, policy)
             able = [s for s in modes if not admit(name, s, machine, policy)[1]]
@@ -77,7 +77,7 @@ def measure(
             try:
                 for spec in able:
                     key = name, spec
-                    calls[key] = work(backend, spec, inputs)
+                    calls[key] = work(backend, spec, given, options)
                     with survives(backend, device):
                         once[key] = warmed_up(calls[key], device)
             except KERNEL_ERRORS as e:  # any failure, such as out of memory, is the reason
@@ -182,60 +182,39 @@ def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> f
 # --- one attention call ---
 
 
-class Inputs(NamedTuple):
-    qkv: Tensor  # (B, Tq, (H + 2 Hkv) D), the projection's output
-    past: tuple[Tensor, Tensor] | None  # k, v of a cache; None: those in qkv
-    segments: Tensor | None  # (B, Tk) int32
-    view: PagedView | StaticView | None
-    sinks: Tensor | None  # (H,)
-    dout: Tensor  # (B, Tq, H D)
-
-
-def draw(spec: Spec, device: torch.device, shape: Shape) -> Inputs:
-    """Random inputs with the strides of a model's tensors."""
+def draw(spec: Spec, device: torch.device, shape: Shape) -> tuple[Inputs, dict[str, Any]]:
+    """Random inputs with the strides of a model's tensors, and the options of attend()."""
     B, Tq, Tk = shape
-    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
-
-    def tensor(*size: int) -> Tensor:
-        return torch.randn(*size, device=device, dtype=getattr(torch, spec.dtype))
-
-    past = view = segments = None
-    if Tq != Tk or spec.cache in ("static", "paged"):
-        k, v = tensor(2, B, Tk, Hkv, D)
-        k, v, view_of = filled_cache(k, v, spec)
-        past, view = (k, v), view_of([Tk - Tq] * B, [Tq] * B)
-    if spec.segments:  # two documents
-        segments = (torch.arange(Tk, device=device) >= Tk // 2).int().expand(B, Tk).contiguous()
-    qkv, sinks = tensor(B, Tq, (H + 2 * Hkv) * D), tensor(H) if spec.sinks else None
-    return Inputs(qkv, past, segments, view, sinks, tensor(B, Tq, H * D))
+    given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
+    if spec.cache not in ("static", "paged"):
+        return given, dict(given.options)
+    k, v, view = filled_cache(given.k, given.v, spec)
+    return given._replace(k=k, v=v), {**given.options, "cache": view([Tk - Tq] * B, [Tq] * B)}
 
 
-def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
-    """One attention call as the model makes it, with the backward if spec.grad."""
-    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+def work(
+    backend: Backend, spec: Spec, given: Inputs, options: dict[str, Any]
+) -> Callable[[], None]:
+    """One attention call, with the backward if spec.grad."""
     attend = attend_of(backend, spec)
 
-    def forward(inputs: Inputs) -> Tensor:
-        sizes = [H * D, Hkv * D, Hkv * D]
-        q, k, v = (t.unflatten(2, (-1, D)) for t in inputs.qkv.split(sizes, dim=2))
-        if inputs.past is not None:
-            k, v = inputs.past
-        more = {} if inputs.sinks is None else {"sinks": inputs.sinks}
-        out = attend(q, k, v, spec, segments=inputs.segments, cache=inputs.view, **more)
-        return out.flatten(2)
+    def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return attend(q, k, v, spec, **options)
 
     run = forward
     if spec.compiled:
         run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
-    names = ["qkv"] + (["sinks"] if spec.sinks else [])
-    leaves = {name: getattr(inputs, name).detach().requires_grad_(spec.grad) for name in names}
-    given = inputs._replace(**leaves)
+    qkv = [t.detach().requires_grad_(spec.grad) for t in given[:3]]
+    leaves = list(qkv)
+    if given.sinks is not None:
+        leaves.append(given.sinks.detach().requires_grad_(spec.grad))
+        options = {**options, "sinks": leaves[3]}
 
     def call() -> None:
         with torch.set_grad_enabled(spec.grad):
-            out = run(given)
+            out = run(*qkv, **options)
             if spec.grad:
-                torch.autograd.grad(out, [*leaves.values()], inputs.dout)
+                torch.autograd.grad(out, leaves, given.dout)
 
     return call
 
