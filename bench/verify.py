@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import torch
 
 from attention import is_file
-from attention.machine.gpus import datasheet_tflops
 from bench import Json, converge, tables
 from bench.record import FORMAT, complete, disagreeing, planned, sections_of
 from bench.tables import Row
+from core.gpus import datasheet_tflops
 from core.settings import UserError
 
 # Kernels by backend: a pattern of the short names (KERNELS in attention/proof.py; empty: none of

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from attention import visible
-from attention.machine.gpus import datasheet_bandwidth as datasheet_bandwidth
-from attention.machine.gpus import datasheet_tflops
 from core.cpu import matmul as cpu_matmul
+from core.gpus import datasheet_bandwidth as datasheet_bandwidth
+from core.gpus import datasheet_tflops
 from core.runtime import synchronize
 
 Row = dict[str, Any]  # one row of metrics.jsonl; None: unknown

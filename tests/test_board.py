@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from test_bench import MODEL, run, small, write_tokens
 
 import attention
-from attention.machine.gpus import datasheet_tflops
 from bench import board, record
 from bench.verify import RIVALS, SHOWS, verify
 from core import flops
+from core.gpus import datasheet_tflops
 
 Content = dict[str, Any]
 PROOF = {"error": 2e-7, "allowed": 3e-6, "grad_error": 4e-7, "grad_allowed": 6e-6, "canary": True}

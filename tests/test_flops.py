@@ -15,10 +15,10 @@ from test_model import LLAMA
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention import visible
-from attention.machine.gpus import RATED, datasheet_bandwidth
 from core import flops
 from core.cpu import matmul as cpu_matmul
 from core.flops import Peak, datasheet_peak, flops_per_token, mean_keys, mfu, n_params
+from core.gpus import RATED, datasheet_bandwidth
 from model import GPT, GPTConfig
 
 GPT2 = GPTConfig(bias=False)  # 124M, vocabulary 50304, T = 1024

@@ -1,164 +1,49 @@
-"""Table of GPUs: name, compute capability, peak rates, memory and its bandwidth.
-
-Capabilities are from developer.nvidia.com/cuda-gpus and /cuda-legacy-gpus. Rates are dense, from
-the datasheet in the row; other rates are measured (core/peaks.py).
+"""GPUs by name, and their compute capabilities, from developer.nvidia.com/cuda-gpus and
+/cuda-legacy-gpus. Their rates are in core/gpus.py.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 from ..caps import dotted
 from ..spec import Machine
 from .system import UNKNOWN_VERSION
 
-Capability = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class GPU:
-    """A row of the table. Names that go on ("Laptop GPU", a MIG slice) do not match it."""
-
-    name: str  # torch.cuda.get_device_name()
-    capability: Capability | None = None  # None: not an NVIDIA GPU
-    # TFLOP/s in half precision with float32 accumulation, TF32 (or None) and float32
-    tflops: tuple[float, float | None, float] | None = None
-    bandwidth: float | None = None  # GB/s between its memory and the chip
-    memory: float | None = None  # GB
-    source: str = ""
-    pattern: str = ""  # end of the device name; empty: `short`
-
-    @property
-    def short(self) -> str:
-        """The name without its maker: "RTX 4090"."""
-        return re.sub("NVIDIA |GeForce |Tesla |AMD Instinct ", "", self.name)
-
-    def is_device(self, name: str) -> bool:
-        return re.search(rf"\b({self.pattern or re.escape(self.short)})$", name) is not None
-
-
-# GPUs without rates: compute capability -> names
-UNRATED: dict[Capability, str] = {
+CAPABILITIES: dict[tuple[int, int], str] = {  # -> torch.cuda.get_device_name()
     (6, 0): "Tesla P100",
-    (6, 1): "Tesla P40, NVIDIA TITAN Xp, NVIDIA GeForce GTX 1080 Ti, NVIDIA GeForce GTX 1080, "
-            "NVIDIA GeForce GTX 1070, NVIDIA GeForce GTX 1060",
-    (7, 0): "Tesla V100, NVIDIA TITAN V",
-    (7, 5): "Quadro RTX 8000, Quadro RTX 6000, NVIDIA GeForce RTX 2080 Ti, NVIDIA GeForce RTX "
-            "2080, NVIDIA GeForce RTX 2070, NVIDIA GeForce RTX 2060, NVIDIA GeForce GTX 1660, "
-            "NVIDIA GeForce GTX 1650",
-    (8, 0): "NVIDIA A100, NVIDIA A800",
-    (8, 6): "NVIDIA A16, NVIDIA A2, NVIDIA RTX A5000, NVIDIA RTX A4000, NVIDIA RTX A2000, NVIDIA "
-            "GeForce RTX 3080, NVIDIA GeForce RTX 3070, NVIDIA GeForce RTX 3060, NVIDIA GeForce "
-            "RTX 3050",
+    (6, 1): "Tesla P40, NVIDIA TITAN Xp, NVIDIA GeForce GTX 1080 Ti, NVIDIA GeForce GTX "
+            "1080, NVIDIA GeForce GTX 1070, NVIDIA GeForce GTX 1060",
+    (7, 0): "Tesla V100-SXM2-16GB, Tesla V100-SXM2-32GB, Tesla V100-PCIE-16GB, Tesla "
+            "V100-PCIE-32GB, Tesla V100, NVIDIA TITAN V",
+    (7, 5): "Tesla T4, NVIDIA TITAN RTX, Quadro RTX 8000, Quadro RTX 6000, NVIDIA GeForce "
+            "RTX 2080 Ti, NVIDIA GeForce RTX 2080, NVIDIA GeForce RTX 2070, NVIDIA GeForce "
+            "RTX 2060, NVIDIA GeForce GTX 1660, NVIDIA GeForce GTX 1650",
+    (8, 0): "NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe, NVIDIA A100-SXM4-40GB, NVIDIA "
+            "A30, NVIDIA A100, NVIDIA A800",
+    (8, 6): "NVIDIA A40, NVIDIA A10, NVIDIA RTX A6000, NVIDIA GeForce RTX 3090, NVIDIA "
+            "GeForce RTX 3090 Ti, NVIDIA A16, NVIDIA A2, NVIDIA RTX A5000, NVIDIA RTX "
+            "A4000, NVIDIA RTX A2000, NVIDIA GeForce RTX 3080, NVIDIA GeForce RTX 3070, "
+            "NVIDIA GeForce RTX 3060, NVIDIA GeForce RTX 3050",
     (8, 7): "NVIDIA Jetson Orin",
-    (8, 9): "NVIDIA RTX 6000 Ada Generation, NVIDIA GeForce RTX 4080, NVIDIA GeForce RTX 4070, "
-            "NVIDIA GeForce RTX 4060",
-    (9, 0): "NVIDIA H100, NVIDIA H800, NVIDIA H20, NVIDIA GH200",
-    (10, 0): "NVIDIA GB200",
+    (8, 9): "NVIDIA L40S, NVIDIA L40, NVIDIA L4, NVIDIA GeForce RTX 4090, NVIDIA RTX 6000 "
+            "Ada Generation, NVIDIA GeForce RTX 4080, NVIDIA GeForce RTX 4070, NVIDIA "
+            "GeForce RTX 4060",
+    (9, 0): "NVIDIA H100 80GB HBM3, NVIDIA H100 PCIe, NVIDIA H100 NVL, NVIDIA H200, NVIDIA "
+            "H200 NVL, NVIDIA GH200 480GB, NVIDIA GH200 144G HBM3e, NVIDIA H100, NVIDIA "
+            "H800, NVIDIA H20, NVIDIA GH200",
+    (10, 0): "NVIDIA B200, NVIDIA GB200",
     (10, 3): "NVIDIA B300, NVIDIA GB300",
     (11, 0): "NVIDIA Jetson Thor",
-    (12, 0): "NVIDIA RTX PRO 6000 Blackwell, NVIDIA GeForce RTX 5080, NVIDIA GeForce RTX 5070, "
-             "NVIDIA GeForce RTX 5060",
+    (12, 0): "NVIDIA GeForce RTX 5090, NVIDIA RTX PRO 6000 Blackwell, NVIDIA GeForce RTX "
+            "5080, NVIDIA GeForce RTX 5070, NVIDIA GeForce RTX 5060",
     (12, 1): "NVIDIA GB10",
 }
-
-_A100, _H100, _H100_NVL = (312, 156, 19.5), (989.4, 494.7, 66.9), (835.5, 417.5, 60)
-_V100, _V100_SHEET = (125, None, 15.7), "NVIDIA V100 datasheet"
-_A100_SHEET, _H100_SHEET = "NVIDIA A100 datasheet", "NVIDIA H100 datasheet"
-
-RATED = [  # of several variants the usual one first
-    GPU("Tesla V100-SXM2-16GB", (7, 0), _V100, 900, 16, _V100_SHEET),
-    GPU("Tesla V100-SXM2-32GB", (7, 0), _V100, 900, 32, _V100_SHEET),
-    GPU("Tesla V100-PCIE-16GB", (7, 0), (112, None, 14), 900, 16, _V100_SHEET),
-    GPU("Tesla V100-PCIE-32GB", (7, 0), (112, None, 14), 900, 32, _V100_SHEET),
-    GPU("Tesla T4", (7, 5), (65, None, 8.1), 320, 16, "NVIDIA T4 datasheet"),
-    GPU("NVIDIA TITAN RTX", (7, 5), (130.5, None, 16.3), 672, 24, "NVIDIA Turing whitepaper"),
-    GPU("NVIDIA A100-SXM4-80GB", (8, 0), _A100, 2039, 80, _A100_SHEET, "A[18]00-SXM4?-80GB"),
-    GPU("NVIDIA A100 80GB PCIe", (8, 0), _A100, 1935, 80, _A100_SHEET,
-        "A[18]00(-PCIE)?[- ]80GB( PCIe)?"),
-    GPU("NVIDIA A100-SXM4-40GB", (8, 0), _A100, 1555, 40, _A100_SHEET,
-        "A[18]00(-SXM4?|-PCIE)?[- ]40GB( PCIe| Active)?"),
-    GPU("NVIDIA A30", (8, 0), (165, 82, 10.3), 933, 24, "NVIDIA A30 datasheet"),
-    GPU("NVIDIA A40", (8, 6), (149.7, 74.8, 37.4), 696, 48, "NVIDIA A40 datasheet"),
-    GPU("NVIDIA A10", (8, 6), (125, 62.5, 31.2), 600, 24, "NVIDIA A10 datasheet"),
-    GPU("NVIDIA RTX A6000", (8, 6), (154.8, 77.4, 38.7), 768, 48, "NVIDIA RTX A6000 datasheet"),
-    GPU("NVIDIA GeForce RTX 3090", (8, 6), (71, 35.6, 35.6), 936, 24, "NVIDIA GA102 whitepaper"),
-    GPU("NVIDIA GeForce RTX 3090 Ti", (8, 6), (80, 40, 40), 1008, 24, "NVIDIA GA102 whitepaper"),
-    GPU("NVIDIA L40S", (8, 9), (362, 183, 91.6), 864, 48, "NVIDIA L40S datasheet"),
-    GPU("NVIDIA L40", (8, 9), (181, 90.5, 90.5), 864, 48, "NVIDIA L40 datasheet"),
-    GPU("NVIDIA L4", (8, 9), (121, 60, 30.3), 300, 24, "NVIDIA L4 datasheet"),
-    GPU("NVIDIA GeForce RTX 4090", (8, 9), (165.2, 82.6, 82.6), 1008, 24, "NVIDIA Ada whitepaper"),
-    GPU("NVIDIA H100 80GB HBM3", (9, 0), _H100, 3350, 80, "NVIDIA H100 whitepaper and datasheet",
-        "H100 80GB HBM3|H800"),
-    GPU("NVIDIA H100 PCIe", (9, 0), (756, 378, 51.2), 2000, 80, _H100_SHEET, "H[18]00 PCIe"),
-    GPU("NVIDIA H100 NVL", (9, 0), _H100_NVL, 3900, 94, _H100_SHEET),
-    GPU("NVIDIA H200", (9, 0), _H100, 4800, 141, "NVIDIA H200 datasheet"),
-    GPU("NVIDIA H200 NVL", (9, 0), _H100_NVL, 4800, 141, "NVIDIA H200 datasheet"),
-    GPU("NVIDIA GH200 480GB", (9, 0), _H100, 4000, 96, "NVIDIA GH200 datasheet", r"GH200 \d+GB?"),
-    GPU("NVIDIA GH200 144G HBM3e", (9, 0), _H100, 4900, 144, "NVIDIA GH200 datasheet",
-        r"GH200 \d+GB? HBM3e"),
-    GPU("NVIDIA B200", (10, 0), (2250, 1125, 75), 8000, 180, "NVIDIA HGX and DGX B200 datasheets"),
-    GPU("NVIDIA GeForce RTX 5090", (12, 0), (209.5, 104.8, 104.8), 1792, 32,
-        "NVIDIA RTX Blackwell paper"),
-    GPU("AMD Instinct MI300X", None, (1307.4, 653.7, 163.4), 5300, 192, "AMD datasheet",
-        "MI300X( OAM| VF)?"),
-]
-GPUS = [*RATED, *(GPU(name, at) for at, names in UNRATED.items() for name in names.split(", "))]
-
-
-@dataclass(frozen=True)
-class Server:
-    """Links of a GPU in its usual server, per direction."""
-
-    nvlink: float  # GB/s to the other GPUs, all links together
-    network: float | None  # GB/s to other servers, its share
-    source: str
-
-
-_DGX_H = "DGX H100/H200 user guide: NVLink 900 GB/s, 8 x 400 Gb/s"
-_DGX_A = "DGX A100 user guide: NVLink 600 GB/s, 8 x 200 Gb/s"
-SERVERS = {  # the name of a row above -> its server of eight
-    "Tesla V100-SXM2-16GB": Server(150, 6.25, "DGX-1 whitepaper: 300 GB/s, 4 x 100 Gb/s"),
-    "NVIDIA A100-SXM4-40GB": Server(300, 25, _DGX_A),
-    "NVIDIA A100-SXM4-80GB": Server(300, 25, _DGX_A),
-    "NVIDIA H100 80GB HBM3": Server(450, 50, _DGX_H),
-    "NVIDIA H200": Server(450, 50, _DGX_H),
-    "NVIDIA B200": Server(900, 50, "DGX B200 user guide: 1.8 TB/s, 8 x 400 Gb/s"),
-    "AMD Instinct MI300X": Server(448, None, "AMD datasheet: Infinity Fabric 896 GB/s"),
-}
-
-
-def find_rated(name: str) -> GPU | None:
-    """Return the GPU with that device name, None if its rates are unknown."""
-    return next((gpu for gpu in RATED if gpu.is_device(name)), None)
-
-
-def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, str] | None:
-    """Return the peak rate in TFLOP/s and its source, None if unknown."""
-    gpu = find_rated(name)
-    if not (gpu and gpu.tflops):
-        return None
-    half, in_tf32, single = gpu.tflops
-    rates = {"float16": half, "float32": in_tf32 if tf32 else single}
-    if gpu.capability is None or gpu.capability >= (8, 0):
-        rates["bfloat16"] = half
-    rate = rates.get(dtype)
-    return None if rate is None else (rate, f"datasheet: {gpu.source}")
-
-
-def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
-    """Return the memory bandwidth in bytes/s and its source, None if unknown."""
-    gpu = find_rated(name)
-    return (gpu.bandwidth * 1e9, f"datasheet: {gpu.source}") if gpu and gpu.bandwidth else None
-
-
-# --- machines by name: python -m attention --as="NVIDIA TITAN RTX", plan --gpu=H100 ---
-
 KNOWN = [
-    *(Machine("cuda", gpu.name, gpu.capability) for gpu in GPUS if gpu.capability),
+    *(Machine("cuda", name, at) for at, text in CAPABILITIES.items() for name in text.split(", ")),
     *(Machine("mps", f"Apple {chip}") for chip in ("M1", "M2", "M3", "M4", "M5", "mps")),
     Machine("cpu", "cpu"),
 ]
@@ -175,48 +60,30 @@ def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
     Raises:
         ValueError: unknown, or several machines match; lists the nearest.
     """
-    words = _words(text)
-    fit = [m for m in KNOWN if _words(m.name) - MAKERS <= words]
-    n_words = max((len(_words(m.name)) for m in fit), default=0)
-    fit = [m for m in fit if len(_words(m.name)) == n_words]
-    fit = fit or [m for m in KNOWN if words and words <= _words(m.name)]
+    given = words(text)
+    fit = [m for m in KNOWN if words(m.name) - MAKERS <= given]
+    n_words = max((len(words(m.name)) for m in fit), default=0)
+    fit = [m for m in fit if len(words(m.name)) == n_words]
+    fit = fit or [m for m in KNOWN if given and given <= words(m.name)]
     if not fit:
-        raise ValueError(f"unknown machine {text!r}; known are {_nearest(text, KNOWN)}, ...")
+        near = nearest(text, [m.name for m in KNOWN])
+        raise ValueError(f"unknown machine {text!r}; known are {near}, ...")
     if len({(m.device, m.capability) for m in fit}) > 1:
         could = [f"{m.name} ({dotted(m.capability) if m.capability else m.device})" for m in fit]
         more = f" or {len(could) - 6} others" if len(could) > 6 else ""
         raise ValueError(f"{text!r} could be {', '.join(could[:6])}{more}; give more of the name")
     found = min(fit, key=lambda m: len(m.name))
-    name = text if words > _words(found.name) else found.name
+    name = text if given > words(found.name) else found.name
     return replace(found, name=name, torch=torch, packages=dict.fromkeys(packages, UNKNOWN_VERSION))
 
 
-def describe_rated(text: str) -> tuple[GPU, str]:
-    """Return a GPU with known rates by describe()'s names, and a note if that was a choice.
-
-    "H100" is the usual variant. A "RTX 4090 Laptop GPU" has other rates than the RTX 4090.
-
-    Raises ValueError as describe(), or if its rates are unknown.
-    """
-    words, found = _words(text) - MAKERS, find_rated(text)
-    fit = [gpu for gpu in RATED if words and words <= _words(gpu.name)]
-    if not found:
-        describe(text, "", ())
-        if not fit:
-            raise ValueError(f"no rates known for {text!r}, but for {_nearest(text, RATED)}, ...")
-        found = fit[0]
-    others = ", ".join(gpu.name for gpu in fit if gpu is not found)
-    note = f"{text!r} is taken as {found.name}" + (f"; also known: {others}" if others else "")
-    return found, note if text != found.name else ""
-
-
-def _nearest(text: str, known: Sequence[GPU | Machine]) -> str:
-    names = {" ".join(sorted(_words(one.name) - MAKERS)): one.name for one in known}
-    wanted = " ".join(sorted(_words(text) - MAKERS))
+def nearest(text: str, known: Iterable[str]) -> str:
+    names = {" ".join(sorted(words(name) - MAKERS)): name for name in known}
+    wanted = " ".join(sorted(words(text) - MAKERS))
     near = [names[n] for n in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5)]
     return ", ".join(near or ["NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"])
 
 
-def _words(text: str) -> set[str]:
+def words(text: str) -> set[str]:
     # "RTX4090" is two words.
     return set(re.findall(r"[a-z0-9]+", re.sub(r"([rg]tx)(?=\d)", r"\1 ", text.lower())))

@@ -6,11 +6,11 @@ import json
 import math
 from collections.abc import Callable
 
-from attention.machine.gpus import SERVERS, describe_rated
 from bench import Json, tables
 from bench.config import BenchConfig, vocabulary
 from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan
 from core import flops
+from core.gpus import SERVERS, describe_rated
 from core.settings import UserError
 
 CONTEXTS = (1, 2, 4, 8)

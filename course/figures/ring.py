@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 
 from attention import Ring, visible
-from attention.machine.gpus import datasheet_tflops
+from core.gpus import datasheet_tflops
 from core.settings import UserError
 from course.format import of, table
 
