@@ -2,7 +2,8 @@
 
 Compares outputs and gradients with float64 (matrix.py) and tests properties (properties.py), on
 each device here and in each declared dtype. Prints a script that reproduces the first failure. Exit
-code: 0 if all passed, 1 if a test failed or all were refused, 2 for a wrong command line.
+code: 0 if all passed, 1 if a test failed or a declared capability was not tested, 2 for a wrong
+command line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from functools import partial
 
 import torch
 
-from ..caps import Backend, Refusal
+from ..caps import LACKS, Backend, Caps, Refusal
 from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device, settings_stay
 from ..machine.timing import aligned
 from ..proof import probe_long
@@ -38,26 +39,27 @@ FEATURES = (
     *("gradients", "long sequences", "repeated calls", "surroundings", "dropout", "determinism"),
     *("torch.compile", "caches", "parts"),
 )
-VERDICTS = ("passed", "failed", "refused")
+VERDICTS = {"right": "passed", "wrong": "failed", "refused": "refused"}  # columns
 
 
-def items(dtypes: Iterable[str], quick: bool = False, length: int = 0) -> Iterator[Item]:
+def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
+          caps: Sequence[Caps] = ()) -> Iterator[Item]:
     """Yield all tests: cases from simple to complex, then the other properties.
 
     Args:
         quick: only the cases of matrix.SAMPLE.
         length: compare some queries at this length too; 0: do not.
+        caps: test the limits that these declare, too.
     """
     cases = matrix.in_order()[: len(matrix.SAMPLE) if quick else None]
     for dtype in dtypes:
         for case in cases:
             yield Item(case.name, case.features, case.spec(dtype), partial(_right, case), case=case)
-        yield from properties(dtype)
+        yield from {item.name: item for item in properties(dtype, caps)}.values()
         for grad, window in itertools.product((True, False), (None, 100)) if length else ():
             spec = Spec(2, 1, 64, dtype, window=window, grad=grad)
             name = f"{length:,} tokens" + ", no gradients" * (not grad) + ", window" * bool(window)
-            long = partial(_right_at, length)
-            yield Item(name, ("long sequences",), spec, long, length=length)
+            yield Item(name, ("long sequences",), spec, partial(_right_at, length))
 
 
 def _right_at(length: int, backend: Backend, spec: Spec, device: str) -> None:
@@ -66,6 +68,7 @@ def _right_at(length: int, backend: Backend, spec: Spec, device: str) -> None:
 
 
 def _right(case: Case, backend: Backend, spec: Spec, device: str) -> None:
+    case = replace(case, D=spec.head_dim)
     matrix.check(backend, case, spec.dtype, device, grad=spec.grad)
 
 
@@ -75,26 +78,67 @@ class Answer:
 
     verdict: str  # "right", "wrong" or "refused"
     why: tuple[Refusal | str, ...] = ()
-    grad: bool = False  # gradients were compared
+    spec: Spec | None = None  # with which it ran
+
+
+def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequence[Refusal]]:
+    """The item's Spec as the backend takes it, and why it takes none: cases also run without
+    gradients, and what is not about its size also at the nearest head_dim, page size or dropout."""
+    spec, any_size = item.spec, not item.case or item.case.D == Case.D
+    tries = [spec, *[replace(spec, grad=False)] * (spec.grad and item.case is not None)]
+    for row in backend.caps if any_size else ():
+        D = min(-(-spec.head_dim // row.head_dim_multiple) * row.head_dim_multiple,
+                row.head_dim_max or spec.head_dim + row.head_dim_multiple)
+        size = spec.page_size and -(-spec.page_size // row.page_multiple) * row.page_multiple
+        p = max(spec.dropout, row.dropout_step or 0) if spec.dropout else 0.0
+        tries += [replace(s, head_dim=D, page_size=size, dropout=p) for s in tries[:2]]
+    refusals = (backend.why_not(s, machine) for s in tries)
+    return next(((s, why) for s, why in zip(tries, refusals) if not why),
+                (spec, backend.why_not(spec, machine)))
 
 
 def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Answer:
-    """Run one test. An exception of the kernel is not caught: CUDA may be unusable after it.
-
-    A kernel without a backward pass runs the cases forward only.
-    """
-    machine, spec = replace(machine, deterministic=item.deterministic), item.spec
-    why = backend.why_not(spec, machine)
-    if item.case and [w.kind for w in why] == ["grad"]:
-        spec = replace(spec, grad=False)
-        why = backend.why_not(spec, machine)
+    """Run one test. An exception of the kernel is not caught: CUDA may be unusable after it."""
+    machine = replace(machine, deterministic=item.deterministic)
+    spec, why = fitted(item, backend, machine)
     if why:
         return Answer("refused", tuple(why))
     try:
         item.ask(backend, spec, device)
     except AssertionError as e:
-        return Answer("wrong", (str(e),))
-    return Answer("right", grad=spec.grad and item.case is not None)
+        return Answer("wrong", (str(e),), spec)
+    return Answer("right", (), spec)
+
+
+def untested(caps: Iterable[Caps], ran: Iterable[tuple[Spec, bool]], machine: Machine,
+             dtypes: Sequence[str]) -> list[str]:
+    """Capabilities that a row of Caps declares for this machine, and that no test used.
+
+    Args:
+        ran: of each test its Spec, and if it was deterministic.
+        dtypes: those to test.
+    """
+    ran, missing = list(ran), []
+    for row in caps:
+        able = {"device", "torch", "interpreted", "packages", "capability"}
+        if able & {w.kind for w in row.why_not(Spec(1, 1, 64, row.dtypes[0]), machine)}:
+            continue  # not on this machine
+        declared = [name for name in LACKS if getattr(row, name)]
+        declared += [dtype for dtype in row.dtypes if dtype in dtypes]
+        declared += [f"cache '{cache}'" for cache in row.caches]
+        declared += [f"head_dim {row.head_dim_max}"] if row.head_dim_max else []
+        declared += [f"page_size {row.page_multiple}"] if "paged" in row.caches else []
+        declared += ["deterministic"] if row.deterministic and row.grad else []
+        used: set[str] = set()
+        for spec, deterministic in ran:
+            if not row.why_not(spec, replace(machine, deterministic=deterministic)):
+                used |= {name for name in LACKS if getattr(spec, name)} - {"right"}
+                used |= {"right"} if spec.right != 0 else set()
+                used |= {spec.dtype, f"cache '{spec.cache}'", f"head_dim {spec.head_dim}"}
+                used |= {f"page_size {spec.page_size}", *["deterministic"] * deterministic}
+        if row.dtypes and set(row.dtypes) & set(dtypes):
+            missing += [name for name in declared if name not in used]
+    return missing
 
 
 @dataclass
@@ -112,27 +156,29 @@ class Report:
     features: dict[str, dict[str, int]] = field(default_factory=dict)
     refusals: Counter[str] = field(default_factory=Counter)  # reason -> number of tests
     failures: list[dict[str, str]] = field(default_factory=list)
+    untested: list[str] = field(default_factory=list)  # declared capabilities, by device
     script: str = ""  # reproduces the first failure
     seconds: float = 0.0
 
     def add(self, item: Item, device: str, answer: Answer) -> None:
-        kind = dict(zip(("right", "wrong", "refused"), VERDICTS, strict=True))[answer.verdict]
-        rows = [*item.features, *["gradients"] * answer.grad]
+        gradients = answer.verdict == "right" and item.case and answer.spec and answer.spec.grad
         if answer.verdict == "refused":
             self.refusals.update(map(str, answer.why))
         elif answer.verdict == "wrong":
             why = "; ".join(answer.why)
-            self.script = self.script or script(self.name, item, device, why)
+            self.script = self.script or script(self.name, item, device, answer)
             failure = {"what": item.name, "dtype": item.spec.dtype, "device": device, "why": why}
             self.failures.append(failure)
-        for row in ("total", f"{item.spec.dtype}, {device}", *rows):
-            counts = self.features.setdefault(row, dict.fromkeys(VERDICTS, 0))
-            counts[kind] += 1
+        rows = "total", f"{item.spec.dtype}, {device}", *item.features
+        for row in (*rows, *["gradients"] * bool(gradients)):
+            counts = self.features.setdefault(row, dict.fromkeys(VERDICTS.values(), 0))
+            counts[VERDICTS[answer.verdict]] += 1
 
     @property
     def code(self) -> int:
         """Exit code. A backend that refuses everything fails."""
-        return 1 if self.failures or not self.features["total"]["passed"] else 0
+        wrong = self.failures or self.untested
+        return 1 if wrong or not self.features["total"]["passed"] else 0
 
 
 def check(
@@ -154,11 +200,11 @@ def check(
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = get(name), time.monotonic()
     here = {device: Machine.here(device) for device in devices}
-    machine_names = {device: machine.name for device, machine in here.items()}
-    todo = [(device, item) for device in devices for item in items(dtypes, quick, length)]
+    todo = list(itertools.product(devices, items(dtypes, quick, length, backend.caps)))
     longest = max(length, *(item.case.Tk for _, item in todo if item.case))
-    about = machine_names, torch.__version__, quick, longest
-    report = Report(name, backend.name, backend.title, *about)
+    names = {device: machine.name for device, machine in here.items()}
+    report = Report(name, backend.name, backend.title, names, torch.__version__, quick, longest)
+    ran: dict[str, list[tuple[Spec, bool]]] = {device: [] for device in devices}
     lost = False
     for n, (device, item) in enumerate(todo):
         watch(n, len(todo), f"{item.name}, {item.spec.dtype}, {device}")
@@ -166,31 +212,38 @@ def check(
             with settings_stay(), torch.random.fork_rng([device] if device[:4] == "cuda" else []):
                 answer = judge(backend, item, here[device], device)
         except KERNEL_ERRORS as e:  # its Caps declare the Spec, so any exception is a failure
-            answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",))
+            answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",), item.spec)
             lost = loses_device(e)  # every later test would fail
         report.add(item, device, answer)
+        if answer.spec:
+            ran[device].append((answer.spec, item.deterministic))
         if lost or (first and report.failures):
             break
+    else:
+        for device, specs in ran.items():
+            found = untested(backend.caps, specs, here[device], dtypes)
+            report.untested += [f"{name} on {device}" for name in dict.fromkeys(found)]
     watch(len(todo), len(todo), "done")
     report.seconds = time.monotonic() - began
     return report
 
 
-def script(name: str, item: Item, device: str, why: str) -> str:
+def script(name: str, item: Item, device: str, answer: Answer) -> str:
     """Return a script that reproduces the item's failure."""
     package = (__package__ or "attention").partition(".")[0]
     name = os.path.abspath(name) if os.path.exists(name) else name
-    length = f", length={item.length}" if item.length else ""
+    why = f"{item.name}, {item.spec.dtype}: {'; '.join(answer.why)}"
+    length = int(item.name.split()[0].replace(",", "")) if item.features[0][:4] == "long" else 0
+    options = f"[{item.spec.dtype!r}], length={length}, caps=backend.caps"
     return "\n".join([
-        *(f"# {line}" for line in f"{item.name}, {item.spec.dtype}: {why}".splitlines()),
-        f"from {package}.check.command import get, items",
+        *(f"# {line}" for line in why.splitlines()),
+        f"from {package}.check.command import Spec, get, items",
         "",
-        f"test = next(t for t in items([{item.spec.dtype!r}]{length}) if t.name == {item.name!r})",
+        f"backend = get({name!r})",
+        f"test = next(t for t in items({options}) if t.name == {item.name!r})",
         "print(test.case or test.spec)  # matrix.draw(test.case, test.spec.dtype): its inputs",
-        f"test.ask(get({name!r}), test.spec, {device!r})",
+        f"test.ask(backend, {answer.spec!r}, {device!r})",
     ])
-
-
 def text(report: Report) -> str:
     on = "; ".join(f"{device}: {name}" for device, name in report.machine.items())
     lines = [f"{report.backend} ({report.title})", f"{on}; torch {report.torch}", ""]
