@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -37,11 +37,10 @@ class Item:
     ask: Callable[[Backend, Spec, str], None]  # (backend, spec, device)
     deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
     case: matrix.Case | None = None  # None: a property
-    more: Fields = field(default_factory=dict)  # options of command.items() that add it
 
 
-def properties(dtype: str, caps: Sequence[Caps] = ()) -> Iterator[Item]:
-    """All properties; those of the limits that `caps` declare are the last."""
+def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterator[Item]:
+    """All properties; the last are those at `length` tokens (0: none) and at the limits of `caps`."""
 
     def item(name: str, feature: str, ask: Callable[..., None], H: int = 4, Hkv: int = 2,
              D: int = 32, deterministic: bool = False, **options: object) -> Item:
@@ -107,6 +106,9 @@ def properties(dtype: str, caps: Sequence[Caps] = ()) -> Iterator[Item]:
         yield item("log-sum-exp", "parts", log_sum_exp, segments=seg, lse=True, **sides)
     for grad in (True, False):
         yield item("causality, long text", "causality", unseen_in_long, 1, 1, grad=grad)
+    for w, grad in itertools.product((None, 100), (True, False)) if length else ():
+        name, ask = f"{length:,} tokens", partial(right_at, length)
+        yield item(name, "long sequences", ask, 2, 1, 64, window=w, grad=grad)
     for row in caps:
         size = row.page_multiple if "paged" in row.caches else None
         if size:
@@ -120,6 +122,11 @@ def properties(dtype: str, caps: Sequence[Caps] = ()) -> Iterator[Item]:
 
 def right(backend: Backend, spec: Spec, device: str) -> None:
     matrix.check(backend, case_of(spec, 33), spec.dtype, device, grad=spec.grad)
+
+
+def right_at(length: int, backend: Backend, spec: Spec, device: str) -> None:
+    why = proof.probe_long(backend, spec, device, (1, length, length))
+    require(not why, "; ".join(why))
 
 
 # --- what a query does not see ---
