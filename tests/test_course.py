@@ -25,7 +25,7 @@ import bench_mfu
 from attention import Spec, manual, visible
 from attention.__main__ import parser
 from attention.check.command import main as check_kernel
-from attention.check.named import mistaken, named
+from course.exercises.named import mistaken, named
 from bench.config import load_config
 from core import settings
 from core.settings import UserError

@@ -2,7 +2,8 @@
 
 Compares outputs and gradients with float64 (matrix.py) and tests properties (properties.py), on
 each device here and in each declared dtype. Prints a script that reproduces the first failure. Exit
-code: 0 if all passed, 1 if a test failed or all were refused, 2 for a wrong command line.
+code: 0 if all passed, 1 if a test failed or a declared capability was not tested, 2 for a wrong
+command line.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from functools import partial
 
 import torch
 
-from ..caps import Backend, Refusal
+from ..caps import LACKS, Backend, Caps, Refusal
 from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device, settings_stay
 from ..machine.timing import aligned
-from ..proof import probe_long
 from ..select import RULES, get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
@@ -38,34 +38,22 @@ FEATURES = (
     *("gradients", "long sequences", "repeated calls", "surroundings", "dropout", "determinism"),
     *("torch.compile", "caches", "parts"),
 )
-VERDICTS = ("passed", "failed", "refused")
+VERDICTS = {"right": "passed", "wrong": "failed", "refused": "refused"}  # columns
 
 
-def items(dtypes: Iterable[str], quick: bool = False, length: int = 0) -> Iterator[Item]:
-    """Yield all tests: cases from simple to complex, then the other properties.
-
-    Args:
-        quick: only the cases of matrix.SAMPLE.
-        length: compare some queries at this length too; 0: do not.
-    """
+def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
+          caps: Sequence[Caps] = ()) -> Iterator[Item]:
+    """All tests: cases from simple to complex (quick: those of matrix.SAMPLE), then the other
+    properties, with those of `length` tokens and of the limits in `caps`."""
     cases = matrix.in_order()[: len(matrix.SAMPLE) if quick else None]
     for dtype in dtypes:
         for case in cases:
             yield Item(case.name, case.features, case.spec(dtype), partial(_right, case), case=case)
-        yield from properties(dtype)
-        for grad, window in itertools.product((True, False), (None, 100)) if length else ():
-            spec = Spec(2, 1, 64, dtype, window=window, grad=grad)
-            name = f"{length:,} tokens" + ", no gradients" * (not grad) + ", window" * bool(window)
-            long = partial(_right_at, length)
-            yield Item(name, ("long sequences",), spec, long, length=length)
-
-
-def _right_at(length: int, backend: Backend, spec: Spec, device: str) -> None:
-    if why := probe_long(backend, spec, device, (1, length, length)):
-        raise AssertionError("; ".join(why))
+        yield from {item.name: item for item in properties(dtype, length, caps)}.values()
 
 
 def _right(case: Case, backend: Backend, spec: Spec, device: str) -> None:
+    case = replace(case, D=spec.head_dim)
     matrix.check(backend, case, spec.dtype, device, grad=spec.grad)
 
 
@@ -75,26 +63,62 @@ class Answer:
 
     verdict: str  # "right", "wrong" or "refused"
     why: tuple[Refusal | str, ...] = ()
-    grad: bool = False  # gradients were compared
+    spec: Spec | None = None  # with which it ran
+
+
+def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequence[Refusal]]:
+    """The item's Spec as the backend takes it, or why it does not: cases also run without gradients
+    and, as properties, at the nearest head_dim, page size and dropout."""
+    spec = item.spec
+    specs = [spec, replace(spec, grad=False)] if item.case else [spec]
+    for row in backend.caps if not item.case or item.case.D == Case.D else ():
+        D = -(-spec.head_dim // row.head_dim_multiple) * row.head_dim_multiple
+        sizes = {"head_dim": min(D, row.head_dim_max or D)}
+        if spec.page_size:
+            sizes["page_size"] = -(-spec.page_size // row.page_multiple) * row.page_multiple
+        dropout = max(spec.dropout, spec.dropout and row.dropout_step or 0)
+        specs += [replace(s, **sizes, dropout=dropout) for s in specs[: 2 if item.case else 1]]
+    why = [backend.why_not(s, machine) for s in specs]
+    at = next((n for n, reasons in enumerate(why) if not reasons), 0)
+    return specs[at], why[at]
 
 
 def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Answer:
-    """Run one test. An exception of the kernel is not caught: CUDA may be unusable after it.
-
-    A kernel without a backward pass runs the cases forward only.
-    """
-    machine, spec = replace(machine, deterministic=item.deterministic), item.spec
-    why = backend.why_not(spec, machine)
-    if item.case and [w.kind for w in why] == ["grad"]:
-        spec = replace(spec, grad=False)
-        why = backend.why_not(spec, machine)
+    """Run one test. An exception of the kernel is not caught: CUDA may be unusable after it."""
+    spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
     if why:
         return Answer("refused", tuple(why))
     try:
         item.ask(backend, spec, device)
     except AssertionError as e:
-        return Answer("wrong", (str(e),))
-    return Answer("right", grad=spec.grad and item.case is not None)
+        return Answer("wrong", (str(e),), spec)
+    return Answer("right", (), spec)
+
+
+def untested(caps: Iterable[Caps], ran: Sequence[tuple[Spec, bool]], machine: Machine,
+             dtypes: Sequence[str]) -> list[str]:
+    """Capabilities that a row of Caps declares for this machine and these dtypes, and that no test
+    used. `ran` has each test's Spec, and True if it was deterministic."""
+    missing: dict[str, None] = {}
+    for row in caps:
+        refusals = row.why_not(Spec(1, 1, 64, row.dtypes[0]), machine)
+        here = {"device", "torch", "interpreted", "packages", "capability"}.isdisjoint(
+            refusal.kind for refusal in refusals)
+        tested = [dtype for dtype in row.dtypes if dtype in dtypes]
+        declared = [*tested, *(name for name in LACKS if getattr(row, name))]
+        declared += [f"cache '{cache}'" for cache in row.caches]
+        declared += [f"head_dim {row.head_dim_max}"] * bool(row.head_dim_max)
+        declared += [f"page_size {row.page_multiple}"] * ("paged" in row.caches)
+        declared += ["deterministic"] * (row.deterministic and row.grad)
+        used: set[str] = set()
+        for spec, deterministic in ran:
+            if not row.why_not(spec, replace(machine, deterministic=deterministic)):
+                used |= {name for name in LACKS if getattr(spec, name) or name == "right" and
+                         spec.right is None}
+                used |= {spec.dtype, f"cache '{spec.cache}'", f"head_dim {spec.head_dim}",
+                         f"page_size {spec.page_size}", *["deterministic"] * deterministic}
+        missing |= dict.fromkeys(x for x in declared if here and tested and x not in used)
+    return [*missing]
 
 
 @dataclass
@@ -112,27 +136,28 @@ class Report:
     features: dict[str, dict[str, int]] = field(default_factory=dict)
     refusals: Counter[str] = field(default_factory=Counter)  # reason -> number of tests
     failures: list[dict[str, str]] = field(default_factory=list)
+    untested: list[str] = field(default_factory=list)  # declared capabilities that no test used
     script: str = ""  # reproduces the first failure
     seconds: float = 0.0
 
     def add(self, item: Item, device: str, answer: Answer) -> None:
-        kind = dict(zip(("right", "wrong", "refused"), VERDICTS, strict=True))[answer.verdict]
-        rows = [*item.features, *["gradients"] * answer.grad]
+        dtype, rows = item.spec.dtype, ["total", *item.features]
         if answer.verdict == "refused":
             self.refusals.update(map(str, answer.why))
         elif answer.verdict == "wrong":
             why = "; ".join(answer.why)
-            self.script = self.script or script(self.name, item, device, why)
-            failure = {"what": item.name, "dtype": item.spec.dtype, "device": device, "why": why}
+            failure = {"what": item.name, "dtype": dtype, "device": device, "why": why}
             self.failures.append(failure)
-        for row in ("total", f"{item.spec.dtype}, {device}", *rows):
-            counts = self.features.setdefault(row, dict.fromkeys(VERDICTS, 0))
-            counts[kind] += 1
+        elif item.case and answer.spec and answer.spec.grad:
+            rows.append("gradients")
+        for row in (*rows, f"{dtype}, {device}"):
+            counts = self.features.setdefault(row, dict.fromkeys(VERDICTS.values(), 0))
+            counts[VERDICTS[answer.verdict]] += 1
 
     @property
     def code(self) -> int:
         """Exit code. A backend that refuses everything fails."""
-        return 1 if self.failures or not self.features["total"]["passed"] else 0
+        return int(bool(self.failures or self.untested or not self.features["total"]["passed"]))
 
 
 def check(
@@ -140,10 +165,9 @@ def check(
     first: bool = False, length: int = 0,
     watch: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Report:
-    """Run every test on a backend.
+    """Run every test on a backend, given by its name, alias or file.
 
     Args:
-        name: a backend's name, alias or file.
         first: stop at the first failure.
         watch: called before each test with the number done, the total, and the test's name.
 
@@ -154,11 +178,11 @@ def check(
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = get(name), time.monotonic()
     here = {device: Machine.here(device) for device in devices}
-    machine_names = {device: machine.name for device, machine in here.items()}
-    todo = [(device, item) for device in devices for item in items(dtypes, quick, length)]
+    todo = list(itertools.product(devices, items(dtypes, quick, length, backend.caps)))
     longest = max(length, *(item.case.Tk for _, item in todo if item.case))
-    about = machine_names, torch.__version__, quick, longest
-    report = Report(name, backend.name, backend.title, *about)
+    names = {device: machine.name for device, machine in here.items()}
+    report = Report(name, backend.name, backend.title, names, torch.__version__, quick, longest)
+    ran: dict[str, list[tuple[Spec, bool]]] = {device: [] for device in devices}
     lost = False
     for n, (device, item) in enumerate(todo):
         watch(n, len(todo), f"{item.name}, {item.spec.dtype}, {device}")
@@ -166,28 +190,39 @@ def check(
             with settings_stay(), torch.random.fork_rng([device] if device[:4] == "cuda" else []):
                 answer = judge(backend, item, here[device], device)
         except KERNEL_ERRORS as e:  # its Caps declare the Spec, so any exception is a failure
-            answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",))
+            spec = fitted(item, backend, here[device])[0]
+            answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",), spec)
             lost = loses_device(e)  # every later test would fail
         report.add(item, device, answer)
+        if answer.spec:
+            ran[device].append((answer.spec, item.deterministic))
+        if answer.verdict == "wrong" and not report.script:
+            report.script = script(name, item, device, answer, length)
         if lost or (first and report.failures):
             break
+    else:
+        for device, specs in ran.items():
+            found = untested(backend.caps, specs, here[device], dtypes)
+            report.untested += [f"{capability} on {device}" for capability in found]
     watch(len(todo), len(todo), "done")
     report.seconds = time.monotonic() - began
     return report
 
 
-def script(name: str, item: Item, device: str, why: str) -> str:
-    """Return a script that reproduces the item's failure."""
+def script(name: str, item: Item, device: str, answer: Answer, length: int) -> str:
+    """A script that reproduces the item's failure."""
     package = (__package__ or "attention").partition(".")[0]
     name = os.path.abspath(name) if os.path.exists(name) else name
-    length = f", length={item.length}" if item.length else ""
+    why = f"{item.name}, {item.spec.dtype}: {'; '.join(answer.why)}"
+    options = f"[{item.spec.dtype!r}], length={length}, caps=backend.caps"
     return "\n".join([
-        *(f"# {line}" for line in f"{item.name}, {item.spec.dtype}: {why}".splitlines()),
-        f"from {package}.check.command import get, items",
+        *(f"# {line}" for line in why.splitlines()),
+        f"from {package}.check.command import Spec, get, items",
         "",
-        f"test = next(t for t in items([{item.spec.dtype!r}]{length}) if t.name == {item.name!r})",
+        f"backend = get({name!r})",
+        f"test = next(t for t in items({options}) if t.name == {item.name!r})",
         "print(test.case or test.spec)  # matrix.draw(test.case, test.spec.dtype): its inputs",
-        f"test.ask(get({name!r}), test.spec, {device!r})",
+        f"test.ask(backend, {answer.spec!r}, {device!r})",
     ])
 
 
@@ -197,17 +232,23 @@ def text(report: Report) -> str:
     others = [row for row in report.features if row not in (*FEATURES, "total")]
     rows = [row for row in (*FEATURES, *others, "total") if row in report.features]
     cells = [[row, *(str(n or "-") for n in report.features[row].values())] for row in rows]
-    lines += aligned([["", *VERDICTS], *cells], ">")
+    lines += aligned([["", *VERDICTS.values()], *cells], ">")
     if report.refusals:
         lines += ["", "Refused, as its Caps declare:"]
         lines += [f"  {n:>4}  {why}" for why, n in report.refusals.items()]
     failures, total = report.failures, report.features["total"]
-    if not total["passed"] + total["failed"]:
+    ran = total["passed"] + total["failed"]
+    if not ran:
         return "\n".join([*lines, "", "It refused every test."])
+    lines += ["", *(f"declared, not tested: {name}" for name in report.untested)]
     if not failures:
-        lines += ["", f"Everything it declares is right. {report.seconds:.0f} s."]
-        return "\n".join([*lines, f"(Up to {report.length:,} tokens; --length=N looks further.)"])
-    lines += ["", f"{len(failures)} of {total['passed'] + total['failed']} failed:"]
+        right = "Everything it declares is right." if not report.untested else "The rest is right."
+        if report.quick:
+            right = f"A sample of {ran} cases passed."
+        lines += [f"{right} {report.seconds:.0f} s.",
+                  f"(Up to {report.length:,} tokens; --length=N looks further.)"]
+        return "\n".join(lines)
+    lines += [f"{len(failures)} of {ran} failed:"]
     lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]
     lines += [f"  and {len(failures) - 10} more (--json lists all)"] * (len(failures) > 10)
     return "\n".join([*lines, "", "Script for the first failure:", "", report.script])

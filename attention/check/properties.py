@@ -1,4 +1,7 @@
-"""Tests of causality, dropout, determinism, compilation, caches and partial attention."""
+"""Tests besides accuracy: causality, dropout, determinism, compilation, caches, partial attention.
+
+A property is a function of (backend, spec, device) that raises AssertionError.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import proof
-from ..caps import Backend
+from ..caps import Backend, Caps
+from ..function import attention, whole
 from ..machine.system import first_line, loses_device
-from ..masks import mask
+from ..masks import Pair, mask
 from ..proof import Inputs, leakage, run, run_cached
 from ..spec import Spec
 from . import matrix
-from .matrix import close, require
-from .parts import in_parts, log_sum_exp
+from .matrix import Fields, case_of, close, require
 
 
 @dataclass(frozen=True)
@@ -33,92 +37,99 @@ class Item:
     ask: Callable[[Backend, Spec, str], None]  # (backend, spec, device)
     deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
     case: matrix.Case | None = None  # None: a property
-    length: int = 0  # of a long sequence, in tokens
 
 
-def properties(dtype: str) -> Iterator[Item]:
-    def item(
-        name: str, feature: str, spec: Spec, ask: Callable[..., None], deterministic: bool = False
-    ) -> Item:
-        heads = f", {spec.n_head} heads over {spec.n_kv_head}" * (spec.n_head > spec.n_kv_head)
-        sides = f", window {spec.window}" if spec.window else ""
-        if spec.right != 0:
-            sides += f", right {spec.right}"
-        return Item(name + heads + sides, (feature,), spec, ask, deterministic)
+def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterator[Item]:
+    """All properties; the last are those at `length` tokens (0: none) and at the limits of `caps`."""
 
-    heads = partial(Spec, 4, 2, 32, dtype)
-    windows = (None, 9)
-    all_sides = (*((w, 0) for w in windows), (None, 5), (9, 5), (9, None), (None, None))
+    def item(name: str, feature: str, ask: Callable[..., None], H: int = 4, Hkv: int = 2,
+             D: int = 32, deterministic: bool = False, **options: object) -> Item:
+        spec = Spec(H, Hkv, D, dtype, **options)  # type: ignore[arg-type]
+        name = f"{name}, {spec}".replace(f", {dtype}", "")
+        return Item(name, (feature,), spec, ask, deterministic)
+
+    causal, windowed, ahead, between, later, full = (
+        {"window": w, "right": r}
+        for w, r in ((None, 0), (9, 0), (None, 5), (9, 5), (9, None), (None, None))
+    )
+    scaled: Fields = {"scale": 0.5, "softcap": 4.0}
     for p in (0.0, 0.25):  # first: other tests compare bits
-        name = "the same bits" + ", with dropout" * bool(p)
-        yield item(name, "determinism", heads(dropout=p), same_bits, deterministic=True)
-    for phase, (_, _, grad) in PHASES.items():
-        for (w, right), Hkv in itertools.product(all_sides[:-1], (4, 2)):
-            if right == 0 or Hkv == 2:
-                spec = Spec(4, Hkv, 32, dtype, window=w, right=right, grad=grad)
-                yield item(f"causality, {phase}", "causality", spec, partial(causality, phase))
-        if phase != "decode":
-            for w, right in (*all_sides[:2], *all_sides[-2:]):
-                spec = heads(window=w, right=right, segments=True, grad=grad)
-                yield item(f"segments, {phase}", "causality", spec, partial(segments, phase))
+        yield item("the same bits", "determinism", same_bits, deterministic=True, dropout=p)
+    for phase, (Tq, Tk, grad) in PHASES.items():
+        for has in (
+            *({"Hkv": n, **sides} for n in (4, 2) for sides in (causal, windowed)),
+            *(ahead, between, later),
+            *({"segments": True, **sides} for sides in (causal, windowed, later, full)),
+        ):
+            ask = partial(unseen, Tq, Tk)
+            yield item(f"causality, {phase}", "causality", ask, grad=grad, **has)
     for w, Tq in itertools.product((None, 5), (20, 7, 1)):
-        spec = Spec(2, 1, 32, dtype, window=w, grad=Tq == 20)
-        yield item(f"huge negative scores, {Tq} of 20", "causality", spec, partial(negative, Tq))
-    for w, right in all_sides[:4]:
-        spec = heads(window=w, right=right)
-        yield item("no gradient to later tokens", "causality", spec, later_gradient)
+        name, ask = f"huge negative scores, {Tq} of 20", partial(negative, Tq)
+        yield item(name, "causality", ask, 2, 1, window=w, grad=Tq == 20)
+    for sides in (causal, windowed, ahead, between):
+        yield item("no gradient to later tokens", "causality", later_gradient, **sides)
     for grad, seg in itertools.product((True, False), (False, True)):
-        name = "empty" + (", segments" if seg else "") + ("" if grad else ", no gradients")
-        yield item(name, "lengths", heads(segments=seg, grad=grad), empty)
+        yield item("empty", "lengths", empty, segments=seg, grad=grad)
     autocast = partial(surrounded, partial(torch.autocast, dtype=torch.bfloat16))
-    for given in (heads(), heads(segments=True), heads(sinks=True), heads(right=None)):
-        has = ", segments" if given.segments else ", sinks" if given.sinks else ""
-        yield item("gradients of some inputs" + has, "gradients", given, some_gradients)
-        yield item("other values in the same memory" + has, "repeated calls", given, again)
-        yield item("autocast" + has, "surroundings", given, autocast)
+    for has in ({}, {"segments": True}, {"sinks": True}, {"right": None}):
+        yield item("gradients of some inputs", "gradients", some_gradients, **has)
+        yield item("other values in the same memory", "repeated calls", again, **has)
+        yield item("autocast", "surroundings", autocast, **has)
     inference = partial(surrounded, lambda device: torch.inference_mode())
-    yield item("inference mode", "surroundings", heads(grad=False), inference)
-    for p, Tq, D in ((0.125, 16, 16), (0.5, 20, 128)):  # of 128 keys: a mask may repeat in tiles
-        spec = Spec(4, 2, D, dtype, dropout=p)
-        yield item(f"dropout rate, {p}", "dropout", spec, partial(rate, Tq))
-    dropping = Spec(4, 2, 16, dtype, dropout=0.25)
-    with_options = replace(dropping, segments=True), replace(dropping, sinks=True)
-    for spec in (dropping, replace(dropping, window=5), *with_options):
-        has = ", segments" * spec.segments + ", sinks" * spec.sinks
-        for Tq in (16, 9):
-            name = f"the same mask again{has}, {Tq} of 16"
-            yield item(name, "dropout", spec, partial(replay, Tq))
-
-    for grad, (w, right) in itertools.product((True, False), ((None, 0), (9, 5))):
-        name, spec = "compiled", heads(window=w, right=right, grad=grad, compiled=True)
-        if not grad:
-            name += ", no gradients"
-        yield item(name, "torch.compile", spec, compiled)
+    yield item("inference mode", "surroundings", inference, grad=False)
+    # A mask may repeat in tiles of 128 queries and keys; each entry needs many calls.
+    for p, Tq, Tk, B, H, D in ((0.25, 16, 16, 8, 4, 16), (0.5, 20, 128, 8, 4, 128),
+                               (0.5, 300, 300, 1, 2, 128)):
+        ask = partial(rate, Tq, Tk, B)
+        yield item(f"dropout rate, {Tq} of {Tk}", "dropout", ask, H, D=D, dropout=p)
+    alone = {}, {"window": 5}, {"segments": True}, {"sinks": True}, scaled, full
+    for has, Tq in itertools.product(alone, (16, 9)):
+        name, ask = f"the same mask again, {Tq} of 16", partial(replay, Tq, 16)
+        yield item(name, "dropout", ask, D=16, dropout=0.25, **has)
+    for has in ({}, {"window": 70}, {"segments": True, "window": 70}):  # several tiles
+        ask = partial(replay, 150, 190)
+        yield item("the same mask again, 150 of 190", "dropout", ask, D=64, dropout=0.25, **has)
+    for grad, sides in itertools.product((True, False), (causal, between)):
+        yield item("one graph", "torch.compile", compiled, grad=grad, compiled=True, **sides)
     for w, Tq in itertools.product((None, 6), (24, 3, 1)):
-        spec = heads(window=w, segments=True, grad=False, cache="dynamic")
-        yield item(f"dynamic, left padding, {Tq} of 24", "caches", spec, partial(padded, Tq))
-    cached_sides = (*all_sides[:2], *all_sides[3:])
-    for (w, right), size in itertools.product(cached_sides, (None, 16, 256)):
-        kind, name = ("paged", f"paged by {size}") if size else ("static", "static")
-        spec = heads(window=w, right=right, grad=False, cache=kind, page_size=size)
-        yield item(name, "caches", spec, cached)
-        if w is None and right == 0:
-            more = replace(spec, scale=0.5, softcap=4.0, sinks=True)
-            yield item(f"{name}, scale, softcap and sinks", "caches", more, cached)
-    for w, seg in itertools.product(windows, (False, True)):
-        name = "in parts" + ", segments" * seg
-        yield item(name, "parts", heads(window=w, segments=seg, lse=True), in_parts)
-    spec = heads(scale=0.5, softcap=4.0, lse=True)
-    yield item("in parts, scale and softcap", "parts", spec, in_parts)
-    for (w, right), seg in itertools.product(all_sides[2:], (False, True)):
-        spec = heads(window=w, right=right, segments=seg, lse=True)
-        yield item("log-sum-exp" + (", segments" if seg else ""), "parts", spec, log_sum_exp)
+        name, ask = f"left padding, {Tq} of 24", partial(padded, Tq)
+        yield item(name, "caches", ask, window=w, segments=True, grad=False, cache="dynamic")
+    kinds: list[Fields] = [{"cache": "static"}]
+    kinds += [{"cache": "paged", "page_size": n} for n in (16, 256)]
+    for has, kind in itertools.product(
+            (causal, windowed, between, later, full, {"sinks": True, **scaled}), kinds):
+        yield item("in a cache", "caches", cached, grad=False, **has, **kind)
+    for w, seg in itertools.product((None, 9), (False, True)):
+        yield item("in parts", "parts", in_parts, window=w, segments=seg, lse=True)
+    yield item("in parts", "parts", in_parts, lse=True, **scaled)
+    for sides, seg in itertools.product((ahead, between, later, full), (False, True)):
+        yield item("log-sum-exp", "parts", log_sum_exp, segments=seg, lse=True, **sides)
     for grad in (True, False):
-        name = f"causality, long text, {'training' if grad else 'evaluation'}"
-        yield item(name, "causality", Spec(1, 1, 32, dtype, grad=grad), long_causality)
+        yield item("causality, long text", "causality", unseen_in_long, 1, 1, grad=grad)
+    for w, grad in itertools.product((None, 100), (True, False)) if length else ():
+        name, ask = f"{length:,} tokens", partial(right_at, length)
+        yield item(name, "long sequences", ask, 2, 1, 64, window=w, grad=grad)
+    for row in caps:
+        size = row.page_multiple if "paged" in row.caches else None
+        if size:
+            has = {"cache": "paged", "page_size": size}
+            yield item("smallest pages", "caches", cached, grad=False, **has)
+        if D := row.head_dim_max:
+            has = {} if "none" in row.caches else {"cache": row.caches[0], "page_size": size}
+            grad, ask = row.grad and not has, cached if has else right
+            yield item("largest head_dim", "causal", ask, D=D, grad=grad, **has)
 
 
-# --- causality and segments ---
+def right(backend: Backend, spec: Spec, device: str) -> None:
+    matrix.check(backend, case_of(spec, 33), spec.dtype, device, grad=spec.grad)
+
+
+def right_at(length: int, backend: Backend, spec: Spec, device: str) -> None:
+    why = proof.probe_long(backend, spec, device, (1, length, length))
+    require(not why, "; ".join(why))
+
+
+# --- what a query does not see ---
 
 PHASES = {  # Tq, Tk, whether autograd records
     "training": (33, 33, True),
@@ -129,108 +140,60 @@ PHASES = {  # Tq, Tk, whether autograd records
 HUGE = 3000.0  # finite in float16, as are its products with values of size 1
 
 
-def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Tensor) -> Tensor:
-    """Return the output; autograd records if spec.grad."""
-    with torch.set_grad_enabled(spec.grad):
-        q, k, v = (t.detach().requires_grad_(spec.grad) for t in (q, k, v))
-        return backend.attend(q, k, v, spec, **more).detach()
+def draw(spec: Spec, device: str, Tk: int, Tq: int = 0, B: int = 2) -> Inputs:
+    """Random inputs, with two segments; Tq 0: as many queries as keys."""
+    shape, chance = (B, Tq or Tk, Tk), torch.Generator().manual_seed(7)
+    return proof.draw_inputs(spec, torch.device(device), shape, chance)
 
 
-def qkv(spec: Spec, T: int, device: str) -> list[Tensor]:
-    """Return random q, k and v, (2, T, H or Hkv, D)."""
-    chance, dtype = torch.Generator().manual_seed(7), getattr(torch, spec.dtype)
-    heads = spec.n_head, spec.n_kv_head, spec.n_kv_head
-    shapes = ((2, T, h, spec.head_dim) for h in heads)
-    return [torch.randn(shape, generator=chance).to(device, dtype) for shape in shapes]
+def unseen(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
+    """Multiply one position of q, k or v by HUGE: outputs that do not see it keep their bits, and
+    of the others some change. So keys before every window change nothing."""
+    given, first = draw(spec, device, Tk), Tk - Tq
+
+    def output(given: Inputs) -> Tensor:
+        return run(backend.attend, given._replace(q=given.q[:, first:]), spec, times=0).out
+
+    seen = mask(Tq, Tk, spec.window, given.segments, given.q.device, None, spec.right)[0, 0]
+    own = torch.eye(Tk, device=seen.device).bool()[first:]
+    several = seen.sum(1) > 1  # one key has weight 1, whatever q and k are
+    before = output(given)
+    places = {0, first + 1, first + Tq // 2, Tk - 1} if Tk < 100 else {Tk - 500}
+    for at, name in itertools.product(sorted(places & {*range(Tk)}), "qkv"):
+        louder, free = getattr(given, name).clone(), (own if name == "q" else seen)[:, at]
+        louder[:, at] *= HUGE
+        for _ in range(3):  # a library may round differently once, under load
+            moved = (output(given._replace(**{name: louder})) != before).any(3).any(2).any(0)
+            if not moved[~free].any():
+                break
+        expected = moved[free & several].any() == (free & several).any()
+        rows = moved.nonzero().flatten().tolist()
+        text = f"{name} changed at {at}; outputs that moved: {rows[:9] or 'none'}"
+        require(expected and not moved[~free].any(), text)
 
 
-def moved(
-    output: Callable[..., Tensor], quiet: Sequence[Tensor], louder: Sequence[Tensor], since: int
-) -> list[int]:
-    """Rows in which output(*louder) differs from output(*quiet). Repeated if one precedes `since`:
-    a library may round differently once under load."""
-    for _ in range(3):
-        found: list[int] = (
-            (output(*quiet) != output(*louder)).any(dim=(0, 2, 3)).nonzero().flatten().tolist()
-        )
-        if not found or found[0] >= since:
-            break
-    return found
-
-
-def causality(phase: str, backend: Backend, spec: Spec, device: str) -> None:
-    """Multiply one position of q, k or v by HUGE: outputs that do not see it, since it is beyond
-    their `right`, keep their bits, and some output changes. Keys before every window change
-    nothing."""
-    Tq, Tk, _ = PHASES[phase]
-    q, k, v = qkv(spec, Tk, device)
-    first, ahead = Tk - Tq, Tk if spec.right is None else spec.right
-
-    def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return call(backend, q[:, first:], k, v, spec)
-
-    places = {first + 1, (first + Tk) // 2, Tk - 1}
-    for changed in sorted(places & set(range(first + 1, Tk))):
-        for which, name in enumerate("qkv"):
-            Q, K, V = (t.clone() for t in (q, k, v))
-            (Q, K, V)[which][:, changed] *= HUGE
-            since = changed - first - (0 if name == "q" else ahead)
-            found = moved(output, (q, k, v), (Q, K, V), since=since)
-            text = f"{name} changed at {changed}; moved: {found or 'nothing'} ({spec})"
-            require(bool(found) and found[0] >= since, text)
-    if spec.window is not None:
-        K, V = k.clone(), v.clone()
-        for t in (K, V):
-            t[:, : max(first - spec.window + 1, 0)] *= HUGE
-        none = not moved(output, (q, k, v), (q, K, V), since=Tk)
-        require(none, f"keys before the window of every query moved an output ({spec})")
-
-
-def long_causality(backend: Backend, spec: Spec, device: str) -> None:
-    """Causality in a long sequence, for which a kernel may take another path."""
+def unseen_in_long(backend: Backend, spec: Spec, device: str) -> None:
+    """In a long text a kernel may take another path."""
     T = 8193 if torch.device(device).type == "cuda" else 2049
-    quiet = [t[:1] for t in qkv(spec, T, device)]
-    louder, changed = [t.clone() for t in quiet], T - 500
-    for t in louder:
-        t[:, changed] *= HUGE / 30  # q . k grows by the square
-    found = moved(lambda q, k, v: call(backend, q, k, v, spec), quiet, louder, since=changed)
-    text = f"token {changed} changed; the outputs that moved: {found[:5] or 'none'}, ..."
-    require(bool(found) and found[0] >= changed, text)
-
-
-def segments(phase: str, backend: Backend, spec: Spec, device: str) -> None:
-    """Multiply one of three segments: the outputs of the others must keep their bits."""
-    Tq, Tk, _ = PHASES[phase]
-    q, k, v = qkv(spec, Tk, device)
-    seg = (torch.arange(Tk) // 11).int().expand(2, Tk).contiguous().to(device)  # 3 times 11
-    first = Tk - Tq
-    before = call(backend, q[:, first:], k, v, spec, segments=seg)
-    for changed in (0, 1, 2):
-        inside = seg[0] == changed
-        other = ~inside[first:]
-        factor = torch.where(inside, HUGE / 30, 1)[:, None, None].to(q.dtype)  # squared in q . k
-        after = call(backend, (q * factor)[:, first:], k * factor, v * factor, spec, segments=seg)
-        same = torch.equal(before[:, other], after[:, other])
-        require(same, f"segment {changed} changed, and an output of another segment moved")
-        moved = not torch.equal(before[:, ~other], after[:, ~other])
-        require(bool(other.all()) or moved, f"segment {changed} changed, and nothing moved")
+    unseen(T, T, backend, spec, device)
 
 
 def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
-    """All scores are -67,882: with a finite float16 as mask value, masked keys would have the
-    largest."""
-    Tk, dtype = 20, getattr(torch, spec.dtype)
-    q = torch.full((1, Tq, 2, 32), -12000.0, dtype=dtype, device=device)
-    k = torch.ones(1, Tk, 1, 32, dtype=dtype, device=device)
+    """All scores are -12,000 sqrt(D), -67,882 for 32: with a finite float16 as mask value, masked
+    keys would have the largest."""
+    Tk, dtype, D = 20, getattr(torch, spec.dtype), spec.head_dim
+    q = torch.full((1, Tq, spec.n_head, D), -12000.0, dtype=dtype, device=device)
+    k = torch.ones(1, Tk, spec.n_kv_head, D, dtype=dtype, device=device)
     v = torch.arange(Tk, dtype=dtype, device=device)[None, :, None, None].expand(k.shape)
-    out = call(backend, q, k, v.contiguous(), spec)[0, :, 0, 0].double().cpu()
+    given = Inputs(q, k, v.contiguous(), q)
+    out = run(backend.attend, given, spec).out[0, :, 0, 0].double().cpu()
     last = torch.arange(Tk - Tq, Tk)  # each output is the mean index of the visible keys
     first = (last - (spec.window or Tk) + 1).clamp(min=0)
     close(out, (first + last) / 2, 0.02, "the mean of the visible values")
 
 
 def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
-    given = matrix.inputs(matrix.case_of(spec, 33), spec.dtype, device)
+    given = matrix.inputs(case_of(spec, 33), spec.dtype, device)
     early = (torch.arange(33, device=device) < 20)[:, None, None]
     given = given._replace(dout=given.dout * early)
     for name, grad in list(run(backend.attend, given, spec).tensors.items())[1:]:
@@ -239,26 +202,13 @@ def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
         require(grad[:, last].any(), f"{name} of token {last} is zero")
 
 
-# --- dropout: if v is the identity, the output is the matrix P after dropout ---
+# --- dropout: where v is the identity, the output is the matrix P after dropout ---
 
 
-def revealing(spec: Spec, Tq: int, B: int, device: str) -> Inputs:
-    """Random inputs whose v is the identity, with Tk = D: out[b, i, h] is row i of P."""
-    D, draw = spec.head_dim, torch.Generator().manual_seed(3)
-    dtype = getattr(torch, spec.dtype)
-
-    def tensor(T: int, H: int) -> Tensor:
-        return torch.randn(B, T, H, D, generator=draw).to(device, dtype)
-
-    q, k, dout = tensor(Tq, spec.n_head), tensor(D, spec.n_kv_head), tensor(Tq, spec.n_head)
-    v = torch.eye(D, device=device, dtype=dtype)[None, :, None].expand(k.shape).contiguous()
-    seg = (torch.arange(D, device=device) >= D // 3).int().expand(B, D).contiguous()
-    sinks = torch.randn(spec.n_head, generator=draw).to(device, dtype)
-    return Inputs(q, k, v, dout, seg if spec.segments else None, sinks if spec.sinks else None)
-
-
-def dropped(backend: Backend, given: Inputs, spec: Spec) -> proof.Result:
+def dropped(backend: Backend, given: Inputs, spec: Spec, seed: int | None = None) -> proof.Result:
     """run(), in which an error of the kernel is a failure of the property."""
+    if seed is not None:
+        torch.manual_seed(seed)
     try:
         return run(backend.attend, given, spec)
     except RuntimeError as e:
@@ -267,71 +217,87 @@ def dropped(backend: Backend, given: Inputs, spec: Spec) -> proof.Result:
         raise AssertionError(f"{type(e).__name__}: {first_line(e)}") from e
 
 
-def rate(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
+def weights(backend: Backend, given: Inputs, spec: Spec, seed: int) -> Tensor:
+    """P after dropout, (B, Tq, H, Tk): under one seed v is D columns of the identity at a time."""
+    Tk, D = given.k.shape[1], spec.head_dim
+    eye = F.pad(torch.eye(Tk, device=given.v.device, dtype=given.v.dtype), (0, -Tk % D))
+    columns = (t[None, :, None].expand(given.v.shape).contiguous() for t in eye.split(D, dim=1))
+    found = [dropped(backend, given._replace(v=v), spec, seed).out for v in columns]
+    return torch.cat(found, dim=3)[..., :Tk]
+
+
+AXES = ("calls", "rows of the batch", "queries", "heads", "keys")
+
+
+def together(x: Tensor) -> Tensor:
+    """The sum of x times x shifted, for each shift along all axes: its autocorrelation."""
+    sizes = [2 * n for n in x.shape]  # as zeros follow, no shift wraps around
+    return torch.fft.irfftn(torch.fft.rfftn(x, sizes).abs().square(), sizes)
+
+
+def rate(Tq: int, Tk: int, B: int, backend: Backend, spec: Spec, device: str) -> None:
     """A fraction p of the probabilities is dropped; the rest is divided by 1 - p. Each entry is
-    dropped as often, and two entries of other heads, queries, keys or rows of the batch together
-    as often as by chance."""
-    B, p, quiet = 8, spec.dropout, replace(spec, grad=False)
-    given = revealing(spec, Tq, B, device)
-    P = run(backend.attend, given, replace(quiet, dropout=0.0)).out  # (B, Tq, H, Tk)
+    dropped as often. Two entries any number of calls, texts, queries, heads and keys apart are
+    dropped together as often as by chance."""
+    p, quiet, given = spec.dropout, replace(spec, grad=False), draw(spec, device, Tk, Tq, B)
+    P = weights(backend, given, replace(quiet, dropout=0.0), 0)
     there, eps = P != 0, torch.finfo(P.dtype).eps
-    torch.manual_seed(0)
-    n = math.ceil(40 * (1 - p) / p / B)  # calls: an entry that is never dropped is off by 6 sigma
-    zeros = torch.empty(n, *P.shape, dtype=torch.bool, device=device)
-    for i in range(n):
-        got = dropped(backend, given, quiet).out
-        zeros[i] = got == 0
-        left = ~zeros[i] & there
+    # An entry that is never dropped is off by 6 sigma.
+    n = math.ceil(40 * (1 - p) / p / B) if B > 1 else 1
+    calls = []
+    for seed in range(n):
+        got = weights(backend, given, quiet, seed)
+        left = (got != 0) & there
         close(got[left], P[left] / (1 - p), 8 * eps, "what was kept")
-    x = (zeros.float() - p) * there  # (n, B, Tq, H, Tk) of mean 0
+        calls.append(got == 0)
+    x = (torch.stack(calls).float() - p) * there  # (n, B, Tq, H, Tk) of mean 0
     variance, total = p * (1 - p), n * int(there.sum())
     share = float(x.sum()) / total
     text = f"{p + share:.4f} are dropped, expected {p}"
     require(abs(share) < 6 * (variance / total) ** 0.5, text)
     uneven = x.mean((0, 1)).abs() > 6 * (variance / (n * B)) ** 0.5
     require(not uneven.any(), "some probabilities are dropped more often than others")
-    for axis, name in enumerate(("rows of the batch", "queries", "heads", "keys"), 1):
-        for step in range(1, x.shape[axis]):
-            both = n * int((there & there.roll(step, axis - 1)).sum())
-            product = float((x * x.roll(step, axis)).sum())  # of independent ones the mean is 0
-            text = f"two {name}, {step} apart, are dropped together"
-            require(abs(product) <= 6 * variance * both**0.5, text)
+
+    product, pairs = together(x), together(there.float().expand(x.shape)).clamp(min=0)
+    # Bernstein's inequality: a sum of independent products is past this once in a million tests.
+    tail = math.log(1e6 * product.numel())
+    most = max(p, 1 - p) ** 2 * tail / 3
+    bound = most + (most**2 + 2 * tail * variance**2 * pairs).sqrt() + 1e-6 * total
+    bound.view(-1)[0] = torch.inf  # not shifted
+    if (found := (product.abs() - bound).argmax()) and product.view(-1)[found].abs() > bound.view(-1)[found]:
+        shift = zip(torch.unravel_index(found, bound.shape), bound.shape, AXES)
+        apart = [f"{int(i) - n * (i > n // 2)} {name}" for i, n, name in shift if i]
+        require(False, f"entries {', '.join(apart)} apart are dropped together")
 
 
-def replay(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
+def replay(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
     """The same seed gives the same mask M, forward and backward; the results match P M / (1 - p).
     Two calls have different masks."""
-    reveals = revealing(spec, Tq, 4, device)
-    quiet, masks = replace(spec, grad=False), []
-    for seeded in (True, True, False):
-        if seeded:
-            torch.manual_seed(5)
-        masks.append(dropped(backend, reveals, quiet).out != 0)  # (B, Tq, H, Tk)
-    require(torch.equal(masks[0], masks[1]), "the dropout mask differs under the same seed")
-    require(not torch.equal(masks[0], masks[2]), "two calls have the same dropout mask")
+    given = draw(spec, device, Tk, Tq, B=4 if Tk < 64 else 1)
+    quiet = replace(spec, grad=False)
+    kept = weights(backend, given, quiet, 5) != 0  # (B, Tq, H, Tk)
+    require(kept.equal(weights(backend, given, quiet, 5) != 0), "one seed gives different masks")
+    first = dropped(backend, given, quiet, 5).out
+    same = first.equal(dropped(backend, given, quiet).out)
+    require(not same, "two calls have the same dropout mask")
+    got = dropped(backend, given, spec, 5)
 
-    draw = torch.Generator().manual_seed(1)
-    v = torch.randn(reveals.v.shape, generator=draw).to(reveals.v)
-    torch.manual_seed(5)
-    got = dropped(backend, reveals._replace(v=v), spec)
-
-    exact = [t.detach().double().requires_grad_() for t in (reveals.q, reveals.k, v)]
-    group, (D, D_k) = spec.n_head // spec.n_kv_head, (spec.head_dim, v.shape[1])
-    q, k, v = exact[0], *(t.repeat_interleave(group, dim=2) for t in exact[1:])
-    scores = torch.einsum("bihd,bjhd->bihj", q, k) / D**0.5
-    seen = mask(Tq, D_k, spec.window, reveals.segments, q.device).transpose(1, 2)
-    scores, leaves = scores.masked_fill(~seen, float("-inf")), exact
-    if reveals.sinks is not None:
-        leaves = [*exact, reveals.sinks.double().requires_grad_()]
-        column = leaves[3][:, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    probs = torch.softmax(scores, dim=-1)[..., :D_k] * masks[0] / (1 - spec.dropout)
+    leaves = [t.detach().double().requires_grad_() for t in (*given[:3], *given[5:]) if t is not None]
+    group = spec.n_head // spec.n_kv_head
+    q, k, v = leaves[0], *(t.repeat_interleave(group, dim=2) for t in leaves[1:3])
+    scores = torch.einsum("bihd,bjhd->bihj", q, k) * spec.softmax_scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    seen = mask(Tq, Tk, spec.window, given.segments, q.device, None, spec.right).transpose(1, 2)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if spec.sinks:
+        scores = torch.cat([scores, leaves[3][:, None].expand(*scores.shape[:-1], 1)], dim=-1)
+    probs = torch.softmax(scores, dim=-1)[..., :Tk] * kept / (1 - spec.dropout)
     want = torch.einsum("bihj,bjhd->bihd", probs, v)
-    truth = [want, *torch.autograd.grad(want, leaves, reveals.dout.double())]
+    truth = [want, *torch.autograd.grad(want, leaves, given.dout.double())]
     for (name, t), w in zip(got.tensors.items(), truth):
-        what = f"{name} with the mask of the forward pass"
-        scale = max(1.0, float(w.detach().abs().max()))
-        close(t, w, 20 * scale * torch.finfo(t.dtype).eps, what)
+        tolerance = 20 * max(1.0, float(w.detach().abs().max())) * torch.finfo(t.dtype).eps
+        close(t, w, tolerance, f"{name} with the mask of the forward pass")
 
 
 # --- empty inputs, gradients of some inputs, repeated calls, surroundings ---
@@ -340,7 +306,7 @@ def replay(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
 def empty(backend: Backend, spec: Spec, device: str) -> None:
     """Without batch, queries or keys, the output and the gradients are zeros, if anything."""
     for B, Tq, Tk in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
-        q, k, v = (t[:B] for t in qkv(spec, 5, device))
+        q, k, v = (t[:B] for t in draw(spec, device, 5)[:3])
         seg = torch.zeros(B, Tk, dtype=torch.int32, device=device) if spec.segments else None
         given = Inputs(q[:, :Tq], k[:, :Tk], v[:, :Tk], q[:, :Tq], seg)
         for name, t in run(backend.attend, given, spec).tensors.items():
@@ -351,7 +317,7 @@ def empty(backend: Backend, spec: Spec, device: str) -> None:
 
 def some_gradients(backend: Backend, spec: Spec, device: str) -> None:
     """Gradients of each input alone, and of all but it; a graph that is kept gives them again."""
-    case = matrix.case_of(spec, 17)
+    case = case_of(spec, 17)
     given = matrix.inputs(case, spec.dtype, device)
     names = [name for name in ("q", "k", "v", "sinks") if getattr(given, name) is not None]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
@@ -367,7 +333,7 @@ def again(backend: Backend, spec: Spec, device: str) -> None:
         cuda = torch.device(device).type == "cuda"
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
 
-    drawn = matrix.inputs(matrix.case_of(spec, 33), spec.dtype, device)
+    drawn = matrix.inputs(case_of(spec, 33), spec.dtype, device)
     given = Inputs(*(None if t is None else t.clone() for t in drawn))  # type: ignore[arg-type]
     first = run(backend.attend, given, spec)
     before, state = {name: t.clone() for name, t in first.tensors.items()}, states()
@@ -388,8 +354,7 @@ def surrounded(context: Callable[[str], AbstractContextManager[object]], backend
         with context(torch.device(device).type):
             return backend.attend(*args, **more)
 
-    within = replace(backend, attend=attend)
-    matrix.check(within, matrix.case_of(spec, 33), spec.dtype, device, grad=spec.grad)
+    right(replace(backend, attend=attend), spec, device)
 
 
 # --- determinism, torch.compile, caches, partial attention ---
@@ -398,48 +363,43 @@ def surrounded(context: Callable[[str], AbstractContextManager[object]], backend
 def same_bits(backend: Backend, spec: Spec, device: str) -> None:
     """Five runs give the same bits; on CUDA at a size of many thread blocks."""
     T = 1024 if torch.device(device).type == "cuda" else 97
-    given, results = matrix.inputs(matrix.case_of(spec, T), spec.dtype, device), []
+    given, results = matrix.inputs(case_of(spec, T), spec.dtype, device), []
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         for _ in range(5):
             torch.manual_seed(0)
-            results.append(run(backend.attend, given, spec))
+            results.append(run(backend.attend, given, spec).tensors)
     finally:
         torch.use_deterministic_algorithms(was)
-    for result in results[1:]:
-        for name, t in result.tensors.items():
-            require(torch.equal(t, results[0].tensors[name]), f"{name} differs between runs")
+    for name, result in itertools.product(results[0], results[1:]):
+        require(torch.equal(result[name], results[0][name]), f"{name} differs between runs")
 
 
 def compiled(backend: Backend, spec: Spec, device: str) -> None:
     torch.compiler.reset()
     compiler = "inductor" if torch.device(device).type == "cuda" else "aot_eager"
-
     eager = backend.attend
 
     def attend(*args: object, **more: object) -> Tensor:
         return eager(*args, **more)
 
     traced = torch.compile(attend, backend=compiler, fullgraph=backend.fullgraph, dynamic=False)
-    backend = replace(backend, attend=traced)
-    case = matrix.case_of(spec, 65)
+    backend, case = replace(backend, attend=traced), case_of(spec, 65)
     matrix.check(backend, case, spec.dtype, device, grad=spec.grad, compiled=True)
     torch.compiler.reset()
 
 
 def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
-    case = replace(matrix.case_of(spec, 24, "left"), Tq=Tq, B=3)
+    case = case_of(spec, 24, Tq, segments="left", B=3)
     matrix.check(backend, case, spec.dtype, device, grad=False, cache=spec.cache)
 
 
 def cached(backend: Backend, spec: Spec, device: str) -> None:
     """With a cache the output equals that of each chunk with the keys up to its end, and is
     causal."""
-    T = 64 if (spec.page_size or 0) < 64 else 300
-    case = matrix.case_of(spec, T)
-    given = matrix.inputs(case, spec.dtype, device)
-    way = partial(run_cached, backend.attend)
+    case = case_of(spec, 64 if (spec.page_size or 0) < 64 else 300)
+    given, way = matrix.inputs(case, spec.dtype, device), partial(run_cached, backend.attend)
     got = way(given, spec)
     if spec.right == 0:
         matrix.compare(got, case, spec.dtype, device)
@@ -448,3 +408,66 @@ def cached(backend: Backend, spec: Spec, device: str) -> None:
         matrix.agree(got, rough, exact, spec.dtype)
     leak = leakage(way, given, spec, 0)
     require(leak == 0, f"a later token moves earlier outputs, by up to {leak:.2g}")
+
+
+def require_L(L: Tensor, out: Tensor, q: Tensor, k: Tensor, spec: Spec, pair: Pair,
+              offset: int) -> None:
+    """L (B, H, Tq) is the log-sum-exp of the rows; where it is -inf they see no key: out is 0."""
+    keys = k.double().repeat_interleave(spec.n_head // spec.n_kv_head, dim=2)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * spec.softmax_scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    sides = spec.window, pair, q.device, offset, spec.right
+    want = scores.masked_fill(~mask(q.shape[1], k.shape[1], *sides), -torch.inf).logsumexp(dim=3)
+    masked = want.isneginf()
+    require(masked.equal(L.isneginf()), "L must be -inf in fully masked rows only")
+    require(not out.transpose(1, 2)[masked].any(), "a fully masked row must give zeros")
+    tolerance = 20 * max(torch.finfo(q.dtype).eps, torch.finfo(torch.float32).eps)
+    close(L[~masked], want[~masked], tolerance, "L")
+
+
+def in_parts(backend: Backend, spec: Spec, device: str) -> None:
+    """Partial attention over blocks, merged by its log-sum-exp L, equals full attention."""
+    assert backend.partial is not None, "it declares lse but has no partial"
+    Tq, Tk = 50, 41  # the first 9 queries see no key
+    case = case_of(spec, Tk, Tq)
+    q, k, v, dout, seg, _ = matrix.inputs(case, spec.dtype, device)
+    acc, parts = torch.promote_types(q.dtype, torch.float32), []
+    # In rows 16 to 37 and keys 13 to 30 the mask hides a few pairs.
+    borders = itertools.pairwise((0, 16, 37, Tq)), itertools.pairwise((0, 13, 30, Tk))
+    for I, J in ((slice(*i), slice(*j)) for i, j in itertools.product(*borders)):
+        pair = None if seg is None else (F.pad(seg, (Tq - Tk, 0))[:, I], seg[:, J])
+        parts.append((I, J, I.start - J.start + Tk - Tq, pair))
+    out, *sums = (torch.zeros(t.shape, dtype=acc, device=device) for t in (q, q, k, v))
+    L = out.new_full((q.shape[0], q.shape[2], Tq), torch.finfo(acc).min)
+    with torch.no_grad():
+        for I, J, offset, pair in parts:
+            O_ij, L_ij = backend.partial.forward(q[:, I], k[:, J], v[:, J], spec, offset, pair)
+            require(O_ij.dtype == L_ij.dtype == acc, f"out is {O_ij.dtype}, L is {L_ij.dtype}")
+            require_L(L_ij, O_ij, q[:, I], k[:, J], spec, pair, offset)
+            L_new = torch.logaddexp(L[..., I], L_ij)
+            old, new = (torch.exp(x - L_new).mT[..., None] for x in (L[..., I], L_ij))
+            out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
+        L = L.masked_fill(L == torch.finfo(acc).min, -torch.inf)
+        merged = out.to(q.dtype)
+        for I, J, offset, pair in parts:
+            of_row = dout[:, I], q[:, I], k[:, J], v[:, J], merged[:, I], L[..., I]
+            grads = backend.partial.backward(*of_row, spec, offset, pair)
+            for total, rows, grad in zip(sums, (I, J, J), grads, strict=True):
+                require(grad.dtype == acc, f"a gradient is {grad.dtype}")
+                total[:, rows] += grad
+    got = proof.Result(merged, *(t.to(q.dtype) for t in sums))
+    matrix.compare(got, case, spec.dtype, device)
+
+
+def log_sum_exp(backend: Backend, spec: Spec, device: str) -> None:
+    """L of whole rows that see later keys, and the gradients by it."""
+    for Tq, Tk in ((33, 33), (20, 33), *([] if spec.segments else [(40, 33)])):
+        case = case_of(spec, Tk, Tq)
+        given = matrix.inputs(case, spec.dtype, device)
+        matrix.compare(run(whole(backend), given, spec), case, spec.dtype, device)
+        q, k, v, _, seg, _ = given
+        with torch.no_grad():
+            out, L = attention(q, k, v, spec, segments=seg, kernel=backend.partial)
+        pair = None if seg is None else (seg[:, Tk - Tq :], seg)
+        require_L(L, out, q, k, spec, pair, Tk - Tq)

@@ -1,4 +1,4 @@
-"""Check an answer within a time limit; name its mistake (attention/check/named.py)."""
+"""Check an answer within a time limit; name its mistake (named.py)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attention.check.named import Wrong as Wrong
-from attention.check.named import named
-from attention.check.named import same as same
+from course.exercises.named import Wrong as Wrong
+from course.exercises.named import named
+from course.exercises.named import same as same
 
 CHECKERS = ("course.exercises", "attention.check")  # modules that an answer must leave as they are
 ANSWERS = Path(__file__).resolve().parent / "answers"
