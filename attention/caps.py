@@ -280,9 +280,14 @@ class Backend:
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make attend() compute in its inputs' dtype also under autocast."""
+    import torch
+
+    is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # a context costs 1 us
 
     @wraps(attend)
     def compute(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        if not is_autocast():
+            return attend(q, k, v, spec, **options)
         with autocast_off(q):
             return attend(q, k, v, spec, **options)
 
@@ -292,26 +297,24 @@ def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def checked(name: str, compute: Callable[..., Tensor],
             caps: tuple[Caps, ...]) -> Callable[..., Tensor]:
     """compute() after the check of its arguments, which torch.compile does while it traces."""
-    known: dict[tuple[str, str], str] = {}  # kind and device -> missing options
+    admitted: dict[tuple[str, object], bool] = {}  # by kind and device
 
-    def unsupported(spec: Spec, device: str) -> str:
-        reasons = ""
+    def check_options(spec: Spec, device: str) -> None:
+        why = ""
         of_device = [c for c in caps if device in c.devices and spec.dtype in c.dtypes]
         for c in of_device or caps:
             lacks = [text for text in c.lacks(spec) if text.kind not in ("lse", "grad")]
             if not lacks:
-                return ""
-            reasons = reasons or ", ".join(lacks)
-        return reasons
+                return
+            why = why or ", ".join(lacks)
+        raise ValueError(f"{name} cannot do this: {why}")
 
     @wraps(compute)
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
-        kind = spec.kind, q.device.type
-        why = known.get(kind)
-        if why is None:
-            why = known[kind] = unsupported(spec, kind[1])
-        if why:
-            raise ValueError(f"{name} cannot do this: {why}")
+        kind = spec.kind, q.device
+        if kind not in admitted:
+            check_options(spec, q.device.type)
+            admitted[kind] = True
         check_call(q, k, v, spec, **options)
         return compute(q, k, v, spec, **options)
 
@@ -325,32 +328,38 @@ INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None, cache: Any = None,
                sinks: Any = None) -> None:
     """Raise ValueError if the arguments of attend() contradict the Spec or one another."""
-    H, Hkv, D, on = spec.n_head, spec.n_kv_head, spec.head_dim, q.device
-    fits = q.dim() == 4 and k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
-    if not (fits and q.dtype == k.dtype == v.dtype and str(q.dtype) == "torch." + spec.dtype):
-        swapped = q.dim() == 4 and q.shape[1] == H and q.shape[2] != H
+    shape, kv_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
+    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+    if not (
+        len(shape) == len(kv_shape) == 4 and shape[2] == H and kv_shape[2] == Hkv
+        and shape[3] == kv_shape[3] == D
+        and dtype == k.dtype and dtype == v.dtype and str(dtype)[6:] == spec.dtype
+    ):
+        swapped = len(shape) == 4 and shape[1] == H and shape[2] != H
         hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)"
         raise ValueError(
             f"q, k and v must be (batch, tokens, heads, head_dim) with {H}, {Hkv} and {Hkv} heads "
             f"of {D} in {spec.dtype}, as the Spec says; got {shape_of(q)}, {shape_of(k)}, "
             f"{shape_of(v)}{hint if swapped else ''}"
         )
-    if k.shape != v.shape:
-        raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {shape_of(v)}")
-    if not on == k.device == v.device:
+    if kv_shape != v.shape:
+        raise ValueError(f"v must have k's shape {tuple(kv_shape)}, got {shape_of(v)}")
+    if on != k.device or on != v.device:
         raise ValueError(f"q, k and v must be on one device: {on}, {k.device} and {v.device}")
-    if spec.cache in ("static", "paged") or cache is not None:
+    if cache is not None or spec.cache in ("static", "paged"):
         _check_cache(q, k, spec, segments, cache)
-    elif k.shape[0] != q.shape[0]:
-        raise ValueError(f"k and v must have q's batch of {q.shape[0]}, got {shape_of(k)}")
-    for name, t in (("segments", segments), ("sinks", sinks)):
-        if (t is not None) != getattr(spec, name):
-            own = getattr(spec, name)
-            raise ValueError(f"{name} must agree with {name}={own} in the Spec, got {shape_of(t)}")
+    elif kv_shape[0] != shape[0]:
+        raise ValueError(f"k and v must have q's batch of {shape[0]}, got {shape_of(k)}")
+    if (segments is not None) != spec.segments:
+        expected = f"segments={spec.segments} in the Spec"
+        raise ValueError(f"segments must agree with {expected}, got {shape_of(segments)}")
+    if (sinks is not None) != spec.sinks:
+        expected = f"sinks={spec.sinks} in the Spec"
+        raise ValueError(f"sinks must agree with {expected}, got {shape_of(sinks)}")
     if sinks is not None:
         must_be("sinks", sinks, (H,), on, DTYPES)
     if segments is not None:
-        must_be("segments", segments, (q.shape[0], k.shape[1]), on, INTEGERS)
+        must_be("segments", segments, (shape[0], kv_shape[1]), on, INTEGERS)
         from .masks import in_pieces
 
         if in_pieces(segments):

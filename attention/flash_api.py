@@ -7,23 +7,24 @@
 stand_in.py is for programs that import flash_attn and cannot be changed.
 
 Signatures, layouts, defaults and in-place effects are those of flash-attn 2.8 (Dao-AILab,
-flash_attn/flash_attn_interface.py); FlashAttention-3's further keywords are accepted too. What
-cannot be computed is refused with a ValueError that names the argument:
-
-    alibi_slopes, rotary_cos, cache_leftpad, qv, q_descale, attention_chunk, seqused_k, ...
-
-num_splits, pack_gqa, sm_margin and scheduler_metadata only tune the packages' own kernels: any
-value is accepted. All floating dtypes run, not only float16 and bfloat16. Meta and fake tensors
-give results of the right shape.
+flash_attn/flash_attn_interface.py); FlashAttention-3's further keywords are accepted too. What is
+not computed (flash_args.REFUSED) raises a ValueError with the argument's name. num_splits,
+pack_gqa, sm_margin and scheduler_metadata only tune the packages' own kernels: any value is
+accepted. All floating dtypes run, not only float16 and bfloat16. Meta and fake tensors give results
+of the right shape.
 
 `use()` names the backend; a call's kernel is chosen and proved once for its kind (plan.py). Rows
 that see no key give zeros, as in flash-attn, and a log-sum-exp of -inf, where flash-attn has inf.
+
+    flash_attn_func           _dense
+    flash_attn_varlen_func    segments, if a CUDA kernel reads each alone; else _texts
+    flash_attn_with_kvcache   a view of the cache on CUDA and of pages; else _texts
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -43,7 +44,6 @@ from .flash_args import (
     check_rows,
     integers,
     lengths_of,
-    on_host,
     unpacked,
     wrong,
 )
@@ -148,27 +148,26 @@ def flash_attn_varlen_func(
     lengths_q = lengths_of("cu_seqlens_q", cu_seqlens_q, len(q))
     lengths_k = lengths_of("cu_seqlens_k", cu_seqlens_k, len(k) if block_table is None else None)
     if block_table is not None:
-        room, longest = block_table.shape[1] * k.shape[1], max(lengths_k, default=0)
-        if longest > room:
-            wrong("cu_seqlens_k", f"of at most {room} tokens a row of block_table", longest)
-        past = (b - a for a, b in zip(lengths_q, lengths_k))
-        skip = [_unseen(n, request.window, k.shape[1]) for n in past]
-        if on_host(block_table) is not None:
-            check_pages(block_table, k, skip, lengths_k)
-        k, v = (_unpaged(pages, block_table, skip, lengths_k) for pages in (k, v))
-        lengths_k = [n - m for n, m in zip(lengths_k, skip)]
-    if len(set(zip(lengths_q, lengths_k))) <= 1:  # a batch
-        a, b = (lengths_q[0], lengths_k[0]) if N else (0, 0)
-        q, k, v = (t.unflatten(0, (N, n)) for t, n in ((q, a), (k, b), (v, b)))
-        out, L = _dense(q, k, v, request)
-        L = None if L is None else L.transpose(0, 1).flatten(1)
-        return _returned(out.flatten(0, 1), L, return_attn_probs, lse)
-    if lengths_q == lengths_k and q.is_cuda and block_table is None and not lse:
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        if q.device.type in _kernel(q[None], k[None], request, segments=True, grad=grad)[0].varlen:
-            segments = _segments(cu_seqlens_q, len(q))
-            return _dense(q[None], k[None], v[None], request, segments)[0][0]
-    return _returned(*_texts(q, k, v, lengths_q, lengths_k, request), return_attn_probs, lse)
+        room = block_table.shape[1] * k.shape[1]
+        if max(lengths_k, default=0) > room:
+            wrong("cu_seqlens_k", f"of at most {room} tokens a row of block_table", lengths_k)
+        skip = [_unseen(b - a, request.window, k.shape[1]) for a, b in zip(lengths_q, lengths_k)]
+        check_pages(block_table, k, skip, lengths_k)
+        ks, vs = (_unpaged(pages, block_table, skip, lengths_k) for pages in (k, v))
+    else:
+        if lengths_q == lengths_k and q.is_cuda and not lse:
+            grad = _needs_grad(q, k, v)
+            backend = _kernel(q[None], len(k), k.shape[1], request, segments=True, grad=grad)[0]
+            if q.device.type in backend.varlen:
+                segments = _segments(cu_seqlens_q, len(q))
+                return _dense(q[None], k[None], v[None], request, segments)[0][0]
+        ks, vs = k.split(lengths_k), v.split(lengths_k)
+    alike: dict[tuple[int, int], list[int]] = {}  # the texts of each length
+    for i, (n, text) in enumerate(zip(lengths_q, ks)):
+        alike.setdefault((n, len(text)), []).append(i)
+    outs, Ls = _texts(q.split(lengths_q), ks, vs, [*alike.values()], request)
+    L = torch.cat([q.new_empty(q.shape[1], 0, dtype=torch.float32), *Ls], 1) if lse else None
+    return _returned(torch.cat([q[:0], *outs]), L, return_attn_probs, lse)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Returned:
@@ -217,35 +216,30 @@ def flash_attn_with_kvcache(
         raise ValueError("page_table is block_table's other name: pass one of them")
     table = page_table if block_table is None else block_table
     check(q, k_cache, v_cache, ("k_cache", "v_cache"), paged=table is not None)
-    (B, Tq), (size, *heads), on = q.shape[:2], k_cache.shape[1:], q.device
-    request = Request.of(
-        0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
-        rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
-        alibi_slopes=alibi_slopes, **fa3,
-    )
+    B, Tq, size, Hkv, on = q.shape[0], q.shape[1], k_cache.shape[1], k_cache.shape[2], q.device
+    request = Request.of(0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
+                         rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
+                      alibi_slopes=alibi_slopes, **fa3)
     n_new = check_new(k, v, k_cache, B)
-    wait = return_softmax_lse
-    lengths = check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, wait)
+    lengths = check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, request.lse)
     if _shape_only(q):
-        k = v = k_cache.new_empty(B, size, *heads)
-        out, L = _dense(q, k, v, request)
-        return (out, L) if request.lse else out
+        k = v = k_cache.new_empty(B, size, Hkv, q.shape[3])
+        return _returned(*_dense(q, k, v, request), False, request.lse)
     before = size if cache_seqlens is None else cache_seqlens
     total = torch.as_tensor(before, dtype=torch.int32, device=on).expand(B) + n_new
-    by_row = return_softmax_lse or (table is None and not q.is_cuda)
+    by_row = request.lse or not (table is not None or q.is_cuda)
     ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
     skip = [0 if table is None else _unseen(n - Tq, request.window, size) for n in ends]
-    if table is not None and lengths is not None and on_host(table) is not None:
+    if table is not None and lengths is not None:
         check_pages(table, k_cache, skip, ends)
     by_row |= not q.numel() or (lengths is not None and not any(ends))
     # The kernel is chosen before anything is written: it may be refused.
-    if by_row:
-        read = {n - m for m, n in zip(skip, ends) if n and q.numel()}
-        for n in {n > (request.window or 0): n for n in sorted(read)}.values():
-            _kernel(q, k_cache[:1, :1].expand(1, n, *heads), request)
-    else:
+    read = [n - m for m, n in zip(skip, ends) if n and q.numel()]
+    for n in {min(read), max(read)} if by_row and read else ():
+        _kernel(q, n, Hkv, request)
+    if not by_row:
         cache, pages = ("static", None) if table is None else ("paged", size)
-        backend, spec = _kernel(q, k_cache, request, cache=cache, page_size=pages)
+        backend, spec = _kernel(q, size, Hkv, request, cache=cache, page_size=pages)
 
     rows = torch.arange(B, device=on) if cache_batch_idx is None else cache_batch_idx
     table = None if table is None else table.clamp(min=0)  # -1 marks an absent page
@@ -261,37 +255,23 @@ def flash_attn_with_kvcache(
     elif table is None:
         k_cache, v_cache = k_cache[:B], v_cache[:B]
     if by_row:
-        out, L = _host_rows(q, k_cache, v_cache, skip, ends, table, request)
-        return (out, L) if request.lse else out
-    start = total - Tq
+        if not q.numel() or (table is None and len(set(ends)) == 1):
+            n = ends[0] if q.numel() else 0
+            out, L = _dense(q, k_cache[:, :n], v_cache[:, :n], request)
+            return _returned(out, L, False, request.lse)
+        if table is None:
+            ks, vs = ([row[:n] for row, n in zip(t, ends)] for t in (k_cache, v_cache))
+        else:
+            ks, vs = (_unpaged(pages, table, skip, ends) for pages in (k_cache, v_cache))
+        outs, Ls = _texts(q.unbind(), ks, vs, [[b] for b in range(B)], request)
+        return _returned(torch.stack(outs), torch.stack(Ls), False, request.lse)
+    start, count = total - Tq, torch.full_like(total, Tq)
     # Queries before every key; of these `right` lets the last ones see some.
     ahead = Tq if request.right is None else request.right
     blind = (start[:, None] + torch.arange(Tq, device=on) + ahead < 0) | (total == 0)[:, None]
-    view: PagedView | StaticView = StaticView(start, torch.full_like(start, Tq), size)
-    if table is not None:
-        view = PagedView(table, start, torch.full_like(start, Tq))
+    view = StaticView(start, count, size) if table is None else PagedView(table, start, count)
     out = backend.compute(q, k_cache, v_cache, spec, cache=view)
     return out.masked_fill(blind[..., None, None], 0)
-
-
-def _host_rows(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, skip: list[int], ends: list[int],
-    table: Tensor | None, request: Request,
-) -> tuple[Tensor, Tensor | None]:
-    """_dense() of rows whose lengths the host knows: it reads only their keys."""
-    if not (q.numel() and any(ends)):
-        return _dense(q, k_cache[:, :0], v_cache[:, :0], request)
-    if table is None and len(set(ends)) == 1:
-        return _dense(q, k_cache[:, : ends[0]], v_cache[:, : ends[0]], request)
-    rows = []
-    for b, (m, n) in enumerate(zip(skip, ends)):
-        if table is None:
-            k, v = k_cache[b, :n], v_cache[b, :n]
-        else:
-            k, v = (_unpaged(pages, table[b : b + 1], [m], [n]) for pages in (k_cache, v_cache))
-        rows.append(_dense(q[b : b + 1], k[None], v[None], request))
-    L = torch.cat([L for _, L in rows if L is not None]) if request.lse else None
-    return torch.cat([out for out, _ in rows]), L
 
 
 # --- what all functions call ---
@@ -306,75 +286,55 @@ def _dense(
         out = torch.where(q.new_zeros((), dtype=torch.bool), q, 0) + k[:0].sum() + v[:0].sum()
         L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
         return out, L if request.lse else None
-    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    backend, spec = _kernel(q, k, request, segments=segments is not None, grad=grad)
+    more = {} if segments is None else {"segments": segments}
+    backend, spec = _kernel(
+        q, k.shape[1], k.shape[2], request, segments=bool(more), grad=_needs_grad(q, k, v)
+    )
     with getattr(q, "fake_mode", nullcontext()) if _shape_only(q) else nullcontext():
-        if not spec.lse:
-            return backend.compute(q, k, v, spec, segments=segments), None
-        out, L = attention(q, k, v, spec, kernel=backend.partial, segments=segments)
+        if not request.lse:
+            return backend.compute(q, k, v, spec, **more), None
+        out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
         return out, L.float()
 
 
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
 def _texts(
-    q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_k: list[int], request: Request
-) -> tuple[Tensor, Tensor | None]:
-    """out (total_q, H, D) and the log-sum-exp (H, total_q) of texts of any lengths.
-
-    Those of one length are a batch, and causal ones of nearly the same, padded with zeros on the
-    right, where no query looks: no mask, and NaN in one text does not reach another, as it does
-    through a masked key.
-    """
-    outs = [q] * len(lengths_q)
-    Ls: list[Tensor] = [q] * len(lengths_q)
-    texts = [t.split(n) for t, n in ((q, lengths_q), (k, lengths_k), (v, lengths_k))]
-    for rows in _similar(lengths_q, lengths_k, request.right == 0):
-        q, k, v = (_padded([of[i] for i in rows]) for of in texts)
+    qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], groups: list[list[int]],
+    request: Request,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """out (Tq, H, D) of each text, and its log-sum-exp (H, Tq) if requested. A group is a batch of
+    texts of one length. NaN in one text reaches no other, as it does through a masked key."""
+    outs, Ls = [*qs], [*qs]
+    for group in groups:
+        q, k, v = (torch.stack([t[i] for i in group]) if len(group) > 1 else t[group[0]][None]
+                   for t in (qs, ks, vs))
         out, L = _dense(q, k, v, request)
-        # Unbound first: the gradient of a slice of the batch would be of the batch's size.
-        for b, (i, row) in enumerate(zip(rows, out.unbind())):
-            outs[i] = row[: lengths_q[i]]
-            Ls[i] = row if L is None else L[b, :, : lengths_q[i]]
-    return torch.cat(outs), torch.cat(Ls, dim=1) if request.lse else None
-
-
-def _similar(lengths_q: list[int], lengths_k: list[int], causal: bool) -> Iterator[list[int]]:
-    """The numbers of the texts in groups of one len_k - len_q and of one length, or if causal the
-    longest last and at most 32 tokens or a quarter longer than the first."""
-    key = [(b - a, a) for a, b in zip(lengths_q, lengths_k)]
-    rows: list[int] = []
-    for i in sorted(range(len(key)), key=key.__getitem__):
-        if rows:
-            offset, first = key[rows[0]]
-            full = key[i][1] > first + (max(32, first // 4) if causal else 0)
-            if full or key[i][0] != offset or not min(first, lengths_k[rows[0]]):
-                yield rows
-                rows = []
-        rows.append(i)
-    yield rows
-
-
-def _padded(texts: list[Tensor]) -> Tensor:
-    """(texts, length of the last, H, D), with zeros behind each."""
-    n = len(texts[-1])
-    zeros = texts[0].new_zeros(n - len(texts[0]), *texts[0].shape[1:])
-    pieces = [piece for t in texts for piece in (t, zeros[: n - len(t)])]
-    return torch.cat(pieces).unflatten(0, (len(texts), n)) if len(texts) > 1 else texts[0][None]
+        for i, row, L_row in zip(group, out, out if L is None else L):
+            outs[i], Ls[i] = row, L_row
+    return outs, Ls
 
 
 def _kernel(
-    q: Tensor, k: Tensor, request: Request, *, segments: bool = False, grad: bool = False,
+    q: Tensor, Tk: int, Hkv: int, request: Request, *, segments: bool = False, grad: bool = False,
     cache: str = "none", page_size: int | None = None,
 ) -> tuple[Backend, Spec]:
-    Tq, Tk, heads = q.shape[1], k.shape[1], (q.shape[-2], k.shape[-2], q.shape[-1])
+    """The kernel and the Spec of a call with Tk keys of Hkv heads."""
+    B, Tq, H, D = q.shape
     compiled = torch.compiler.is_compiling()
     if type(Tq) is not int and not compiled:  # other tracers' numbers
-        Tq, Tk = operator.index(Tq), operator.index(Tk)
-        heads = operator.index(heads[0]), operator.index(heads[1]), operator.index(heads[2])
-    window, right = request.sides(Tq, Tk)
-    window = request.window if cache == "paged" else window  # there k is pages
+        Tq, Tk, H, Hkv, D = map(operator.index, (Tq, Tk, H, Hkv, D))
+    # A side that hides nothing is none: more kernels have that.
+    window, right = request.window, request.right
+    if window is not None and window >= Tk and cache != "paged":
+        window = None
+    if right != 0:
+        right = 0 if Tq == 1 else None if right is None or right >= Tq - 1 else right
     fields: tuple[Any, ...] = (  # in the order of Spec's
-        *heads, NAMES[q.dtype], window, request.dropout, segments, grad, cache, compiled, page_size,
-        request.scale, request.softcap, False, request.lse, right,
+        H, Hkv, D, NAMES[q.dtype], window, request.dropout, segments, grad, cache, compiled,
+        page_size, request.scale, request.softcap, False, request.lse, right,
     )
     plans, device = _plans, str(q.device)  # use() may replace _plans
     if compiled:
@@ -387,7 +347,7 @@ def _kernel(
     spec = _spec(*fields)
     if _shape_only(q):
         return (tiled if request.lse else manual).BACKEND, spec
-    chosen = plans.choose(spec, device, (q.shape[0], Tq, Tk), " (flash_attn functions)")
+    chosen = plans.choose(spec, device, (B, Tq, Tk), " (flash_attn functions)")
     return chosen.backend, spec
 
 
@@ -413,13 +373,12 @@ def _segments(cu_seqlens: Tensor, total: int) -> Tensor:
     return numbers.repeat_interleave(cu_seqlens.diff(), output_size=total)[None]
 
 
-def _unpaged(pages: Tensor, table: Tensor, skip: list[int], lengths: list[int]) -> Tensor:
-    """(sum of lengths - skip, Hkv, D), each row's tokens after the first `skip`, which fill whole
-    pages, from pages (pages, page_size, Hkv, D)."""
+def _unpaged(pages: Tensor, table: Tensor, skip: list[int], lengths: list[int]) -> list[Tensor]:
+    """Each row's tokens (length - skip, Hkv, D) after the first `skip`, which fill whole pages,
+    from pages (pages, page_size, Hkv, D)."""
     size = pages.shape[1]
     rows = zip(table, skip, lengths, strict=True)
-    tokens = [pages[row[m // size : -(-n // size)]].flatten(0, 1)[: n - m] for row, m, n in rows]
-    return torch.cat(tokens) if tokens else pages.flatten(0, 1)[:0]
+    return [pages[row[m // size : -(-n // size)]].flatten(0, 1)[: n - m] for row, m, n in rows]
 
 
 def _unseen(past: int, window: int | None, size: int) -> int:

@@ -1,5 +1,5 @@
-"""The arguments of flash_api.py's functions: ValueError for what is not supported or contradicts
-itself, before anything is read or written.
+"""The arguments of flash_api.py's functions: ValueError for what is not supported, and for shapes,
+dtypes, devices, lengths and pages that contradict one another, before anything is written.
 
 Values on another device than the CPU are checked only where the host waits for them anyway:
 cu_seqlens, and cache_seqlens for a log-sum-exp.
@@ -27,7 +27,7 @@ NAMES = {getattr(torch, name): name for name in DTYPES}
 
 
 class Request(NamedTuple):
-    """The arguments that all functions share."""
+    """The options that all functions share. Spec checks the ranges of the numbers."""
 
     dropout: float
     scale: float | None
@@ -36,51 +36,34 @@ class Request(NamedTuple):
     softcap: float | None
     lse: bool  # return the log-sum-exp too
 
+
     @classmethod
     def of(
-        cls, dropout: float, scale: float | None, causal: bool, window: tuple[int, int],
-        softcap: float | None, lse: bool, **others: object,
+        cls, dropout: Any, scale: Any, causal: bool, window_size: Any, softcap: Any, lse: bool,
+        **others: object,
     ) -> Request:
-        """Raise ValueError for what is not supported. `others` are HINTS, or REFUSED unless None,
-        False or 0."""
-        try:
-            left, right = (-1 if n is None else int(n) for n in window)
-        except (TypeError, ValueError):
-            wrong("window_size", "a pair of integers", window)
-        dropout, softcap = number(dropout), number(softcap or 0)
-        scale = None if scale is None else number(scale)
-        if not 0 <= dropout < 1:
-            wrong("dropout_p", "in [0, 1)", dropout)
-        if scale is not None and not 0 < scale < math.inf:
-            wrong("softmax_scale", "positive and finite", scale)
-        if not 0 <= softcap < math.inf:
-            wrong("softcap", "positive, or 0 for none", softcap)
+        """`others` are HINTS, or REFUSED unless None, False or 0."""
         for name, value in others.items():
             if name not in REFUSED and name not in HINTS:
                 raise TypeError(f"unexpected keyword argument {name!r}")
-            given = isinstance(value, Tensor) or value not in (None, False, 0)
-            if name in REFUSED and given:
+            if name in REFUSED and (isinstance(value, Tensor) or value not in (None, False, 0)):
                 raise ValueError(f"{name} is not supported")
-        width = left + 1 if 0 <= left < NO_LIMIT else None
+        left, right = window_size
+        window = left + 1 if 0 <= left < NO_LIMIT else None
         ahead = right if 0 <= right < NO_LIMIT else None
-        return cls(dropout, scale, width, 0 if causal else ahead, softcap or None, lse)
+        number = constant if torch.compiler.is_compiling() else float
+        scale = None if scale is None else number(scale)
+        softcap = number(softcap or 0) or None
+        return cls(number(dropout), scale, window, 0 if causal else ahead, softcap, lse)
 
-    def sides(self, Tq: int, Tk: int) -> tuple[int | None, int | None]:
-        """`window` and `right` for a call, None if it hides nothing: more kernels have that."""
-        window = None if self.window is None or self.window >= Tk else self.window
-        if self.right == 0 or Tq == 1:
-            return window, 0
-        return window, None if self.right is None or self.right >= Tq - 1 else self.right
+
+def constant(x: Any) -> float:
+    """float(x), while torch.compile traces: not the symbol of any float."""
+    return math.ldexp(*math.frexp(float(x)))
 
 
 def wrong(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name} must be {expected}, got {shape_of(got)}")
-
-
-def number(x: Any) -> float:
-    """float(x); while torch.compile traces a constant, not the symbol of any float."""
-    x = float(x)
-    return math.ldexp(*math.frexp(x)) if torch.compiler.is_compiling() else x
 
 
 def integers(name: str, t: object, shape: tuple[int, ...], on: torch.device) -> None:
@@ -93,19 +76,20 @@ def on_host(t: Tensor) -> list[Any] | None:
 
 def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *,
           dims: int = 4, paged: bool = False) -> None:
-    """One dtype, device and head_dim; heads that divide q's; q of so many dims, k and v too or
-    pages."""
+    """q of so many dimensions, k and v too or pages, in one dtype, on one device, with one head_dim
+    and heads that divide q's."""
+    q_shape, k_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
     layout = "(batch, tokens, heads, head_dim)" if dims == 4 else "(total tokens, heads, head_dim)"
-    if q.dim() != dims or q.dtype not in NAMES or 0 in q.shape[-2:]:
+    if len(q_shape) != dims or dtype not in NAMES or not (q_shape[-1] and q_shape[-2]):
         wrong("q", f"{layout} of {' or '.join(DTYPES)}", q)
     if paged:
         layout, dims = "(pages, page_size, heads, head_dim)", 4
-    fits = k.dim() == dims and k.dtype == q.dtype and k.device == q.device
-    H, D = q.shape[-2:]
-    if not fits or k.shape[-1] != D or not k.shape[-2] or H % k.shape[-2]:
-        heads = f"with heads of {D} that divide q's {H}"
-        wrong(names[0], f"{layout} {heads}, {NAMES[q.dtype]} on {q.device}", k)
-    if v.shape != k.shape or v.dtype != k.dtype or v.device != k.device:
+    H, D = q_shape[-2], q_shape[-1]
+    fits = len(k_shape) == dims and k.dtype == dtype and k.device == on
+    if not fits or k_shape[-1] != D or not k_shape[-2] or H % k_shape[-2]:
+        wrong(names[0], f"{layout} with heads of {D} that divide q's {H}, {NAMES[dtype]} on {on}",
+              k)
+    if v.shape != k_shape or v.dtype != dtype or v.device != on:
         wrong(names[1], f"{shape_of(k)} as {names[0]}", v)
 
 
@@ -122,8 +106,8 @@ def check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> in
             raise ValueError("k and v, the new tokens, are passed together")
         return 0
     for name, t in (("k", k), ("v", v)):
-        shape = (B, k.shape[1], *k_cache.shape[2:])
-        must_be(name, t, shape, k_cache.device, (NAMES[k_cache.dtype],))
+        must_be(name, t, (B, k.shape[1], *k_cache.shape[2:]), k_cache.device,
+                (NAMES[k_cache.dtype],))
     return k.shape[1]
 
 
@@ -131,7 +115,8 @@ def check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None
                table: Tensor | None, rows: Tensor | None, wait: bool) -> list[int] | None:
     """The lengths of B rows before n_new tokens are written; None: they are on a device, and the
     host does not `wait` for it."""
-    (n_rows, room), on = k_cache.shape[:2], k_cache.device
+    n_rows, size, on = k_cache.shape[0], k_cache.shape[1], k_cache.device
+    room = size
     if table is not None:
         if seqlens is None or rows is not None:
             raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
@@ -150,7 +135,7 @@ def check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None
         integers("cache_seqlens", seqlens, (B,), on)
         lengths = seqlens.tolist() if wait and not symbolic(seqlens) else on_host(seqlens)
     else:
-        lengths = [k_cache.shape[1] if seqlens is None else int(seqlens)] * B
+        lengths = [size if seqlens is None else int(seqlens)] * B
     for n in lengths or ():
         if not 0 <= n <= room - n_new:
             new = f", less {n_new} new ones" if n_new else ""
@@ -177,11 +162,9 @@ def lengths_of(name: str, cu_seqlens: Tensor, total: int | None) -> list[int]:
 def check_pages(table: Tensor, pages: Tensor, skip: list[int], ends: list[int]) -> None:
     """Each row's tokens skip .. end lie in pages: -1 marks an absent one."""
     n_pages, size = pages.shape[:2]
-    for row, first, end in zip(table, skip, ends):
-        used = row[first // size : -(-end // size)]
-        if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < n_pages:
-            expected = f"pages of 0 .. {n_pages - 1} where there are tokens"
-            wrong("block_table", expected, row.tolist())
+    for row, first, end in zip(on_host(table) or (), skip, ends):
+        if not all(0 <= page < n_pages for page in row[first // size : -(-end // size)]):
+            wrong("block_table", f"pages of 0 .. {n_pages - 1} where there are tokens", row)
 
 
 def check_deterministic(deterministic: bool, q: Tensor) -> None:

@@ -82,10 +82,11 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
-        Tq, Tk = q.shape[1], k.shape[1]
+        shape, Tk = q.shape, k.shape[1]
+        B, Tq = shape[0], shape[1]
         if options.get("cache") is not None:  # k is the cache's buffer, not Tk long
             Tk = max(Tq, 1)
-        if q.shape[0] == 0 or Tq == 0 or Tk == 0:
+        if B == 0 or Tq == 0 or Tk == 0:
             return nothing(q, k, v, options.get("sinks"), lse)
         if Tq <= Tk:
             return attend(loadable(q), loadable(k), loadable(v), spec, **options)

@@ -60,26 +60,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    if k.shape[1] == 1 and kernel == SDPBackend.CUDNN_ATTENTION:
-        return _only_key(q, k, v, spec)
-    if attn_mask is not None and spec.grad and kernel == SDPBackend.CUDNN_ATTENTION:
-        k, v = (F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % 128)) for t in (k, v))  # see permitted()
-        attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128))
-    grouped = spec.n_kv_head != spec.n_head
-    repeats = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
-    if grouped and q.is_cuda and kernel is None:  # flash and cuDNN need half precision and 8.0
-        repeats |= spec.dtype not in HALF or torch.cuda.get_device_properties(q.device).major < 8
-    if grouped and q.is_cuda and repeats:
-        # Other kernels take no grouped heads, and PyTorch would fall back to the math kernel and
-        # its O(T^2) memory (transformers issue 48633, PyTorch issue 181528).
-        k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
-        grouped = False
-    q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    kernels = permitted(spec, q.is_cuda, attn_mask is not None) if kernel is None else [kernel]
+    grouped, kernels = spec.n_kv_head != spec.n_head, None if kernel is None else [kernel]
+    if q.is_cuda:
+        if kernel == SDPBackend.CUDNN_ATTENTION and k.shape[1] == 1:
+            return _only_key(q, k, v, spec)
+        masked = attn_mask is not None
+        if masked and spec.grad and kernel == SDPBackend.CUDNN_ATTENTION:
+            k, v = (F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % 128)) for t in (k, v))  # see permitted()
+            attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128))
+        repeats = masked or kernel == SDPBackend.EFFICIENT_ATTENTION
+        if grouped and kernel is None:  # flash and cuDNN need half precision and 8.0
+            major = torch.cuda.get_device_properties(q.device).major
+            repeats |= spec.dtype not in HALF or major < 8
+        if grouped and repeats:
+            # Other kernels take no grouped heads, and PyTorch would fall back to the math kernel
+            # and its O(T^2) memory (transformers issue 48633, PyTorch issue 181528).
+            k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
+            grouped = False
+        kernels = kernels or permitted(spec, masked)
+    inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
+    call = *inputs, attn_mask, spec.dropout, is_causal
+    if not (kernels or grouped or spec.scale):  # one query: the context and the options cost 1 us
+        return dense_gradient(F.scaled_dot_product_attention(*call).transpose(1, 2))
     with sdpa_kernel(kernels) if kernels else nullcontext():
-        out = F.scaled_dot_product_attention(
-            q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal,
-            scale=spec.scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(*call, scale=spec.scale, enable_gqa=grouped)
     return dense_gradient(out.transpose(1, 2))
 
 
@@ -101,15 +105,15 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int = 0,
     return fused(q, k, v, spec, kernel, attn_mask)
 
 
-def permitted(spec: Spec, on_cuda: bool, masked: bool) -> list[SDPBackend] | None:
-    """The kernels that PyTorch may choose from; None: all of them.
+def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
+    """The kernels that PyTorch may choose from on CUDA; None: all of them.
 
     On Hopper and Blackwell it prefers cuDNN (since torch 2.11, which brings cuDNN 9.15.1 or later).
     But cuDNN builds a plan for each new length, which takes the host tens of ms: too slow in
     decoding. Some of its kernels round dropout to sixteenths, unchecked by torch 2.11 (pull request
     174245), and with a mask dq may be NaN if keys do not fill tiles of 128 (issue 196678).
     """
-    if on_cuda and (masked or not spec.grad or spec.dropout % CUDNN_DROPOUT_STEP):
+    if masked or not spec.grad or spec.dropout % CUDNN_DROPOUT_STEP:
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return None
 

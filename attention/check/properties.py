@@ -448,7 +448,7 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
             L_new = torch.logaddexp(L[..., I], L_ij)
             old, new = (torch.exp(x - L_new).mT[..., None] for x in (L[..., I], L_ij))
             out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
-        L = L.masked_fill(L == torch.finfo(acc).min, -torch.inf)
+        L = L.masked_fill(torch.finfo(acc).min == L, -torch.inf)
         merged = out.to(q.dtype)
         for I, J, offset, pair in parts:
             of_row = dout[:, I], q[:, I], k[:, J], v[:, J], merged[:, I], L[..., I]
