@@ -313,19 +313,18 @@ def test_views_of_a_cache(
 def test_weights_of_some_rows(case: Case, data: Any) -> None:
     """They are the softmax of visible scores, have its gradients, and times v are the output."""
     inputs = matrix.inputs(case, "float64")
-    q, k, seg, sinks = (inputs.get(n) for n in ("q", "k", "segments", "sinks"))
-    assert q is not None and k is not None
+    q, k, seg, sinks = inputs.q, inputs.k, inputs.segments, inputs.sinks
     spec = case.spec("float64")
     more = {n: t for n, t in (("segments", seg), ("sinks", sinks)) if t is not None}
     whole = nanoattn.weights(q, k, spec, **more)
     rows = data.draw(st.lists(st.integers(-case.Tq, case.Tq - 1), min_size=1, max_size=4))
     torch.testing.assert_close(nanoattn.weights(q, k, spec, rows=rows, **more), whole[:, :, rows])
-    values = inputs["v"].repeat_interleave(case.H // case.Hkv, dim=2)
+    values = inputs.v.repeat_interleave(case.H // case.Hkv, dim=2)
     out = torch.einsum("bhij,bjhd->bihd", whole, values)
     torch.testing.assert_close(out, matrix.truth(case, "float64").out)
     leaves = [q.clone().requires_grad_(), k.clone().requires_grad_()]
     P = nanoattn.weights(*leaves, spec, **more)
-    got = torch.autograd.grad(torch.einsum("bhij,bjhd->bihd", P, values), leaves, inputs["dout"])
+    got = torch.autograd.grad(torch.einsum("bhij,bjhd->bihd", P, values), leaves, inputs.dout)
     want = matrix.truth(case, "float64")
     for grad, exact in zip(got, (want.dq, want.dk), strict=True):
         torch.testing.assert_close(grad, exact)
