@@ -12,29 +12,35 @@ from torch import Tensor
 
 from attention import Backend, Caps, manual
 
-EVERYTHING = Caps(right=True, scale=True, softcap=True, sinks=True,
-                  caches=("none", "dynamic", "static"))
+CAPS = Caps(right=True, scale=True, softcap=True, sinks=True, caches=("none", "dynamic", "static"))
 MADE: dict[str, Backend] = {}
-_numbers = itertools.count()
+_numbers = map(str, itertools.count())
 
 
-def backend(attend: Callable[..., Tensor], caps: Caps = EVERYTHING,
-            fallback: str | None = "manual", name: str = "mine") -> Backend:
-    return Backend(name, "made up", attend, (caps,), fallback)
+def backend(attend: Callable[..., Tensor], fallback: str | None = "manual",
+            caps: Caps = CAPS) -> Backend:
+    return Backend("mine", "made up", attend, (caps,), fallback)
 
 
-def as_file(folder: Path, attend: Callable[..., Tensor], caps: Caps = EVERYTHING,
-            fallback: str | None = "manual") -> str:
+def as_file(folder: Path, attend: Callable[..., Tensor], **options: Any) -> str:
     """The path of a new kernel file that runs `attend`, under the name "mine"."""
-    number = str(next(_numbers))
-    MADE[number] = backend(attend, caps, fallback)
-    path = folder / f"mine{number}.py"
+    number = next(_numbers)
+    MADE[number], path = backend(attend, **options), folder / f"mine{number}.py"
     path.write_text(f"import kernels\nBACKEND = kernels.MADE[{number!r}]\n")
     return str(path)
 
 
+def wrong_beyond(n: int) -> Backend:
+    """Right up to so many keys."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Any, **options: Any) -> Tensor:
+        return manual.attend(q, k, torch.cat((v[:, :n], 2 * v[:, n:]), 1), spec, **options)
+
+    return backend(attend)
+
+
 class Recorder:
-    """A right kernel that notes the shape (B, Tq, Tk, H) of each call with its Spec's gradient."""
+    """A right kernel that notes the shape (B, Tq, Tk, H) of each call."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int, int, int]] = []
@@ -42,6 +48,4 @@ class Recorder:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: Any, **options: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             self.shapes.append((q.shape[0], q.shape[1], k.shape[1], q.shape[2]))
-        return self.compute(q, k, v, spec, **options)
-
-    compute = staticmethod(manual.attend)
+        return manual.attend(q, k, v, spec, **options)
