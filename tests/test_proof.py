@@ -199,9 +199,7 @@ def by_scores(probs: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return attend
 
 
-WINDOW, RIGHT = replace(SPEC, window=9), replace(SPEC, right=9)
-SCALE, SOFTCAP = replace(SPEC, scale=0.3), replace(SPEC, softcap=2.0)
-QUIET = replace(SPEC, grad=False)
+WINDOW, QUIET = replace(SPEC, window=9), replace(SPEC, grad=False)
 STATIC = replace(WINDOW, grad=False, cache="static")
 BROKEN: dict[str, tuple[Callable[..., Any], Spec, str]] = {  # and a word of the reason
     "raises": (raises(RuntimeError("no kernel image\nsecond line")), SPEC, "no kernel image"),
@@ -236,10 +234,12 @@ BROKEN: dict[str, tuple[Callable[..., Any], Spec, str]] = {  # and a word of the
     "NaN by dropout": (lambda q, k, v, s, **o: manual.attend(q, k, v, s, **o) / (s.dropout == 0),
                        replace(SPEC, dropout=0.1), "dropout"),
     # Right with the numbers of the first call alone, as a kernel that keeps what it has compiled.
-    "first window": (of(lambda s: replace(s, window=9)), WINDOW, "out"),
-    "first right": (of(lambda s: replace(s, right=9)), RIGHT, "out"),
-    "first scale": (of(lambda s: replace(s, scale=0.3)), SCALE, "out"),
-    "first softcap": (of(lambda s: replace(s, softcap=2.0)), SOFTCAP, "out"),
+    **{f"first {name} {value}, {dtype}": (
+        of(partial(replace, **{name: min(value, 32) if name in ("window", "right") else value})),
+        Spec(4, 2, 32, dtype, **{name: value}), "out")
+       for name, values in (("window", (1, 3, 4, 5, 9, 1000)), ("right", (1, 3, 4, 5, 9, 1000)),
+                            ("scale", (0.05, 0.3, 2.0)), ("softcap", (2.0, 50.0, 1000.0)))
+       for value in values for dtype in ("float32", "bfloat16")},
     # A few percent, where the roundings are a percent.
     **{f"{name}, {dtype}": (attend, replace(SPEC, dtype=dtype), word)
        for dtype in ("bfloat16", "float16") for name, word, attend in (
