@@ -31,7 +31,6 @@ from torch import Tensor
 
 from attention import BACKENDS, Machine, Policy, Spec, flash, get, probe
 from attention.check import matrix
-from attention.check import properties as promises
 from attention.check.matrix import CASES
 from attention.machine.system import import_version
 from attention.masks import PagedView, StaticView
@@ -695,20 +694,3 @@ def test_real_caches(name, asked, window, paged) -> None:
     need(name, Spec(4, 2, 64, "float16", window=window, grad=False, page_size=page_size,
                     cache="paged" if paged else "static"))
     check_cache(name, start, count, Tq, places, page_size, window, "cuda", D=64)
-
-
-# --- in parts ---
-
-
-@pytest.mark.parametrize("name", GENERATIONS)
-@pytest.mark.parametrize("window", few([9, None]))
-def test_parts_make_the_whole(name, window, installed) -> None:
-    D = 20 if name == "flash_attn_2" else 32
-    for Hkv, more in ((4, {}), (2, {"scale": 0.4, "softcap": 3.0})):
-        spec = Spec(4, Hkv, D, "float16", window=window, lse=True, **more)
-        promises.in_parts(BACKENDS[name], spec, "cpu")
-    for right in (0, 5, None):
-        spec = Spec(4, 2, 32, "float16", window=window, right=right, lse=True)
-        if right != 0:
-            promises.log_sum_exp(BACKENDS[name], spec, "cpu")
-        assert not probe(BACKENDS[name], spec, "cpu").why

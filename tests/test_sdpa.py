@@ -15,7 +15,7 @@ from test_flash import varlen as varlen_stand_in
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import BACKENDS, Spec, sdpa_flash
+from attention import BACKENDS, Spec
 from attention.caps import Partial
 from attention.check import matrix
 from attention.check.matrix import CASES
@@ -227,27 +227,3 @@ def test_compiled_gradients_where_a_kernel_changes_nothing_at_its_end(backend) -
     out, _ = call(*leaves, spec, kernel=kernel)
     for n, grad in enumerate(torch.autograd.grad(out.sum(), leaves), 2):
         assert grad.eq(n).all()
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_cpus_kernel_gets_equal_heads_where_it_takes_no_others(monkeypatch, compiled) -> None:
-    """Before torch 2.9, and without an error: it read beyond the keys."""
-    asked: list[tuple[int, int]] = []
-
-    def forward(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        asked.append((q.shape[2], k.shape[2]))
-        return real(q, k, *others)
-
-    real = sdpa_flash._cpu_forward
-    monkeypatch.setattr(sdpa_flash, "_cpu_forward", forward)
-    q, k, v, dout = (torch.randn(2, 9, h, 8) for h in (4, 2, 2, 4))
-    truth = oracle.attention(q, k, v, dout, window=3)
-    for grouped in (False, sdpa_flash.GROUPED_ON_CPU):
-        monkeypatch.setattr(sdpa_flash, "GROUPED_ON_CPU", grouped)
-        torch._dynamo.reset()
-        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        call = torch.compile(attention, backend="eager", fullgraph=True) if compiled else attention
-        out, _ = call(*leaves, Spec(4, 2, 8, "float32", window=3), kernel=sdpa_flash.PARTIAL)
-        got = oracle.Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
-        oracle.check(got, oracle.plain(q, k, v, dout, window=3), truth, torch.float32)
-        assert compiled or asked.pop() == (4, 2 if grouped else 4)
