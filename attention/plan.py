@@ -182,7 +182,9 @@ class Plans:
             if name == "fastest":
                 known = (n for k, n in stored().items() if k.startswith(memory_key(spec, machine)))
                 name = next((n for n in known if n in BACKENDS), "auto")
-            chosen = resolve(name, spec, machine, self.policy, failed=self.refused.get(key, {}))
+            eager = replace(spec, compiled=False).kind, device, deterministic
+            failed = {**self.refused.get(eager, {}), **self.refused.get(key, {})}
+            chosen = resolve(name, spec, machine, self.policy, failed=failed)
             chosen = replace(chosen, requested=self.name, traced=True)
             self.known[key] = (Call(chosen.backend.compute, spec, chosen),)
             announce(chosen)

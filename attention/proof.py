@@ -420,7 +420,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     spec = clipped(replace(spec, grad=spec.grad and not cached), T)
     way = partial(run_cached if cached else run, attend_of(backend, spec))
     shorter = T if spec.grad or cached or spec.lse else T // 3
-    other = other_numbers(spec, T)
+    other = other_numbers(spec)
     draws = [(spec, T, 1.0), (spec, shorter, LARGE), *([(other, T, 1.0)] if other != spec else [])]
     draw, events, why = torch.Generator().manual_seed(0), list[str](), list[str]()
     ordinary: list[Deviation] = []
@@ -560,17 +560,16 @@ def clipped(spec: Spec, T: int) -> Spec:
     return replace(spec, window=window, right=right)
 
 
-def other_numbers(spec: Spec, T: int) -> Spec:
+def other_numbers(spec: Spec) -> Spec:
     """A Spec of the same kind with another value of each number."""
     changes: dict[str, float] = {}
-    if spec.window:
-        changes["window"] = spec.window // 2 + 2
-    if spec.right:
-        changes["right"] = spec.right // 2 + 2
+    for name in ("window", "right"):
+        if side := getattr(spec, name):
+            changes[name] = side + 1 if side < 5 else side // 2 + 2
     if spec.scale is not None:
         changes["scale"] = 0.75 * spec.scale
-    if spec.softcap is not None:
-        changes["softcap"] = 1.5 * spec.softcap
+    if spec.softcap is not None:  # a large one hardly moves ordinary scores
+        changes["softcap"] = 1.5 * spec.softcap if spec.softcap < 4 else 2.0
     return replace(spec, **changes)  # type: ignore[arg-type]
 
 

@@ -77,7 +77,7 @@ class Resolution:
     def info(self) -> str:
         kernels = f"; kernel: {', '.join(self.kernels)}" if self.kernels else ""
         if self.traced:
-            kernels = "; not proved: chosen while torch.compile traces; model.plan() proves it"
+            kernels = "; not proved: chosen in a trace; model.plan(compiled=True) proves it"
         return f"Attention backend: {self.backend.name} ({self.backend.title}{kernels})"
 
     def __str__(self) -> str:

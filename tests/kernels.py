@@ -1,0 +1,51 @@
+"""Users' kernels: files that define BACKEND, whose functions are those of a test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import Backend, Caps, manual
+
+CAPS = Caps(right=True, scale=True, softcap=True, sinks=True, caches=("none", "dynamic", "static"))
+MADE: dict[str, Backend] = {}
+_numbers = map(str, itertools.count())
+
+
+def backend(attend: Callable[..., Tensor], fallback: str | None = "manual",
+            caps: Caps = CAPS) -> Backend:
+    return Backend("mine", "made up", attend, (caps,), fallback)
+
+
+def as_file(folder: Path, attend: Callable[..., Tensor], **options: Any) -> str:
+    """The path of a new kernel file that runs `attend`, under the name "mine"."""
+    number = next(_numbers)
+    MADE[number], path = backend(attend, **options), folder / f"mine{number}.py"
+    path.write_text(f"import kernels\nBACKEND = kernels.MADE[{number!r}]\n")
+    return str(path)
+
+
+def wrong_beyond(n: int) -> Backend:
+    """Right up to so many keys."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Any, **options: Any) -> Tensor:
+        return manual.attend(q, k, torch.cat((v[:, :n], 2 * v[:, n:]), 1), spec, **options)
+
+    return backend(attend)
+
+
+class Recorder:
+    """A right kernel that notes the shape (B, Tq, Tk, H) of each call."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int, int, int]] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: Any, **options: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.shapes.append((q.shape[0], q.shape[1], k.shape[1], q.shape[2]))
+        return manual.attend(q, k, v, spec, **options)

@@ -1,0 +1,281 @@
+"""Which backend runs, and why not another: decided on machines that exist only here."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kernels
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention.caps import Backend, BackendUnavailable, Caps, version
+from attention.select import BACKENDS, get, packages, resolve, select
+from attention.spec import Machine, Policy, Spec
+
+STRICT = Policy(fallback=False)
+TITAN = Machine("cuda", "NVIDIA TITAN RTX", (7, 5), "2.13.0", "12.8")
+A100, RTX3050, RTX4090, H100, B200, RTX5090 = (
+    replace(TITAN, name=name, capability=capability) for name, capability in (
+        ("NVIDIA A100-SXM4-80GB", (8, 0)), ("NVIDIA GeForce RTX 3050", (8, 6)),
+        ("NVIDIA GeForce RTX 4090", (8, 9)), ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA B200", (10, 0)), ("NVIDIA GeForce RTX 5090", (12, 0))))
+APPLE = Machine("mps", "Apple M3", None, "2.13.0")
+CPU = Machine("cpu", "AMD EPYC", None, "2.13.0+cpu")
+AMX = replace(CPU, bfloat16_units=True)
+BF16, FP16, FP32 = (Spec(12, 12, 64, dtype) for dtype in ("bfloat16", "float16", "float32"))
+ANY = Spec(4, 4, 64, "float32")
+FLASH2, FLASH4 = {"flash_attn": "2.8.3"}, {"flash_attn.cute": "4.0.0b26"}
+ALL = dict.fromkeys(packages(), "99.0")
+
+
+def ids(x: Any) -> str:
+    return x.name if isinstance(x, Machine) else ""
+
+
+@pytest.mark.parametrize("machine, spec, installed, best", [
+    (TITAN, FP16, ALL, "sdpa"), (A100, BF16, ALL, "flash_attn_2"),
+    (RTX3050, BF16, ALL, "flash_attn_2"), (RTX4090, BF16, ALL, "flash_attn_2"),
+    (H100, BF16, ALL, "flash_attn_4"), (B200, BF16, ALL, "flash_attn_4"),
+    (CPU, BF16, ALL, "sdpa"), (APPLE, BF16, ALL, "sdpa"),
+    # cuDNN by sdpa is before FlashAttention-2 from 9.0 on; with a window what skips tiles is first.
+    (H100, BF16, FLASH2, "sdpa"), (A100, BF16, FLASH2, "flash_attn_2"), (B200, BF16, {}, "sdpa"),
+    (H100, replace(BF16, window=64), {}, "sdpa_flash"),
+    (A100, replace(BF16, segments=True), {}, "sdpa_flash"),
+    (B200, replace(BF16, segments=True), {}, "sdpa_flash"),
+    (A100, replace(BF16, window=64), FLASH2, "flash_attn_2"),
+    (TITAN, replace(FP16, window=64), {}, "sdpa"),
+    # Where 4 uses the instructions of Ampere.
+    (A100, replace(BF16, grad=False), FLASH2 | FLASH4, "flash_attn_2"),
+    (A100, replace(BF16, grad=False), FLASH4, "flash_attn_4"),
+    (RTX5090, replace(BF16, grad=False), FLASH4, "sdpa"),
+    (AMX, BF16, {}, "sdpa_bmm"), (AMX, FP32, {}, "sdpa"),
+    (AMX, replace(BF16, grad=False), {}, "sdpa"), (AMX, replace(BF16, compiled=True), {}, "sdpa"),
+], ids=ids)
+def test_auto_by_machine_and_packages(machine, spec, installed, best) -> None:
+    chosen = resolve("auto", spec, replace(machine, packages=installed), STRICT)
+    assert chosen.backend.name == best and not chosen.rejected
+
+
+SUNK, CAPPED = replace(BF16, sinks=True), replace(BF16, softcap=9.0)
+
+
+@pytest.mark.parametrize("machine, spec, installed, bare", [
+    (H100, CAPPED, "flash_attn_4", "flex"), (B200, CAPPED, "flash_attn_2", "flex"),
+    (B200, SUNK, "flash_attn_4", "flex"), (RTX4090, SUNK, "flex", "flex"),
+    (H100, replace(SUNK, cache="static", grad=False), "flash_attn_4", "manual"),
+    (H100, replace(SUNK, dtype="float64"), "manual", "manual"),
+    (CPU, replace(FP32, softcap=50.0), "manual", "manual"),
+    (CPU, replace(FP32, sinks=True, grad=False), "manual", "manual"),
+    (H100, replace(BF16, lse=True), "sdpa_flash", "sdpa_flash"),
+    (H100, replace(FP32, lse=True, window=9), "triton", "tiled"),
+    (CPU, replace(FP32, lse=True), "sdpa_flash", "sdpa_flash"),
+    (CPU, replace(FP32, lse=True, softcap=9.0), "tiled", "tiled"),
+], ids=ids)
+def test_a_feature_goes_to_the_first_kernel_that_has_it(machine, spec, installed, bare) -> None:
+    """Also from a named backend that lacks it: what falls back ends where auto begins."""
+    for there, best in ((replace(machine, packages=ALL), installed), (machine, bare)):
+        assert resolve("auto", spec, there, STRICT).backend.name == best
+        for name in ("sdpa", "sdpa_cudnn"):
+            chosen = resolve(name, spec, there)
+            assert chosen.backend.name == best and list(chosen.rejected) == [name]
+            assert best in str(chosen)
+            with pytest.raises(BackendUnavailable) as e:
+                resolve(name, spec, there, STRICT)
+            assert all(reason in str(e.value) for reason in get(name).why_not(spec, there))
+
+
+WIDE = Spec(8, 8, 256, "bfloat16", dropout=0.1)
+
+
+@pytest.mark.parametrize("name, spec, machines, not_on", [
+    ("flex_flash", BF16, (H100, B200), (A100, CPU)),
+    ("flex_flash", replace(BF16, window=9, softcap=9.0), (H100,), (B200,)),
+    ("flex_flash", replace(BF16, softcap=9.0, grad=False), (B200,), ()),
+    ("flex_flash", replace(BF16, head_dim=256), (), (H100,)),
+    ("flash_attn_3", BF16, (H100,), (A100, B200)), ("sdpa_bmm", FP32, (), (AMX,)),
+    # 144 KB a block in the backward pass (flash_bwd_launch_template.h of flash-attn 2.8.3).
+    ("flash_attn_2", WIDE, (A100, H100, B200), (RTX3050, RTX4090)),
+])
+def test_a_kernel_runs_on_the_machines_of_its_caps(name, spec, machines, not_on) -> None:
+    for machine in (*machines, *not_on):
+        why = get(name).why_not(spec, replace(machine, packages=ALL))
+        assert (not why) == (machine in machines), (machine.name, why)
+
+
+def test_a_prebuilt_kernel_has_to_be_allowed() -> None:
+    there = replace(H100, packages={"kernels": "0.14"})
+    for name in ("flash_attn_2", "flash_attn_3"):
+        assert resolve(name, BF16, there).backend.name == "sdpa"
+        chosen = resolve(name, BF16, there, Policy(hub_kernels=True))
+        assert chosen.backend is get(name).prebuilt and not chosen.rejected
+
+
+@pytest.mark.parametrize("torch, change, issue", [  # the pages of pytorch/pytorch give the releases
+    ("2.12.1", {"dtype": "bfloat16"}, "195910"), ("2.11.0", {"dtype": "float16"}, "195910"),
+    ("2.12.1", {"segments": True}, "184180"), ("2.11.0", {"scale": 0.1}, "184122"),
+    ("2.12.1", {}, None), ("2.13.0", {"dtype": "bfloat16"}, None)])
+@pytest.mark.parametrize("name", ["auto", "sdpa", "sdpa_flash", "sdpa_math"])
+def test_sdpa_on_apples_metal_has_to_be_allowed_where_it_is_wrong(
+    name, torch, change, issue
+) -> None:
+    spec, there = replace(FP32, **change), replace(APPLE, torch=torch)
+    chosen = resolve(name, spec, there)
+    guarded = "sdpa_math" if name == "sdpa_math" else "sdpa"
+    assert chosen.backend.name == ("manual" if issue else guarded)
+    assert not issue or (issue in str(chosen) and "--allow_mps_sdpa=True" in str(chosen))
+    assert resolve(name, spec, there, Policy(mps_sdpa=True)).backend.name == guarded
+
+
+@given(
+    name=st.sampled_from(["auto", *BACKENDS]), installed=st.sampled_from([{}, ALL]),
+    machine=st.sampled_from([TITAN, A100, H100, B200, APPLE, CPU]),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
+    cache=st.sampled_from(["none", "dynamic", "static", "paged"]),
+    flags=st.fixed_dictionaries(dict.fromkeys(("segments", "sinks", "lse", "grad"), st.booleans())),
+    window=st.sampled_from([None, 9]), dropout=st.sampled_from([0.0, 0.1]),
+    softcap=st.sampled_from([None, 9.0]),
+    head_dim=st.sampled_from([20, 64, 320]), right=st.sampled_from([0, 3, None]),
+)
+def test_what_is_chosen_can_run_and_what_is_refused_cannot(
+    name, installed, machine, softcap, dtype, cache, flags, window, dropout, head_dim, right
+) -> None:
+    spec = Spec(4, 4, head_dim, dtype, window, dropout, cache=cache, softcap=softcap, right=right,
+                page_size=256 if cache == "paged" else None, **flags)
+    there = replace(machine, packages=installed)
+    able = {n for n, b in BACKENDS.items() if not b.why_not(spec, there)}
+    try:
+        chosen = resolve(name, spec, there)
+    except BackendUnavailable as e:
+        assert not able & {"manual", "tiled", "paged"} and name in str(e)
+        return
+    assert chosen.backend.name in able and all(n == name for n in chosen.rejected)
+    assert (chosen.backend.name == name) == (name in able) or name == "auto"
+
+
+def test_what_failed_is_reported_and_the_search_ends() -> None:
+    failed: dict[str, tuple[str, ...]] = {}
+    with pytest.raises(BackendUnavailable, match="manual: broken"):
+        for _ in range(2 * len(BACKENDS)):
+            chosen = resolve("auto", CAPPED, replace(H100, packages=ALL), failed=failed)
+            assert list(chosen.rejected) == list(failed)
+            failed[chosen.backend.name] = ("broken",)
+    assert next(iter(failed)) == "flash_attn_4" and [*failed][-2:] == ["manual", "tiled"]
+    with pytest.raises(BackendUnavailable, match="xpu"):
+        resolve("auto", BF16, Machine("xpu", "an Intel GPU", None, "2.13.0"))
+
+
+# --- what is declared ---
+
+PACKED = replace(ANY, segments=True)
+PAGED = replace(ANY, cache="paged", page_size=128)
+
+
+@pytest.mark.parametrize("can, cannot, spec", [
+    ({"devices": ("cuda",)}, {"devices": ("cpu", "mps")}, ANY), ({}, {"dtypes": ("float16",)}, ANY),
+    ({"min_capability": (9, 0)}, {"min_capability": (10, 0)}, ANY),
+    ({"min_capability": (8, 0), "max_capability": (9, 0)},
+     {"min_capability": (8, 0), "max_capability": (8, 9)}, ANY),
+    ({"min_torch": "2.13"}, {"min_torch": "2.14"}, ANY),
+    ({"softcap": True}, {}, replace(ANY, softcap=5)), ({"scale": True}, {}, replace(ANY, scale=2)),
+    ({"sinks": True}, {}, replace(ANY, sinks=True)), ({"lse": True}, {}, replace(ANY, lse=True)),
+    ({"lse": True}, {"lse": True, "lse_segments": False}, replace(PACKED, lse=True)),
+    ({"head_dim_max": 64}, {"head_dim_max": 63}, ANY), ({}, {"segments": False}, PACKED),
+    ({"head_dim_multiple": 32}, {"head_dim_multiple": 24}, ANY), ({}, {"grad": False}, ANY),
+    ({}, {"window": False}, replace(ANY, window=4)), ({"right": True}, {}, replace(ANY, right=3)),
+    ({}, {"dropout": False}, replace(ANY, dropout=0.5)), ({}, {"interpreted": True}, ANY),
+    ({"dropout_step": 0.25}, {"dropout_step": 0.5}, replace(ANY, dropout=0.75)),
+    ({}, {"deterministic": False}, ANY), ({"packages": ("there",)}, {"packages": ("broken",)}, ANY),
+    ({"caches": ("none", "static")}, {"caches": ("dynamic",)}, replace(ANY, cache="static")),
+    ({"caches": ("paged",)}, {"caches": ("paged",), "page_multiple": 256}, PAGED),
+    ({"packages": ("there>=1.0",)}, {"packages": ("gone",)}, ANY),
+    ({"packages": ("there>=1.0",)}, {"packages": ("there>=1.1",)}, ANY),
+])
+def test_each_field_of_caps_decides(can, cannot, spec) -> None:
+    there = {"there": "1.0", "broken": "ImportError: x"}
+    machine = replace(H100, packages=there, deterministic=True)
+    made = [Backend("mine", "mine", print, (Caps(**of),), None) for of in (can, cannot)]
+    assert [len(backend.why_not(spec, machine)) for backend in made] == [0, 1]
+
+
+@pytest.mark.parametrize("changes, got", [
+    ({"n_head": 0}, "0"), ({"n_kv_head": 5}, "5"), ({"n_kv_head": 24}, "24"),
+    ({"head_dim": 0}, "0"), ({"dtype": "bf16"}, "bf16"), ({"window": 0}, "0"),
+    ({"dropout": 1.0}, "1.0"), ({"dropout": -0.1}, "-0.1"), ({"dropout": float("nan")}, "nan"),
+    ({"scale": 0.0}, "0.0"), ({"softcap": -1.0}, "-1.0"), ({"softcap": float("inf")}, "inf"),
+    ({"cache": "paged"}, "None"),
+    ({"page_size": 16}, "16"), ({"cache": "ring"}, "ring"), ({"head_dim": 8.5}, "8.5"),
+    ({"n_kv_head": True}, "True"), ({"window": 2.5}, "2.5"), ({"right": -1}, "-1"),
+    ({"right": "1"}, "'1'"), ({"page_size": 2.0, "cache": "paged"}, "2.0"),
+])
+def test_a_spec_out_of_range_is_an_error(changes, got) -> None:
+    with pytest.raises(ValueError, match=re.escape(got)):
+        replace(BF16, **changes)
+
+
+@pytest.mark.parametrize("of, changes", [
+    *((Caps(), c) for c in ({"dtypes": "float32"}, {"dtypes": ("float8",)}, {"devices": "cpu"},
+                            {"caches": ("ring",)}, {"dropout_step": 0.3})),
+    *((BACKENDS["manual"], c) for c in ({"name": ""}, {"name": 3}, {"name": "a\nb"}, {"caps": ()},
+                                        {"attend": None}, {"caps": Caps()})),
+])
+def test_a_declaration_that_means_nothing_is_an_error(of, changes) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        replace(of, **changes)
+
+
+def test_names_aliases_and_versions() -> None:
+    assert get("eager") is get("manual") is BACKENDS["manual"]
+    with pytest.raises(ValueError, match=r"'sdpa_flsh'.*'sdpa_flash'") as e:
+        resolve("sdpa_flsh", FP32, CPU)
+    assert all(name in str(e.value) for name in ("auto", "fastest", "eager", *BACKENDS))
+    ordered = ["3.9", "4.0.0b9", "4.0.0.beta13", "4.0.0b26", "4.0.0", "4.0.1b1", "4.0.1"]
+    assert sorted(ordered[::-1], key=version) == ordered
+    assert version("2.13.0+cpu") == (2, 13, 0) and version("ImportError: 4.0") == ()
+
+
+def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, text in (("broken_kernels", "raise ImportError('undefined symbol: _ZN3c104impl')"),
+                       ("half_kernels", "import no_such_package"), ("plain_kernels", "")):
+        (tmp_path / f"{name}.py").write_text(text)
+    here = Machine.here("cpu")
+    assert here.name and here.torch == torch.__version__ == here.version_of("torch")
+    assert here.version_of("no.kernels") is None
+    for name, word in (("broken_kernels", "_ZN3c104impl"), ("half_kernels", "no_such_package")):
+        [why] = Backend("mine", "mine", print, (Caps(packages=(name,)),), None).why_not(ANY, here)
+        assert name in why and word in why
+    plain = Backend("mine", "mine", print, (Caps(packages=("plain_kernels",)),), None)
+    assert plain.why_not(ANY, here) == []
+
+
+def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
+    """torch._dynamo takes a second or more to import, for a run that may compile nothing."""
+    heavy = "not {'torch._dynamo', 'transformers'} & set(sys.modules)"
+    script = f"import sys, attention; attention.hf.names(); assert {heavy}"
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent, check=True)
+
+
+# --- what a user sees ---
+
+
+def test_a_refusal_is_a_warning_once_a_process(tmp_path, monkeypatch, caplog) -> None:
+    """On rank 0 only; as is a math kernel that stores 4.3 GB of scores and softmax."""
+    sys.modules["attention.select"]._once.cache_clear()  # attention.select is the function
+    file = kernels.as_file(tmp_path, print)
+    for rank, n in (("1", 0), ("0", 1), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        assert select(file, FP32, "cpu").backend.name == "manual"
+        select("sdpa_math", Spec(8, 2, 64, "bfloat16"), "cpu", shape=(1, 8192, 8192))
+        said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert len(said) == 2 * n
+    assert "mine" in said[0] and "manual" in said[0] and "4.3 GB" in said[1]
+    small = select("sdpa_math", Spec(8, 2, 64, "bfloat16"), "cpu", shape=(1, 2048, 2048))
+    assert small.note == ""

@@ -1,0 +1,632 @@
+"""Plans: one for each kind of call, in a trace, in any surroundings, on all ranks, by a clock."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import kernels
+import oracle
+import processes
+import pytest
+import torch
+from conftest import every
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import attention as fa
+from attention import BACKENDS, Backend, BackendUnavailable, Caps, Plans, Policy, Spec, manual
+from attention.machine import timing
+from core.distributed import DistInfo
+from model import GPT, GPTConfig
+
+ROOT = Path(__file__).parent.parent
+SELECT = sys.modules["attention.select"]  # attention.select is the function
+T, H, D = 9, 4, 16
+Q = torch.randn(2, T, H, D, generator=torch.Generator().manual_seed(0))
+IDX = torch.arange(10)[None]
+TINY = GPTConfig(32, 64, 2, 2, n_embd=16)
+Function = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("RANK", raising=False)
+    SELECT._once.cache_clear()
+    yield
+    fa.use()
+    torch.compiler.reset()
+
+
+# --- kinds ---
+
+
+def test_random_numbers_make_few_plans(tmp_path: Path) -> None:
+    """1,000 calls; each kind is proved at most twice, and calls get their own numbers."""
+    mine, numbers = kernels.Recorder(), set[Spec]()
+    draw = torch.Generator().manual_seed(0)
+
+    def some(of: Callable[[float], Any], share: float = 0.5) -> Any:
+        a, b = torch.rand(2, generator=draw).tolist()
+        return of(b) if a < share else None
+
+    def compute(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        numbers.add(spec)
+        return torch.zeros_like(q) if called else manual.attend(q, k, v, spec, **options)
+
+    mine.compute, called, wanted = compute, False, list[Spec]()  # type: ignore[method-assign]
+    plans = Plans(kernels.as_file(tmp_path, mine))
+    for _ in range(1000):
+        spec = Spec(
+            H, H, D, "float32", some(lambda x: int(1 + 400 * x)), some(lambda x: x, 0.9) or 0.0,
+            scale=some(lambda x: 0.1 + x), softcap=some(lambda x: 1 + 50 * x), grad=False)
+        n = int(1 + 400 * torch.rand(1, generator=draw).item())
+        chosen = plans.choose(spec, "cpu", (1, 1, n))
+        called = True
+        chosen.backend.attend(Q[:1, :1], Q[:1], Q[:1], spec)
+        called = False
+        wanted.append(spec)
+    assert set(wanted) <= numbers
+    long = [shape for shape in mine.shapes if shape[2] > 256]
+    assert len(plans.known) <= 64 and len(long) <= len(plans.known)
+    short = len(mine.shapes) - 1000 - len(long)
+    assert short <= 16 * len(plans.known)
+
+
+@pytest.mark.parametrize("name", ["auto", "manual", "tiled"])
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_calls_of_a_kind_with_other_numbers_are_right(name: str, data: Any) -> None:
+    """Under one plan, in any order, against float64."""
+    fa.use(name)
+    options = data.draw(st.fixed_dictionaries(dict.fromkeys(
+        ("window", "right", "scale", "softcap"), st.booleans())))
+    number = {"window": st.integers(1, 40), "right": st.integers(1, 40),
+              "scale": st.floats(0.05, 2), "softcap": st.floats(1, 50)}
+    for _ in range(3):
+        asked = {n: data.draw(number[n]) for n, on in options.items() if on}
+        if options["right"] and not options["window"]:
+            asked["right"] = None
+        Tq, Tk = sorted(data.draw(st.tuples(st.integers(1, 50), st.integers(1, 300))))
+        draw = torch.Generator().manual_seed(Tk)
+        q, k, v = (torch.randn(2, n, h, D, generator=draw) for n, h in ((Tq, 4), (Tk, 2), (Tk, 2)))
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        window, right = asked.get("window"), asked.get("right", 0)
+        out = fa.flash_attn_func(
+            *leaves, softmax_scale=asked.get("scale"), softcap=asked.get("softcap", 0.0),
+            window_size=(-1 if window is None else window - 1, -1 if right is None else right))
+        grads = torch.autograd.grad(out.sum(), leaves)
+        want = oracle.attention(q, k, v, torch.ones_like(q), **asked)
+        for got, exact in zip((out, *grads), (want.out, want.dq, want.dk, want.dv)):
+            torch.testing.assert_close(got.double(), exact, rtol=1e-3, atol=1e-4)
+
+
+def switched(file: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    fa.use(file)
+    leaf = Q.clone().requires_grad_()
+    yield "flash_attn_func", lambda: fa.flash_attn_func(leaf, leaf, leaf, causal=True)
+    model = GPT(replace(TINY, attention_backend=file))
+    yield "GPT", lambda: model(IDX, IDX)
+    planned = GPT(replace(TINY, attention_backend=file))
+    planned.plan()
+    yield "planned GPT", lambda: planned(IDX, IDX)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_deterministic_algorithms_make_another_plan(tmp_path: Path) -> None:
+    """A kernel that is not deterministic does not run once they are on, and again when off."""
+    mine = kernels.Recorder()
+    caps = replace(kernels.EVERYTHING, deterministic=False)
+    for name, call in switched(kernels.as_file(tmp_path, mine, caps)):
+        for on in (False, True, False, True):
+            torch.use_deterministic_algorithms(on)
+            mine.shapes.clear()
+            call()
+            assert bool(mine.shapes) is not on, (name, on)
+        torch.use_deterministic_algorithms(False)
+
+
+# --- in a trace ---
+
+
+def wrong(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+    return manual.attend(q, k, 2 * v, spec, **options)
+
+
+def test_a_trace_runs_nothing_and_says_that_it_proves_nothing(tmp_path: Path, caplog) -> None:
+    caplog.set_level(logging.INFO, "nanoattn")
+    mine = kernels.Recorder()
+    file = kernels.as_file(tmp_path, mine)
+    model = GPT(replace(TINY, attention_backend=file)).eval()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            got = compiled(IDX)[0]
+    assert mine.shapes == []  # what was recorded in the trace is the graph
+    said = [r.getMessage() for r in caplog.records if "mine" in r.getMessage()]
+    assert len(said) == 1 and "not proved" in said[0]
+    model.plan(compiled=True, grad=False)
+    assert mine.shapes
+    proved = [r.getMessage() for r in caplog.records if "mine" in r.getMessage()][1:]
+    assert proved and "not proved" not in proved[0]
+    torch.testing.assert_close(compiled(IDX)[0], got)
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+@pytest.mark.parametrize("compiled_again", [True, False])
+def test_what_a_plan_refuses_no_trace_goes_on_with(fallback, compiled_again, tmp_path) -> None:
+    """With another kernel, or not at all; also in a graph of another shape."""
+    file = kernels.as_file(tmp_path, wrong)
+    model = GPT(replace(TINY, attention_backend=file), Policy(fallback=fallback)).eval()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        want = compiled(IDX)[0]
+        if fallback:
+            model.plan(compiled=True, grad=False)
+        else:
+            with pytest.raises(BackendUnavailable, match="out"):
+                model.plan(compiled=True, grad=False)
+        idx = IDX[:, :7] if compiled_again else IDX
+        if not fallback:
+            with pytest.raises(Exception, match="out"):
+                compiled(idx)
+            return
+        reference = GPT(replace(TINY, attention_backend="manual")).eval()
+        reference.load_state_dict(model.state_dict())
+        got = compiled(idx)[0]
+        torch.testing.assert_close(got, reference(idx)[0])
+        assert compiled_again or not torch.allclose(got, want)
+
+
+COMPILED = """
+import sys, torch, attention as fa
+from model import GPT, GPTConfig
+x = torch.randint(64, (1, 16))
+q = torch.randn(1, 16, 2, 16)
+for name in ("flex", "fastest", "auto"):
+    model = GPT(GPTConfig(32, 64, 1, 2, 32, attention_backend=name)).eval()
+    with torch.no_grad():
+        torch.compile(model, backend="eager")(x)
+    fa.use(name)
+    torch.compile(fa.flash_attn_func, backend="eager")(q, q, q, causal=True)
+print("returned")
+"""
+
+
+def test_a_compiled_call_without_a_plan_returns() -> None:
+    """flex and fastest compile kernels themselves, for which a thread of the choice would wait."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True,
+                          text=True, timeout=300)
+    assert done.stdout.splitlines()[-1:] == ["returned"], done.stderr
+
+
+def test_a_graph_takes_numbers_that_change() -> None:
+    """torch.compile makes a symbol of a float's second value."""
+    call = partial(fa.flash_attn_func, causal=True)
+    compiled: Function = torch.compile(call, fullgraph=True, backend="eager")
+    for scale, softcap in ((0.3, 0.0), (0.5, 0.0), (0.7, 2.0), (0.9, 5.0)):
+        options = {"softmax_scale": scale, "softcap": softcap}
+        torch.testing.assert_close(compiled(Q, Q, Q, **options), call(Q, Q, Q, **options))
+
+
+# --- a late plan ---
+
+
+def dense(q: Tensor) -> Tensor:
+    return fa.flash_attn_func(q, q[:, :, :2], q[:, :, 2:], causal=True)
+
+
+def windowed(q: Tensor) -> Tensor:
+    return fa.flash_attn_func(q, q, q, causal=True, window_size=(2, 0))
+
+
+def with_lse(q: Tensor) -> Tensor:
+    out, L = fa.flash_attn_func(q, q, q, causal=True, return_softmax_lse=True)
+    return out * L.detach().transpose(1, 2)[..., None]
+
+
+def cached(q: Tensor) -> Tensor:
+    k, v = (torch.zeros(len(q), 2 * T, H, D, device=q.device, dtype=q.dtype) for _ in range(2))
+    return fa.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=3, causal=True)
+
+
+def ragged(q: Tensor) -> Tensor:
+    ends = torch.tensor([0, 4, T], dtype=torch.int32, device=q.device)
+    one = q.flatten(0, 1)[:T]
+    return fa.flash_attn_varlen_func(one, one, one, ends, ends, T, T, causal=True)
+
+
+CALLS: list[Function] = [dense, windowed, with_lse, cached, ragged]
+
+
+def in_context(enter: Callable[[], Any]) -> Callable[[Function, Tensor], Tensor]:
+    def call(f: Function, q: Tensor) -> Tensor:
+        with enter():
+            return f(q)
+
+    return call
+
+
+def in_checkpoint(f: Function, q: Tensor) -> Tensor:
+    q = q.clone().requires_grad_()
+    out: Tensor = checkpoint(f, q, use_reentrant=False)
+    if out.requires_grad:
+        out.sum().backward()  # runs f again
+        assert q.grad is not None and q.grad.isfinite().all()
+    return out.detach()
+
+
+def in_backward(f: Function, q: Tensor) -> Tensor:
+    found: list[Tensor] = []
+
+    class Calls(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x.clone())
+        backward = staticmethod(lambda ctx, grad: (found.append(f(q)), grad)[1])
+
+    Calls.apply(q.clone().requires_grad_()).sum().backward()
+    return found[0]
+
+
+def in_hooks(f: Function, q: Tensor) -> Tensor:
+    packed: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = f(q.clone().requires_grad_())
+    assert all(len(t) <= 64 for t in packed if t.dim() == 4)  # none of the probe's
+    return out.detach()
+
+
+def under_grad(f: Function, q: Tensor) -> Tensor:
+    return torch.func.grad(lambda q: ((out := f(q)).sum(), out), has_aux=True)(q)[1]
+
+
+def with_default_dtype(f: Function, q: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return f(q)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def while_profiled(f: Function, q: Tensor) -> Tensor:
+    with torch.profiler.profile() as profile:
+        torch.ones(3).exp()
+        out = f(q)
+        torch.ones(3).tan()
+    assert {"aten::exp", "aten::tan"} <= {e.key for e in profile.key_averages()}
+    return out
+
+
+def in_a_graph(f: Function, q: Tensor) -> Tensor:
+    if f is ragged:
+        return f(q)  # its lengths are read on the host
+    torch.compiler.reset()
+    return torch.compile(f, fullgraph=True, backend="eager")(q)
+
+
+SURROUNDINGS = {
+    "autocast": in_context(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "checkpoint": in_checkpoint,
+    "backward": in_backward,
+    "hooks": in_hooks,
+    "no_grad": in_context(torch.no_grad),
+    "inference": in_context(torch.inference_mode),
+    "default device": in_context(lambda: torch.device("meta")),
+    "default dtype": with_default_dtype,
+    "profiler": while_profiled,
+    "FLOP counter": in_context(lambda: FlopCounterMode(display=False)),
+    "func.grad": under_grad,
+    "fullgraph": in_a_graph,
+}
+
+
+@cache
+def alone(f: Function, name: str) -> Tensor:
+    fa.use(name)
+    return f(Q)
+
+
+# The cache's function has no gradients, and the lengths of texts are data.
+@pytest.mark.parametrize("f, around", every(2, [
+    (f, around) for f in CALLS for around in SURROUNDINGS
+    if not (around == "func.grad" and f in (cached, ragged))]),
+    ids=lambda v: getattr(v, "__name__", v))
+def test_a_first_call_is_the_same_in_all_surroundings(f: Function, around: str) -> None:
+    for name in ("auto", "manual", "tiled"):
+        if name == "tiled" and (around == "fullgraph" or f is cached):
+            continue  # a graph break, and no static cache
+        want = alone(f, name)
+        fa.use(name)
+        state = torch.get_rng_state()
+        got = SURROUNDINGS[around](f, Q)
+        assert got.dtype == want.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("f", CALLS, ids=lambda f: f.__name__)
+def test_tensors_without_values_give_shapes(f: Function) -> None:
+    want = alone(f, "auto")
+    fa.use("auto")
+    outs = [f(Q.to("meta"))]
+    with FakeTensorMode():
+        outs.append(f(torch.empty(Q.shape)))
+    assert all((out.shape, out.dtype) == (want.shape, want.dtype) for out in outs)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer, which Python's numbers leave
+def test_tracers_record_a_first_call() -> None:
+    for q in (Q, torch.randn(1, 2000, 1, 8)):
+        fa.use()
+        traced = torch.jit.trace(windowed, q, check_trace=False)
+        torch.testing.assert_close(traced(q), windowed(q))
+    for mode in ("real", "fake", "symbolic"):
+        fa.use()
+        torch.testing.assert_close(make_fx(windowed, tracing_mode=mode)(Q)(Q), windowed(Q))
+
+
+def test_a_planned_model_is_copied_pickled_moved_and_exported() -> None:
+    model = GPT(replace(TINY, attention_window=(None, 8))).eval()
+    model.plan(grad=False)
+    want = model(IDX)[0]
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(other(IDX)[0], want)
+    rows = {"idx": {0: torch.export.Dim("rows", max=8)}}
+    exported = torch.export.export(model, (IDX.repeat(3, 1),), dynamic_shapes=rows).module()
+    for call in (exported, torch.compile(model, fullgraph=True, backend="eager")):
+        torch.testing.assert_close(call(IDX)[0], want)
+    torch.testing.assert_close(model.double()(IDX)[0].float(), want)
+    assert model.to("meta")(IDX.to("meta"))[0].shape == want.shape
+
+
+# --- threads, forks, Ctrl-C ---
+
+
+def test_threads_choose_once_and_get_the_same(tmp_path: Path) -> None:
+    """As many runs of the kernel as in one thread, and one for each call more."""
+    counts, outs = [], list[Tensor]()
+    for n in (1, 6):
+        mine = kernels.Recorder()
+        fa.use(kernels.as_file(tmp_path, mine))
+        threads = [threading.Thread(target=lambda: outs.append(windowed(Q))) for _ in range(n)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        counts.append(len(mine.shapes) - n)
+    assert counts[0] == counts[1] and len(outs) == 7
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+class Waits(kernels.Recorder):
+    """A kernel that waits in its first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.end = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
+        if not self.begun.is_set():
+            self.begun.set()
+            self.end.wait(60)
+        return super().__call__(*args, **options)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork with threads
+def test_a_fork_chooses_while_another_thread_does(tmp_path: Path) -> None:
+    mine, want = Waits(), alone(windowed, "manual")
+    fa.use(kernels.as_file(tmp_path, mine))
+    choosing = threading.Thread(target=windowed, args=(Q,))
+    choosing.start()
+    mine.begun.wait()
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            signal.alarm(30)
+            fa.use("manual")
+            code = 7 if torch.equal(windowed(Q), want) else 2
+        finally:
+            os._exit(code)
+    mine.end.set()
+    choosing.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_after_ctrl_c_in_a_choice_the_next_one_goes_on(tmp_path: Path) -> None:
+    mine = Waits()
+    fa.use(kernels.as_file(tmp_path, mine))
+
+    def interrupt() -> None:
+        mine.begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        windowed(Q)
+    fa.use("manual")
+    found: list[Tensor] = []
+    other = threading.Thread(target=lambda: found.append(windowed(Q)), daemon=True)
+    other.start()
+    other.join(30)
+    mine.end.set()
+    assert found and torch.equal(found[0], alone(windowed, "manual"))
+
+
+# --- ranks ---
+
+
+def on_rank(rank: int, n: int, file: str, fallback: bool) -> tuple[str, list[str]]:
+    """The kernel that a rank plans, and the warnings of the process."""
+    os.environ["RANK"], said, handler = str(rank), list[str](), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nanoattn").addHandler(handler)
+    ranks = DistInfo(torch.device("cpu"), rank, n, torch.distributed.group.WORLD)
+    model = GPT(replace(TINY, attention_backend=file), Policy(fallback=fallback))
+    try:
+        return model.plan(2, ranks)[0].chosen.backend.name, said
+    except BackendUnavailable as e:
+        return f"refused: {e}", said
+
+
+KERNEL = """
+import os
+from nanoattn import Backend, Caps, manual
+{}
+def attend(*args, **options):
+    {}
+    return manual.attend(*args, **options)
+BACKEND = Backend("mine", "mine", attend, (Caps(),), fallback="tiled")
+"""
+
+
+@pytest.mark.parametrize("loads, rank, fallback", [
+    (True, 1, True), (True, 1, False), (False, 1, True), (False, 0, True)])
+def test_ranks_take_the_first_kernel_that_each_accepts(loads, rank, fallback, tmp_path) -> None:
+    """A file that fails on one rank, when it is loaded or called: rank 0 warns and names it."""
+    fails = f"if os.environ['RANK'] == '{rank}': raise RuntimeError('no kernel image')"
+    (tmp_path / "mine.py").write_text(KERNEL.format(*(("", fails) if loads else (fails, ""))))
+    found = processes.run(on_rank, 2, str(tmp_path / "mine.py"), fallback)
+    (name, said), (other, silent) = found
+    if not fallback:
+        assert all("refused" in took and "no kernel image" in took for took in (name, other))
+        return
+    assert name == other == "tiled" and silent == []
+    assert len(said) == 1 and f"rank {rank}" in said[0] and "no kernel image" in said[0]
+
+
+# --- fastest ---
+
+SPEC, SHAPE = Spec(2, 1, 16, "float32"), (3, 96, 96)
+
+
+class Clock:
+    """Seconds that pass only where a test lets them; what kernels ran is not recorded."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.now, self.patch, self.shapes = 0.0, patch, list[int]()
+        patch.setenv("NANOATTN_CACHE", str(folder))
+        patch.setattr(timing, "perf_counter", lambda: self.now)
+        patch.setattr("attention.proof.profiled", lambda events: nullcontext())
+
+    def only(self, **ms: float | Exception) -> None:
+        """Backends that take so many ms, or raise at SHAPE; auto's choice is "sdpa"."""
+        made = {name: Backend(name, "made up", partial(self.attend, of), (Caps(),), None)
+                for name, of in ms.items()}
+        for known in (BACKENDS, SELECT._BY_ANY_NAME):
+            for name in [*known]:
+                self.patch.delitem(known, name)
+            for name, backend in made.items():
+                self.patch.setitem(known, name, backend)
+        self.patch.setitem(SELECT.PREFERENCE, "cpu", ("sdpa",))
+        self.shapes.clear()
+
+    def attend(self, of: Any, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Any) -> Tensor:
+        if len(q) == SHAPE[0]:  # the probe has two sequences
+            self.shapes.append(q.shape[1])
+            if isinstance(of, Exception):
+                raise of
+            self.now += (10 * of if of < 0 and len(self.shapes) % 3 == 0 else abs(of)) / 1e3
+        elif isinstance(of, ValueError):
+            raise of
+        return manual.attend(q, k, v, spec, **more)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> Clock:
+    monkeypatch.setattr("attention.machine.system.bfloat16_units", lambda: "")
+    caplog.set_level(logging.INFO, "nanoattn")
+    return Clock(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("rival, winner", [
+    (10.2, "sdpa"), (9.85, "sdpa"), (9.79, "rival"), (1.0, "rival"), (MemoryError("9 GiB"), "sdpa"),
+    (ValueError("no kernel image"), "sdpa")])
+def test_two_percent_unseat_autos_choice(rival, winner, clock, caplog) -> None:
+    """And what fails, in the probe or at the real shape, is dropped with its reason."""
+    clock.only(rival=rival, sdpa=10.0)
+    chosen = fa.fastest(SPEC, "cpu", SHAPE)
+    assert (chosen.backend.name, chosen.requested, chosen.rejected) == (winner, "fastest", {})
+    [row] = [x for x in caplog.text.splitlines() if x.split()[:1] == ["rival"]]
+    assert (f"{rival:.3f}" if isinstance(rival, float) else str(rival)) in row
+
+
+def test_a_measured_name_is_remembered_and_proved_again(clock, tmp_path, caplog) -> None:
+    clock.only(sdpa=10.0, rival=5.0)
+    assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "rival"
+    [file] = tmp_path.iterdir()
+    clock.only(sdpa=1.0, rival=5.0)
+    assert fa.fastest(replace(SPEC, n_head=2), "cpu", SHAPE).backend.name == "rival"
+    assert clock.shapes == []
+    assert fa.fastest(SPEC, "cpu", (3, 97, 97)).backend.name == "sdpa"  # another shape
+    assert fa.fastest(replace(SPEC, window=9), "cpu", SHAPE).backend.name == "sdpa"  # another kind
+    clock.only(sdpa=1.0, rival=5.0)
+    assert fa.fastest(replace(SPEC, window=8), "cpu", SHAPE).backend.name == "sdpa"
+    assert clock.shapes == []  # the kind is the same
+    clock.only(sdpa=10.0, rival=ValueError("no kernel image"))
+    assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
+    assert "no kernel image" in caplog.text
+    names = json.loads(file.read_text())
+    for damaged in ("cut sho", "[" * 100_000, json.dumps({key: ["x"] for key in names}), "[1]"):
+        file.write_text(damaged)
+        assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
+        assert "sdpa" in file.read_text()
+
+
+def test_nothing_is_remembered_where_nothing_could_be_measured(clock, tmp_path) -> None:
+    clock.only(sdpa=RuntimeError("no"))
+    assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
+    assert list(tmp_path.iterdir()) == []
+
+
+class SecondOfTwo:
+    """Rank 1, next to a rank 0 that measured "rival" and otherwise agrees."""
+
+    rank = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return ["rival" if value == "auto" else value, value]
+
+
+def test_all_processes_take_what_rank_0_measured(clock, caplog) -> None:
+    clock.only(sdpa=1.0, rival=5.0)  # sdpa is faster here
+    chosen = fa.fastest(SPEC, "cpu", SHAPE, ranks=SecondOfTwo())
+    assert (chosen.backend.name, chosen.requested, clock.shapes) == ("rival", "fastest", [])
+
+
+def test_a_traced_call_takes_the_stored_name(clock, tmp_path) -> None:
+    clock.only(sdpa=10.0, rival=5.0)
+    spec = replace(SPEC, n_head=2, n_kv_head=2, compiled=True, grad=False)
+    config = GPTConfig(96, 64, 1, 2, 32, attention_backend="fastest")
+    for name in ("sdpa", "rival"):
+        model = GPT(config).eval()
+        with torch.no_grad():
+            torch.compile(model, backend="eager")(IDX)
+        assert {p[0].chosen.backend.name for p in model.plans.known.values()} == {name}
+        torch.compiler.reset()
+        fa.fastest(spec, "cpu", SHAPE)

@@ -1,0 +1,383 @@
+"""The proof: right kernels pass, wrong ones are refused, and it costs about one call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import kernels
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attention import BACKENDS, manual, select
+from attention.__main__ import main
+from attention.caps import BackendUnavailable, DeviceLost
+from attention.proof import Inputs, probe, probe_long, truth
+from attention.spec import Machine, Policy, Spec, visible
+
+SPEC = Spec(4, 2, 32, "float32")
+STRICT = Policy(fallback=False)
+HERE = Machine.here("cpu")
+EPS = torch.finfo(torch.float32).eps
+
+
+# --- the truth ---
+
+
+@given(
+    st.sampled_from([(5, 5), (3, 9), (1, 7), (9, 4)]), st.none() | st.integers(1, 6),
+    st.sampled_from([0, 0, 2, None]), st.none() | st.floats(0.1, 2),
+    st.none() | st.floats(0.5, 30), st.booleans(), st.booleans(), st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_truth_is_the_formula_with_autograds_gradients(
+    size, window, right, scale, softcap, segments, sinks, seed
+) -> None:
+    """Of some queries: one head at a time, by lists of keys."""
+    (Tq, Tk), draw = size, torch.Generator().manual_seed(seed)
+    assume(Tq <= Tk or not segments)
+    spec = Spec(4, 2, 8, "float32", window, scale=scale, softcap=softcap, right=right,
+                segments=segments, sinks=sinks)
+    q, k, v, dout = (torch.randn(2, T, H, 8, generator=draw)
+                     for T, H in ((Tq, 4), (Tk, 2), (Tk, 2), (Tq, 4)))
+    ids = (torch.arange(Tk) >= Tk // 2).int().expand(2, Tk) if segments else None
+    sink = torch.randn(4, generator=draw) if sinks else None
+    rows = torch.arange(0, Tq, 2)
+    leaves = [t.double().requires_grad_() for t in (q, k, v, sink) if t is not None]
+    loss, out = torch.tensor(0.0, dtype=torch.float64), torch.zeros(2, len(rows), 4, 8)
+    for b, (n, i), h in itertools.product(range(2), enumerate(rows.tolist()), range(4)):
+        both = (ids[b, i + Tk - Tq], ids[b]) if ids is not None else (None, [None] * Tk)
+        seen = [j for j in range(Tk) if visible(
+            i, j, Tk - Tq, window, both[0], both[1][j], right)]
+        if not seen:
+            continue
+        scores = leaves[1][b, seen, h // 2] @ leaves[0][b, i, h] * spec.softmax_scale
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        exp, rest = scores.exp(), 0 if sink is None else leaves[3][h].exp()
+        row = exp @ leaves[2][b, seen, h // 2] / (exp.sum() + rest)
+        out[b, n, h] = row.detach()
+        loss = loss + row @ dout[b, i, h].double()
+    dq, *others = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    got = truth(Inputs(q, k, v, dout, ids, sink), spec, rows)
+    torch.testing.assert_close(got.out.float(), out)
+    for mine, want in zip((got.dq, got.dk, got.dv, got.dsinks), (dq[:, rows], *others)):
+        torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-9)
+
+
+# --- right kernels ---
+
+SPECS = [
+    SPEC, Spec(4, 4, 80, "bfloat16"), Spec(3, 1, 20, "float16", window=9),
+    Spec(4, 2, 32, "float32", window=1), Spec(2, 2, 16, "float32", window=1000),
+    Spec(2, 2, 32, "float64", segments=True), Spec(2, 2, 32, "float32", dropout=0.2),
+    Spec(4, 1, 64, "bfloat16", window=16, segments=True, grad=False),
+    Spec(4, 2, 32, "float32", window=9, right=4, scale=0.3, softcap=9.0, sinks=True),
+    Spec(4, 2, 32, "bfloat16", window=9, grad=False, cache="static"),
+    Spec(4, 2, 64, "float32", grad=False, cache="paged", page_size=16),
+    Spec(4, 2, 32, "float32", lse=True)]
+
+
+@pytest.mark.parametrize("name, spec", [
+    pytest.param(name, spec, id=f"{name}-{n}", marks=[pytest.mark.slow] * (
+        name == "flex" or (name == "triton" and n not in (2, 6))))
+    for name, b in BACKENDS.items()
+    for n, spec in enumerate(SPECS) if not b.why_not(spec, HERE)])
+def test_a_backend_that_may_run_here_passes(name, spec) -> None:
+    """Short and long; the random state is left alone."""
+    before = torch.get_rng_state()
+    tried = probe(BACKENDS[name], spec, "cpu")
+    assert tried.why == () and tried.events and tried.proof and tried.proof["canary"]
+    assert tried.error is not None and tried.error < 8 * torch.finfo(getattr(torch, spec.dtype)).eps
+    assert name == "triton" or probe_long(BACKENDS[name], spec, "cpu", (2, 300, 300)) == ()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@given(
+    st.sampled_from(["tiled", "sdpa", "sdpa_flash"]), st.sampled_from([1, 8, 32, 64, 128]),
+    st.sampled_from(["float16", "bfloat16"]), st.none() | st.sampled_from([0.5, 1.0, 2.0]),
+    st.none() | st.integers(1, 30), st.sampled_from([0, 0, None, 3]), st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_right_kernel_in_half_precision_passes(name, D, dtype, scale, window, right, lse) -> None:
+    """Its rounded output moves dQ and dK where plain PyTorch, of one key, is exact."""
+    spec = Spec(4, 2, D, dtype, window, scale=scale, right=right, lse=lse)
+    if not BACKENDS[name].why_not(spec, HERE):
+        assert probe(BACKENDS[name], spec, "cpu").why == ()
+
+
+def test_the_kernels_are_what_ran() -> None:
+    """PyTorch's flash kernel on the CPU has no dropout; also while somebody else profiles."""
+    for dropout, kernel in (0.0, "flash (CPU)"), (0.1, "math"):
+        with torch.profiler.profile():
+            assert select("sdpa", replace(SPEC, dropout=dropout), "cpu").kernels == (kernel,)
+
+
+# --- wrong kernels: each is right but for one thing ---
+
+
+def of(change: Callable[[Spec], Spec]) -> Callable[..., Tensor]:
+    """A kernel that computes another Spec."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        new = change(spec)
+        given = {n: t for n, t in options.items() if n == "cache" or getattr(new, n)}
+        return manual.attend(q, k, v, new, **given)
+
+    return attend
+
+
+def on(change: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
+    """A kernel that takes other inputs."""
+    return lambda q, k, v, spec, **more: manual.attend(*change(q, k, v), spec, **more)
+
+
+def after(change: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that returns change(out, v)."""
+    return lambda q, k, v, spec, **more: change(manual.attend(q, k, v, spec, **more), v)
+
+
+def moved(by: int) -> Callable[..., Tensor]:
+    return lambda q, k, v, spec, cache: manual.attend(
+        q, k, v, spec, cache=replace(cache, start=cache.start + by))
+
+
+def raises(error: BaseException) -> Callable[..., Tensor]:
+    def attend(*_: Any, **__: Any) -> Tensor:
+        raise error
+
+    return attend
+
+
+def pytorch(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options).transpose(1, 2)
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, whose gradient is a little too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def other_heads(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
+    """g(h) = h % Hkv instead of h // (H / Hkv)."""
+    order = torch.arange(spec.n_head) % spec.n_kv_head
+    return manual.attend(q, k[:, :, order], v[:, :, order], replace(spec, n_kv_head=spec.n_head))
+
+
+def by_scores(probs: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A kernel that computes the probabilities of scores (B, H, T, T) by itself."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
+        k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / spec.head_dim**0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return torch.einsum("bhij,bjhd->bihd", probs(scores.masked_fill(hidden, -torch.inf)), v)
+
+    return attend
+
+
+WINDOW, QUIET = replace(SPEC, window=9), replace(SPEC, grad=False)
+STATIC = replace(WINDOW, grad=False, cache="static")
+BROKEN: dict[str, tuple[Callable[..., Any], Spec, str]] = {  # and a word of the reason
+    "raises": (raises(RuntimeError("no kernel image\nsecond line")), SPEC, "no kernel image"),
+    "exits": (raises(SystemExit(0)), SPEC, "SystemExit"),
+    "unprintable": (raises(Unprintable()), SPEC, "Unprintable"),
+    "a NaN": (after(lambda out, v: out + 0 / (torch.arange(32) != 3)), SPEC, "out"),
+    "forgotten scale": (on(lambda q, k, v: (q * 32**0.5, k, v)), SPEC, "out"),
+    "sees the future": (pytorch, SPEC, "out"),
+    "aligned top-left": (partial(pytorch, is_causal=True), QUIET, "out"),
+    "no window": (of(lambda s: replace(s, window=None)), WINDOW, "out"),
+    "no wide window": (of(lambda s: replace(s, window=None)), replace(SPEC, window=1024), "out"),
+    "window + 1": (of(lambda s: replace(s, window=s.window + 1)), WINDOW, "out"),
+    "no segments": (of(lambda s: replace(s, segments=False)), replace(SPEC, segments=True), "out"),
+    "no sinks": (of(lambda s: replace(s, sinks=False)), replace(QUIET, sinks=True), "out"),
+    "no view": (lambda q, k, v, s, cache: manual.attend(q, k, v, replace(s, cache="none")),
+                STATIC, "out"),
+    "a place late": (moved(1), STATIC, "out"), "a place early": (moved(-1), STATIC, "out"),
+    "other heads": (other_heads, SPEC, "out"),
+    "dk off": (on(lambda q, k, v: (q, Scaled.apply(k, 1.01), v)), SPEC, "dk"),
+    "no gradient": (after(lambda out, v: out.detach()), SPEC, "requires_grad"),
+    "transposed": (after(lambda out, v: out.transpose(1, 2)), QUIET, "(2, 4, "),
+    "another dtype": (after(lambda out, v: out.half()), SPEC, "float16"),
+    "no tensor": (after(lambda out, v: None), QUIET, "None"),
+    "overflows": (by_scores(lambda s: s.exp() / s.exp().sum(-1, keepdim=True)), SPEC, "out"),
+    "cut off": (by_scores(lambda s: s.clamp(max=30).softmax(-1)), SPEC, "out"),
+    "leaks little": (after(lambda out, v: out * (1 + 4 * EPS * v[:, -1:].mean())), SPEC, "later"),
+    "leaks NaN": (after(lambda out, v: out + torch.where(v[:, -1].mean() > 1.5, torch.nan, 0.0)),
+                  SPEC, "later"),
+    "another default": (after(lambda out, v: (torch.set_default_dtype(torch.float64), out)[1]),
+                        SPEC, "dtype"),
+    "other threads": (after(lambda out, v: (torch.set_num_threads(3), out)[1]), SPEC, "threads"),
+    "NaN by dropout": (lambda q, k, v, s, **o: manual.attend(q, k, v, s, **o) / (s.dropout == 0),
+                       replace(SPEC, dropout=0.1), "dropout"),
+    # Right with the numbers of the first call alone, as a kernel that keeps what it has compiled.
+    **{f"first {name} {value}, {dtype}": (
+        of(partial(replace, **{name: min(value, 32) if name in ("window", "right") else value})),
+        Spec(4, 2, 32, dtype, **{name: value}), "out")
+       for name, values in (("window", (1, 3, 4, 5, 9, 1000)), ("right", (1, 3, 4, 5, 9, 1000)),
+                            ("scale", (0.05, 0.3, 2.0)), ("softcap", (2.0, 50.0, 1000.0)))
+       for value in values for dtype in ("float32", "bfloat16")},
+    # A few percent, where the roundings are a percent.
+    **{f"{name}, {dtype}": (attend, replace(SPEC, dtype=dtype), word)
+       for dtype in ("bfloat16", "float16") for name, word, attend in (
+        ("3 % too large", "out", on(lambda q, k, v: (q, k, v * 1.03))),
+        ("scale 6 % off", "out", on(lambda q, k, v: (q * 1.06, k, v))),
+        ("0.02 too large", "out", after(lambda out, v: out + 0.02)),
+        ("a lost key", "out", on(lambda q, k, v: (q, k, torch.cat((0 * v[:, :1], v[:, 1:]), 1)))),
+        ("dv 4 % off", "dv", on(lambda q, k, v: (q, k, Scaled.apply(v, 1.04)))),
+        ("dq 4 % off", "dq", on(lambda q, k, v: (Scaled.apply(q, 1.04), k, v))))},
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_kernel_is_refused_with_a_reason(fault: str, tmp_path: Path) -> None:
+    """By the probe, and by select(), which takes another one if it may."""
+    attend, spec, word = BROKEN[fault]
+    before = torch.get_default_dtype(), torch.get_num_threads()
+    [reason] = probe(kernels.backend(attend), spec, "cpu").why
+    assert word in reason and "\n" not in reason
+    file = kernels.as_file(tmp_path, attend)
+    chosen = select(file, spec, "cpu")
+    assert chosen.backend.name == "manual" and chosen.rejected["mine"] == (reason,)
+    with pytest.raises(BackendUnavailable) as e:
+        select(file, spec, "cpu", STRICT)
+    assert reason in str(e.value)
+    assert (torch.get_default_dtype(), torch.get_num_threads()) == before
+
+
+def test_the_kernel_of_these_faults_passes_without_them() -> None:
+    for spec in {spec for _, spec, _ in BROKEN.values()}:
+        assert probe(kernels.backend(manual.attend), spec, "cpu").why == ()
+
+
+@pytest.mark.parametrize("cache", ["none", "static"])
+def test_a_leak_of_the_future_is_found_however_small(cache) -> None:
+    """In the last two rows alone, within the tolerance: only the canary tells."""
+    leak = after(lambda out, v: torch.cat((
+        out[:, :-2], out[:, -2:] * (1 + v.mean() * 64 * EPS)), 1))
+    tried = probe(kernels.backend(leak), replace(QUIET, cache=cache), "cpu")
+    assert tried.why and tried.proof and not tried.proof["canary"]
+    assert tried.proof["error"] <= tried.proof["allowed"]
+
+
+# --- at the length of a call ---
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"grad": False}, {"window": 50}, {"segments": True}, {"grad": False, "cache": "dynamic"},
+    {"grad": False, "cache": "static"}, {"dtype": "bfloat16"}, {"right": None}, {"sinks": True}])
+@pytest.mark.parametrize("Tq", [1, 900])
+def test_a_kernel_wrong_beyond_some_keys_is_refused_where_they_are_used(
+    changes, Tq, tmp_path
+) -> None:
+    spec, file = replace(SPEC, **changes), kernels.as_file(
+        tmp_path, kernels.wrong_beyond(700).compute)
+    assert select(file, spec, "cpu", STRICT, shape=(2, Tq, 700)).backend.name == "mine"
+    with pytest.raises(BackendUnavailable, match="out"):
+        select(file, spec, "cpu", STRICT, shape=(2, Tq, 1000))
+    assert select(file, spec, "cpu", shape=(2, Tq, 1000)).backend.name == "manual"
+
+
+def test_a_gradient_wrong_beyond_some_keys_is_found() -> None:
+    """dK of the last keys, to which the gradients of few of the compared queries flow."""
+    mine = kernels.backend(on(lambda q, k, v: (
+        q, torch.cat((k[:, :700], Scaled.apply(k[:, 700:], 1.1)), 1), v)))
+    assert probe(mine, SPEC, "cpu").why == () == probe_long(mine, SPEC, "cpu", (2, 700, 700))
+    [reason] = probe_long(mine, SPEC, "cpu", (2, 1000, 1000))
+    assert "dk" in reason and "1,000" in reason
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in a tensor that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        out = function(*args, **(kwargs or {}))
+        made = [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.numbers = max([self.numbers, *made])
+        return out
+
+
+@pytest.mark.parametrize("changes", [
+    {"grad": False}, {"window": 100}, {"softcap": 9.0}, {"sinks": True}, {"right": None},
+    {"segments": True}, {"dtype": "bfloat16"}])
+def test_no_proof_makes_a_tensor_of_keys_times_keys(changes) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, sinks: Any = None, **_: Any) -> Tensor:
+        return q + 0 * (k.sum() + v.sum() + (0 if sinks is None else sinks.sum()))
+
+    spec, T = replace(SPEC, head_dim=16, **changes), 4096
+    for Tq in (1, T):
+        with Largest() as made:
+            assert probe_long(kernels.backend(attend), spec, "cpu", (8, Tq, T))  # it is wrong
+        assert made.numbers <= 2 * 64 * T
+
+
+@pytest.mark.parametrize("Tq, Tk, changes", [
+    (1, 16_384, {"grad": False}), (1, 16_384, {"grad": False, "cache": "static"}),
+    (5, 16_384, {"window": 99}), (2048, 2048, {}), (2048, 2048, {"scale": 0.1, "grad": False})])
+def test_a_proof_costs_about_one_call(Tq, Tk, changes, tmp_path) -> None:
+    """Whatever the batch and the heads: one call of one group's shape, and short ones."""
+    mine, spec = kernels.Recorder(), Spec(8, 2, 8, "float32", **changes)
+    chosen = select(kernels.as_file(tmp_path, mine), spec, "cpu", shape=(8, Tq, Tk))
+    assert chosen.backend.name == "mine"
+    assert [shape for shape in mine.shapes if shape[2] > 256] == [(1, Tq, Tk, 4)]
+    assert max(B * Tk for B, _, Tk, _ in mine.shapes if Tk <= 256) <= 2 * 64
+
+
+# --- a kernel that loses the GPU ---
+
+
+@pytest.mark.parametrize("text, lost", [
+    ("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be", True),
+    ("CUDA error: device-side assert triggered", True), ("CUDA error: misaligned address", True),
+    ("Triton Error [CUDA]: an illegal memory access was encountered", True),
+    ("CUDA error: no kernel image is available for execution on the device", False),
+    ("CUDA out of memory. Tried to allocate 2.00 GiB", False)])
+@pytest.mark.parametrize("T", [100, 1000])  # in the first probe, and in that of the call's length
+def test_no_kernel_is_tried_on_a_gpu_that_another_has_crashed(text, lost, T, tmp_path) -> None:
+    """CUDA refuses all work of a process after some errors: a fallback would get the blame."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        if k.shape[1] >= min(T, 1000) or T < 256:
+            raise torch.AcceleratorError(text)
+        return manual.attend(q, k, v, spec, **options)
+
+    file = kernels.as_file(tmp_path, attend, fallback="sdpa")
+    if not lost:
+        assert select(file, SPEC, "cpu", shape=(1, T, T)).backend.name == "sdpa"
+        return
+    with pytest.raises(DeviceLost, match=r"mine .*--attention_backend=sdpa") as e:
+        select(file, SPEC, "cpu", shape=(1, T, T))
+    assert "\n" not in str(e.value) and text.partition("\n")[0] in str(e.value)
+
+
+def test_a_crash_on_the_gpu_is_one_line_of_a_command(tmp_path, capsys) -> None:
+    text = "CUDA error: an illegal memory access was encountered"
+    with pytest.raises(SystemExit):
+        main([kernels.as_file(tmp_path, raises(RuntimeError(text))), "--device=cpu"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert text in line and "--attention_backend=manual" in line
