@@ -41,7 +41,7 @@ from .machine.apart import apart, outside_a_trace
 from .machine.system import autocast_dtype, cache_folder, write_at_once
 from .machine.timing import Row, measure, table
 from .proof import LONG
-from .select import BACKENDS, Ranks, Resolution, Shape, announce, resolve, select
+from .select import BACKENDS, Ranks, Resolution, Shape, announce, gather, resolve, select
 from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
@@ -245,41 +245,22 @@ def fastest(
     ranks: Ranks | None = None,
 ) -> Resolution:
     """The fastest backend here, remembered or measured, which takes seconds. With several
-    processes rank 0 measures for all.
+    processes, which call this together, rank 0 measures for all.
 
     Args:
         shape: sequences, queries and keys: (B, T, T) in training, (B, 1, T) for decoding with a
             cache.
-        ranks: processes that call this together.
 
     Raises:
         BackendUnavailable: "auto" finds no backend that can run.
     """
     assert not spec.grad or shape[1] == shape[2], shape
-    request = spec, device, shape, policy
-    if ranks is None:
-        return apart(device, lambda: find_fastest(*request))
     name = "auto"
-    if ranks.rank == 0:
-        with suppress(BackendUnavailable):  # then every rank refuses
-            name = apart(device, lambda: find_fastest(*request)).backend.name
-    name = ranks.gather(name)[0]
-    try:
-        return take(name, *request, ranks)
-    except BackendUnavailable as e:
-        if name == "auto" or not policy.fallback:
-            raise
-        if ranks.rank == 0:
-            log.warning(f"fastest: {name} of rank 0 does not run on every rank ({e})")
-        return take("auto", *request, ranks)
-
-
-def take(
-    name: str, spec: Spec, device: str | torch.device, shape: Shape, policy: Policy,
-    ranks: Ranks | None = None,
-) -> Resolution:
-    strict = replace(policy, fallback=name == "auto")  # a measured name does not fall back
-    chosen = select(name, spec, device, strict, shape=shape, ranks=ranks)
+    if ranks is None or ranks.rank == 0:
+        with suppress(BackendUnavailable):  # then select() gives the reasons, on every rank
+            name = apart(device, lambda: find_fastest(spec, device, shape, policy))
+    name = gather(ranks, name)[0]
+    chosen = select(name, spec, device, policy, shape=shape, ranks=ranks)
     return replace(chosen, requested="fastest")
 
 
@@ -300,19 +281,19 @@ def memory_key(spec: Spec, machine: Machine) -> str:
 
 def find_fastest(
     spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
-) -> Resolution:
-    request = spec, device, shape, policy
+) -> str:
+    """The name of the fastest backend here, remembered or measured."""
     machine, file = Machine.here(str(device)), cache_folder() / "fastest.json"
     key = memory_key(spec, machine) + repr((shape, policy))
     name = stored().get(key)
     if isinstance(name, str) and name in BACKENDS:  # a file is never run from here
         try:
-            chosen = take(name, *request)
+            select(name, spec, device, replace(policy, fallback=False), shape=shape)
             log.info(f"fastest: {name}, remembered; delete {file} to measure again")
-            return chosen
+            return name
         except BackendUnavailable as e:
             log.warning(f"fastest: {name}, from {file}, cannot run now ({e}): measuring again")
-    rule, began = take("auto", *request).backend.name, perf_counter()
+    rule, began = select("auto", spec, device, policy, shape=shape).backend.name, perf_counter()
     names = dict.fromkeys((rule, *BACKENDS))
     rows = measure(names, [spec], machine, policy, torch.device(device), shape, TOO_SLOW)
     name, why = decide(rows, rule)
@@ -320,13 +301,12 @@ def find_fastest(
     heading = f"fastest: batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}, {device} ({seconds:.1f} s)"
     text = "\n".join([heading, table(rows, [spec]), f"chosen: {name} ({why})"])
     log.info(text.replace("\n", "\n      "))
-    chosen = take(name, *request)
     if any(row.ms for row in rows):
         try:
             write_at_once(file, json.dumps({**stored(), key: name}, indent=1))
         except OSError as e:
             log.warning(f"fastest: cannot write {file}: {e}")
-    return chosen
+    return name
 
 
 def decide(rows: list[Row], rule: str) -> tuple[str, str]:

@@ -33,7 +33,7 @@ AMX = replace(CPU, bfloat16_units=True)
 BF16, FP16, FP32 = (Spec(12, 12, 64, dtype) for dtype in ("bfloat16", "float16", "float32"))
 ANY = Spec(4, 4, 64, "float32")
 FLASH2, FLASH4 = {"flash_attn": "2.8.3"}, {"flash_attn.cute": "4.0.0b26"}
-ALL = dict.fromkeys(packages(), "99.0")
+TRITON, ALL = {"triton": "3.6"}, dict.fromkeys(packages(), "99.0")
 
 
 def ids(x: Any) -> str:
@@ -52,6 +52,11 @@ def ids(x: Any) -> str:
     (B200, replace(BF16, segments=True), {}, "sdpa_flash"),
     (A100, replace(BF16, window=64), FLASH2, "flash_attn_2"),
     (TITAN, replace(FP16, window=64), {}, "sdpa"),
+    # sdpa_flash takes windows from torch 2.12 on, and by segments it breaks a compiled graph.
+    (replace(H100, torch="2.11.0"), replace(BF16, window=64), TRITON, "triton"),
+    (replace(H100, torch="2.11.0"), replace(BF16, segments=True), TRITON, "triton"),
+    (replace(H100, torch="2.11.0"), BF16, TRITON, "sdpa"),
+    (H100, replace(BF16, segments=True, compiled=True), TRITON, "triton"),
     # Where 4 uses the instructions of Ampere.
     (A100, replace(BF16, grad=False), FLASH2 | FLASH4, "flash_attn_2"),
     (A100, replace(BF16, grad=False), FLASH4, "flash_attn_4"),
@@ -108,6 +113,20 @@ def test_a_kernel_runs_on_the_machines_of_its_caps(name, spec, machines, not_on)
     for machine in (*machines, *not_on):
         why = get(name).why_not(spec, replace(machine, packages=ALL))
         assert (not why) == (machine in machines), (machine.name, why)
+
+
+@pytest.mark.parametrize("machine, change, words", [
+    (A100, {}, ["9.0 to 11.0", "8.0", "--inference"]),
+    (RTX4090, {}, ["9.0 to 11.0", "8.9", "--inference"]),
+    (A100, {"softcap": 30.0}, ["capability 9.0,", "8.0"]),
+    (replace(B200, capability=(13, 0)), {}, ["12.0 to 12.1", "13.0"]),
+    (A100, {"head_dim": 512}, ["128", "512"]),
+])
+def test_a_capability_is_that_of_the_row_nearest_to_the_request(machine, change, words) -> None:
+    there = replace(machine, packages=ALL)
+    (first, *_) = reasons = get("flash_attn_4").why_not(replace(BF16, **change), there)
+    assert all(word in " ".join(reasons) for word in words)
+    assert ("--inference" in first) == ("--inference" in words)
 
 
 def test_a_prebuilt_kernel_has_to_be_allowed() -> None:

@@ -381,3 +381,12 @@ def test_a_crash_on_the_gpu_is_one_line_of_a_command(tmp_path, capsys) -> None:
         main([kernels.as_file(tmp_path, raises(RuntimeError(text))), "--device=cpu"])
     [line] = capsys.readouterr().err.splitlines()
     assert text in line and "--attention_backend=manual" in line
+
+
+@pytest.mark.parametrize("name, other", [("sdpa_flash", "sdpa_math"), ("sdpa_math", "sdpa_flash")])
+def test_a_pinned_kernel_that_is_another_one_is_refused(name, other) -> None:
+    spec = Spec(2, 2, 16, "float32")
+    assert not probe(BACKENDS[name], spec, "cpu").why
+    swapped = replace(BACKENDS[name], attend=BACKENDS[other].attend)
+    (why,) = probe(swapped, spec, "cpu").why
+    assert other.removeprefix("sdpa_") in why

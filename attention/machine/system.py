@@ -153,7 +153,8 @@ def settings_stay() -> Iterator[None]:
             torch.set_num_threads(before[1])
             torch.use_deterministic_algorithms(before[2])
     if after != before:
-        raise RuntimeError(f"it changed PyTorch's settings from {before} to {after}")
+        names = "default dtype, threads, deterministic algorithms"
+        raise RuntimeError(f"it changed PyTorch's settings ({names}) from {before} to {after}")
 
 
 def loses_device(e: BaseException) -> bool:
