@@ -263,7 +263,8 @@ def _attend(
     try:
         if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
             raise ValueError(f"unknown argument {', '.join(unknown)}")
-        check_deterministic(bool(others.get("deterministic")), query)
+        if others.get("deterministic"):
+            check_deterministic(query)
         if isinstance(scaling, Tensor) or (s_aux is not None and s_aux.shape != (H,)):
             raise ValueError("scaling must be a number, and s_aux one for each head")
         if scaling is None and getattr(module, "scale_attn_by_inverse_layer_idx", False):
