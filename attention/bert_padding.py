@@ -32,26 +32,26 @@ def unpad_input(
 
     Returns:
         The kept rows (total, ...); their indices in (B * T) (total,) int64; cu_seqlens (B + 1,)
-        int32; the longest length; each sequence's tokens (B,) int32. Before flash-attn 2.7 the last
-        one was missing.
+        int32; the longest length; each sequence's tokens (B,) int32 (new in flash-attn 2.7).
 
     Raises:
         ValueError: a mask is not (B, T), or has other values than 0 and 1 or both for one place.
     """
-    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None and mask.shape != hidden_states.shape[:2]:
+    spare = torch.zeros_like(attention_mask) if unused_mask is None else unused_mask
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", spare)):
+        if mask.shape != hidden_states.shape[:2]:
             wrong(name, f"{tuple(hidden_states.shape[:2])} as hidden_states", mask)
-    kept = attention_mask if unused_mask is None else attention_mask.int() + unused_mask.int()
-    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None and not bool(((mask == 0) | (mask == 1) & (kept == 1)).all()):
-            wrong(name, "0 or 1, and not 1 in both masks", mask)
-    lengths = kept.sum(-1, dtype=torch.int32)
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            wrong(name, "0 or 1", mask)
+    kept = attention_mask.int() + spare.int()
+    if bool((kept > 1).any()):
+        wrong("unused_mask", "0 where attention_mask is 1", spare)
+    lengths, used = kept.sum(-1, dtype=torch.int32), attention_mask.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if len(lengths) else 0
-    used = attention_mask.sum(-1, dtype=torch.int32)
-    return (index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest,
-            used)
+    rows = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return rows, indices, cu_seqlens, longest, used
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

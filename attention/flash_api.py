@@ -1,24 +1,18 @@
 """FlashAttention's functions over the backends of this package, on any device.
 
-    import nanoattn as flash_attn                  # or, where the real package may be installed:
-    try: from flash_attn import flash_attn_func
-    except ImportError: from nanoattn import flash_attn_func
-
-stand_in.py is for programs that import flash_attn and cannot be changed.
+    import nanoattn as flash_attn  # stand_in.py is for programs that cannot be changed
 
 Signatures, layouts, defaults and in-place effects are those of flash-attn 2.8 (Dao-AILab,
 flash_attn/flash_attn_interface.py); FlashAttention-3's further keywords are accepted too. What is
-not computed (flash_args.REFUSED) raises a ValueError with the argument's name. num_splits,
-pack_gqa, sm_margin and scheduler_metadata only tune the packages' own kernels: any value is
-accepted. All floating dtypes run, not only float16 and bfloat16. Meta and fake tensors give results
-of the right shape.
-
-`use()` names the backend; a call's kernel is chosen and proved once for its kind (plan.py). Rows
-that see no key give zeros, as in flash-attn, and a log-sum-exp of -inf, where flash-attn has inf.
+not computed raises a ValueError (flash_args.REFUSED); what only tunes the packages' own kernels is
+ignored (HINTS). All floating dtypes run. Meta and fake tensors give results of the right shape.
+Rows that see no key give zeros, and a log-sum-exp of -inf, where flash-attn has inf.
 
     flash_attn_func           _dense
-    flash_attn_varlen_func    segments, if a CUDA kernel reads each alone; else _texts
-    flash_attn_with_kvcache   a view of the cache on CUDA and of pages; else _texts
+    flash_attn_varlen_func    segments, if a CUDA kernel reads each by itself; else _texts
+    flash_attn_with_kvcache   a view of the cache, on CUDA and of pages; else _texts
+
+A call's kernel is chosen and proved once for its kind (plan.py).
 """
 
 from __future__ import annotations
@@ -32,23 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import manual, tiled
-from .caps import Backend
-from .flash_args import (
-    NAMES,
-    Request,
-    check,
-    check_deterministic,
-    check_new,
-    check_pages,
-    check_rows,
-    integers,
-    lengths_of,
-    unpacked,
-    wrong,
-)
+from . import flash_args, manual, tiled
+from .caps import INTEGERS, Backend, must_be
+from .flash_args import Request, wrong
 from .function import attention
-from .masks import PagedView, StaticView, kept, symbolic
+from .masks import PagedView, StaticView, kept, nothing, symbolic
 from .plan import Plans
 from .select import check_name
 from .spec import Policy, Spec
@@ -87,25 +69,25 @@ def flash_attn_func(
     Raises:
         ValueError: an argument that is not supported, or arguments that contradict one another.
     """
-    check(q, k, v)
+    flash_args.check(q, k, v)
     if k.shape[0] != q.shape[0]:  # len() would be a constant in torch.export
         wrong("k", f"of q's batch of {q.shape[0]}", k)
-    check_deterministic(deterministic, q)
-    lse = return_attn_probs or return_softmax_lse
-    request = Request.of(dropout_p, softmax_scale, causal, window_size, softcap, lse,
-                         alibi_slopes=alibi_slopes, **fa3)
-    return _returned(*_dense(q, k, v, request), return_attn_probs, lse)
+    request = Request.of(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
+        return_attn_probs or return_softmax_lse, deterministic, alibi_slopes=alibi_slopes, **fa3,
+    )
+    return _returned(*_dense(q, k, v, request), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_func() with kv (B, Tk, 2, Hkv, D)."""
-    k, v = unpacked("kv", kv, 2, "batch, tokens")
+    k, v = flash_args.unpacked("kv", kv, 2, "batch, tokens")
     return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_func() with qkv (B, T, 3, H, D)."""
-    q, k, v = unpacked("qkv", qkv, 3, "batch, tokens")
+    q, k, v = flash_args.unpacked("qkv", qkv, 3, "batch, tokens")
     return flash_attn_func(q, k, v, *args, **options)
 
 
@@ -129,35 +111,31 @@ def flash_attn_varlen_func(
     Returns:
         (total_q, H, D); softmax_lse is (H, total_q) float32.
     """
-    check(q, k, v, dims=3, paged=block_table is not None)
-    N = cu_seqlens_q.shape[0] - 1
-    integers("cu_seqlens_q", cu_seqlens_q, (max(N, 0) + 1,), q.device)
-    integers("cu_seqlens_k", cu_seqlens_k, (N + 1,), q.device)
+    flash_args.check(q, k, v, dims=3, paged=block_table is not None)
+    n = cu_seqlens_q.shape[0]
+    must_be("cu_seqlens_q", cu_seqlens_q, (n,), q.device, INTEGERS)
+    must_be("cu_seqlens_k", cu_seqlens_k, (n,), q.device, INTEGERS)
     if block_table is not None:
-        integers("block_table", block_table, (N, -1), q.device)
-    check_deterministic(deterministic, q)
-    lse = return_attn_probs or return_softmax_lse
-    request = Request.of(dropout_p, softmax_scale, causal, window_size, softcap, lse,
-                         alibi_slopes=alibi_slopes, **fa3)
+        must_be("block_table", block_table, (n - 1, -1), q.device, INTEGERS)
+    request = Request.of(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
+        return_attn_probs or return_softmax_lse, deterministic, alibi_slopes=alibi_slopes, **fa3,
+    )
     square = cu_seqlens_q is cu_seqlens_k and block_table is None
     if _shape_only(q) or (square and torch.compiler.is_compiling()):
         segments = _segments(cu_seqlens_q, q.shape[0]) if square else None
         k, v = (t.flatten(0, -3)[None] for t in (k, v))
         out, L = _dense(q[None], k, v, request, segments)
-        return _returned(out[0], None if L is None else L[0], return_attn_probs, lse)
-    lengths_q = lengths_of("cu_seqlens_q", cu_seqlens_q, len(q))
-    lengths_k = lengths_of("cu_seqlens_k", cu_seqlens_k, len(k) if block_table is None else None)
+        return _returned(out[0], None if L is None else L[0], return_attn_probs)
+    lengths_q = flash_args.lengths_of("cu_seqlens_q", cu_seqlens_q, len(q))
+    total = len(k) if block_table is None else None
+    lengths_k = flash_args.lengths_of("cu_seqlens_k", cu_seqlens_k, total)
     if block_table is not None:
-        room = block_table.shape[1] * k.shape[1]
-        if max(lengths_k, default=0) > room:
-            wrong("cu_seqlens_k", f"of at most {room} tokens a row of block_table", lengths_k)
-        skip = [_unseen(b - a, request.window, k.shape[1]) for a, b in zip(lengths_q, lengths_k)]
-        check_pages(block_table, k, skip, lengths_k)
-        ks, vs = (_unpaged(pages, block_table, skip, lengths_k) for pages in (k, v))
+        used = flash_args.pages_seen(block_table, k, lengths_q, lengths_k, request.window)
+        ks, vs = _tokens(k, used, lengths_k), _tokens(v, used, lengths_k)
     else:
-        if lengths_q == lengths_k and q.is_cuda and not lse:
-            grad = _needs_grad(q, k, v)
-            backend = _kernel(q[None], len(k), k.shape[1], request, segments=True, grad=grad)[0]
+        if lengths_q == lengths_k and q.is_cuda and not request.lse:
+            backend = _kernel(q[None], len(k), k.shape[1], request, segments=True)[0]
             if q.device.type in backend.varlen:
                 segments = _segments(cu_seqlens_q, len(q))
                 return _dense(q[None], k[None], v[None], request, segments)[0][0]
@@ -166,20 +144,21 @@ def flash_attn_varlen_func(
     for i, (n, text) in enumerate(zip(lengths_q, ks)):
         alike.setdefault((n, len(text)), []).append(i)
     outs, Ls = _texts(q.split(lengths_q), ks, vs, [*alike.values()], request)
-    L = torch.cat([q.new_empty(q.shape[1], 0, dtype=torch.float32), *Ls], 1) if lse else None
-    return _returned(torch.cat([q[:0], *outs]), L, return_attn_probs, lse)
+    none = q.new_empty(q.shape[1], 0, dtype=torch.float32)
+    L = torch.cat([none, *Ls], dim=1) if request.lse else None
+    return _returned(torch.cat([q[:0], *outs]), L, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_varlen_func() with kv (total_k, 2, Hkv, D)."""
-    k, v = unpacked("kv", kv, 2, "tokens")
+    k, v = flash_args.unpacked("kv", kv, 2, "tokens")
     return flash_attn_varlen_func(q, k, v, *args, **options)
 
 
 def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
                                      *args: Any, **options: Any) -> Returned:
     """flash_attn_varlen_func() with qkv (total, 3, H, D)."""
-    q, k, v = unpacked("qkv", qkv, 3, "tokens")
+    q, k, v = flash_args.unpacked("qkv", qkv, 3, "tokens")
     ends, longest = cu_seqlens, max_seqlen
     return flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, *args, **options)
 
@@ -215,28 +194,33 @@ def flash_attn_with_kvcache(
     if block_table is not None and page_table is not None:
         raise ValueError("page_table is block_table's other name: pass one of them")
     table = page_table if block_table is None else block_table
-    check(q, k_cache, v_cache, ("k_cache", "v_cache"), paged=table is not None)
+    flash_args.check(q, k_cache, v_cache, ("k_cache", "v_cache"), paged=table is not None)
     B, Tq, size, Hkv, on = q.shape[0], q.shape[1], k_cache.shape[1], k_cache.shape[2], q.device
-    request = Request.of(0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
-                         rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
-                      alibi_slopes=alibi_slopes, **fa3)
-    n_new = check_new(k, v, k_cache, B)
-    lengths = check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, request.lse)
+    request = Request.of(
+        q, k_cache, v_cache, 0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
+        rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
+        alibi_slopes=alibi_slopes, **fa3,
+    )
+    n_new = flash_args.check_new(k, v, k_cache, B)
+    lengths = flash_args.check_rows(
+        B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, wait=request.lse
+    )
     if _shape_only(q):
-        k = v = k_cache.new_empty(B, size, Hkv, q.shape[3])
-        return _returned(*_dense(q, k, v, request), False, request.lse)
+        kv = k_cache.new_empty(B, size, Hkv, q.shape[3])
+        return _returned(*_dense(q, kv, kv, request))
     before = size if cache_seqlens is None else cache_seqlens
     total = torch.as_tensor(before, dtype=torch.int32, device=on).expand(B) + n_new
     by_row = request.lse or not (table is not None or q.is_cuda)
     ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
-    skip = [0 if table is None else _unseen(n - Tq, request.window, size) for n in ends]
-    if table is not None and lengths is not None:
-        check_pages(table, k_cache, skip, ends)
+    read, used = ends, None
+    if table is not None and ends:
+        used = flash_args.pages_seen(table, k_cache, [Tq] * B, ends, request.window)
+        read = [len(pages) * size - -n % size for pages, n in zip(used, ends)]
     by_row |= not q.numel() or (lengths is not None and not any(ends))
     # The kernel is chosen before anything is written: it may be refused.
-    read = [n - m for m, n in zip(skip, ends) if n and q.numel()]
-    for n in {min(read), max(read)} if by_row and read else ():
-        _kernel(q, n, Hkv, request)
+    if by_row and q.numel():
+        for n in {min(filter(None, read), default=0), max(read)} - {0}:
+            _kernel(q, n, Hkv, request)
     if not by_row:
         cache, pages = ("static", None) if table is None else ("paged", size)
         backend, spec = _kernel(q, size, Hkv, request, cache=cache, page_size=pages)
@@ -254,17 +238,14 @@ def flash_attn_with_kvcache(
         k_cache, v_cache = k_cache[rows], v_cache[rows]
     elif table is None:
         k_cache, v_cache = k_cache[:B], v_cache[:B]
+    if by_row and (not q.numel() or (used is None and len(set(ends)) == 1)):
+        n = ends[0] if q.numel() else 0
+        return _returned(*_dense(q, k_cache[:, :n], v_cache[:, :n], request))
     if by_row:
-        if not q.numel() or (table is None and len(set(ends)) == 1):
-            n = ends[0] if q.numel() else 0
-            out, L = _dense(q, k_cache[:, :n], v_cache[:, :n], request)
-            return _returned(out, L, False, request.lse)
-        if table is None:
-            ks, vs = ([row[:n] for row, n in zip(t, ends)] for t in (k_cache, v_cache))
-        else:
-            ks, vs = (_unpaged(pages, table, skip, ends) for pages in (k_cache, v_cache))
+        ks, vs = (_tokens(t, used, ends) if used else [row[:n] for row, n in zip(t, ends)]
+                  for t in (k_cache, v_cache))
         outs, Ls = _texts(q.unbind(), ks, vs, [[b] for b in range(B)], request)
-        return _returned(torch.stack(outs), torch.stack(Ls), False, request.lse)
+        return _returned(torch.stack(outs), torch.stack(Ls) if request.lse else None)
     start, count = total - Tq, torch.full_like(total, Tq)
     # Queries before every key; of these `right` lets the last ones see some.
     ahead = Tq if request.right is None else request.right
@@ -282,23 +263,15 @@ def _dense(
 ) -> tuple[Tensor, Tensor | None]:
     """out (B, Tq, H, D), and the log-sum-exp (B, H, Tq) float32 if requested."""
     if not (q.numel() and k.numel()):
-        # Zeros, whatever q holds, that keep the graph.
-        out = torch.where(q.new_zeros((), dtype=torch.bool), q, 0) + k[:0].sum() + v[:0].sum()
-        L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
-        return out, L if request.lse else None
+        out, L = nothing(q, k, v, None, lse=True)
+        return out, L.float() if request.lse else None
     more = {} if segments is None else {"segments": segments}
-    backend, spec = _kernel(
-        q, k.shape[1], k.shape[2], request, segments=bool(more), grad=_needs_grad(q, k, v)
-    )
+    backend, spec = _kernel(q, k.shape[1], k.shape[2], request, segments=bool(more))
     with getattr(q, "fake_mode", nullcontext()) if _shape_only(q) else nullcontext():
         if not request.lse:
             return backend.compute(q, k, v, spec, **more), None
         out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
         return out, L.float()
-
-
-def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def _texts(
@@ -318,14 +291,12 @@ def _texts(
 
 
 def _kernel(
-    q: Tensor, Tk: int, Hkv: int, request: Request, *, segments: bool = False, grad: bool = False,
-    cache: str = "none", page_size: int | None = None,
+    q: Tensor, Tk: int, Hkv: int, request: Request, *, segments: bool = False, cache: str = "none",
+    page_size: int | None = None,
 ) -> tuple[Backend, Spec]:
     """The kernel and the Spec of a call with Tk keys of Hkv heads."""
     B, Tq, H, D = q.shape
     compiled = torch.compiler.is_compiling()
-    if type(Tq) is not int and not compiled:  # other tracers' numbers
-        Tq, Tk, H, Hkv, D = map(operator.index, (Tq, Tk, H, Hkv, D))
     # A side that hides nothing is none: more kernels have that.
     window, right = request.window, request.right
     if window is not None and window >= Tk and cache != "paged":
@@ -333,13 +304,13 @@ def _kernel(
     if right != 0:
         right = 0 if Tq == 1 else None if right is None or right >= Tq - 1 else right
     fields: tuple[Any, ...] = (  # in the order of Spec's
-        H, Hkv, D, NAMES[q.dtype], window, request.dropout, segments, grad, cache, compiled,
-        page_size, request.scale, request.softcap, False, request.lse, right,
+        H, Hkv, D, flash_args.NAMES[q.dtype], window, request.dropout, segments, request.grad,
+        cache, compiled, page_size, request.scale, request.softcap, False, request.lse, right,
     )
+    if compiled or type(Tq) is not int:  # sizes may be a tracer's
+        fields = tuple(n if type(n) in PLAIN else operator.index(n) for n in fields)
     plans, device = _plans, str(q.device)  # use() may replace _plans
     if compiled:
-        # index(): a size may be symbolic here.
-        fields = tuple(operator.index(n) if type(n) not in PLAIN else n for n in fields)
         key = device, torch.are_deterministic_algorithms_enabled(), *fields
         plans.choose_in_trace(*key)
         call = plans.known[key][0]
@@ -360,10 +331,8 @@ def _shape_only(t: Tensor) -> bool:
     return symbolic(t) and not torch.compiler.is_compiling()
 
 
-def _returned(out: Tensor, L: Tensor | None, probs: bool, lse: bool) -> Returned:
-    if probs:
-        return out, L, None
-    return (out, L) if lse else out
+def _returned(out: Tensor, L: Tensor | None, probs: bool = False) -> Returned:
+    return out if L is None else (out, L, None) if probs else (out, L)
 
 
 @kept
@@ -373,14 +342,7 @@ def _segments(cu_seqlens: Tensor, total: int) -> Tensor:
     return numbers.repeat_interleave(cu_seqlens.diff(), output_size=total)[None]
 
 
-def _unpaged(pages: Tensor, table: Tensor, skip: list[int], lengths: list[int]) -> list[Tensor]:
-    """Each row's tokens (length - skip, Hkv, D) after the first `skip`, which fill whole pages,
-    from pages (pages, page_size, Hkv, D)."""
+def _tokens(pages: Tensor, used: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    """The tokens (n, Hkv, D) in each row's used pages, of pages (pages, page_size, Hkv, D)."""
     size = pages.shape[1]
-    rows = zip(table, skip, lengths, strict=True)
-    return [pages[row[m // size : -(-n // size)]].flatten(0, 1)[: n - m] for row, m, n in rows]
-
-
-def _unseen(past: int, window: int | None, size: int) -> int:
-    """Tokens before the first page that queries from position `past` on see."""
-    return 0 if window is None else max(0, past - window + 1) // size * size
+    return [pages[u].flatten(0, 1)[: len(u) * size - -n % size] for u, n in zip(used, lengths)]

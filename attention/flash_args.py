@@ -1,8 +1,6 @@
-"""The arguments of flash_api.py's functions: ValueError for what is not supported, and for shapes,
-dtypes, devices, lengths and pages that contradict one another, before anything is written.
-
-Values on another device than the CPU are checked only where the host waits for them anyway:
-cu_seqlens, and cache_seqlens for a log-sum-exp.
+"""The arguments of flash_api.py's functions: ValueError for what is not supported or contradicts
+itself, before anything is written. Values on another device than the CPU are checked only where the
+host waits for them anyway: cu_seqlens, and cache_seqlens for a log-sum-exp.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ class Request(NamedTuple):
     right: int | None
     softcap: float | None
     lse: bool  # return the log-sum-exp too
-
+    grad: bool  # backward() will be called
 
     @classmethod
     def of(
-        cls, dropout: Any, scale: Any, causal: bool, window_size: Any, softcap: Any, lse: bool,
-        **others: object,
+        cls, q: Tensor, k: Tensor, v: Tensor, dropout: Any, scale: Any, causal: bool, window: Any,
+        softcap: Any, lse: bool, deterministic: bool = False, **others: object,
     ) -> Request:
         """`others` are HINTS, or REFUSED unless None, False or 0."""
         for name, value in others.items():
@@ -48,13 +46,17 @@ class Request(NamedTuple):
                 raise TypeError(f"unexpected keyword argument {name!r}")
             if name in REFUSED and (isinstance(value, Tensor) or value not in (None, False, 0)):
                 raise ValueError(f"{name} is not supported")
-        left, right = window_size
-        window = left + 1 if 0 <= left < NO_LIMIT else None
+        if deterministic:
+            check_deterministic(q)
+        left, right = window
+        width = left + 1 if 0 <= left < NO_LIMIT else None
         ahead = right if 0 <= right < NO_LIMIT else None
         number = constant if torch.compiler.is_compiling() else float
         scale = None if scale is None else number(scale)
         softcap = number(softcap or 0) or None
-        return cls(number(dropout), scale, window, 0 if causal else ahead, softcap, lse)
+        grad = q.requires_grad or k.requires_grad or v.requires_grad
+        return cls(number(dropout), scale, width, 0 if causal else ahead, softcap, lse,
+                   grad and torch.is_grad_enabled())
 
 
 def constant(x: Any) -> float:
@@ -66,20 +68,15 @@ def wrong(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name} must be {expected}, got {shape_of(got)}")
 
 
-def integers(name: str, t: object, shape: tuple[int, ...], on: torch.device) -> None:
-    must_be(name, t, shape, on, INTEGERS)
-
-
 def on_host(t: Tensor) -> list[Any] | None:
     return None if symbolic(t) or t.device.type != "cpu" else t.tolist()
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *,
           dims: int = 4, paged: bool = False) -> None:
-    """q of so many dimensions, k and v too or pages, in one dtype, on one device, with one head_dim
-    and heads that divide q's."""
+    """q of so many dimensions, k and v too or pages; heads that divide q's; the rest alike."""
+    layout = "(total tokens, heads, head_dim)" if dims == 3 else "(batch, tokens, heads, head_dim)"
     q_shape, k_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
-    layout = "(batch, tokens, heads, head_dim)" if dims == 4 else "(total tokens, heads, head_dim)"
     if len(q_shape) != dims or dtype not in NAMES or not (q_shape[-1] and q_shape[-2]):
         wrong("q", f"{layout} of {' or '.join(DTYPES)}", q)
     if paged:
@@ -87,8 +84,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), 
     H, D = q_shape[-2], q_shape[-1]
     fits = len(k_shape) == dims and k.dtype == dtype and k.device == on
     if not fits or k_shape[-1] != D or not k_shape[-2] or H % k_shape[-2]:
-        wrong(names[0], f"{layout} with heads of {D} that divide q's {H}, {NAMES[dtype]} on {on}",
-              k)
+        of_q = f"{NAMES[dtype]} on {on} with heads of {D} that divide q's {H}"
+        wrong(names[0], f"{layout}, {of_q}", k)
     if v.shape != k_shape or v.dtype != dtype or v.device != on:
         wrong(names[1], f"{shape_of(k)} as {names[0]}", v)
 
@@ -101,13 +98,13 @@ def unpacked(name: str, t: Tensor, n: int, before: str) -> tuple[Tensor, ...]:
 
 def check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> int:
     """The number of new tokens k, v (B, T_new, Hkv, D)."""
-    if k is None or v is None:
-        if k is not v:
-            raise ValueError("k and v, the new tokens, are passed together")
+    if k is None and v is None:
         return 0
+    if k is None or v is None:
+        raise ValueError("k and v, the new tokens, are passed together")
     for name, t in (("k", k), ("v", v)):
-        must_be(name, t, (B, k.shape[1], *k_cache.shape[2:]), k_cache.device,
-                (NAMES[k_cache.dtype],))
+        shape = B, k.shape[1], *k_cache.shape[2:]
+        must_be(name, t, shape, k_cache.device, (NAMES[k_cache.dtype],))
     return k.shape[1]
 
 
@@ -120,10 +117,10 @@ def check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None
     if table is not None:
         if seqlens is None or rows is not None:
             raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
-        integers("block_table", table, (B, -1), on)
+        must_be("block_table", table, (B, -1), on, INTEGERS)
         room *= table.shape[1]
     elif rows is not None:
-        integers("cache_batch_idx", rows, (B,), on)
+        must_be("cache_batch_idx", rows, (B,), on, INTEGERS)
         chosen = on_host(rows) or []
         if not all(0 <= row < n_rows for row in chosen):
             wrong("cache_batch_idx", f"in 0 .. {n_rows - 1}", chosen)
@@ -132,7 +129,7 @@ def check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None
     elif n_rows < B:
         wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
     if isinstance(seqlens, Tensor):
-        integers("cache_seqlens", seqlens, (B,), on)
+        must_be("cache_seqlens", seqlens, (B,), on, INTEGERS)
         lengths = seqlens.tolist() if wait and not symbolic(seqlens) else on_host(seqlens)
     else:
         lengths = [size if seqlens is None else int(seqlens)] * B
@@ -152,21 +149,27 @@ def _ends(cu_seqlens: Tensor) -> list[int]:
 def lengths_of(name: str, cu_seqlens: Tensor, total: int | None) -> list[int]:
     """The sequences' lengths, of `total` tokens."""
     ends = _ends(cu_seqlens)
-    if ends[0] != 0 or sorted(ends) != ends:
-        wrong(name, "0 and then ascending", ends)
-    if total is not None and ends[-1] != total:
-        wrong(name, f"{total} at last, the number of tokens", ends[-1])
+    if ends[:1] != [0] or sorted(ends) != ends or total not in (None, ends[-1]):
+        last = "" if total is None else f" to {total}, the number of tokens"
+        wrong(name, f"ascending from 0{last}", ends)
     return [b - a for a, b in pairwise(ends)]
 
 
-def check_pages(table: Tensor, pages: Tensor, skip: list[int], ends: list[int]) -> None:
-    """Each row's tokens skip .. end lie in pages: -1 marks an absent one."""
+def pages_seen(table: Tensor, pages: Tensor, lengths_q: list[int], lengths_k: list[int],
+               window: int | None) -> list[Tensor]:
+    """Each row's pages from the first one that its queries see: -1 marks an absent page."""
     n_pages, size = pages.shape[:2]
-    for row, first, end in zip(on_host(table) or (), skip, ends):
-        if not all(0 <= page < n_pages for page in row[first // size : -(-end // size)]):
+    rows = []
+    for row, Tq, Tk in zip(table, lengths_q, lengths_k, strict=True):
+        first = 0 if window is None else max(0, Tk - Tq - window + 1) // size
+        rows.append(row[first : -(-Tk // size)])
+        if -(-Tk // size) > len(row):
+            wrong("cu_seqlens_k", f"of at most {len(row) * size} tokens a row of block_table", Tk)
+        if not all(0 <= page < n_pages for page in on_host(rows[-1]) or ()):
             wrong("block_table", f"pages of 0 .. {n_pages - 1} where there are tokens", row)
+    return rows
 
 
-def check_deterministic(deterministic: bool, q: Tensor) -> None:
-    if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
+def check_deterministic(q: Tensor) -> None:
+    if q.is_cuda and not torch.are_deterministic_algorithms_enabled():
         raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True) here")

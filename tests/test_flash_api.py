@@ -6,10 +6,12 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -18,11 +20,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernels import wrong_beyond
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import attention as nanoattn
 from attention import BACKENDS
 from attention.check import matrix
 from attention.check.matrix import CASES
+from attention.masks import PagedView
 
 SIZE = 8  # of a page
 
@@ -302,15 +306,226 @@ def test_what_changes_nothing_is_accepted() -> None:
     assert torch.equal(one, nanoattn.flash_attn_func(X[:, :1], X, X, causal=True))
 
 
-def test_a_longer_call_is_probed_at_its_length(monkeypatch) -> None:
-    """A kernel that is wrong beyond 700 keys runs up to there; then another one does."""
-    monkeypatch.setitem(sys.modules["attention.select"]._BY_ANY_NAME, "far", wrong_beyond(700))
-    nanoattn.use("far")
-    for T in (600, 1200):
+def test_a_longer_call_is_probed_at_its_length(tmp_path) -> None:
+    """A kernel that is wrong beyond 700 keys runs in short calls; in long ones another one does."""
+    file = tmp_path / "far.py"
+    file.write_text("""
+from nanoattn import Backend, Caps, manual
+def attend(q, k, v, spec, **options):
+    v = v.clone()
+    v[:, 700:] *= 2
+    return manual.attend(q, k, v, spec, **options)
+BACKEND = Backend("far", "right up to some length", attend, (Caps(),), "manual")
+""")
+    nanoattn.use(str(file))
+    for T in (100, 1200):
         q, k, v = (torch.randn(1, T, h, 16) for h in (2, 1, 1))
         out = nanoattn.flash_attn_func(q, k, v, causal=True)
         want = BACKENDS["manual"].attend(q, k, v, nanoattn.Spec(2, 1, 16, "float32"))
         torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)
+
+
+# --- contradictions, and numbers that change ---
+
+Call = dict[str, Any]
+
+
+def ints(*numbers: Any) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def tensors(names: str, *shapes: tuple[int, ...]) -> Call:
+    return {name: torch.randn(*shape, 16) for name, shape in zip(names.split(), shapes)}
+
+
+def dense_call() -> Call:
+    return tensors("q k v", (3, 5, 4), (3, 7, 2), (3, 7, 2))
+
+
+def varlen_call() -> Call:
+    ends = {"cu_seqlens_q": ints(0, 2, 4, 9), "cu_seqlens_k": ints(0, 3, 7, 12)}
+    longest = {"max_seqlen_q": 5, "max_seqlen_k": 5}
+    return tensors("q k v", (9, 4), (12, 2), (12, 2)) | ends | longest
+
+
+def paged_varlen_call() -> Call:
+    pages = tensors("k v", (7, 4, 2), (7, 4, 2))
+    return varlen_call() | pages | {"block_table": ints([0, -1], [5, 2], [1, 4])}
+
+
+def cached_call() -> Call:
+    rows = {"cache_seqlens": ints(0, 6, 3), "cache_batch_idx": ints(2, 3, 0)}
+    return rows | tensors("q k_cache v_cache k v", (3, 2, 4), (4, 8, 2), (4, 8, 2), (3, 2, 2),
+                          (3, 2, 2))
+
+
+def paged_call() -> Call:
+    pages = tensors("k_cache v_cache", (7, 4, 2), (7, 4, 2))
+    table = {"block_table": ints([6, -1], [5, 2], [1, 4]), "cache_batch_idx": None}
+    return cached_call() | pages | table
+
+
+def attend(name: str, spec: nanoattn.Spec, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+    return BACKENDS[name].attend(q, k, v, spec, **more)
+
+
+def attend_call() -> Call:
+    spec = nanoattn.Spec(4, 2, 16, "float32", segments=True, sinks=True, grad=False)
+    more = {"segments": ints(*[[0] * 7] * 3), "sinks": torch.randn(4), "spec": spec}
+    return dense_call() | more | {"name": "manual"}
+
+
+def paged_attend_call() -> Call:
+    spec = nanoattn.Spec(4, 2, 16, "float32", grad=False, cache="paged", page_size=4)
+    view = PagedView(ints([1, 2], [3, 4], [5, 6]), ints(2, 0, 1), ints(5, 5, 5))
+    pages = tensors("k v", (9, 4, 2), (9, 4, 2))
+    return dense_call() | pages | {"cache": view, "spec": spec, "name": "paged"}
+
+
+# What of a call may be changed, and to what: a shape, a dtype, a device, heads, a number.
+SHAPES = (lambda t: t[:-1], lambda t: t[None], lambda t: t.to("meta"), lambda t: t.double())
+HEADS = (lambda t: t[..., :-1], lambda t: t[..., :0, :], lambda t: t.repeat_interleave(3, -2))
+FEWER = (lambda t: t[:-1], lambda t: t[None], lambda t: t.to("meta"), lambda t: t.float())
+
+
+def written(*places: tuple[int, ...]) -> tuple[Any, ...]:
+    """The last number at the place of the others."""
+
+    def write(t: Tensor, place: tuple[int, ...]) -> Tensor:
+        t = t.clone()
+        t[place[:-1]] = place[-1]
+        return t
+
+    return tuple(partial(write, place=place) for place in places)
+
+
+IDS = [ints(*[[0, 1, 1, 0, 2, 2, 2]] * 3), torch.zeros(3, 7)]
+CALLS: list[tuple[Any, Callable[[], Call], dict[str, tuple[Any, ...]]]] = [
+    (nanoattn.flash_attn_func, dense_call, dict.fromkeys("qkv", SHAPES + HEADS)),
+    (nanoattn.flash_attn_varlen_func, varlen_call, {
+        **dict.fromkeys("qkv", SHAPES + HEADS),
+        "cu_seqlens_q": (*FEWER, lambda t: t + 1, lambda t: t.flip(0)),
+        "cu_seqlens_k": (*FEWER, *written((1, 8), (1, -1), (0, 1), (3, 11), (3, 13)))}),
+    (nanoattn.flash_attn_varlen_func, paged_varlen_call, {
+        "k": (*SHAPES[1:], *HEADS), "cu_seqlens_k": written((3, 16)),
+        "block_table": (*FEWER, *written((0, 0, -1), (1, 0, 7), (2, 1, -1)))}),
+    (nanoattn.flash_attn_with_kvcache, cached_call, {
+        **dict.fromkeys(("q", "k_cache", "v_cache", "k", "v"), SHAPES[1:] + HEADS),
+        "cache_batch_idx": (*FEWER, *written((0, -1), (0, 4), (0, 3))),
+        "cache_seqlens": (*FEWER, *written((0, -1), (1, 7)), lambda t: 7), "k": (lambda t: None,)}),
+    (nanoattn.flash_attn_with_kvcache, paged_call, {
+        "cache_batch_idx": (lambda t: ints(0, 1, 2),), "cache_seqlens": (lambda t: None,),
+        "block_table": (*FEWER, *written((0, 0, -1), (1, 1, 7), (2, 1, -1)))}),
+    (attend, attend_call, {
+        **dict.fromkeys("qkv", SHAPES + HEADS), "sinks": (*SHAPES[:3], lambda t: None),
+        "segments": (*FEWER, lambda t: None, *(lambda t, ids=ids: ids for ids in IDS))}),
+    (attend, paged_attend_call, {
+        "q": SHAPES[:3], "k": SHAPES[1:], "segments": (lambda t: IDS[0],),
+        "cache": (lambda t: None, lambda t: PagedView(t.page_table[:1], t.start, t.count))}),
+]
+
+
+def test_contradictions_raise_value_errors_before_anything_is_written(backend) -> None:
+    """Of batch, heads, dtypes, devices, segments, sinks, lengths and pages: one a call."""
+    for function, make, changes in CALLS:
+        if backend == "manual" and "block_table" in make():
+            continue  # it reads no pages
+        function(**make())
+        for name, change in ((n, change) for n, many in changes.items() for change in many):
+            call = make()
+            call[name] = change(call.get(name))
+            before = {n: t.clone() for n, t in call.items() if isinstance(t, Tensor)}
+            with pytest.raises(ValueError):
+                function(**call)
+                pytest.fail(f"{function.__name__} accepts {name}={call[name]}")
+            for n, t in before.items():
+                assert t.is_meta or torch.equal(call[n], t), (name, n)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash"])
+def test_nan_in_one_text_reaches_no_other(name, lse) -> None:
+    """Neither from q, k, v nor from the output's gradient, forward and backward."""
+    nanoattn.use(name)
+    lengths = [40, 1, 37, 0, 5, 40]
+    ends = ints(0, *lengths).cumsum(0).int()
+    clean, got = [torch.randn(sum(lengths), 2, 8) for _ in range(4)], []
+    for value in (1.0, torch.nan):
+        *leaves, dout = (t.clone().index_fill(0, torch.arange(41, 78), value) for t in clean)
+        leaves = [t.requires_grad_() for t in leaves]
+        out = nanoattn.flash_attn_varlen_func(
+            *leaves, ends, ends, 40, 40, causal=True, return_softmax_lse=lse)
+        out, L = out if lse else (out, torch.zeros(2, sum(lengths)))
+        got.append([out, L.T, *torch.autograd.grad(out, leaves, dout)])
+    for a, b in zip(*got, strict=True):
+        assert torch.equal(a[:41], b[:41]) and torch.equal(a[78:], b[78:])
+
+
+def test_nan_in_one_row_of_a_cache_reaches_no_other() -> None:
+    nanoattn.use("auto")
+    for make in (cached_call, paged_call):
+        clean = make()
+        dirty = {n: t.clone() if isinstance(t, Tensor) else t for n, t in clean.items()}
+        for name in "qkv":
+            dirty[name][1] = torch.nan
+        a, b = (nanoattn.flash_attn_with_kvcache(**call, causal=True) for call in (clean, dirty))
+        assert torch.equal(a[::2], b[::2]) and b[1].isnan().any()
+
+
+def test_lengths_and_segments_that_numpy_writes_are_read_again() -> None:
+    q, spec = torch.randn(600, 2, 8), nanoattn.Spec(2, 2, 8, "float32", segments=True)
+    runs = {
+        "lengths": lambda t: nanoattn.flash_attn_varlen_func(q, q, q, t, t, 600, 600, causal=True),
+        "segments": lambda t: attend("sdpa", spec, q[None], q[None], q[None], segments=t[None])}
+    for (run, host, place, value) in (
+        (runs["lengths"], np.array([0, 20, 600], np.int32), 1, 400),
+        (runs["segments"], np.array([0] * 20 + [1] * 580, np.int32), 19, 1)):
+        t = torch.from_numpy(host)
+        before = run(t)
+        host[place] = value
+        again = run(t)
+        assert torch.equal(again, run(t.clone())) and not torch.equal(again, before)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_tensors_without_values_give_shapes(fake) -> None:
+    mode = FakeTensorMode()
+    for function, make, _ in CALLS[:5]:
+        call = {n: t if not isinstance(t, Tensor) else mode.from_tensor(t) if fake else t.to("meta")
+                for n, t in make().items()}
+        out, L = function(**call, causal=True, return_softmax_lse=True)
+        plain = function(**call, causal=True)
+        assert out.shape == plain.shape == call["q"].shape and out.dtype == plain.dtype
+        *batch, T, H, _ = out.shape
+        assert L.shape == (*batch, H, T) and out.device == L.device == call["q"].device
+
+
+NUMBERS = st.tuples(
+    st.integers(1, 40), st.integers(1, 40), st.none() | st.floats(0.01, 3.0), st.booleans(),
+    st.integers(-1, 50), st.integers(-1, 50), st.just(0.0) | st.floats(0.5, 50.0),
+    st.just(0.0) | st.integers(1, 900).map(lambda n: n / 1001))
+
+
+def test_calls_of_one_kind_share_a_plan_and_each_has_its_own_numbers(backend) -> None:
+    """Scales, windows, softcaps, dropouts and lengths that change: few plans, and the truth."""
+    nanoattn.use(backend)
+
+    @given(NUMBERS)
+    @settings(max_examples=1000 if backend == "auto" else 100, deadline=None)
+    def check(numbers: Any) -> None:
+        Tq, Tk, scale, causal, left, right, softcap, dropout = numbers
+        q, k, v = (torch.randn(1, n, h, 8) for n, h in ((Tq, 4), (Tk, 2), (Tk, 2)))
+        q.requires_grad_(backend == "auto")
+        out = nanoattn.flash_attn_func(q, k, v, dropout, scale, causal, (left, right), softcap)
+        if not dropout:
+            sides = {"window": None if left < 0 else left + 1,
+                     "right": 0 if causal else None if right < 0 else right}
+            want = truth(q, k, v, scale=scale, softcap=softcap or None, **sides)
+            torch.testing.assert_close(out.detach().double(), want, atol=1e-5, rtol=1e-4)
+
+    check()
+    plans = sys.modules["attention.flash_api"]._plans.known
+    assert len(plans) <= 64, [*plans]
 
 
 # --- programs that import flash_attn ---

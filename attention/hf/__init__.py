@@ -2,17 +2,16 @@
 
 transformers calls `_mask` once a forward pass for each kind of layer: it builds SDPA's mask and
 proves what it is (mask.py). It calls `_attend` in each layer: that builds a Spec, selects a kernel
-and runs it. Unknown arguments are refused, and so are models that compute their attention
-themselves: when they are built, at their first mask, or by `report()`.
+and runs it. Unknown arguments are refused. Models that compute their attention themselves fail when
+they are built, at their first mask, or in `report()`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 from warnings import warn
 from weakref import WeakKeyDictionary
 
@@ -29,9 +28,6 @@ from ..probabilities import weights
 from ..select import BACKENDS, RULES, Resolution, get
 from ..spec import Policy, Spec
 from .mask import Mask, Proof, prove
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 PREFIX = "nanoattn:"
 # transformers takes a name with one of these words for its own SDPA or flash-attn.
@@ -94,7 +90,6 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
     for name in dict.fromkeys(known):
         add(name)
     _register_files_when_named(add)
-    _refuse_models_with_classes()
 
 
 def _register_files_when_named(add: Callable[[str], None]) -> None:
@@ -121,53 +116,23 @@ def _register_files_when_named(add: Callable[[str], None]) -> None:
     PreTrainedModel.get_correct_attn_implementation = replacement  # type: ignore[method-assign]
 
 
-def _refuse_models_with_classes() -> None:
-    """Make a model that looks up an attention class, not a function, refuse our names (GPT-J, all
-    of BERT's family before transformers 5)."""
-    from transformers import PreTrainedModel
-
-    init: Any = getattr(PreTrainedModel.__init__, "nanoattn_wraps", PreTrainedModel.__init__)
-
-    @wraps(init)
-    def with_refusals(self: object, *args: object, **kwargs: object) -> None:
-        kinds = "ATTENTION_CLASSES", "ATTENTION_FUNCTION"  # the second: ModernBERT's
-        for module in {cls.__module__ for cls in type(self).__mro__}:
-            # A class of executed text may name a module that is not imported.
-            for name, table in list(vars(sys.modules.get(module, object)).items()):
-                if name.endswith(kinds) and isinstance(table, dict):
-                    for key in _made.values():
-                        table.setdefault(key, partial(_refuse_model, key))
-        init(self, *args, **kwargs)
-
-    replacement: Any = with_refusals
-    replacement.nanoattn_wraps = init
-    PreTrainedModel.__init__ = replacement  # type: ignore[method-assign]
-
-
-def _refuse_model(name: str, owner: Any, *_: object, **__: object) -> NoReturn:
-    config: PretrainedConfig = getattr(owner, "config", owner)  # owner: a layer or a config
-    reason = "this version of transformers computes its attention in a class of the model's own"
-    raise BackendUnavailable(f"{name} refuses the model {config.model_type}: {reason}")
-
-
 # --- the mask ---
 
 
-def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **asked: Any) -> Mask:
+def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Mask:
     """transformers' mask for SDPA, proved. No mask is built if it is causal, or hides nothing."""
-    B, Tk = asked["batch_size"], asked["kv_length"]
-    Tq = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
-    window = asked.get("local_size")
-    causal = "allow_is_bidirectional_skip" not in asked
+    B, Tk, window = options["batch_size"], options["kv_length"], options.get("local_size")
+    Tq = options["q_length"] if "q_length" in options else len(options["cache_position"])
+    causal = "allow_is_bidirectional_skip" not in options
     # With one query, no mask would mean all keys, including the free places of a static cache.
-    skip = asked.pop("allow_is_causal_skip", True) and Tq > 1
-    seen = sdpa_mask(**asked, allow_is_causal_skip=skip)
+    skip = options.pop("allow_is_causal_skip", True) and Tq > 1
+    seen = sdpa_mask(**options, allow_is_causal_skip=skip)
     try:
-        if seen is None:
-            proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
-        else:
-            real = _tokens(Tq, **asked) if causal or Tq == Tk else None
+        if seen is not None:
+            real = _tokens(Tq, **options) if causal or Tq == Tk else None
             proof = prove(seen, window if causal else None, real, causal)
+        else:
+            proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
     except ValueError as e:
         raise BackendUnavailable(f"{name} refuses the mask: {e}") from None
     return Mask.of(proof, name, (B, 1, Tq, Tk))
@@ -192,25 +157,21 @@ def _proved(mask: Tensor, window: int | None, Tq: int) -> Proof:
     return prove(mask.expand(-1, -1, Tq, -1) if one_row else mask, window)
 
 
-def _proof(
-    mask: Tensor | None, window: int | None, is_causal: bool | None, Tq: int, Tk: int
-) -> Proof:
+def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None, Tq: int,
+           Tk: int) -> Proof:
     """Proof of a layer's mask: from _mask(), or made here and cached with the mask."""
     if mask is None:
         # Eager attention without a mask sees all keys: the layer must declare what it means.
         if is_causal is None or (is_causal and Tq != Tk):
             raise ValueError(f"{Tq} queries and {Tk} keys without a mask, is_causal={is_causal}")
         proof = Proof(Tq, Tk, right=0 if is_causal else None)
-    elif isinstance(mask, Mask):
-        if not hasattr(mask, "proof"):
-            raise ValueError("the model changed the mask")
-        proof = mask.proof
-    else:  # a 4-D mask of the caller's own
-        proof = _proved(mask, window, Tq)
+    elif isinstance(mask, Mask) and not hasattr(mask, "proof"):
+        raise ValueError("the model changed the mask")
+    else:  # of a plain tensor: a 4-D mask of the caller's
+        proof = mask.proof if isinstance(mask, Mask) else _proved(mask, window, Tq)
     if proof.queries != Tq or proof.end > Tk or (mask is not None and mask.shape[-1] < Tk):
         raise ValueError(f"the mask does not fit {Tq} queries and {Tk} keys")
-    own = proof.effective(proof.window)
-    if proof.right == 0 and window is not None and proof.effective(window) != own:
+    if proof.right == 0 and window and proof.effective(window) != proof.effective(proof.window):
         raise ValueError(f"the layer's window is {window}, its mask's {proof.window or 'none'}")
     return proof
 
@@ -234,9 +195,9 @@ def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> N
 
 # --- the call of a layer ---
 
-# Of each layer the number of calls, by Spec, requested name and kernel.
+# The calls of each layer: by Spec, requested name and kernel, how many.
 _Calls = dict[tuple[object, ...], tuple[Spec, Resolution, int]]
-_ran: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
 
 def _attend(
@@ -257,67 +218,61 @@ def _attend(
 
     Raises:
         BackendUnavailable: an argument is not supported.
+        ValueError: q, k, v and s_aux contradict one another.
     """
     (B, H, Tq, D), (_, Hkv, Tk, _) = query.shape, key.shape
-    device = query.device
     try:
         if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
             raise ValueError(f"unknown argument {', '.join(unknown)}")
-        check_deterministic(bool(others.get("deterministic")), query)
-        if isinstance(scaling, Tensor) or (s_aux is not None and s_aux.shape != (H,)):
-            raise ValueError("scaling must be a number, and s_aux one for each head")
+        if others.get("deterministic"):
+            check_deterministic(query)
         if scaling is None and getattr(module, "scale_attn_by_inverse_layer_idx", False):
             # GPT-2 up to transformers 4.57: only its eager function reads this.
             raise ValueError("the layer does not pass its scale (scale_attn_by_inverse_layer_idx)")
-        if key.shape != value.shape or (key.shape[0], key.shape[3]) != (B, D):
-            shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
-            raise ValueError(f"q, k and v must agree in batch and head_dim: {shapes}")
-        if half := autocast_dtype(device.type):  # as for SDPA
-            low = [t if t.dtype == torch.float64 else t.to(half) for t in (query, key, value)]
-            query, key, value = low
-        if not query.dtype == key.dtype == value.dtype:
-            raise ValueError(f"q, k and v are {query.dtype}, {key.dtype} and {value.dtype}")
+        if half := autocast_dtype(query.device.type):  # as for SDPA
+            query, key, value = (t if t.dtype == torch.float64 else t.to(half)
+                                 for t in (query, key, value))
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         proof = _proof(attention_mask, sliding_window, causal, Tq, Tk)
         if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == Tq > 1:
             _check_packing(position_ids, proof, attention_mask)
-        learned = [t for t in (query, key, value, s_aux) if t is not None and t.requires_grad]
-        grad = torch.is_grad_enabled() and bool(learned)
+        learned = any(t is not None and t.requires_grad for t in (query, key, value, s_aux))
+        grad = torch.is_grad_enabled() and learned
         right = None if proof.right is None or proof.right >= Tq - 1 > 0 else proof.right
         spec = Spec(
             H, Hkv, D, str(query.dtype).removeprefix("torch."),
             window=proof.effective(proof.window), dropout=float(dropout),
             segments=proof.segments is not None, grad=grad,
             cache="none" if grad or Tq == proof.end or right != 0 else "dynamic",
-            scale=scaling, softcap=softcap, sinks=s_aux is not None, right=right,
+            scale=None if scaling is None else float(scaling), softcap=softcap,
+            sinks=s_aux is not None, right=right,
         )
     except ValueError as e:
         who = f"{implementation(plans.name)} refuses {type(module).__name__}"
         raise BackendUnavailable(f"{who}: {e}") from None
 
     label = " with a cache" if spec.cache != "none" else " without gradients"
-    chosen = plans.choose(spec, str(device), (B, Tq, proof.end), label)
-    ran = _ran.setdefault(module, {})
+    chosen = plans.choose(spec, str(query.device), (B, Tq, proof.end), label)
+    calls = _calls.setdefault(module, {})
     call = spec, chosen.requested, chosen.backend.name, chosen.kernels
-    ran[call] = spec, chosen, ran[call][2] + 1 if call in ran else 1
-    q_BTHD, k_BTHD, v_BTHD = (t.transpose(1, 2) for t in (query, key, value))
+    calls[call] = spec, chosen, calls[call][2] + 1 if call in calls else 1
     options: dict[str, Tensor] = {} if s_aux is None else {"sinks": s_aux}
     if proof.segments is not None:
-        options["segments"] = proof.segments.to(device).expand(B, -1)
+        options["segments"] = proof.segments.to(query.device).expand(B, -1)
     if output_attentions:
         warn(f"output_attentions=True stores {Tq} x {Tk} attention weights a head", stacklevel=2)
     # Views: a static cache is longer than its contents.
     runs = proof.runs or (([], slice(0, proof.end)),)
     outs, Ps = [], []
     for rows, J in runs:
-        tensors = q_BTHD, k_BTHD[:, J], v_BTHD[:, J]
+        tensors = (t.transpose(1, 2) for t in (query, key[:, :, J], value[:, :, J]))
         q, k, v = tensors if len(runs) == 1 else (t[rows] for t in tensors)
-        outs.append(chosen.backend.compute(q, k, v, spec, **options))
+        outs.append(chosen.backend.attend(q, k, v, spec, **options))
         if output_attentions:
             P = weights(q, k, spec, **options).to(query.dtype)
             Ps.append(F.pad(P, (J.start, Tk - J.stop)))
     if len(runs) > 1:
-        back = torch.tensor([b for rows, _ in runs for b in rows], device=device).argsort()
+        back = torch.tensor([b for rows, _ in runs for b in rows], device=query.device).argsort()
         outs, Ps = ([torch.cat(ts)[back]] if ts else [] for ts in (outs, Ps))
     return outs[0].contiguous(), Ps[0] if Ps else None
 
@@ -355,9 +310,10 @@ def report(model: torch.nn.Module) -> Report:
     Raises:
         RuntimeError: no layer ran: the model was not called, or ignores its implementation.
     """
-    found = {n: m for n, m in model.named_modules() if m in _ran or "Attention" in type(m).__name__}
-    inner = [n for n in found if not any(o.startswith(f"{n}.") for o in found)]
-    layers = [Layer(n, tuple(_ran.get(found[n], {}).values())) for n in inner]
+    modules = {n: m for n, m in model.named_modules()
+               if m in _calls or "Attention" in type(m).__name__}
+    inner = [n for n in modules if not any(other.startswith(f"{n}.") for other in modules)]
+    layers = [Layer(n, tuple(_calls.get(modules[n], {}).values())) for n in inner]
     if not any(layer.ran for layer in layers):
         raise RuntimeError(
             f"none of the {len(layers)} attention layers of {type(model).__name__} has run through "
