@@ -60,151 +60,111 @@ def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_random_numbers_make_few_plans(tmp_path: Path) -> None:
-    """1,000 calls; each kind is proved at most twice, and calls get their own numbers."""
-    mine, numbers = kernels.Recorder(), set[Spec]()
-    draw = torch.Generator().manual_seed(0)
-
-    def some(of: Callable[[float], Any], share: float = 0.5) -> Any:
-        a, b = torch.rand(2, generator=draw).tolist()
-        return of(b) if a < share else None
-
-    def compute(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
-        numbers.add(spec)
-        return torch.zeros_like(q) if called else manual.attend(q, k, v, spec, **options)
-
-    mine.compute, called, wanted = compute, False, list[Spec]()  # type: ignore[method-assign]
+    """1,000 calls: each kind is proved at most twice, once at length."""
+    mine, draw = kernels.Recorder(), torch.Generator().manual_seed(0)
     plans = Plans(kernels.as_file(tmp_path, mine))
-    for _ in range(1000):
-        spec = Spec(
-            H, H, D, "float32", some(lambda x: int(1 + 400 * x)), some(lambda x: x, 0.9) or 0.0,
-            scale=some(lambda x: 0.1 + x), softcap=some(lambda x: 1 + 50 * x), grad=False)
-        n = int(1 + 400 * torch.rand(1, generator=draw).item())
-        chosen = plans.choose(spec, "cpu", (1, 1, n))
-        called = True
-        chosen.backend.attend(Q[:1, :1], Q[:1], Q[:1], spec)
-        called = False
-        wanted.append(spec)
-    assert set(wanted) <= numbers
-    long = [shape for shape in mine.shapes if shape[2] > 256]
-    assert len(plans.known) <= 64 and len(long) <= len(plans.known)
-    short = len(mine.shapes) - 1000 - len(long)
-    assert short <= 16 * len(plans.known)
+    for a, b, c, d, n, *on in torch.rand(1000, 9, generator=draw).tolist():
+        spec = Spec(H, H, D, "float32", int(1 + 400 * a) if on[0] < 0.5 else None,
+                    b if on[1] < 0.5 else int(16 * b) / 16, grad=False,
+                    scale=0.1 + c if on[2] < 0.5 else None, softcap=1 + 50 * d if d < 0.5 else None)
+        assert plans.choose(spec, "cpu", (1, 1, int(1 + 400 * n))).backend.name == "mine"
+    long = sum(Tk > 256 for _, _, Tk, _ in mine.shapes)
+    assert len(plans.known) <= 64 and long <= len(plans.known)
+    assert len(mine.shapes) - long <= 20 * len(plans.known)
 
 
 @pytest.mark.parametrize("name", ["auto", "manual", "tiled"])
 @given(data=st.data())
 @settings(max_examples=10, deadline=None)
 def test_calls_of_a_kind_with_other_numbers_are_right(name: str, data: Any) -> None:
-    """Under one plan, in any order, against float64."""
+    """Of flash_attn_func under one plan, in any order, against float64."""
     fa.use(name)
-    options = data.draw(st.fixed_dictionaries(dict.fromkeys(
-        ("window", "right", "scale", "softcap"), st.booleans())))
     number = {"window": st.integers(1, 40), "right": st.integers(1, 40),
               "scale": st.floats(0.05, 2), "softcap": st.floats(1, 50)}
+    on = data.draw(st.sets(st.sampled_from([*number])))
     for _ in range(3):
-        asked = {n: data.draw(number[n]) for n, on in options.items() if on}
-        if options["right"] and not options["window"]:
-            asked["right"] = None
+        options: dict[str, Any] = {n: data.draw(number[n]) for n in on}
+        if "right" in on and "window" not in on:
+            options["right"] = None
         Tq, Tk = sorted(data.draw(st.tuples(st.integers(1, 50), st.integers(1, 300))))
         draw = torch.Generator().manual_seed(Tk)
-        q, k, v = (torch.randn(2, n, h, D, generator=draw) for n, h in ((Tq, 4), (Tk, 2), (Tk, 2)))
-        leaves = [t.requires_grad_() for t in (q, k, v)]
-        window, right = asked.get("window"), asked.get("right", 0)
+        leaves = [torch.randn(2, n, h, D, generator=draw).requires_grad_()
+                  for n, h in ((Tq, 4), (Tk, 2), (Tk, 2))]
+        right = options.get("right", 0)
         out = fa.flash_attn_func(
-            *leaves, softmax_scale=asked.get("scale"), softcap=asked.get("softcap", 0.0),
-            window_size=(-1 if window is None else window - 1, -1 if right is None else right))
+            *leaves, softmax_scale=options.get("scale"), softcap=options.get("softcap", 0.0),
+            window_size=(options.get("window", 0) - 1, -1 if right is None else right))
         grads = torch.autograd.grad(out.sum(), leaves)
-        want = oracle.attention(q, k, v, torch.ones_like(q), **asked)
+        want = oracle.attention(*leaves, torch.ones_like(out), **options)
         for got, exact in zip((out, *grads), (want.out, want.dq, want.dk, want.dv)):
             torch.testing.assert_close(got.double(), exact, rtol=1e-3, atol=1e-4)
 
 
-def switched(file: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    fa.use(file)
-    leaf = Q.clone().requires_grad_()
-    yield "flash_attn_func", lambda: fa.flash_attn_func(leaf, leaf, leaf, causal=True)
-    model = GPT(replace(TINY, attention_backend=file))
-    yield "GPT", lambda: model(IDX, IDX)
-    planned = GPT(replace(TINY, attention_backend=file))
-    planned.plan()
-    yield "planned GPT", lambda: planned(IDX, IDX)
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_deterministic_algorithms_make_another_plan(tmp_path: Path) -> None:
-    """A kernel that is not deterministic does not run once they are on, and again when off."""
-    mine = kernels.Recorder()
-    caps = replace(kernels.EVERYTHING, deterministic=False)
-    for name, call in switched(kernels.as_file(tmp_path, mine, caps)):
-        for on in (False, True, False, True):
-            torch.use_deterministic_algorithms(on)
-            mine.shapes.clear()
-            call()
-            assert bool(mine.shapes) is not on, (name, on)
-        torch.use_deterministic_algorithms(False)
+@pytest.mark.parametrize("which", ["function", "GPT", "planned GPT"])
+def test_deterministic_algorithms_make_another_plan(which: str, tmp_path: Path) -> None:
+    """A kernel that is not deterministic does not run while they are on."""
+    mine, leaf = kernels.Recorder(), Q.clone().requires_grad_()
+    file = kernels.as_file(tmp_path, mine, caps=replace(kernels.CAPS, deterministic=False))
+    model = GPT(replace(TINY, attention_backend=file))
+    fa.use(file)
+    if which == "planned GPT":
+        model.plan()
+    for on in (False, True, False, True):
+        torch.use_deterministic_algorithms(on)
+        mine.shapes.clear()
+        dense(leaf) if which == "function" else model(IDX, IDX)
+        assert bool(mine.shapes) is not on
 
 
 # --- in a trace ---
 
 
-def wrong(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
-    return manual.attend(q, k, 2 * v, spec, **options)
-
-
 def test_a_trace_runs_nothing_and_says_that_it_proves_nothing(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO, "nanoattn")
     mine = kernels.Recorder()
-    file = kernels.as_file(tmp_path, mine)
-    model = GPT(replace(TINY, attention_backend=file)).eval()
+    model = GPT(replace(TINY, attention_backend=kernels.as_file(tmp_path, mine))).eval()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
-        for _ in range(2):
-            got = compiled(IDX)[0]
-    assert mine.shapes == []  # what was recorded in the trace is the graph
-    said = [r.getMessage() for r in caplog.records if "mine" in r.getMessage()]
-    assert len(said) == 1 and "not proved" in said[0]
-    model.plan(compiled=True, grad=False)
-    assert mine.shapes
-    proved = [r.getMessage() for r in caplog.records if "mine" in r.getMessage()][1:]
-    assert proved and "not proved" not in proved[0]
-    torch.testing.assert_close(compiled(IDX)[0], got)
+        first, second = compiled(IDX)[0], compiled(IDX)[0]
+        assert mine.shapes == [] and torch.equal(first, second)
+        [said] = [r.getMessage() for r in caplog.records]
+        assert "mine" in said and "not proved" in said
+        model.plan(compiled=True, grad=False)
+        assert mine.shapes and torch.equal(compiled(IDX)[0], first)
+    assert "not proved" not in caplog.records[1].getMessage()
 
 
 @pytest.mark.parametrize("fallback", [True, False])
-@pytest.mark.parametrize("compiled_again", [True, False])
-def test_what_a_plan_refuses_no_trace_goes_on_with(fallback, compiled_again, tmp_path) -> None:
-    """With another kernel, or not at all; also in a graph of another shape."""
-    file = kernels.as_file(tmp_path, wrong)
+@pytest.mark.parametrize("order", ["trace, plan", "trace, plan, other shape", "plan, trace"])
+def test_what_a_plan_refuses_no_trace_takes_or_goes_on_with(fallback, order, tmp_path) -> None:
+    """It takes another kernel, or it is an error; also after a plan of eager calls."""
+    file = kernels.as_file(tmp_path, lambda q, k, v, spec, **o: manual.attend(q, k, 2 * v, spec))
     model = GPT(replace(TINY, attention_backend=file), Policy(fallback=fallback)).eval()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    idx = IDX[:, :7] if "shape" in order else IDX
     with torch.no_grad():
-        want = compiled(IDX)[0]
-        if fallback:
-            model.plan(compiled=True, grad=False)
-        else:
-            with pytest.raises(BackendUnavailable, match="out"):
-                model.plan(compiled=True, grad=False)
-        idx = IDX[:, :7] if compiled_again else IDX
+        wrong = compiled(IDX)[0][:, -1:] if order.startswith("trace") else None
+        with nullcontext() if fallback else pytest.raises(BackendUnavailable, match="out"):
+            model.plan(compiled=wrong is not None, grad=False)
         if not fallback:
             with pytest.raises(Exception, match="out"):
                 compiled(idx)
             return
-        reference = GPT(replace(TINY, attention_backend="manual")).eval()
-        reference.load_state_dict(model.state_dict())
-        got = compiled(idx)[0]
-        torch.testing.assert_close(got, reference(idx)[0])
-        assert compiled_again or not torch.allclose(got, want)
+        right = GPT(replace(TINY, attention_backend="manual")).eval()
+        right.load_state_dict(model.state_dict())
+        torch.testing.assert_close(compiled(idx)[0], right(idx)[0])
+        assert wrong is None or not torch.allclose(wrong, right(IDX)[0])
 
 
 COMPILED = """
-import sys, torch, attention as fa
+import torch, attention as fa
 from model import GPT, GPTConfig
-x = torch.randint(64, (1, 16))
 q = torch.randn(1, 16, 2, 16)
 for name in ("flex", "fastest", "auto"):
     model = GPT(GPTConfig(32, 64, 1, 2, 32, attention_backend=name)).eval()
     with torch.no_grad():
-        torch.compile(model, backend="eager")(x)
+        torch.compile(model, backend="eager")(torch.randint(64, (1, 16)))
     fa.use(name)
     torch.compile(fa.flash_attn_func, backend="eager")(q, q, q, causal=True)
 print("returned")
@@ -212,7 +172,7 @@ print("returned")
 
 
 def test_a_compiled_call_without_a_plan_returns() -> None:
-    """flex and fastest compile kernels themselves, for which a thread of the choice would wait."""
+    """flex and fastest compile, for which a thread of the choice would wait."""
     done = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True,
                           text=True, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["returned"], done.stderr
@@ -257,7 +217,7 @@ def ragged(q: Tensor) -> Tensor:
 CALLS: list[Function] = [dense, windowed, with_lse, cached, ragged]
 
 
-def in_context(enter: Callable[[], Any]) -> Callable[[Function, Tensor], Tensor]:
+def inside(enter: Callable[[], Any]) -> Callable[[Function, Tensor], Tensor]:
     def call(f: Function, q: Tensor) -> Tensor:
         with enter():
             return f(q)
@@ -287,12 +247,8 @@ def in_backward(f: Function, q: Tensor) -> Tensor:
 
 def in_hooks(f: Function, q: Tensor) -> Tensor:
     packed: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        packed.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    hooks = (lambda t: (packed.append(t), t)[1]), (lambda t: t)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
         out = f(q.clone().requires_grad_())
     assert all(len(t) <= 64 for t in packed if t.dim() == 4)  # none of the probe's
     return out.detach()
@@ -327,18 +283,11 @@ def in_a_graph(f: Function, q: Tensor) -> Tensor:
 
 
 SURROUNDINGS = {
-    "autocast": in_context(lambda: torch.autocast("cpu", torch.bfloat16)),
-    "checkpoint": in_checkpoint,
-    "backward": in_backward,
-    "hooks": in_hooks,
-    "no_grad": in_context(torch.no_grad),
-    "inference": in_context(torch.inference_mode),
-    "default device": in_context(lambda: torch.device("meta")),
-    "default dtype": with_default_dtype,
-    "profiler": while_profiled,
-    "FLOP counter": in_context(lambda: FlopCounterMode(display=False)),
-    "func.grad": under_grad,
-    "fullgraph": in_a_graph,
+    "autocast": inside(lambda: torch.autocast("cpu", torch.bfloat16)), "hooks": in_hooks,
+    "checkpoint": in_checkpoint, "backward": in_backward, "no_grad": inside(torch.no_grad),
+    "default device": inside(lambda: torch.device("meta")), "default dtype": with_default_dtype,
+    "inference": inside(torch.inference_mode), "profiler": while_profiled, "func.grad": under_grad,
+    "FLOP counter": inside(lambda: FlopCounterMode(display=False)), "fullgraph": in_a_graph,
 }
 
 
@@ -390,8 +339,7 @@ def test_tracers_record_a_first_call() -> None:
 def test_a_planned_model_is_copied_pickled_moved_and_exported() -> None:
     model = GPT(replace(TINY, attention_window=(None, 8))).eval()
     model.plan(grad=False)
-    want = model(IDX)[0]
-    file = io.BytesIO()
+    want, file = model(IDX)[0], io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
@@ -419,7 +367,7 @@ def test_threads_choose_once_and_get_the_same(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         counts.append(len(mine.shapes) - n)
-    assert counts[0] == counts[1] and len(outs) == 7
+    assert counts[0] == counts[1] > 0 and len(outs) == 7
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -459,18 +407,13 @@ def test_a_fork_chooses_while_another_thread_does(tmp_path: Path) -> None:
 
 
 def test_after_ctrl_c_in_a_choice_the_next_one_goes_on(tmp_path: Path) -> None:
-    mine = Waits()
+    mine, found = Waits(), list[Tensor]()
     fa.use(kernels.as_file(tmp_path, mine))
-
-    def interrupt() -> None:
-        mine.begun.wait()
-        os.kill(os.getpid(), signal.SIGINT)
-
+    interrupt = lambda: (mine.begun.wait(), os.kill(os.getpid(), signal.SIGINT))  # noqa: E731
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         windowed(Q)
     fa.use("manual")
-    found: list[Tensor] = []
     other = threading.Thread(target=lambda: found.append(windowed(Q)), daemon=True)
     other.start()
     other.join(30)
@@ -536,13 +479,12 @@ class Clock:
 
     def only(self, **ms: float | Exception) -> None:
         """Backends that take so many ms, or raise at SHAPE; auto's choice is "sdpa"."""
-        made = {name: Backend(name, "made up", partial(self.attend, of), (Caps(),), None)
-                for name, of in ms.items()}
         for known in (BACKENDS, SELECT._BY_ANY_NAME):
             for name in [*known]:
                 self.patch.delitem(known, name)
-            for name, backend in made.items():
-                self.patch.setitem(known, name, backend)
+            for name, of in ms.items():
+                made = Backend(name, "made up", partial(self.attend, of), (Caps(),), None)
+                self.patch.setitem(known, name, made)
         self.patch.setitem(SELECT.PREFERENCE, "cpu", ("sdpa",))
         self.shapes.clear()
 
@@ -551,7 +493,7 @@ class Clock:
             self.shapes.append(q.shape[1])
             if isinstance(of, Exception):
                 raise of
-            self.now += (10 * of if of < 0 and len(self.shapes) % 3 == 0 else abs(of)) / 1e3
+            self.now += of / 1e3
         elif isinstance(of, ValueError):
             raise of
         return manual.attend(q, k, v, spec, **more)
@@ -581,11 +523,10 @@ def test_a_measured_name_is_remembered_and_proved_again(clock, tmp_path, caplog)
     assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "rival"
     [file] = tmp_path.iterdir()
     clock.only(sdpa=1.0, rival=5.0)
-    assert fa.fastest(replace(SPEC, n_head=2), "cpu", SHAPE).backend.name == "rival"
-    assert clock.shapes == []
+    assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "rival" and clock.shapes == []
     assert fa.fastest(SPEC, "cpu", (3, 97, 97)).backend.name == "sdpa"  # another shape
-    assert fa.fastest(replace(SPEC, window=9), "cpu", SHAPE).backend.name == "sdpa"  # another kind
-    clock.only(sdpa=1.0, rival=5.0)
+    assert fa.fastest(replace(SPEC, window=9), "cpu", SHAPE).backend.name == "sdpa"  # and kind
+    clock.shapes.clear()
     assert fa.fastest(replace(SPEC, window=8), "cpu", SHAPE).backend.name == "sdpa"
     assert clock.shapes == []  # the kind is the same
     clock.only(sdpa=10.0, rival=ValueError("no kernel image"))
@@ -600,8 +541,7 @@ def test_a_measured_name_is_remembered_and_proved_again(clock, tmp_path, caplog)
 
 def test_nothing_is_remembered_where_nothing_could_be_measured(clock, tmp_path) -> None:
     clock.only(sdpa=RuntimeError("no"))
-    assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
-    assert list(tmp_path.iterdir()) == []
+    assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa" and not [*tmp_path.iterdir()]
 
 
 class SecondOfTwo:
@@ -613,20 +553,7 @@ class SecondOfTwo:
         return ["rival" if value == "auto" else value, value]
 
 
-def test_all_processes_take_what_rank_0_measured(clock, caplog) -> None:
+def test_all_processes_take_what_rank_0_measured(clock) -> None:
     clock.only(sdpa=1.0, rival=5.0)  # sdpa is faster here
     chosen = fa.fastest(SPEC, "cpu", SHAPE, ranks=SecondOfTwo())
     assert (chosen.backend.name, chosen.requested, clock.shapes) == ("rival", "fastest", [])
-
-
-def test_a_traced_call_takes_the_stored_name(clock, tmp_path) -> None:
-    clock.only(sdpa=10.0, rival=5.0)
-    spec = replace(SPEC, n_head=2, n_kv_head=2, compiled=True, grad=False)
-    config = GPTConfig(96, 64, 1, 2, 32, attention_backend="fastest")
-    for name in ("sdpa", "rival"):
-        model = GPT(config).eval()
-        with torch.no_grad():
-            torch.compile(model, backend="eager")(IDX)
-        assert {p[0].chosen.backend.name for p in model.plans.known.values()} == {name}
-        torch.compiler.reset()
-        fa.fastest(spec, "cpu", SHAPE)
