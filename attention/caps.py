@@ -292,7 +292,7 @@ def checked(name: str, compute: Callable[..., Tensor],
             [str(text) for text in c.lacks(spec) if text.kind not in ("lse", "grad")]
             for c in of_device or caps
         ]
-        return min((", ".join(texts) for texts in found), key=len)
+        return sorted([", ".join(texts) for texts in found], key=len)[0]  # min(key=) is not traced
 
     @wraps(compute)
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
