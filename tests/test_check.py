@@ -107,14 +107,14 @@ BUGS = {
         "lengths"),
     "no queries refused": ("return Attention.apply(", "q.max()\n    return Attention.apply(",
         "lengths"),
-    "another dropout mask in the backward pass": (BACK, f"keep = kept(q, k, ctx.spec.dropout)\n{BACK}",
-        "dropout"),
+    "another dropout mask in the backward pass": (BACK,
+        f"keep = kept(q, k, ctx.spec.dropout)\n{BACK}", "dropout"),
     "with sinks another mask in the backward pass": (BACK,
         f"keep = keep if sinks is None else kept(q, k, ctx.spec.dropout)\n{BACK}", "dropout"),
     "the mask of the backward pass is shifted": (BACK,
         f"keep = keep.roll(k.shape[1] - q.shape[1], 2)\n{BACK}", "dropout"),
     "the second tile of the backward pass has the first's mask": (BACK,
-        f"keep = torch.cat([keep[..., :64], keep[..., :-64]], -1) if k.shape[1] > 64 else keep\n{BACK}",
+        f"keep = torch.cat([keep[..., :64], keep[..., :-64]], -1)[..., : k.shape[1]]\n{BACK}",
         "dropout"),
     "one dropout mask for the batch": (RAND, "torch.rand(1, *shape[1:]).expand(shape)", "dropout"),
     "one dropout mask for all heads": (RAND, "torch.rand(shape[0], 1, *shape[2:]).expand(shape)",
@@ -125,8 +125,8 @@ BUGS = {
         "torch.rand(*shape[:2], 64, shape[3]).repeat(1, 1, 9, 1)[:, :, : shape[2]]", "dropout"),
     "the dropout mask repeats every 32 keys": (RAND,
         "torch.rand(*shape[:3], 32).repeat(1, 1, 1, 19)[..., : shape[3]]", "dropout"),
-    "the seed is batch + head": (RAND, "torch.rand(99, *shape[2:])[torch.arange(shape[0])[:, None] + "
-        "torch.arange(shape[1])]", "dropout"),
+    "the seed is batch + head": (RAND, "torch.rand(99, *shape[2:])[torch.arange(shape[0])"
+        "[:, None] + torch.arange(shape[1])]", "dropout"),
     "no dropout of later keys": (
         "kept(q, k, spec.dropout)", "kept(q, k, 0 if spec.right is None else spec.dropout)",
         "dropout"),

@@ -86,11 +86,12 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterat
         yield item(f"dropout rate, {Tq} of {Tk}", "dropout", ask, H, D=D, dropout=p)
     some = causal, {"window": 5}, segmented, sinks, scaled, full
     long: tuple[Fields, ...] = causal, {"window": 70}, {"window": 70, **segmented}
-    sizes = *((Tq, 16, 16, has) for has in some for Tq in (16, 9)), *((150, 190, 64, h) for h in long)
+    sizes = [(Tq, 16, 16, has) for has in some for Tq in (16, 9)]
+    sizes += [(150, 190, 64, has) for has in long]
     for Tq, Tk, D, has in sizes:
         name, ask = f"the same mask again, {Tq} of {Tk}", partial(replay, Tq, Tk)
         yield item(name, "dropout", ask, D=D, dropout=0.25, **has)
-    for has, grad in itertools.product((causal, between), (True, False)):
+    for grad, has in itertools.product((True, False), (causal, between)):
         yield item("one graph", "torch.compile", compiled, grad=grad, compiled=True, **has)
     for w, Tq in itertools.product((None, 6), (24, 3, 1)):
         name, ask = f"left padding, {Tq} of 24", partial(padded, Tq)
