@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,38 +41,39 @@ class Item:
 
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterator[Item]:
-    """All properties; the last are those at `length` tokens (0: none) and at the limits of `caps`."""
+    """All properties; the last are those at `length` tokens (0: none) and the limits of `caps`."""
 
     def item(name: str, feature: str, ask: Callable[..., None], H: int = 4, Hkv: int = 2,
-             D: int = 32, deterministic: bool = False, **options: object) -> Item:
-        spec = Spec(H, Hkv, D, dtype, **options)  # type: ignore[arg-type]
+             D: int = 32, deterministic: bool = False, **options: Any) -> Item:
+        spec = Spec(H, Hkv, D, dtype, **options)
         name = f"{name}, {spec}".replace(f", {dtype}", "")
         return Item(name, (feature,), spec, ask, deterministic)
 
-    causal, windowed, ahead, between, later, full = (
-        {"window": w, "right": r}
-        for w, r in ((None, 0), (9, 0), (None, 5), (9, 5), (9, None), (None, None))
+    causal: Fields = {}
+    windowed, ahead, between, later, full, segmented, sinks, scaled = (
+        {"window": 9}, {"right": 5}, {"window": 9, "right": 5}, {"window": 9, "right": None},
+        {"right": None}, {"segments": True}, {"sinks": True}, {"scale": 0.5, "softcap": 4.0},
     )
-    scaled: Fields = {"scale": 0.5, "softcap": 4.0}
+    has: Fields
     for p in (0.0, 0.25):  # first: other tests compare bits
         yield item("the same bits", "determinism", same_bits, deterministic=True, dropout=p)
     for phase, (Tq, Tk, grad) in PHASES.items():
         for has in (
             *({"Hkv": n, **sides} for n in (4, 2) for sides in (causal, windowed)),
             *(ahead, between, later),
-            *({"segments": True, **sides} for sides in (causal, windowed, later, full)),
+            *({**segmented, **sides} for sides in (causal, windowed, later, full)),
         ):
             ask = partial(unseen, Tq, Tk)
             yield item(f"causality, {phase}", "causality", ask, grad=grad, **has)
     for w, Tq in itertools.product((None, 5), (20, 7, 1)):
         name, ask = f"huge negative scores, {Tq} of 20", partial(negative, Tq)
         yield item(name, "causality", ask, 2, 1, window=w, grad=Tq == 20)
-    for sides in (causal, windowed, ahead, between):
-        yield item("no gradient to later tokens", "causality", later_gradient, **sides)
-    for grad, seg in itertools.product((True, False), (False, True)):
-        yield item("empty", "lengths", empty, segments=seg, grad=grad)
+    for has in (causal, windowed, ahead, between):
+        yield item("no gradient to later tokens", "causality", later_gradient, **has)
+    for grad, has in itertools.product((True, False), (causal, segmented)):
+        yield item("empty", "lengths", empty, grad=grad, **has)
     autocast = partial(surrounded, partial(torch.autocast, dtype=torch.bfloat16))
-    for has in ({}, {"segments": True}, {"sinks": True}, {"right": None}):
+    for has in (causal, segmented, sinks, full):
         yield item("gradients of some inputs", "gradients", some_gradients, **has)
         yield item("other values in the same memory", "repeated calls", again, **has)
         yield item("autocast", "surroundings", autocast, **has)
@@ -82,42 +84,40 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterat
                                (0.5, 300, 300, 1, 2, 128)):
         ask = partial(rate, Tq, Tk, B)
         yield item(f"dropout rate, {Tq} of {Tk}", "dropout", ask, H, D=D, dropout=p)
-    alone = {}, {"window": 5}, {"segments": True}, {"sinks": True}, scaled, full
-    for has, Tq in itertools.product(alone, (16, 9)):
-        name, ask = f"the same mask again, {Tq} of 16", partial(replay, Tq, 16)
-        yield item(name, "dropout", ask, D=16, dropout=0.25, **has)
-    for has in ({}, {"window": 70}, {"segments": True, "window": 70}):  # several tiles
-        ask = partial(replay, 150, 190)
-        yield item("the same mask again, 150 of 190", "dropout", ask, D=64, dropout=0.25, **has)
-    for grad, sides in itertools.product((True, False), (causal, between)):
-        yield item("one graph", "torch.compile", compiled, grad=grad, compiled=True, **sides)
+    some = causal, {"window": 5}, segmented, sinks, scaled, full
+    long: tuple[Fields, ...] = causal, {"window": 70}, {"window": 70, **segmented}
+    sizes = [(Tq, 16, 16, has) for has in some for Tq in (16, 9)]
+    sizes += [(150, 190, 64, has) for has in long]
+    for Tq, Tk, D, has in sizes:
+        name, ask = f"the same mask again, {Tq} of {Tk}", partial(replay, Tq, Tk)
+        yield item(name, "dropout", ask, D=D, dropout=0.25, **has)
+    for grad, has in itertools.product((True, False), (causal, between)):
+        yield item("one graph", "torch.compile", compiled, grad=grad, compiled=True, **has)
     for w, Tq in itertools.product((None, 6), (24, 3, 1)):
         name, ask = f"left padding, {Tq} of 24", partial(padded, Tq)
         yield item(name, "caches", ask, window=w, segments=True, grad=False, cache="dynamic")
-    kinds: list[Fields] = [{"cache": "static"}]
-    kinds += [{"cache": "paged", "page_size": n} for n in (16, 256)]
-    for has, kind in itertools.product(
-            (causal, windowed, between, later, full, {"sinks": True, **scaled}), kinds):
-        yield item("in a cache", "caches", cached, grad=False, **has, **kind)
-    for w, seg in itertools.product((None, 9), (False, True)):
-        yield item("in parts", "parts", in_parts, window=w, segments=seg, lse=True)
-    yield item("in parts", "parts", in_parts, lse=True, **scaled)
-    for sides, seg in itertools.product((ahead, between, later, full), (False, True)):
-        yield item("log-sum-exp", "parts", log_sum_exp, segments=seg, lse=True, **sides)
+    in_caches: tuple[Fields, ...] = causal, windowed, between, later, full, {**sinks, **scaled}
+    for has, size in itertools.product(in_caches, (None, 16, 256)):
+        kind = "paged" if size else "static"
+        yield item("in a cache", "caches", cached, grad=False, cache=kind, page_size=size, **has)
+    for has in (causal, windowed, segmented, {**segmented, **windowed}, scaled):
+        yield item("in parts", "parts", in_parts, lse=True, **has)
+    for has, seg in itertools.product((ahead, between, later, full), (False, True)):
+        yield item("log-sum-exp", "parts", log_sum_exp, segments=seg, lse=True, **has)
     for grad in (True, False):
         yield item("causality, long text", "causality", unseen_in_long, 1, 1, grad=grad)
     for w, grad in itertools.product((None, 100), (True, False)) if length else ():
         name, ask = f"{length:,} tokens", partial(right_at, length)
         yield item(name, "long sequences", ask, 2, 1, 64, window=w, grad=grad)
     for row in caps:
-        size = row.page_multiple if "paged" in row.caches else None
-        if size:
-            has = {"cache": "paged", "page_size": size}
-            yield item("smallest pages", "caches", cached, grad=False, **has)
-        if D := row.head_dim_max:
-            has = {} if "none" in row.caches else {"cache": row.caches[0], "page_size": size}
-            grad, ask = row.grad and not has, cached if has else right
-            yield item("largest head_dim", "causal", ask, D=D, grad=grad, **has)
+        paged: Fields = {"cache": "paged", "page_size": row.page_multiple, "grad": False}
+        if "paged" in row.caches:
+            yield item("smallest pages", "caches", cached, **paged)
+        if D := row.head_dim_max or 0:
+            other = paged if row.caches[0] == "paged" else {"cache": row.caches[0], "grad": False}
+            plain = "none" in row.caches
+            has = {"grad": row.grad} if plain else other
+            yield item("largest head_dim", "causal", right if plain else cached, D=D, **has)
 
 
 def right(backend: Backend, spec: Spec, device: str) -> None:
@@ -263,11 +263,11 @@ def rate(Tq: int, Tk: int, B: int, backend: Backend, spec: Spec, device: str) ->
     tail = math.log(1e6 * product.numel())
     most = max(p, 1 - p) ** 2 * tail / 3
     bound = most + (most**2 + 2 * tail * variance**2 * pairs).sqrt() + 1e-6 * total
-    bound.view(-1)[0] = torch.inf  # not shifted
-    if (found := (product.abs() - bound).argmax()) and product.view(-1)[found].abs() > bound.view(-1)[found]:
-        shift = zip(torch.unravel_index(found, bound.shape), bound.shape, AXES)
-        apart = [f"{int(i) - n * (i > n // 2)} {name}" for i, n, name in shift if i]
-        require(False, f"entries {', '.join(apart)} apart are dropped together")
+    excess = product.abs() - bound
+    excess.view(-1)[0] = 0  # not shifted
+    shift = zip(torch.unravel_index(excess.argmax(), excess.shape), excess.shape, AXES)
+    apart = ", ".join(f"{int(i) - n * (i > n // 2)} {name}" for i, n, name in shift if i)
+    require(excess.max() <= 0, f"entries {apart} apart are dropped together")
 
 
 def replay(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
@@ -282,7 +282,8 @@ def replay(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
     require(not same, "two calls have the same dropout mask")
     got = dropped(backend, given, spec, 5)
 
-    leaves = [t.detach().double().requires_grad_() for t in (*given[:3], *given[5:]) if t is not None]
+    tensors = (t for t in (*given[:3], given.sinks) if t is not None)
+    leaves = [t.detach().double().requires_grad_() for t in tensors]
     group = spec.n_head // spec.n_kv_head
     q, k, v = leaves[0], *(t.repeat_interleave(group, dim=2) for t in leaves[1:3])
     scores = torch.einsum("bihd,bjhd->bihj", q, k) * spec.softmax_scale
@@ -448,7 +449,7 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
             L_new = torch.logaddexp(L[..., I], L_ij)
             old, new = (torch.exp(x - L_new).mT[..., None] for x in (L[..., I], L_ij))
             out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
-        L = L.masked_fill(torch.finfo(acc).min == L, -torch.inf)
+        L = L.masked_fill(L.eq(torch.finfo(acc).min), -torch.inf)
         merged = out.to(q.dtype)
         for I, J, offset, pair in parts:
             of_row = dout[:, I], q[:, I], k[:, J], v[:, J], merged[:, I], L[..., I]
