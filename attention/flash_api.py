@@ -258,12 +258,18 @@ def _dense(
         out, L = nothing(q, k, v, None, lse=True)
         return out, L.float() if request.lse else None
     more = {} if segments is None else {"segments": segments}
-    backend, spec = _kernel(q, k.shape[1], k.shape[2], request, segments=bool(more))
-    with getattr(q, "fake_mode", nullcontext()) if _shape_only(q) else nullcontext():
+    shapes = _shape_only(q)
+    backend, spec = _kernel(
+        q, k.shape[1], k.shape[2], request, segments=segments is not None, shapes=shapes
+    )
+    with getattr(q, "fake_mode", nullcontext()) if shapes else NO_MODE:
         if not request.lse:
             return backend.compute(q, k, v, spec, **more), None
         out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
         return out, L.float()
+
+
+NO_MODE = nullcontext()
 
 
 def _texts(
@@ -284,7 +290,7 @@ def _texts(
 
 def _kernel(
     q: Tensor, Tk: int, Hkv: int, request: Request, *, segments: bool = False, cache: str = "none",
-    page_size: int | None = None,
+    page_size: int | None = None, shapes: bool = False,
 ) -> tuple[Backend, Spec]:
     """The kernel and the Spec of a call with Tk keys of Hkv heads."""
     B, Tq, H, D = q.shape
@@ -308,7 +314,7 @@ def _kernel(
         call = plans.known[key][0]
         return call.chosen.backend, call.spec
     spec = _spec(*fields)
-    if _shape_only(q):
+    if shapes:
         return (tiled if request.lse else manual).BACKEND, spec
     chosen = plans.choose(spec, device, (B, Tq, Tk), " (flash_attn functions)")
     return chosen.backend, spec

@@ -38,9 +38,12 @@ class Request(NamedTuple):
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, dropout: Any, scale: Any, causal: bool, window: Any,
-        softcap: Any, lse: bool, deterministic: object = False, **others: object,
+        softcap: Any, lse: bool, deterministic: object = False, alibi_slopes: object = None,
+        **others: object,
     ) -> Request:
         """`others` are HINTS, or REFUSED unless None, False or 0."""
+        if alibi_slopes is not None:
+            others["alibi_slopes"] = alibi_slopes
         for name, value in others.items():
             if name not in REFUSED and name not in HINTS:
                 raise TypeError(f"unexpected keyword argument {name!r}")
