@@ -1,18 +1,14 @@
-"""FlashAttention's functions over the backends of this package, on any device.
-
-    import nanoattn as flash_attn  # stand_in.py is for programs that cannot be changed
-
-Signatures, layouts, defaults and in-place effects are those of flash-attn 2.8 (Dao-AILab,
-flash_attn/flash_attn_interface.py); FlashAttention-3's further keywords are accepted too. What is
-not computed raises a ValueError (flash_args.REFUSED); what only tunes the packages' own kernels is
-ignored (HINTS). All floating dtypes run. Meta and fake tensors give results of the right shape.
-Rows that see no key give zeros, and a log-sum-exp of -inf, where flash-attn has inf.
+"""FlashAttention's functions over the backends of this package, on any device: the signatures,
+layouts, defaults and in-place effects of flash-attn 2.8 (Dao-AILab, flash_attn_interface.py).
 
     flash_attn_func           _dense
     flash_attn_varlen_func    segments, if a CUDA kernel reads each by itself; else _texts
     flash_attn_with_kvcache   a view of the cache, on CUDA and of pages; else _texts
 
-A call's kernel is chosen and proved once for its kind (plan.py).
+FlashAttention-3's further keywords are accepted. What is not computed raises a ValueError
+(flash_args.REFUSED); what only tunes the packages' own kernels is ignored (HINTS). All floating
+dtypes run. Meta and fake tensors give results of the right shape. Rows that see no key give zeros,
+and a log-sum-exp of -inf, where flash-attn has inf.
 """
 
 from __future__ import annotations
@@ -40,11 +36,8 @@ _plans = Plans("auto")
 
 
 def use(backend: str = "auto", policy: Policy = Policy()) -> None:
-    """Choose the backend of all later calls: a name, an alias, "auto", "fastest" or a file.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """Choose the backend of all later calls: a name, an alias, "auto", "fastest" or a file, else
+    ValueError."""
     global _plans
     check_name(backend)
     _plans = Plans(backend, policy)
@@ -81,13 +74,13 @@ def flash_attn_func(
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_func() with kv (B, Tk, 2, Hkv, D)."""
-    k, v = flash_args.unpacked("kv", kv, 2, "batch, tokens")
+    k, v = kv.unbind(-3)
     return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_func() with qkv (B, T, 3, H, D)."""
-    q, k, v = flash_args.unpacked("qkv", qkv, 3, "batch, tokens")
+    q, k, v = qkv.unbind(-3)
     return flash_attn_func(q, k, v, *args, **options)
 
 
@@ -144,23 +137,22 @@ def flash_attn_varlen_func(
     for i, (n, text) in enumerate(zip(lengths_q, ks)):
         alike.setdefault((n, len(text)), []).append(i)
     outs, Ls = _texts(q.split(lengths_q), ks, vs, [*alike.values()], request)
-    none = q.new_empty(q.shape[1], 0, dtype=torch.float32)
-    L = torch.cat([none, *Ls], dim=1) if request.lse else None
+    L = torch.cat([q.new_empty(q.shape[1], 0).float(), *Ls], dim=1) if request.lse else None
     return _returned(torch.cat([q[:0], *outs]), L, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_varlen_func() with kv (total_k, 2, Hkv, D)."""
-    k, v = flash_args.unpacked("kv", kv, 2, "tokens")
+    k, v = kv.unbind(-3)
     return flash_attn_varlen_func(q, k, v, *args, **options)
 
 
 def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
                                      *args: Any, **options: Any) -> Returned:
     """flash_attn_varlen_func() with qkv (total, 3, H, D)."""
-    q, k, v = flash_args.unpacked("qkv", qkv, 3, "tokens")
-    ends, longest = cu_seqlens, max_seqlen
-    return flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, *args, **options)
+    q, k, v = qkv.unbind(-3)
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(q, k, v, *lengths, *args, **options)
 
 
 @torch.no_grad()
@@ -266,12 +258,18 @@ def _dense(
         out, L = nothing(q, k, v, None, lse=True)
         return out, L.float() if request.lse else None
     more = {} if segments is None else {"segments": segments}
-    backend, spec = _kernel(q, k.shape[1], k.shape[2], request, segments=bool(more))
-    with getattr(q, "fake_mode", nullcontext()) if _shape_only(q) else nullcontext():
+    shapes = _shape_only(q)
+    backend, spec = _kernel(
+        q, k.shape[1], k.shape[2], request, segments=segments is not None, shapes=shapes
+    )
+    with getattr(q, "fake_mode", nullcontext()) if shapes else NO_MODE:
         if not request.lse:
             return backend.compute(q, k, v, spec, **more), None
         out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
         return out, L.float()
+
+
+NO_MODE = nullcontext()
 
 
 def _texts(
@@ -292,7 +290,7 @@ def _texts(
 
 def _kernel(
     q: Tensor, Tk: int, Hkv: int, request: Request, *, segments: bool = False, cache: str = "none",
-    page_size: int | None = None,
+    page_size: int | None = None, shapes: bool = False,
 ) -> tuple[Backend, Spec]:
     """The kernel and the Spec of a call with Tk keys of Hkv heads."""
     B, Tq, H, D = q.shape
@@ -316,7 +314,7 @@ def _kernel(
         call = plans.known[key][0]
         return call.chosen.backend, call.spec
     spec = _spec(*fields)
-    if _shape_only(q):
+    if shapes:
         return (tiled if request.lse else manual).BACKEND, spec
     chosen = plans.choose(spec, device, (B, Tq, Tk), " (flash_attn functions)")
     return chosen.backend, spec

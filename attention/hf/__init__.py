@@ -111,9 +111,9 @@ def _register_files_when_named(add: Callable[[str], None]) -> None:
             requested = _made[file]
         return check(self, requested, *args, **kwargs)
 
-    replacement: Any = with_files
-    replacement.nanoattn_wraps = check
-    PreTrainedModel.get_correct_attn_implementation = replacement  # type: ignore[method-assign]
+    vars(with_files)["nanoattn_wraps"] = check
+    model_class: Any = PreTrainedModel
+    model_class.get_correct_attn_implementation = with_files
 
 
 # --- the mask ---
