@@ -103,7 +103,7 @@ CASES = [
     Case("packed-1x97", 1, 97, segments="packed"),
     Case("packed-97x43", 97, 43, segments="packed"),
     Case("packed-window16-gqa", 97, 97, H=4, window=16, segments="packed"),
-    # Longer than a block of queries (blocks.py).
+    # Longer than a block of queries (masks.py).
     *(Case(name, Tq, Tk, Hkv=1, D=16, **has)
       for name, Tq, Tk, has in (
           ("long-window100", 600, 600, {"B": 1, "window": 100}),
