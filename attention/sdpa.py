@@ -14,7 +14,7 @@ FLOPs   4 * Tq * Tk * D a head forward, about half where a causal kernel skips m
 Layout  (B, H, T, D) to PyTorch; these are transposed views.
 Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. Where every query
         sees every key, as a single one does: no mask. All else gets a bool mask, in blocks of
-        queries (blocks.py), so a window costs T * W; pinned flash on CUDA takes none
+        queries (masks.py), so a window costs T * W; pinned flash on CUDA takes none
         (sdpa_flash.py).
 Bits    On CUDA the backward of flash and efficient is deterministic only under
         torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).

@@ -27,7 +27,6 @@ from conftest import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -313,16 +312,6 @@ def test_a_first_call_is_the_same_in_all_surroundings(f: Function, around: str) 
         assert got.dtype == want.dtype == torch.float32
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
         assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("f", CALLS, ids=lambda f: f.__name__)
-def test_tensors_without_values_give_shapes(f: Function) -> None:
-    want = alone(f, "auto")
-    fa.use("auto")
-    outs = [f(Q.to("meta"))]
-    with FakeTensorMode():
-        outs.append(f(torch.empty(Q.shape)))
-    assert all((out.shape, out.dtype) == (want.shape, want.dtype) for out in outs)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the tracer, which Python's numbers leave
