@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.backends.distributed import DDPOptimizer
 
 from checkpoint import resume_command
 from core.distributed import DistInfo

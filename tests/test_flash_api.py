@@ -18,7 +18,6 @@ import torch
 from conftest import every, few
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernels import wrong_beyond
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
