@@ -61,13 +61,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     grouped, kernels = spec.n_kv_head != spec.n_head, None if kernel is None else [kernel]
-    if q.is_cuda:
-        if kernel == SDPBackend.CUDNN_ATTENTION and k.shape[1] == 1:
+    if kernel == SDPBackend.CUDNN_ATTENTION:
+        if k.shape[1] == 1:
             return _only_key(q, k, v, spec)
-        masked = attn_mask is not None
-        if attn_mask is not None and spec.grad and kernel == SDPBackend.CUDNN_ATTENTION:
+        if attn_mask is not None and spec.grad:
             k, v = (F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % 128)) for t in (k, v))  # see permitted()
             attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128))
+    if q.is_cuda:
+        masked = attn_mask is not None
         repeats = masked or kernel == SDPBackend.EFFICIENT_ATTENTION
         if grouped and kernel is None:  # flash and cuDNN need half precision and 8.0
             major = torch.cuda.get_device_properties(q.device).major
