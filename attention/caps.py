@@ -289,7 +289,7 @@ def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def checked(name: str, compute: Callable[..., Tensor],
             caps: tuple[Caps, ...]) -> Callable[..., Tensor]:
     """compute() after the check of its arguments, which torch.compile does while it traces."""
-    admitted: dict[tuple[str, object], bool] = {}  # by kind and device
+    admitted: dict[tuple[str, str], bool] = {}  # by kind and device
 
     def check_options(spec: Spec, device: str) -> None:
         of_device = [c for c in caps if device in c.devices and spec.dtype in c.dtypes]
@@ -297,14 +297,14 @@ def checked(name: str, compute: Callable[..., Tensor],
             [str(text) for text in c.lacks(spec) if text.kind not in ("lse", "grad")]
             for c in of_device or caps
         ]
-        if why := min((", ".join(texts) for texts in found), key=len):
+        if why := sorted([", ".join(texts) for texts in found], key=len)[0]:  # Dynamo has no min
             raise ValueError(f"{name} cannot do this: {why}")
 
     @wraps(compute)
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
-        kind = spec.kind, q.device
+        kind = spec.kind, q.device.type
         if kind not in admitted:
-            check_options(spec, q.device.type)
+            check_options(spec, kind[1])
             admitted[kind] = True
         check_call(q, k, v, spec, **options)
         return compute(q, k, v, spec, **options)
