@@ -32,6 +32,8 @@ from .select import check_name
 from .spec import Policy, Spec
 
 Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
+NO_MODE, PLAIN = nullcontext(), (bool, float, str, type(None))
+_spec = lru_cache(maxsize=4096)(Spec)
 _plans = Plans("auto")
 
 
@@ -92,17 +94,14 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False, block_table: Tensor | None = None, *,
     return_softmax_lse: bool = False, **fa3: object,
 ) -> Returned:
-    """Attention of N sequences of any lengths, one after the other.
+    """Attention of N sequences, one after the other: out (total_q, H, D), softmax_lse (H, total_q).
 
     Args:
         q, k, v: (total_q, H, D) and (total_k, Hkv, D); with block_table k and v are pages,
             (pages, page_size, Hkv, D).
-        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each sequence begins, and the total.
+        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each begins, and the total.
         max_seqlen_q, max_seqlen_k: not read.
         block_table: (N, pages of the longest) int32: the pages of each sequence.
-
-    Returns:
-        (total_q, H, D); softmax_lse is (H, total_q) float32.
     """
     flash_args.check(q, k, v, dims=3, paged=block_table is not None)
     n = cu_seqlens_q.shape[0]
@@ -177,11 +176,8 @@ def flash_attn_with_kvcache(
         cache_batch_idx: (B,) the cache's row of each row of q. It copies those rows.
         block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
 
-    Returns:
-        (B, Tq, H, D), or with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
-
-    Raises:
-        ValueError: as flash_attn_func(); the cache is as it was.
+    Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
+    After a ValueError, as in flash_attn_func(), the cache is as it was.
     """
     if block_table is not None and page_table is not None:
         raise ValueError("page_table is block_table's other name: pass one of them")
@@ -226,10 +222,9 @@ def flash_attn_with_kvcache(
             row, slot = table.gather(1, (at // size).long()), at % size
         k_cache[row.long(), slot.long()] = k
         v_cache[row.long(), slot.long()] = v
-    if cache_batch_idx is not None:
-        k_cache, v_cache = k_cache[rows], v_cache[rows]
-    elif table is None:
-        k_cache, v_cache = k_cache[:B], v_cache[:B]
+    if table is None:
+        these = slice(B) if cache_batch_idx is None else rows
+        k_cache, v_cache = k_cache[these], v_cache[these]
     if by_row and (not q.numel() or (used is None and len(set(ends)) == 1)):
         n = ends[0] if q.numel() else 0
         return _returned(*_dense(q, k_cache[:, :n], v_cache[:, :n], request))
@@ -259,17 +254,12 @@ def _dense(
         return out, L.float() if request.lse else None
     more = {} if segments is None else {"segments": segments}
     shapes = _shape_only(q)
-    backend, spec = _kernel(
-        q, k.shape[1], k.shape[2], request, segments=segments is not None, shapes=shapes
-    )
-    with getattr(q, "fake_mode", nullcontext()) if shapes else NO_MODE:
+    backend, spec = _kernel(q, k.shape[1], k.shape[2], request, segments=bool(more), shapes=shapes)
+    with getattr(q, "fake_mode", NO_MODE) if shapes else NO_MODE:
         if not request.lse:
             return backend.compute(q, k, v, spec, **more), None
         out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
         return out, L.float()
-
-
-NO_MODE = nullcontext()
 
 
 def _texts(
@@ -318,10 +308,6 @@ def _kernel(
         return (tiled if request.lse else manual).BACKEND, spec
     chosen = plans.choose(spec, device, (B, Tq, Tk), " (flash_attn functions)")
     return chosen.backend, spec
-
-
-PLAIN = (bool, float, str, type(None))
-_spec = lru_cache(maxsize=4096)(Spec)
 
 
 def _shape_only(t: Tensor) -> bool:

@@ -42,8 +42,7 @@ class Request(NamedTuple):
         **others: object,
     ) -> Request:
         """`others` are HINTS, or REFUSED unless None, False or 0."""
-        if alibi_slopes is not None:
-            others["alibi_slopes"] = alibi_slopes
+        others |= {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
         for name, value in others.items():
             if name not in REFUSED and name not in HINTS:
                 raise TypeError(f"unexpected keyword argument {name!r}")
