@@ -102,7 +102,7 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterat
         yield item("in a cache", "caches", cached, grad=False, cache=kind, page_size=size, **has)
     for has in (causal, windowed, segmented, {**segmented, **windowed}, scaled):
         yield item("in parts", "parts", in_parts, lse=True, **has)
-    for has, seg in itertools.product((ahead, between, later, full), (False, True)):
+    for seg, has in itertools.product((False, True), (ahead, between, later, full)):
         yield item("log-sum-exp", "parts", log_sum_exp, segments=seg, lse=True, **has)
     for grad in (True, False):
         yield item("causality, long text", "causality", unseen_in_long, 1, 1, grad=grad)
