@@ -24,7 +24,6 @@ import bench_mfu
 from attention import Spec, manual, visible
 from attention.__main__ import parser
 from attention.check.command import main as check_kernel
-from course.exercises.named import mistaken, named
 from bench.config import load_config
 from core import settings
 from core.settings import UserError
@@ -32,6 +31,7 @@ from course import build, draw, source
 from course.exercises import NUMBERS
 from course.exercises import __main__ as command_line
 from course.exercises.check import examine, failure, right
+from course.exercises.named import mistaken, named
 from course.figures import __main__ as figures
 from course.figures import basics, fused, trace
 from course.format import table

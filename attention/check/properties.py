@@ -57,14 +57,15 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterat
     has: Fields
     for p in (0.0, 0.25):  # first: other tests compare bits
         yield item("the same bits", "determinism", same_bits, deterministic=True, dropout=p)
-    for phase, (Tq, Tk, grad) in PHASES.items():
+    phases = ("training", 33), ("evaluation", 33), ("chunked prefill", 20), ("decode", 1)
+    for phase, Tq in phases:
         for has in (
             *({"Hkv": n, **sides} for n in (4, 2) for sides in (causal, windowed)),
             *(ahead, between, later),
             *({**segmented, **sides} for sides in (causal, windowed, later, full)),
         ):
-            ask = partial(unseen, Tq, Tk)
-            yield item(f"causality, {phase}", "causality", ask, grad=grad, **has)
+            name, ask = f"causality, {phase}", partial(unseen, Tq, 33)
+            yield item(name, "causality", ask, grad=phase == "training", **has)
     for w, Tq in itertools.product((None, 5), (20, 7, 1)):
         name, ask = f"huge negative scores, {Tq} of 20", partial(negative, Tq)
         yield item(name, "causality", ask, 2, 1, window=w, grad=Tq == 20)
@@ -96,13 +97,14 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterat
     for w, Tq in itertools.product((None, 6), (24, 3, 1)):
         name, ask = f"left padding, {Tq} of 24", partial(padded, Tq)
         yield item(name, "caches", ask, window=w, segments=True, grad=False, cache="dynamic")
-    in_caches: tuple[Fields, ...] = causal, windowed, between, later, full, {**sinks, **scaled}
-    for has, size in itertools.product(in_caches, (None, 16, 256)):
+    sided: tuple[Fields, ...] = ahead, between, later, full
+    several: tuple[Fields, ...] = causal, windowed, *sided[1:], {**sinks, **scaled}
+    for has, size in itertools.product(several, (None, 16, 256)):
         kind = "paged" if size else "static"
         yield item("in a cache", "caches", cached, grad=False, cache=kind, page_size=size, **has)
     for has in (causal, windowed, segmented, {**segmented, **windowed}, scaled):
         yield item("in parts", "parts", in_parts, lse=True, **has)
-    for seg, has in itertools.product((False, True), (ahead, between, later, full)):
+    for seg, has in itertools.product((False, True), sided):
         yield item("log-sum-exp", "parts", log_sum_exp, segments=seg, lse=True, **has)
     for grad in (True, False):
         yield item("causality, long text", "causality", unseen_in_long, 1, 1, grad=grad)
@@ -131,12 +133,6 @@ def right_at(length: int, backend: Backend, spec: Spec, device: str) -> None:
 
 # --- what a query does not see ---
 
-PHASES = {  # Tq, Tk, whether autograd records
-    "training": (33, 33, True),
-    "evaluation": (33, 33, False),
-    "chunked prefill": (20, 33, False),
-    "decode": (1, 33, False),
-}
 HUGE = 3000.0  # finite in float16, as are its products with values of size 1
 
 
