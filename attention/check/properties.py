@@ -1,4 +1,4 @@
-"""Tests besides accuracy: causality, dropout, determinism, compilation, caches, partial attention."""
+"""Tests besides accuracy: causality, dropout, determinism, torch.compile, caches, parts."""
 
 from __future__ import annotations
 
