@@ -206,8 +206,9 @@ def flash_attn_with_kvcache(
         read = [len(pages) * size - -n % size for pages, n in zip(used, ends)]
     by_row |= not q.numel() or (lengths is not None and not any(ends))
     # The kernel is chosen before anything is written: it may be refused.
-    if by_row and q.numel():
-        for n in {min(filter(None, read), default=0), max(read)} - {0}:
+    lengths_read = [n for n in read if n]
+    if by_row and q.numel() and lengths_read:
+        for n in {min(lengths_read), max(lengths_read)}:
             _kernel(q, n, Hkv, request)
     if not by_row:
         cache, pages = ("static", None) if table is None else ("paged", size)

@@ -37,10 +37,9 @@ from .caps import Backend, Caps
 from .function import dense_gradient, not_compiled
 from .masks import Pair, StaticView, for_any_shape, in_blocks, mask, maskless
 from .sdpa_flash import PARTIAL, varlen
-from .spec import Spec
+from .spec import DROPOUT_STEP, Spec
 
 HALF = ("float16", "bfloat16")
-CUDNN_DROPOUT_STEP = 1 / 16
 
 
 @for_any_shape
@@ -114,7 +113,7 @@ def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
     decoding. Some of its kernels round dropout to sixteenths, unchecked by torch 2.11 (pull request
     174245), and with a mask dq may be NaN if keys do not fill tiles of 128 (issue 196678).
     """
-    if masked or not spec.grad or spec.dropout % CUDNN_DROPOUT_STEP:
+    if masked or not spec.grad or spec.dropout % DROPOUT_STEP:
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return None
 
@@ -180,7 +179,7 @@ CUDNN = _pinned(
     "PyTorch SDPA pinned to cuDNN's kernel",
     SDPBackend.CUDNN_ATTENTION,
     Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=128, head_dim_multiple=8, scale=True,
-         dropout_step=CUDNN_DROPOUT_STEP, deterministic=False),
+         dropout_step=DROPOUT_STEP, deterministic=False),
 )
 MATH = _pinned(
     "sdpa_math",

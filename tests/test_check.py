@@ -24,7 +24,7 @@ from model import GPT, GPTConfig
 ROOT = Path(__file__).resolve().parent.parent
 HONEST = ROOT / "tests" / "planted" / "honest.py"
 
-BACK = "spec, H, dtype = ctx.spec,"  # the backward pass begins
+BACK = "\n        spec, H, dtype = ctx.spec,"  # the backward pass begins
 RAND = "torch.rand(shape, device=q.device)"
 # What is changed in tests/planted/honest.py, and the row of the table that must name it.
 BUGS = {
@@ -108,13 +108,14 @@ BUGS = {
     "no queries refused": ("return Attention.apply(", "q.max()\n    return Attention.apply(",
         "lengths"),
     "another dropout mask in the backward pass": (BACK,
-        f"keep = kept(q, k, ctx.spec.dropout)\n{BACK}", "dropout"),
+        f"\n        keep = kept(q, k, ctx.spec.dropout){BACK}", "dropout"),
     "with sinks another mask in the backward pass": (BACK,
-        f"keep = keep if sinks is None else kept(q, k, ctx.spec.dropout)\n{BACK}", "dropout"),
+        f"\n        keep = keep if sinks is None else kept(q, k, ctx.spec.dropout){BACK}",
+        "dropout"),
     "the mask of the backward pass is shifted": (BACK,
-        f"keep = keep.roll(k.shape[1] - q.shape[1], 2)\n{BACK}", "dropout"),
+        f"\n        keep = keep.roll(k.shape[1] - q.shape[1], 2){BACK}", "dropout"),
     "the second tile of the backward pass has the first's mask": (BACK,
-        f"keep = torch.cat([keep[..., :64], keep[..., :-64]], -1)[..., : k.shape[1]]\n{BACK}",
+        f"\n        keep = torch.cat([keep[..., :64], keep[..., :-64]], 3){BACK}",
         "dropout"),
     "one dropout mask for the batch": (RAND, "torch.rand(1, *shape[1:]).expand(shape)", "dropout"),
     "one dropout mask for all heads": (RAND, "torch.rand(shape[0], 1, *shape[2:]).expand(shape)",

@@ -28,8 +28,8 @@ from ..machine.timing import aligned
 from ..select import RULES, get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
-from .matrix import Case
-from .properties import Item, properties
+from .matrix import Case, Item
+from .properties import properties
 
 # Rows of the table. A test counts in the rows of all its features.
 FEATURES = (

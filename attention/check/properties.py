@@ -1,7 +1,4 @@
-"""Tests besides accuracy: causality, dropout, determinism, compilation, caches, partial attention.
-
-A property is a function of (backend, spec, device) that raises AssertionError.
-"""
+"""Tests besides accuracy: causality, dropout, determinism, torch.compile, caches, parts."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,19 +22,7 @@ from ..masks import Pair, mask
 from ..proof import Inputs, leakage, run, run_cached
 from ..spec import Spec
 from . import matrix
-from .matrix import Fields, case_of, close, require
-
-
-@dataclass(frozen=True)
-class Item:
-    """One test of a backend that supports `spec`; `ask` raises AssertionError if it fails."""
-
-    name: str
-    features: tuple[str, ...]  # rows of the table in command.py
-    spec: Spec
-    ask: Callable[[Backend, Spec, str], None]  # (backend, spec, device)
-    deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
-    case: matrix.Case | None = None  # None: a property
+from .matrix import Fields, Item, case_of, close, require
 
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterator[Item]:
@@ -57,14 +42,15 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterat
     has: Fields
     for p in (0.0, 0.25):  # first: other tests compare bits
         yield item("the same bits", "determinism", same_bits, deterministic=True, dropout=p)
-    for phase, (Tq, Tk, grad) in PHASES.items():
+    phases = ("training", 33), ("evaluation", 33), ("chunked prefill", 20), ("decode", 1)
+    for phase, Tq in phases:
         for has in (
             *({"Hkv": n, **sides} for n in (4, 2) for sides in (causal, windowed)),
             *(ahead, between, later),
             *({**segmented, **sides} for sides in (causal, windowed, later, full)),
         ):
-            ask = partial(unseen, Tq, Tk)
-            yield item(f"causality, {phase}", "causality", ask, grad=grad, **has)
+            name, ask = f"causality, {phase}", partial(unseen, Tq, 33)
+            yield item(name, "causality", ask, grad=phase == "training", **has)
     for w, Tq in itertools.product((None, 5), (20, 7, 1)):
         name, ask = f"huge negative scores, {Tq} of 20", partial(negative, Tq)
         yield item(name, "causality", ask, 2, 1, window=w, grad=Tq == 20)
@@ -96,16 +82,17 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterat
     for w, Tq in itertools.product((None, 6), (24, 3, 1)):
         name, ask = f"left padding, {Tq} of 24", partial(padded, Tq)
         yield item(name, "caches", ask, window=w, segments=True, grad=False, cache="dynamic")
-    in_caches: tuple[Fields, ...] = causal, windowed, between, later, full, {**sinks, **scaled}
-    for has, size in itertools.product(in_caches, (None, 16, 256)):
+    sided: tuple[Fields, ...] = ahead, between, later, full
+    several: tuple[Fields, ...] = causal, windowed, *sided[1:], {**sinks, **scaled}
+    for has, size in itertools.product(several, (None, 16, 256)):
         kind = "paged" if size else "static"
         yield item("in a cache", "caches", cached, grad=False, cache=kind, page_size=size, **has)
     for has in (causal, windowed, segmented, {**segmented, **windowed}, scaled):
         yield item("in parts", "parts", in_parts, lse=True, **has)
-    for has, seg in itertools.product((ahead, between, later, full), (False, True)):
+    for seg, has in itertools.product((False, True), sided):
         yield item("log-sum-exp", "parts", log_sum_exp, segments=seg, lse=True, **has)
     for grad in (True, False):
-        yield item("causality, long text", "causality", unseen_in_long, 1, 1, grad=grad)
+        yield item("causality, long text", "causality", partial(unseen, 0, LONG), 1, 1, grad=grad)
     for w, grad in itertools.product((None, 100), (True, False)) if length else ():
         name, ask = f"{length:,} tokens", partial(right_at, length)
         yield item(name, "long sequences", ask, 2, 1, 64, window=w, grad=grad)
@@ -131,12 +118,7 @@ def right_at(length: int, backend: Backend, spec: Spec, device: str) -> None:
 
 # --- what a query does not see ---
 
-PHASES = {  # Tq, Tk, whether autograd records
-    "training": (33, 33, True),
-    "evaluation": (33, 33, False),
-    "chunked prefill": (20, 33, False),
-    "decode": (1, 33, False),
-}
+LONG = 2049  # tokens
 HUGE = 3000.0  # finite in float16, as are its products with values of size 1
 
 
@@ -149,6 +131,8 @@ def draw(spec: Spec, device: str, Tk: int, Tq: int = 0, B: int = 2) -> Inputs:
 def unseen(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
     """Multiply one position of q, k or v by HUGE: outputs that do not see it keep their bits, and
     of the others some change. So keys before every window change nothing."""
+    if Tk == LONG:  # a kernel may take another path
+        Tq = Tk = 8193 if torch.device(device).type == "cuda" else LONG
     given, first = draw(spec, device, Tk), Tk - Tq
 
     def output(given: Inputs) -> Tensor:
@@ -170,12 +154,6 @@ def unseen(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
         rows = moved.nonzero().flatten().tolist()
         text = f"{name} changed at {at}; outputs that moved: {rows[:9] or 'none'}"
         require(expected and not moved[~free].any(), text)
-
-
-def unseen_in_long(backend: Backend, spec: Spec, device: str) -> None:
-    """In a long text a kernel may take another path."""
-    T = 8193 if torch.device(device).type == "cuda" else 2049
-    unseen(T, T, backend, spec, device)
 
 
 def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
@@ -226,9 +204,6 @@ def weights(backend: Backend, given: Inputs, spec: Spec, seed: int) -> Tensor:
     return torch.cat(found, dim=3)[..., :Tk]
 
 
-AXES = ("calls", "rows of the batch", "queries", "heads", "keys")
-
-
 def together(x: Tensor) -> Tensor:
     """The sum of x times x shifted, for each shift along all axes: its autocorrelation."""
     sizes = [2 * n for n in x.shape]  # as zeros follow, no shift wraps around
@@ -253,8 +228,8 @@ def rate(Tq: int, Tk: int, B: int, backend: Backend, spec: Spec, device: str) ->
     x = (torch.stack(calls).float() - p) * there  # (n, B, Tq, H, Tk) of mean 0
     variance, total = p * (1 - p), n * int(there.sum())
     share = float(x.sum()) / total
-    text = f"{p + share:.4f} are dropped, expected {p}"
-    require(abs(share) < 6 * (variance / total) ** 0.5, text)
+    expected = abs(share) < 6 * (variance / total) ** 0.5
+    require(expected, f"{p + share:.4f} are dropped, expected {p}")
     uneven = x.mean((0, 1)).abs() > 6 * (variance / (n * B)) ** 0.5
     require(not uneven.any(), "some probabilities are dropped more often than others")
 
@@ -265,7 +240,8 @@ def rate(Tq: int, Tk: int, B: int, backend: Backend, spec: Spec, device: str) ->
     bound = most + (most**2 + 2 * tail * variance**2 * pairs).sqrt() + 1e-6 * total
     excess = product.abs() - bound
     excess.view(-1)[0] = 0  # not shifted
-    shift = zip(torch.unravel_index(excess.argmax(), excess.shape), excess.shape, AXES)
+    axes = "calls", "rows of the batch", "queries", "heads", "keys"
+    shift = zip(torch.unravel_index(excess.argmax(), excess.shape), excess.shape, axes)
     apart = ", ".join(f"{int(i) - n * (i > n // 2)} {name}" for i, n, name in shift if i)
     require(excess.max() <= 0, f"entries {apart} apart are dropped together")
 
@@ -397,8 +373,7 @@ def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
 
 
 def cached(backend: Backend, spec: Spec, device: str) -> None:
-    """With a cache the output equals that of each chunk with the keys up to its end, and is
-    causal."""
+    """With a cache the output is that of each chunk with the keys up to its end, and causal."""
     case = case_of(spec, 64 if (spec.page_size or 0) < 64 else 300)
     given, way = matrix.inputs(case, spec.dtype, device), partial(run_cached, backend.attend)
     got = way(given, spec)
