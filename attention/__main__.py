@@ -28,8 +28,9 @@ from .caps import BackendUnavailable, DeviceLost, dotted
 from .machine.gpus import describe
 from .machine.system import devices
 from .machine.timing import Row, measure, table
+from .names import BACKENDS, RULES, packages
 from .plan import fastest
-from .select import BACKENDS, RULES, Shape, admit, packages, resolve, select
+from .select import Shape, admit, resolve, select
 from .spec import CACHES, DTYPES, Machine, Policy, Spec
 
 

@@ -32,9 +32,11 @@ Source  Dong et al. 2024, "Flex Attention: A Programming Model for Generating Op
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,13 +44,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Caps
+from .function import not_compiled
 from .machine.system import own_code
 from .masks import for_any_shape, kept
+from .mods import Mods
 from .spec import Numbers, Spec, visible
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+PREFIX = "flex:"  # of the name flex:FILE.py
 TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
 FEW = 16  # queries; more do not take PyTorch's kernel for decoding, whose tile holds all
 THREE = ("float16", "bfloat16", "float32")
@@ -63,10 +68,11 @@ SPOILT = (8, 16)
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
-           sinks: Tensor | None = None, flash: bool = False) -> Tensor:
+           sinks: Tensor | None = None, flash: bool = False, mods: Mods | None = None) -> Tensor:
     """Attention by torch.nn.attention.flex_attention, compiled; shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
+    score_mod = None
     scale = spec.scale
     if not torch.is_grad_enabled():  # on the CPU PyTorch refuses inputs that require gradients
         q, k, v = (t.detach() for t in (q, k, v))
@@ -80,12 +86,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         call, mask = flex, block_mask(*sides, segments, q.device, spec.right, rows)
     else:
         few = q.is_cuda and Tq <= FEW
-        kind: tuple[int, ...] = (q.shape[0] == 1, Tq == 1, few, Tq <= TILE, Tk <= TILE)
+        kind: tuple[object, ...] = (q.shape[0] == 1, Tq == 1, few, Tq <= TILE, Tk <= TILE)
         if spec.grad or flash:
             kind = (q.shape[0], Tq, Tk)
         size = None if segments is None else room(segments)
-        call = compiled(replace(spec, window=None, right=0), kind, size, flash)
-        if segments is None:
+        call = compiled(replace(spec, window=None, right=0), (*kind, mods), size, flash)
+        if mods is not None:
+            mask, score_mod = _by_mods(mods, q.shape[0], spec.n_head, Tq, Tk, q.device)
+        elif segments is None:
             mask = _by_shape(*sides, None, q.device, spec.right, rows)
         else:
             mask = _by_segments(segments, *sides, spec.right, rows)
@@ -93,12 +101,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         # 2.13 generates C++ that does not compile.
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash)
+    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash, score_mod)
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: float | str | None,
-         softcap: float | str | None, sinks: Tensor | None, flash: bool) -> Tensor:
+         softcap: float | str | None, sinks: Tensor | None, flash: bool,
+         score_mod: Callable[..., Tensor] | None = None) -> Tensor:
     """flex_attention, and the weight that sinks (H,) leave."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -108,6 +117,8 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
         asked["kernel_options"] = {"BACKEND": "FLASH"}
     elif q_BHTD.is_cuda and q_BHTD.shape[2] > FEW:
         asked["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
+    if score_mod is not None:
+        asked["score_mod"] = score_mod
     if softcap is not None:
         c = float(softcap)
         asked["score_mod"] = lambda score, b, h, i, j: c * torch.tanh(score / c)
@@ -123,7 +134,7 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
 
 @lru_cache(maxsize=4096)
 def compiled(
-    spec: Spec, kind: tuple[int, ...], size: tuple[int, int] | None, flash: bool
+    spec: Spec, kind: tuple[object, ...], size: tuple[int, int] | None, flash: bool
 ) -> Callable[..., Tensor]:
     """flex(), compiled for one Spec and one kind of shape, or one shape.
 
@@ -197,19 +208,50 @@ def block_mask(
             return visible(i, j, shift, width, right=ahead)
         return visible(i, j, shift, width, segments[b, i + shift], segments[b, j], ahead)
 
-    def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-        tiles = tiles[:, None].int()  # (1 or B, 1, tiles, tiles)
-        order = torch.argsort(tiles, dim=-1, descending=True, stable=True)
-        return tiles.sum(dim=-1, dtype=torch.int32), order.int()
-
     return BlockMask.from_kv_blocks(
-        *listed(some & ~every), *listed(every), BLOCK_SIZE=(rows or TILE, TILE), mask_mod=mask_mod,
-        seq_lengths=(Tq, Tk),
+        *listed((some & ~every)[:, None]), *listed(every[:, None]), BLOCK_SIZE=(rows or TILE, TILE),
+        mask_mod=mask_mod, seq_lengths=(Tq, Tk),
     )
+
+
+def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tiles of each row are in bool (B or 1, H or 1, tiles, tiles), and which."""
+    order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
+    return tiles.sum(dim=-1, dtype=torch.int32), order.int()
 
 
 # Tensors made in inference mode cannot be used in training.
 _by_shape = lru_cache(maxsize=16)(torch.inference_mode(False)(block_mask))
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _by_mods(mods: Mods, B: int, H: int, Tq: int, Tk: int,
+             device: torch.device) -> tuple[BlockMask, Callable[..., Tensor] | None]:
+    """The BlockMask of a person's mask_mod, evaluated at each entry, and the score_mod."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if Tq > Tk:
+        raise ValueError(f"a mask of one's own needs at least as many keys as queries: {Tq} > {Tk}")
+    some, every, rest = [], [], -Tk % TILE  # keys that the last tile lacks
+    for i in torch.arange(Tk - Tq, Tk, device=device).split(TILE):
+        seen = mods.seen(B, H, i, Tk)
+        some.append(F.pad(seen.any(2), (0, rest)).unflatten(2, (-1, TILE)).any(3))
+        every.append(F.pad(seen.all(2), (0, rest), value=True).unflatten(2, (-1, TILE)).all(3))
+    partly, full = torch.stack(some, dim=2), torch.stack(every, dim=2)
+    shift = torch.full((), Tk - Tq, device=device)
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mods.mask_mod(b, h, i + shift, j)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert mods.score_mod is not None
+        return mods.score_mod(score, b, h, i + shift, j)
+
+    lists = *listed(partly & ~full), *listed(full)
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod,
+                                    seq_lengths=(Tq, Tk))
+    return mask, score_mod if mods.score_mod else None
 
 
 @kept
@@ -262,3 +304,16 @@ FLASH = Backend(
     fallback="flex",
     install="pip install --pre flash-attn-4",
 )
+
+
+def with_mods(module: ModuleType, path: str) -> Backend:
+    """flex with the mask_mod and the score_mod of a module. Raises ValueError: it has no mask."""
+    found = Mods(getattr(module, "mask_mod", None), getattr(module, "score_mod", None))
+    if not callable(found.mask_mod):
+        raise ValueError("it defines no mask_mod(b, h, q_idx, kv_idx)")
+    rows = (replace(c, window=False, segments=False, softcap=False, sinks=False)
+            for c in BACKEND.caps)
+    name = PREFIX + os.path.basename(path)
+    return Backend(name, f"PyTorch flex_attention, mask of {path}",
+                   not_compiled(partial(attend, mods=found)), tuple(dict.fromkeys(rows)),
+                   fallback=None, fullgraph=False, mods=found)

@@ -40,8 +40,9 @@ from .caps import BackendUnavailable
 from .machine.apart import apart, outside_a_trace
 from .machine.system import autocast_dtype, cache_folder, write_at_once
 from .machine.timing import Row, measure, table
+from .names import BACKENDS
 from .proof import LONG
-from .select import BACKENDS, Ranks, Resolution, Shape, announce, gather, resolve, select
+from .select import Ranks, Resolution, Shape, announce, gather, resolve, select
 from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")

@@ -25,6 +25,7 @@ from .caps import Backend, DeviceLost, shape_of
 from .function import whole
 from .machine.system import KERNEL_ERRORS, first_line, loses_device, profiled, settings_stay
 from .masks import filled_cache
+from .mods import Mods
 from .ring import Ring
 from .spec import Spec, visible
 
@@ -47,6 +48,7 @@ class Inputs(NamedTuple):
     dout: Tensor  # (B, Tq, H, D)
     segments: Tensor | None = None  # (B, Tk); the queries are the last Tq positions
     sinks: Tensor | None = None  # (H,)
+    mods: Mods | None = None  # of the backend, instead of visible()
 
     @property
     def options(self) -> dict[str, Tensor]:
@@ -80,16 +82,28 @@ def grouped(t: Tensor, Hkv: int) -> Tensor:
 
 
 def seen_by(given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
-    """visible() as bool (B or 1, 1, H / Hkv * rows, Tk), for grouped() queries. With segments a
-    query before all keys belongs to none."""
+    """visible() as bool (B or 1, 1, H / Hkv * rows, Tk), for grouped() queries; (B, Hkv, ...) by a
+    mask_mod. With segments a query before all keys belongs to none."""
     Tk, on = given.k.shape[1], rows.device
     offset, j = Tk - given.q.shape[1], torch.arange(given.k.shape[1], device=on)
+    if given.mods is not None:
+        seen = given.mods.seen(len(given.q), spec.n_head, rows + offset, Tk)
+        return seen.unflatten(1, (spec.n_kv_head, -1)).flatten(2, 3)
     seen = visible(rows[:, None], j, offset, spec.window, right=spec.right)[None]
     if given.segments is not None:
         segments = given.segments.to(on)
         own = segments[:, (rows + offset).clamp(min=0)]
         seen = seen & (own[:, :, None] == segments[:, None]) & (rows[:, None] + offset >= 0)
     return seen[:, None].repeat(1, 1, spec.n_head // spec.n_kv_head, 1)
+
+
+def modified(scores: Tensor, given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
+    """Scores of grouped() queries, (B, Hkv, H / Hkv * rows, Tk), after a score_mod."""
+    if given.mods is None:
+        return scores
+    by_head = scores.reshape(len(scores), spec.n_head, len(rows), -1)
+    moved = given.mods.scored(by_head, rows + given.k.shape[1] - given.q.shape[1])
+    return moved.reshape(scores.shape)
 
 
 @torch.no_grad()
@@ -136,6 +150,12 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     if c is not None:
         s = c * torch.tanh(s / c)
         slope = 1 - (s / c) ** 2
+    if given.mods is not None and given.mods.score_mod is not None:
+        with torch.enable_grad():
+            before = s.requires_grad_()
+            after = modified(before, given, spec, rows)
+            slope = torch.autograd.grad(after.sum() + 0 * before.sum(), before)[0]
+        s = after.detach()
     visible_s = s.masked_fill(~seen, -torch.inf)
     row_max = torch.maximum(visible_s.amax(3, keepdim=True), sink).clamp(min=-1e300)
     e, e_sink = torch.exp(visible_s - row_max), torch.exp(sink - row_max)
@@ -148,8 +168,8 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     ds = p * (dp - mean_dp)
     dt = ds * slope
 
-    s_moves = Q.abs() @ K.abs().mT * tau * slope
-    if c is not None:
+    s_moves = Q.abs() @ K.abs().mT * tau * slope.abs()
+    if c is not None or given.mods is not None:
         s_moves += s.abs()
     rel = s_moves.masked_fill(~seen, 0).amax(3, keepdim=True)  # of any p
     if given.sinks is not None:
@@ -203,6 +223,7 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     scores = Q * spec.softmax_scale @ K  # (B, Hkv, M, Tk)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = modified(scores, given, spec, rows)
     seen = seen_by(given, spec, rows)
     scores = scores.masked_fill(~seen, torch.finfo(wide).min)
     leaves = [q, k, v]
@@ -426,7 +447,8 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     ordinary: list[Deviation] = []
     leak = 0.0
     for case, Tq, size in draws:
-        given, quiet = draw_inputs(case, device, (2, Tq, T), draw, size), replace(case, dropout=0.0)
+        given = draw_inputs(case, device, (2, Tq, T), draw, size)._replace(mods=backend.mods)
+        quiet = replace(case, dropout=0.0)
         try:
             with survives(backend, device):
                 got = way(given, quiet)
@@ -436,7 +458,8 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
                     finite = all(bool(t.isfinite().all()) for t in again.tensors.values())
                     if spec.dropout and not finite:
                         raise FloatingPointError("not finite with dropout")
-                    leak = leakage(way, given, quiet, 0 if cached else spec.right)
+                    ahead = None if backend.mods else 0 if cached else spec.right
+                    leak = leakage(way, given, quiet, ahead)
         except KERNEL_ERRORS as e:
             if isinstance(e, DeviceLost):
                 raise
@@ -487,7 +510,7 @@ def probe_long(
     rows = torch.linspace(0, Tq - 1, min(Tq, ROWS), device=on).round().long()
     chosen = torch.zeros(Tq, device=on, dtype=torch.bool)
     chosen[rows] = True
-    given = given._replace(dout=given.dout * chosen[None, :, None, None])
+    given = given._replace(dout=given.dout * chosen[None, :, None, None], mods=backend.mods)
     try:
         with survives(backend, on):
             if cached:

@@ -39,7 +39,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from attention import Policy, is_file
+from attention import Policy, is_code
 from core.distributed import DistInfo
 from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig
@@ -66,12 +66,12 @@ class Checkpoint:
     def config(self, **changes: object) -> GPTConfig:
         """The model's config, with `changes`."""
         name = self.settings["model"].get("attention_backend")
-        if isinstance(name, str) and is_file(name) and "attention_backend" not in changes:
+        if isinstance(name, str) and is_code(name) and "attention_backend" not in changes:
             changes["attention_backend"] = "auto"  # the user must name code to run
             again = f": --attention_backend={shlex.quote(name)}" if name.isprintable() else ""
             log.warning(
                 f"{self.folder} was trained with the kernel in {name!r}; using 'auto'. To run that "
-                f"file, name it{again}"
+                f"code, name it{again}"
             )
         return self.read("model", GPTConfig, changes)
 

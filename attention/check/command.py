@@ -24,7 +24,7 @@ import torch
 from ..caps import LACKS, Backend, Caps, Refusal
 from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device, settings_stay
 from ..machine.timing import aligned
-from ..select import RULES, get
+from ..names import RULES, get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
 from .matrix import Case

@@ -23,9 +23,10 @@ from ..caps import BackendUnavailable
 from ..flash_args import check_deterministic
 from ..machine.system import autocast_dtype
 from ..masks import kept, symbolic
+from ..names import BACKENDS, RULES, get
 from ..plan import Plans
 from ..probabilities import weights
-from ..select import BACKENDS, RULES, Resolution, get
+from ..select import Resolution
 from ..spec import Policy, Spec
 from .mask import Mask, Proof, prove
 
