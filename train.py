@@ -254,6 +254,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     config, T, device, say = run.config, run.config.block_size, distributed.device, distributed.say
     meter = Meter(distributed, run.model.config, T, run.global_batch * T, config.max_iters,
                   config.dtype, config.peak_tflops)  # fmt: skip
+    meter.keys = flops.keys_of(run.attention.backend, T, run.model.config.n_head, device)
     meter.begin(run.step)
     if config.eval_only:
         evaluate(run)

@@ -275,10 +275,10 @@ class Backend:
         if fits and [w.kind for w in why] == ["capability"]:
             text = f"to train {why[0]}; without gradients it runs (--inference)"
             why = [Refusal(text, "capability")]
-        return [
-            Refusal(f"{w} ({self.install})", w.kind) if self.install and w.kind == "packages" else w
-            for w in why
-        ]
+        more = {"packages": f" ({self.install})"} if self.install else {}
+        if any(c.grad for c in self.caps if machine.device not in c.devices):
+            more["grad"] = f" on {machine.device}"
+        return [Refusal(w + more.get(w.kind, ""), w.kind) for w in why]
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:

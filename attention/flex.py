@@ -308,9 +308,10 @@ FLASH = Backend(
 
 def with_mods(module: ModuleType, path: str) -> Backend:
     """flex with the mask_mod and the score_mod of a module. Raises ValueError: it has no mask."""
-    found = Mods(getattr(module, "mask_mod", None), getattr(module, "score_mod", None))
-    if not callable(found.mask_mod):
+    mask_mod, score_mod = (getattr(module, name, None) for name in ("mask_mod", "score_mod"))
+    if not callable(mask_mod):
         raise ValueError("it defines no mask_mod(b, h, q_idx, kv_idx)")
+    found = Mods(mask_mod, score_mod)
     rows = (replace(c, window=False, segments=False, softcap=False, sinks=False)
             for c in BACKEND.caps)
     name = PREFIX + os.path.basename(path)

@@ -57,6 +57,11 @@ def is_code(name: str) -> bool:
     return is_path(name) or ":" in name or name in entry_points()
 
 
+def is_backend(name: str) -> bool:
+    """True if get() knows the name. Runs nothing."""
+    return name in _BY_ANY_NAME or is_code(name)
+
+
 def entry_points() -> dict[str, str]:
     """What installed packages offer, "package.module:BACKEND" by name. Imports none of them."""
     found = metadata.entry_points(group=ENTRY_POINTS)

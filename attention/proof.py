@@ -48,7 +48,6 @@ class Inputs(NamedTuple):
     dout: Tensor  # (B, Tq, H, D)
     segments: Tensor | None = None  # (B, Tk); the queries are the last Tq positions
     sinks: Tensor | None = None  # (H,)
-    mods: Mods | None = None  # of the backend, instead of visible()
 
     @property
     def options(self) -> dict[str, Tensor]:
@@ -81,13 +80,13 @@ def grouped(t: Tensor, Hkv: int) -> Tensor:
     return t.transpose(1, 2).unflatten(1, (Hkv, -1)).flatten(2, 3)
 
 
-def seen_by(given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
+def seen_by(given: Inputs, spec: Spec, rows: Tensor, mods: Mods | None = None) -> Tensor:
     """visible() as bool (B or 1, 1, H / Hkv * rows, Tk), for grouped() queries; (B, Hkv, ...) by a
     mask_mod. With segments a query before all keys belongs to none."""
     Tk, on = given.k.shape[1], rows.device
     offset, j = Tk - given.q.shape[1], torch.arange(given.k.shape[1], device=on)
-    if given.mods is not None:
-        seen = given.mods.seen(len(given.q), spec.n_head, rows + offset, Tk)
+    if mods is not None:
+        seen = mods.seen(len(given.q), spec.n_head, rows + offset, Tk)
         return seen.unflatten(1, (spec.n_kv_head, -1)).flatten(2, 3)
     seen = visible(rows[:, None], j, offset, spec.window, right=spec.right)[None]
     if given.segments is not None:
@@ -97,18 +96,18 @@ def seen_by(given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
     return seen[:, None].repeat(1, 1, spec.n_head // spec.n_kv_head, 1)
 
 
-def modified(scores: Tensor, given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
+def modified(scores: Tensor, mods: Mods, given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
     """Scores of grouped() queries, (B, Hkv, H / Hkv * rows, Tk), after a score_mod."""
-    if given.mods is None:
-        return scores
     by_head = scores.reshape(len(scores), spec.n_head, len(rows), -1)
-    moved = given.mods.scored(by_head, rows + given.k.shape[1] - given.q.shape[1])
+    moved = mods.scored(by_head, rows + given.k.shape[1] - given.q.shape[1])
     return moved.reshape(scores.shape)
 
 
 @torch.no_grad()
-def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
+def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
+          mods: Mods | None = None) -> Result:
     """The exact result in float64, of the queries `rows` and of the gradients that flow from them.
+    `mods`: a mask instead of visible(), and a change of the score with its own slope.
 
     Per row, with the scale tau, t_j = tau q . k_j, s_j = c tanh(t_j / c) with a softcap c, else
     t_j, and p = softmax(s) over the visible keys j and the sink a (of value 0):
@@ -137,7 +136,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     tau, c = spec.softmax_scale, spec.softcap
     Q, dO = (grouped(t.to(on)[:, rows].double(), Hkv) for t in (given.q, given.dout))
     K, V = (t.to(on).double().transpose(1, 2) for t in (given.k, given.v))  # (B, Hkv, Tk, D)
-    seen = seen_by(given, spec, rows)  # (B or 1, 1, M, Tk), for M = H / Hkv * rows
+    seen = seen_by(given, spec, rows, mods)  # (B or 1, 1, M, Tk), for M = H / Hkv * rows
     used = seen.any(2)[..., None]  # what no row sees may be NaN
     K, V = torch.where(used, K, 0), torch.where(used, V, 0)
     sink = torch.full((H,), -torch.inf, dtype=torch.float64, device=on)
@@ -150,10 +149,10 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     if c is not None:
         s = c * torch.tanh(s / c)
         slope = 1 - (s / c) ** 2
-    if given.mods is not None and given.mods.score_mod is not None:
+    if mods is not None and mods.score_mod is not None:
         with torch.enable_grad():
             before = s.requires_grad_()
-            after = modified(before, given, spec, rows)
+            after = modified(before, mods, given, spec, rows)
             slope = torch.autograd.grad(after.sum() + 0 * before.sum(), before)[0]
         s = after.detach()
     visible_s = s.masked_fill(~seen, -torch.inf)
@@ -169,7 +168,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     dt = ds * slope
 
     s_moves = Q.abs() @ K.abs().mT * tau * slope.abs()
-    if c is not None or given.mods is not None:
+    if c is not None or mods is not None:
         s_moves += s.abs()
     rel = s_moves.masked_fill(~seen, 0).amax(3, keepdim=True)  # of any p
     if given.sinks is not None:
@@ -213,7 +212,8 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
 
 
 @torch.enable_grad()
-def plain(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
+def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
+          mods: Mods | None = None) -> Result:
     """truth() by plain PyTorch in the inputs' dtype, with autograd's gradients."""
     Tk, H, Hkv, dtype = given.k.shape[1], spec.n_head, spec.n_kv_head, given.q.dtype
     rows = torch.arange(given.q.shape[1], device=given.q.device) if rows is None else rows
@@ -223,8 +223,9 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     scores = Q * spec.softmax_scale @ K  # (B, Hkv, M, Tk)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    scores = modified(scores, given, spec, rows)
-    seen = seen_by(given, spec, rows)
+    if mods is not None:
+        scores = modified(scores, mods, given, spec, rows)
+    seen = seen_by(given, spec, rows, mods)
     scores = scores.masked_fill(~seen, torch.finfo(wide).min)
     leaves = [q, k, v]
     if given.sinks is not None:
@@ -433,8 +434,9 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     calls of a kind. The random state is restored.
 
     With a cache the queries come in chunks, then one by one. Inference also continues a prefix,
-    with fewer queries than keys. A later token is changed to check that no earlier output moves.
-    The profiler records which kernels ran.
+    with fewer queries than keys. A later token is changed to check that no earlier output moves,
+    unless the backend has its own mask, which is then the truth's. The profiler records which
+    kernels ran.
     """
     device = torch.device(device)
     cached = spec.cache in ("static", "paged")
@@ -447,8 +449,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     ordinary: list[Deviation] = []
     leak = 0.0
     for case, Tq, size in draws:
-        given = draw_inputs(case, device, (2, Tq, T), draw, size)._replace(mods=backend.mods)
-        quiet = replace(case, dropout=0.0)
+        given, quiet = draw_inputs(case, device, (2, Tq, T), draw, size), replace(case, dropout=0.0)
         try:
             with survives(backend, device):
                 got = way(given, quiet)
@@ -468,7 +469,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
         if cached and case.right != 0:
             rough, want = by_chunks(given, case)
         else:
-            rough, want = plain(given, uncached), truth(given, uncached)
+            rough, want = (of(given, uncached, mods=backend.mods) for of in (plain, truth))
         found = errors(got, rough, want, given.q.dtype)
         ordinary = ordinary or found
         about = ", on large scores" * (size > 1) + f", with {case}" * (case != spec)
@@ -510,7 +511,7 @@ def probe_long(
     rows = torch.linspace(0, Tq - 1, min(Tq, ROWS), device=on).round().long()
     chosen = torch.zeros(Tq, device=on, dtype=torch.bool)
     chosen[rows] = True
-    given = given._replace(dout=given.dout * chosen[None, :, None, None], mods=backend.mods)
+    given = given._replace(dout=given.dout * chosen[None, :, None, None])
     try:
         with survives(backend, on):
             if cached:
@@ -528,7 +529,8 @@ def probe_long(
     dq = None if got.dq is None else got.dq[:, rows]
     got = replace(got, out=got.out[:, rows], dq=dq)
     uncached = replace(spec, cache="none", page_size=None)
-    found = errors(got, plain(given, uncached, rows), truth(given, uncached, rows), given.q.dtype)
+    rough, want = (of(given, uncached, rows, backend.mods) for of in (plain, truth))
+    found = errors(got, rough, want, given.q.dtype)
     return tuple(f"at {Tk:,} tokens {text}" for text in wrong(found))
 
 

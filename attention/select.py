@@ -9,20 +9,23 @@ NANOATTN_DISABLE=name,name in the environment refuses backends, for launchers.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from . import hub, manual
 from .caps import Backend, BackendUnavailable, Refusal, version
 from .machine.apart import apart
-from .names import RULES, get, is_code
+from .names import RULES, get, is_backend, is_code
 from .proof import LONG, Probe, Proof, probe, probe_long
 from .spec import Machine, Policy, Spec
 
@@ -31,6 +34,7 @@ T = TypeVar("T")
 Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
 
 DISABLE = "NANOATTN_DISABLE"
+SAID = ("metal", "disabled")  # kinds of refusals that are always reported
 REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory, and no tiles: not probed at length
 
 
@@ -198,8 +202,7 @@ def first_of(
         except BackendUnavailable:  # a file that only other ranks can load
             title = candidate
         refused[title] = tuple(map(str, why))
-        known = ("metal", "disabled")
-        declared = [w for w in why if isinstance(w, Refusal) and w.kind not in known]
+        declared = [w for w in why if isinstance(w, Refusal) and w.kind not in SAID]
         if (candidate == names[0] and name not in RULES) or not declared:
             reported[title] = refused[title]
     reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in refused.items())
@@ -240,6 +243,9 @@ def _select(
     if torch.device(device).type == "meta":  # shapes only
         return Resolution(name, manual.BACKEND)
     machine, tried = Machine.here(str(device)), Probe()
+    for word in sorted(disabled()):
+        if not is_backend(word):
+            _once(logging.WARNING, f"{DISABLE} names {word!r}, which is no backend")
     long = shape is not None and shape[2] > LONG
 
     def refusals(candidate: str) -> Sequence[str]:
@@ -277,6 +283,7 @@ def _select(
     length = shape[2] if shape and long else 0
     chosen = Resolution(name, backend, rejected, tried.kernels, tried.proof, note, length=length)
     warn(chosen)
+    debug(chosen, spec, machine, policy)
     return chosen
 
 
@@ -310,6 +317,38 @@ def math_note(backend: Backend, spec: Spec, shape: Shape | None) -> str:
         f"each layer at batch size {B} and {Tk:,} tokens.\n"
         "python -m attention lists why fused kernels refuse; --attention_backend=tiled stores none."
     )
+
+
+def configuration(spec: Spec, machine: Machine, policy: Policy,
+                  packages: Sequence[str] = ()) -> dict[str, Any]:
+    """All that a choice depends on, for JSON."""
+    versions = {
+        "nanoattn": sys.modules[__name__.partition(".")[0]].__version__, "torch": machine.torch,
+        "cuda": machine.cuda, "python": platform.python_version(),
+        **{package: machine.version_of(package) for package in packages},
+    }
+    layout = "q (B, Tq, H, D), k and v (B, Tk, Hkv, D)"
+    return {
+        "versions": versions, "device": machine.device, "name": machine.name,
+        "capability": machine.capability, "deterministic": machine.deterministic,
+        "layout": layout, "spec": asdict(spec), "policy": asdict(policy), DISABLE: [*disabled()],
+    }
+
+
+def chosen_as_json(chosen: Resolution) -> dict[str, Any]:
+    return {
+        "requested": chosen.requested, "backend": chosen.backend.name,
+        "title": chosen.backend.title, "kernels": chosen.kernels, "proof": chosen.proof,
+        "rejected": dict(chosen.rejected), "note": chosen.note, "traced": chosen.traced,
+    }
+
+
+def debug(chosen: Resolution, spec: Spec, machine: Machine, policy: Policy) -> None:
+    """Log a choice and its whole configuration, one line of JSON, at the level DEBUG."""
+    if log.isEnabledFor(logging.DEBUG):
+        needed = {p.partition(">=")[0]: None for caps in chosen.backend.caps for p in caps.packages}
+        content = chosen_as_json(chosen) | configuration(spec, machine, policy, [*needed])
+        log.debug("chosen: %s", json.dumps(content))
 
 
 def announce(chosen: Resolution, phase: str = "") -> None:
