@@ -67,7 +67,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Raises:
         Exception: the package cannot be loaded, or cannot run these inputs (its own words).
     """
-    flash = _load(package)
+    flash = load(package)
     causal, left = spec.right == 0, package.unbounded
     right = package.unbounded if spec.right is None or causal else spec.right
     if spec.window is not None and (spec.window < k.shape[1] or cache is not None):
@@ -143,20 +143,20 @@ def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 _loaded: dict[object, ModuleType] = {}
 
 
-def _load(package: Package) -> ModuleType:
+def load(package: Package) -> ModuleType:
+    """The package's module, or a kernel repository of the hub at a commit, once a process."""
     key = package.hub or package.module
     if key not in _loaded:
-        module = package.module
-        _loaded[key] = fetch(*package.hub) if package.hub else importlib.import_module(module)
+        if package.hub is not None:
+            from kernels import get_kernel
+
+            # Without a list `kernels` loads what its trusted organizations publish only.
+            repository, commit = package.hub
+            found = get_kernel(repository, revision=commit, trust_remote_code=[repository])
+        else:
+            found = importlib.import_module(package.module)
+        _loaded[key] = found
     return _loaded[key]
-
-
-def fetch(repository: str, commit: str) -> ModuleType:
-    """A kernel repository of the hub at a commit: downloaded once, imported once a process."""
-    from kernels import get_kernel
-
-    # Without trust_remote_code `kernels` loads what its trusted organizations publish only.
-    return get_kernel(repository, revision=commit, trust_remote_code=[repository])
 
 
 # csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is

@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any, NoReturn
 
 from .caps import Backend, BackendUnavailable, Caps, Refusal
-from .flash import Package, attend, fetch
+from .flash import Package, attend, load
 from .function import not_compiled
 from .machine.system import KERNEL_ERRORS, first_line
 from .spec import Machine, Policy, Spec
@@ -59,7 +59,7 @@ def unloaded(name: str) -> Backend:
 def loaded(name: str) -> Backend:
     """The backend, downloaded and imported. Raises whatever that raises."""
     repository = parse(name)
-    module = fetch(*repository)
+    module = load(Package(name, None, hub=repository))
     functions = [module.flash_attn_func]  # an AttributeError names it
     if has_varlen := hasattr(module, "flash_attn_varlen_func"):
         functions.append(module.flash_attn_varlen_func)

@@ -243,9 +243,6 @@ def _select(
     if torch.device(device).type == "meta":  # shapes only
         return Resolution(name, manual.BACKEND)
     machine, tried = Machine.here(str(device)), Probe()
-    for word in sorted(disabled()):
-        if not is_backend(word):
-            _once(logging.WARNING, f"{DISABLE} names {word!r}, which is no backend")
     long = shape is not None and shape[2] > LONG
 
     def refusals(candidate: str) -> Sequence[str]:
@@ -280,8 +277,11 @@ def _select(
     found, rejected = first_of(name, names, of_all)
     backend = admit(found, spec, machine, policy)[0]
     note = math_note(backend, spec, shape) if "math" in tried.kernels else ""
+    for word in sorted(disabled()):
+        note += "" if is_backend(word) else f"\n{DISABLE} names {word!r}, which is no backend."
     length = shape[2] if shape and long else 0
-    chosen = Resolution(name, backend, rejected, tried.kernels, tried.proof, note, length=length)
+    chosen = Resolution(name, backend, rejected, tried.kernels, tried.proof, note.strip(),
+                        length=length)
     warn(chosen)
     debug(chosen, spec, machine, policy)
     return chosen
@@ -331,7 +331,7 @@ def configuration(spec: Spec, machine: Machine, policy: Policy,
     return {
         "versions": versions, "device": machine.device, "name": machine.name,
         "capability": machine.capability, "deterministic": machine.deterministic,
-        "layout": layout, "spec": asdict(spec), "policy": asdict(policy), DISABLE: [*disabled()],
+        "layout": layout, "spec": asdict(spec), "policy": asdict(policy), DISABLE: sorted(disabled()),
     }
 
 
