@@ -38,14 +38,12 @@ def unpad_input(
         ValueError: a mask is not (B, T), or has other values than 0 and 1 or both for one place.
     """
     spare = torch.zeros_like(attention_mask) if unused_mask is None else unused_mask
+    kept = attention_mask.int() + spare.int()
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", spare)):
         if mask.shape != hidden_states.shape[:2]:
             wrong(name, f"{tuple(hidden_states.shape[:2])} as hidden_states", mask)
-        if not bool(((mask == 0) | (mask == 1)).all()):
-            wrong(name, "0 or 1", mask)
-    kept = attention_mask.int() + spare.int()
-    if bool((kept > 1).any()):
-        wrong("unused_mask", "0 where attention_mask is 1", spare)
+        if not bool(((mask == 0) | (mask == 1) & (kept == 1)).all()):
+            wrong(name, "0 or 1, and not 1 in both masks", mask)
     lengths, used = kept.sum(-1, dtype=torch.int32), attention_mask.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

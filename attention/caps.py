@@ -13,7 +13,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
-from .spec import CACHES, DTYPES, FINEST, Machine, Spec
+from .spec import CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ class Caps:
     right: bool = False  # later keys: all of them, or with `window` a number
     window: bool = True
     dropout: bool = True
-    dropout_step: float | None = None  # dropout must be a multiple of this, 1/2 to 1/256
+    dropout_step: float | None = None  # 1/16: dropout must be a multiple of it
     segments: bool = True
     scale: bool = False
     softcap: bool = False
@@ -103,8 +103,9 @@ class Caps:
             if not ok or (known and set(texts) - set(known)):
                 some = f" of {', '.join(known)}" if known else ""
                 raise ValueError(f"{name} must be a tuple{some}, got {texts!r}")
-        if self.dropout_step is not None and FINEST / 2 * self.dropout_step not in range(1, FINEST):
-            raise ValueError(f"dropout_step must be 1/2, 1/4 ... 1/256, got {self.dropout_step}")
+        if self.dropout_step not in (None, DROPOUT_STEP):
+            got = self.dropout_step
+            raise ValueError(f"dropout_step must be {DROPOUT_STEP} or None, got {got}")
 
     def lacks(self, spec: Spec) -> list[Refusal]:
         """The requested options that are not supported; attend() would silently leave them out."""

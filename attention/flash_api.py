@@ -1,18 +1,14 @@
-"""FlashAttention's functions over the backends of this package, on any device.
-
-    import nanoattn as flash_attn  # stand_in.py is for programs that cannot be changed
-
-Signatures, layouts, defaults and in-place effects are those of flash-attn 2.8 (Dao-AILab,
-flash_attn/flash_attn_interface.py); FlashAttention-3's further keywords are accepted too. What is
-not computed raises a ValueError (flash_args.REFUSED); what only tunes the packages' own kernels is
-ignored (HINTS). All floating dtypes run. Meta and fake tensors give results of the right shape.
-Rows that see no key give zeros, and a log-sum-exp of -inf, where flash-attn has inf.
+"""FlashAttention's functions over the backends of this package, on any device: the signatures,
+layouts, defaults and in-place effects of flash-attn 2.8 (Dao-AILab, flash_attn_interface.py).
 
     flash_attn_func           _dense
     flash_attn_varlen_func    segments, if a CUDA kernel reads each by itself; else _texts
     flash_attn_with_kvcache   a view of the cache, on CUDA and of pages; else _texts
 
-A call's kernel is chosen and proved once for its kind (plan.py).
+FlashAttention-3's further keywords are accepted. What is not computed raises a ValueError
+(flash_args.REFUSED); what only tunes the packages' own kernels is ignored (HINTS). All floating
+dtypes run. Meta and fake tensors give results of the right shape. Rows that see no key give zeros,
+and a log-sum-exp of -inf, where flash-attn has inf.
 """
 
 from __future__ import annotations
@@ -36,15 +32,14 @@ from .plan import Plans
 from .spec import Policy, Spec
 
 Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
+NO_MODE, PLAIN = nullcontext(), (bool, float, str, type(None))
+_spec = lru_cache(maxsize=4096)(Spec)
 _plans = Plans("auto")
 
 
 def use(backend: str = "auto", policy: Policy = Policy()) -> None:
-    """Choose the backend of all later calls: a name, an alias, "auto", "fastest" or a file.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """Choose the backend of all later calls: a name, an alias, "auto", "fastest" or a file, else
+    ValueError."""
     global _plans
     check_name(backend)
     _plans = Plans(backend, policy)
@@ -81,13 +76,13 @@ def flash_attn_func(
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_func() with kv (B, Tk, 2, Hkv, D)."""
-    k, v = flash_args.unpacked("kv", kv, 2, "batch, tokens")
+    k, v = kv.unbind(-3)
     return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_func() with qkv (B, T, 3, H, D)."""
-    q, k, v = flash_args.unpacked("qkv", qkv, 3, "batch, tokens")
+    q, k, v = qkv.unbind(-3)
     return flash_attn_func(q, k, v, *args, **options)
 
 
@@ -99,17 +94,14 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False, block_table: Tensor | None = None, *,
     return_softmax_lse: bool = False, **fa3: object,
 ) -> Returned:
-    """Attention of N sequences of any lengths, one after the other.
+    """Attention of N sequences, one after the other: out (total_q, H, D), softmax_lse (H, total_q).
 
     Args:
         q, k, v: (total_q, H, D) and (total_k, Hkv, D); with block_table k and v are pages,
             (pages, page_size, Hkv, D).
-        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each sequence begins, and the total.
+        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each begins, and the total.
         max_seqlen_q, max_seqlen_k: not read.
         block_table: (N, pages of the longest) int32: the pages of each sequence.
-
-    Returns:
-        (total_q, H, D); softmax_lse is (H, total_q) float32.
     """
     flash_args.check(q, k, v, dims=3, paged=block_table is not None)
     n = cu_seqlens_q.shape[0]
@@ -144,23 +136,22 @@ def flash_attn_varlen_func(
     for i, (n, text) in enumerate(zip(lengths_q, ks)):
         alike.setdefault((n, len(text)), []).append(i)
     outs, Ls = _texts(q.split(lengths_q), ks, vs, [*alike.values()], request)
-    none = q.new_empty(q.shape[1], 0, dtype=torch.float32)
-    L = torch.cat([none, *Ls], dim=1) if request.lse else None
+    L = torch.cat([q.new_empty(q.shape[1], 0).float(), *Ls], dim=1) if request.lse else None
     return _returned(torch.cat([q[:0], *outs]), L, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_varlen_func() with kv (total_k, 2, Hkv, D)."""
-    k, v = flash_args.unpacked("kv", kv, 2, "tokens")
+    k, v = kv.unbind(-3)
     return flash_attn_varlen_func(q, k, v, *args, **options)
 
 
 def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
                                      *args: Any, **options: Any) -> Returned:
     """flash_attn_varlen_func() with qkv (total, 3, H, D)."""
-    q, k, v = flash_args.unpacked("qkv", qkv, 3, "tokens")
-    ends, longest = cu_seqlens, max_seqlen
-    return flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, *args, **options)
+    q, k, v = qkv.unbind(-3)
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(q, k, v, *lengths, *args, **options)
 
 
 @torch.no_grad()
@@ -185,11 +176,8 @@ def flash_attn_with_kvcache(
         cache_batch_idx: (B,) the cache's row of each row of q. It copies those rows.
         block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
 
-    Returns:
-        (B, Tq, H, D), or with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
-
-    Raises:
-        ValueError: as flash_attn_func(); the cache is as it was.
+    Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
+    After a ValueError, as in flash_attn_func(), the cache is as it was.
     """
     if block_table is not None and page_table is not None:
         raise ValueError("page_table is block_table's other name: pass one of them")
@@ -218,8 +206,9 @@ def flash_attn_with_kvcache(
         read = [len(pages) * size - -n % size for pages, n in zip(used, ends)]
     by_row |= not q.numel() or (lengths is not None and not any(ends))
     # The kernel is chosen before anything is written: it may be refused.
-    if by_row and q.numel():
-        for n in {min(filter(None, read), default=0), max(read)} - {0}:
+    lengths_read = [n for n in read if n]
+    if by_row and q.numel() and lengths_read:
+        for n in {min(lengths_read), max(lengths_read)}:
             _kernel(q, n, Hkv, request)
     if not by_row:
         cache, pages = ("static", None) if table is None else ("paged", size)
@@ -234,10 +223,9 @@ def flash_attn_with_kvcache(
             row, slot = table.gather(1, (at // size).long()), at % size
         k_cache[row.long(), slot.long()] = k
         v_cache[row.long(), slot.long()] = v
-    if cache_batch_idx is not None:
-        k_cache, v_cache = k_cache[rows], v_cache[rows]
-    elif table is None:
-        k_cache, v_cache = k_cache[:B], v_cache[:B]
+    if table is None:
+        these = slice(B) if cache_batch_idx is None else rows
+        k_cache, v_cache = k_cache[these], v_cache[these]
     if by_row and (not q.numel() or (used is None and len(set(ends)) == 1)):
         n = ends[0] if q.numel() else 0
         return _returned(*_dense(q, k_cache[:, :n], v_cache[:, :n], request))
@@ -266,8 +254,9 @@ def _dense(
         out, L = nothing(q, k, v, None, lse=True)
         return out, L.float() if request.lse else None
     more = {} if segments is None else {"segments": segments}
-    backend, spec = _kernel(q, k.shape[1], k.shape[2], request, segments=bool(more))
-    with getattr(q, "fake_mode", nullcontext()) if _shape_only(q) else nullcontext():
+    shapes = _shape_only(q)
+    backend, spec = _kernel(q, k.shape[1], k.shape[2], request, segments=bool(more), shapes=shapes)
+    with getattr(q, "fake_mode", NO_MODE) if shapes else NO_MODE:
         if not request.lse:
             return backend.compute(q, k, v, spec, **more), None
         out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
@@ -292,7 +281,7 @@ def _texts(
 
 def _kernel(
     q: Tensor, Tk: int, Hkv: int, request: Request, *, segments: bool = False, cache: str = "none",
-    page_size: int | None = None,
+    page_size: int | None = None, shapes: bool = False,
 ) -> tuple[Backend, Spec]:
     """The kernel and the Spec of a call with Tk keys of Hkv heads."""
     B, Tq, H, D = q.shape
@@ -316,14 +305,10 @@ def _kernel(
         call = plans.known[key][0]
         return call.chosen.backend, call.spec
     spec = _spec(*fields)
-    if _shape_only(q):
+    if shapes:
         return (tiled if request.lse else manual).BACKEND, spec
     chosen = plans.choose(spec, device, (B, Tq, Tk), " (flash_attn functions)")
     return chosen.backend, spec
-
-
-PLAIN = (bool, float, str, type(None))
-_spec = lru_cache(maxsize=4096)(Spec)
 
 
 def _shape_only(t: Tensor) -> bool:

@@ -38,9 +38,11 @@ class Request(NamedTuple):
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, dropout: Any, scale: Any, causal: bool, window: Any,
-        softcap: Any, lse: bool, deterministic: bool = False, **others: object,
+        softcap: Any, lse: bool, deterministic: object = False, alibi_slopes: object = None,
+        **others: object,
     ) -> Request:
         """`others` are HINTS, or REFUSED unless None, False or 0."""
+        others |= {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
         for name, value in others.items():
             if name not in REFUSED and name not in HINTS:
                 raise TypeError(f"unexpected keyword argument {name!r}")
@@ -90,18 +92,12 @@ def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), 
         wrong(names[1], f"{shape_of(k)} as {names[0]}", v)
 
 
-def unpacked(name: str, t: Tensor, n: int, before: str) -> tuple[Tensor, ...]:
-    if t.dim() != before.count(",") + 4 or t.shape[-3] != n:
-        wrong(name, f"({before}, {n}, heads, head_dim)", t)
-    return t.unbind(-3)
-
-
 def check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> int:
     """The number of new tokens k, v (B, T_new, Hkv, D)."""
-    if k is None and v is None:
-        return 0
-    if k is None or v is None:
+    if (k is None) != (v is None):
         raise ValueError("k and v, the new tokens, are passed together")
+    if k is None:
+        return 0
     for name, t in (("k", k), ("v", v)):
         shape = B, k.shape[1], *k_cache.shape[2:]
         must_be(name, t, shape, k_cache.device, (NAMES[k_cache.dtype],))
@@ -112,8 +108,8 @@ def check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None
                table: Tensor | None, rows: Tensor | None, wait: bool) -> list[int] | None:
     """The lengths of B rows before n_new tokens are written; None: they are on a device, and the
     host does not `wait` for it."""
-    n_rows, size, on = k_cache.shape[0], k_cache.shape[1], k_cache.device
-    room = size
+    n_rows, room, on = k_cache.shape[0], k_cache.shape[1], k_cache.device
+    lengths: list[Any] | None = [room if seqlens is None else seqlens] * B
     if table is not None:
         if seqlens is None or rows is not None:
             raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
@@ -122,21 +118,18 @@ def check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None
     elif rows is not None:
         must_be("cache_batch_idx", rows, (B,), on, INTEGERS)
         chosen = on_host(rows) or []
-        if not all(0 <= row < n_rows for row in chosen):
-            wrong("cache_batch_idx", f"in 0 .. {n_rows - 1}", chosen)
-        if n_new and len(set(chosen)) < len(chosen):
-            wrong("cache_batch_idx", "different rows, since k and v are written", chosen)
+        twice = n_new > 0 and len(set(chosen)) < len(chosen)
+        if twice or not all(0 <= row < n_rows for row in chosen):
+            expected = f"in 0 .. {n_rows - 1}, and different where k and v are written"
+            wrong("cache_batch_idx", expected, chosen)
     elif n_rows < B:
         wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
     if isinstance(seqlens, Tensor):
         must_be("cache_seqlens", seqlens, (B,), on, INTEGERS)
         lengths = seqlens.tolist() if wait and not symbolic(seqlens) else on_host(seqlens)
-    else:
-        lengths = [size if seqlens is None else int(seqlens)] * B
     for n in lengths or ():
         if not 0 <= n <= room - n_new:
-            new = f", less {n_new} new ones" if n_new else ""
-            wrong("cache_seqlens", f"in 0 .. {room} tokens{new}", n)
+            wrong("cache_seqlens", f"in 0 .. {room} tokens, less {n_new} new ones", n)
     return lengths
 
 

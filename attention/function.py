@@ -12,6 +12,7 @@ Second derivatives  Attention.backward() applies another Function, Gradient, to 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, NoReturn
@@ -158,11 +159,13 @@ def dense_gradient(out: Tensor) -> Tensor:
 
 
 def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
-    """torch.compiler.disable(f), at the first call, since it imports torch._dynamo: 1 s or more."""
+    """torch.compiler.disable(f), where torch._dynamo is imported: that takes 1 s or more."""
     made: list[Callable[P, R]] = []
 
     @wraps(f)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return f(*args, **kwargs)
         if not made:
             made.append(torch.compiler.disable(f))
         return made[0](*args, **kwargs)

@@ -89,7 +89,9 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
         if B == 0 or Tq == 0 or Tk == 0:
             return nothing(q, k, v, options.get("sinks"), lse)
         if Tq <= Tk:
-            return attend(loadable(q), loadable(k), loadable(v), spec, **options)
+            if q.is_cuda or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+                q, k, v = loadable(q), loadable(k), loadable(v)
+            return attend(q, k, v, spec, **options)
         before, segments = Tq - Tk, options.get("segments")
         if segments is None and sees_all(Tq, Tk, spec.window, -before, spec.right):
             return attend(loadable(q), loadable(k), loadable(v), spec, **options)

@@ -14,7 +14,7 @@ FLOPs   4 * Tq * Tk * D a head forward, about half where a causal kernel skips m
 Layout  (B, H, T, D) to PyTorch; these are transposed views.
 Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. Where every query
         sees every key, as a single one does: no mask. All else gets a bool mask, in blocks of
-        queries (blocks.py), so a window costs T * W; pinned flash on CUDA takes none
+        queries (masks.py), so a window costs T * W; pinned flash on CUDA takes none
         (sdpa_flash.py).
 Bits    On CUDA the backward of flash and efficient is deterministic only under
         torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
@@ -37,10 +37,9 @@ from .caps import Backend, Caps
 from .function import dense_gradient, not_compiled
 from .masks import Pair, StaticView, for_any_shape, in_blocks, mask, maskless
 from .sdpa_flash import PARTIAL, varlen
-from .spec import Spec
+from .spec import DROPOUT_STEP, Spec
 
 HALF = ("float16", "bfloat16")
-CUDNN_DROPOUT_STEP = 1 / 16
 
 
 @for_any_shape
@@ -61,13 +60,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     grouped, kernels = spec.n_kv_head != spec.n_head, None if kernel is None else [kernel]
-    if q.is_cuda:
-        if kernel == SDPBackend.CUDNN_ATTENTION and k.shape[1] == 1:
+    if kernel == SDPBackend.CUDNN_ATTENTION:
+        if k.shape[1] == 1:
             return _only_key(q, k, v, spec)
-        masked = attn_mask is not None
-        if masked and spec.grad and kernel == SDPBackend.CUDNN_ATTENTION:
+        if attn_mask is not None and spec.grad:
             k, v = (F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % 128)) for t in (k, v))  # see permitted()
             attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128))
+    if q.is_cuda:
+        masked = attn_mask is not None
         repeats = masked or kernel == SDPBackend.EFFICIENT_ATTENTION
         if grouped and kernel is None:  # flash and cuDNN need half precision and 8.0
             major = torch.cuda.get_device_properties(q.device).major
@@ -113,7 +113,7 @@ def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
     decoding. Some of its kernels round dropout to sixteenths, unchecked by torch 2.11 (pull request
     174245), and with a mask dq may be NaN if keys do not fill tiles of 128 (issue 196678).
     """
-    if masked or not spec.grad or spec.dropout % CUDNN_DROPOUT_STEP:
+    if masked or not spec.grad or spec.dropout % DROPOUT_STEP:
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return None
 
@@ -179,7 +179,7 @@ CUDNN = _pinned(
     "PyTorch SDPA pinned to cuDNN's kernel",
     SDPBackend.CUDNN_ATTENTION,
     Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=128, head_dim_multiple=8, scale=True,
-         dropout_step=CUDNN_DROPOUT_STEP, deterministic=False),
+         dropout_step=DROPOUT_STEP, deterministic=False),
 )
 MATH = _pinned(
     "sdpa_math",

@@ -331,7 +331,8 @@ def configuration(spec: Spec, machine: Machine, policy: Policy,
     return {
         "versions": versions, "device": machine.device, "name": machine.name,
         "capability": machine.capability, "deterministic": machine.deterministic,
-        "layout": layout, "spec": asdict(spec), "policy": asdict(policy), DISABLE: sorted(disabled()),
+        "layout": layout, "spec": asdict(spec), "policy": asdict(policy),
+        DISABLE: sorted(disabled()),
     }
 
 

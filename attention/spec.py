@@ -71,7 +71,7 @@ def visible(
 
 
 TINY = 2.0**-126  # the least normal float32: a smaller softcap would be rounded to 0
-FINEST = 512  # 1 / dropout steps that a kernel may declare (Caps.dropout_step)
+DROPOUT_STEP = 1 / 16  # to which cuDNN rounds dropout: a multiple of it is a kind of its own
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class Spec:
         parts += [name for name in ("window", "softcap") if getattr(self, name) is not None]
         parts += ["own scale"] if self.scale is not None else []
         parts += ["right"] if self.right else []
-        if self.dropout:  # a kernel may round it to a step: a multiple of one is another kind
-            parts += [f"dropout in 1/{min(self.dropout.as_integer_ratio()[1], FINEST)}"]
+        if self.dropout:
+            parts += ["dropout" if self.dropout % DROPOUT_STEP else "dropout in sixteenths"]
         return ", ".join(parts)
 
     def _features(self) -> list[str]:

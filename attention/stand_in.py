@@ -36,6 +36,6 @@ def as_flash_attn() -> None:
     functions = {n: f for n, f in vars(flash_api).items() if n.startswith("flash_attn_")}
     vars(interface).update(functions)
     vars(package).update(functions, flash_attn_interface=interface, bert_padding=bert_padding)
-    sys.modules["flash_attn.flash_attn_interface"] = interface
+    for module in (package, interface):
+        sys.modules[module.__name__] = module
     sys.modules["flash_attn.bert_padding"] = bert_padding
-    sys.modules["flash_attn"] = package

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, BackendUnavailable, Machine, Policy, Spec, probe, resolve, visible
-from attention.check import matrix, properties
-from attention.check.command import FEATURES, Item, items, judge
-from attention.check.matrix import CASES, SAMPLE, Case
-from attention.check.properties import HUGE, qkv
+from attention.check import matrix
+from attention.check.command import FEATURES, Item, fitted, items, judge
+from attention.check.matrix import CASES, SAMPLE
+from attention.proof import Inputs
 from attention.spec import DTYPES
 
 STRICT = Policy(fallback=False)
@@ -37,25 +37,27 @@ ITEMS = list(items(DTYPES, length=600))
 # make test runs everything in float32 on the kernels that are fast. In other dtypes it runs these
 # cases, which have every feature, and in bfloat16 other properties, too. make test-all runs all of
 # these kernels' cases.
-FEW = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window-17x33", "BHTD-31x64-window-packed",
-       "large", "overflow", "dominant", "softcap-large-window16-packed",
-       "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20")
+FEW = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window7-17x33",
+       "BHTD-31x64-window20-packed", "large", "overflow", "dominant",
+       "softcap50-large-window16-packed", "sinks-gqa-window16-padded",
+       "scale-softcap-sinks-packed-window20-43x97")
 # make test runs only these cases of the slow kernels (flex compiles, Triton interprets).
 FEWER = {
     "flex": (),
     "triton": ("1", "2", "1x97", "64x17", "mqa-64x17", "window10-64x17", "packed-97x43", "k BHTD",
-               "D80-mqa-window-17x33", "scale-softcap-sinks-packed-window20", "causality, decode",
-               "huge negative scores",
-               "segments, evaluation, 4 heads over 2, window 9", "no gradient to later tokens",
-               "no random number", "beyond the view", "dynamic, left padding, 3 of 24"),
+               "D80-mqa-window7-17x33", "scale-softcap-sinks-packed-window20-43x97",
+               "causality, decode, 4 heads over 2 of 32, w", "huge negative scores",
+               "causality, evaluation, 4 heads over 2 of 32, window 9, segments",
+               "no gradient to later tokens", "beyond the view", "left padding, 3 of 24"),
 }
 # Cases of flex in make test-all; test_flex.py covers more shapes and dtypes.
-FLEX = ("1x97", "packed-window16-gqa", "softcap-large-window16-packed", "segments, evaluation",
-        "causality, chunked prefill, 4 heads over 2", "causality, long", "huge negative scores, 7",
-        "dynamic, left padding, 3 of 24, 4 heads over 2", "compiled", "beyond the view",
-        "causality, decode, 4 heads over 2")
+FLEX = ("1x97", "packed-window16-gqa", "softcap50-large-window16-packed", "beyond the view",
+        "causality, evaluation, 4 heads over 2 of 32, segments", "causality, long",
+        "causality, chunked prefill, 4 heads over 2 of 32, w", "huge negative scores, 7",
+        "left padding, 3 of 24", "one graph", "causality, decode, 4 heads over 2 of 32, w")
 # Further cases of triton in float16 there.
-HALF = ("D128", "in parts, seg", "the same mask again", "compiled, 4 heads", "causality, training")
+HALF = ("D128", "in parts, 4 heads over 2 of 32, seg", "the same mask again", "one graph",
+        "causality, training")
 
 
 def _among(names: tuple[str, ...], item: Item) -> bool:
@@ -81,16 +83,15 @@ def _long(name: str, item: Item) -> bool:
     if name in FEWER and (name, item.spec.dtype, item.name) != ("triton", "float16", "overflow"):
         return item.spec.dtype != "float32" or not _among(FEWER[name], item)
     if item.spec.dtype == "float32":
-        if item.case and item.case.name.startswith("long"):
-            return item.case.name != "long-window100"
-        if item.name.startswith("compiled"):
+        if item.name == "1025" or item.name.startswith("long"):
+            return item.name != "long-600"
+        if item.name.startswith("one graph"):
             return name != "sdpa"
-        pages = item.name.startswith("paged by 256") and item.spec.n_kv_head != item.spec.n_head
-        return item.name == "1025" or pages or ("long text" in item.name and item.spec.grad)
+        return item.spec.page_size == 256 or ("long text" in item.name and item.spec.grad)
     if name in ("sdpa", "sdpa_math") and item.spec.dtype != "float64":
         return True  # PyTorch's own numbers
-    heavy = ("compiled", "causality, long", "paged by 256")
-    own = item.spec.dtype == "bfloat16" and not item.name.startswith(heavy)
+    heavy = item.name.startswith(("one graph", "causality, long")) or item.spec.page_size == 256
+    own = item.spec.dtype == "bfloat16" and not heavy
     return item.name not in FEW if item.case else not own
 
 
@@ -100,10 +101,8 @@ def _machine(device: str) -> Machine:
 
 
 def _refuses(name: str, item: Item, device: str) -> bool:
-    """A kernel without a backward pass is asked the cases all the same, forward only."""
     machine = replace(_machine(device), deterministic=item.deterministic)
-    why = [refusal.kind for refusal in BACKENDS[name].why_not(item.spec, machine)]
-    return bool(why) and not (item.case and why == ["grad"])
+    return bool(fitted(item, BACKENDS[name], machine)[1])
 
 
 def _grid() -> Iterator[Any]:
@@ -177,9 +176,9 @@ def test_what_is_refused(name: str, device: str) -> None:
 
 
 def test_the_sample_has_every_feature_and_names_are_unique() -> None:
-    sample = matrix.in_order()[: len(SAMPLE)]
-    assert {case.name for case in sample} == {*SAMPLE}
-    assert {f for c in sample for f in c.features} == {f for c in CASES for f in c.features}
+    assert {*matrix.in_order()[: len(SAMPLE)]} == {*SAMPLE} and {*matrix.in_order()} == {*CASES}
+    assert {f for c in SAMPLE for f in c.features} == {f for c in CASES for f in c.features}
+    assert max(min(c.Tq, c.Tk) for c in SAMPLE) > 512
     assert len({(item.name, item.spec.dtype) for item in ITEMS}) == len(ITEMS)
     assert {f for item in ITEMS for f in item.features} | {"gradients"} == set(FEATURES)
 
@@ -237,48 +236,7 @@ def test_a_pinned_kernel_that_cannot_run_raises_and_nothing_else_runs(name, Tk) 
         BACKENDS[name].attend(q, k, k, Spec(2, 2, 16, "float32"))
 
 
-# --- the harness itself ---
-
-
-def test_the_causality_test_would_catch_a_leak() -> None:
-    """The same question to a call that is not causal, and to one that is aligned top-left."""
-    q, k, v = (t.transpose(1, 2) for t in qkv(Spec(4, 4, 32, "float32"), 33, "cpu"))
-    louder = v.clone()
-    louder[:, :, 32] *= HUGE
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    assert not torch.equal(sdpa(q, k, v)[:, :, 0], sdpa(q, k, louder)[:, :, 0])
-    chunk = q[:, :, 13:]  # a top-left mask lets the last of these see 20 keys of 33
-    assert torch.equal(sdpa(chunk, k, v, is_causal=True), sdpa(chunk, k, louder, is_causal=True))
-
-
-def test_a_mask_that_is_only_a_small_number_would_be_caught() -> None:
-    """-1e4 in place of -inf: right on all usual scores, and a leak where all are below it."""
-
-    def leaky(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
-        hidden = ~masks.mask(q.shape[1], k.shape[1], spec.window, None, q.device)
-        k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
-        scores = torch.einsum("bihd,bjhd->bhij", q, k) * spec.softmax_scale
-        return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(hidden, -1e4).softmax(-1), v)
-
-    backend = replace(BACKENDS["manual"], attend=leaky)
-    matrix.check(backend, Case("113x203", 113, 203, B=1, size=4), "float32")
-    spec = Spec(2, 1, 32, "float32", window=5)
-    properties.negative(7, BACKENDS["manual"], spec, "cpu")
-    with pytest.raises(AssertionError, match="the mean of the visible values is off"):
-        properties.negative(7, backend, spec, "cpu")
-
-
-# --- the oracle itself, and the definition of masking ---
-
-
-def test_the_oracle_ignores_nan_in_keys_that_nothing_sees() -> None:
-    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 8, 2, 8)
-    segments = torch.arange(8).ge(4).int()[None]
-    want = oracle.attention(q, k, k, q, segments=segments)
-    k[:, :4] = torch.nan
-    found = oracle.attention(q, k, k, q, segments=segments)
-    for name, t in want.tensors.items():
-        assert torch.equal(found.tensors[name], t), name
+# --- the truth, its tolerance, and the definition of masking ---
 
 
 def test_visible_against_a_table_by_hand() -> None:
@@ -304,41 +262,46 @@ def test_visible_against_a_table_by_hand() -> None:
     assert visible(i, j, 2, 2).tolist() == [[c == "x" for c in r] for r in table(3, 5, window=2)]
 
 
-def test_the_oracle_against_torch_softmax() -> None:
-    q, k, v = torch.randn(3, 1, 3, 1, 4, dtype=torch.float64)
-    bias = torch.tensor([[0, -torch.inf, -torch.inf], [0, 0, -torch.inf], [0, 0, 0]])
-    want = torch.softmax(q[0, :, 0] @ k[0, :, 0].T / 2 + bias, dim=-1) @ v[0, :, 0]
-    torch.testing.assert_close(oracle.attention(q, k, v, q).out[0, :, 0], want)
+def formula(given: Inputs, spec: Spec) -> list[Tensor]:
+    """out and the gradients of q, k, v and sinks: spec.py's formula row by row, by autograd."""
+    leaves = [t.clone().requires_grad_() for t in (*given[:3], given.sinks) if t is not None]
+    (q, k, v), rows = leaves[:3], []
+    for b, i, h in itertools.product(*map(range, q.shape[:3])):
+        place, g = i + k.shape[1] - q.shape[1], h // (spec.n_head // spec.n_kv_head)
+        ids = [None] * k.shape[1] if given.segments is None else given.segments[b].tolist()
+        keys = [j for j, id_ in enumerate(ids) if (id_ is None or place >= 0) and visible(
+            i, j, place - i, spec.window, ids[place], id_, spec.right)]
+        scores = k[b, keys, g] @ q[b, i, h] * spec.softmax_scale
+        if spec.softcap:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        if spec.sinks:
+            scores = torch.cat([scores, leaves[3][h : h + 1]])
+        rows.append(scores.softmax(0)[: len(keys)] @ v[b, keys, g])
+    out = torch.stack(rows).view_as(q)
+    return [out.detach(), *torch.autograd.grad(out, leaves, given.dout)]
 
 
-@pytest.mark.parametrize("case", [
-    Case("gqa", 5, 5, H=4, D=3), Case("long", 3, 6, D=3, window=2),
-    Case("blind", 6, 4, H=3, Hkv=1, D=3), Case("packed", 9, 12, D=3, segments="packed"),
-    Case("capped", 5, 7, H=4, D=3, scale=0.9, softcap=1.5, sinks=True),
-    Case("sinks", 6, 4, H=3, Hkv=1, D=3, window=2, sinks=True)],
-    ids=lambda c: c.name)
-def test_the_oracle_gradients_against_finite_differences(case) -> None:
-    truth, options = matrix.truth(case, "float64"), matrix.options(case, "float64")
-    q, k, v, dout = (t.clone() for t in matrix.draw(case, "float64"))
+@pytest.mark.parametrize("text", [
+    "5 gqa D3", "window2-3x9 D3", "6x4 mqa H3 D3", "packed-9x12 D3", "both-packed-7x5 D3",
+    "scale-softcap-sinks-5x7 gqa", "window2-right1-sinks-6x4 mqa H3", "right2-left-12x12 gqa"])
+def test_the_truth_and_plain_pytorch_are_the_formula(text: str) -> None:
+    """The error of plain PyTorch sets the tolerance, so a wrong one would hide errors."""
+    (case,) = matrix.cases(text)
+    given, spec = matrix.inputs(case, "float64"), case.spec("float64")
+    wanted = formula(given, spec)
+    for found in (matrix.truth(case, "float64"), matrix.plain(case, "float64")):
+        for t, want in zip(found.tensors.values(), wanted, strict=True):
+            torch.testing.assert_close(t, want, rtol=1e-11, atol=1e-12)
 
-    def loss() -> float:
-        return float((oracle.attention(q, k, v, dout, **options).out * dout).sum())
 
-    h = 1e-5
-    leaves = [(q, truth.dq), (k, truth.dk), (v, truth.dv)]
-    if case.sinks:
-        leaves.append((options["sinks"], truth.dsinks))
-    for x, grad in leaves:
-        assert grad is not None
-        for n in range(0, x.numel(), 5 if x.dim() > 1 else 1):
-            at = torch.unravel_index(torch.tensor(n), x.shape)
-            kept = float(x[at])
-            x[at] = kept + h
-            up = loss()
-            x[at] = kept - h
-            down = loss()
-            x[at] = kept
-            assert abs((up - down) / (2 * h) - float(grad[at])) < 1e-8
+def test_the_truth_ignores_nan_in_keys_that_nothing_sees() -> None:
+    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 8, 2, 8)
+    segments = torch.arange(8).ge(4).int()[None]
+    want = oracle.attention(q, k, k, q, segments=segments)
+    k[:, :4] = torch.nan
+    found = oracle.attention(q, k, k, q, segments=segments)
+    for name, t in want.tensors.items():
+        assert torch.equal(found.tensors[name], t), name
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.scale or c.softcap or c.sinks],
@@ -349,52 +312,18 @@ def test_a_backend_that_drops_scale_softcap_or_sinks_is_off(case) -> None:
     for name, nothing in (("scale", None), ("softcap", None), ("sinks", False)):
         if getattr(case, name):
             without = matrix.plain(replace(case, **{name: nothing}), "bfloat16")
-            with pytest.raises(AssertionError, match="is off"):
-                oracle.check(without, rough, truth, torch.bfloat16)
+            with pytest.raises(AssertionError):
+                matrix.agree(without, rough, truth, "bfloat16")
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_plain_pytorch_is_the_formula(name: str) -> None:
-    """Its error sets the tolerance, so a wrong one would hide errors."""
-    case = next(c for c in CASES if c.name == name)
-    case = replace(case, sinks=bool(case.sinks))  # and their gradient not rounded to bfloat16
-    if case.Tq * case.Tk * case.H > 10_000:  # the loops of the oracle take long
-        few = {"B": 1, "Tq": -(-case.Tq // 4), "Tk": -(-case.Tk // 4)}
-        case = replace(case, **few, window=case.window and -(-case.window // 4))
-    rough, exact = matrix.plain(case, "float64"), matrix.truth(case, "float64")
-    for what in ("out", "dq", "dk", "dv", "dsinks"):
-        a, b = getattr(rough, what), getattr(exact, what)
-        assert (a is None) == (b is None) == (what == "dsinks" and not case.sinks)
-        if a is not None:
-            assert float((a - b).abs().max()) <= 1e-11 * max(1, float(b.abs().max()))
-
-
-def test_the_oracle_reads_the_right_key_value_head() -> None:
-    """Four query heads over two key/value heads: 0 and 1 read the first, 2 and 3 the second."""
-    q, k = torch.randn(1, 3, 4, 2), torch.randn(1, 3, 2, 2)
-    v = torch.stack([torch.full((1, 3, 2), 10.0), torch.full((1, 3, 2), 20.0)], dim=2)
-    assert oracle.attention(q, k, v, q).out[0, 2, :, 0].round().tolist() == [10, 10, 20, 20]
-
-
-def test_the_policy_refuses_nan_and_errors_beyond_it() -> None:
-    case = next(c for c in CASES if c.name == "97")
+def test_the_tolerance_refuses_nan_wrong_shapes_and_errors() -> None:
+    (case,) = matrix.cases("97")
     truth, plain = matrix.truth(case, "bfloat16"), matrix.plain(case, "bfloat16")
-    oracle.check(plain, plain, truth, torch.bfloat16)
-    nan = plain.out.clone()
+    matrix.agree(plain, plain, truth, "bfloat16")
+    nan, wrong = plain.out.clone(), plain.out.clone()
     nan[0, 0, 0, 0] = torch.nan
-    wrong = plain.out.clone()
     wrong[1, 5, 1, 7] += 0.2
-    for out, words in ((nan, "out is not finite"), (plain.out.float(), "out is torch.float32"),
-                       (wrong, r"out is off by 0.\d+ at \[1, 5, 1, 7\]"),
-                       (plain.out[:, :5], "out has shape")):
-        with pytest.raises(AssertionError, match=words):
-            oracle.check(oracle.Result(out), plain, truth, torch.bfloat16)
-    with pytest.raises(AssertionError, match="plain PyTorch"):
-        oracle.check(plain, oracle.Result(plain.out / 0), truth, torch.bfloat16)
-    with pytest.raises(AssertionError, match="dk is off"):
-        dk = truth.dk + 0.1
-        got = oracle.Result(plain.out, plain.dq, dk.bfloat16(), plain.dv)
-        oracle.check(got, plain, truth, torch.bfloat16)
-
-
-# --- the layout ---
+    for name, t, where in (("out", nan, "0, 0, 0, 0"), ("out", wrong, "1, 5, 1, 7"),
+                           ("out", plain.out[:, :5], "5"), ("dk", truth.dk + 0.1, "")):
+        with pytest.raises(AssertionError, match=rf"{name} .*{where}"):
+            matrix.agree(replace(plain, **{name: t}), plain, truth, "bfloat16")

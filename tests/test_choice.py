@@ -31,7 +31,7 @@ APPLE = Machine("mps", "Apple M3", None, "2.13.0")
 CPU = Machine("cpu", "AMD EPYC", None, "2.13.0+cpu")
 AMX = replace(CPU, bfloat16_units=True)
 BF16, FP16, FP32 = (Spec(12, 12, 64, dtype) for dtype in ("bfloat16", "float16", "float32"))
-ANY = Spec(4, 4, 64, "float32")
+ANY, WIDE = Spec(4, 4, 64, "float32"), Spec(8, 8, 256, "bfloat16", dropout=0.1)
 FLASH2, FLASH4 = {"flash_attn": "2.8.3"}, {"flash_attn.cute": "4.0.0b26"}
 TRITON, ALL = {"triton": "3.6"}, dict.fromkeys(packages(), "99.0")
 
@@ -57,10 +57,11 @@ def ids(x: Any) -> str:
     (replace(H100, torch="2.11.0"), replace(BF16, segments=True), TRITON, "triton"),
     (replace(H100, torch="2.11.0"), BF16, TRITON, "sdpa"),
     (H100, replace(BF16, segments=True, compiled=True), TRITON, "triton"),
-    # Where 4 uses the instructions of Ampere.
+    # Where 4 uses the instructions of Ampere; 2's backward needs 144 KB a block with dropout.
     (A100, replace(BF16, grad=False), FLASH2 | FLASH4, "flash_attn_2"),
     (A100, replace(BF16, grad=False), FLASH4, "flash_attn_4"),
     (RTX5090, replace(BF16, grad=False), FLASH4, "sdpa"),
+    (A100, WIDE, FLASH2, "flash_attn_2"), (RTX3050, WIDE, FLASH2, "sdpa"),
     (AMX, BF16, {}, "sdpa_bmm"), (AMX, FP32, {}, "sdpa"),
     (AMX, replace(BF16, grad=False), {}, "sdpa"), (AMX, replace(BF16, compiled=True), {}, "sdpa"),
 ], ids=ids)
@@ -95,24 +96,6 @@ def test_a_feature_goes_to_the_first_kernel_that_has_it(machine, spec, installed
             with pytest.raises(BackendUnavailable) as e:
                 resolve(name, spec, there, STRICT)
             assert all(reason in str(e.value) for reason in get(name).why_not(spec, there))
-
-
-WIDE = Spec(8, 8, 256, "bfloat16", dropout=0.1)
-
-
-@pytest.mark.parametrize("name, spec, machines, not_on", [
-    ("flex_flash", BF16, (H100, B200), (A100, CPU)),
-    ("flex_flash", replace(BF16, window=9, softcap=9.0), (H100,), (B200,)),
-    ("flex_flash", replace(BF16, softcap=9.0, grad=False), (B200,), ()),
-    ("flex_flash", replace(BF16, head_dim=256), (), (H100,)),
-    ("flash_attn_3", BF16, (H100,), (A100, B200)), ("sdpa_bmm", FP32, (), (AMX,)),
-    # 144 KB a block in the backward pass (flash_bwd_launch_template.h of flash-attn 2.8.3).
-    ("flash_attn_2", WIDE, (A100, H100, B200), (RTX3050, RTX4090)),
-])
-def test_a_kernel_runs_on_the_machines_of_its_caps(name, spec, machines, not_on) -> None:
-    for machine in (*machines, *not_on):
-        why = get(name).why_not(spec, replace(machine, packages=ALL))
-        assert (not why) == (machine in machines), (machine.name, why)
 
 
 @pytest.mark.parametrize("machine, change, words", [
@@ -210,7 +193,7 @@ PAGED = replace(ANY, cache="paged", page_size=128)
     ({"head_dim_multiple": 32}, {"head_dim_multiple": 24}, ANY), ({}, {"grad": False}, ANY),
     ({}, {"window": False}, replace(ANY, window=4)), ({"right": True}, {}, replace(ANY, right=3)),
     ({}, {"dropout": False}, replace(ANY, dropout=0.5)), ({}, {"interpreted": True}, ANY),
-    ({"dropout_step": 0.25}, {"dropout_step": 0.5}, replace(ANY, dropout=0.75)),
+    ({}, {"dropout_step": 1 / 16}, replace(ANY, dropout=0.7)),
     ({}, {"deterministic": False}, ANY), ({"packages": ("there",)}, {"packages": ("broken",)}, ANY),
     ({"caches": ("none", "static")}, {"caches": ("dynamic",)}, replace(ANY, cache="static")),
     ({"caches": ("paged",)}, {"caches": ("paged",), "page_multiple": 256}, PAGED),
@@ -262,17 +245,15 @@ def test_names_aliases_and_versions() -> None:
 
 def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name, text in (("broken_kernels", "raise ImportError('undefined symbol: _ZN3c104impl')"),
-                       ("half_kernels", "import no_such_package"), ("plain_kernels", "")):
-        (tmp_path / f"{name}.py").write_text(text)
     here = Machine.here("cpu")
-    assert here.name and here.torch == torch.__version__ == here.version_of("torch")
+    assert here.torch == torch.__version__ == here.version_of("torch")
     assert here.version_of("no.kernels") is None
-    for name, word in (("broken_kernels", "_ZN3c104impl"), ("half_kernels", "no_such_package")):
-        [why] = Backend("mine", "mine", print, (Caps(packages=(name,)),), None).why_not(ANY, here)
-        assert name in why and word in why
-    plain = Backend("mine", "mine", print, (Caps(packages=("plain_kernels",)),), None)
-    assert plain.why_not(ANY, here) == []
+    for name, text, word in (("broken_kernels", "raise ImportError('_ZN3c104impl')", "_ZN3c104"),
+                             ("half_kernels", "import no_such_package", "no_such_package"),
+                             ("plain_kernels", "", "")):
+        (tmp_path / f"{name}.py").write_text(text)
+        why = Backend("mine", "mine", print, (Caps(packages=(name,)),), None).why_not(ANY, here)
+        assert len(why) == bool(word) and all(name in w and word in w for w in why)
 
 
 def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:

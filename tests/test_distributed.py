@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.backends.distributed import DDPOptimizer
 
 from checkpoint import resume_command
 from core.distributed import DistInfo
@@ -149,15 +148,3 @@ def refusing(self: Any, graph: Any, inputs: Any) -> Any:
     return graph
 
 
-def test_where_pytorch_cannot_cut_the_loss_it_stays_whole(torchrun, monkeypatch) -> None:
-    distributed = DistInfo.join("cpu")
-    torch._dynamo.reset()
-    monkeypatch.setattr(DDPOptimizer, "compile_fn", refusing)
-    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.5.1+cpu"))
-    graphs: list[Any] = []
-    with torch._dynamo.config.patch(optimize_ddp=True):  # and back as it was
-        trained(True, graphs, micro_steps=1)
-        assert not torch._dynamo.config.optimize_ddp
-    torch._dynamo.reset()
-    assert len(graphs) == 1
-    distributed.leave()

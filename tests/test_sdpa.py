@@ -54,7 +54,7 @@ def test_grouped_heads_never_end_in_the_math_kernel(monkeypatch, major, dtype, r
     """Where only the efficient kernel can run, which takes equal heads (transformers#48633)."""
     shapes: list[tuple[int, bool]] = []
 
-    def record(q: Tensor, k: Tensor, *_: Any, enable_gqa: bool, **__: Any) -> Tensor:
+    def record(q: Tensor, k: Tensor, *_: Any, enable_gqa: bool = False, **__: Any) -> Tensor:
         shapes.append((k.shape[1], enable_gqa))
         return q
 

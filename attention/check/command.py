@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,8 +29,8 @@ from ..machine.timing import aligned
 from ..names import RULES, get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
-from .matrix import Case
-from .properties import Item, properties
+from .matrix import Case, Item
+from .properties import properties
 
 # Rows of the table. A test counts in the rows of all its features.
 FEATURES = (
@@ -74,10 +75,10 @@ def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequen
     specs = [spec, replace(spec, grad=False)] if item.case else [spec]
     for row in backend.caps if not item.case or item.case.D == Case.D else ():
         D = -(-spec.head_dim // row.head_dim_multiple) * row.head_dim_multiple
-        sizes = {"head_dim": min(D, row.head_dim_max or D)}
+        sizes: dict[str, Any] = {"head_dim": min(D, row.head_dim_max or D)}
         if spec.page_size:
             sizes["page_size"] = -(-spec.page_size // row.page_multiple) * row.page_multiple
-        dropout = max(spec.dropout, (spec.dropout and row.dropout_step) or 0)
+        dropout = max(spec.dropout, row.dropout_step or 0) if spec.dropout else 0.0
         specs += [replace(s, **sizes, dropout=dropout) for s in specs[: 2 if item.case else 1]]
     why = [backend.why_not(s, machine) for s in specs]
     at = next((n for n, reasons in enumerate(why) if not reasons), 0)
@@ -114,10 +115,10 @@ def untested(caps: Iterable[Caps], ran: Sequence[tuple[Spec, bool]], machine: Ma
         used: set[str] = set()
         for spec, deterministic in ran:
             if not row.why_not(spec, replace(machine, deterministic=deterministic)):
-                used |= {name for name in LACKS if getattr(spec, name) or (name == "right" and
-                         spec.right is None)}
+                used |= {name for name in LACKS if getattr(spec, name)}
+                used |= {"right"} if spec.right is None else set()
                 used |= {spec.dtype, f"cache '{spec.cache}'", f"head_dim {spec.head_dim}",
-                         f"page_size {spec.page_size}", *["deterministic"] * deterministic}
+                         f"page_size {spec.page_size}", "deterministic" * deterministic}
         missing |= dict.fromkeys(x for x in declared if here and tested and x not in used)
     return [*missing]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -68,6 +69,18 @@ class Case:
         if self.segments is not None:
             return before
         return 0 if self.right is None else max(before - self.right, 0)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One test of a backend that supports `spec`; `ask` raises AssertionError if it fails."""
+
+    name: str
+    features: tuple[str, ...]  # rows of the table in command.py
+    spec: Spec
+    ask: Callable[[Backend, Spec, str], None]  # (backend, spec, device)
+    deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
+    case: Case | None = None  # None: a property
 
 
 def case_of(spec: Spec, Tk: int, Tq: int | None = None, segments: str = "packed",

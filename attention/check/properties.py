@@ -1,7 +1,4 @@
-"""Tests besides accuracy: causality, dropout, determinism, compilation, caches, partial attention.
-
-A property is a function of (backend, spec, device) that raises AssertionError.
-"""
+"""Tests besides accuracy: causality, dropout, determinism, torch.compile, caches, parts."""
 
 from __future__ import annotations
 
@@ -9,8 +6,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,54 +22,44 @@ from ..masks import Pair, mask
 from ..proof import Inputs, leakage, run, run_cached
 from ..spec import Spec
 from . import matrix
-from .matrix import Fields, case_of, close, require
-
-
-@dataclass(frozen=True)
-class Item:
-    """One test of a backend that supports `spec`; `ask` raises AssertionError if it fails."""
-
-    name: str
-    features: tuple[str, ...]  # rows of the table in command.py
-    spec: Spec
-    ask: Callable[[Backend, Spec, str], None]  # (backend, spec, device)
-    deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
-    case: matrix.Case | None = None  # None: a property
+from .matrix import Fields, Item, case_of, close, require
 
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterator[Item]:
-    """All properties; the last are those at `length` tokens (0: none) and at the limits of `caps`."""
+    """All properties; the last are those at `length` tokens (0: none) and the limits of `caps`."""
 
     def item(name: str, feature: str, ask: Callable[..., None], H: int = 4, Hkv: int = 2,
-             D: int = 32, deterministic: bool = False, **options: object) -> Item:
-        spec = Spec(H, Hkv, D, dtype, **options)  # type: ignore[arg-type]
+             D: int = 32, deterministic: bool = False, **options: Any) -> Item:
+        spec = Spec(H, Hkv, D, dtype, **options)
         name = f"{name}, {spec}".replace(f", {dtype}", "")
         return Item(name, (feature,), spec, ask, deterministic)
 
-    causal, windowed, ahead, between, later, full = (
-        {"window": w, "right": r}
-        for w, r in ((None, 0), (9, 0), (None, 5), (9, 5), (9, None), (None, None))
+    causal: Fields = {}
+    windowed, ahead, between, later, full, segmented, sinks, scaled = (
+        {"window": 9}, {"right": 5}, {"window": 9, "right": 5}, {"window": 9, "right": None},
+        {"right": None}, {"segments": True}, {"sinks": True}, {"scale": 0.5, "softcap": 4.0},
     )
-    scaled: Fields = {"scale": 0.5, "softcap": 4.0}
+    has: Fields
     for p in (0.0, 0.25):  # first: other tests compare bits
         yield item("the same bits", "determinism", same_bits, deterministic=True, dropout=p)
-    for phase, (Tq, Tk, grad) in PHASES.items():
+    phases = ("training", 33), ("evaluation", 33), ("chunked prefill", 20), ("decode", 1)
+    for phase, Tq in phases:
         for has in (
             *({"Hkv": n, **sides} for n in (4, 2) for sides in (causal, windowed)),
             *(ahead, between, later),
-            *({"segments": True, **sides} for sides in (causal, windowed, later, full)),
+            *({**segmented, **sides} for sides in (causal, windowed, later, full)),
         ):
-            ask = partial(unseen, Tq, Tk)
-            yield item(f"causality, {phase}", "causality", ask, grad=grad, **has)
+            name, ask = f"causality, {phase}", partial(unseen, Tq, 33)
+            yield item(name, "causality", ask, grad=phase == "training", **has)
     for w, Tq in itertools.product((None, 5), (20, 7, 1)):
         name, ask = f"huge negative scores, {Tq} of 20", partial(negative, Tq)
         yield item(name, "causality", ask, 2, 1, window=w, grad=Tq == 20)
-    for sides in (causal, windowed, ahead, between):
-        yield item("no gradient to later tokens", "causality", later_gradient, **sides)
-    for grad, seg in itertools.product((True, False), (False, True)):
-        yield item("empty", "lengths", empty, segments=seg, grad=grad)
+    for has in (causal, windowed, ahead, between):
+        yield item("no gradient to later tokens", "causality", later_gradient, **has)
+    for grad, has in itertools.product((True, False), (causal, segmented)):
+        yield item("empty", "lengths", empty, grad=grad, **has)
     autocast = partial(surrounded, partial(torch.autocast, dtype=torch.bfloat16))
-    for has in ({}, {"segments": True}, {"sinks": True}, {"right": None}):
+    for has in (causal, segmented, sinks, full):
         yield item("gradients of some inputs", "gradients", some_gradients, **has)
         yield item("other values in the same memory", "repeated calls", again, **has)
         yield item("autocast", "surroundings", autocast, **has)
@@ -82,42 +70,41 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterat
                                (0.5, 300, 300, 1, 2, 128)):
         ask = partial(rate, Tq, Tk, B)
         yield item(f"dropout rate, {Tq} of {Tk}", "dropout", ask, H, D=D, dropout=p)
-    alone = {}, {"window": 5}, {"segments": True}, {"sinks": True}, scaled, full
-    for has, Tq in itertools.product(alone, (16, 9)):
-        name, ask = f"the same mask again, {Tq} of 16", partial(replay, Tq, 16)
-        yield item(name, "dropout", ask, D=16, dropout=0.25, **has)
-    for has in ({}, {"window": 70}, {"segments": True, "window": 70}):  # several tiles
-        ask = partial(replay, 150, 190)
-        yield item("the same mask again, 150 of 190", "dropout", ask, D=64, dropout=0.25, **has)
-    for grad, sides in itertools.product((True, False), (causal, between)):
-        yield item("one graph", "torch.compile", compiled, grad=grad, compiled=True, **sides)
+    some = causal, {"window": 5}, segmented, sinks, scaled, full
+    long: tuple[Fields, ...] = causal, {"window": 70}, {"window": 70, **segmented}
+    sizes = [(Tq, 16, 16, has) for has in some for Tq in (16, 9)]
+    sizes += [(150, 190, 64, has) for has in long]
+    for Tq, Tk, D, has in sizes:
+        name, ask = f"the same mask again, {Tq} of {Tk}", partial(replay, Tq, Tk)
+        yield item(name, "dropout", ask, D=D, dropout=0.25, **has)
+    for grad, has in itertools.product((True, False), (causal, between)):
+        yield item("one graph", "torch.compile", compiled, grad=grad, compiled=True, **has)
     for w, Tq in itertools.product((None, 6), (24, 3, 1)):
         name, ask = f"left padding, {Tq} of 24", partial(padded, Tq)
         yield item(name, "caches", ask, window=w, segments=True, grad=False, cache="dynamic")
-    kinds: list[Fields] = [{"cache": "static"}]
-    kinds += [{"cache": "paged", "page_size": n} for n in (16, 256)]
-    for has, kind in itertools.product(
-            (causal, windowed, between, later, full, {"sinks": True, **scaled}), kinds):
-        yield item("in a cache", "caches", cached, grad=False, **has, **kind)
-    for w, seg in itertools.product((None, 9), (False, True)):
-        yield item("in parts", "parts", in_parts, window=w, segments=seg, lse=True)
-    yield item("in parts", "parts", in_parts, lse=True, **scaled)
-    for sides, seg in itertools.product((ahead, between, later, full), (False, True)):
-        yield item("log-sum-exp", "parts", log_sum_exp, segments=seg, lse=True, **sides)
+    sided: tuple[Fields, ...] = ahead, between, later, full
+    several: tuple[Fields, ...] = causal, windowed, *sided[1:], {**sinks, **scaled}
+    for has, size in itertools.product(several, (None, 16, 256)):
+        kind = "paged" if size else "static"
+        yield item("in a cache", "caches", cached, grad=False, cache=kind, page_size=size, **has)
+    for has in (causal, windowed, segmented, {**segmented, **windowed}, scaled):
+        yield item("in parts", "parts", in_parts, lse=True, **has)
+    for seg, has in itertools.product((False, True), sided):
+        yield item("log-sum-exp", "parts", log_sum_exp, segments=seg, lse=True, **has)
     for grad in (True, False):
-        yield item("causality, long text", "causality", unseen_in_long, 1, 1, grad=grad)
+        yield item("causality, long text", "causality", partial(unseen, 0, LONG), 1, 1, grad=grad)
     for w, grad in itertools.product((None, 100), (True, False)) if length else ():
         name, ask = f"{length:,} tokens", partial(right_at, length)
         yield item(name, "long sequences", ask, 2, 1, 64, window=w, grad=grad)
     for row in caps:
-        size = row.page_multiple if "paged" in row.caches else None
-        if size:
-            has = {"cache": "paged", "page_size": size}
-            yield item("smallest pages", "caches", cached, grad=False, **has)
-        if D := row.head_dim_max:
-            has = {} if "none" in row.caches else {"cache": row.caches[0], "page_size": size}
-            grad, ask = row.grad and not has, cached if has else right
-            yield item("largest head_dim", "causal", ask, D=D, grad=grad, **has)
+        paged: Fields = {"cache": "paged", "page_size": row.page_multiple, "grad": False}
+        if "paged" in row.caches:
+            yield item("smallest pages", "caches", cached, **paged)
+        if D := row.head_dim_max or 0:
+            other = paged if row.caches[0] == "paged" else {"cache": row.caches[0], "grad": False}
+            plain = "none" in row.caches
+            has = {"grad": row.grad} if plain else other
+            yield item("largest head_dim", "causal", right if plain else cached, D=D, **has)
 
 
 def right(backend: Backend, spec: Spec, device: str) -> None:
@@ -131,12 +118,7 @@ def right_at(length: int, backend: Backend, spec: Spec, device: str) -> None:
 
 # --- what a query does not see ---
 
-PHASES = {  # Tq, Tk, whether autograd records
-    "training": (33, 33, True),
-    "evaluation": (33, 33, False),
-    "chunked prefill": (20, 33, False),
-    "decode": (1, 33, False),
-}
+LONG = 2049  # tokens
 HUGE = 3000.0  # finite in float16, as are its products with values of size 1
 
 
@@ -149,6 +131,8 @@ def draw(spec: Spec, device: str, Tk: int, Tq: int = 0, B: int = 2) -> Inputs:
 def unseen(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
     """Multiply one position of q, k or v by HUGE: outputs that do not see it keep their bits, and
     of the others some change. So keys before every window change nothing."""
+    if Tk == LONG:  # a kernel may take another path
+        Tq = Tk = 8193 if torch.device(device).type == "cuda" else LONG
     given, first = draw(spec, device, Tk), Tk - Tq
 
     def output(given: Inputs) -> Tensor:
@@ -170,12 +154,6 @@ def unseen(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
         rows = moved.nonzero().flatten().tolist()
         text = f"{name} changed at {at}; outputs that moved: {rows[:9] or 'none'}"
         require(expected and not moved[~free].any(), text)
-
-
-def unseen_in_long(backend: Backend, spec: Spec, device: str) -> None:
-    """In a long text a kernel may take another path."""
-    T = 8193 if torch.device(device).type == "cuda" else 2049
-    unseen(T, T, backend, spec, device)
 
 
 def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
@@ -226,9 +204,6 @@ def weights(backend: Backend, given: Inputs, spec: Spec, seed: int) -> Tensor:
     return torch.cat(found, dim=3)[..., :Tk]
 
 
-AXES = ("calls", "rows of the batch", "queries", "heads", "keys")
-
-
 def together(x: Tensor) -> Tensor:
     """The sum of x times x shifted, for each shift along all axes: its autocorrelation."""
     sizes = [2 * n for n in x.shape]  # as zeros follow, no shift wraps around
@@ -253,8 +228,8 @@ def rate(Tq: int, Tk: int, B: int, backend: Backend, spec: Spec, device: str) ->
     x = (torch.stack(calls).float() - p) * there  # (n, B, Tq, H, Tk) of mean 0
     variance, total = p * (1 - p), n * int(there.sum())
     share = float(x.sum()) / total
-    text = f"{p + share:.4f} are dropped, expected {p}"
-    require(abs(share) < 6 * (variance / total) ** 0.5, text)
+    expected = abs(share) < 6 * (variance / total) ** 0.5
+    require(expected, f"{p + share:.4f} are dropped, expected {p}")
     uneven = x.mean((0, 1)).abs() > 6 * (variance / (n * B)) ** 0.5
     require(not uneven.any(), "some probabilities are dropped more often than others")
 
@@ -263,11 +238,12 @@ def rate(Tq: int, Tk: int, B: int, backend: Backend, spec: Spec, device: str) ->
     tail = math.log(1e6 * product.numel())
     most = max(p, 1 - p) ** 2 * tail / 3
     bound = most + (most**2 + 2 * tail * variance**2 * pairs).sqrt() + 1e-6 * total
-    bound.view(-1)[0] = torch.inf  # not shifted
-    if (found := (product.abs() - bound).argmax()) and product.view(-1)[found].abs() > bound.view(-1)[found]:
-        shift = zip(torch.unravel_index(found, bound.shape), bound.shape, AXES)
-        apart = [f"{int(i) - n * (i > n // 2)} {name}" for i, n, name in shift if i]
-        require(False, f"entries {', '.join(apart)} apart are dropped together")
+    excess = product.abs() - bound
+    excess.view(-1)[0] = 0  # not shifted
+    axes = "calls", "rows of the batch", "queries", "heads", "keys"
+    shift = zip(torch.unravel_index(excess.argmax(), excess.shape), excess.shape, axes)
+    apart = ", ".join(f"{int(i) - n * (i > n // 2)} {name}" for i, n, name in shift if i)
+    require(excess.max() <= 0, f"entries {apart} apart are dropped together")
 
 
 def replay(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
@@ -282,7 +258,8 @@ def replay(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
     require(not same, "two calls have the same dropout mask")
     got = dropped(backend, given, spec, 5)
 
-    leaves = [t.detach().double().requires_grad_() for t in (*given[:3], *given[5:]) if t is not None]
+    tensors = (t for t in (*given[:3], given.sinks) if t is not None)
+    leaves = [t.detach().double().requires_grad_() for t in tensors]
     group = spec.n_head // spec.n_kv_head
     q, k, v = leaves[0], *(t.repeat_interleave(group, dim=2) for t in leaves[1:3])
     scores = torch.einsum("bihd,bjhd->bihj", q, k) * spec.softmax_scale
@@ -396,8 +373,7 @@ def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
 
 
 def cached(backend: Backend, spec: Spec, device: str) -> None:
-    """With a cache the output equals that of each chunk with the keys up to its end, and is
-    causal."""
+    """With a cache the output is that of each chunk with the keys up to its end, and causal."""
     case = case_of(spec, 64 if (spec.page_size or 0) < 64 else 300)
     given, way = matrix.inputs(case, spec.dtype, device), partial(run_cached, backend.attend)
     got = way(given, spec)
@@ -448,7 +424,7 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
             L_new = torch.logaddexp(L[..., I], L_ij)
             old, new = (torch.exp(x - L_new).mT[..., None] for x in (L[..., I], L_ij))
             out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
-        L = L.masked_fill(torch.finfo(acc).min == L, -torch.inf)
+        L = L.masked_fill(L.eq(torch.finfo(acc).min), -torch.inf)
         merged = out.to(q.dtype)
         for I, J, offset, pair in parts:
             of_row = dout[:, I], q[:, I], k[:, J], v[:, J], merged[:, I], L[..., I]

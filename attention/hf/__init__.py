@@ -112,24 +112,28 @@ def _find_when_named(add: Callable[[str], None]) -> None:
     @wraps(check)
     def with_ours(self: object, requested: str | None, *args: object, **kwargs: object) -> str:
         if requested and requested.lower().startswith(PREFIX):
+            known = {key.lower(): key for key in _made.values()}
             name = requested[len(PREFIX) :]
-            if not is_code(name):
-                name = name if name in _made else name.lower()
-                if not (name in RULES or is_backend(name)):
-                    known = ", ".join(_made.values())
-                    raise ValueError(f"attn_implementation={requested!r} is unknown; use {known}")
-                name = name if name in RULES else get(name).name
-            if name not in _made:
-                add(name)
-            requested = _made[name]
+            name = name if is_backend(name) else name.lower()
+            if requested.lower() not in known and is_backend(name):  # an alias, or code
+                name = name if is_code(name) else get(name).name
+                if name not in _made:
+                    add(name)
+                known[requested.lower()] = _made[name]
+            if requested.lower() not in known:
+                accepted = ", ".join(_made.values())
+                raise ValueError(f"attn_implementation={requested!r} is unknown; use {accepted}")
+            requested = known[requested.lower()]
         return check(self, requested, *args, **kwargs)
 
-    replacement: Any = with_ours
-    replacement.nanoattn_wraps = check
-    PreTrainedModel.get_correct_attn_implementation = replacement  # type: ignore[method-assign]
+    vars(with_ours)["nanoattn_wraps"] = check
+    model_class: Any = PreTrainedModel
+    model_class.get_correct_attn_implementation = with_ours
+
     # A downloaded config.json can name an attention, too: it runs no code.
-    read: Any = PretrainedConfig.get_config_dict
-    read = getattr(read, "nanoattn_wraps", read.__func__)
+    config_class: Any = PretrainedConfig
+    read = config_class.get_config_dict.__func__
+    read = getattr(read, "nanoattn_wraps", read)
 
     @wraps(read)
     def without_code(cls: object, *args: object, **kwargs: object) -> tuple[Any, Any]:
@@ -137,9 +141,8 @@ def _find_when_named(add: Callable[[str], None]) -> None:
         _drop_code(content)
         return content, rest
 
-    replacement = without_code
-    replacement.nanoattn_wraps = read
-    PretrainedConfig.get_config_dict = classmethod(replacement)  # type: ignore[assignment]
+    vars(without_code)["nanoattn_wraps"] = read
+    config_class.get_config_dict = classmethod(without_code)
 
 
 def _drop_code(config: dict[str, Any]) -> None:

@@ -28,8 +28,7 @@ class Proof:
     queries: int
     end: int
     window: int | None = None
-    # (B, end) int32; padding has an id of its own; None: the sides are enough
-    segments: Tensor | None = None
+    segments: Tensor | None = None  # (B, end) int32, padding included; None: the sides are enough
     texts: Tensor | None = None  # (B, end) int32, 0 for padding; None: all keys are one text
     right: int | None = 0
     # Rows of the batch, and the keys that all their queries see; empty: all see the same.
@@ -47,37 +46,35 @@ class Mask(Tensor):
     """
 
     proof: Proof
-    asked_by = "nanoattn"  # attn_implementation
+    implementation = "nanoattn"  # attn_implementation
     checked: Tensor | None = None  # position_ids that fit it
 
     @staticmethod
-    def of(proof: Proof, asked_by: str, shape: tuple[int, ...]) -> Mask:
-        made = torch.zeros((), dtype=torch.bool).expand(shape).as_subclass(Mask)
-        made.proof, made.asked_by = proof, asked_by
-        return made
+    def of(proof: Proof, implementation: str, shape: tuple[int, ...]) -> Mask:
+        mask = torch.zeros((), dtype=torch.bool).expand(shape).as_subclass(Mask)
+        mask.proof, mask.implementation = proof, implementation
+        return mask
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., object], types: object, args: Sequence[Any] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        called, others = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
+        called, operands = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
         # Writes (fill_, __setitem__, __ior__, but not __invert__) would not be in the proof.
-        in_place = called.startswith("__i") and len(others) > 1
-        in_place |= called.endswith("_") and not called.endswith("__")
-        writes = in_place or called == "__setitem__"
-        if writes or any(isinstance(x, Tensor) and not isinstance(x, Mask) for x in others):
-            name = next(x.asked_by for x in others if isinstance(x, Mask))
-            raise BackendUnavailable(
-                f"this model does not call {name!r}: it computes with the mask itself "
-                f"({called or func})"
-            )
+        writes = called == "__setitem__" or (called.startswith("__i") and len(operands) > 1)
+        writes |= called.endswith("_") and not called.endswith("__")
+        if writes or any(isinstance(x, Tensor) and not isinstance(x, Mask) for x in operands):
+            name = next(x.implementation for x in operands if isinstance(x, Mask))
+            text = f"it computes with the mask itself ({called or func})"
+            raise BackendUnavailable(f"this model does not call {name!r}: {text}")
         out = super().__torch_function__(func, types, args, kwargs)
         # Copies, as generate() and hooks make, keep their proof; other results have none.
         if isinstance(out, Mask) and called in ("to", "detach", "contiguous", "clone"):
-            seg = args[0].proof.segments
-            out.asked_by = args[0].asked_by
-            out.proof = replace(args[0].proof, segments=None if seg is None else seg.to(out.device))
+            segments = args[0].proof.segments
+            segments = None if segments is None else segments.to(out.device)
+            out.implementation = args[0].implementation
+            out.proof = replace(args[0].proof, segments=segments)
         return out
 
 
@@ -100,34 +97,32 @@ def prove(
         ValueError: the mask is not of these forms; names the entry.
     """
     seen = _entries(mask)  # (B, Tq, Tk)
+    why = "not causal, and not a window to both sides or one run of keys in each row"
     if causal:
         try:
             return _causal(seen, window, seen.any(-1) if real is None else real)
         except ValueError as e:
-            found = _same_keys(seen) or _two_sided(seen, real)
-            if found is None or found.right == 0:
-                raise e
-            return found
-    if found := _same_keys(seen) or _two_sided(seen, real):
-        return found
-    raise ValueError("not causal, and not a window to both sides or one run of keys in each row")
+            why = str(e)
+    proof = _same_keys(seen) or _two_sided(seen, real)
+    if proof is None or (causal and proof.right == 0):
+        raise ValueError(why)
+    return proof
 
 
 def _same_keys(seen: Tensor) -> Proof | None:
     """The proof of a mask in which all queries of a row see the same run of keys."""
     Tq, Tk = seen.shape[1:]
-    keys, first = seen[:, 0], seen[:, 0].to(torch.uint8).argmax(-1)
-    stop = first + keys.sum(-1)
+    first = seen[:, 0].to(torch.uint8).argmax(-1)
+    stop = first + seen[:, 0].sum(-1)
     j = torch.arange(Tk, device=seen.device)
     run = (j >= first[:, None]) & (j < stop[:, None])
     if not bool((seen == run[:, None]).all()):
         return None
-    found: dict[tuple[int, int], list[int]] = {}
+    rows: dict[tuple[int, int], list[int]] = {}
     for b, ends in enumerate(zip(first.tolist(), stop.tolist(), strict=True)):
-        found.setdefault(ends, []).append(b)
-    runs = tuple((rows, slice(*ends)) for ends, rows in found.items())
-    everywhere = [J for _, J in runs] == [slice(0, Tk)]
-    return Proof(Tq, Tk, right=None, runs=() if everywhere else runs)
+        rows.setdefault(ends, []).append(b)
+    runs = tuple((of_run, slice(*ends)) for ends, of_run in rows.items())
+    return Proof(Tq, Tk, right=None, runs=() if [*rows] == [(0, Tk)] else runs)
 
 
 def _two_sided(seen: Tensor, real: Tensor | None) -> Proof | None:
@@ -139,17 +134,24 @@ def _two_sided(seen: Tensor, real: Tensor | None) -> Proof | None:
     i = torch.arange(T, device=seen.device)
     first, last = (x.to(torch.uint8).argmax(-1) for x in (seen, seen.flip(-1)))
     rows = real & seen.any(-1)
-    left, right = (
-        int(torch.where(rows, n, 0).amax().clamp(min=0)) for n in (i - first, Tk - 1 - last - i)
-    )
+    left = int(torch.where(rows, i - first, 0).amax().clamp(min=0))
+    right = int(torch.where(rows, T - 1 - last - i, 0).amax().clamp(min=0))
     joined = seen.diagonal(-1, 1, 2) | seen.diagonal(1, 1, 2) | ~real[:, 1:]
     joined = joined & (real[:, 1:] == real[:, :-1])  # neither token to padding nor to other texts
     ids = (1 + F.pad(~joined, (1, 0)).cumsum(1)).int()
+    texts = torch.where(real, ids, 0)
     for segments in (None, ids):
-        want = rebuilt(T, T, left + 1, segments, seen.device, None, right)[:, 0]
-        if not bool(((want != seen) & real[:, :, None]).any()):
-            return Proof(T, T, left + 1, segments, torch.where(real, ids, 0), right)
+        proof = Proof(T, T, left + 1, segments, texts, right)
+        if not bool(_differs(proof, seen, real).any()):
+            return proof
     return None
+
+
+def _differs(proof: Proof, seen: Tensor, real: Tensor) -> Tensor:
+    """Bool (B, Tq, end), True where a row of `real` tokens has another entry than the proof."""
+    sizes, on = (proof.queries, proof.end, proof.window), seen.device
+    again = rebuilt(*sizes, proof.segments, on, right=proof.right)
+    return (again[:, 0] != seen) & real[:, :, None]
 
 
 def _causal(seen: Tensor, window: int | None, real: Tensor) -> Proof:
@@ -177,14 +179,13 @@ def _causal(seen: Tensor, window: int | None, real: Tensor) -> Proof:
     windows: list[int | None] = [window]
     if window is None:  # the most keys that a token sees: a window, or a segment's length
         windows.append(max(1, int((seen & real[:, :, None]).sum(-1).amax())))
-    for w in windows:
-        for segments in (None, ids):
-            differs = (rebuilt(Tq, end, w, segments, seen.device)[:, 0] != seen) & real[:, :, None]
-            if not bool(differs.any()):
-                broken = (earlier[:, :-1] != 0) & (earlier[:, 1:] == 0)  # padding follows a token
-                if segments is not None and bool(broken.any()):
-                    raise ValueError("padding between tokens: a segment must be one run")
-                return Proof(Tq, end, w, segments, texts)
+    for proof in (Proof(Tq, end, w, ids_, texts) for w in windows for ids_ in (None, ids)):
+        differs = _differs(proof, seen, real)
+        if not bool(differs.any()):
+            broken = (earlier[:, :-1] != 0) & (earlier[:, 1:] == 0)  # padding follows a token
+            if proof.segments is not None and bool(broken.any()):
+                raise ValueError("padding between tokens: a segment must be one run")
+            return proof
     b, i, j = differs.nonzero()[0].tolist()
     sees, known = "sees" if seen[b, i, j] else "misses", f"window {window}" if window else "causal"
     raise ValueError(f"not just {known} and segments: query {i} of row {b} {sees} key {j}")

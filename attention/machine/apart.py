@@ -24,6 +24,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 _inside = threading.local()
 _lock = threading.Lock()  # one choice at a time
+PATIENCE = 600  # seconds: a kernel that waits for this thread must not wait for ever
 
 
 def _in_a_fork() -> None:
@@ -39,7 +40,8 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     """Return function() from a new thread. Others wait; Ctrl-C lets them go on.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, which would break.
+        RuntimeError: a CUDA graph is being captured, which would break. Or another choice does not
+            end: its kernel may wait for this thread.
     """
     import torch
 
@@ -65,9 +67,14 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
 
     # A kernel that is tried may call attention in autograd's thread, which must not wait for it.
     in_backward = torch._C._current_graph_task_id() != -1
-    with nullcontext() if in_backward else _lock:  # free before the caller goes on, and may fork
+    lock = threading.Lock() if in_backward else _lock
+    if not lock.acquire(timeout=PATIENCE):
+        raise RuntimeError(f"another thread has been choosing a kernel for {PATIENCE:,} s")
+    try:  # the lock is free before the caller goes on, and may fork
         threading.Thread(target=run, daemon=True).start()
         return result.result()
+    finally:
+        lock.release()
 
 
 def outside_a_trace(function: F) -> F:
