@@ -32,11 +32,9 @@ Source  Dong et al. 2024, "Flex Attention: A Programming Model for Generating Op
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,16 +42,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Caps
-from .function import not_compiled
 from .machine.system import own_code
 from .masks import for_any_shape, kept
-from .mods import Mods
 from .spec import Numbers, Spec, visible
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-PREFIX = "flex:"  # of the name flex:FILE.py
+Mod = Callable[..., Tensor]
+OwnMask = Callable[[int, int, int, int, torch.device], "tuple[BlockMask, Mod | None]"]
 TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
 FEW = 16  # queries; more do not take PyTorch's kernel for decoding, whose tile holds all
 THREE = ("float16", "bfloat16", "float32")
@@ -68,7 +65,8 @@ SPOILT = (8, 16)
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
-           sinks: Tensor | None = None, flash: bool = False, mods: Mods | None = None) -> Tensor:
+           sinks: Tensor | None = None, flash: bool = False,
+           own_mask: OwnMask | None = None) -> Tensor:
     """Attention by torch.nn.attention.flex_attention, compiled; shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
@@ -90,9 +88,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         if spec.grad or flash:
             kind = (q.shape[0], Tq, Tk)
         size = None if segments is None else room(segments)
-        call = compiled(replace(spec, window=None, right=0), (*kind, mods), size, flash)
-        if mods is not None:
-            mask, score_mod = _by_mods(mods, q.shape[0], spec.n_head, Tq, Tk, q.device)
+        call = compiled(replace(spec, window=None, right=0), (*kind, own_mask), size, flash)
+        if own_mask is not None:  # flex_file.py
+            mask, score_mod = own_mask(q.shape[0], spec.n_head, Tq, Tk, q.device)
         elif segments is None:
             mask = _by_shape(*sides, None, q.device, spec.right, rows)
         else:
@@ -107,7 +105,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: float | str | None,
          softcap: float | str | None, sinks: Tensor | None, flash: bool,
-         score_mod: Callable[..., Tensor] | None = None) -> Tensor:
+         score_mod: Mod | None = None) -> Tensor:
     """flex_attention, and the weight that sinks (H,) leave."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -224,36 +222,6 @@ def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
 _by_shape = lru_cache(maxsize=16)(torch.inference_mode(False)(block_mask))
 
 
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)
-def _by_mods(mods: Mods, B: int, H: int, Tq: int, Tk: int,
-             device: torch.device) -> tuple[BlockMask, Callable[..., Tensor] | None]:
-    """The BlockMask of a person's mask_mod, evaluated at each entry, and the score_mod."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    if Tq > Tk:
-        raise ValueError(f"a mask of one's own needs at least as many keys as queries: {Tq} > {Tk}")
-    some, every, rest = [], [], -Tk % TILE  # keys that the last tile lacks
-    for i in torch.arange(Tk - Tq, Tk, device=device).split(TILE):
-        seen = mods.seen(B, H, i, Tk)
-        some.append(F.pad(seen.any(2), (0, rest)).unflatten(2, (-1, TILE)).any(3))
-        every.append(F.pad(seen.all(2), (0, rest), value=True).unflatten(2, (-1, TILE)).all(3))
-    partly, full = torch.stack(some, dim=2), torch.stack(every, dim=2)
-    shift = torch.full((), Tk - Tq, device=device)
-
-    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return mods.mask_mod(b, h, i + shift, j)
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        assert mods.score_mod is not None
-        return mods.score_mod(score, b, h, i + shift, j)
-
-    lists = *listed(partly & ~full), *listed(full)
-    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod,
-                                    seq_lengths=(Tq, Tk))
-    return mask, score_mod if mods.score_mod else None
-
-
 @kept
 def _by_segments(
     segments: Tensor, Tq: int, Tk: int, window: int | None, right: int | None, rows: int | None
@@ -304,17 +272,3 @@ FLASH = Backend(
     fallback="flex",
     install="pip install --pre flash-attn-4",
 )
-
-
-def with_mods(module: ModuleType, path: str) -> Backend:
-    """flex with the mask_mod and the score_mod of a module. Raises ValueError: it has no mask."""
-    mask_mod, score_mod = (getattr(module, name, None) for name in ("mask_mod", "score_mod"))
-    if not callable(mask_mod):
-        raise ValueError("it defines no mask_mod(b, h, q_idx, kv_idx)")
-    found = Mods(mask_mod, score_mod)
-    rows = (replace(c, window=False, segments=False, softcap=False, sinks=False)
-            for c in BACKEND.caps)
-    name = PREFIX + os.path.basename(path)
-    return Backend(name, f"PyTorch flex_attention, mask of {path}",
-                   not_compiled(partial(attend, mods=found)), tuple(dict.fromkeys(rows)),
-                   fallback=None, fullgraph=False, mods=found)

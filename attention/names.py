@@ -27,7 +27,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
 from types import ModuleType
 
-from . import flash, flex, hub, manual, paged, sdpa, sdpa_bmm, tiled, triton_flash
+from . import flash, flex, flex_file, hub, manual, paged, sdpa, sdpa_bmm, tiled, triton_flash
 from .caps import Backend, BackendUnavailable
 from .machine.system import KERNEL_ERRORS, first_line, settings_stay
 
@@ -80,7 +80,7 @@ def get(name: str) -> Backend:
     if name.startswith(hub.PREFIX):
         return hub.unloaded(name)
     if is_path(name):
-        prefix, path = (flex.PREFIX if name.startswith(flex.PREFIX) else ""), name
+        prefix, path = (flex_file.PREFIX if name.startswith(flex_file.PREFIX) else ""), name
         return load(prefix + os.path.abspath(path.removeprefix(prefix)))
     if ":" in name:
         return load(name)
@@ -143,14 +143,14 @@ def load(name: str) -> Backend:
     def unusable(why: str) -> BackendUnavailable:
         return BackendUnavailable(f"attention kernel {name!r} cannot be used: {why}")
 
-    path = name.removeprefix(flex.PREFIX)
+    path = name.removeprefix(flex_file.PREFIX)
     if is_path(path) and not os.path.isfile(path):
         raise unusable("a folder" if os.path.isdir(path) else "no such file")
     try:
         if not is_path(path):
             backend = imported(name)
         elif path != name:
-            backend = flex.with_mods(execute(path), path)
+            backend = flex_file.backend_of(execute(path), path)
         else:
             backend = getattr(execute(path), "BACKEND", None)
     except KERNEL_ERRORS as e:

@@ -29,7 +29,10 @@ MODULE = """from nanoattn import Backend, Caps, get
 print("it ran")
 BACKEND = Backend({name!r}, "a test's", get("manual").attend, (Caps(),), "sdpa", ("mine_too",))
 """
-ENTRY = "[nanoattn.backends]\noffered = offered_kernels.ours:BACKEND\nbroken = offered_kernels.no:X\n"
+ENTRY = """[nanoattn.backends]
+offered = offered_kernels.ours:BACKEND
+broken = offered_kernels.no:X
+"""
 # FlashAttention's two functions by PyTorch's SDPA: no window. A test replaces CAUSAL.
 REPOSITORY = """import torch
 import torch.nn.functional as F
@@ -149,7 +152,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_the_hub_runs_with_permission_and_at_a_commit(hub) -> None:
-    for name in ("hub:somebody/kernels", "hub:somebody/kernels@main", HUB[:-1], HUB.replace("a", "A")):
+    branch = "hub:somebody/kernels"
+    for name in (branch, f"{branch}@main", HUB[:-1], HUB.replace("a", "A")):
         with pytest.raises(ValueError, match=name):
             GPTConfig(attention_backend=name)
     refused = select(HUB, F32, "cpu")
@@ -191,7 +195,7 @@ def test_the_package_kernels_loads_such_a_repository(tmp_path: Path) -> None:
 
 
 def test_its_visible_pairs_are_counted() -> None:
-    """Prefix-LM: a query at i sees max(i + 1, prefix) keys. By heads of different windows: T each."""
+    """Prefix-LM: a query at i sees max(i + 1, prefix) keys."""
     mods = Mods(lambda b, h, i, j: (j <= i) | (j < 40))
     assert mods.mean_keys(300, 3) == sum(max(i + 1, 40) for i in range(300)) / 300
     by_head = Mods(lambda b, h, i, j: (j <= i) & (i - j <= h))
