@@ -72,10 +72,10 @@ class TrainConfig:
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
     residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
     # --- attention ---
-    attention_backend: str = "auto"  # a name (python -m attention) or a file (docs/KERNEL.md)
+    attention_backend: str = "auto"  # a name (python -m attention), or code (docs/KERNEL.md)
     attention_window: tuple[PositiveInt | None, ...] = (None,)  # keys per query; A,B: by layer
     attention_fallback: bool = True  # False: an unavailable backend is an error
-    attention_hub_kernels: bool = False  # flash_attn_*: download and run a prebuilt kernel
+    attention_hub_kernels: bool = False  # flash_attn_*, hub:...: download a kernel and run it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- optimizer ---
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices (docs/TRAIN.md)

@@ -110,9 +110,15 @@ def register(backend: Backend) -> Backend:
     Raises:
         ValueError: no Backend, its fallback is unknown, or a built-in backend has its name.
     """
-    if why := invalid(backend, _BUILT_IN):
+    why = invalid(backend, _BUILT_IN)
+    names = () if why else (backend.name, *backend.aliases)
+    if any(is_path(name) or ":" in name for name in names):
+        why = f"the name {backend.name!r} looks like a path or a module"
+    elif names and backend.mods is not None:
+        why = "it has a mask of its own, and would be taken for the others"
+    if why:
         raise ValueError(f"{backend!r} cannot be registered: {why}")
-    for name in (backend.name, *backend.aliases):
+    for name in names:
         _BY_ANY_NAME[name] = backend
     BACKENDS[backend.name] = backend
     return backend
@@ -125,8 +131,6 @@ def invalid(backend: object, taken: frozenset[str]) -> str:
     names = {backend.name, *backend.aliases}
     if names & {*taken, *RULES}:
         return f"its name {min(names & {*taken, *RULES})!r} is taken"
-    if backend.mods is None and any(is_path(name) or ":" in name for name in names):
-        return f"its name {backend.name!r} looks like a path or a module"
     if not (backend.fallback is None or backend.fallback in _BY_ANY_NAME):
         return f"its fallback {backend.fallback!r} is not a backend"
     return ""
