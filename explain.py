@@ -32,7 +32,7 @@ class ExplainConfig:
     # --- model ---
     out_dir: str = "out/shakespeare_cpu"  # folder of the run
     init_from: str = "resume"  # or gpt2[-...], a checkpoint, ckpt.pt
-    attention_backend: str = "auto"  # a name or a file
+    attention_backend: str = "auto"  # as in sample.py
     attention_fallback: bool = True  # False: fail if the backend cannot run here
     window: PositiveInt | None = None  # keys that a query sees; none: the model's
     # --- text ---

@@ -60,7 +60,7 @@ class GPTConfig:
     head_size: Size | None = None  # D; None: n_embd / n_head
     n_hidden: Size | None = None  # inside the MLP; None: see `hidden`
     norm_eps: PositiveFloat = 1e-5
-    attention_backend: str = "auto"  # a backend's name, or the path of a kernel file
+    attention_backend: str = "auto"  # a backend's name, or code (docs/KERNEL.md)
     # Keys that a query attends to, itself included; None: all. Several: see `windows`.
     attention_window: int | tuple[int | None, ...] | None = None
 
@@ -73,7 +73,7 @@ class GPTConfig:
             raise ValueError(f"position=rope needs heads of an even width, got {self.head_dim}")
         if (scaling := self.rope_scaling) and not 0 <= scaling[1] < scaling[2]:
             raise ValueError(f"rope_scaling: expected 0 <= low < high, got {scaling}")
-        check_name(self.attention_backend)  # runs no file: a saved config may name one
+        check_name(self.attention_backend)  # runs no code: a saved config may name some
         if isinstance(several, tuple) and not 1 <= (n := len(several)) <= self.n_layer:
             raise ValueError(f"attention_window: expected 1 to n_layer={self.n_layer}, got {n}")
         if isinstance(several, tuple) and len(several) == 1:  # equal models have equal configs

@@ -36,9 +36,9 @@ class SampleConfig:
     init_from: str = "resume"  # resume: out_dir's run; gpt2[-...], ckpt.pt, an exported folder
     dataset: str | None = None  # its tokenizer, if the model has none: as in train.py, or a folder
     checkpoint: Literal["latest", "best"] = "latest"  # best: the lowest validation loss
-    attention_backend: str = "auto"  # a name from python -m attention, or a file (docs/KERNEL.md)
+    attention_backend: str = "auto"  # a name (python -m attention), or code (docs/KERNEL.md)
     attention_fallback: bool = True  # False: error if the backend cannot run here
-    attention_hub_kernels: bool = False  # flash_attn_*: download and run a prebuilt kernel
+    attention_hub_kernels: bool = False  # flash_attn_*, hub:...: download a kernel and run it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- text ---
     start: Texts = ()  # prompt or FILE:prompt.txt, repeatable; none: a newline

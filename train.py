@@ -72,10 +72,10 @@ class TrainConfig:
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
     residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
     # --- attention ---
-    attention_backend: str = "auto"  # a name (python -m attention) or a file (docs/KERNEL.md)
+    attention_backend: str = "auto"  # a name (python -m attention), or code (docs/KERNEL.md)
     attention_window: tuple[PositiveInt | None, ...] = (None,)  # keys per query; A,B: by layer
     attention_fallback: bool = True  # False: an unavailable backend is an error
-    attention_hub_kernels: bool = False  # flash_attn_*: download and run a prebuilt kernel
+    attention_hub_kernels: bool = False  # flash_attn_*, hub:...: download a kernel and run it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- optimizer ---
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices (docs/TRAIN.md)
@@ -254,6 +254,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     config, T, device, say = run.config, run.config.block_size, distributed.device, distributed.say
     meter = Meter(distributed, run.model.config, T, run.global_batch * T, config.max_iters,
                   config.dtype, config.peak_tflops)  # fmt: skip
+    meter.keys = flops.keys_of(run.attention.backend, T, run.model.config.n_head, device)
     meter.begin(run.step)
     if config.eval_only:
         evaluate(run)

@@ -16,23 +16,12 @@ from .flash_api import (
     flash_attn_with_kvcache,
     use,
 )
+from .names import BACKENDS, RULES, check_name, get, is_code, packages, register
 from .plan import Call, Phase, Plan, Plans, fastest
 from .probabilities import weights
 from .proof import probe
 from .ring import Ring
-from .select import (
-    BACKENDS,
-    RULES,
-    Ranks,
-    Resolution,
-    announce,
-    check_name,
-    get,
-    is_file,
-    packages,
-    resolve,
-    select,
-)
+from .select import Ranks, Resolution, announce, resolve, select
 from .spec import Machine, Policy, Spec, visible
 from .stand_in import as_flash_attn
 
@@ -42,8 +31,8 @@ __all__ = [
     "Ring", "Spec", "announce", "as_flash_attn", "bert_padding", "check_name", "fastest",
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "get", "hf", "is_file",
-    "packages", "probe", "resolve", "select", "use", "visible", "weights",
+    "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "get", "hf", "is_code",
+    "packages", "probe", "register", "resolve", "select", "use", "visible", "weights",
 ]
 __version__ = "0.2.0"  # pyproject.toml reads it here
 

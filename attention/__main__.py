@@ -4,6 +4,7 @@
     python -m attention sdpa_flash --dtype=float32              explain one choice
     python -m attention flash_attn_2 --as="NVIDIA TITAN RTX"    the same on another machine
     python -m attention --as=h100                               every backend there
+    python -m attention --json                                  the same for programs
     python -m attention check my_kernel.py                      test a kernel (check --help)
 
 Each time is for one attention call, not for a model (bench_mfu.py). The error is
@@ -14,13 +15,16 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import logging
+import math
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +32,9 @@ from .caps import BackendUnavailable, DeviceLost, dotted
 from .machine.gpus import describe
 from .machine.system import devices
 from .machine.timing import Row, measure, table
+from .names import BACKENDS, RULES, entry_points, packages
 from .plan import fastest
-from .select import BACKENDS, RULES, Shape, admit, packages, resolve, select
+from .select import Resolution, Shape, admit, chosen_as_json, configuration, resolve, select
 from .spec import CACHES, DTYPES, Machine, Policy, Spec
 
 
@@ -71,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "inference": "no backward pass",
         "deterministic": "under torch.use_deterministic_algorithms(True)",
         "compiled": "inside torch.compile",
+        "json": "print JSON: versions, device, layout, spec, and each backend's reasons and times",
     }
     for name, text in flags.items():
         add(f"--{name}", type=flag, nargs="?", const=True, default=False, help=text)
@@ -108,6 +114,24 @@ def heading(machine: Machine, spec: Spec, shape: Shape) -> str:
     return f"{machine.name} ({machine.device}), {software}\n{request}"
 
 
+class Output(NamedTuple):
+    """Prints results as text, or as one JSON object."""
+
+    json: bool
+    content: dict[str, Any]
+
+    def chosen(self, chosen: Resolution, heading: str = "") -> None:
+        as_json = json.dumps(self.content | chosen_as_json(chosen)) if self.json else ""
+        print(as_json or f"{heading}{chosen}")
+
+    def rows(self, rows: Sequence[Row], modes: Sequence[Spec], text: str) -> None:
+        names = ["forward_backward" if spec.grad else "forward" for spec in modes]
+        found = [asdict(row) | {"ms": dict(zip(names, row.ms))} for row in rows]
+        for row in found:  # JSON has no NaN
+            row["error"] = row["error"] if math.isfinite(row["error"] or 0) else None
+        print(json.dumps(self.content | {"backends": found}) if self.json else text)
+
+
 def run(args: argparse.Namespace) -> None:
     """Explain one backend, or measure all. Raises ValueError for inconsistent options."""
     if min(1 if args.batch_size is None else args.batch_size, args.seq_len) < 1:
@@ -119,47 +143,57 @@ def run(args: argparse.Namespace) -> None:
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
+    every = [*BACKENDS, *entry_points()]
     if args.machine:
         needed = packages(args.backend or "")
         described = describe(args.machine, torch.__version__.partition("+")[0], needed)
         machine = replace(described, deterministic=args.deterministic)
     else:
-        name = next(d for d in ("cuda", "mps", "cpu") if d in devices())
-        name = name if args.device == "auto" else args.device
-        if name not in devices():
-            raise ValueError(f"--device={name}: no such device here")
-        device, machine = torch.device(name), Machine.here(name)
+        best = next(d for d in ("cuda", "mps", "cpu") if d in devices())
+        on = args.device if args.device != "auto" else best
+        if on not in devices():
+            raise ValueError(f"--device={on}: no such device here")
+        device, machine = torch.device(on), Machine.here(on)
     spec = spec_of(args, args.dtype or best_dtype(machine))
     batch_size = args.batch_size or (16 if machine.device == "cuda" else 1)
     shape = batch_size, args.seq_len if spec.cache == "none" else 1, args.seq_len
     policy = Policy(hub_kernels=args.hub_kernels, mps_sdpa=args.allow_mps_sdpa)
     head = heading(machine, spec, shape)
+    content = configuration(spec, machine, policy, packages(args.backend or ""))
+    content["shape"] = dict(zip(("batch", "queries", "keys"), shape))
+    output = Output(args.json, content)
     if args.machine:
         head += "\nNothing was run: the backends declare this, all optional packages installed."
     if args.backend and args.machine:
-        print(head, resolve(args.backend, spec, machine, policy), sep="\n\n")
+        output.chosen(resolve(args.backend, spec, machine, policy), head + "\n\n")
     elif args.backend == "fastest":
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-        print(replace(fastest(spec, device, shape, policy), rejected={}))  # they were logged
+        chosen = fastest(spec, device, shape, policy)
+        output.chosen(chosen if args.json else replace(chosen, rejected={}))  # they were logged
     elif args.backend:
         # Without a handler Python would print the refusals, too, bare.
         logging.getLogger("nanoattn").addHandler(logging.NullHandler())
-        print(select(args.backend, spec, device, policy))
+        output.chosen(select(args.backend, spec, device, policy))
     elif args.machine:
-        found = [(b, *admit(b.name, spec, machine, policy)[1:]) for b in BACKENDS.values()]
-        rows = [Row(b.name, b.title, tuple(why)) for b, why in found]
-        print(head, table(rows, modes=[]), sep="\n\n")
+        rows = []
+        for name in every:
+            try:
+                backend, why = admit(name, spec, machine, policy)
+                rows.append(Row(name, backend.title, tuple(why)))
+            except BackendUnavailable as e:  # other people's code
+                rows.append(Row(name, "", (str(e),)))
         try:
-            chosen = resolve("auto", spec, machine, policy).backend.name
-            print(f"\nauto takes {chosen} there.")
+            auto = f"auto takes {resolve('auto', spec, machine, policy).backend.name} there."
         except BackendUnavailable as e:
-            print(f"\nauto: {e}")
+            auto = f"auto: {e}"
+        output.rows(rows, [], f"{head}\n\n{table(rows, modes=[])}\n\n{auto}")
     else:
         modes = [replace(spec, grad=False), spec][: 1 + spec.grad]
-        print(head, flush=True)
+        if not args.json:
+            print(head, flush=True)
         show = partial(print, file=sys.stderr, flush=True)
-        rows = measure(BACKENDS, modes, machine, policy, device, shape, show=show)
-        print(f"\n{table(rows, modes)}")
+        rows = measure(every, modes, machine, policy, device, shape, show=show)
+        output.rows(rows, modes, f"\n{table(rows, modes)}")
 
 
 def main(argv: Sequence[str]) -> None:

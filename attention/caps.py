@@ -18,6 +18,8 @@ from .spec import CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .mods import Mods
+
 
 def version(text: str) -> tuple[int, ...]:
     """The leading numbers: "2.13.0+cpu" is (2, 13, 0). A beta sorts before its release:
@@ -237,6 +239,7 @@ class Backend:
     prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
     varlen: tuple[str, ...] = ()  # devices where it reads each segment as a sequence of its own:
     # NaN in one does not reach another. Elsewhere masked keys are multiplied by 0.
+    mods: Mods | None = None  # a mask of its own instead of visible(): no other kernel replaces it
     compute: Callable[..., Tensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -273,10 +276,10 @@ class Backend:
         if fits and [w.kind for w in why] == ["capability"]:
             text = f"to train {why[0]}; without gradients it runs (--inference)"
             why = [Refusal(text, "capability")]
-        return [
-            Refusal(f"{w} ({self.install})", w.kind) if self.install and w.kind == "packages" else w
-            for w in why
-        ]
+        more = {"packages": f" ({self.install})"} if self.install else {}
+        if any(c.grad for c in self.caps if machine.device not in c.devices):
+            more["grad"] = f" on {machine.device}"
+        return [Refusal(w + more.get(w.kind, ""), w.kind) for w in why]
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:

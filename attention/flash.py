@@ -45,6 +45,8 @@ class Package:
     dropout: bool = False  # takes dropout_p
     kvcache: str | None = None  # name of the page table in flash_attn_with_kvcache
     hub: tuple[str, str] | None = None  # repository and commit of a prebuilt kernel
+    accepts: frozenset[str] | None = None  # arguments of its functions; None: all of ours
+    sinks: str = "learnable_sink"
 
 
 FA2 = Package("flash_attn", unbounded=-1, dropout=True, kvcache="block_table")
@@ -65,7 +67,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Raises:
         Exception: the package cannot be loaded, or cannot run these inputs (its own words).
     """
-    flash = _load(package)
+    flash = load(package)
     causal, left = spec.right == 0, package.unbounded
     right = package.unbounded if spec.right is None or causal else spec.right
     if spec.window is not None and (spec.window < k.shape[1] or cache is not None):
@@ -77,13 +79,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     }
     if spec.softcap is not None:
         options["softcap"] = spec.softcap
-    if sinks is not None:  # only 4 has them; it takes no float64
-        options["learnable_sink"] = sinks.float().contiguous()
+    if sinks is not None:  # 4 takes no float64
+        options[package.sinks] = sinks.float().contiguous()
     if cache is not None:
         return _from_cache(flash, q, k, v, cache, package, options)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if package.dropout:
         options["dropout_p"] = spec.dropout
+    if package.accepts is not None:  # what Caps refuse has its neutral value here
+        options = {name: x for name, x in options.items() if name in package.accepts}
     if segments is not None:
         return _varlen(flash, q, k, v, segments, options)
     return dense_gradient(_tensor(flash.flash_attn_func(q, k, v, **options)))
@@ -136,19 +140,22 @@ def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 # torch.compile can read a dict, but can trace neither an import nor a cache.
-_loaded: dict[tuple[str, bool], ModuleType] = {}
+_loaded: dict[object, ModuleType] = {}
 
 
-def _load(package: Package) -> ModuleType:
-    key = (package.module, package.hub is not None)
+def load(package: Package) -> ModuleType:
+    """The package's module, or a kernel repository of the hub at a commit, once a process."""
+    key = package.hub or package.module
     if key not in _loaded:
         if package.hub is not None:
             from kernels import get_kernel
 
+            # Without a list `kernels` loads what its trusted organizations publish only.
             repository, commit = package.hub
-            _loaded[key] = get_kernel(repository, revision=commit)
+            found = get_kernel(repository, revision=commit, trust_remote_code=[repository])
         else:
-            _loaded[key] = importlib.import_module(package.module)
+            found = importlib.import_module(package.module)
+        _loaded[key] = found
     return _loaded[key]
 
 

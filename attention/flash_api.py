@@ -27,8 +27,8 @@ from .caps import INTEGERS, Backend, must_be
 from .flash_args import Request, wrong
 from .function import attention
 from .masks import PagedView, StaticView, kept, nothing, symbolic
+from .names import check_name
 from .plan import Plans
-from .select import check_name
 from .spec import Policy, Spec
 
 Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)

@@ -49,6 +49,8 @@ from .spec import Numbers, Spec, visible
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+Mod = Callable[..., Tensor]
+OwnMask = Callable[[int, int, int, int, torch.device], "tuple[BlockMask, Mod | None]"]
 TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
 FEW = 16  # queries; more do not take PyTorch's kernel for decoding, whose tile holds all
 THREE = ("float16", "bfloat16", "float32")
@@ -63,10 +65,12 @@ SPOILT = (8, 16)
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
-           sinks: Tensor | None = None, flash: bool = False) -> Tensor:
+           sinks: Tensor | None = None, flash: bool = False,
+           own_mask: OwnMask | None = None) -> Tensor:
     """Attention by torch.nn.attention.flex_attention, compiled; shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
+    score_mod = None
     scale = spec.scale
     if not torch.is_grad_enabled():  # on the CPU PyTorch refuses inputs that require gradients
         q, k, v = (t.detach() for t in (q, k, v))
@@ -80,12 +84,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         call, mask = flex, block_mask(*sides, segments, q.device, spec.right, rows)
     else:
         few = q.is_cuda and Tq <= FEW
-        kind: tuple[int, ...] = (q.shape[0] == 1, Tq == 1, few, Tq <= TILE, Tk <= TILE)
+        kind: tuple[object, ...] = (q.shape[0] == 1, Tq == 1, few, Tq <= TILE, Tk <= TILE)
         if spec.grad or flash:
             kind = (q.shape[0], Tq, Tk)
         size = None if segments is None else room(segments)
-        call = compiled(replace(spec, window=None, right=0), kind, size, flash)
-        if segments is None:
+        call = compiled(replace(spec, window=None, right=0), (*kind, own_mask), size, flash)
+        if own_mask is not None:  # flex_file.py
+            mask, score_mod = own_mask(q.shape[0], spec.n_head, Tq, Tk, q.device)
+        elif segments is None:
             mask = _by_shape(*sides, None, q.device, spec.right, rows)
         else:
             mask = _by_segments(segments, *sides, spec.right, rows)
@@ -93,12 +99,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         # 2.13 generates C++ that does not compile.
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash)
+    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash, score_mod)
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: float | str | None,
-         softcap: float | str | None, sinks: Tensor | None, flash: bool) -> Tensor:
+         softcap: float | str | None, sinks: Tensor | None, flash: bool,
+         score_mod: Mod | None = None) -> Tensor:
     """flex_attention, and the weight that sinks (H,) leave."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -108,6 +115,8 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
         asked["kernel_options"] = {"BACKEND": "FLASH"}
     elif q_BHTD.is_cuda and q_BHTD.shape[2] > FEW:
         asked["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
+    if score_mod is not None:
+        asked["score_mod"] = score_mod
     if softcap is not None:
         c = float(softcap)
         asked["score_mod"] = lambda score, b, h, i, j: c * torch.tanh(score / c)
@@ -123,7 +132,7 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
 
 @lru_cache(maxsize=4096)
 def compiled(
-    spec: Spec, kind: tuple[int, ...], size: tuple[int, int] | None, flash: bool
+    spec: Spec, kind: tuple[object, ...], size: tuple[int, int] | None, flash: bool
 ) -> Callable[..., Tensor]:
     """flex(), compiled for one Spec and one kind of shape, or one shape.
 
@@ -197,15 +206,16 @@ def block_mask(
             return visible(i, j, shift, width, right=ahead)
         return visible(i, j, shift, width, segments[b, i + shift], segments[b, j], ahead)
 
-    def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-        tiles = tiles[:, None].int()  # (1 or B, 1, tiles, tiles)
-        order = torch.argsort(tiles, dim=-1, descending=True, stable=True)
-        return tiles.sum(dim=-1, dtype=torch.int32), order.int()
-
     return BlockMask.from_kv_blocks(
-        *listed(some & ~every), *listed(every), BLOCK_SIZE=(rows or TILE, TILE), mask_mod=mask_mod,
-        seq_lengths=(Tq, Tk),
+        *listed((some & ~every)[:, None]), *listed(every[:, None]), BLOCK_SIZE=(rows or TILE, TILE),
+        mask_mod=mask_mod, seq_lengths=(Tq, Tk),
     )
+
+
+def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tiles of each row are in bool (B or 1, H or 1, tiles, tiles), and which."""
+    order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
+    return tiles.sum(dim=-1, dtype=torch.int32), order.int()
 
 
 # Tensors made in inference mode cannot be used in training.

@@ -40,8 +40,9 @@ from .caps import BackendUnavailable
 from .machine.apart import apart, outside_a_trace
 from .machine.system import autocast_dtype, cache_folder, write_at_once
 from .machine.timing import Row, measure, table
+from .names import BACKENDS
 from .proof import LONG
-from .select import BACKENDS, Ranks, Resolution, Shape, announce, gather, resolve, select
+from .select import Ranks, Resolution, Shape, announce, debug, disabled, gather, resolve, select
 from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
@@ -186,6 +187,7 @@ class Plans:
             failed = {**self.refused.get(eager, {}), **self.refused.get(key, {})}
             chosen = resolve(name, spec, machine, self.policy, failed=failed)
             chosen = replace(chosen, requested=self.name, traced=True)
+            debug(chosen, spec, machine, self.policy)
             self.known[key] = (Call(chosen.backend.compute, spec, chosen),)
             announce(chosen)
         chosen = self.known[key][0].chosen
@@ -275,7 +277,7 @@ def stored() -> dict[str, str]:
 
 def memory_key(spec: Spec, machine: Machine) -> str:
     version = sys.modules[__name__.partition(".")[0]].__version__
-    here = machine.name, machine.deterministic, torch.get_num_threads()
+    here = machine.name, machine.deterministic, torch.get_num_threads(), sorted(disabled())
     return repr((version, torch.__version__, here, spec.n_kv_head, spec.kind))
 
 

@@ -153,8 +153,9 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     calls of a kind. The random state is restored.
 
     With a cache the queries come in chunks, then one by one. Inference also continues a prefix,
-    with fewer queries than keys. A later token is changed to check that no earlier output moves.
-    The profiler records which kernels ran.
+    with fewer queries than keys. A later token is changed to check that no earlier output moves,
+    unless the backend has its own mask, which is then the truth's. The profiler records which
+    kernels ran.
     """
     device = torch.device(device)
     cached = spec.cache in ("static", "paged")
@@ -177,7 +178,8 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
                     finite = all(bool(t.isfinite().all()) for t in again.tensors.values())
                     if spec.dropout and not finite:
                         raise FloatingPointError("not finite with dropout")
-                    leak = leakage(way, given, quiet, 0 if cached else spec.right)
+                    ahead = None if backend.mods else 0 if cached else spec.right
+                    leak = leakage(way, given, quiet, ahead)
         except KERNEL_ERRORS as e:
             if isinstance(e, DeviceLost):
                 raise
@@ -186,7 +188,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
         if cached and case.right != 0:
             rough, want = by_chunks(given, case)
         else:
-            rough, want = plain(given, uncached), truth(given, uncached)
+            rough, want = (of(given, uncached, mods=backend.mods) for of in (plain, truth))
         found = errors(got, rough, want, given.q.dtype)
         ordinary = ordinary or found
         about = ", on large scores" * (size > 1) + f", with {case}" * (case != spec)
@@ -246,7 +248,8 @@ def probe_long(
     dq = None if got.dq is None else got.dq[:, rows]
     got = replace(got, out=got.out[:, rows], dq=dq)
     uncached = replace(spec, cache="none", page_size=None)
-    found = errors(got, plain(given, uncached, rows), truth(given, uncached, rows), given.q.dtype)
+    rough, want = (of(given, uncached, rows, backend.mods) for of in (plain, truth))
+    found = errors(got, rough, want, given.q.dtype)
     return tuple(f"at {Tk:,} tokens {text}" for text in wrong(found))
 
 

@@ -4,32 +4,28 @@
     resolve() the first whose declared Caps admit the request: also for a described machine
     select()  the first that passes the probe (proof.py) too, on every rank
 
-A user's kernel is a file that defines BACKEND. It runs once a process, if the user names it on a
-command line or in a config; a path read from a checkpoint or a record is never run.
+NANOATTN_DISABLE=name,name in the environment refuses backends, for launchers.
 """
 
 from __future__ import annotations
 
-import difflib
+import json
 import logging
 import os
+import platform
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
-from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from . import flash, flex, manual, paged, sdpa, sdpa_bmm, tiled, triton_flash
+from . import hub, manual
 from .caps import Backend, BackendUnavailable, Refusal, version
 from .machine.apart import apart
-from .machine.system import KERNEL_ERRORS, first_line, settings_stay
+from .names import RULES, get, is_backend, is_code
 from .proof import LONG, Probe, Proof, probe, probe_long
 from .spec import Machine, Policy, Spec
 
@@ -37,18 +33,9 @@ log = logging.getLogger("nanoattn")
 T = TypeVar("T")
 Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
 
-# A new kernel is a file with a BACKEND, imported above and listed here.
-BACKENDS: dict[str, Backend] = {
-    b.name: b
-    for b in (
-        manual.BACKEND, tiled.BACKEND, sdpa.BACKEND, sdpa.FLASH, sdpa.EFFICIENT, sdpa.CUDNN,
-        sdpa.MATH, sdpa_bmm.BACKEND, flex.BACKEND, flex.FLASH, triton_flash.BACKEND, flash.V2,
-        flash.V3, flash.V4, paged.BACKEND,
-    )
-}
+DISABLE = "NANOATTN_DISABLE"
+SAID = ("metal", "disabled")  # kinds of refusals that are always reported
 REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory, and no tiles: not probed at length
-RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (plan.py)
-_BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
 
 
 @dataclass(frozen=True)
@@ -83,86 +70,6 @@ class Resolution:
     def __str__(self) -> str:
         warned = ["WARNING: " + w.replace("\n", "\n         ") for w in self.warnings()]
         return "\n".join([*warned, "INFO: " + self.info()])
-
-
-# --- names and files ---
-
-
-def is_file(name: str) -> bool:
-    return name.endswith(".py") or os.sep in name or bool(os.altsep and os.altsep in name)
-
-
-def get(name: str) -> Backend:
-    """The backend with that name or alias. A file is run.
-
-    Raises:
-        ValueError: unknown name.
-        BackendUnavailable: the file does not define a valid backend.
-    """
-    if is_file(name):
-        return load(os.path.abspath(name))
-    if name not in _BY_ANY_NAME:
-        near = difflib.get_close_matches(name, [*_BY_ANY_NAME, *RULES])
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        known = ", ".join([*RULES, *_BY_ANY_NAME])
-        raise ValueError(f"unknown attention backend {name!r}; {hint}known: {known}")
-    return _BY_ANY_NAME[name]
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError if the name is unknown. A file is neither opened nor run."""
-    if not isinstance(name, str):
-        raise ValueError(f"a backend has a name or a path, got {name!r}")
-    if not (name in RULES or is_file(name)):
-        get(name)
-
-
-@cache
-def load(path: str) -> Backend:
-    """Run the file at an absolute path and return its BACKEND.
-
-    Raises:
-        BackendUnavailable: the file is missing or raises, or its BACKEND is not valid.
-    """
-
-    def invalid(why: str) -> BackendUnavailable:
-        return BackendUnavailable(f"attention kernel {path!r} cannot be used: {why}")
-
-    if not os.path.isfile(path):
-        raise invalid("a folder" if os.path.isdir(path) else "no such file")
-    try:
-        backend = getattr(execute(path), "BACKEND", None)
-    except KERNEL_ERRORS as e:
-        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
-        line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
-        hint = "; import nanoattn instead" if getattr(e, "name", "") == "attention" else ""
-        at = f"line {line}: " if line else ""
-        raise invalid(f"{at}{type(e).__name__}: {first_line(e)}{hint}") from e
-    if not isinstance(backend, Backend):
-        raise invalid("it defines no BACKEND = Backend(...)")
-    if taken := {backend.name, *backend.aliases} & {*_BY_ANY_NAME, *RULES}:
-        raise invalid(f"its name {min(taken)!r} is taken")
-    if not (backend.fallback is None or backend.fallback in _BY_ANY_NAME):
-        raise invalid(f"its fallback {backend.fallback!r} is not a backend")
-    return backend
-
-
-def execute(path: str) -> ModuleType:
-    # In sys.modules, as dataclasses, Triton and torch.compile expect.
-    name = f"nanoattn_kernel_{load.cache_info().misses}"
-    spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, path))
-    assert spec and spec.loader
-    module = sys.modules[name] = module_from_spec(spec)
-    with settings_stay():
-        spec.loader.exec_module(module)
-    return module
-
-
-def packages(*names: str) -> tuple[str, ...]:
-    """The import names of all packages that the backends need, including files in `names`."""
-    backends = [*BACKENDS.values(), *(get(name) for name in names if is_file(name))]
-    rows = (c for b in backends for c in (*b.caps, *(b.prebuilt.caps if b.prebuilt else ())))
-    return tuple(dict.fromkeys(p.partition(">=")[0] for c in rows for p in c.packages))
 
 
 # --- resolve: by what is declared ---
@@ -219,12 +126,22 @@ def metal_bug(spec: Spec, machine: Machine) -> list[Refusal]:
     return [Refusal(f"{where}: {bug} {permit}", "metal") for bug in met[:1]]
 
 
+def disabled() -> set[str]:
+    """The names in NANOATTN_DISABLE."""
+    return {name.strip() for name in os.environ.get(DISABLE, "").split(",")} - {""}
+
+
 def admit(
     name: str, spec: Spec, machine: Machine, policy: Policy = Policy()
 ) -> tuple[Backend, list[Refusal]]:
     """The backend of that name, or its prebuilt kernel if allowed, and every reason why it cannot
     run `spec` on `machine`; empty if it can."""
     backend = get(name)
+    if disabled() & {name, backend.name, *backend.aliases}:
+        value = os.environ[DISABLE]
+        return backend, [Refusal(f"it is disabled by {DISABLE}={value}", "disabled")]
+    if name.startswith(hub.PREFIX):
+        return hub.admit(name, spec, machine, policy)
     if policy.hub_kernels and backend.prebuilt and not backend.prebuilt.why_not(spec, machine):
         return backend.prebuilt, []
     why = backend.why_not(spec, machine)
@@ -238,9 +155,11 @@ def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[
     if name in RULES:
         return names
     backend = get(name)
-    name = name if is_file(name) else backend.name
+    name = name if is_code(name) else backend.name
     after = [backend.fallback] if backend.fallback else []
-    return [*dict.fromkeys([name, *after, *names])] if policy.fallback else [name]
+    if backend.mods is not None or not policy.fallback:  # another kernel has another mask
+        return [name]
+    return [*dict.fromkeys([name, *after, *names])]
 
 
 def resolve(
@@ -283,7 +202,7 @@ def first_of(
         except BackendUnavailable:  # a file that only other ranks can load
             title = candidate
         refused[title] = tuple(map(str, why))
-        declared = [w for w in why if isinstance(w, Refusal) and w.kind != "metal"]
+        declared = [w for w in why if isinstance(w, Refusal) and w.kind not in SAID]
         if (candidate == names[0] and name not in RULES) or not declared:
             reported[title] = refused[title]
     reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in refused.items())
@@ -358,9 +277,13 @@ def _select(
     found, rejected = first_of(name, names, of_all)
     backend = admit(found, spec, machine, policy)[0]
     note = math_note(backend, spec, shape) if "math" in tried.kernels else ""
+    for word in sorted(disabled()):
+        note += "" if is_backend(word) else f"\n{DISABLE} names {word!r}, which is no backend."
     length = shape[2] if shape and long else 0
-    chosen = Resolution(name, backend, rejected, tried.kernels, tried.proof, note, length=length)
+    chosen = Resolution(name, backend, rejected, tried.kernels, tried.proof, note.strip(),
+                        length=length)
     warn(chosen)
+    debug(chosen, spec, machine, policy)
     return chosen
 
 
@@ -394,6 +317,39 @@ def math_note(backend: Backend, spec: Spec, shape: Shape | None) -> str:
         f"each layer at batch size {B} and {Tk:,} tokens.\n"
         "python -m attention lists why fused kernels refuse; --attention_backend=tiled stores none."
     )
+
+
+def configuration(spec: Spec, machine: Machine, policy: Policy,
+                  packages: Sequence[str] = ()) -> dict[str, Any]:
+    """All that a choice depends on, for JSON."""
+    versions = {
+        "nanoattn": sys.modules[__name__.partition(".")[0]].__version__, "torch": machine.torch,
+        "cuda": machine.cuda, "python": platform.python_version(),
+        **{package: machine.version_of(package) for package in packages},
+    }
+    layout = "q (B, Tq, H, D), k and v (B, Tk, Hkv, D)"
+    return {
+        "versions": versions, "device": machine.device, "name": machine.name,
+        "capability": machine.capability, "deterministic": machine.deterministic,
+        "layout": layout, "spec": asdict(spec), "policy": asdict(policy),
+        DISABLE: sorted(disabled()),
+    }
+
+
+def chosen_as_json(chosen: Resolution) -> dict[str, Any]:
+    return {
+        "requested": chosen.requested, "backend": chosen.backend.name,
+        "title": chosen.backend.title, "kernels": chosen.kernels, "proof": chosen.proof,
+        "rejected": dict(chosen.rejected), "note": chosen.note, "traced": chosen.traced,
+    }
+
+
+def debug(chosen: Resolution, spec: Spec, machine: Machine, policy: Policy) -> None:
+    """Log a choice and its whole configuration, one line of JSON, at the level DEBUG."""
+    if log.isEnabledFor(logging.DEBUG):
+        needed = {p.partition(">=")[0]: None for caps in chosen.backend.caps for p in caps.packages}
+        content = chosen_as_json(chosen) | configuration(spec, machine, policy, [*needed])
+        log.debug("chosen: %s", json.dumps(content))
 
 
 def announce(chosen: Resolution, phase: str = "") -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .mods import Mods
 from .spec import Spec, visible
 
 # On a GPU exp2 and the reciprocal are approximations, and sums of parts end in any order.
@@ -63,11 +64,14 @@ def grouped(t: Tensor, Hkv: int) -> Tensor:
     return t.transpose(1, 2).unflatten(1, (Hkv, -1)).flatten(2, 3)
 
 
-def seen_by(given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
-    """visible() as bool (B or 1, 1, H / Hkv * rows, Tk), for grouped() queries. With segments a
-    query before all keys belongs to none."""
+def seen_by(given: Inputs, spec: Spec, rows: Tensor, mods: Mods | None) -> Tensor:
+    """visible() as bool (B or 1, 1, H / Hkv * rows, Tk), for grouped() queries; (B, Hkv, ...) by a
+    mask_mod. With segments a query before all keys belongs to none."""
     Tk, on = given.k.shape[1], rows.device
     offset, j = Tk - given.q.shape[1], torch.arange(given.k.shape[1], device=on)
+    if mods is not None:
+        seen = mods.seen(len(given.q), spec.n_head, rows + offset, Tk)
+        return seen.unflatten(1, (spec.n_kv_head, -1)).flatten(2, 3)
     seen = visible(rows[:, None], j, offset, spec.window, right=spec.right)[None]
     if given.segments is not None:
         segments = given.segments.to(on)
@@ -76,9 +80,18 @@ def seen_by(given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
     return seen[:, None].repeat(1, 1, spec.n_head // spec.n_kv_head, 1)
 
 
+def modified(scores: Tensor, mods: Mods, given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
+    """Scores of grouped() queries, (B, Hkv, H / Hkv * rows, Tk), after a score_mod."""
+    by_head = scores.reshape(len(scores), spec.n_head, len(rows), -1)
+    moved = mods.scored(by_head, rows + given.k.shape[1] - given.q.shape[1])
+    return moved.reshape(scores.shape)
+
+
 @torch.no_grad()
-def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
+def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
+          mods: Mods | None = None) -> Result:
     """The exact result in float64, of the queries `rows` and of the gradients that flow from them.
+    `mods`: a mask instead of visible(), and a change of the score with its own slope.
 
     Per row, with the scale tau, t_j = tau q . k_j, s_j = c tanh(t_j / c) with a softcap c, else
     t_j, and p = softmax(s) over the visible keys j and the sink a (of value 0):
@@ -107,7 +120,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     tau, c = spec.softmax_scale, spec.softcap
     Q, dO = (grouped(t.to(on)[:, rows].double(), Hkv) for t in (given.q, given.dout))
     K, V = (t.to(on).double().transpose(1, 2) for t in (given.k, given.v))  # (B, Hkv, Tk, D)
-    seen = seen_by(given, spec, rows)  # (B or 1, 1, M, Tk), for M = H / Hkv * rows
+    seen = seen_by(given, spec, rows, mods)  # (B or 1, 1, M, Tk), for M = H / Hkv * rows
     used = seen.any(2)[..., None]  # what no row sees may be NaN
     K, V = torch.where(used, K, 0), torch.where(used, V, 0)
     sink = torch.full((H,), -torch.inf, dtype=torch.float64, device=on)
@@ -120,6 +133,12 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     if c is not None:
         s = c * torch.tanh(s / c)
         slope = 1 - (s / c) ** 2
+    if mods is not None and mods.score_mod is not None:
+        with torch.enable_grad():
+            before = s.requires_grad_()
+            after = modified(before, mods, given, spec, rows)
+            slope = torch.autograd.grad(after.sum() + 0 * before.sum(), before)[0]
+        s = after.detach()
     visible_s = s.masked_fill(~seen, -torch.inf)
     row_max = torch.maximum(visible_s.amax(3, keepdim=True), sink).clamp(min=-1e300)
     e, e_sink = torch.exp(visible_s - row_max), torch.exp(sink - row_max)
@@ -132,8 +151,8 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     ds = p * (dp - mean_dp)
     dt = ds * slope
 
-    s_moves = Q.abs() @ K.abs().mT * tau * slope
-    if c is not None:
+    s_moves = Q.abs() @ K.abs().mT * tau * slope.abs()
+    if c is not None or mods is not None:
         s_moves += s.abs()
     rel = s_moves.masked_fill(~seen, 0).amax(3, keepdim=True)  # of any p
     if given.sinks is not None:
@@ -177,7 +196,8 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
 
 
 @torch.enable_grad()
-def plain(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
+def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
+          mods: Mods | None = None) -> Result:
     """truth() by plain PyTorch in the inputs' dtype, with autograd's gradients."""
     Tk, H, Hkv, dtype = given.k.shape[1], spec.n_head, spec.n_kv_head, given.q.dtype
     rows = torch.arange(given.q.shape[1], device=given.q.device) if rows is None else rows
@@ -187,7 +207,9 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     scores = Q * spec.softmax_scale @ K  # (B, Hkv, M, Tk)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    seen = seen_by(given, spec, rows)
+    if mods is not None:
+        scores = modified(scores, mods, given, spec, rows)
+    seen = seen_by(given, spec, rows, mods)
     scores = scores.masked_fill(~seen, torch.finfo(wide).min)
     leaves = [q, k, v]
     if given.sinks is not None:

@@ -224,8 +224,10 @@ def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
             raise UserError(f"{word!r} is a rule, not a backend; name backends, or all")
         if word != "all":
             try:
-                backend = attention.get(word)  # of a file the worker needs the path
-                named[word if attention.is_file(word) else backend.name] = None
+                backend = attention.get(word)  # of others' code the worker needs the name
+                if backend.mods is not None:
+                    raise UserError(f"{word} has another mask than the kernels it is compared with")
+                named[word if attention.is_code(word) else backend.name] = None
             except ValueError as e:
                 raise UserError(str(e)) from None
             continue

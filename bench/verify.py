@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from attention import is_file
+from attention import is_code
 from bench import Json, converge, tables
 from bench.record import FORMAT, complete, disagreeing, planned, sections_of
 from bench.tables import Row
@@ -144,7 +144,7 @@ def same(a: object, b: object) -> bool:
 def _kernel(row: Row, cuda: bool) -> Iterator[str]:
     """Compare the kernels in the profile with the backend's name."""
     name, seen, on_device = row["backend"], row["kernels"], row.get("device_kernels") or []
-    if is_file(name):  # a user's kernel: no name to expect
+    if is_code(name):  # a user's kernel: no name to expect
         return
     if name not in SHOWS:
         yield f"unknown backend {name!r}"

@@ -39,7 +39,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from attention import Policy, is_file
+from attention import Policy, is_code
 from core.distributed import DistInfo
 from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig
@@ -66,13 +66,17 @@ class Checkpoint:
     def config(self, **changes: object) -> GPTConfig:
         """The model's config, with `changes`."""
         name = self.settings["model"].get("attention_backend")
-        if isinstance(name, str) and is_file(name) and "attention_backend" not in changes:
-            changes["attention_backend"] = "auto"  # the user must name code to run
-            again = f": --attention_backend={shlex.quote(name)}" if name.isprintable() else ""
-            log.warning(
-                f"{self.folder} was trained with the kernel in {name!r}; using 'auto'. To run that "
-                f"file, name it{again}"
-            )
+        if isinstance(name, str) and is_code(name):
+            named = "attention_backend" in changes
+            runs = str(changes.setdefault("attention_backend", "auto"))  # the user must name code
+            mask = name.startswith("flex:") and not runs.startswith("flex:")  # another model
+            if mask or not named:
+                again = f": --attention_backend={shlex.quote(name)}" if name.isprintable() else ""
+                log.warning(
+                    f"{self.folder} was trained with the {'mask' if mask else 'kernel'} in "
+                    f"{name!r}; using {runs!r}{', which is causal' * mask}. To run that code, name "
+                    f"it{again}"
+                )
         return self.read("model", GPTConfig, changes)
 
     def read(self, section: str, cls: type[T], changes: Mapping[str, object] = {}) -> T:

@@ -9,7 +9,8 @@ of the operations that the model's mathematics needs, over the device's peak rat
                  embeddings that are only looked up (positions; tokens, if the head is not tied to
                  them); L layers, H heads of Q channels, T tokens in a sequence.
     mfu_causal   the same with T replaced by the mean number of keys that a query sees: (T + 1) / 2,
-                 fewer with a sliding window, and with a document mask as many as were counted.
+                 fewer with a sliding window, and with a document mask or a mask of one's own
+                 (flex:FILE.py) as many as were counted.
 
 6 N: a multiply and an add per weight forward, twice that backward. 12 L H Q T: QK^T and PV take
 2 * 2 * Q * T forward per head, twice that backward. Recomputation (gradient checkpointing, a flash
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from attention import visible
+from attention import Backend, visible
 from core.cpu import matmul as cpu_matmul
 from core.gpus import datasheet_bandwidth as datasheet_bandwidth
 from core.gpus import datasheet_tflops
@@ -88,6 +89,14 @@ def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Te
     T = starts.shape[1]
     keys = torch.arange(1, T + 1, device=starts.device) - starts
     return torch.stack([keys.clamp(max=window or T).float().mean() for window in windows]).mean()
+
+
+def keys_of(backend: Backend, T: int, n_head: int, device: torch.device) -> float | None:
+    """Keys that a query sees by a backend's own mask (flex:FILE.py); None: visible() is the mask.
+
+    mask_mod is evaluated for each query, key and head of a sequence.
+    """
+    return None if backend.mods is None else backend.mods.mean_keys(T, n_head, device)
 
 
 @singledispatch  # bench/hf.py adds models that were counted

@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script
 
+from attention import BACKENDS
 from attention.caps import Caps, dotted, version
-from attention.select import BACKENDS
 from attention.spec import DTYPES
 
 ROOT = Path(__file__).resolve().parent.parent

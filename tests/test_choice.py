@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attention import BACKENDS, get, packages, resolve, select
 from attention.caps import Backend, BackendUnavailable, Caps, version
-from attention.select import BACKENDS, get, packages, resolve, select
 from attention.spec import Machine, Policy, Spec
 
 STRICT = Policy(fallback=False)

@@ -7,6 +7,7 @@ the transformers in that folder.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -224,8 +225,38 @@ def test_names() -> None:
     assert hf.implementation("flash_attention_2") == names["flash_attn_2"]
     with pytest.raises(ValueError, match="did you mean"):
         hf.implementation("tritn")
-    with pytest.raises(ValueError, match=r"nanoattn:SDPA|not supported"):
-        build("llama", "nanoattn:sdpa")
+    if hasattr(transformers.PreTrainedModel, "get_correct_attn_implementation"):
+        for name in ("nanoattn:sdpa", "nanoattn:SDPA", "NanoAttn:Sdpa"):
+            assert build("llama", name).config._attn_implementation == "nanoattn:SDPA"
+        assert build("llama", "nanoattn:eager").config._attn_implementation == "nanoattn:manual"
+        with pytest.raises(ValueError, match=r"'nanoattn:spda'.*nanoattn:SDPA"):
+            build("llama", "nanoattn:spda")
+
+
+def test_a_downloaded_config_runs_no_code(tmp_path: Path, capsys) -> None:
+    """transformers takes attn_implementation from config.json, too."""
+    path = tmp_path / "evil.py"
+    path.write_text("print('it ran')")
+    build("llama", "eager").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("attn_implementation", "_attn_implementation"):
+        for name in (f"nanoattn:{path}", "nanoattn:evil:BACKEND", f"nanoattn:flex:{path}"):
+            (tmp_path / "config.json").write_text(json.dumps(config | {key: name}))
+            with pytest.warns(UserWarning, match="evil"):
+                model = transformers.AutoModel.from_pretrained(tmp_path)
+            assert model.config._attn_implementation == "sdpa"
+    assert "it ran" not in capsys.readouterr().out
+
+
+def test_the_report_groups_equal_layers() -> None:
+    models = {name: build(name, "nanoattn:manual") for name in ("llama", "gemma2")}
+    for model in models.values():
+        run(model, "full")
+    [line] = str(hf.report(models["llama"])).splitlines()
+    assert "layers.*.self_attn" in line and "0, 1" in line and "gradients off" in line
+    first, second = str(hf.report(models["gemma2"])).splitlines()
+    assert "layers.0.self_attn" in first and "window" in first
+    assert "layers.1.self_attn" in second and "window" not in second
 
 
 @pytest.mark.parametrize("name", [  # flex compiles for seconds

@@ -16,6 +16,7 @@ import test_bench
 import test_train
 from checkout import ROOT, files
 
+import attention
 import bench_mfu
 import checkpoint
 import sample
@@ -182,8 +183,9 @@ def test_the_tables_of_mfu_are_the_records() -> None:
 def chunked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The file as the page has it, in a folder that is now the current one."""
     text = (ROOT / "docs" / "KERNEL.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    code, mask = re.findall(r"```python\n(.*?)```", text, re.S)
     assert code.count("\n") <= 30
+    (tmp_path / "prefix.py").write_text(mask, encoding="utf-8")
     (tmp_path / "chunked.py").write_text(code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return "chunked.py"
@@ -207,6 +209,12 @@ def test_the_kernel_of_the_page_explained(chunked: str, capsys: Any) -> None:
     )
     with pytest.raises(SystemExit):
         explained(["no.py"])
+
+
+def test_the_mask_of_the_page(chunked: str) -> None:
+    mods = attention.get("flex:prefix.py").mods
+    assert mods is not None
+    assert mods.mean_keys(1024, 2) == sum(max(i + 1, 256) for i in range(1024)) / 1024
 
 
 @pytest.mark.slow

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
+from .. import hub
 from ..caps import LACKS, Backend, Caps, Refusal
 from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device, settings_stay
 from ..machine.timing import aligned
-from ..select import RULES, get
+from ..names import RULES, get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
 from .matrix import Case, Item
@@ -178,6 +179,9 @@ def check(
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = get(name), time.monotonic()
+    if backend.mods is not None or name.startswith(hub.PREFIX):
+        raise ValueError(f"{name}: check takes no mask of one's own and no kernel of the hub; "
+                         f"python -m attention {name} proves it")
     here = {device: Machine.here(device) for device in devices}
     todo = list(itertools.product(devices, items(dtypes, quick, length, backend.caps)))
     longest = max(length, *(item.case.Tk for _, item in todo if item.case))

@@ -8,6 +8,7 @@ they are built, at their first mask, or in `report()`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -23,9 +24,10 @@ from ..caps import BackendUnavailable
 from ..flash_args import check_deterministic
 from ..machine.system import autocast_dtype
 from ..masks import kept, symbolic
+from ..names import BACKENDS, RULES, get, is_backend, is_code
 from ..plan import Plans
 from ..probabilities import weights
-from ..select import BACKENDS, RULES, Resolution, get
+from ..select import Resolution
 from ..spec import Policy, Spec
 from .mask import Mask, Proof, prove
 
@@ -89,13 +91,18 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
     _made.clear()
     for name in dict.fromkeys(known):
         add(name)
-    _register_files_when_named(add)
+    _find_when_named(add)
 
 
-def _register_files_when_named(add: Callable[[str], None]) -> None:
-    """Wrap get_correct_attn_implementation(), which checks names in transformers 5, to register
-    "nanoattn:file.py" on request. Older releases have no place that sees the name in time."""
-    from transformers import PreTrainedModel
+def _find_when_named(add: Callable[[str], None]) -> None:
+    """Wrap get_correct_attn_implementation(), which checks names in transformers 5, to take names
+    of ours in any case ("nanoattn:sdpa"), and to register other people's ("nanoattn:file.py") on
+    request. Older releases have no place that sees the name in time.
+
+    Raises:
+        ValueError: unknown name after "nanoattn:"; lists the accepted ones.
+    """
+    from transformers import PretrainedConfig, PreTrainedModel
 
     check: Any = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
     if check is None:
@@ -103,17 +110,53 @@ def _register_files_when_named(add: Callable[[str], None]) -> None:
     check = getattr(check, "nanoattn_wraps", check)  # of an earlier register()
 
     @wraps(check)
-    def with_files(self: object, requested: str | None, *args: object, **kwargs: object) -> str:
-        if requested and requested.startswith(PREFIX) and requested.endswith(".py"):
-            file = requested.removeprefix(PREFIX)
-            if file not in _made:
-                add(file)
-            requested = _made[file]
+    def with_ours(self: object, requested: str | None, *args: object, **kwargs: object) -> str:
+        if requested and requested.lower().startswith(PREFIX):
+            known = {key.lower(): key for key in _made.values()}
+            name = requested[len(PREFIX) :]
+            name = name if is_backend(name) else name.lower()
+            if requested.lower() not in known and is_backend(name):  # an alias, or code
+                name = name if is_code(name) else get(name).name
+                if name not in _made:
+                    add(name)
+                known[requested.lower()] = _made[name]
+            if requested.lower() not in known:
+                accepted = ", ".join(_made.values())
+                raise ValueError(f"attn_implementation={requested!r} is unknown; use {accepted}")
+            requested = known[requested.lower()]
         return check(self, requested, *args, **kwargs)
 
-    vars(with_files)["nanoattn_wraps"] = check
+    vars(with_ours)["nanoattn_wraps"] = check
     model_class: Any = PreTrainedModel
-    model_class.get_correct_attn_implementation = with_files
+    model_class.get_correct_attn_implementation = with_ours
+
+    # A downloaded config.json can name an attention, too: it runs no code.
+    config_class: Any = PretrainedConfig
+    read = config_class.get_config_dict.__func__
+    read = getattr(read, "nanoattn_wraps", read)
+
+    @wraps(read)
+    def without_code(cls: object, *args: object, **kwargs: object) -> tuple[Any, Any]:
+        content, rest = read(cls, *args, **kwargs)
+        _drop_code(content)
+        return content, rest
+
+    vars(without_code)["nanoattn_wraps"] = read
+    config_class.get_config_dict = classmethod(without_code)
+
+
+def _drop_code(config: dict[str, Any]) -> None:
+    """Remove other people's kernels from a config that was read, and from its parts."""
+    for key, value in [*config.items()]:
+        if key in ("attn_implementation", "_attn_implementation"):
+            words = [*value.values()] if isinstance(value, dict) else [value]
+            names = [w[len(PREFIX) :] for w in map(str, words) if w.lower().startswith(PREFIX)]
+            if any(map(is_code, names)):
+                warn(f"{key}={value!r} of the model's config is ignored: name it yourself to run "
+                     "it", stacklevel=2)
+                del config[key]
+        elif isinstance(value, dict):
+            _drop_code(value)
 
 
 # --- the mask ---
@@ -288,20 +331,35 @@ class Layer:
     ran: tuple[tuple[Spec, Resolution, int], ...]  # and the number of calls
 
     def __str__(self) -> str:
-        lines = []
+        return str(Report([self]))
+
+    def lines(self) -> tuple[str, ...]:
+        """A text for each kind of call."""
+        found = []
         for spec, chosen, calls in self.ran:
             kernels = ", ".join(chosen.kernels) or "plain operators"
             lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
+            asked, _, _ = str(spec).rpartition(", ")  # the last word is training or inference
+            grad = f"gradients {'on' if spec.grad else 'off'}"
             what = f"{chosen.backend.name} (kernel: {kernels})"
-            lines.append(f"{self.name}: {what}, {calls} calls, {spec}{lost}")
-        return "\n".join(lines) or f"{self.name}: NOT CALLED"
+            found.append(f"{what}, {calls} calls, {asked}, {grad}{lost}")
+        return tuple(found) or ("NOT CALLED",)
 
 
 class Report(tuple[Layer, ...]):
-    """The attention layers of a model."""
+    """The attention layers of a model; equal ones are printed once."""
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self))
+        alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        for layer in self:  # "model.layers.*.self_attn" for each number
+            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.name)
+            alike.setdefault((pattern, layer.lines()), []).append(layer.name)
+        found = []
+        for (pattern, lines), names in alike.items():
+            numbers = ", ".join(".".join(re.findall(r"(?<=\.)\d+(?=\.|$)", n)) for n in names)
+            name = names[0] if len(names) == 1 else f"{pattern} ({len(names)} layers: {numbers})"
+            found += [f"{name}: {line}" for line in lines]
+        return "\n".join(found)
 
 
 def report(model: torch.nn.Module) -> Report:

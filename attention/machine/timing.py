@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..caps import Backend
+from ..caps import Backend, BackendUnavailable
 from ..masks import filled_cache
 from ..proof import Inputs, attend_of, draw_inputs, probe, survives
 from ..select import Shape, admit
@@ -29,7 +29,7 @@ SAMPLE_S = 0.005  # a sample is as many calls as fill this time, 20 at most
 
 @dataclass(frozen=True)
 class Row:
-    """A backend's row in the table."""
+    """A backend's row in the table and in --json."""
 
     name: str
     title: str
@@ -61,7 +61,12 @@ def measure(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         given, options = draw(modes[-1], device, shape)
         for name in names:
-            backend, refused = admit(name, modes[-1], machine, policy)
+            try:
+                backend, refused = admit(name, modes[-1], machine, policy)
+            except BackendUnavailable as e:  # other people's code
+                rows[name] = Row(name, "", (str(e),))
+                show(f"{name:14}  {e}")
+                continue
             able = [s for s in modes if not admit(name, s, machine, policy)[1]]
             row = Row(name, backend.title, tuple(refused))
             fit = [c for c in backend.caps if able and not c.why_not(able[-1], machine)]

@@ -1,0 +1,100 @@
+"""hub:org/repo@commit: FlashAttention's functions from a kernel repository of Hugging Face's hub.
+
+The package `kernels` downloads the build for this machine at exactly that commit (40 hex digits: a
+branch or a tag can move) and imports it. Only under Policy.hub_kernels: it is other people's code.
+
+Kernel  flash_attn_func, and with segments flash_attn_varlen_func, called as in flash.py.
+Caps    An option is declared if both functions have a parameter for it: window_size, softmax_scale,
+        softcap, deterministic, s_aux or learnable_sink. Device, dtype, head_dim and gradients are
+        for the probe to find out. No dropout, whose rate a probe cannot prove, and no cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache, partial
+from typing import Any, NoReturn
+
+from .caps import Backend, BackendUnavailable, Caps, Refusal
+from .flash import Package, attend, load
+from .function import not_compiled
+from .machine.system import KERNEL_ERRORS, first_line
+from .spec import Machine, Policy, Spec
+
+PREFIX = "hub:"
+NAME = re.compile(r"hub:([\w.-]+/[\w.-]+)@([0-9a-f]{40})")
+SINKS = ("s_aux", "learnable_sink")  # in FlashAttention-3's forks, in FlashAttention-4
+CAPS = Caps(dtypes=("float16", "bfloat16", "float32"), right=True, dropout=False, scale=True,
+            softcap=True, sinks=True, packages=("kernels>=0.17",))  # 0.17: trust_remote_code=[...]
+
+
+def parse(name: str) -> tuple[str, str]:
+    """(repository, commit) of "hub:org/repo@commit". Raises ValueError."""
+    found = NAME.fullmatch(name)
+    if not found:
+        want = "hub:org/repo@commit with the 40 hex digits of a commit"
+        raise ValueError(f"expected {want}, got {name!r}")
+    return found[1], found[2]
+
+
+def not_loaded(*args: object, **options: object) -> NoReturn:
+    raise BackendUnavailable("a kernel of the hub is loaded by select(), Policy(hub_kernels=True)")
+
+
+def _backend(name: str, attend: Any, caps: Caps) -> Backend:
+    repository, commit = parse(name)
+    title = f"{repository} of the hub at {commit[:8]}"
+    return Backend(name, title, attend, (caps,), "sdpa", install="pip install kernels",
+                   fullgraph=False)
+
+
+@cache
+def unloaded(name: str) -> Backend:
+    """The backend before its code is here: its Caps are all that a repository may declare."""
+    return _backend(name, not_loaded, CAPS)
+
+
+@cache
+def loaded(name: str) -> Backend:
+    """The backend, downloaded and imported. Raises whatever that raises."""
+    repository = parse(name)
+    module = load(Package(name, None, hub=repository))
+    functions = [module.flash_attn_func]  # an AttributeError names it
+    if has_varlen := hasattr(module, "flash_attn_varlen_func"):
+        functions.append(module.flash_attn_varlen_func)
+    parameters = [inspect.signature(f).parameters for f in functions]
+    accepts = frozenset.intersection(*map(frozenset, parameters))
+    if "causal" not in accepts:
+        raise TypeError("its functions declare no parameter `causal`")
+    sinks = next((s for s in SINKS if s in accepts), "")
+    unbounded = None  # how the functions mark an unlimited side
+    if "window_size" in accepts:
+        default = parameters[0]["window_size"].default
+        unbounded = default[0] if isinstance(default, (tuple, list)) else -1
+    package = Package(name, unbounded, hub=repository, accepts=accepts, sinks=sinks)
+    caps = Caps(
+        dtypes=CAPS.dtypes, right=True, window="window_size" in accepts, dropout=False,
+        segments=has_varlen, scale="softmax_scale" in accepts, softcap="softcap" in accepts,
+        sinks=bool(sinks), deterministic="deterministic" in accepts, packages=CAPS.packages,
+    )
+    return _backend(name, not_compiled(partial(attend, package=package)), caps)
+
+
+def admit(
+    name: str, spec: Spec, machine: Machine, policy: Policy
+) -> tuple[Backend, list[Refusal]]:
+    """The backend and every reason against it, as select.admit(). Loads it if that is permitted,
+    and the machine is not a described one."""
+    backend = unloaded(name)
+    if not policy.hub_kernels:
+        text = "it is downloaded code, which runs with --attention_hub_kernels=True only"
+        return backend, [Refusal(text, "hub")]
+    why = backend.why_not(spec, machine)
+    if why or machine.packages is not None:
+        return backend, why
+    try:
+        backend = loaded(name)
+    except KERNEL_ERRORS as e:
+        return backend, [Refusal(f"it cannot be loaded ({type(e).__name__}: {first_line(e)})")]
+    return backend, backend.why_not(spec, machine)

@@ -1,0 +1,262 @@
+"""Kernels by name: modules, registered backends, entry points, the hub, a person's own mask."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+
+import attention
+from attention import BACKENDS, Backend, BackendUnavailable, Caps, Policy, Spec, get, select
+from attention.__main__ import main
+from attention.machine.system import import_version
+from attention.mods import Mods
+from attention.proof import Inputs, truth
+from model import GPTConfig
+
+F32 = Spec(4, 2, 16, "float32")
+MODULE = """from nanoattn import Backend, Caps, get
+print("it ran")
+BACKEND = Backend({name!r}, "a test's", get("manual").attend, (Caps(),), "sdpa", ("mine_too",))
+"""
+ENTRY = """[nanoattn.backends]
+offered = offered_kernels.ours:BACKEND
+broken = offered_kernels.no:X
+"""
+# FlashAttention's two functions by PyTorch's SDPA: no window. A test replaces CAUSAL.
+REPOSITORY = """import torch
+import torch.nn.functional as F
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
+    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(CAUSAL) if causal else None
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale,
+                                          enable_gqa=True).transpose(1, 2)
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                           softmax_scale=None, causal=False):
+    q, k, v = (t.tensor_split(cu[1:-1].cpu().long()) for t, cu in
+               ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)))
+    return torch.cat([flash_attn_func(*(t[None] for t in x), softmax_scale, causal)[0]
+                      for x in zip(q, k, v)])
+"""
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+HUB = f"hub:somebody/kernels@{COMMIT}"
+PREFIX = "def mask_mod(b, h, q_idx, kv_idx):\n    return (kv_idx <= q_idx) | (kv_idx < 5)\n"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package with a kernel, whose name is an entry point, next to a broken one."""
+    folder, info = tmp_path / "offered_kernels", tmp_path / "offered_kernels-1.0.dist-info"
+    folder.mkdir(), info.mkdir()
+    (folder / "ours.py").write_text(MODULE.format(name="ours"))
+    (folder / "named_sdpa.py").write_text(MODULE.format(name="sdpa"))
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: offered-kernels\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in [name for name in sys.modules if name.startswith("offered_kernels")]:
+        monkeypatch.delitem(sys.modules, module)
+    (tmp_path / "prefix.py").write_text(PREFIX)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["offered_kernels.ours:BACKEND", "offered"])
+def test_a_kernel_of_a_package_is_imported_when_it_is_used(name, package, capsys) -> None:
+    GPTConfig(attention_backend=name)
+    assert capsys.readouterr().out == ""
+    chosen = select(name, F32, "cpu")
+    assert chosen.backend.name == "ours" and chosen.requested == name
+    assert get("offered_kernels.ours:BACKEND") is chosen.backend
+
+
+@pytest.mark.parametrize("name, why", [
+    ("offered_kernels.no:X", "offered_kernels.no"), ("offered_kernels.ours:X", "'X'"),
+    ("offered_kernels.ours:get", "BACKEND"), ("offered_kernels.named_sdpa:BACKEND", "'sdpa'"),
+    ("a b:c", "package.module:BACKEND"), ("broken", "offered_kernels.no"), ("flex:no.py", "no.py")])
+def test_what_names_no_kernel_is_an_error_of_one_line(name, why, package) -> None:
+    with pytest.raises(BackendUnavailable, match=why) as e:
+        select(name, F32, "cpu")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["offered_kernels.ours:BACKEND", "offered", HUB, "flex:prefix.py"])
+def test_a_checkpoint_or_a_record_runs_no_code(name, package, caplog, capsys, monkeypatch) -> None:
+    from checkpoint.store import Checkpoint
+
+    monkeypatch.chdir(package)
+    there = Checkpoint(package, {"model": {"attention_backend": name}}, {})
+    assert there.config().attention_backend == "auto" and name in caplog.text
+    assert there.config(attention_backend=name).attention_backend == name
+    assert capsys.readouterr().out == "" and "offered_kernels.ours" not in sys.modules
+    caplog.clear()
+    there.config(attention_backend="sdpa")  # a mask is a part of the model
+    assert (name in caplog.text) == name.startswith("flex:")
+
+
+def test_entry_points_are_listed_with_their_times_or_reasons(package, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("attention.__main__.BACKENDS", {"manual": BACKENDS["manual"]})
+    main(["--json", "--device=cpu", "--seq_len=16", "--n_head=2", "--head_dim=16", "--window=3"])
+    found: Any = json.loads(capsys.readouterr().out.removeprefix("it ran\n"))
+    rows = {row["name"]: row for row in found["backends"]}
+    assert set(rows) == {"manual", "offered", "broken"} and found["spec"]["window"] == 3
+    assert found["versions"]["torch"] == torch.__version__ and found["shape"]["keys"] == 16
+    assert rows["offered"]["ms"]["forward"] > 0 and rows["offered"]["error"] < 1e-5
+    assert "offered_kernels.no" in rows["broken"]["why"][0]
+
+
+def test_a_registered_backend_has_its_names_in_this_process(monkeypatch) -> None:
+    for table in (BACKENDS, sys.modules["attention.names"]._BY_ANY_NAME):  # both as they were
+        for name in ("mine", "mine_too"):
+            monkeypatch.setitem(table, name, None)
+            monkeypatch.delitem(table, name)
+    ours = Backend("mine", "a test's", get("tiled").attend, (Caps(),), "sdpa", ("mine_too",))
+    assert attention.register(ours) is get("mine") is get("mine_too") is BACKENDS["mine"]
+    assert select("mine_too", F32, "cpu").backend is ours
+    for name in ("sdpa", "auto", "a/b", "a:b"):
+        with pytest.raises(ValueError, match=name):
+            attention.register(Backend(name, "", ours.attend, ours.caps, None))
+
+
+# --- the hub ---
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """`kernels`, whose get_kernel runs REPOSITORY; its calls."""
+    calls: list[Any] = []
+    module: Any = ModuleType("kernels")
+    module.__spec__, module.__version__ = metadata.__spec__, "0.17.2"
+
+    def get_kernel(repo_id: str, *, revision: str | None = None, version: int | None = None,
+                   trust_remote_code: bool | list[str] = False) -> ModuleType:
+        calls.append((repo_id, revision, trust_remote_code))
+        found = ModuleType("found")
+        offset = "1" if "wrong" in repo_id else "k.shape[1] - q.shape[1]"
+        exec(REPOSITORY.replace("CAUSAL", offset), found.__dict__)
+        return found
+
+    module.get_kernel = get_kernel
+    monkeypatch.setitem(sys.modules, "kernels", module)
+    import_version.cache_clear()
+    yield calls
+    import_version.cache_clear()
+
+
+def test_the_hub_runs_with_permission_and_at_a_commit(hub) -> None:
+    branch = "hub:somebody/kernels"
+    for name in (branch, f"{branch}@main", HUB[:-1], HUB.replace("a", "A")):
+        with pytest.raises(ValueError, match=name):
+            GPTConfig(attention_backend=name)
+    refused = select(HUB, F32, "cpu")
+    assert refused.backend.name == "sdpa" and "hub_kernels" in refused.rejected[HUB][0]
+    with pytest.raises(BackendUnavailable):
+        get(HUB).attend(*(torch.zeros(1, 2, h, 16) for h in (4, 2, 2)), F32)
+    assert not hub
+    permitted = Policy(hub_kernels=True)
+    for changes in ({}, {"segments": True}, {"scale": 0.5}, {"right": None}):
+        chosen = select(HUB, Spec(4, 2, 16, "float32", **changes), "cpu", permitted)
+        assert chosen.backend.name == HUB and chosen.proof["error"] <= chosen.proof["allowed"]
+    assert hub == [("somebody/kernels", COMMIT, ["somebody/kernels"])]
+    for changes in ({"window": 4}, {"softcap": 2.0}, {"sinks": True}, {"dropout": 0.5}):
+        [why] = select(HUB, Spec(4, 2, 16, "float32", **changes), "cpu", permitted).rejected[HUB]
+        assert next(iter(changes)).rstrip("s") in why
+    wrong = HUB.replace("kernels", "wrong")
+    assert "wrong" in select(wrong, F32, "cpu", permitted).rejected[wrong][0]
+
+
+def test_the_package_kernels_loads_such_a_repository(tmp_path: Path) -> None:
+    try:
+        metadata.version("kernels")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the package kernels is not installed")
+    variant = tmp_path / "build" / "torch-cpu"
+    variant.mkdir(parents=True)
+    source = REPOSITORY.replace("CAUSAL", "k.shape[1] - q.shape[1]")
+    (variant / "__init__.py").write_text(source)
+    (variant / "metadata.json").write_text(json.dumps({
+        "id": "k1", "name": "kernels", "version": 1, "license": "MIT", "backend": {"type": "cpu"},
+        "python-depends": []}))
+    local = {"LOCAL_KERNELS": f"somebody/kernels={tmp_path}", "HF_HUB_OFFLINE": "1"}
+    words = [sys.executable, "-m", "attention", HUB, "--hub_kernels", "--device=cpu", "--json"]
+    ran = subprocess.run(words, cwd=ROOT, env=os.environ | local, capture_output=True, check=True)
+    assert json.loads(ran.stdout)["backend"] == HUB
+
+
+# --- a mask of one's own ---
+
+
+def test_its_visible_pairs_are_counted() -> None:
+    """Prefix-LM: a query at i sees max(i + 1, prefix) keys."""
+    mods = Mods(lambda b, h, i, j: (j <= i) | (j < 40))
+    assert mods.mean_keys(300, 3) == sum(max(i + 1, 40) for i in range(300)) / 300
+    by_head = Mods(lambda b, h, i, j: (j <= i) & (i - j <= h))
+    assert by_head.mean_keys(9, 2) == (9 + 17) / 18
+
+
+def test_the_truth_has_its_mask_and_its_scores() -> None:
+    """Against autograd through the formula, with loops over heads."""
+    bias = torch.linspace(-2, 2, 50, dtype=torch.float64)
+    mods = Mods(lambda b, h, i, j: (j <= i) & ((i + j + b + h) % 3 != 0),
+                lambda s, b, h, i, j: 2 * torch.tanh(s / 2) + bias[i - j + 20] * (h + 1))
+    spec = Spec(4, 2, 16, "float64", scale=0.6)
+    q, k, v, dout = (torch.randn(2, T, h, 16, dtype=torch.float64).requires_grad_()
+                     for T, h in ((7, 4), (12, 2), (12, 2), (7, 4)))
+    out = torch.zeros_like(q)
+    i, j = torch.arange(5, 12)[:, None], torch.arange(12)
+    for b in range(2):
+        for h in range(4):
+            s = 2 * torch.tanh(q[b, :, h] @ k[b, :, h // 2].T * 0.3) + bias[i - j + 20] * (h + 1)
+            seen = (j <= i) & ((i + j + b + h) % 3 != 0)
+            out[b, :, h] = torch.softmax(s.masked_fill(~seen, -torch.inf), 1) @ v[b, :, h // 2]
+    exact = truth(Inputs(q, k, v, dout), spec, mods=mods)
+    wanted = out, *torch.autograd.grad(out, (q, k, v), dout)
+    for got, want in zip((exact.out, exact.dq, exact.dk, exact.dv), wanted):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_it_trains_on_no_cpu_and_no_other_kernel_replaces_it(package) -> None:
+    for spec in (F32, Spec(4, 2, 16, "float32", grad=False, window=3)):
+        with pytest.raises(BackendUnavailable, match="window" if spec.window else "cpu"):
+            select(f"flex:{package / 'prefix.py'}", spec, "cpu")
+
+
+@pytest.mark.slow
+def test_flex_computes_it(package) -> None:
+    """Inference with queries after some keys; the last case is longer than a tile."""
+    spec = Spec(4, 2, 16, "float32", grad=False)
+    backend = select(f"flex:{package / 'prefix.py'}", spec, "cpu").backend
+    for Tq, Tk in ((1, 9), (4, 4), (150, 160)):
+        q, k, v = (torch.randn(2, T, h, 16) for T, h in ((Tq, 4), (Tk, 2), (Tk, 2)))
+        i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2).double() for t in (q, k, v)), (j <= i) | (j < 5), enable_gqa=True)
+        with torch.no_grad():
+            out = backend.attend(q, k, v, spec)
+        torch.testing.assert_close(out.double(), wanted.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+# --- launchers ---
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa"])
+def test_a_disabled_kernel_is_refused_by_name(name, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("NANOATTN_DISABLE", "sdpa, eager,spda")
+    with caplog.at_level(logging.DEBUG, "nanoattn"):
+        chosen = select(name, F32, "cpu")
+    assert chosen.backend.name not in ("sdpa", "manual")
+    assert "NANOATTN_DISABLE" in chosen.rejected["sdpa"][0] and "'spda'" in chosen.note
+    [line] = [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
+    found = json.loads(line.partition(": ")[2])
+    assert found["backend"] == chosen.backend.name and found["spec"]["head_dim"] == 16
+    assert found["versions"]["torch"] == torch.__version__ and "\n" not in line
+    with pytest.raises(BackendUnavailable, match="NANOATTN_DISABLE"):
+        select("eager", F32, "cpu", Policy(fallback=False))
