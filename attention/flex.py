@@ -9,7 +9,8 @@ here visible(), into it. A BlockMask classifies the tiles of 128 x 128 scores:
         Q_2 [  x   x   /   .  ]   2         0 1       .  in neither list: skipped
         Q_3 [  .   /   x   /  ]   1 3       2            (here for a window)
 
-A softcap is a score_mod(score, b, h, i, j), applied to the scaled score before the mask. Sinks use
+A softcap and ALiBi's bias are a score_mod(score, b, h, i, j), applied to the scaled score before
+the mask. Sinks use
 the returned logsumexp L: a key of score t without a value takes e^t / (e^L + e^t) of a row's
 weight, so out * sigmoid(L - t) remains.
 
@@ -44,7 +45,7 @@ from torch import Tensor
 from .caps import Backend, Caps
 from .machine.system import own_code
 from .masks import for_any_shape, kept
-from .spec import Numbers, Spec, visible
+from .spec import Numbers, Spec, alibi_bias, visible
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -63,7 +64,8 @@ SPOILT = (8, 16)
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
-           sinks: Tensor | None = None, flash: bool = False) -> Tensor:
+           sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+           flash: bool = False) -> Tensor:
     """Attention by torch.nn.attention.flex_attention, compiled; shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
@@ -93,13 +95,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         # 2.13 generates C++ that does not compile.
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash)
+    alibi = None
+    if alibi_slopes is not None:
+        offset = torch.full((), Tk - Tq, device=q.device)  # a tensor, as in the mask
+        alibi = alibi_slopes.expand(len(q), -1), offset
+    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash, alibi)
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: float | str | None,
-         softcap: float | str | None, sinks: Tensor | None, flash: bool) -> Tensor:
-    """flex_attention, and the weight that sinks (H,) leave."""
+         softcap: float | str | None, sinks: Tensor | None, flash: bool,
+         alibi: tuple[Tensor, Tensor] | None) -> Tensor:
+    """flex_attention, and the weight that sinks (H,) leave. alibi: slopes (B, H), Tk - Tq."""
     from torch.nn.attention.flex_attention import flex_attention
 
     asked: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
@@ -108,9 +115,17 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
         asked["kernel_options"] = {"BACKEND": "FLASH"}
     elif q_BHTD.is_cuda and q_BHTD.shape[2] > FEW:
         asked["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
-    if softcap is not None:
-        c = float(softcap)
-        asked["score_mod"] = lambda score, b, h, i, j: c * torch.tanh(score / c)
+    c = None if softcap is None else float(softcap)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if c is not None:
+            score = c * torch.tanh(score / c)
+        if alibi is not None:
+            score = score + alibi_bias(alibi[0][b, h], i, j, alibi[1])
+        return score
+
+    if c is not None or alibi is not None:
+        asked["score_mod"] = score_mod
     if sinks is None:
         return flex_attention(q_BHTD, k_BHTD, v_BHTD, **asked)
     from torch.nn.attention.flex_attention import AuxRequest
@@ -232,7 +247,8 @@ def room(segments: Tensor) -> tuple[int, int]:
     return B, TILE << ((Tk - 1) // TILE).bit_length()
 
 
-_CUDA = Caps(("cuda",), THREE, (8, 0), right=True, dropout=False, scale=True, softcap=True)
+_CUDA = Caps(("cuda",), THREE, (8, 0), right=True, dropout=False, scale=True, softcap=True,
+             alibi=True)
 BACKEND = Backend(
     name="flex",
     title="PyTorch flex_attention, compiled",

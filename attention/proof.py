@@ -26,7 +26,7 @@ from .function import whole
 from .machine.system import KERNEL_ERRORS, first_line, loses_device, profiled, settings_stay
 from .masks import filled_cache
 from .ring import Ring
-from .spec import Spec, visible
+from .spec import Spec, alibi_bias, visible
 
 SHORT = 64  # tokens in probe()
 LONG = 256  # a longer call is probed at its own length too
@@ -47,11 +47,13 @@ class Inputs(NamedTuple):
     dout: Tensor  # (B, Tq, H, D)
     segments: Tensor | None = None  # (B, Tk); the queries are the last Tq positions
     sinks: Tensor | None = None  # (H,)
+    alibi_slopes: Tensor | None = None  # (H,) or (B, H)
 
     @property
     def options(self) -> dict[str, Tensor]:
         """attend()'s keyword arguments."""
-        found = {"segments": self.segments, "sinks": self.sinks}
+        names = "segments", "sinks", "alibi_slopes"
+        found = {name: getattr(self, name) for name in names}
         return {name: t for name, t in found.items() if t is not None}
 
 
@@ -92,12 +94,24 @@ def seen_by(given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
     return seen[:, None].repeat(1, 1, spec.n_head // spec.n_kv_head, 1)
 
 
+def bias_of(given: Inputs, spec: Spec, rows: Tensor, dtype: torch.dtype) -> Tensor | float:
+    """alibi_bias() as (B or 1, Hkv, H / Hkv * rows, Tk), for grouped() queries, or 0."""
+    if given.alibi_slopes is None:
+        return 0.0
+    Tq, Tk, Hkv = given.q.shape[1], given.k.shape[1], spec.n_kv_head
+    slopes = given.alibi_slopes.to(rows.device, dtype)
+    slopes = slopes.reshape(-1, Hkv, spec.n_head // Hkv, 1, 1)
+    j = torch.arange(Tk, device=rows.device)
+    return alibi_bias(slopes, rows[:, None], j, Tk - Tq).flatten(2, 3)
+
+
 @torch.no_grad()
 def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     """The exact result in float64, of the queries `rows` and of the gradients that flow from them.
 
     Per row, with the scale tau, t_j = tau q . k_j, s_j = c tanh(t_j / c) with a softcap c, else
-    t_j, and p = softmax(s) over the visible keys j and the sink a (of value 0):
+    t_j, and p = softmax(s + bias) over the visible keys j and the sink a (of value 0), where the
+    bias is ALiBi's:
 
         out  = sum_j p_j v_j
         dv_j += p_j dout                          out is linear in v
@@ -110,8 +124,8 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
 
     `condition` holds for each tensor the rounding error to first order, in units of eps: (a) of
     each score s_j relative to its terms |q||k|, of a capped score and a sink relative to
-    themselves: a relative error of p_j, which moves out by it times the deviation of v under p, and
-    is doubled in the backward pass; (b) of dp and sum p dp relative to their terms, even if the
+    themselves, and of ALiBi's bias, by its root mean square under p: a relative error of p_j, which
+    moves out by it times the deviation of v under p, and is doubled in the backward pass; (b) of dp and sum p dp relative to their terms, even if the
     difference is zero (a row with one visible key); (c) of 1 - (s / c)^2, from the error of s.
 
     `rounded` holds how far the gradients move, in units of eps, if sum_l p_l dp_l is computed as
@@ -136,7 +150,8 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     if c is not None:
         s = c * torch.tanh(s / c)
         slope = 1 - (s / c) ** 2
-    visible_s = s.masked_fill(~seen, -torch.inf)
+    bias = bias_of(given, spec, rows, torch.float64)
+    visible_s = (s + bias).masked_fill(~seen, -torch.inf)
     row_max = torch.maximum(visible_s.amax(3, keepdim=True), sink).clamp(min=-1e300)
     e, e_sink = torch.exp(visible_s - row_max), torch.exp(sink - row_max)
     total = e.sum(3, keepdim=True) + e_sink
@@ -154,6 +169,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     rel = s_moves.masked_fill(~seen, 0).amax(3, keepdim=True)  # of any p
     if given.sinks is not None:
         rel = torch.maximum(rel, torch.where(p_sink > 0, sink.abs(), 0))
+    rel = rel + (p * bias**2).sum(3, keepdim=True).sqrt()
     deviation = (p @ V**2 - out**2).clamp(min=0).sqrt()  # of v under p, the sink's value is 0
     p_moves = 2 * rel * p
     dp_moves = dO.abs() @ V.abs().mT
@@ -203,6 +219,8 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
     scores = Q * spec.softmax_scale @ K  # (B, Hkv, M, Tk)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    bias = bias_of(given, spec, rows, torch.promote_types(wide, torch.float32))
+    scores = scores + (bias.to(wide) if isinstance(bias, Tensor) else bias)
     seen = seen_by(given, spec, rows)
     scores = scores.masked_fill(~seen, torch.finfo(wide).min)
     leaves = [q, k, v]
@@ -330,7 +348,8 @@ def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec) -> Resu
                 if at.start < at.stop:
                     row = slice(b, b + 1)
                     part = q[row, at], k[row, : at.stop], v[row, : at.stop]
-                    out[b, at] = attend(*part, spec, **given.options)[0]
+                    own = {n: t[row] if t.dim() > 1 else t for n, t in given.options.items()}
+                    out[b, at] = attend(*part, spec, **own)[0]
             continue
         padded = pad_sequence([q[b, at] for b, at in enumerate(spans)], True)
         got = attend(padded, k, v, spec, cache=view(before, counts), **given.options)
@@ -521,8 +540,9 @@ def by_chunks(given: Inputs, spec: Spec) -> tuple[Result, Result]:
     queries see no key of a later chunk."""
     uncached = replace(spec, cache="none", page_size=None)
 
-    def by(of: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
-        return of(Inputs(q, k, v, q), spec).out.to(q.dtype)
+    def by(of: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+           **options: Tensor) -> Tensor:
+        return of(Inputs(q, k, v, q, **options), spec).out.to(q.dtype)
 
     exact = given._replace(q=given.q.double(), k=given.k.double(), v=given.v.double())
     wide = replace(uncached, dtype="float64")
@@ -576,7 +596,7 @@ def other_numbers(spec: Spec) -> Spec:
 def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
                 draw: torch.Generator, size: float = 1.0) -> Inputs:
     """Random inputs for (B, Tq, Tk): q, k and v are slices of one tensor, as in a model; `size` is
-    a factor of q. Two segments."""
+    a factor of q. Two segments; ALiBi's slopes are (B, H) if `size` is not 1, else (H,)."""
     (B, Tq, Tk), dtype = shape, getattr(torch, spec.dtype)
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     qkv = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=draw, dtype=torch.float32)
@@ -589,7 +609,11 @@ def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
         segments = (torch.arange(Tk, device=device) >= Tk // 3).int().expand(B, Tk).contiguous()
     if spec.sinks:
         sinks = torch.randn(H, generator=draw, dtype=torch.float32).add(3).to(device, dtype)
-    return Inputs(q[:, q.shape[1] - Tq :], k[:, :Tk], v[:, :Tk], dout, segments, sinks)
+    slopes = None
+    if spec.alibi:  # 1/16 to 1
+        shape_of_slopes = (H,) if size == 1 else (B, H)
+        slopes = torch.exp2(-4 * torch.rand(shape_of_slopes, generator=draw)).to(device)
+    return Inputs(q[:, q.shape[1] - Tq :], k[:, :Tk], v[:, :Tk], dout, segments, sinks, slopes)
 
 
 def kernels_of(events: Sequence[str]) -> tuple[str, ...]:
