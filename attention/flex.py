@@ -44,7 +44,7 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .machine.system import own_code
-from .masks import for_any_shape, kept
+from .masks import by_row, for_any_shape, kept
 from .spec import Numbers, Spec, alibi_bias, visible
 
 if TYPE_CHECKING:
@@ -95,18 +95,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         # 2.13 generates C++ that does not compile.
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    alibi = None
-    if alibi_slopes is not None:
-        offset = torch.full((), Tk - Tq, device=q.device)  # a tensor, as in the mask
-        alibi = alibi_slopes.expand(len(q), -1), offset
-    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash, alibi)
+    shift = torch.full((), Tk - Tq, device=q.device)  # a tensor, as in the mask
+    alibi = by_row(alibi_slopes, len(q)), shift
+    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash, *alibi)
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: float | str | None,
          softcap: float | str | None, sinks: Tensor | None, flash: bool,
-         alibi: tuple[Tensor, Tensor] | None) -> Tensor:
-    """flex_attention, and the weight that sinks (H,) leave. alibi: slopes (B, H), Tk - Tq."""
+         slopes: Tensor | None, shift: Tensor) -> Tensor:
+    """flex_attention, and the weight that sinks (H,) leave. slopes: (B, H); shift: Tk - Tq."""
     from torch.nn.attention.flex_attention import flex_attention
 
     asked: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
@@ -115,16 +113,13 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
         asked["kernel_options"] = {"BACKEND": "FLASH"}
     elif q_BHTD.is_cuda and q_BHTD.shape[2] > FEW:
         asked["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
-    c = None if softcap is None else float(softcap)
+    c = softcap and float(softcap)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if c is not None:
-            score = c * torch.tanh(score / c)
-        if alibi is not None:
-            score = score + alibi_bias(alibi[0][b, h], i, j, alibi[1])
-        return score
+        score = c * torch.tanh(score / c) if c else score
+        return score if slopes is None else score + alibi_bias(slopes[b, h], i, j, shift)
 
-    if c is not None or alibi is not None:
+    if c or slopes is not None:
         asked["score_mod"] = score_mod
     if sinks is None:
         return flex_attention(q_BHTD, k_BHTD, v_BHTD, **asked)

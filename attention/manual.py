@@ -48,8 +48,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if alibi_slopes is not None:
         offset = Tk - Tq if cache is None else cache.start[:, None, None, None]
-        bias = alibi(alibi_slopes, Tq, Tk, offset)  # (1 or B, H, Tq, Tk)
-        scores = scores + bias.to(scores.dtype).unflatten(1, (Hkv, -1))
+        bias = alibi(alibi_slopes, Tq, Tk, offset, scores.dtype)  # (1 or B, H, Tq, Tk)
+        scores = scores + bias.unflatten(1, (Hkv, -1))
     if cache is None:
         seen = mask(Tq, Tk, spec.window, segments, q.device, right=spec.right)
     else:

@@ -52,12 +52,18 @@ def mask(
     return visible(i, j, offset, window, seg_i, seg_j, right)[:, None]
 
 
-def alibi(slopes: Tensor, Tq: int, Tk: int, offset: Numbers) -> Tensor:
-    """alibi_bias() as float32 (1 or B, H, Tq, Tk), of slopes (H,) or (B, H). The offset is a number
-    or (B, 1, 1, 1)."""
+def alibi(slopes: Tensor, Tq: int, Tk: int, offset: Numbers, dtype: torch.dtype) -> Tensor:
+    """alibi_bias() as (1 or B, H, Tq, Tk) of a dtype, rounded once; of slopes (H,) or (B, H). The
+    offset is a number or (B, 1, 1, 1)."""
+    slopes = slopes.to(torch.promote_types(dtype, slopes.dtype))
     i = torch.arange(Tq, device=slopes.device)[:, None]
     j = torch.arange(Tk, device=slopes.device)
-    return alibi_bias(slopes.reshape(-1, slopes.shape[-1], 1, 1), i, j, offset)
+    return alibi_bias(slopes.reshape(-1, slopes.shape[-1], 1, 1), i, j, offset).to(dtype)
+
+
+def by_row(slopes: Tensor | None, B: int) -> Tensor | None:
+    """ALiBi's slopes (H,) or (B, H) as (B, H), contiguous."""
+    return slopes if slopes is None else slopes.expand(B, -1).contiguous()
 
 
 def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> bool:

@@ -8,7 +8,7 @@ Otherwise the formula of manual.py. Rows of one call can differ in length (Kwon 
     decode   one query a row, on CUDA with Triton, float16, bfloat16 or float32: the kernels of
              triton/paged_kernels.py read the visible pages in place (nanoattn::paged_decode).
     gather   everything else: the row's tokens are copied into one tensor, then PyTorch's SDPA on
-             the CPU; elsewhere, and with a softcap, sinks or ALiBi, the formula (aten::index_select).
+             the CPU; elsewhere, and with softcap, sinks or ALiBi, the formula (aten::index_select).
 
 Memory  gather, for at most BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and
         with SDPA a mask of B * H / Hkv * Tq * Tk, else B * H * Tq * Tk scores. Tk is max_pages *
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .machine.apart import outside_a_trace
-from .masks import PagedView, for_any_shape
-from .spec import Spec, alibi_bias, visible
+from .masks import PagedView, alibi, by_row, for_any_shape
+from .spec import Spec, visible
 
 BLOCK = 256  # queries that gather() takes at a time
 
@@ -48,13 +48,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
         from .triton.paged_kernels import decode
 
         sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
-        slopes = None
-        if alibi_slopes is not None:
-            slopes = alibi_slopes.expand(len(q), -1).contiguous()
-        return decode(
-            q, k, v, cache.page_table, cache.start, cache.count, sinks, slopes, spec.window or 0,
-            spec.softmax_scale, spec.softcap, splits=0,
-        )
+        rows = cache.page_table, cache.start, cache.count, sinks, by_row(alibi_slopes, len(q))
+        numbers = spec.window or 0, spec.softmax_scale, spec.softcap
+        return decode(q, k, v, *rows, *numbers, splits=0)
     outs, end = [], cache.start + cache.count
     for a in range(0, q.shape[1], BLOCK):
         start = cache.start + cache.count.clamp(max=a)
@@ -90,15 +86,13 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
         seen &= j[:, None] <= last[:, :, None]
 
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
-    tensors = q_BGRTD, k.transpose(1, 2), v.transpose(1, 2)
-    if spec.softcap is None and sinks is None and alibi_slopes is None and q.device.type == "cpu":
-        out = _sdpa(*tensors, seen, spec)
-    else:
-        bias = None
-        if alibi_slopes is not None:
-            slopes = alibi_slopes.reshape(-1, Hkv, H // Hkv, 1, 1)
-            bias = alibi_bias(slopes, at[:, None, None, :, None], j[:, None, None, None])
-        out = _formula(*tensors, seen, spec, sinks, bias)
+    bias, wide = None, torch.promote_types(q.dtype, torch.float32)
+    if alibi_slopes is not None:
+        offset = (cache.start[:, None] - j[:, :1])[..., None, None]
+        bias = alibi(alibi_slopes, Tq, j.shape[1], offset, wide).unflatten(1, (Hkv, -1))
+    bare = spec.softcap is None and sinks is None and bias is None
+    run = _sdpa if bare and q.device.type == "cpu" else _formula
+    out = run(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks, bias)
     out = out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
     return out.masked_fill((end == 0)[:, :, None, None], 0.0)  # a row without tokens
 
@@ -109,10 +103,8 @@ def _take(pages: Tensor, slot: Tensor) -> Tensor:
     return taken.view(*slot.shape, *pages.shape[2:])
 
 
-def _formula(
-    q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
-    sinks: Tensor | None, bias: Tensor | None,
-) -> Tensor:
+def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
+             sinks: Tensor | None, bias: Tensor | None) -> Tensor:
     """softmax(scale q k^T + bias) v, masked by `seen` (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
     if q_BGRTD.dtype == torch.float16:  # as in manual.py
         q_BGRTD, k_BGTD = q_BGRTD.float(), k_BGTD.float()
@@ -120,8 +112,7 @@ def _formula(
     scores = (q_BGRTD * spec.softmax_scale) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if bias is not None:
-        scores = scores + bias.to(scores.dtype)
+    scores = scores if bias is None else scores + bias.to(scores.dtype)
     scores = scores.masked_fill(~seen[:, None, None], torch.finfo(scores.dtype).min)
     if sinks is not None:  # one more score in each row, without a value
         column = sinks.to(scores.dtype).view(*scores.shape[1:3], 1, 1)
@@ -130,10 +121,9 @@ def _formula(
     return probs @ v_BGTD.unsqueeze(2)
 
 
-def _sdpa(
-    q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec
-) -> Tensor:
-    """_formula() without sinks, softcap and bias by PyTorch's SDPA: the query heads of a key/value head are rows."""
+def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
+          *_: None) -> Tensor:
+    """_formula() by PyTorch's SDPA: the query heads of a key/value head are rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
     out = F.scaled_dot_product_attention(

@@ -124,9 +124,10 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
 
     `condition` holds for each tensor the rounding error to first order, in units of eps: (a) of
     each score s_j relative to its terms |q||k|, of a capped score and a sink relative to
-    themselves, and of ALiBi's bias, by its root mean square under p: a relative error of p_j, which
-    moves out by it times the deviation of v under p, and is doubled in the backward pass; (b) of dp and sum p dp relative to their terms, even if the
-    difference is zero (a row with one visible key); (c) of 1 - (s / c)^2, from the error of s.
+    themselves, and of ALiBi's bias by its root mean square under p: a relative error of p_j, which
+    moves out by it times the deviation of v under p, and is doubled in the backward pass; (b) of dp
+    and sum p dp relative to their terms, even if the difference is zero (a row with one visible
+    key); (c) of 1 - (s / c)^2, from the error of s.
 
     `rounded` holds how far the gradients move, in units of eps, if sum_l p_l dp_l is computed as
     dout . out from an output that was rounded, as FlashAttention does; plain PyTorch does not.

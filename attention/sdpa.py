@@ -15,7 +15,7 @@ Layout  (B, H, T, D) to PyTorch; these are transposed views.
 Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. Where every query
         sees every key, as a single one does: no mask. All else gets a bool mask, in blocks of
         queries (blocks.py), so a window costs T * W; pinned flash on CUDA takes none
-        (sdpa_flash.py).
+        (sdpa_flash.py). ALiBi is a mask of numbers: the backward pass keeps H * Tq * Tk of them.
 Bits    On CUDA the backward of flash and efficient is deterministic only under
         torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
 Refuses a softcap and sinks, and what Caps declare (sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch
@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .caps import Backend, Caps
 from .function import dense_gradient, not_compiled
 from .masks import Pair, StaticView, alibi, for_any_shape, in_blocks, mask, maskless
-from .sdpa_flash import PARTIAL, varlen
+from .sdpa_flash import PARTIAL, bias_dtype, varlen
 from .spec import Spec
 
 HALF = ("float16", "bfloat16")
@@ -93,8 +93,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
 def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int = 0,
               segments: Pair = None, cache: StaticView | None = None,
               alibi_slopes: Tensor | None = None, kernel: SDPBackend | None = None) -> Tensor:
-    """Attention of a block of queries, with the mask that it needs; with ALiBi the mask is its bias,
-    and -inf where nothing is seen."""
+    """Attention of a block of queries, with the mask that it needs; it holds ALiBi's bias."""
     (Tq, Tk), sides = (q.shape[1], k.shape[1]), (spec.window, offset, spec.right)
     if cache is not None:
         attn_mask = cache.seen(Tq, spec.window, spec.right)  # (B, 1, Tq, Tk)
@@ -108,8 +107,7 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int = 0,
         attn_mask = mask(Tq, Tk, spec.window, segments, q.device, offset, spec.right)
     if alibi_slopes is not None:
         at = offset if cache is None else cache.start[:, None, None, None]
-        bias = alibi(alibi_slopes, Tq, Tk, at)
-        bias = bias if q.is_cpu else bias.to(q.dtype)  # CUDA's kernels take no float32 for half
+        bias = alibi(alibi_slopes, Tq, Tk, at, bias_dtype(q))
         attn_mask = bias.masked_fill(~attn_mask, -torch.inf)
     return fused(q, k, v, spec, kernel, attn_mask)
 

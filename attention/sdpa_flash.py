@@ -61,10 +61,8 @@ def varlen(
 # --- in parts ---
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
+            alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
         return _cuda_forward(q, k, v, spec, offset)
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -100,6 +98,12 @@ def _BHTD(t: Tensor) -> Tensor:
     return loadable(t).transpose(1, 2)
 
 
+def bias_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of a mask with numbers. On the CPU a float32 mask goes with half precision (with
+    float64 the kernel would read it as float64); on CUDA a mask has q's dtype."""
+    return torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
+
+
 def _cpu_blocks(
     q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair, slopes: Tensor | None
 ) -> Iterator[tuple[slice, slice, dict[str, bool | Tensor], Tensor | None]]:
@@ -119,7 +123,7 @@ def _cpu_blocks(
         if slopes is None:
             bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
         else:
-            bias = alibi(slopes, *sizes, at)
+            bias = alibi(slopes, *sizes, at, bias_dtype(q))
         yield I, J, {"attn_mask": bias.masked_fill(~seen, -torch.inf)}, ~seen.any(dim=-1)
 
 

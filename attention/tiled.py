@@ -188,7 +188,8 @@ def masked(S_ij: Tensor, I: slice, J: slice, offset: int, spec: Spec, segments: 
     """S_ij, with ALiBi's bias if there are slopes, and -inf where nothing is seen."""
     (n, m), at = S_ij.shape[-2:], offset + I.start - J.start
     if alibi_slopes is not None:
-        S_ij = S_ij + alibi(alibi_slopes, n, m, at).unflatten(1, (S_ij.shape[1], -1))
+        bias = alibi(alibi_slopes, n, m, at, S_ij.dtype)
+        S_ij = S_ij + bias.unflatten(1, (S_ij.shape[1], -1))
     if segments is None and sees_all(n, m, spec.window, at, spec.right):
         return S_ij
     pair = (segments[0][:, I], segments[1][:, J]) if segments else None

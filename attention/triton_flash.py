@@ -36,14 +36,14 @@ from torch import Tensor
 
 from .caps import Backend, Caps, Partial
 from .function import attention
-from .masks import Pair, for_any_shape
+from .masks import Pair, by_row, for_any_shape
 from .spec import Spec
 
 
 @for_any_shape
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
-           segments: Tensor | None = None, cache: None = None,
-           sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+           cache: None = None, sinks: Tensor | None = None,
+           alibi_slopes: Tensor | None = None) -> Tensor:
     """Attention by our own kernels; shapes as in caps.Backend."""
     assert cache is None, "triton has no cache"
     pair = None
@@ -51,8 +51,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         runs = borders(segments)
         pair = runs[:, :, k.shape[1] - q.shape[1] :].contiguous(), runs
     seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
-    return attention(q, k, v, spec, kernel=WHOLE, segments=pair, sinks=sinks, seed=seed,
-                     alibi_slopes=alibi_slopes)[0]
+    options = {"sinks": sinks, "seed": seed, "alibi_slopes": by_row(alibi_slopes, len(q))}
+    return attention(q, k, v, spec, kernel=WHOLE, segments=pair, **options)[0]
 
 
 def whole_forward(
@@ -64,8 +64,8 @@ def whole_forward(
 
     sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
     numbers = spec.window, spec.right, spec.dropout, spec.softmax_scale, spec.softcap
-    given = *(runs or (None, None)), seed, sinks, by_row(alibi_slopes, q)
-    return flash_forward(q, k, v, *given, *numbers, None)
+    given = *(runs or (None, None)), seed, sinks, alibi_slopes, *numbers
+    return flash_forward(q, k, v, *given, None)
 
 
 def whole_backward(
@@ -76,7 +76,7 @@ def whole_backward(
     from .triton.flash_kernels import flash_backward
 
     numbers = spec.window, spec.right, spec.dropout, spec.softmax_scale, spec.softcap
-    given = *(runs or (None, None)), seed, by_row(alibi_slopes, q)
+    given = *(runs or (None, None)), seed, alibi_slopes
     *grads, delta = flash_backward(dout, q, k, v, out, L, *given, *numbers, None)
     if sinks is None:
         return tuple(grads)
@@ -84,24 +84,16 @@ def whole_backward(
     return *grads, -(P_sink * delta).sum(dim=(0, 2))
 
 
-def by_row(alibi_slopes: Tensor | None, q: Tensor) -> Tensor | None:
-    """Slopes (H,) or (B, H) as (B, H), contiguous."""
-    return alibi_slopes if alibi_slopes is None else alibi_slopes.expand(len(q), -1).contiguous()
-
-
 WHOLE = Partial(whole_forward, whole_backward)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
+            alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     from .triton.flash_kernels import LOWEST, flash_forward
 
     numbers = spec.window, spec.right, 0.0, spec.softmax_scale, spec.softcap, offset
     runs = runs_of_pair(segments, k.shape[1], offset)
-    slopes = by_row(alibi_slopes, q)
-    out, L = flash_forward(q, k, v, *runs, None, None, slopes, *numbers)
+    out, L = flash_forward(q, k, v, *runs, None, None, by_row(alibi_slopes, len(q)), *numbers)
     return out, torch.where(L.eq(LOWEST.value), -torch.inf, L * math.log(2))
 
 
@@ -114,7 +106,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
     runs = runs_of_pair(segments, k.shape[1], offset)
     L_2 = (L / math.log(2)).clamp(min=LOWEST.value)  # where no key is seen; -inf would give NaN
     rows = dout, q, k, v, out.contiguous(), L_2.contiguous()
-    return tuple(flash_backward(*rows, *runs, None, by_row(alibi_slopes, q), *numbers)[:3])
+    return tuple(flash_backward(*rows, *runs, None, by_row(alibi_slopes, len(q)), *numbers)[:3])
 
 
 def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None, Tensor | None]:

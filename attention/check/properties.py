@@ -284,7 +284,8 @@ def replay(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
     require(not same, "two calls have the same dropout mask")
     got = dropped(backend, given, spec, 5)
 
-    leaves = [t.detach().double().requires_grad_() for t in (*given[:3], given.sinks) if t is not None]
+    inputs = (t for t in (*given[:3], given.sinks) if t is not None)
+    leaves = [t.detach().double().requires_grad_() for t in inputs]
     group = spec.n_head // spec.n_kv_head
     q, k, v = leaves[0], *(t.repeat_interleave(group, dim=2) for t in leaves[1:3])
     scores = torch.einsum("bihd,bjhd->bihj", q, k) * spec.softmax_scale
@@ -420,7 +421,7 @@ def require_L(L: Tensor, out: Tensor, q: Tensor, k: Tensor, spec: Spec, pair: Pa
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if slopes is not None:
-        scores = scores + alibi(slopes.double(), q.shape[1], k.shape[1], offset)
+        scores = scores + alibi(slopes, q.shape[1], k.shape[1], offset, scores.dtype)
     sides = spec.window, pair, q.device, offset, spec.right
     want = scores.masked_fill(~mask(q.shape[1], k.shape[1], *sides), -torch.inf).logsumexp(dim=3)
     masked = want.isneginf()
@@ -447,7 +448,8 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
     L = out.new_full((q.shape[0], q.shape[2], Tq), torch.finfo(acc).min)
     with torch.no_grad():
         for I, J, offset, pair in parts:
-            O_ij, L_ij = backend.partial.forward(q[:, I], k[:, J], v[:, J], spec, offset, pair, **more)
+            tile = q[:, I], k[:, J], v[:, J], spec, offset, pair
+            O_ij, L_ij = backend.partial.forward(*tile, **more)
             require(O_ij.dtype == L_ij.dtype == acc, f"out is {O_ij.dtype}, L is {L_ij.dtype}")
             require_L(L_ij, O_ij, q[:, I], k[:, J], spec, pair, offset, slopes)
             L_new = torch.logaddexp(L[..., I], L_ij)

@@ -565,8 +565,8 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropou
 @torch.library.custom_op("nanoattn::flash_forward", mutates_args=())
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: Tensor | None,
                   seed: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
-                  window: int | None, right: int | None, dropout: float, scale: float, softcap: float | None,
-                  offset: int | None) -> tuple[Tensor, Tensor]:
+                  window: int | None, right: int | None, dropout: float, scale: float,
+                  softcap: float | None, offset: int | None) -> tuple[Tensor, Tensor]:
     """Attention.
 
     Args:
@@ -604,8 +604,8 @@ def _result(x: Tensor, offset: int | None) -> Tensor:
 @torch.library.custom_op("nanoattn::flash_backward", mutates_args=())
 def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    run_q: Tensor | None, run_k: Tensor | None, seed: Tensor | None,
-                   slopes: Tensor | None, window: int | None, right: int | None, dropout: float, scale: float,
-                   softcap: float | None,
+                   slopes: Tensor | None, window: int | None, right: int | None, dropout: float,
+                   scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous, and delta (B, H, Tq) float32, the row sums of
     dO * O. `out` and `L` are flash_forward's."""
