@@ -44,7 +44,7 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .machine.system import own_code
-from .masks import by_row, for_any_shape, kept
+from .masks import for_any_shape, kept
 from .spec import Numbers, Spec, alibi_bias, visible
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     numbers: tuple[float | str | None, float | str | None] = (scale, spec.softcap)
     rows = flash_rows(q.device) if flash else None
     sides = Tq, Tk, spec.window
+    slopes = None if alibi_slopes is None else alibi_slopes.contiguous().view(-1, spec.n_head)
     if torch.compiler.is_compiling():
         call, mask = flex, block_mask(*sides, segments, q.device, spec.right, rows)
     else:
@@ -85,6 +86,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         kind: tuple[int, ...] = (q.shape[0] == 1, Tq == 1, few, Tq <= TILE, Tk <= TILE)
         if spec.grad or flash:
             kind = (q.shape[0], Tq, Tk)
+        if slopes is not None:  # a constant size, as of segments
+            kind = (*kind, -len(slopes))
+            torch._dynamo.mark_static(slopes)
         size = None if segments is None else room(segments)
         call = compiled(replace(spec, window=None, right=0), kind, size, flash)
         if segments is None:
@@ -96,15 +100,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     shift = torch.full((), Tk - Tq, device=q.device)  # a tensor, as in the mask
-    alibi = by_row(alibi_slopes, len(q)), shift
-    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash, *alibi)
+    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash, slopes, shift)
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: float | str | None,
          softcap: float | str | None, sinks: Tensor | None, flash: bool,
          slopes: Tensor | None, shift: Tensor) -> Tensor:
-    """flex_attention, and the weight that sinks (H,) leave. slopes: (B, H); shift: Tk - Tq."""
+    """flex_attention, and the weight that sinks (H,) leave. slopes: (1 or B, H)."""
     from torch.nn.attention.flex_attention import flex_attention
 
     asked: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
@@ -117,7 +120,10 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = c * torch.tanh(score / c) if c else score
-        return score if slopes is None else score + alibi_bias(slopes[b, h], i, j, shift)
+        if slopes is None:
+            return score
+        slope = slopes[b, h] if len(slopes) > 1 else slopes[0, h]
+        return score + alibi_bias(slope, i, j, shift)
 
     if c or slopes is not None:
         asked["score_mod"] = score_mod
