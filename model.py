@@ -50,7 +50,8 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool | Literal["qkv"] = True  # in Linear and LayerNorm; qkv: of q, k and v alone (Qwen2)
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's own checkpoints use tanh
-    position: Literal["learned", "rope"] = "learned"  # a vector per position, or rotated q and k
+    # A vector per position, rotated q and k, or a bias of the scores.
+    position: Literal["learned", "rope", "alibi"] = "learned"
     norm: Literal["layer", "rms"] = "layer"  # rms: no mean, no bias (Zhang & Sennrich 2019)
     mlp: Literal["gelu", "swiglu"] = "gelu"  # swiglu: a gate (Shazeer 2020, arXiv 2002.05202)
     qk_norm: bool = False  # RMSNorm of each query and key, before RoPE
@@ -106,7 +107,8 @@ class GPTConfig:
     def specs(self, phase: Phase) -> list[Spec]:
         """The attention that each layer requests in a phase."""
         heads = self.n_head, self.kv_heads, self.head_dim
-        return [phase.spec(*heads, window, self.dropout) for window in self.windows]
+        alibi = self.position == "alibi"
+        return [phase.spec(*heads, window, self.dropout, alibi) for window in self.windows]
 
 
 class Norm(nn.Module):
@@ -143,6 +145,14 @@ def rope_rates(config: GPTConfig, device: torch.device) -> Tensor:
     return rates * (stay + (1 - stay) / factor)
 
 
+def alibi_slopes(n_head: int, device: torch.device) -> Tensor:
+    """ALiBi's slopes (H,) float32: 2^(-8 h / H) for h = 1 to H. If H is not a power of 2, those of
+    the next smaller one n, then every second one of 2 n (Press et al. 2022, arXiv 2108.12409)."""
+    n = 1 << (n_head.bit_length() - 1)
+    h = torch.arange(1, n_head + 1, dtype=torch.float32, device=device)
+    return torch.exp2(-8 / n * torch.where(h <= n, h, h - n - 0.5))
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels i and i + D / 2 of x (B, T, H, D); cos and sin (..., T, 1, D / 2)."""
     a, b = x.chunk(2, dim=-1)
@@ -163,7 +173,8 @@ class CausalSelfAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None,
-                rope: Rope = None, cache: Cache = None) -> Tensor:  # fmt: skip
+                rope: Rope = None, cache: Cache = None,
+                slopes: Tensor | None = None) -> Tensor:  # fmt: skip
         qkv = self.c_attn(x)  # (B, T, (H + 2 * Hkv) * D)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=2)
         q, k, v = (t.unflatten(2, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H or Hkv, D)
@@ -175,7 +186,8 @@ class CausalSelfAttention(nn.Module):
             k, v, view = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
             if segments is not None:  # of the keys that this layer's window has kept
                 segments = segments[:, -k.shape[1] :]
-        y = attend(q, k, v, spec, segments=segments, cache=view)  # (B, T, H, D)
+        more = {} if slopes is None else {"alibi_slopes": slopes}
+        y = attend(q, k, v, spec, segments=segments, cache=view, **more)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
 
@@ -270,15 +282,18 @@ class GPT(nn.Module):
         if self.packed and segments is not None and cache is None:
             pos = (pos - segments).clamp(min=0)  # (B, T)
         x, rope = self.embed(idx, pos)
+        H, alibi = self.config.n_head, self.config.position == "alibi"
+        slopes = alibi_slopes(H, idx.device) if alibi else None
         plan = self.plans.look_up(self.phase(segments is not None, cache, x), idx.shape[0])
         for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):
             if spec.lse and self.ring:
                 attend = self.ring.attend(chosen.backend)
             if self.gradient_checkpointing and self.training and cache is None:
-                x = checkpoint(block, x, attend, spec, segments, rope, use_reentrant=False)
+                given = attend, spec, segments, rope, None, slopes
+                x = checkpoint(block, x, *given, use_reentrant=False)
             else:
                 layer = None if cache is None else cache.layer(i)
-                x = block(x, attend, spec, segments, rope, layer)
+                x = block(x, attend, spec, segments, rope, layer, slopes)
         return self.transformer.ln_f(x)
 
     def positions(self, idx: Tensor) -> Tensor:
@@ -295,7 +310,7 @@ class GPT(nn.Module):
         x, rope = self.transformer.wte(idx), None
         if self.config.position == "learned":
             x = x + self.transformer.wpe(pos)
-        else:  # (T, 1, D / 2) or (B, T, 1, D / 2)
+        elif self.config.position == "rope":  # (T, 1, D / 2) or (B, T, 1, D / 2)
             angles = pos[..., None, None] * rope_rates(self.config, idx.device)
             rope = angles.cos(), angles.sin()
         if self.residual_autocast:

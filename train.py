@@ -63,7 +63,7 @@ class TrainConfig:
     dropout: float = 0.0  # probability; 0 is good for pretraining, 0.1 or more for finetuning
     bias: bool | Literal["qkv"] = False  # in Linear and LayerNorm; qkv: of q, k and v alone
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's checkpoints use tanh
-    position: Literal["learned", "rope"] = "learned"  # a vector per position, or rotated q and k
+    position: Literal["learned", "rope", "alibi"] = "learned"  # alibi: no vectors, biased scores
     norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
     mlp: Literal["gelu", "swiglu"] = "gelu"  # swiglu: with a gate, as many parameters
     qk_norm: bool = False  # RMSNorm of each query and key, as in Qwen3

@@ -62,6 +62,7 @@ LACKS = {
     "scale": "it scales scores by 1/sqrt(head_dim) only (got scale {0.scale:g})",
     "softcap": "it does not support a softcap",
     "sinks": "it does not support attention sinks",
+    "alibi": "it does not support ALiBi",
     "dropout": "it does not support dropout (got {0.dropout:g}; use --dropout=0)",
     "lse": "it does not return the log-sum-exp, which --context_parallel needs",
     "grad": "it has no backward pass",
@@ -87,6 +88,7 @@ class Caps:
     scale: bool = False
     softcap: bool = False
     sinks: bool = False
+    alibi: bool = False  # slopes (H,) and (B, H), in `partial` too
     lse: bool = False  # the backend has a `partial`, which takes no dropout, sinks or cache
     lse_segments: bool = True  # `partial` takes segments
     grad: bool = True
@@ -204,7 +206,8 @@ class Partial:
 
     `offset` is the first query's position minus the first key's, as in visible(). `segments` is
     None or a pair of ids: (B, Tq) and (B, Tk). All results are float32, or float64 for float64.
-    If the Spec is not causal, these are all keys of the rows: offset is Tk - Tq.
+    If the Spec is not causal, these are all keys of the rows: offset is Tk - Tq. With spec.alibi
+    both also receive the keyword `alibi_slopes`.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -218,9 +221,10 @@ class Backend:
     ``attend(q, k, v, spec, *, segments=None, cache=None) -> out`` takes q ``(B, Tq, H, D)``, k
     and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 (the queries are the last Tq positions),
     and returns ``(B, Tq, H, D)`` in q's dtype, whatever autocast says. With spec.sinks it also
-    receives ``sinks=``, ``(H,)`` of any floating dtype, and returns its gradient. With a static or
-    paged cache `cache` is a view (attention/masks.py) of k and v, read-only buffers or pages that
-    already hold this call's keys and values.
+    receives ``sinks=``, ``(H,)`` of any floating dtype, and returns its gradient; with spec.alibi
+    ``alibi_slopes=``, ``(H,)`` or ``(B, H)`` float32, without a gradient. With a static or paged
+    cache `cache` is a view (attention/masks.py) of k and v, read-only buffers or pages that already
+    hold this call's keys and values.
 
     ``attend`` raises ValueError for a Spec that no row of Caps supports, and for tensors that
     contradict the Spec or one another. ``compute`` is the same without this check, for callers
@@ -330,7 +334,7 @@ INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None, cache: Any = None,
-               sinks: Any = None) -> None:
+               sinks: Any = None, alibi_slopes: Any = None) -> None:
     """Raise ValueError if the arguments of attend() contradict the Spec or one another."""
     shape, kv_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
@@ -362,6 +366,14 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
         raise ValueError(f"sinks must agree with {expected}, got {shape_of(sinks)}")
     if sinks is not None:
         must_be("sinks", sinks, (H,), on, DTYPES)
+    if (alibi_slopes is not None) != spec.alibi:
+        expected = f"alibi={spec.alibi} in the Spec"
+        raise ValueError(f"alibi_slopes must agree with {expected}, got {shape_of(alibi_slopes)}")
+    if alibi_slopes is not None:
+        size = (shape[0], H) if getattr(alibi_slopes, "ndim", 1) == 2 else (H,)
+        must_be("alibi_slopes", alibi_slopes, size, on, ("float32",))
+        if alibi_slopes.requires_grad:
+            raise ValueError("alibi_slopes have no gradient, got slopes with requires_grad=True")
     if segments is not None:
         must_be("segments", segments, (shape[0], kv_shape[1]), on, INTEGERS)
         from .masks import in_pieces

@@ -61,7 +61,7 @@ FA4 = Package("flash_attn.cute", unbounded=None)
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
-           package: Package) -> Tensor:
+           alibi_slopes: Tensor | None = None, package: Package) -> Tensor:
     """Attention by one of the flash-attn packages; shapes as in caps.Backend.
 
     Raises:
@@ -81,6 +81,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         options["softcap"] = spec.softcap
     if sinks is not None:  # 4 takes no float64
         options[package.sinks] = sinks.float().contiguous()
+    if alibi_slopes is not None:
+        # Causal without a window the package adds m * j, which leaves the output as it is, since
+        # m * (i + Tk - Tq) is the same for all keys. Its log-sum-exp is too large by that.
+        options["alibi_slopes"] = alibi_slopes.contiguous()
     if cache is not None:
         return _from_cache(flash, q, k, v, cache, package, options)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -103,6 +107,10 @@ def _varlen(
         k_THD, v_THD = k_THD[found.keys], v_THD[found.keys]
     ends = {"cu_seqlens_q": found.cu_q, "cu_seqlens_k": found.cu_k}
     longest = {"max_seqlen_q": found.max_q, "max_seqlen_k": found.max_k}
+    slopes = options.get("alibi_slopes")
+    if isinstance(slopes, Tensor) and slopes.dim() == 2:  # of the row of each run
+        row = found.cu_q[:-1] // q.shape[1]
+        options = {**options, "alibi_slopes": slopes[row.long()]}
     out = flash.flash_attn_varlen_func(q_THD, k_THD, v_THD, **ends, **longest, **options)
     return dense_gradient(_tensor(out)).unflatten(0, q.shape[:2])
 
@@ -163,7 +171,8 @@ def load(package: Package) -> ModuleType:
 # made by padding), pages of a multiple of 256; "Softcapping does not support dropout for now". Its
 # backward came with 2.6.2 (5f1ae4a3): before, the gradients were silently wrong.
 _FA2 = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, dropout=False, scale=True,
-            softcap=True, caches=CACHES, page_multiple=256, packages=("flash_attn>=2.6.2",))
+            softcap=True, alibi=True, caches=CACHES, page_multiple=256,
+            packages=("flash_attn>=2.6.2",))
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
 # past 192 needs 144 KB of shared memory. With less (8.6, 8.9, 12.0) the backward silently launches

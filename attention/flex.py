@@ -9,7 +9,8 @@ here visible(), into it. A BlockMask classifies the tiles of 128 x 128 scores:
         Q_2 [  x   x   /   .  ]   2         0 1       .  in neither list: skipped
         Q_3 [  .   /   x   /  ]   1 3       2            (here for a window)
 
-A softcap is a score_mod(score, b, h, i, j), applied to the scaled score before the mask. Sinks use
+A softcap and ALiBi's bias are a score_mod(score, b, h, i, j), applied to the scaled score before
+the mask. Sinks use
 the returned logsumexp L: a key of score t without a value takes e^t / (e^L + e^t) of a row's
 weight, so out * sigmoid(L - t) remains.
 
@@ -44,7 +45,7 @@ from torch import Tensor
 from .caps import Backend, Caps
 from .machine.system import own_code
 from .masks import for_any_shape, kept
-from .spec import Numbers, Spec, visible
+from .spec import Numbers, Spec, alibi_bias, visible
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -65,8 +66,8 @@ SPOILT = (8, 16)
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
-           sinks: Tensor | None = None, flash: bool = False,
-           own_mask: OwnMask | None = None) -> Tensor:
+           sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+           flash: bool = False, own_mask: OwnMask | None = None) -> Tensor:
     """Attention by torch.nn.attention.flex_attention, compiled; shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
@@ -80,6 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     numbers: tuple[float | str | None, float | str | None] = (scale, spec.softcap)
     rows = flash_rows(q.device) if flash else None
     sides = Tq, Tk, spec.window
+    slopes = None if alibi_slopes is None else alibi_slopes.contiguous().view(-1, spec.n_head)
     if torch.compiler.is_compiling():
         call, mask = flex, block_mask(*sides, segments, q.device, spec.right, rows)
     else:
@@ -87,6 +89,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         kind: tuple[object, ...] = (q.shape[0] == 1, Tq == 1, few, Tq <= TILE, Tk <= TILE)
         if spec.grad or flash:
             kind = (q.shape[0], Tq, Tk)
+        if slopes is not None:  # a constant size, as of segments
+            kind = (*kind, -len(slopes))
+            torch._dynamo.mark_static(slopes)
         size = None if segments is None else room(segments)
         call = compiled(replace(spec, window=None, right=0), (*kind, own_mask), size, flash)
         if own_mask is not None:  # flex_file.py
@@ -99,14 +104,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         # 2.13 generates C++ that does not compile.
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash, score_mod)
+    shift = torch.full((), Tk - Tq, device=q.device)  # a tensor, as in the mask
+    more = sinks, flash, slopes, shift, score_mod
+    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, *more)
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: float | str | None,
          softcap: float | str | None, sinks: Tensor | None, flash: bool,
-         score_mod: Mod | None = None) -> Tensor:
-    """flex_attention, and the weight that sinks (H,) leave."""
+         slopes: Tensor | None, shift: Tensor, own_score: Mod | None = None) -> Tensor:
+    """flex_attention, and the weight that sinks (H,) leave. slopes: (1 or B, H)."""
     from torch.nn.attention.flex_attention import flex_attention
 
     asked: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
@@ -115,11 +122,19 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
         asked["kernel_options"] = {"BACKEND": "FLASH"}
     elif q_BHTD.is_cuda and q_BHTD.shape[2] > FEW:
         asked["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
-    if score_mod is not None:
+    c = softcap and float(softcap)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score = c * torch.tanh(score / c) if c else score
+        if slopes is None:
+            return score
+        slope = slopes[b, h] if len(slopes) > 1 else slopes[0, h]
+        return score + alibi_bias(slope, i, j, shift)
+
+    if own_score is not None:
+        asked["score_mod"] = own_score
+    elif c or slopes is not None:
         asked["score_mod"] = score_mod
-    if softcap is not None:
-        c = float(softcap)
-        asked["score_mod"] = lambda score, b, h, i, j: c * torch.tanh(score / c)
     if sinks is None:
         return flex_attention(q_BHTD, k_BHTD, v_BHTD, **asked)
     from torch.nn.attention.flex_attention import AuxRequest
@@ -242,7 +257,8 @@ def room(segments: Tensor) -> tuple[int, int]:
     return B, TILE << ((Tk - 1) // TILE).bit_length()
 
 
-_CUDA = Caps(("cuda",), THREE, (8, 0), right=True, dropout=False, scale=True, softcap=True)
+_CUDA = Caps(("cuda",), THREE, (8, 0), right=True, dropout=False, scale=True, softcap=True,
+             alibi=True)
 BACKEND = Backend(
     name="flex",
     title="PyTorch flex_attention, compiled",

@@ -30,21 +30,21 @@ from .spec import Spec
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, kernel: Partial,
     segments: Tensor | Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
-    offset: int | None = None,
+    offset: int | None = None, alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention by a kernel: out (B, Tq, H, D) in q's dtype and the log-sum-exp (B, H, Tq), which
     has no gradient.
 
     Args:
         segments: of the keys (B, Tk), or a pair that the kernel receives as it is.
-        sinks, seed: further arguments of the kernel, if there are any.
+        sinks, seed, alibi_slopes: further arguments of the kernel, if there are any.
         offset: of the queries, as in visible(); None: Tk - Tq.
     """
     if isinstance(segments, Tensor):
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
     offset = k.shape[1] - q.shape[1] if offset is None else offset
     pair = (None, None) if segments is None else segments
-    inputs = kernel, spec, offset, sinks, seed, q, k, v, *pair
+    inputs = kernel, spec, offset, sinks, seed, alibi_slopes, q, k, v, *pair
     if not torch.is_grad_enabled():  # apply() would double the time of decoding
         return Attention.forward(*inputs)
     return Attention.apply(*inputs)
@@ -61,22 +61,27 @@ def whole(backend: Backend) -> Callable[..., Tensor]:
 
 def _arguments(spec: Spec, offset: int, sinks: Tensor | None, seed: Tensor | None,
                seg_q: Tensor | None, seg_k: Tensor | None) -> tuple[object, ...]:
-    """The arguments of Partial's functions after the tensors."""
+    """The arguments of Partial's functions after the tensors, without ALiBi's slopes."""
     pair = None if seg_q is None else (seg_q, seg_k)
     more = () if sinks is None and seed is None else (sinks, seed)
     return spec, offset, pair, *more
+
+
+def _slopes(alibi: Tensor | None) -> dict[str, Tensor]:
+    return {} if alibi is None else {"alibi_slopes": alibi}
 
 
 class Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         kernel: Partial, spec: Spec, offset: int, sinks: Tensor | None, seed: Tensor | None,
-        q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None, seg_k: Tensor | None,
+        alibi: Tensor | None, q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None,
+        seg_k: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         # No *args: torch.compile takes these parameters for one less than there are.
         with autocast_off(q):
             more = _arguments(spec, offset, sinks, seed, seg_q, seg_k)
-            out, L = kernel.forward(q, k, v, *more)
+            out, L = kernel.forward(q, k, v, *more, **_slopes(alibi))
         out = out.to(q.dtype)
         # Dynamo of torch 2.11 returns every intermediate tensor too. `to` without a cast gives the
         # same tensor twice; dout goes to the other: dq, dk and dv are zeros.
@@ -94,19 +99,20 @@ class Attention(torch.autograd.Function):
         if torch.compiler.is_compiling():
             gradient = Gradient.forward
         dq, dk, dv, *dsinks = gradient(*ctx.kernel, dout, *ctx.saved_tensors)
-        return None, None, None, dsinks[0] if dsinks else None, None, dq, dk, dv, None, None
+        dsink = dsinks[0] if dsinks else None
+        return None, None, None, dsink, None, None, dq, dk, dv, None, None
 
 
 class Gradient(torch.autograd.Function):
     @staticmethod
     def forward(
         kernel: Partial, spec: Spec, offset: int, dout: Tensor, sinks: Tensor | None,
-        seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None,
-        seg_k: Tensor | None, out: Tensor, L: Tensor,
+        seed: Tensor | None, alibi: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+        seg_q: Tensor | None, seg_k: Tensor | None, out: Tensor, L: Tensor,
     ) -> tuple[Tensor, ...]:
         more = _arguments(spec, offset, sinks, seed, seg_q, seg_k)
         with autocast_off(q):  # here autograd calls, in whatever context
-            grads = kernel.backward(loadable(dout), q, k, v, out, L, *more)
+            grads = kernel.backward(loadable(dout), q, k, v, out, L, *more, **_slopes(alibi))
         inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
         return tuple(g.to(t.dtype) for g, t in zip(grads, inputs))
 

@@ -21,18 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Caps
-from .masks import StaticView, for_any_shape, mask
+from .masks import StaticView, alibi, for_any_shape, mask
 from .spec import Spec
 
 
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: StaticView | None = None,
-           sinks: Tensor | None = None) -> Tensor:
+           sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
     """Attention by the formula: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
-    segments: (B, Tk) int32, the queries are the last Tq positions; sinks: (H,); cache: the view
-    of a static cache, whose buffers are k and v.
+    segments: (B, Tk) int32, the queries are the last Tq positions; sinks: (H,); alibi_slopes: (H,)
+    or (B, H); cache: the view of a static cache, whose buffers are k and v.
     """
     (_, Tq, H, _), (_, Tk, Hkv, _) = q.shape, k.shape
     dtype = q.dtype
@@ -46,6 +46,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     scores = (q_BGRTD * spec.softmax_scale) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if alibi_slopes is not None:
+        offset = Tk - Tq if cache is None else cache.start[:, None, None, None]
+        bias = alibi(alibi_slopes, Tq, Tk, offset, scores.dtype)  # (1 or B, H, Tq, Tk)
+        scores = scores + bias.unflatten(1, (Hkv, -1))
     if cache is None:
         seen = mask(Tq, Tk, spec.window, segments, q.device, right=spec.right)
     else:
@@ -66,7 +70,7 @@ BACKEND = Backend(
     title="softmax(QK^T)V written out, O(S^2) memory",
     attend=attend,
     caps=(Caps(right=True, caches=("none", "dynamic", "static"), scale=True, softcap=True,
-               sinks=True),),
+               sinks=True, alibi=True),),
     fallback=None,
     aliases=("eager",),
 )

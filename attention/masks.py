@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .machine.system import R
-from .spec import Numbers, Spec, visible
+from .spec import Numbers, Spec, alibi_bias, visible
 
 Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
 BLOCK = 256  # queries; 128 is a little faster on a CPU, with twice the calls (docs/LOG.md)
@@ -50,6 +50,20 @@ def mask(
         segments = segments[:, Tk - Tq :], segments
     seg_i, seg_j = segments[0][:, :, None], segments[1][:, None, :]
     return visible(i, j, offset, window, seg_i, seg_j, right)[:, None]
+
+
+def alibi(slopes: Tensor, Tq: int, Tk: int, offset: Numbers, dtype: torch.dtype) -> Tensor:
+    """alibi_bias() as (1 or B, H, Tq, Tk) of a dtype, rounded once; of slopes (H,) or (B, H). The
+    offset is a number or (B, 1, 1, 1)."""
+    slopes = slopes.to(torch.promote_types(dtype, slopes.dtype))
+    i = torch.arange(Tq, device=slopes.device)[:, None]
+    j = torch.arange(Tk, device=slopes.device)
+    return alibi_bias(slopes.reshape(-1, slopes.shape[-1], 1, 1), i, j, offset).to(dtype)
+
+
+def by_row(slopes: Tensor | None, B: int) -> Tensor | None:
+    """ALiBi's slopes (H,) or (B, H) as (B, H), contiguous."""
+    return slopes if slopes is None else slopes.expand(B, -1).contiguous()
 
 
 def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> bool:
@@ -98,6 +112,9 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
         n_seen = 0  # keys that the queries before all keys see
         if segments is None:
             n_seen = Tk if spec.right is None else min(spec.right, Tk)
+        if spec.alibi and n_seen:  # the call below would measure their distances from another place
+            got = f"{Tq} queries, {Tk} keys and right={spec.right}"
+            raise ValueError(f"ALiBi with more queries than keys must be causal, got {got}")
         early_right = None if spec.right is None else spec.right - n_seen
         early = replace(spec, window=None, right=early_right)
         alone = {**options, "segments": None}
@@ -269,11 +286,12 @@ def ranges(
 
 
 def pieces(
-    Tq: int, Tk: int, window: int | None, starts: tuple[int, ...], block: int, right: int | None
+    Tq: int, Tk: int, window: int | None, starts: tuple[int, ...], block: int, right: int | None,
+    biased: bool = False,
 ) -> list[Piece]:
     """Cut the last Tq of Tk positions, one row whose segments begin at `starts`.
 
-    Short neighbors share a block; a segment that needs no mask is one piece.
+    Short neighbors share a block; a segment that needs no mask, nor a bias, is one piece.
     """
     found: list[Piece] = []
     offset = Tk - Tq
@@ -283,7 +301,7 @@ def pieces(
         if queries <= 0:
             continue
         sides = window, keys - queries, right
-        size = queries if maskless(queries, keys, *sides) else block
+        size = queries if maskless(queries, keys, *sides) and not biased else block
         first = end - queries - offset  # the segment's first query
         for piece in ranges(queries, keys, window, size, keys - queries, right=right):
             I = slice(piece.I.start + first, piece.I.stop + first)
@@ -299,9 +317,10 @@ def pieces(
 
 def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
               segments: Tensor | None, cache: StaticView | None = None,
-              **options: object) -> Tensor:
+              **options: Any) -> Tensor:
     """Call attend(q, k, v, spec, offset=, segments=), which masks, for blocks of queries and the
-    keys that they see. Segments are only masked in a call of one block and under torch.compile."""
+    keys that they see. Segments are only masked in a call of one block and under torch.compile.
+    With `alibi_slopes` among the options no block is larger, since its bias is stored."""
     block = CUDA_BLOCK if q.is_cuda else BLOCK
     (B, Tq), Tk = q.shape[:2], k.shape[1]
     sides = spec.window, Tk - Tq, spec.right
@@ -313,16 +332,20 @@ def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sp
             outs.append(attend(rows, k, v, spec, cache=part, **options))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
     if segments is None or Tq <= block or symbolic(segments):
-        whole = segments is None and maskless(Tq, Tk, *sides)
+        whole = segments is None and maskless(Tq, Tk, *sides) and not spec.alibi
         size, several = Tq if whole else block, segments is not None
         found = list(ranges(Tq, Tk, spec.window, size, Tk - Tq, several, spec.right))
         return _in_pieces(attend, q, k, v, spec, segments, found, options)
     starts, outs, b = borders(segments), [], 0
     while b < B:  # rows with the same segments go together
         n = next((i for i in range(b, B) if starts[i] != starts[b]), B)
-        found = pieces(Tq, Tk, spec.window, starts[b], block, spec.right)
+        found = pieces(Tq, Tk, spec.window, starts[b], block, spec.right, spec.alibi)
         Q, K, V = (t if n - b == B else t[b:n] for t in (q, k, v))
-        outs.append(_in_pieces(attend, Q, K, V, spec, segments[b:n], found, options))
+        if spec.alibi and options["alibi_slopes"].dim() == 2:
+            own = {**options, "alibi_slopes": options["alibi_slopes"][b:n]}
+        else:
+            own = options
+        outs.append(_in_pieces(attend, Q, K, V, spec, segments[b:n], found, own))
         b = n
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 

@@ -8,7 +8,7 @@ Otherwise the formula of manual.py. Rows of one call can differ in length (Kwon 
     decode   one query a row, on CUDA with Triton, float16, bfloat16 or float32: the kernels of
              triton/paged_kernels.py read the visible pages in place (nanoattn::paged_decode).
     gather   everything else: the row's tokens are copied into one tensor, then PyTorch's SDPA on
-             the CPU; elsewhere, and with a softcap or sinks, the formula (aten::index_select).
+             the CPU; elsewhere, and with softcap, sinks or ALiBi, the formula (aten::index_select).
 
 Memory  gather, for at most BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and
         with SDPA a mask of B * H / Hkv * Tq * Tk, else B * H * Tq * Tk scores. Tk is max_pages *
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .machine.apart import outside_a_trace
-from .masks import PagedView, for_any_shape
+from .masks import PagedView, alibi, by_row, for_any_shape
 from .spec import Spec, visible
 
 BLOCK = 256  # queries that gather() takes at a time
@@ -37,7 +37,8 @@ BLOCK = 256  # queries that gather() takes at a time
 
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
-           cache: PagedView | None = None, sinks: Tensor | None = None) -> Tensor:
+           cache: PagedView | None = None, sinks: Tensor | None = None,
+           alibi_slopes: Tensor | None = None) -> Tensor:
     """Attend to the tokens in the pages k and v that cache.page_table lists.
 
     Queries from cache.count on are padding: their outputs are finite but meaningless.
@@ -47,22 +48,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
         from .triton.paged_kernels import decode
 
         sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
-        return decode(
-            q, k, v, cache.page_table, cache.start, cache.count, sinks, spec.window or 0,
-            spec.softmax_scale, spec.softcap, splits=0,
-        )
+        rows = cache.page_table, cache.start, cache.count, sinks, by_row(alibi_slopes, len(q))
+        numbers = spec.window or 0, spec.softmax_scale, spec.softcap
+        return decode(q, k, v, *rows, *numbers, splits=0)
     outs, end = [], cache.start + cache.count
     for a in range(0, q.shape[1], BLOCK):
         start = cache.start + cache.count.clamp(max=a)
         # The queries of later blocks are keys of this one, as far as `right` allows.
         ahead = q.shape[1] if spec.right is None else spec.right
         part = PagedView(cache.page_table, start, (end - start).clamp(max=BLOCK + ahead))
-        outs.append(gather(q[:, a : a + BLOCK], k, v, spec, part, sinks))
+        outs.append(gather(q[:, a : a + BLOCK], k, v, spec, part, sinks, alibi_slopes))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
-           sinks: Tensor | None = None) -> Tensor:
+           sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
     """Attention of q (B, Tq, H, D) to the tokens that it sees, copied from their pages. The row's
     tokens end at cache.start + cache.count, which may be past the queries."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
@@ -86,9 +86,13 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
         seen &= j[:, None] <= last[:, :, None]
 
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
-    bare = spec.softcap is None and sinks is None
+    bias, wide = None, torch.promote_types(q.dtype, torch.float32)
+    if alibi_slopes is not None:
+        offset = (cache.start[:, None] - j[:, :1])[..., None, None]
+        bias = alibi(alibi_slopes, Tq, j.shape[1], offset, wide).unflatten(1, (Hkv, -1))
+    bare = spec.softcap is None and sinks is None and bias is None
     run = _sdpa if bare and q.device.type == "cpu" else _formula
-    out = run(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks)
+    out = run(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks, bias)
     out = out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
     return out.masked_fill((end == 0)[:, :, None, None], 0.0)  # a row without tokens
 
@@ -99,16 +103,16 @@ def _take(pages: Tensor, slot: Tensor) -> Tensor:
     return taken.view(*slot.shape, *pages.shape[2:])
 
 
-def _formula(
-    q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec, sinks: Tensor | None
-) -> Tensor:
-    """softmax(scale q k^T) v, masked by `seen` (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
+def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
+             sinks: Tensor | None, bias: Tensor | None) -> Tensor:
+    """softmax(scale q k^T + bias) v, masked by `seen` (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
     if q_BGRTD.dtype == torch.float16:  # as in manual.py
         q_BGRTD, k_BGTD = q_BGRTD.float(), k_BGTD.float()
     k_BG1DT = k_BGTD.transpose(2, 3).unsqueeze(2)
     scores = (q_BGRTD * spec.softmax_scale) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = scores if bias is None else scores + bias.to(scores.dtype)
     scores = scores.masked_fill(~seen[:, None, None], torch.finfo(scores.dtype).min)
     if sinks is not None:  # one more score in each row, without a value
         column = sinks.to(scores.dtype).view(*scores.shape[1:3], 1, 1)
@@ -117,9 +121,8 @@ def _formula(
     return probs @ v_BGTD.unsqueeze(2)
 
 
-def _sdpa(
-    q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec, _sinks: Tensor | None
-) -> Tensor:
+def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
+          *_: None) -> Tensor:
     """_formula() by PyTorch's SDPA: the query heads of a key/value head are rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
@@ -148,7 +151,7 @@ BACKEND = Backend(
     title="attention over a page table",
     attend=attend,
     caps=(Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
-               grad=False, caches=("paged",)),),
+               alibi=True, grad=False, caches=("paged",)),),
     fallback="sdpa",
     aliases=("paged_attention",),
 )

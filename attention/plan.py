@@ -78,12 +78,14 @@ class Phase(NamedTuple):
         )
 
     def spec(
-        self, n_head: int, n_kv_head: int, head_dim: int, window: int | None, dropout: float
+        self, n_head: int, n_kv_head: int, head_dim: int, window: int | None, dropout: float,
+        alibi: bool = False,
     ) -> Spec:
         """The request of a layer."""
         return Spec(
             n_head, n_kv_head, head_dim, self.dtype, window, dropout if self.training else 0.0,
             self.segments, self.grad, self.cache, self.compiled, self.page_size, lse=self.lse,
+            alibi=alibi,
         )
 
 

@@ -71,7 +71,8 @@ def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec) -> Resu
                 if at.start < at.stop:
                     row = slice(b, b + 1)
                     part = q[row, at], k[row, : at.stop], v[row, : at.stop]
-                    out[b, at] = attend(*part, spec, **given.options)[0]
+                    own = {n: t[row] if t.dim() > 1 else t for n, t in given.options.items()}
+                    out[b, at] = attend(*part, spec, **own)[0]
             continue
         padded = pad_sequence([q[b, at] for b, at in enumerate(spans)], True)
         got = attend(padded, k, v, spec, cache=view(before, counts), **given.options)
@@ -265,8 +266,9 @@ def by_chunks(given: Inputs, spec: Spec) -> tuple[Result, Result]:
     queries see no key of a later chunk."""
     uncached = replace(spec, cache="none", page_size=None)
 
-    def by(of: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
-        return of(Inputs(q, k, v, q), spec).out.to(q.dtype)
+    def by(of: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+           **options: Tensor) -> Tensor:
+        return of(Inputs(q, k, v, q, **options), spec).out.to(q.dtype)
 
     exact = given._replace(q=given.q.double(), k=given.k.double(), v=given.v.double())
     wide = replace(uncached, dtype="float64")
@@ -320,7 +322,7 @@ def other_numbers(spec: Spec) -> Spec:
 def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
                 draw: torch.Generator, size: float = 1.0) -> Inputs:
     """Random inputs for (B, Tq, Tk): q, k and v are slices of one tensor, as in a model; `size` is
-    a factor of q. Two segments."""
+    a factor of q. Two segments; ALiBi's slopes are (B, H) if `size` is not 1, else (H,)."""
     (B, Tq, Tk), dtype = shape, getattr(torch, spec.dtype)
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     qkv = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=draw, dtype=torch.float32)
@@ -333,7 +335,11 @@ def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
         segments = (torch.arange(Tk, device=device) >= Tk // 3).int().expand(B, Tk).contiguous()
     if spec.sinks:
         sinks = torch.randn(H, generator=draw, dtype=torch.float32).add(3).to(device, dtype)
-    return Inputs(q[:, q.shape[1] - Tq :], k[:, :Tk], v[:, :Tk], dout, segments, sinks)
+    slopes = None
+    if spec.alibi:  # 1/16 to 1
+        shape_of_slopes = (H,) if size == 1 else (B, H)
+        slopes = torch.exp2(-4 * torch.rand(shape_of_slopes, generator=draw)).to(device)
+    return Inputs(q[:, q.shape[1] - Tq :], k[:, :Tk], v[:, :Tk], dout, segments, sinks, slopes)
 
 
 def kernels_of(events: Sequence[str]) -> tuple[str, ...]:

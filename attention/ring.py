@@ -167,7 +167,7 @@ def with_segments(
 
 @not_compiled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-           cache: None = None, ring: Ring, kernel: Partial) -> Tensor:
+           cache: None = None, ring: Ring, kernel: Partial, **slopes: Tensor) -> Tensor:
     """Attention over the ring's sequence. q and the output (B, T_r, H, D), k, v (B, T_r, Hkv, D)
     and segments (B, T_r) are this process's shards, from Ring.shard()."""
     assert cache is None and not spec.dropout and not spec.sinks  # Caps.lse
@@ -178,11 +178,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         raise ValueError(f"a ring is causal, got right={spec.right}")
     whole = Partial(
         partial(forward, ring=ring, kernel=kernel), partial(backward, ring=ring, kernel=kernel))
-    return attention(q, k, v, spec, kernel=whole, segments=segments)[0]
+    return attention(q, k, v, spec, kernel=whole, segments=segments, **slopes)[0]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments: Pair, *,
-            ring: Ring, kernel: Partial) -> tuple[Tensor, Tensor]:
+            ring: Ring, kernel: Partial, **slopes: Tensor) -> tuple[Tensor, Tensor]:
     B, T_r, H, _ = q.shape
     acc = torch.promote_types(q.dtype, torch.float32)
     O = torch.zeros(q.shape, dtype=acc, device=q.device)
@@ -196,7 +196,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments:
         tiles = ring.tiles(step, T_r, spec.window)
         for I, J, offset, pair in with_segments(tiles, here, *block[2:]):
             K_j, V_j = (t[:, J] for t in block[:2])
-            O_ij, L_ij = kernel.forward(q[:, I], K_j, V_j, spec, offset, pair)
+            O_ij, L_ij = kernel.forward(q[:, I], K_j, V_j, spec, offset, pair, **slopes)
             new = torch.sigmoid(L_ij - L[..., I]).mT[..., None].to(acc)  # e^(L_ij - L_new)
             old = torch.sigmoid(L[..., I] - L_ij).mT[..., None].to(acc)
             O[:, I] = old * O[:, I] + new * O_ij
@@ -206,7 +206,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments:
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
-             _offset: int, segments: Pair, *, ring: Ring, kernel: Partial) -> tuple[Tensor, ...]:
+             _offset: int, segments: Pair, *, ring: Ring, kernel: Partial,
+             **slopes: Tensor) -> tuple[Tensor, ...]:
     dQ = torch.zeros(q.shape, dtype=L.dtype, device=q.device)
     here = segments[1] if segments else None
     block = [k, v] if here is None else [k, v, here]
@@ -218,7 +219,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
         for I, J, offset, pair in with_segments(tiles, here, *block[2:]):
             K_j, V_j = (t[:, J] for t in block[:2])
             of_row = dout[:, I], q[:, I], K_j, V_j, out[:, I], L[..., I]
-            dQ_ij, dK_ij, dV_ij = kernel.backward(*of_row, spec, offset, pair)
+            dQ_ij, dK_ij, dV_ij = kernel.backward(*of_row, spec, offset, pair, **slopes)
             dQ[:, I] += dQ_ij
             dK[:, J] += dK_ij
             dV[:, J] += dV_ij

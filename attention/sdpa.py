@@ -15,7 +15,7 @@ Layout  (B, H, T, D) to PyTorch; these are transposed views.
 Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. Where every query
         sees every key, as a single one does: no mask. All else gets a bool mask, in blocks of
         queries (masks.py), so a window costs T * W; pinned flash on CUDA takes none
-        (sdpa_flash.py).
+        (sdpa_flash.py). ALiBi is a mask of numbers: the backward pass keeps H * Tq * Tk of them.
 Bits    On CUDA the backward of flash and efficient is deterministic only under
         torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
 Refuses a softcap and sinks, and what Caps declare (sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch
@@ -35,8 +35,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .caps import Backend, Caps
 from .function import dense_gradient, not_compiled
-from .masks import Pair, StaticView, for_any_shape, in_blocks, mask, maskless
-from .sdpa_flash import PARTIAL, varlen
+from .masks import Pair, StaticView, alibi, for_any_shape, in_blocks, mask, maskless
+from .sdpa_flash import PARTIAL, bias_dtype, varlen
 from .spec import DROPOUT_STEP, Spec
 
 HALF = ("float16", "bfloat16")
@@ -44,17 +44,19 @@ HALF = ("float16", "bfloat16")
 
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-           cache: StaticView | None = None, kernel: SDPBackend | None = None) -> Tensor:
+           cache: StaticView | None = None, alibi_slopes: Tensor | None = None,
+           kernel: SDPBackend | None = None) -> Tensor:
     """Attention by F.scaled_dot_product_attention; shapes as in caps.Backend.
 
     Args:
         kernel: the only one that may run, else RuntimeError (PyTorch's words); None: its choice.
     """
     Tq, Tk = q.shape[1], k.shape[1]
-    plain = segments is None and cache is None
+    plain = segments is None and cache is None and alibi_slopes is None
     if plain and (kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right)):
         return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
-    return in_blocks(with_mask, q, k, v, spec, segments, cache, kernel=kernel)
+    return in_blocks(with_mask, q, k, v, spec, segments, cache, kernel=kernel,
+                     alibi_slopes=alibi_slopes)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
@@ -65,7 +67,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
             return _only_key(q, k, v, spec)
         if attn_mask is not None and spec.grad:
             k, v = (F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % 128)) for t in (k, v))  # see permitted()
-            attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128))
+            hidden = -torch.inf if attn_mask.is_floating_point() else False
+            attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128), value=hidden)
     if q.is_cuda:
         masked = attn_mask is not None
         repeats = masked or kernel == SDPBackend.EFFICIENT_ATTENTION
@@ -89,12 +92,12 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
 
 def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int = 0,
               segments: Pair = None, cache: StaticView | None = None,
-              kernel: SDPBackend | None = None) -> Tensor:
-    """Attention of a block of queries, with the mask that it needs."""
+              alibi_slopes: Tensor | None = None, kernel: SDPBackend | None = None) -> Tensor:
+    """Attention of a block of queries, with the mask that it needs; it holds ALiBi's bias."""
     (Tq, Tk), sides = (q.shape[1], k.shape[1]), (spec.window, offset, spec.right)
     if cache is not None:
         attn_mask = cache.seen(Tq, spec.window, spec.right)  # (B, 1, Tq, Tk)
-    elif segments is None and (kind := maskless(Tq, Tk, *sides)):
+    elif segments is alibi_slopes is None and (kind := maskless(Tq, Tk, *sides)):
         return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
     elif segments is None and kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda:
         from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1 s
@@ -102,6 +105,10 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int = 0,
         attn_mask = causal_lower_right(Tq, Tk)
     else:
         attn_mask = mask(Tq, Tk, spec.window, segments, q.device, offset, spec.right)
+    if alibi_slopes is not None:
+        at = offset if cache is None else cache.start[:, None, None, None]
+        bias = alibi(alibi_slopes, Tq, Tk, at, bias_dtype(q))
+        attn_mask = bias.masked_fill(~attn_mask, -torch.inf)
     return fused(q, k, v, spec, kernel, attn_mask)
 
 
@@ -128,7 +135,7 @@ BACKEND = Backend(
     name="sdpa",
     title="PyTorch scaled_dot_product_attention",
     attend=attend,
-    caps=(Caps(right=True, scale=True, caches=("none", "dynamic", "static")),),
+    caps=(Caps(right=True, scale=True, alibi=True, caches=("none", "dynamic", "static")),),
     fallback=None,
 )
 
@@ -138,13 +145,14 @@ varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
 
 @for_any_shape
 def flash(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-          cache: None = None) -> Tensor:
+          cache: None = None, alibi_slopes: Tensor | None = None) -> Tensor:
     """attend() by PyTorch's FlashAttention; on CUDA a window or segments by its varlen function."""
     if q.is_cuda and segments is not None:
         return varlen_by_segments(q, k, v, spec, segments=segments)
     if q.is_cuda and (spec.right or (spec.window or k.shape[1]) < k.shape[1]):
         return varlen(q, k, v, spec)
-    return attend(q, k, v, spec, segments=segments, kernel=SDPBackend.FLASH_ATTENTION)
+    return attend(q, k, v, spec, segments=segments, alibi_slopes=alibi_slopes,
+                  kernel=SDPBackend.FLASH_ATTENTION)
 
 
 def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps) -> Backend:
@@ -159,13 +167,13 @@ FLASH = Backend(
     (
         replace(_FLASH, window=False, segments=False, lse=True),
         replace(_FLASH, min_torch="2.12", dropout=False),  # varlen_attn with a window
-        Caps(("cpu",), right=True, dropout=False, scale=True, lse=True),
+        Caps(("cpu",), right=True, dropout=False, scale=True, alibi=True, lse=True),
     ),
     fallback="sdpa",
     partial=PARTIAL,
     varlen=("cuda",),
 )
-_EFFICIENT = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_multiple=8, scale=True)
+_EFFICIENT = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_multiple=8, scale=True, alibi=True)
 EFFICIENT = _pinned(
     "sdpa_efficient",
     "PyTorch SDPA pinned to its memory-efficient kernel",
@@ -179,11 +187,11 @@ CUDNN = _pinned(
     "PyTorch SDPA pinned to cuDNN's kernel",
     SDPBackend.CUDNN_ATTENTION,
     Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=128, head_dim_multiple=8, scale=True,
-         dropout_step=DROPOUT_STEP, deterministic=False),
+         alibi=True, dropout_step=DROPOUT_STEP, deterministic=False),
 )
 MATH = _pinned(
     "sdpa_math",
     "PyTorch SDPA pinned to its unfused kernel, O(S^2) memory",
     SDPBackend.MATH,
-    Caps(right=True, scale=True),
+    Caps(right=True, scale=True, alibi=True),
 )

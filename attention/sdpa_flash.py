@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .caps import Partial
 from .function import dense_gradient
-from .masks import BLOCK, Pair, Runs, loadable, mask, maskless, ranges, runs
+from .masks import BLOCK, Pair, Runs, alibi, loadable, mask, maskless, ranges, runs
 from .spec import Spec
 
 aten = torch.ops.aten
@@ -61,15 +61,14 @@ def varlen(
 # --- in parts ---
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
+            alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
         return _cuda_forward(q, k, v, spec, offset)
     acc = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(q.shape, dtype=acc)
     L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc)
-    for I, J, how, blind in _cpu_blocks(q, k, spec, offset, segments):
+    for I, J, how, blind in _cpu_blocks(q, k, spec, offset, segments, alibi_slopes):
         qkv = (_BHTD(t) for t in (q[:, I], k[:, J], v[:, J]))
         part, L_I = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, scale=spec.scale, **how)
         out[:, I] = part.transpose(1, 2)
@@ -78,12 +77,13 @@ def forward(
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-             spec: Spec, offset: int, segments: Pair = None) -> tuple[Tensor, ...]:
+             spec: Spec, offset: int, segments: Pair = None,
+             alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
     if q.is_cuda:
         return _cuda_backward(dout, q, k, v, out, L, spec, offset)
     L = L.masked_fill(L.isneginf(), 0)  # where no key is seen P is exp(-inf - L): 0, not NaN
     dq, dk, dv = (t.new_zeros(t.shape, dtype=L.dtype) for t in (q, k, v))
-    for I, J, how, _ in _cpu_blocks(q, k, spec, offset, segments):
+    for I, J, how, _ in _cpu_blocks(q, k, spec, offset, segments, alibi_slopes):
         tensors = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *map(_BHTD, tensors), L[:, :, I].contiguous(), 0.0,
@@ -98,23 +98,33 @@ def _BHTD(t: Tensor) -> Tensor:
     return loadable(t).transpose(1, 2)
 
 
+def bias_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of a mask with numbers. On the CPU a float32 mask goes with half precision (with
+    float64 the kernel would read it as float64); on CUDA a mask has q's dtype."""
+    return torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
+
+
 def _cpu_blocks(
-    q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair
+    q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair, slopes: Tensor | None
 ) -> Iterator[tuple[slice, slice, dict[str, bool | Tensor], Tensor | None]]:
     """Queries, their keys, the operator's mask, and which queries see no key, (B or 1, 1, |I|);
     None: all do."""
     (Tq, Tk), window, right = (q.shape[1], k.shape[1]), spec.window, spec.right
-    size = Tq if segments is None and maskless(Tq, Tk, window, offset, right) else BLOCK
+    bare = segments is None and slopes is None
+    size = Tq if bare and maskless(Tq, Tk, window, offset, right) else BLOCK
     for piece in ranges(Tq, Tk, window, size, offset, right=right):
         I, J = piece.I, piece.J
         sizes, at = (I.stop - I.start, J.stop - J.start), offset + I.start - J.start
         pair = None if segments is None else (segments[0][:, I], segments[1][:, J])
-        if pair is None and (kind := maskless(*sizes, window, at, right)):
+        if bare and (kind := maskless(*sizes, window, at, right)):
             yield I, J, {"is_causal": True} if kind == "causal" else {}, None
             continue
         seen = mask(*sizes, window, pair, q.device, at, right)
-        zeros = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
-        yield I, J, {"attn_mask": zeros.masked_fill_(~seen, -torch.inf)}, ~seen.any(dim=-1)
+        if slopes is None:
+            bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+        else:
+            bias = alibi(slopes, *sizes, at, bias_dtype(q))
+        yield I, J, {"attn_mask": bias.masked_fill(~seen, -torch.inf)}, ~seen.any(dim=-1)
 
 
 def aligned(

@@ -7,7 +7,8 @@ For every query i of head h, over the keys j that it may attend to (see :func:`v
 
 Options: `scale` replaces 1 / sqrt(D); `softcap` c bounds each score s to c * tanh(s / c) (Gemma 2,
 arXiv 2408.00118); `sinks` adds to each head's softmax a learned logit without a value (GPT-OSS;
-Miller 2023, "Attention is off by one").
+Miller 2023, "Attention is off by one"); `alibi` adds :func:`alibi_bias` to each score, after the
+softcap and before the mask (Press et al. 2022, arXiv 2108.12409).
 
 Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out ``(B, Tq, H, D)``.
 Query head h reads key/value head ``g(h) = h // (H / Hkv)``. A fully masked row gives zeros and zero
@@ -70,6 +71,14 @@ def visible(
     return seen
 
 
+def alibi_bias(slope: Numbers, i: Numbers, j: Numbers, offset: Numbers = 0) -> Numbers:
+    """ALiBi's bias of a score: minus the head's slope times the distance of query i and key j.
+
+    `offset` is Tk - Tq, as in :func:`visible`. The one definition of ALiBi in this project.
+    """
+    return -slope * abs(i + offset - j)
+
+
 TINY = 2.0**-126  # the least normal float32: a smaller softcap would be rounded to 0
 DROPOUT_STEP = 1 / 16  # to which cuDNN rounds dropout: a multiple of it is a kind of its own
 
@@ -101,6 +110,7 @@ class Spec:
     sinks: bool = False  # attend() receives `sinks`
     lse: bool = False  # Backend.partial is called, which also returns each row's log-sum-exp
     right: int | None = 0  # later keys that a query attends to; 0: causal, None: all
+    alibi: bool = False  # attend() receives `alibi_slopes`
     kind: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -151,7 +161,8 @@ class Spec:
     def _features(self) -> list[str]:
         """Features without a number, as words."""
         words = ["not causal"] if self.right is None else []
-        words += [name for name in ("segments", "sinks", "lse", "compiled") if getattr(self, name)]
+        names = "segments", "sinks", "alibi", "lse", "compiled"
+        words += [name for name in names if getattr(self, name)]
         size = f" of {self.page_size}" if self.page_size else ""
         words += [f"{self.cache} cache{size}"] if self.cache != "none" else []
         return [*words, "training" if self.grad else "inference"]

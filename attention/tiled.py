@@ -38,7 +38,7 @@ from torch import Tensor
 
 from .caps import Backend, Caps, Partial
 from .function import attention, not_compiled
-from .masks import Pair, mask, sees_all, symbolic
+from .masks import Pair, alibi, mask, sees_all, symbolic
 from .spec import Spec, visible
 
 BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
@@ -46,17 +46,20 @@ BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and k
 
 @not_compiled  # but a graph break: traced, the loops would be unrolled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-           cache: None = None, sinks: Tensor | None = None) -> Tensor:
+           cache: None = None, sinks: Tensor | None = None,
+           alibi_slopes: Tensor | None = None) -> Tensor:
     """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     seed = torch.randint(2**62, (), device="cpu") if spec.dropout else None  # waits for no GPU
-    return attention(q, k, v, spec, kernel=PARTIAL, segments=segments, sinks=sinks, seed=seed)[0]
+    return attention(q, k, v, spec, kernel=PARTIAL, segments=segments, sinks=sinks, seed=seed,
+                     alibi_slopes=alibi_slopes)[0]
 
 
 @torch.no_grad()
 def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | None = None,
                   segments: Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
-                  on_tile: Callable[..., object] = lambda *_: None) -> tuple[Tensor, Tensor]:
+                  on_tile: Callable[..., object] = lambda *_: None,
+                  alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The forward pass, FlashAttention-2's Algorithm 1: out and L as in caps.Partial. A tile's
     dropout seed is `seed` plus its number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i, O_i."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
@@ -82,7 +85,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
             S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
             if spec.softcap is not None:
                 S_ij = spec.softcap * torch.tanh(S_ij / spec.softcap)
-            S_ij = masked(S_ij, I, J, offset, spec, segments)
+            S_ij = masked(S_ij, I, J, offset, spec, segments, alibi_slopes)
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
             P_tilde_ij = torch.exp(S_ij - m_new)
             rescale = torch.exp(m_i - m_new)
@@ -100,7 +103,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
 def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    spec: Spec, offset: int | None = None, segments: Pair = None,
                    sinks: Tensor | None = None, seed: Tensor | None = None, B_r: int = BLOCK_M,
-                   B_c: int = BLOCK_N) -> tuple[Tensor, ...]:
+                   B_c: int = BLOCK_N, alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
     """The backward pass: FlashAttention-2, Algorithm 2. Gradients of q, k, v and any sinks."""
     Tq, Tk, Hkv, tau, acc = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale, L.dtype
     Q, K, V, O, dO = (by_kv_head(t, Hkv) for t in (q, k, v, out, dout))
@@ -121,7 +124,8 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
             S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
             if spec.softcap is not None:
                 S_ij = spec.softcap * torch.tanh(S_ij / spec.softcap)
-            P_ij = torch.exp(masked(S_ij, I, J, offset, spec, segments) - L[..., I, :])
+            S_seen = masked(S_ij, I, J, offset, spec, segments, alibi_slopes)
+            P_ij = torch.exp(S_seen - L[..., I, :])
             Z_ij = dropout(P_ij, spec.dropout, seed, i * len(cols) + j)
             # Query heads that share a key/value head add to the same dK_j and dV_j.
             dropped = (Z_ij * P_ij).to(q.dtype).to(acc)
@@ -179,8 +183,13 @@ def masked_tiles(
     return (torch.tensor(hidden) | other_segment).tolist()
 
 
-def masked(S_ij: Tensor, I: slice, J: slice, offset: int, spec: Spec, segments: Pair) -> Tensor:
+def masked(S_ij: Tensor, I: slice, J: slice, offset: int, spec: Spec, segments: Pair,
+           alibi_slopes: Tensor | None = None) -> Tensor:
+    """S_ij, with ALiBi's bias if there are slopes, and -inf where nothing is seen."""
     (n, m), at = S_ij.shape[-2:], offset + I.start - J.start
+    if alibi_slopes is not None:
+        bias = alibi(alibi_slopes, n, m, at, S_ij.dtype)
+        S_ij = S_ij + bias.unflatten(1, (S_ij.shape[1], -1))
     if segments is None and sees_all(n, m, spec.window, at, spec.right):
         return S_ij
     pair = (segments[0][:, I], segments[1][:, J]) if segments else None
@@ -200,5 +209,5 @@ def dropout(P_ij: Tensor, p: float, seed: Tensor | None, tile: int) -> Tensor | 
 
 PARTIAL = Partial(forward_tiles, backward_tiles)
 BACKEND = Backend("tiled", "FlashAttention's algorithm in plain PyTorch, O(S) memory", attend,
-                  (Caps(right=True, scale=True, softcap=True, sinks=True, lse=True),),
+                  (Caps(right=True, scale=True, softcap=True, sinks=True, alibi=True, lse=True),),
                   fallback=None, fullgraph=False, partial=PARTIAL)

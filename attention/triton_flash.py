@@ -36,14 +36,14 @@ from torch import Tensor
 
 from .caps import Backend, Caps, Partial
 from .function import attention
-from .masks import Pair, for_any_shape
+from .masks import Pair, by_row, for_any_shape
 from .spec import Spec
 
 
 @for_any_shape
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
-           segments: Tensor | None = None, cache: None = None,
-           sinks: Tensor | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+           cache: None = None, sinks: Tensor | None = None,
+           alibi_slopes: Tensor | None = None) -> Tensor:
     """Attention by our own kernels; shapes as in caps.Backend."""
     assert cache is None, "triton has no cache"
     pair = None
@@ -51,29 +51,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         runs = borders(segments)
         pair = runs[:, :, k.shape[1] - q.shape[1] :].contiguous(), runs
     seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
-    return attention(q, k, v, spec, kernel=WHOLE, segments=pair, sinks=sinks, seed=seed)[0]
+    options = {"sinks": sinks, "seed": seed, "alibi_slopes": by_row(alibi_slopes, len(q))}
+    return attention(q, k, v, spec, kernel=WHOLE, segments=pair, **options)[0]
 
 
 def whole_forward(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, runs: Pair,
-    sinks: Tensor | None = None, seed: Tensor | None = None,
+    sinks: Tensor | None = None, seed: Tensor | None = None, alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out in q's dtype, and L for whole_backward()."""
     from .triton.flash_kernels import flash_forward  # imports triton, which is optional
 
     sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
     numbers = spec.window, spec.right, spec.dropout, spec.softmax_scale, spec.softcap
-    return flash_forward(q, k, v, *(runs or (None, None)), seed, sinks, *numbers, None)
+    given = *(runs or (None, None)), seed, sinks, alibi_slopes, *numbers
+    return flash_forward(q, k, v, *given, None)
 
 
 def whole_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec, offset: int,
     runs: Pair, sinks: Tensor | None = None, seed: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     from .triton.flash_kernels import flash_backward
 
     numbers = spec.window, spec.right, spec.dropout, spec.softmax_scale, spec.softcap
-    given = *(runs or (None, None)), seed
+    given = *(runs or (None, None)), seed, alibi_slopes
     *grads, delta = flash_backward(dout, q, k, v, out, L, *given, *numbers, None)
     if sinks is None:
         return tuple(grads)
@@ -84,26 +87,26 @@ def whole_backward(
 WHOLE = Partial(whole_forward, whole_backward)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
+            alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     from .triton.flash_kernels import LOWEST, flash_forward
 
     numbers = spec.window, spec.right, 0.0, spec.softmax_scale, spec.softcap, offset
     runs = runs_of_pair(segments, k.shape[1], offset)
-    out, L = flash_forward(q, k, v, *runs, None, None, *numbers)
+    out, L = flash_forward(q, k, v, *runs, None, None, by_row(alibi_slopes, len(q)), *numbers)
     return out, torch.where(L.eq(LOWEST.value), -torch.inf, L * math.log(2))
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
-             offset: int, segments: Pair = None) -> tuple[Tensor, ...]:
+             offset: int, segments: Pair = None,
+             alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
     from .triton.flash_kernels import LOWEST, flash_backward
 
     numbers = spec.window, spec.right, 0.0, spec.softmax_scale, spec.softcap, offset
     runs = runs_of_pair(segments, k.shape[1], offset)
     L_2 = (L / math.log(2)).clamp(min=LOWEST.value)  # where no key is seen; -inf would give NaN
     rows = dout, q, k, v, out.contiguous(), L_2.contiguous()
-    return tuple(flash_backward(*rows, *runs, None, *numbers)[:3])
+    return tuple(flash_backward(*rows, *runs, None, by_row(alibi_slopes, len(q)), *numbers)[:3])
 
 
 def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None, Tensor | None]:
@@ -138,7 +141,8 @@ def borders(segments: Tensor) -> Tensor:
 
 
 _AMPERE = Caps(("cuda",), ("float16", "bfloat16", "float32"), (8, 0), right=True, scale=True,
-               head_dim_max=128, softcap=True, sinks=True, lse=True, packages=("triton>=3.1",))
+               head_dim_max=128, softcap=True, sinks=True, alibi=True, lse=True,
+               packages=("triton>=3.1",))
 _TURING = replace(_AMPERE, dtypes=("float16", "float32"), min_capability=(7, 5))
 BACKEND = Backend(
     name="triton",

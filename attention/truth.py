@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .mods import Mods
-from .spec import Spec, visible
+from .spec import Spec, alibi_bias, visible
 
 # On a GPU exp2 and the reciprocal are approximations, and sums of parts end in any order.
 ON_A_GPU = 1.5
@@ -32,11 +32,13 @@ class Inputs(NamedTuple):
     dout: Tensor  # (B, Tq, H, D)
     segments: Tensor | None = None  # (B, Tk); the queries are the last Tq positions
     sinks: Tensor | None = None  # (H,)
+    alibi_slopes: Tensor | None = None  # (H,) or (B, H)
 
     @property
     def options(self) -> dict[str, Tensor]:
         """attend()'s keyword arguments."""
-        found = {"segments": self.segments, "sinks": self.sinks}
+        names = "segments", "sinks", "alibi_slopes"
+        found = {name: getattr(self, name) for name in names}
         return {name: t for name, t in found.items() if t is not None}
 
 
@@ -87,6 +89,17 @@ def modified(scores: Tensor, mods: Mods, given: Inputs, spec: Spec, rows: Tensor
     return moved.reshape(scores.shape)
 
 
+def bias_of(given: Inputs, spec: Spec, rows: Tensor, dtype: torch.dtype) -> Tensor | float:
+    """alibi_bias() as (B or 1, Hkv, H / Hkv * rows, Tk), for grouped() queries, or 0."""
+    if given.alibi_slopes is None:
+        return 0.0
+    Tq, Tk, Hkv = given.q.shape[1], given.k.shape[1], spec.n_kv_head
+    slopes = given.alibi_slopes.to(rows.device, dtype)
+    slopes = slopes.reshape(-1, Hkv, spec.n_head // Hkv, 1, 1)
+    j = torch.arange(Tk, device=rows.device)
+    return alibi_bias(slopes, rows[:, None], j, Tk - Tq).flatten(2, 3)
+
+
 @torch.no_grad()
 def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
           mods: Mods | None = None) -> Result:
@@ -94,7 +107,8 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
     `mods`: a mask instead of visible(), and a change of the score with its own slope.
 
     Per row, with the scale tau, t_j = tau q . k_j, s_j = c tanh(t_j / c) with a softcap c, else
-    t_j, and p = softmax(s) over the visible keys j and the sink a (of value 0):
+    t_j, and p = softmax(s + bias) over the visible keys j and the sink a (of value 0), where the
+    bias is ALiBi's:
 
         out  = sum_j p_j v_j
         dv_j += p_j dout                          out is linear in v
@@ -107,9 +121,10 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
 
     `condition` holds for each tensor the rounding error to first order, in units of eps: (a) of
     each score s_j relative to its terms |q||k|, of a capped score and a sink relative to
-    themselves: a relative error of p_j, which moves out by it times the deviation of v under p, and
-    is doubled in the backward pass; (b) of dp and sum p dp relative to their terms, even if the
-    difference is zero (a row with one visible key); (c) of 1 - (s / c)^2, from the error of s.
+    themselves, and of ALiBi's bias by its root mean square under p: a relative error of p_j, which
+    moves out by it times the deviation of v under p, and is doubled in the backward pass; (b) of dp
+    and sum p dp relative to their terms, even if the difference is zero (a row with one visible
+    key); (c) of 1 - (s / c)^2, from the error of s.
 
     `rounded` holds how far the gradients move, in units of eps, if sum_l p_l dp_l is computed as
     dout . out from an output that was rounded, as FlashAttention does; plain PyTorch does not.
@@ -139,7 +154,8 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
             after = modified(before, mods, given, spec, rows)
             slope = torch.autograd.grad(after.sum() + 0 * before.sum(), before)[0]
         s = after.detach()
-    visible_s = s.masked_fill(~seen, -torch.inf)
+    bias = bias_of(given, spec, rows, torch.float64)
+    visible_s = (s + bias).masked_fill(~seen, -torch.inf)
     row_max = torch.maximum(visible_s.amax(3, keepdim=True), sink).clamp(min=-1e300)
     e, e_sink = torch.exp(visible_s - row_max), torch.exp(sink - row_max)
     total = e.sum(3, keepdim=True) + e_sink
@@ -157,6 +173,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
     rel = s_moves.masked_fill(~seen, 0).amax(3, keepdim=True)  # of any p
     if given.sinks is not None:
         rel = torch.maximum(rel, torch.where(p_sink > 0, sink.abs(), 0))
+    rel = rel + (p * bias**2).sum(3, keepdim=True).sqrt()
     deviation = (p @ V**2 - out**2).clamp(min=0).sqrt()  # of v under p, the sink's value is 0
     p_moves = 2 * rel * p
     dp_moves = dO.abs() @ V.abs().mT
@@ -209,6 +226,8 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if mods is not None:
         scores = modified(scores, mods, given, spec, rows)
+    bias = bias_of(given, spec, rows, torch.promote_types(wide, torch.float32))
+    scores = scores + (bias.to(wide) if isinstance(bias, Tensor) else bias)
     seen = seen_by(given, spec, rows, mods)
     scores = scores.masked_fill(~seen, torch.finfo(wide).min)
     leaves = [q, k, v]

@@ -218,6 +218,9 @@ class StaticCache(Cache):
         row 0   a b c . . . . . | .     start 3       window 4   a b c . | .
         row 1   d e f g h . . . | .     start 5                  h e f g | .
                 <-- max_len --->
+
+    Args:
+        in_order: a kernel needs the distances of tokens (ALiBi): those of a window are copied.
     """
 
     def __init__(
@@ -229,10 +232,11 @@ class StaticCache(Cache):
         head_dim: int,
         *,
         windows: Sequence[int | None] = (),
+        in_order: bool = False,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
     ) -> None:
-        self.max_len = max_len
+        self.max_len, self.in_order = max_len, in_order
         self.slots = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
         self.k = [
             torch.empty(batch, slots + 1, n_kv_head, head_dim, dtype=dtype, device=device)
@@ -288,7 +292,7 @@ class StaticStep(RowsStep):
         start, length, seen = self.start, min(self.length, slots), None
         if slots < cache.max_len and not self.first:  # a window
             start = start.clamp(max=slots - 1)  # earlier tokens that the first query may see
-            if T > 1:  # one new token may be in any slot, several must be in order
+            if T > 1 or cache.in_order:  # one new token may be in any slot
                 length = slots - 1 + T
                 seen = tuple(self._in_order(*kv, start) for kv in ((k_buffer, k), (v_buffer, v)))
         at, real = self.columns(T)

@@ -233,8 +233,9 @@ class _Batch(Decoder[Row]):
         else:  # tensors of inference mode cannot be written to outside it
             with torch.inference_mode(False):
                 static = StaticCache(
-                    L, self.B, max_len, *heads, windows=config.windows, dtype=dtype, device=device
-                )
+                    L, self.B, max_len, *heads, windows=config.windows,
+                    in_order=config.position == "alibi", dtype=dtype, device=device,
+                )  # fmt: skip
         if self.compile:
             self.lent[key] = static
             model.plan(self.B, cache="static", compiled=True)

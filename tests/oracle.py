@@ -15,10 +15,10 @@ NAMES = ("window", "right", "scale", "softcap")
 
 
 def _call(of: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: Any) -> Result:
-    segments, sinks = options.pop("segments", None), options.pop("sinks", None)
+    more = [options.pop(name, None) for name in ("segments", "sinks", "alibi_slopes")]
+    has = dict(zip(("segments", "sinks", "alibi"), (t is not None for t in more), strict=True))
     shape = q.shape[2], k.shape[2], q.shape[3], str(q.dtype).removeprefix("torch.")
-    spec = Spec(*shape, segments=segments is not None, sinks=sinks is not None, **options)
-    return of(Inputs(q, k, v, dout, segments, sinks), spec)
+    return of(Inputs(q, k, v, dout, *more), Spec(*shape, **has, **options))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> Result:

@@ -43,7 +43,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int | None,
                  right: int | None, scale: float | None, softcap: float, dropout_p: float = 0.0,
-                 sink: Tensor | None = None) -> Tensor:
+                 sink: Tensor | None = None, slopes: Tensor | None = None) -> Tensor:
     """q (Tq, H, D), k and v (Tk, Hkv, D) -> (Tq, H, D), in float64, rounded once.
 
     "Query at position i will only attend to keys between [i + seqlen_k - seqlen_q - window_size[0],
@@ -51,7 +51,9 @@ def one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int | None
     of the mask is all zero, the output will be zero" (docstrings of all three). None, and in 2 and
     3 a negative number, is no limit. Query heads h of a group share key head h // (H / Hkv).
     "softmax_scale: The scaling of QK^T before applying softmax. Default to 1 / sqrt(headdim)";
-    "softcap: Anything > 0 activates softcapping attention"; a sink's exp joins a row's sum.
+    "softcap: Anything > 0 activates softcapping attention"; a sink's exp joins a row's sum;
+    "alibi_slopes: ... A bias of (-alibi_slope * |i + seqlen_k - seqlen_q - j|) is added to the
+    attention score of query i and key j."
     """
     (Tq, H, D), (Tk, Hkv) = q.shape, k.shape[:2]
     right = 0 if causal else right
@@ -68,6 +70,9 @@ def one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int | None
         scores = q[:, h].double() @ keys.T * (D**-0.5 if scale is None else scale)
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
+        if slopes is not None:
+            distances = [[abs(i + Tk - Tq - j) for j in range(Tk)] for i in range(Tq)]
+            scores = scores - slopes[h].double() * torch.tensor(distances)
         scores = scores.masked_fill(~seen, -torch.inf)
         empty = ~seen.any(dim=1, keepdim=True)
         scores = scores.masked_fill(empty, 0)
@@ -96,14 +101,25 @@ def check_sink(q: Tensor, sink: Tensor | None) -> None:
     assert sink is None or sink.dtype in (*HALF, torch.float32)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+def of_sequences(slopes: Tensor | None, n: int, H: int) -> list[Tensor | None]:
+    """The slopes of each of n sequences; "(nheads,) or (batch_size, nheads), fp32"."""
+    if slopes is None:
+        return [None] * n
+    assert slopes.dtype == torch.float32 and slopes.shape in ((H,), (n, H))
+    assert slopes.stride(-1) == 1, "ALiBi slopes tensor must have contiguous last dimension"
+    return [*slopes.expand(n, H)]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, *rest: Any, slopes: Tensor | None = None) -> Tensor:
     """(B, T, H, D): a sequence for each of the batch."""
     assert q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0]
-    return torch.stack([one_sequence(*qkv, *rest) for qkv in zip(q, k, v, strict=True)])
+    own = of_sequences(slopes, len(q), q.shape[2])
+    return torch.stack([one_sequence(*qkv, *rest, slopes=m)
+                        for *qkv, m in zip(q, k, v, own, strict=True)])
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
-           *rest: Any) -> Tensor:
+           *rest: Any, slopes: Tensor | None = None) -> Tensor:
     """(total, H, D), sequence n from cu[n] to cu[n + 1]."""
     assert q.dim() == k.dim() == 3
     for cu, most, total in ((cu_q, max_q, len(q)), (cu_k, max_k, len(k))):
@@ -112,11 +128,13 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: i
         assert cu.diff().max() <= most, "rows past max_seqlen would not be computed"
     assert len(cu_q) == len(cu_k)
     ends = zip(*(itertools.pairwise(cu.tolist()) for cu in (cu_q, cu_k)), strict=True)
-    return torch.cat([one_sequence(q[a:b], k[c:d], v[c:d], *rest) for (a, b), (c, d) in ends])
+    own = of_sequences(slopes, len(cu_q) - 1, q.shape[1])
+    return torch.cat([one_sequence(q[a:b], k[c:d], v[c:d], *rest, slopes=m)
+                      for ((a, b), (c, d)), m in zip(ends, own, strict=True)])
 
 
 def cached(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, seqlens: Tensor,
-           *rest: Any) -> Tensor:
+           *rest: Any, slopes: Tensor | None = None) -> Tensor:
     """Row b's keys are the first seqlens[b] of k[b], or of the pages k[table[b]]."""
     assert not torch.is_grad_enabled(), "Note: Does not support backward pass"
     assert seqlens.dtype == torch.int32 and seqlens.shape == (len(q),) and seqlens.is_contiguous()
@@ -124,8 +142,9 @@ def cached(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, seqlens: Tenso
         assert table.dtype == torch.int32 and table.stride(-1) == 1 and len(table) == len(q)
         k, v = (t[table].flatten(1, 2) for t in (k, v))
     assert k.shape[0] == len(q) and seqlens.max() <= k.shape[1], "keys are read out of bounds"
-    return torch.stack([one_sequence(q[b], *(t[b, : seqlens[b]] for t in (k, v)), *rest)
-                        for b in range(len(q))])
+    own = of_sequences(slopes, len(q), q.shape[2])
+    return torch.stack([one_sequence(q[b], *(t[b, : seqlens[b]] for t in (k, v)), *rest, slopes=m)
+                        for b, m in enumerate(own)])
 
 
 def limits(window: tuple[Any, Any], unbounded: int | None) -> tuple[int | None, int | None]:
@@ -156,8 +175,7 @@ def flash_attn_2() -> ModuleType:
         check_inputs(q, k, v)
         assert not (softcap > 0 and dropout_p), "Softcapping does not support dropout for now"
         how = causal, *limits(window_size, -1), softmax_scale, softcap
-        out = dense(q, k, v, *how, dropout_p)
-        return out
+        return dense(q, k, v, *how, dropout_p, slopes=alibi_slopes)
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                                dropout_p=0.0, softmax_scale=None, causal=False,
@@ -172,7 +190,7 @@ def flash_attn_2() -> ModuleType:
             # seqlenq_ngroups_swapped in flash_api.cpp
             q.reshape(len(cu_seqlens_q) - 1, k.shape[1], -1, q.shape[2])
         return varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
-                      left, right, softmax_scale, softcap, dropout_p)
+                      left, right, softmax_scale, softcap, dropout_p, slopes=alibi_slopes)
 
     def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None,
                                 rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
@@ -186,7 +204,7 @@ def flash_attn_2() -> ModuleType:
         size = k_cache.shape[1]
         assert block_table is None or size % 256 == 0, "block size must be divisible by 256"
         how = causal, *limits(window_size, -1), softmax_scale, softcap
-        return cached(q, k_cache, v_cache, block_table, cache_seqlens, *how)
+        return cached(q, k_cache, v_cache, block_table, cache_seqlens, *how, slopes=alibi_slopes)
 
     module.flash_attn_func = flash_attn_func
     module.flash_attn_varlen_func = flash_attn_varlen_func
@@ -321,7 +339,8 @@ def test_every_case_of_the_matrix_against_the_oracle(case, monkeypatch) -> None:
     dtype = "float16"
     for name, make in STAND_INS.values():
         spec = case.spec(dtype)
-        if (case.D % 8 and name != "flash_attn_2") or (case.sinks and name != "flash_attn_4"):
+        only = "flash_attn_4" if case.sinks else "flash_attn_2" if case.D % 8 or case.alibi else name
+        if name != only or (case.sinks and case.alibi):
             assert get(name).why_not(spec, H100)
             continue
         inputs, seg = matrix.draw(case, dtype), matrix.segments(case)
@@ -334,6 +353,8 @@ def test_every_case_of_the_matrix_against_the_oracle(case, monkeypatch) -> None:
         if case.sinks:
             more["sinks"] = matrix.sinks(case, dtype).requires_grad_()
             leaves.append(more["sinks"])
+        if case.alibi:
+            more["alibi_slopes"] = matrix.slopes(case)
         out = BACKENDS[name].attend(*leaves[:3], spec, **more)
         grads = torch.autograd.grad(out, leaves, inputs[3])
         oracle.check(oracle.Result(out.detach(), *grads), plain, truth, getattr(torch, dtype))
@@ -435,8 +456,9 @@ def check_cache(name: str, start: list[int], count: list[int], Tq: int, places: 
     fresh = torch.stack([q[b, n : n + Tq] for b, n in enumerate(start)])
     spec = Spec(H, Hkv, D, "float16", window=window, grad=False, page_size=page_size,
                 cache="static" if page_size is None else "paged", sinks="sinks" in scores,
-                **{n: x for n, x in scores.items() if n != "sinks"})
-    more = {n: x for n, x in scores.items() if n == "sinks"}
+                alibi="alibi_slopes" in scores,
+                **{n: x for n, x in scores.items() if not isinstance(x, Tensor)})
+    more = {n: x for n, x in scores.items() if isinstance(x, Tensor)}
     with torch.no_grad():
         out = BACKENDS[name].attend(fresh, k_stored, v_stored, spec, cache=view, **more)
     assert out.shape == fresh.shape and out.isfinite().all()
@@ -477,6 +499,8 @@ def test_caches_are_read(name, asked, window, right, paged, installed) -> None:
 @pytest.mark.parametrize("page_size", [None, 256])
 def test_scale_softcap_and_sinks_with_a_cache(name, page_size, installed) -> None:
     scores: dict[str, Any] = {"scale": 0.4, "softcap": 3.0}
+    if name == "flash_attn_2":
+        scores["alibi_slopes"] = torch.tensor([0.5, 0.3, 0.1, 0.0])
     if name == "flash_attn_4":
         scores["sinks"] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     check_cache(name, [30, 3, 17], [9, 5, 0], 9, 48, page_size, 6, **scores)

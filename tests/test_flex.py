@@ -129,7 +129,7 @@ def test_numbers(name, graphs) -> None:
     assert graphs() <= 3
 
 
-ASKED = [c for c in matrix.CASES if c.scale or c.softcap or c.sinks]
+ASKED = [c for c in matrix.CASES if c.scale or c.softcap or c.sinks or c.alibi]
 
 
 @pytest.mark.parametrize("case", [

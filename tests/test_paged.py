@@ -42,15 +42,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, **more: A
 
 
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, splits: int = 0,
-              sinks: Tensor | None = None) -> Tensor:
+              sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
     """attend(), with the kernels for one query a row wherever it runs."""
     if q.shape[1] > 1:
-        return attend(q, k, v, spec, cache=cache, sinks=sinks)
+        return attend(q, k, v, spec, cache=cache, sinks=sinks, alibi_slopes=alibi_slopes)
     from attention.triton.paged_kernels import decode
 
     k_pages, v_pages, view = cache.append(k, v)
     table = (view.page_table, view.start, view.count)
-    return decode(q, k_pages, v_pages, *table, sinks, spec.window or 0, spec.softmax_scale,
+    slopes = None if alibi_slopes is None else alibi_slopes.expand(len(q), -1).contiguous()
+    return decode(q, k_pages, v_pages, *table, sinks, slopes, spec.window or 0, spec.softmax_scale,
                   spec.softcap, splits)
 
 
@@ -138,11 +139,12 @@ def serve(run: Attend, spec: Spec, schedule: Sequence[Sequence[int]], device: st
     return [torch.cat(parts) for parts in out]
 
 
-def check(got: Tensor, row: Sequence[Tensor], spec: Spec, sinks: Tensor | None = None) -> None:
+def check(got: Tensor, row: Sequence[Tensor], spec: Spec, sinks: Tensor | None = None,
+          **more: Any) -> None:
     """One row's outputs, (Tq, H, D), against the oracle; row is its q, k and v from the start."""
     q, k, v = (t[None] for t in row)
     q = q[:, len(row[0]) - len(got) :]
-    more: dict[str, Any] = {"window": spec.window, "scale": spec.scale, "softcap": spec.softcap}
+    more |= {"window": spec.window, "scale": spec.scale, "softcap": spec.softcap}
     truth = oracle.attention(q, k, v, q, **more, sinks=sinks)
     plain = oracle.plain(q, k, v, q, **more, sinks=sinks)
     oracle.check(oracle.Result(got[None]), plain, truth, q.dtype)
@@ -197,6 +199,8 @@ MORE = [
     {"softcap": 1.5},
     {"sinks": True},
     {"scale": 0.02, "softcap": 2.0, "sinks": True, "window": 7, "dtype": "float16"},
+    {"alibi": True},
+    {"alibi": True, "sinks": True, "softcap": 1.5, "window": 7},
 ]
 
 
@@ -206,10 +210,14 @@ def test_scale_softcap_and_sinks(run, device, more) -> None:
     """Sinks about as large as the logsumexp of a row's scores, one none at all; a row of no key."""
     spec = replace(SPEC, **more)
     sinks = torch.tensor([1.0, 4.0, -torch.inf, 2.5], device=device) if spec.sinks else None
-    inputs = draw(spec, [sum(c) for c in zip(*SCHEDULE, strict=True)])
-    outs = serve(with_sinks(run, sinks), spec, SCHEDULE, device, inputs)
-    for out, row in zip(outs, inputs, strict=True):
-        check(out, row, spec, None if sinks is None else sinks.cpu().to(row[0].dtype))
+    inputs, options = draw(spec, [sum(c) for c in zip(*SCHEDULE, strict=True)]), {}
+    if spec.alibi:
+        options["alibi_slopes"] = torch.exp2(-torch.arange(4.0 * len(inputs)).view(-1, 4))
+    moved = {name: t.to(device) for name, t in options.items()}
+    outs = serve(with_sinks(run, sinks, **moved), spec, SCHEDULE, device, inputs)
+    for b, (out, row) in enumerate(zip(outs, inputs, strict=True)):
+        own = {name: t[b] for name, t in options.items()}
+        check(out, row, spec, None if sinks is None else sinks.cpu().to(row[0].dtype), **own)
 
 
 def with_sinks(run: Attend, sinks: Tensor | None, **more: Any) -> Attend:
@@ -264,7 +272,7 @@ def test_the_sums_of_half_precision_are_kept_in_float32(splits) -> None:
     spec = replace(SPEC, n_head=2, n_kv_head=1, head_dim=16, page_size=64, dtype="float16")
     k_pages, v_pages, view = filled_cache(k, v, spec)
     at = view([255], [1])
-    reads = at.page_table, at.start, at.count, None, 0, 8.0, None, splits
+    reads = at.page_table, at.start, at.count, None, None, 0, 8.0, None, splits
     q = torch.ones(1, 1, 2, 16, dtype=torch.float16, device=KERNEL_DEVICE)
     got = paged_kernels.decode(q, k_pages, v_pages, *reads).flatten().tolist()
     assert got == pytest.approx([(800 + 400 * math.e**0.5) / (1 + math.e**0.5)] * 32, rel=1e-3)
@@ -276,7 +284,7 @@ def test_opcheck() -> None:
     q, pages, spec = torch.randn(2, 1, 4, 16), torch.randn(5, 4, 2, 16), (3, 0.5, 2.0, 2)
     table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
     start, count = torch.tensor([5, 2], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    for more in ((torch.randn(4), *spec), (None, 0, 0.25, None, 0)):
+    for more in ((torch.randn(4), torch.rand(2, 4), *spec), (None, None, 0, 0.25, None, 0)):
         args = [x.to(KERNEL_DEVICE) if isinstance(x, Tensor) else x
                 for x in (q, pages, pages.flip(0), table, start, count, *more)]
         torch.library.opcheck(paged_kernels.decode, args)

@@ -35,6 +35,7 @@ CASES = [
     Case("96-window13-mqa-split", 96, 96, H=3, Hkv=1, window=13, layout="split"),
     Case("97-packed", 97, 97, segments="packed"),
     Case("77-padded-window20-BHTD", 77, 77, window=20, segments="padded", layout="BHTD"),
+    Case("97-alibi-packed", 97, 97, H=4, segments="packed", alibi="rows"),
     Case("33-D20-scale", 33, 33, D=20, scale=0.4),
     Case("64-large", 64, 64, D=64, size=30),
     Case("128-gqa-size3", 128, 128, H=4, size=3),
@@ -94,7 +95,8 @@ def attention(ring: Ring, name: str, case: Case, inputs: Any, dtype: str, pad: f
     seg = matrix.segments(case)
     leaves = [ring.shard(t, pad).detach().requires_grad_() for t in (q, k, v)]
     part = None if seg is None else ring.shard(seg, -1)
-    out = ring.attend(BACKENDS[name])(*leaves, case.spec(dtype, lse=True), segments=part)
+    more = {"alibi_slopes": matrix.slopes(case)} if case.alibi else {}
+    out = ring.attend(BACKENDS[name])(*leaves, case.spec(dtype, lse=True), segments=part, **more)
     grads = torch.autograd.grad(out, leaves, ring.shard(dout))
     return [ring.gather(t, case.Tq) for t in (out.detach(), *grads)]
 
@@ -376,7 +378,7 @@ TILED = {"attention_backend": "tiled"}
 WINDOW = {"attention_backend": "sdpa_flash", "attention_window": 7, "position": "rope",
           "qk_norm": True, "tied": False}
 MODELS: dict[int, list[Any]] = {  # by processes: what trained() takes last
-    1: [(TILED,), (WINDOW, True)],
+    1: [(TILED,), ({**WINDOW, "position": "alibi"}, True)],
     2: [(TILED,), (WINDOW, True)],
     4: [(TILED,), (WINDOW, False, True)],
 }

@@ -305,12 +305,13 @@ def test_opcheck() -> None:
     own = runs[:, :, k.shape[1] - q.shape[1] :].contiguous()
     seed = torch.tensor([7], device=DEVICE)
     sinks = torch.tensor([1.0, -torch.inf], device=DEVICE)
-    whole = (own, runs, seed, sinks, 21, 3, 0.5, 0.3, 2.0, None)
-    for more in ((None, None, None, None, None, None, 0.0, 0.25, None, None), whole):
+    slopes = torch.rand(len(q), q.shape[2], device=DEVICE)
+    whole = (own, runs, seed, sinks, slopes, 21, 3, 0.5, 0.3, 2.0, None)
+    for more in ((None, None, None, None, None, None, None, 0.0, 0.25, None, None), whole):
         torch.library.opcheck(triton_kernels.flash_forward, (q, k, v, *more))
     out, L = triton_kernels.flash_forward(q, k, v, *whole)
     kept = [dout, q, k, v, out, L]
-    args = (*kept, own, runs, seed, 21, 3, 0.5, 0.3, 2.0, None)
+    args = (*kept, own, runs, seed, slopes, 21, 3, 0.5, 0.3, 2.0, None)
     torch.library.opcheck(triton_kernels.flash_backward, args)
     half = *(t.half() for t in kept[:-1]), L  # whose gradients are float16
     for op, given in ((triton_kernels.flash_backward, (*half, *args[6:])),

@@ -18,6 +18,10 @@ PAGE = ptxas.PAGE.read_text(encoding="utf-8")
 SPILLS: dict[ptxas.Case, int] = {
     (90, "bf16", 64, "forward", "softcap sinks"): 0,
     (90, "bf16", 64, "forward", "window run seed"): 0,
+    (90, "bf16", 64, "forward", "slopes window"): 0,
+    (90, "bf16", 64, "dq", "slopes"): 0,
+    (90, "bf16", 64, "dkdv", "slopes group"): 56,
+    (90, "bf16", 256, "decode", "slopes group"): 0,
     (80, "bf16", 64, "forward", "seed"): 820,
     (80, "bf16", 64, "dq", "softcap sinks"): 16,
     (90, "bf16", 128, "dkdv", "group"): 176,

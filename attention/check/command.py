@@ -35,7 +35,7 @@ from .properties import properties
 # Rows of the table. A test counts in the rows of all its features.
 FEATURES = (
     *("causality", "causal", "lengths", "masked rows"),
-    *("grouped heads", "window", "segments", "right", "scale", "softcap", "sinks"),
+    *("grouped heads", "window", "segments", "right", "scale", "softcap", "sinks", "alibi"),
     *("large scores", "unusual scores", "strides"),
     *("gradients", "long sequences", "repeated calls", "surroundings", "dropout", "determinism"),
     *("torch.compile", "caches", "parts"),

@@ -15,7 +15,7 @@ from ..caps import Backend
 from ..proof import Inputs, Result, run
 from ..spec import Spec
 
-OPTIONS = ("window", "right", "segments", "scale", "softcap", "sinks")
+OPTIONS = ("window", "right", "segments", "scale", "softcap", "sinks", "alibi")
 Fields = dict[str, Any]  # by name, of a Case or a Spec
 
 
@@ -41,11 +41,13 @@ class Case:
     scale: float | None = None
     softcap: float | None = None
     sinks: bool | str = False  # True: in q's dtype; or a dtype
+    alibi: bool | str = False  # True: slopes (H,); "rows": (B, H)
     kind: str = "noise"  # Gaussian; "equal": all keys equal; "dominant": one key takes all
 
     def spec(self, dtype: str, **options: Any) -> Spec:
         options |= {name: getattr(self, name) for name in OPTIONS}
         options |= {"segments": self.segments is not None, "sinks": bool(self.sinks)}
+        options["alibi"] = bool(self.alibi)
         return Spec(self.H, self.Hkv, self.D, dtype, **options)
 
     @property
@@ -100,6 +102,7 @@ WORDS: dict[str, Fields] = {  # of a case's text
     "softcap": {"softcap": 4}, "sinks": {"sinks": True}, "large": {"size": 30},
     # q . k goes beyond 65,504, the largest float16; the scores, an eighth of it, do not.
     "overflow": {"size": 50}, "long": {"Hkv": 1, "D": 16},
+    "alibi": {"alibi": True}, "rows": {"alibi": "rows"},
     **{word: {"sinks": word} for word in ("bfloat16", "float32")},
     **{word: {"segments": word} for word in ("packed", "many", "padded", "left")},
     **{word: {"layout": word} for word in ("split", "BHTD")},
@@ -137,7 +140,8 @@ SAMPLE = [
         scale-softcap-sinks-packed-window20-43x97 H4 split, equal, dominant, both, both-97x43 H4,
         both-padded-43x97, both-packed-97x43, right16, right30-97x43 H4, window16-right16,
         window20-right9-113x203 B1, window16-right7-packed-gqa,
-        scale-softcap-sinks-window20-right9-packed-43x97 H4 split"""),
+        scale-softcap-sinks-window20-right9-packed-43x97 H4 split, alibi, alibi-gqa-43x97,
+        alibi-113x97, rows-window16-packed-softcap3-43x97 H4, rows-both-97x43"""),
     *(Case(x, 17, 17, layout=x, segments="packed" if "segments" in x else None) for x in LAYOUTS),
     Case("beyond the view", 1, 33, layout="k v sliced"),  # NaN after the last key, as in a cache
     Case("sinks strided", 17, 17, layout="sinks strided", sinks="bfloat16"),
@@ -154,7 +158,8 @@ CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 128x217, 2x97, 203x113, 97x1
     window20-both-97x43, both-packed B4, both-left, long-window60-right100-280x700 B1,
     long-window60-right100-600x300 B1, long-both-packed-550x900,
     long-many-window40-right20-520x600, large-sinks-both size4 D64, sinks, sinks-1x97 float32,
-    scale-softcap-sinks-gqa-113x203 H6 Hkv3 B1""")
+    scale-softcap-sinks-gqa-113x203 H6 Hkv3 B1, alibi-1x97 H8 B5, rows-gqa-packed, alibi-left,
+    rows-window60-right100-280x700 B1, alibi-many-520x600, rows-scale-sinks-mqa-65 H8""")
 # Segment ids: in no order; some are equal as int8, int16 or float32.
 IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
@@ -237,8 +242,18 @@ def sinks(case: Case, dtype: str, device: str = "cpu") -> Tensor | None:
     return laid_out(found, "sinks", case)
 
 
+def slopes(case: Case, device: str = "cpu") -> Tensor | None:
+    """ALiBi's, 1/16 to 1: (H,) or (B, H) float32, or None."""
+    if not case.alibi:
+        return None
+    shape = (case.B, case.H) if case.alibi == "rows" else (case.H,)
+    chance = torch.Generator().manual_seed(case.H)
+    return torch.exp2(-4 * torch.rand(shape, generator=chance)).to(device)
+
+
 def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
-    return Inputs(*draw(case, dtype, device), segments(case, device), sinks(case, dtype, device))
+    more = segments(case, device), sinks(case, dtype, device), slopes(case, device)
+    return Inputs(*draw(case, dtype, device), *more)
 
 
 @lru_cache(maxsize=128)  # all cases of a dtype: the truth is slower than most kernels

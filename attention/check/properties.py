@@ -18,7 +18,7 @@ from .. import proof
 from ..caps import Backend, Caps
 from ..function import attention, whole
 from ..machine.system import first_line, loses_device
-from ..masks import Pair, mask
+from ..masks import Pair, alibi, mask
 from ..proof import Inputs, leakage, run, run_cached
 from ..spec import Spec
 from . import matrix
@@ -84,10 +84,12 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterat
         yield item(name, "caches", ask, window=w, segments=True, grad=False, cache="dynamic")
     sided: tuple[Fields, ...] = ahead, between, later, full
     several: tuple[Fields, ...] = causal, windowed, *sided[1:], {**sinks, **scaled}
+    several = *several, {"alibi": True, "window": 9}, {"alibi": True, **full}
     for has, size in itertools.product(several, (None, 16, 256)):
         kind = "paged" if size else "static"
         yield item("in a cache", "caches", cached, grad=False, cache=kind, page_size=size, **has)
-    for has in (causal, windowed, segmented, {**segmented, **windowed}, scaled):
+    for has in (causal, windowed, segmented, {**segmented, **windowed}, scaled,
+                {"alibi": True, **segmented}):
         yield item("in parts", "parts", in_parts, lse=True, **has)
     for seg, has in itertools.product((False, True), sided):
         yield item("log-sum-exp", "parts", log_sum_exp, segments=seg, lse=True, **has)
@@ -387,12 +389,14 @@ def cached(backend: Backend, spec: Spec, device: str) -> None:
 
 
 def require_L(L: Tensor, out: Tensor, q: Tensor, k: Tensor, spec: Spec, pair: Pair,
-              offset: int) -> None:
+              offset: int, slopes: Tensor | None = None) -> None:
     """L (B, H, Tq) is the log-sum-exp of the rows; where it is -inf they see no key: out is 0."""
     keys = k.double().repeat_interleave(spec.n_head // spec.n_kv_head, dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * spec.softmax_scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if slopes is not None:
+        scores = scores + alibi(slopes, q.shape[1], k.shape[1], offset, scores.dtype)
     sides = spec.window, pair, q.device, offset, spec.right
     want = scores.masked_fill(~mask(q.shape[1], k.shape[1], *sides), -torch.inf).logsumexp(dim=3)
     masked = want.isneginf()
@@ -407,7 +411,8 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
     assert backend.partial is not None, "it declares lse but has no partial"
     Tq, Tk = 50, 41  # the first 9 queries see no key
     case = case_of(spec, Tk, Tq)
-    q, k, v, dout, seg, _ = matrix.inputs(case, spec.dtype, device)
+    q, k, v, dout, seg, _, slopes = matrix.inputs(case, spec.dtype, device)
+    more = {} if slopes is None else {"alibi_slopes": slopes}
     acc, parts = torch.promote_types(q.dtype, torch.float32), []
     # In rows 16 to 37 and keys 13 to 30 the mask hides a few pairs.
     borders = itertools.pairwise((0, 16, 37, Tq)), itertools.pairwise((0, 13, 30, Tk))
@@ -418,9 +423,10 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
     L = out.new_full((q.shape[0], q.shape[2], Tq), torch.finfo(acc).min)
     with torch.no_grad():
         for I, J, offset, pair in parts:
-            O_ij, L_ij = backend.partial.forward(q[:, I], k[:, J], v[:, J], spec, offset, pair)
+            tile = q[:, I], k[:, J], v[:, J], spec, offset, pair
+            O_ij, L_ij = backend.partial.forward(*tile, **more)
             require(O_ij.dtype == L_ij.dtype == acc, f"out is {O_ij.dtype}, L is {L_ij.dtype}")
-            require_L(L_ij, O_ij, q[:, I], k[:, J], spec, pair, offset)
+            require_L(L_ij, O_ij, q[:, I], k[:, J], spec, pair, offset, slopes)
             L_new = torch.logaddexp(L[..., I], L_ij)
             old, new = (torch.exp(x - L_new).mT[..., None] for x in (L[..., I], L_ij))
             out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
@@ -428,7 +434,7 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
         merged = out.to(q.dtype)
         for I, J, offset, pair in parts:
             of_row = dout[:, I], q[:, I], k[:, J], v[:, J], merged[:, I], L[..., I]
-            grads = backend.partial.backward(*of_row, spec, offset, pair)
+            grads = backend.partial.backward(*of_row, spec, offset, pair, **more)
             for total, rows, grad in zip(sums, (I, J, J), grads, strict=True):
                 require(grad.dtype == acc, f"a gradient is {grad.dtype}")
                 total[:, rows] += grad
@@ -442,7 +448,7 @@ def log_sum_exp(backend: Backend, spec: Spec, device: str) -> None:
         case = case_of(spec, Tk, Tq)
         given = matrix.inputs(case, spec.dtype, device)
         matrix.compare(run(whole(backend), given, spec), case, spec.dtype, device)
-        q, k, v, _, seg, _ = given
+        q, k, v, _, seg, *_ = given
         with torch.no_grad():
             out, L = attention(q, k, v, spec, segments=seg, kernel=backend.partial)
         pair = None if seg is None else (seg[:, Tk - Tq :], seg)

@@ -23,7 +23,7 @@ Visible tiles   Each row sees one interval of keys, whose ends never decrease fr
 
                 Likewise each key is seen by one interval of rows.
 exp2            The hardware computes 2^x, so scores, m_i and L_i are in units of log 2: S_ij, or
-                its tanh with a softcap, is multiplied by `unit`.
+                its tanh with a softcap, is multiplied by `unit`. ALiBi's bias is divided by it.
 Sinks           The forward sums start with them, and L_i contains them.
 Order           The last rows see most keys, so blocks of queries are numbered from the last one:
                 the short ones fill the gaps at the end.
@@ -72,6 +72,13 @@ def unit_of_scores(tau, softcap):
         return tau * LOG2_E
     else:
         return softcap * LOG2_E
+
+
+@triton.jit
+def alibi_distance(i, j, offset, Slopes, bh, tau, softcap):
+    """ALiBi's bias of positions that broadcast, without its minus, in units of S_ij."""
+    slope = tl.load(Slopes + bh) / (unit_of_scores(tau, softcap) / LOG2_E)
+    return slope * tl.abs(i + offset - j).to(tl.float32)
 
 
 @triton.jit
@@ -214,7 +221,7 @@ def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, O, L, Run, Seed, Sinks,
+    Q, K, V, O, L, Run, Seed, Sinks, Slopes,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
     Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -258,6 +265,9 @@ def forward_kernel(
             S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
             if softcap is not None:
                 S_ij = tanh(S_ij * (tau / softcap))
+            if Slopes is not None:
+                j_all = j0 + tl.arange(0, BLOCK_N)
+                S_ij -= alibi_distance(i[:, None], j_all[None, :], offset, Slopes, bh, tau, softcap)
             if MASKED:
                 j = j0 + tl.arange(0, BLOCK_N)
                 seen = j[None, :] <= last[:, None]
@@ -285,7 +295,7 @@ def forward_kernel(
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, O, dO, L, Delta, dQ, Run, Seed,
+    Q, K, V, O, dO, L, Delta, dQ, Run, Seed, Slopes,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -332,6 +342,9 @@ def dq_kernel(
             if softcap is not None:
                 S_ij = tanh(S_ij * (tau / softcap))
                 slope = 1 - S_ij * S_ij  # before the mask: 0 * inf is NaN
+            if Slopes is not None:
+                j_all = j0 + tl.arange(0, BLOCK_N)
+                S_ij -= alibi_distance(i[:, None], j_all[None, :], offset, Slopes, bh, tau, softcap)
             if MASKED:
                 j = j0 + tl.arange(0, BLOCK_N)
                 seen = j[None, :] <= last[:, None]
@@ -353,7 +366,7 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_kernel(
-    Q, K, V, dO, L, Delta, dK, dV, Run, Seed,
+    Q, K, V, dO, L, Delta, dK, dV, Run, Seed, Slopes,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -420,6 +433,10 @@ def dkdv_kernel(
                 if softcap is not None:
                     S_T = tanh(S_T * (tau / softcap))
                     slope = 1 - S_T * S_T
+                if Slopes is not None:
+                    j_all = j0 + tl.arange(0, BLOCK_N)
+                    S_T -= alibi_distance(
+                        i[None, :], j_all[:, None], offset, Slopes, bh, tau, softcap)
                 if MASKED:
                     p = i + offset
                     seen = seen_from[:, None] <= p[None, :]
@@ -547,9 +564,9 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropou
 
 @torch.library.custom_op("nanoattn::flash_forward", mutates_args=())
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: Tensor | None,
-                  seed: Tensor | None, sinks: Tensor | None, window: int | None,
-                  right: int | None, dropout: float, scale: float, softcap: float | None,
-                  offset: int | None) -> tuple[Tensor, Tensor]:
+                  seed: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
+                  window: int | None, right: int | None, dropout: float, scale: float,
+                  softcap: float | None, offset: int | None) -> tuple[Tensor, Tensor]:
     """Attention.
 
     Args:
@@ -559,6 +576,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
             the backward pass uses run_k.
         seed: (1,) int64 on q's device, of the dropout mask; None without dropout.
         sinks: (H,) float32, or None.
+        slopes: of ALiBi, (B, H) float32, contiguous, or None.
         window, right, scale, softcap: as in Spec; scale is a number, not None.
         dropout: the probability that an entry of P is dropped.
         offset: as in visible(); then the results are float32.
@@ -572,7 +590,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
     out = _result(q, offset)
     L = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
     _launch(
-        "forward", B * H, Tq, q, k, v, out, L, run_q, seed, sinks, *_strides(q, k, v),
+        "forward", B * H, Tq, q, k, v, out, L, run_q, seed, sinks, slopes, *_strides(q, k, v),
         *_numbers(q, k, window, right, dropout, scale, softcap, offset)
     )
     return out, L
@@ -586,8 +604,8 @@ def _result(x: Tensor, offset: int | None) -> Tensor:
 @torch.library.custom_op("nanoattn::flash_backward", mutates_args=())
 def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    run_q: Tensor | None, run_k: Tensor | None, seed: Tensor | None,
-                   window: int | None, right: int | None, dropout: float, scale: float,
-                   softcap: float | None,
+                   slopes: Tensor | None, window: int | None, right: int | None, dropout: float,
+                   scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous, and delta (B, H, Tq) float32, the row sums of
     dO * O. `out` and `L` are flash_forward's."""
@@ -597,10 +615,10 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     dq, dk, dv = (_result(t, offset) for t in (q, k, v))
     delta = torch.empty_like(L)
     asked = window, right, dropout, scale, softcap, offset
-    numbers = *_strides(q, k, v, dout), *_numbers(q, k, *asked)
-    _launch("dq", B * H, Tq, q, k, v, out, dout, L, delta, dq, run_q, seed, *numbers)
+    numbers = seed, slopes, *_strides(q, k, v, dout), *_numbers(q, k, *asked)
+    _launch("dq", B * H, Tq, q, k, v, out, dout, L, delta, dq, run_q, *numbers)
     # After dq: it reads delta.
-    _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, delta, dk, dv, run_k, seed, *numbers)
+    _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, delta, dk, dv, run_k, *numbers)
     return dq, dk, dv, delta
 
 

@@ -34,8 +34,8 @@ LEAST_RUN = 256  # keys for a program, at least
 
 
 @triton.jit
-def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, tau, softcap, window, max_pages,
-                  page_size, q_b, q_h, kv_page, kv_slot, kv_g, R: tl.constexpr,
+def decode_kernel(Q, K, V, Table, Start, Count, Slopes, Partial, M, L, tau, softcap, window,
+                  max_pages, page_size, q_b, q_h, kv_page, kv_slot, kv_g, R: tl.constexpr,
                   HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
                   BLOCK_D: tl.constexpr):
     """Attention of R query heads to one run of keys: unnormalised O~, row maximum m, row sum l.
@@ -56,6 +56,8 @@ def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, tau, softcap, win
     begin = first + split * run
     end = tl.minimum(begin + run, last)
 
+    if Slopes is not None:
+        slope = tl.load(Slopes + (b * Hkv + g) * R + r, mask=r < R, other=0.0) * LOG2_E
     inside = (r < R) & (d < HEAD_DIM)
     Q_i = tl.load(Q + b * q_b + (g * R + r) * q_h + d, mask=inside, other=0.0)
     O_i = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
@@ -72,7 +74,10 @@ def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, tau, softcap, win
         S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")
         if softcap is not None:
             S_ij = tanh(S_ij * (tau / softcap))
-        S_ij = tl.where(there[None, :], S_ij * unit_of_scores(tau, softcap), float("-inf"))
+        S_ij = S_ij * unit_of_scores(tau, softcap)
+        if Slopes is not None:
+            S_ij -= slope * tl.abs(start - j)[None, :].to(tl.float32)
+        S_ij = tl.where(there[None, :], S_ij, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(S_ij, axis=1, keep_dims=True))
         P_ij = tl.exp2(S_ij - m_new)
         rescale = tl.exp2(m_i - m_new)
@@ -132,8 +137,8 @@ def choose_splits(programs: int, keys: int) -> int:
 
 @torch.library.custom_op("nanoattn::paged_decode", mutates_args=())
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor,
-           count: Tensor, sinks: Tensor | None, window: int, scale: float, softcap: float | None,
-           splits: int) -> Tensor:
+           count: Tensor, sinks: Tensor | None, slopes: Tensor | None, window: int, scale: float,
+           softcap: float | None, splits: int) -> Tensor:
     """Attention of one query a sequence to its pages, as an operator for torch.compile.
 
     Args:
@@ -141,6 +146,7 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
         k_pages, v_pages, page_table, start, count: as in masks.PagedView, with this call's key and
             value already stored.
         sinks: (H,) float32, or None.
+        slopes: of ALiBi, (B, H) float32, contiguous, or None.
         window: number of visible keys; 0: all.
         scale, softcap: as in Spec; scale is a number, not None.
         splits: number of runs; 0: choose_splits() decides.
@@ -160,8 +166,9 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
     out = q.new_empty(B, 1, H, D)
     with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
         decode_kernel[B, Hkv, splits](
-            q, k_pages, v_pages, page_table, start, count, partial, m, l, scale, softcap, window,
-            page_table.shape[1], page_size, q.stride(0), q.stride(2), *k_pages.stride()[:3],
+            q, k_pages, v_pages, page_table, start, count, slopes, partial, m, l, scale, softcap,
+            window, page_table.shape[1], page_size, q.stride(0), q.stride(2),
+            *k_pages.stride()[:3],
             R=H // Hkv, HEAD_DIM=D, BLOCK_R=max(16, triton.next_power_of_2(H // Hkv)),
             BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, num_stages=2)
         combine_kernel[B * H,](

@@ -1,0 +1,289 @@
+"""ALiBi: every backend against the truth for random calls, the truth against loops, and the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import few
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import checkpoint
+from attention import BACKENDS, BackendUnavailable, Machine, Phase, Ring, Spec, get, select
+from attention.check import matrix
+from attention.check.matrix import Case
+from attention.function import attention
+from attention.masks import filled_cache
+from attention.proof import truth
+from core.settings import UserError
+from inference import engine
+from inference.engine import KV_CACHES
+from model import GPT, GPTConfig, alibi_slopes
+
+HERE = Machine.here("cpu")
+
+
+@st.composite
+def cases(draw: Any, longest: int = 70) -> Case:
+    Hkv, R = draw(st.sampled_from([(2, 1), (1, 3), (2, 2)]))
+    right = draw(st.sampled_from([0, 0, 0, None, 3, 30]))
+    Tq, Tk = draw(st.integers(1, longest)), draw(st.integers(1, longest))
+    window = draw(st.sampled_from([None, None, 1, 7, 40]))
+    # With more queries than keys only causal calls and those without any mask.
+    Tq = Tq if right == 0 or (right is None and window is None) else min(Tq, Tk)
+    segments = draw(st.sampled_from([None, None, "packed", "many", "left"]))
+    if right != 0 and segments:
+        Tq = min(Tq, Tk)
+    return Case(
+        "random", Tq, Tk, Hkv * R, Hkv, D=16, B=draw(st.integers(1, 3)), window=window, right=right,
+        segments=segments, softcap=draw(st.sampled_from([None, None, 3.0])),
+        scale=draw(st.sampled_from([None, 0.5])), sinks=draw(st.booleans()),
+        alibi=draw(st.sampled_from([True, "rows"])),
+    )
+
+
+def allowed(name: str, case: Case, dtype: str) -> Case:
+    """The case without what the backend does not declare, which are other tests."""
+    why = {w.kind for w in BACKENDS[name].why_not(case.spec(dtype), HERE)}
+    assert "alibi" not in why
+    changes: dict[str, Any] = {"softcap": None, "sinks": False, "segments": None}
+    return replace(case, **{n: x for n, x in changes.items() if n in why})
+
+
+@pytest.mark.parametrize("name", few(["tiled", "sdpa", "sdpa_flash", "manual", "sdpa_math"], 3))
+@settings(max_examples=20, deadline=None)
+@given(cases(), st.sampled_from(["float32", "bfloat16", "float64"]))
+def test_random_calls_by_every_backend(name: str, case: Case, dtype: str) -> None:
+    matrix.check(BACKENDS[name], allowed(name, case, dtype), dtype)
+
+
+@pytest.mark.parametrize("examples", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_random_calls_by_our_triton_kernels(examples: int) -> None:
+    if why := BACKENDS["triton"].why_not(Spec(2, 2, 16, "float32", alibi=True), HERE):
+        pytest.skip(why[0])
+
+    @settings(max_examples=examples, deadline=None)
+    @given(cases())
+    def check(case: Case) -> None:
+        matrix.check(BACKENDS["triton"], case, "float32")
+
+    check()
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
+@given(cases(longest=40))
+def test_random_calls_by_flex(case: Case) -> None:
+    spec = replace(allowed("flex", case, "float32").spec("float32"), grad=False)
+    if why := BACKENDS["flex"].why_not(spec, HERE):
+        pytest.skip(why[0])
+    matrix.check(BACKENDS["flex"], replace(case, sinks=False), "float32", grad=False)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_the_truth_is_the_formula(rows: bool) -> None:
+    """By loops over pairs: out, and the gradients by autograd."""
+    case = Case("loops", 5, 8, H=4, Hkv=2, D=4, window=6, softcap=1.5, alibi="rows" if rows else True)
+    inputs = matrix.inputs(case, "float64")
+    q, k, v = leaves = [t.clone().requires_grad_() for t in inputs[:3]]
+    m = inputs.alibi_slopes
+    assert m is not None
+    out = []
+    for b in range(2):
+        for i in range(5):
+            for h in range(4):
+                scores, values = [], []
+                for j in range(max(0, i + 3 - 5), i + 3 + 1):
+                    score = 1.5 * torch.tanh(q[b, i, h] @ k[b, j, h // 2] / 2 / 1.5)
+                    scores.append(score - float(m[b, h] if rows else m[h]) * abs(i + 3 - j))
+                    values.append(v[b, j, h // 2])
+                out.append(torch.stack(scores).softmax(0) @ torch.stack(values))
+    whole = torch.stack(out).view(2, 5, 4, 4)
+    want = [whole, *torch.autograd.grad(whole, leaves, inputs.dout)]
+    exact = truth(inputs, case.spec("float64"))
+    for got, t in zip((exact.out, exact.dq, exact.dk, exact.dv), want, strict=True):
+        torch.testing.assert_close(got, t)
+
+
+@pytest.mark.parametrize("name", ["tiled", "sdpa_flash", "triton"])
+def test_the_log_sum_exp(name: str) -> None:
+    """Of all keys equal it is the logarithm of a geometric sum. In a ring the distances go on."""
+    spec = Spec(2, 2, 16, "float32", alibi=True, lse=True)
+    if why := BACKENDS[name].why_not(spec, HERE):
+        pytest.skip(why[0])
+    q, m = torch.zeros(1, 40, 2, 16), torch.tensor([0.5, 0.01])
+    kernel = BACKENDS[name].partial
+    assert kernel is not None
+    out, L = attention(q, q, q, spec, kernel=kernel, alibi_slopes=m)
+    n = torch.arange(1, 41.0)
+    want = torch.log((1 - torch.exp(-m[:, None] * n)) / (1 - torch.exp(-m[:, None])))
+    torch.testing.assert_close(L[0], want)
+    x = torch.randn(3, 2, 40, 2, 16)
+    ring = Ring().attend(BACKENDS[name])(*x, spec, alibi_slopes=m)
+    plain = BACKENDS["manual"].attend(*x, replace(spec, lse=False), alibi_slopes=m)
+    torch.testing.assert_close(ring, plain, rtol=1e-4, atol=1e-5)
+
+
+# --- honoured or refused ---
+
+
+def test_who_takes_it() -> None:
+    spec = Spec(4, 4, 64, "bfloat16", alibi=True)
+    for name, backend in BACKENDS.items():
+        takes = any(row.alibi for row in backend.caps)
+        other = name in ("sdpa_bmm", "flex_flash", "flash_attn_3", "flash_attn_4")
+        assert takes == (not other), name
+        if other:
+            assert "alibi" in {w.kind for row in backend.caps for w in row.why_not(spec, HERE)}
+            q = torch.zeros(1, 3, 4, 64, dtype=torch.bfloat16)
+            with pytest.raises(ValueError, match="ALiBi"):
+                backend.attend(q, q, q, spec, alibi_slopes=torch.ones(4))
+    assert spec.kind != replace(spec, alibi=False).kind and "alibi" in str(spec)
+    assert select("sdpa_bmm", spec, "cpu").backend.name in ("sdpa", "sdpa_flash")
+
+
+def test_slopes_that_contradict_the_call_are_refused() -> None:
+    q, spec = torch.randn(2, 5, 4, 16), Spec(4, 4, 16, "float32", alibi=True)
+    ones = torch.ones(4)
+    for slopes, value in (
+        (None, "None"), (ones[:3], "3"), (ones.double(), "float64"), (ones.view(1, 4), "1"),
+        (ones.expand(3, 4), "3"), (ones.view(1, 1, 4), "1, 1, 4"), (0.5, "0.5"),
+        (ones.clone().requires_grad_(), "requires_grad"), (ones.to("meta"), "meta"),
+    ):
+        with pytest.raises(ValueError, match=value):
+            get("manual").attend(q, q, q, spec, alibi_slopes=slopes)
+    with pytest.raises(ValueError, match="alibi"):
+        get("manual").attend(q, q, q, replace(spec, alibi=False), alibi_slopes=ones)
+    with pytest.raises(ValueError, match="right=2"):  # the first query is before the first key
+        get("manual").attend(q, q[:, :3], q[:, :3], replace(spec, right=2), alibi_slopes=ones)
+
+
+@settings(max_examples=15, deadline=None)
+@given(cases(longest=30), st.lists(st.integers(0, 30), min_size=3, max_size=3),
+       st.lists(st.integers(1, 30), min_size=3, max_size=3),
+       st.sampled_from([("manual", None), ("sdpa", None), ("paged", 8)]))
+def test_views_of_a_cache(case: Case, start: list[int], count: list[int], by: Any) -> None:
+    """Query i of row b stands at start[b] + i; rows with fewer tokens than queries."""
+    (name, size), Tq, T = by, max(count), 60
+    spec = Spec(case.H, case.Hkv, 16, "float32", window=case.window, right=case.right, grad=False,
+                cache="paged" if size else "static", page_size=size, alibi=True)
+    shapes = ((Tq, case.H), (T, case.Hkv), (T, case.Hkv))
+    q, k, v = (torch.randn(3, n, h, 16) for n, h in shapes)
+    m = torch.rand((3, case.H) if case.alibi == "rows" else (case.H,))
+    held_k, held_v, view = filled_cache(k, v, spec)
+    reads = view(start, count)
+    out = BACKENDS[name].attend(q, held_k, held_v, spec, cache=reads, alibi_slopes=m)
+    plain = replace(spec, cache="none", page_size=None)
+    for b, (a, n) in enumerate(zip(start, count, strict=True)):
+        one = q[b : b + 1, :n], k[b : b + 1, : a + n], v[b : b + 1, : a + n]
+        own = m[b] if m.dim() == 2 else m
+        want = truth(matrix.Inputs(*one, one[0], None, None, own), plain).out
+        torch.testing.assert_close(out[b : b + 1, :n].double(), want, rtol=1e-4, atol=1e-4)
+
+
+# --- the model ---
+
+SIZES: dict[str, Any] = {"block_size": 24, "vocab_size": 37, "n_layer": 2, "n_head": 4,
+                         "n_embd": 32, "position": "alibi"}
+
+
+def build(**changes: Any) -> GPT:
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(**{**SIZES, **changes}))
+    for p in model.parameters():
+        p.data += 0.4 * torch.randn(p.shape)
+    return model.eval()
+
+
+def test_the_slopes_are_the_papers() -> None:
+    """Section 3: for 8 heads 1/2 to 1/256; for 12, by its code, every second one of 16 follows."""
+    device = torch.device("cpu")
+    eight = [2.0**-n for n in range(1, 9)]
+    assert alibi_slopes(8, device).tolist() == eight
+    twelve = [*eight, *(2.0 ** -(n - 0.5) for n in range(1, 5))]
+    torch.testing.assert_close(alibi_slopes(12, device), torch.tensor(twelve))
+    for n in (1, 2, 3, 7, 16, 40):
+        slopes = alibi_slopes(n, device)
+        assert slopes.shape == (n,) and slopes.dtype == torch.float32
+        assert slopes.unique().numel() == n and 2**-8 <= slopes.min() <= slopes.max() < 1
+
+
+def test_a_model_has_no_positions_but_in_its_scores() -> None:
+    """Without a bias a first layer could not tell the order of earlier tokens."""
+    model, x = build(n_layer=1), torch.arange(10)[None]
+    assert not [name for name, _ in model.named_parameters() if "wpe" in name]
+    assert {*model.state_dict()} == {*build(n_layer=1, position="rope").state_dict()}
+    swapped = x[:, [1, 0, *range(2, 10)]]
+    assert not torch.allclose(model(x)[0][:, -1], model(swapped)[0][:, -1])
+    half = build().bfloat16()  # whose slopes are not rounded
+    torch.testing.assert_close(half(x)[0].float(), build()(x)[0], rtol=0.1, atol=0.5)
+
+
+@pytest.mark.parametrize("kv", KV_CACHES)
+@pytest.mark.parametrize("window", [None, 5, (4, None)])
+def test_every_cache_gives_the_same_tokens(kv: str, window: Any) -> None:
+    """Also past block_size, where texts slide, and with prompts of several lengths."""
+    model = build(n_kv_head=2, attention_window=window)
+    plain = build(n_kv_head=2, attention_window=window, attention_backend="manual")
+    prompts = [torch.arange(T) * 7 % 37 for T in (9, 1, 4)]
+    texts = engine.generate(model, prompts, 20, temperature=0, kv_cache=kv)
+    for text, prompt in zip(texts, prompts, strict=True):
+        assert torch.equal(text, plain.generate(prompt[None], 20, temperature=0)[0])
+        assert len(text.unique()) > 3
+
+
+def test_compiled_and_exported() -> None:
+    model, x = build(attention_backend="sdpa"), torch.arange(20)[None]
+    want = model(x)[0]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x)[0], want)
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x)[0], want)
+    torch._dynamo.reset()
+
+
+def test_gradients_with_checkpointing_and_documents() -> None:
+    ids = torch.arange(24)[None] % 37
+    segments = (torch.arange(24) >= 9).int()[None]
+    found = []
+    for backend, checkpointing in (("manual", False), ("tiled", True), ("sdpa", True)):
+        model = build(attention_backend=backend).train()
+        model.gradient_checkpointing = checkpointing
+        model(ids, ids.roll(-1), segments)[1].backward()
+        found.append([p.grad for p in model.parameters()])
+    for grads in found[1:]:
+        for a, b in zip(grads, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_no_format_of_other_libraries_has_it(tmp_path: Any) -> None:
+    for more in ({"bias": True}, {"norm": "rms", "mlp": "swiglu", "bias": False}):
+        with pytest.raises(UserError, match="position"):
+            checkpoint.save_hf(build(**more), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_kernel_without_it_is_refused_by_name() -> None:
+    model = build(attention_backend="sdpa_bmm").bfloat16()
+    spec = model.config.specs(Phase("cpu", "bfloat16"))[0]
+    assert spec.alibi and [w.kind for w in get("sdpa_bmm").why_not(spec, HERE)]
+    from attention import Policy
+
+    model = GPT(model.config, Policy(fallback=False)).bfloat16()
+    with pytest.raises(BackendUnavailable, match="ALiBi"):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_the_best_score_is_near() -> None:
+    """Equal keys: a weight falls by e^-m with each token of distance (the paper's figure 3)."""
+    T, m = 6, torch.tensor([math.log(2)])
+    q, v = torch.zeros(1, T, 1, 8), torch.eye(T, 8)[None, :, None]
+    out: Tensor = get("sdpa").attend(q, q, v, Spec(1, 1, 8, "float32", alibi=True), alibi_slopes=m)
+    want = torch.tensor([2.0 ** -(T - 1 - j) for j in range(T)])
+    torch.testing.assert_close(out[0, -1, 0, :T], want / want.sum())
