@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .machine.apart import outside_a_trace
-from .masks import PagedView, alibi, by_row, for_any_shape
+from .masks import PagedView, alibi, for_any_shape
 from .spec import Spec, visible
 
 BLOCK = 256  # queries that gather() takes at a time
@@ -48,7 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
         from .triton.paged_kernels import decode
 
         sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
-        rows = cache.page_table, cache.start, cache.count, sinks, by_row(alibi_slopes, len(q))
+        rows = cache.page_table, cache.start, cache.count, sinks, alibi_slopes
         numbers = spec.window or 0, spec.softmax_scale, spec.softcap
         return decode(q, k, v, *rows, *numbers, splits=0)
     outs, end = [], cache.start + cache.count
