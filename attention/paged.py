@@ -122,7 +122,7 @@ def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec
 
 
 def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
-          *_: None) -> Tensor:
+          *_: object) -> Tensor:
     """_formula() by PyTorch's SDPA: the query heads of a key/value head are rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)

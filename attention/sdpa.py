@@ -67,7 +67,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
         if kernel == SDPBackend.CUDNN_ATTENTION and k.shape[1] == 1:
             return _only_key(q, k, v, spec)
         masked = attn_mask is not None
-        if masked and spec.grad and kernel == SDPBackend.CUDNN_ATTENTION:
+        if attn_mask is not None and spec.grad and kernel == SDPBackend.CUDNN_ATTENTION:
             k, v = (F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % 128)) for t in (k, v))  # see permitted()
             hidden = -torch.inf if attn_mask.is_floating_point() else False
             attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128), value=hidden)

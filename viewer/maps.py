@@ -106,10 +106,10 @@ def scores(call: Call, N: int) -> Tensor:
     found: list[Tensor] = []
     q, k, v = (t[:, :N].float().cpu() for t in (call.q, call.k, call.v))
     pair = None if call.segments is None else (call.segments[:, :N].cpu(),) * 2
-    more = {n: t.cpu() for n, t in call.options.items() if n != "segments"}
+    slopes = call.options.get("alibi_slopes")
     tiled.forward_tiles(q, k, v, replace(call.spec, dtype="float32"), segments=pair, B_r=N, B_c=N,
                         on_tile=lambda i, j, S, *_: found.append(S.flatten(1, 2)[0]),
-                        **more)  # fmt: skip
+                        alibi_slopes=None if slopes is None else slopes.cpu())  # fmt: skip
     return found[0]
 
 
