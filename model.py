@@ -282,18 +282,19 @@ class GPT(nn.Module):
         if self.packed and segments is not None and cache is None:
             pos = (pos - segments).clamp(min=0)  # (B, T)
         x, rope = self.embed(idx, pos)
-        H, alibi = self.config.n_head, self.config.position == "alibi"
-        slopes = alibi_slopes(H, idx.device) if alibi else None
+        slopes: tuple[Tensor, ...] = ()
+        if self.config.position == "alibi":
+            slopes = (alibi_slopes(self.config.n_head, idx.device),)
         plan = self.plans.look_up(self.phase(segments is not None, cache, x), idx.shape[0])
         for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):
             if spec.lse and self.ring:
                 attend = self.ring.attend(chosen.backend)
             if self.gradient_checkpointing and self.training and cache is None:
-                given = attend, spec, segments, rope, None, slopes
+                given = attend, spec, segments, rope, None, *slopes
                 x = checkpoint(block, x, *given, use_reentrant=False)
             else:
                 layer = None if cache is None else cache.layer(i)
-                x = block(x, attend, spec, segments, rope, layer, slopes)
+                x = block(x, attend, spec, segments, rope, layer, *slopes)
         return self.transformer.ln_f(x)
 
     def positions(self, idx: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
         "allow_mps_sdpa": "allow PyTorch's SDPA on Apple's Metal before torch 2.13",
         "segments": "two documents in each sequence",
         "sinks": "a logit for each head in the softmax's denominator",
+        "alibi": "a bias that falls with the distance, by a slope for each head",
         "lse": "split sequences, as --context_parallel of train.py",
         "inference": "no backward pass",
         "deterministic": "under torch.use_deterministic_algorithms(True)",
@@ -94,7 +95,8 @@ def spec_of(args: argparse.Namespace, dtype: str) -> Spec:
         args.n_head, n_kv_head, args.head_dim, dtype, args.window,
         args.dropout, args.segments, grad=not args.inference and cache == "none", cache=cache,
         compiled=args.compiled, page_size=page_size,
-        scale=args.scale, softcap=args.softcap, sinks=args.sinks, lse=args.lse,
+        scale=args.scale, softcap=args.softcap, sinks=args.sinks, alibi=args.alibi,
+        lse=args.lse,
     )
 
 

@@ -9,10 +9,9 @@ here visible(), into it. A BlockMask classifies the tiles of 128 x 128 scores:
         Q_2 [  x   x   /   .  ]   2         0 1       .  in neither list: skipped
         Q_3 [  .   /   x   /  ]   1 3       2            (here for a window)
 
-A softcap and ALiBi's bias are a score_mod(score, b, h, i, j), applied to the scaled score before
-the mask. Sinks use
-the returned logsumexp L: a key of score t without a value takes e^t / (e^L + e^t) of a row's
-weight, so out * sigmoid(L - t) remains.
+A softcap and ALiBi are a score_mod(score, b, h, i, j), applied to the scaled score before the mask.
+Sinks use the returned logsumexp L: a key of score t without a value takes e^t / (e^L + e^t) of a
+row's weight, so out * sigmoid(L - t) remains.
 
 Memory  O(T): q, k, v, out and one logsumexp a row; the lists are (T / 128)^2 integers.
 FLOPs   4 * Tq * Tk * D a head forward and 14 * Tq * Tk * D backward, less the skipped tiles.
@@ -126,10 +125,9 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = c * torch.tanh(score / c) if c else score
-        if slopes is None:
-            return score
-        slope = slopes[b, h] if len(slopes) > 1 else slopes[0, h]
-        return score + alibi_bias(slope, i, j, shift)
+        if slopes is not None:
+            score = score + alibi_bias(slopes[b % len(slopes), h], i, j, shift)
+        return score
 
     if own_score is not None:
         asked["score_mod"] = own_score

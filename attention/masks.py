@@ -61,11 +61,6 @@ def alibi(slopes: Tensor, Tq: int, Tk: int, offset: Numbers, dtype: torch.dtype)
     return alibi_bias(slopes.reshape(-1, slopes.shape[-1], 1, 1), i, j, offset).to(dtype)
 
 
-def by_row(slopes: Tensor | None, B: int) -> Tensor | None:
-    """ALiBi's slopes (H,) or (B, H) as (B, H), contiguous."""
-    return slopes if slopes is None else slopes.expand(B, -1).contiguous()
-
-
 def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> bool:
     """True if every query sees every key: the first the last one, and the last the first."""
     first = visible(0, Tk - 1, offset, window, right=right)
@@ -112,8 +107,8 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
         n_seen = 0  # keys that the queries before all keys see
         if segments is None:
             n_seen = Tk if spec.right is None else min(spec.right, Tk)
-        if spec.alibi and n_seen:  # the call below would measure their distances from another place
-            got = f"{Tq} queries, {Tk} keys and right={spec.right}"
+        if spec.alibi and n_seen:  # the call below would measure distances from another place
+            got = f"{Tq} queries, {Tk} keys, right={spec.right}"
             raise ValueError(f"ALiBi with more queries than keys must be causal, got {got}")
         early_right = None if spec.right is None else spec.right - n_seen
         early = replace(spec, window=None, right=early_right)
@@ -289,10 +284,8 @@ def pieces(
     Tq: int, Tk: int, window: int | None, starts: tuple[int, ...], block: int, right: int | None,
     biased: bool = False,
 ) -> list[Piece]:
-    """Cut the last Tq of Tk positions, one row whose segments begin at `starts`.
-
-    Short neighbors share a block; a segment that needs no mask, nor a bias, is one piece.
-    """
+    """Cut the last Tq of Tk positions, one row whose segments begin at `starts`. Short neighbors
+    share a block; a segment that needs no mask, nor a bias, is one piece."""
     found: list[Piece] = []
     offset = Tk - Tq
     for start, end in zip(starts, (*starts[1:], Tk)):
@@ -319,8 +312,7 @@ def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sp
               segments: Tensor | None, cache: StaticView | None = None,
               **options: Any) -> Tensor:
     """Call attend(q, k, v, spec, offset=, segments=), which masks, for blocks of queries and the
-    keys that they see. Segments are only masked in a call of one block and under torch.compile.
-    With `alibi_slopes` among the options no block is larger, since its bias is stored."""
+    keys that they see. Segments are only masked in a call of one block and under torch.compile."""
     block = CUDA_BLOCK if q.is_cuda else BLOCK
     (B, Tq), Tk = q.shape[:2], k.shape[1]
     sides = spec.window, Tk - Tq, spec.right
@@ -336,15 +328,13 @@ def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sp
         size, several = Tq if whole else block, segments is not None
         found = list(ranges(Tq, Tk, spec.window, size, Tk - Tq, several, spec.right))
         return _in_pieces(attend, q, k, v, spec, segments, found, options)
-    starts, outs, b = borders(segments), [], 0
+    starts, outs, own, b = borders(segments), [], options, 0
     while b < B:  # rows with the same segments go together
         n = next((i for i in range(b, B) if starts[i] != starts[b]), B)
         found = pieces(Tq, Tk, spec.window, starts[b], block, spec.right, spec.alibi)
         Q, K, V = (t if n - b == B else t[b:n] for t in (q, k, v))
-        if spec.alibi and options["alibi_slopes"].dim() == 2:
-            own = {**options, "alibi_slopes": options["alibi_slopes"][b:n]}
-        else:
-            own = options
+        if spec.alibi and (slopes := options["alibi_slopes"]).dim() == 2:
+            own = {**options, "alibi_slopes": slopes[b:n]}
         outs.append(_in_pieces(attend, Q, K, V, spec, segments[b:n], found, own))
         b = n
     return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .machine.apart import outside_a_trace
-from .masks import PagedView, alibi, by_row, for_any_shape
+from .masks import PagedView, alibi, for_any_shape
 from .spec import Spec, visible
 
 BLOCK = 256  # queries that gather() takes at a time
@@ -48,7 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
         from .triton.paged_kernels import decode
 
         sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
-        rows = cache.page_table, cache.start, cache.count, sinks, by_row(alibi_slopes, len(q))
+        rows = cache.page_table, cache.start, cache.count, sinks, alibi_slopes
         numbers = spec.window or 0, spec.softmax_scale, spec.softcap
         return decode(q, k, v, *rows, *numbers, splits=0)
     outs, end = [], cache.start + cache.count
@@ -122,7 +122,7 @@ def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec
 
 
 def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
-          *_: None) -> Tensor:
+          *_: object) -> Tensor:
     """_formula() by PyTorch's SDPA: the query heads of a key/value head are rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)

@@ -14,12 +14,13 @@ from torch import Tensor
 from .caps import INTEGERS, check_call, must_be
 from .machine.system import autocast_off
 from .masks import symbolic
-from .spec import DTYPES, Spec, visible
+from .spec import DTYPES, Spec, alibi_bias, visible
 
 
 def weights(
     q: Tensor, k: Tensor, spec: Spec, *, rows: Sequence[int] | Tensor | None = None,
     L: Tensor | None = None, segments: Tensor | None = None, sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Exact probabilities of the queries `rows`, (B, H, rows, Tk) float32 (float64 for float64).
 
@@ -31,13 +32,13 @@ def weights(
         rows: indices into Tq, as in q[:, rows]; None: all.
         L: (B, H, Tq), natural, as flash_attn_func(..., return_attn_probs=True) and Backend.partial
             return it; it contains any sinks. Then the result has no gradient. None: computed here.
-        segments, sinks: as in attend().
+        segments, sinks, alibi_slopes: as in attend().
 
     Raises:
         ValueError: tensors that contradict the Spec or one another; a row that does not exist.
     """
     B, Tq, H, _ = q.shape
-    check_call(q, k, k, spec, segments, None, sinks)
+    check_call(q, k, k, spec, segments, None, sinks, alibi_slopes)
     if L is not None:
         must_be("L", L, (B, H, Tq), q.device, DTYPES)
     at = torch.arange(Tq, device=q.device)
@@ -60,6 +61,8 @@ def weights(
         S = spec.softcap * torch.tanh(S / spec.softcap)
     offset = Tk - Tq
     i, j = at[:, None], torch.arange(Tk, device=q.device)
+    if alibi_slopes is not None:
+        S = S + alibi_bias(alibi_slopes.to(acc).view(-1, H, 1, 1), i, j, offset)
     seen = visible(i, j, offset, spec.window, right=spec.right)
     if segments is not None and Tk:
         own = segments[:, (at + offset).clamp(min=0), None]  # a query before all keys has none

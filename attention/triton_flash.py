@@ -36,7 +36,7 @@ from torch import Tensor
 
 from .caps import Backend, Caps, Partial
 from .function import attention
-from .masks import Pair, by_row, for_any_shape
+from .masks import Pair, for_any_shape
 from .spec import Spec
 
 
@@ -51,7 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         runs = borders(segments)
         pair = runs[:, :, k.shape[1] - q.shape[1] :].contiguous(), runs
     seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
-    options = {"sinks": sinks, "seed": seed, "alibi_slopes": by_row(alibi_slopes, len(q))}
+    options = {"sinks": sinks, "seed": seed, "alibi_slopes": alibi_slopes}
     return attention(q, k, v, spec, kernel=WHOLE, segments=pair, **options)[0]
 
 
@@ -93,7 +93,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: 
 
     numbers = spec.window, spec.right, 0.0, spec.softmax_scale, spec.softcap, offset
     runs = runs_of_pair(segments, k.shape[1], offset)
-    out, L = flash_forward(q, k, v, *runs, None, None, by_row(alibi_slopes, len(q)), *numbers)
+    out, L = flash_forward(q, k, v, *runs, None, None, alibi_slopes, *numbers)
     return out, torch.where(L.eq(LOWEST.value), -torch.inf, L * math.log(2))
 
 
@@ -106,7 +106,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
     runs = runs_of_pair(segments, k.shape[1], offset)
     L_2 = (L / math.log(2)).clamp(min=LOWEST.value)  # where no key is seen; -inf would give NaN
     rows = dout, q, k, v, out.contiguous(), L_2.contiguous()
-    return tuple(flash_backward(*rows, *runs, None, by_row(alibi_slopes, len(q)), *numbers)[:3])
+    return tuple(flash_backward(*rows, *runs, None, alibi_slopes, *numbers)[:3])
 
 
 def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None, Tensor | None]:

@@ -13,8 +13,8 @@ In a page, the text between one of these comments and `<!-- end -->` is generate
 
 The first is the source of a function, class, method (`Tiled.forward`) or constant. The second is
 a part of it, from the first line that contains the one text to the next that contains the other.
-The third leaves out softcap, sinks, dropout and caches. The last two are the file to start an
-exercise from, and the output of `python -m course.figures`.
+The third leaves out softcap, sinks, ALiBi, dropout and caches. The last two are the file to start
+an exercise from, and the output of `python -m course.figures`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ END = "<!-- end -->\n"
 MARK = re.compile(r"^<!-- (code|start|figure): (.+?) -->\n", re.M)
 CODE = re.compile(r'(\S+) (\S+)(?: from "(.+?)" to "(.+?)")?( plain)?')
 # What plain() leaves out within a line.
-OPTIONS = [(r"\[\.\.\., :Tk\]", ""), (r"  # the sink has no value", ""),
+OPTIONS = [(", alibi_slopes", ""), (r"\[\.\.\., :Tk\]", ""), (r"  # the sink has no value", ""),
            (r"\(Z_ij \* (\w+)\)", r"\1"), (r"Z_ij \* \((.+)\)", r"\1")]
 
 
@@ -123,20 +123,20 @@ def code(what: str, page: Path) -> str:
     lines = source(path.read_text(encoding="utf-8"), name)
     if first:
         lines = cut(lines, first, last)
-    of = ", without softcap, sinks, dropout and caches" if short else ""
+    of = ", without softcap, sinks, ALiBi, dropout and caches" if short else ""
     lines = plain(lines) if short else lines
     return f"[{file}]({link}), `{name}`{of}:\n\n```python\n{lines}```\n"
 
 
 def plain(text: str) -> str:
-    """The lines without those that serve softcap, sinks, dropout and caches alone."""
+    """The lines without those of softcap, sinks, ALiBi, dropout and caches alone."""
     lines: list[str | None] = [*text.splitlines(keepends=True)]
 
     def drop(first: int, last: int) -> None:
         lines[first - 1 : last] = [None] * (last - first + 1)
 
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.If) and re.search("softcap|sinks", ast.unparse(node.test)):
+        if isinstance(node, ast.If) and re.search("softcap|sinks|alibi", ast.unparse(node.test)):
             drop(node.lineno, node.end_lineno or 0)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "cache is None":
             inside = [*range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1)]

@@ -29,6 +29,9 @@ TRIED = {
 }
 
 
+SCORES = ("scale", "softcap", "sinks", "alibi")
+
+
 def overview() -> str:
     """Return the table of the README: a row for each backend."""
     lines = ["| name | what | runs on | falls back to |", "|---|---|---|---|"]
@@ -96,7 +99,7 @@ def abilities(caps: Caps) -> dict[str, str]:
         "window": yes[caps.window],
         "right": yes[caps.right],
         "segments": yes[caps.segments],
-        "scores": ", ".join(n for n in ("scale", "softcap", "sinks") if getattr(caps, n)) or "-",
+        "scores": ", ".join(n for n in SCORES if getattr(caps, n)) or "-",
         "dropout": f"multiples of {step:g}" if step else yes[caps.dropout],
         "backward": yes[caps.grad] + (", not deterministic" if unordered else ""),
         "parts": "yes" if caps.lse and caps.lse_segments else "no segments" if caps.lse else "-",

@@ -1,4 +1,4 @@
-"""ALiBi: every backend against the truth for random calls, the truth against loops, and the model."""
+"""ALiBi: every backend and the model against the truth, and the truth against loops."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from core.settings import UserError
 from inference import engine
 from inference.engine import KV_CACHES
 from model import GPT, GPTConfig, alibi_slopes
+from viewer.maps import maps, scores, watched, weights
 
 HERE = Machine.here("cpu")
 
@@ -88,7 +89,8 @@ def test_random_calls_by_flex(case: Case) -> None:
 @pytest.mark.parametrize("rows", [False, True])
 def test_the_truth_is_the_formula(rows: bool) -> None:
     """By loops over pairs: out, and the gradients by autograd."""
-    case = Case("loops", 5, 8, H=4, Hkv=2, D=4, window=6, softcap=1.5, alibi="rows" if rows else True)
+    case = Case("loops", 5, 8, H=4, Hkv=2, D=4, window=6, softcap=1.5,
+                alibi="rows" if rows else True)
     inputs = matrix.inputs(case, "float64")
     q, k, v = leaves = [t.clone().requires_grad_() for t in inputs[:3]]
     m = inputs.alibi_slopes
@@ -119,7 +121,7 @@ def test_the_log_sum_exp(name: str) -> None:
     q, m = torch.zeros(1, 40, 2, 16), torch.tensor([0.5, 0.01])
     kernel = BACKENDS[name].partial
     assert kernel is not None
-    out, L = attention(q, q, q, spec, kernel=kernel, alibi_slopes=m)
+    _, L = attention(q, q, q, spec, kernel=kernel, alibi_slopes=m)
     n = torch.arange(1, 41.0)
     want = torch.log((1 - torch.exp(-m[:, None] * n)) / (1 - torch.exp(-m[:, None])))
     torch.testing.assert_close(L[0], want)
@@ -260,6 +262,20 @@ def test_gradients_with_checkpointing_and_documents() -> None:
     for grads in found[1:]:
         for a, b in zip(grads, found[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_maps_of_explain_are_of_its_scores() -> None:
+    """Weights times v are what the kernel gave, and the softmax of the tiles' scores."""
+    model, x = build(attention_backend="sdpa"), torch.arange(20)[None]
+    with watched(model) as calls, torch.no_grad():
+        model.hidden(x)
+    assert len(calls) == 2
+    for call in calls:
+        P = weights(call)
+        torch.testing.assert_close(scores(call, 20).softmax(-1), P, rtol=1e-4, atol=1e-5)
+        out = torch.einsum("hij,jhd->ihd", P, call.v[0])
+        torch.testing.assert_close(out, call.out[0], rtol=1e-4, atol=1e-5)
+    assert all(layer["agrees"] for layer in maps(calls)["layers"])
 
 
 def test_no_format_of_other_libraries_has_it(tmp_path: Any) -> None:

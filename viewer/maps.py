@@ -36,7 +36,11 @@ class Call:
     v: Tensor  # (1, Tk, Hkv, D)
     out: Tensor  # (1, T, H, D)
     spec: Spec
-    segments: Tensor | None  # (1, T) int32
+    options: dict[str, Tensor]  # attend()'s: segments (1, T) int32, alibi_slopes (H,)
+
+    @property
+    def segments(self) -> Tensor | None:
+        return self.options.get("segments")
 
 
 @contextmanager
@@ -50,7 +54,9 @@ def watched(model: GPT) -> Iterator[list[Call]]:
         def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
                   segments: Tensor | None = None, **more: object) -> Tensor:  # fmt: skip
             out: Tensor = attend(q, k, v, spec, segments=segments, **more)
-            calls.append(Call(q, k, v, out, spec, segments))
+            options = {"segments": segments, "alibi_slopes": more.get("alibi_slopes")}
+            given = {name: t for name, t in options.items() if isinstance(t, Tensor)}
+            calls.append(Call(q, k, v, out, spec, given))
             return out
 
         return x, noted, *rest
@@ -100,15 +106,17 @@ def scores(call: Call, N: int) -> Tensor:
     found: list[Tensor] = []
     q, k, v = (t[:, :N].float().cpu() for t in (call.q, call.k, call.v))
     pair = None if call.segments is None else (call.segments[:, :N].cpu(),) * 2
+    slopes = call.options.get("alibi_slopes")
     tiled.forward_tiles(q, k, v, replace(call.spec, dtype="float32"), segments=pair, B_r=N, B_c=N,
-                        on_tile=lambda i, j, S, *_: found.append(S.flatten(1, 2)[0]))  # fmt: skip
+                        on_tile=lambda i, j, S, *_: found.append(S.flatten(1, 2)[0]),
+                        alibi_slopes=None if slopes is None else slopes.cpu())  # fmt: skip
     return found[0]
 
 
 def weights(call: Call) -> Tensor:
     """P of every head, (H, T, T) float32."""
     spec = replace(call.spec, dtype="float32")
-    return attention.weights(call.q.float(), call.k.float(), spec, segments=call.segments)[0]
+    return attention.weights(call.q.float(), call.k.float(), spec, **call.options)[0]
 
 
 def seen(T: int, window: int | None, segments: Tensor | None) -> list[list[int]]:
@@ -125,10 +133,10 @@ def agreement(call: Call) -> Agreement:
     """One layer's output compared with manual in float64."""
     device = "cpu" if call.q.device.type == "mps" else call.q.device  # Metal has no float64
     q, k, v = (t.to(device).double() for t in (call.q, call.k, call.v))
-    seg = None if call.segments is None else call.segments.to(device)
-    exact = manual.attend(q, k, v, replace(call.spec, dtype="float64"), segments=seg)
+    options = {name: t.to(device) for name, t in call.options.items()}
+    exact = manual.attend(q, k, v, replace(call.spec, dtype="float64"), **options)
     heads = off(call.out, exact).amax(dim=(0, 1, 3))  # (H,)
-    plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
+    plain = manual.attend(call.q, call.k, call.v, call.spec, **call.options)
     manual_error, largest = float(off(plain, exact).max()), float(exact.abs().max())
     allowed, error = allowed_error(manual_error, largest, largest, call.q.dtype), float(heads.max())
     agrees = error <= allowed

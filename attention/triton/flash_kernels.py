@@ -539,6 +539,11 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and 128 * x.stride(1) < 2**31 else x.contiguous()
 
 
+def by_row(slopes: Tensor | None, B: int) -> Tensor | None:
+    """Return ALiBi's slopes (H,) or (B, H) as (B, H), contiguous."""
+    return slopes if slopes is None else slopes.expand(B, -1).contiguous()
+
+
 def _strides(*tensors: Tensor) -> list[int]:
     """Return the strides of batch, position and head; head_dim's is 1."""
     return [stride for x in tensors for stride in x.stride()[:3]]
@@ -576,7 +581,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
             the backward pass uses run_k.
         seed: (1,) int64 on q's device, of the dropout mask; None without dropout.
         sinks: (H,) float32, or None.
-        slopes: of ALiBi, (B, H) float32, contiguous, or None.
+        slopes: of ALiBi, (H,) or (B, H) float32, or None.
         window, right, scale, softcap: as in Spec; scale is a number, not None.
         dropout: the probability that an entry of P is dropped.
         offset: as in visible(); then the results are float32.
@@ -590,8 +595,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
     out = _result(q, offset)
     L = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
     _launch(
-        "forward", B * H, Tq, q, k, v, out, L, run_q, seed, sinks, slopes, *_strides(q, k, v),
-        *_numbers(q, k, window, right, dropout, scale, softcap, offset)
+        "forward", B * H, Tq, q, k, v, out, L, run_q, seed, sinks, by_row(slopes, B),
+        *_strides(q, k, v), *_numbers(q, k, window, right, dropout, scale, softcap, offset)
     )
     return out, L
 
@@ -615,7 +620,7 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     dq, dk, dv = (_result(t, offset) for t in (q, k, v))
     delta = torch.empty_like(L)
     asked = window, right, dropout, scale, softcap, offset
-    numbers = seed, slopes, *_strides(q, k, v, dout), *_numbers(q, k, *asked)
+    numbers = seed, by_row(slopes, B), *_strides(q, k, v, dout), *_numbers(q, k, *asked)
     _launch("dq", B * H, Tq, q, k, v, out, dout, L, delta, dq, run_q, *numbers)
     # After dq: it reads delta.
     _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, delta, dk, dv, run_k, *numbers)

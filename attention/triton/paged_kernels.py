@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flash_kernels import LOG2_E, LOWEST, tanh, unit_of_scores
+from .flash_kernels import LOG2_E, LOWEST, by_row, tanh, unit_of_scores
 
 PROGRAMS = 512  # enough to fill a large GPU a few times over
 LEAST_RUN = 256  # keys for a program, at least
@@ -146,7 +146,7 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
         k_pages, v_pages, page_table, start, count: as in masks.PagedView, with this call's key and
             value already stored.
         sinks: (H,) float32, or None.
-        slopes: of ALiBi, (B, H) float32, contiguous, or None.
+        slopes: of ALiBi, (H,) or (B, H) float32, or None.
         window: number of visible keys; 0: all.
         scale, softcap: as in Spec; scale is a number, not None.
         splits: number of runs; 0: choose_splits() decides.
@@ -166,8 +166,8 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
     out = q.new_empty(B, 1, H, D)
     with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
         decode_kernel[B, Hkv, splits](
-            q, k_pages, v_pages, page_table, start, count, slopes, partial, m, l, scale, softcap,
-            window, page_table.shape[1], page_size, q.stride(0), q.stride(2),
+            q, k_pages, v_pages, page_table, start, count, by_row(slopes, B), partial, m, l, scale,
+            softcap, window, page_table.shape[1], page_size, q.stride(0), q.stride(2),
             *k_pages.stride()[:3],
             R=H // Hkv, HEAD_DIM=D, BLOCK_R=max(16, triton.next_power_of_2(H // Hkv)),
             BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, num_stages=2)

@@ -50,9 +50,9 @@ class Variant(CausalSelfAttention):
         return 2 * self.q_size * keys  # q . k, and p v
 
     def refuse(self, *options: object) -> None:
-        """Raise NotImplementedError for segments or a cache, where forward does not have them."""
+        """Raise NotImplementedError for segments, a cache or slopes, which forward does not have."""
         if any(option is not None for option in options):
-            raise NotImplementedError(f"{type(self).__module__}: without segments and cache")
+            raise NotImplementedError(f"{type(self).__module__}: without segments, cache and ALiBi")
 
 
 def replace_attention(model: GPT, variant: type[Variant]) -> None:

@@ -77,8 +77,9 @@ class Attention(Variant):
         return 3 * self.q_size * self.head_dim  # S^T k, k u^T and S^T q
 
     def forward(self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None = None,
-                rope: Rope = None, cache: None = None) -> Tensor:
-        self.refuse(segments, cache)
+                rope: Rope = None, cache: None = None,
+                slopes: Tensor | None = None) -> Tensor:
+        self.refuse(segments, cache, slopes)
         n, H = self.q_size, self.n_head
         qkv, beta, g = self.c_attn(x).split([3 * n, H, H], dim=2)
         qkv = self.conv(qkv.mT)[..., : x.shape[1]].mT

@@ -36,8 +36,9 @@ class Attention(Variant):
         return (2 * self.q_size + self.n_head) * keys
 
     def forward(self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None = None,
-                rope: Rope = None, cache: None = None) -> Tensor:
-        self.refuse(cache)
+                rope: Rope = None, cache: None = None,
+                slopes: Tensor | None = None) -> Tensor:
+        self.refuse(cache, slopes)
         c = F.logsigmoid(self.c_forget(x)).cumsum(dim=1)  # (B, T, Hkv)
         D = self.head_dim
 

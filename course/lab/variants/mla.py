@@ -43,8 +43,9 @@ class Attention(Variant):
         return self.n_head * (2 * self.head_dim + self.R) * keys
 
     def forward(self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None = None,
-                rope: Rope = None, cache: None = None) -> Tensor:
-        self.refuse(None, cache)
+                rope: Rope = None, cache: None = None,
+                slopes: Tensor | None = None) -> Tensor:
+        self.refuse(None, cache, slopes)
         H, D = self.n_head, self.head_dim
         q, c, k_rope = self.c_attn(x).split(self.sizes, dim=2)
         q, q_rope = q.unflatten(2, (H, -1)).split([D, self.R], dim=3)  # (B, T, H, D and R)
