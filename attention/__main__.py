@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,7 +34,7 @@ from .machine.system import devices
 from .machine.timing import Row, measure, table
 from .names import BACKENDS, RULES, entry_points, packages
 from .plan import fastest
-from .select import Resolution, Shape, admit, chosen_as_json, configuration, resolve, select
+from .select import Shape, admit, chosen_as_json, configuration, resolve, select
 from .spec import CACHES, DTYPES, Machine, Policy, Spec
 
 
@@ -116,22 +116,12 @@ def heading(machine: Machine, spec: Spec, shape: Shape) -> str:
     return f"{machine.name} ({machine.device}), {software}\n{request}"
 
 
-class Output(NamedTuple):
-    """Prints results as text, or as one JSON object."""
-
-    json: bool
-    content: dict[str, Any]
-
-    def chosen(self, chosen: Resolution, heading: str = "") -> None:
-        as_json = json.dumps(self.content | chosen_as_json(chosen)) if self.json else ""
-        print(as_json or f"{heading}{chosen}")
-
-    def rows(self, rows: Sequence[Row], modes: Sequence[Spec], text: str) -> None:
-        names = ["forward_backward" if spec.grad else "forward" for spec in modes]
-        found = [asdict(row) | {"ms": dict(zip(names, row.ms))} for row in rows]
-        for row in found:  # JSON has no NaN
-            row["error"] = row["error"] if math.isfinite(row["error"] or 0) else None
-        print(json.dumps(self.content | {"backends": found}) if self.json else text)
+def as_json(rows: Sequence[Row], modes: Sequence[Spec]) -> list[dict[str, Any]]:
+    names = ["forward_backward" if spec.grad else "forward" for spec in modes]
+    found = [asdict(row) | {"ms": dict(zip(names, row.ms))} for row in rows]
+    for row in found:  # JSON has no NaN
+        row["error"] = row["error"] if math.isfinite(row["error"] or 0) else None
+    return found
 
 
 def run(args: argparse.Namespace) -> None:
@@ -163,19 +153,25 @@ def run(args: argparse.Namespace) -> None:
     head = heading(machine, spec, shape)
     content = configuration(spec, machine, policy, packages(args.backend or ""))
     content["shape"] = dict(zip(("batch", "queries", "keys"), shape))
-    output = Output(args.json, content)
+
+    def output(found: dict[str, Any], text: str) -> None:
+        print(json.dumps(content | found) if args.json else text)
+
     if args.machine:
         head += "\nNothing was run: the backends declare this, all optional packages installed."
     if args.backend and args.machine:
-        output.chosen(resolve(args.backend, spec, machine, policy), head + "\n\n")
+        chosen = resolve(args.backend, spec, machine, policy)
+        output(chosen_as_json(chosen), f"{head}\n\n{chosen}")
     elif args.backend == "fastest":
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
         chosen = fastest(spec, device, shape, policy)
-        output.chosen(chosen if args.json else replace(chosen, rejected={}))  # they were logged
+        text = str(replace(chosen, rejected={}))  # they were logged
+        output(chosen_as_json(chosen), text)
     elif args.backend:
         # Without a handler Python would print the refusals, too, bare.
         logging.getLogger("nanoattn").addHandler(logging.NullHandler())
-        output.chosen(select(args.backend, spec, device, policy))
+        chosen = select(args.backend, spec, device, policy)
+        output(chosen_as_json(chosen), str(chosen))
     elif args.machine:
         rows = []
         for name in every:
@@ -188,14 +184,14 @@ def run(args: argparse.Namespace) -> None:
             auto = f"auto takes {resolve('auto', spec, machine, policy).backend.name} there."
         except BackendUnavailable as e:
             auto = f"auto: {e}"
-        output.rows(rows, [], f"{head}\n\n{table(rows, modes=[])}\n\n{auto}")
+        output({"backends": as_json(rows, [])}, f"{head}\n\n{table(rows, modes=[])}\n\n{auto}")
     else:
         modes = [replace(spec, grad=False), spec][: 1 + spec.grad]
         if not args.json:
             print(head, flush=True)
         show = partial(print, file=sys.stderr, flush=True)
         rows = measure(every, modes, machine, policy, device, shape, show=show)
-        output.rows(rows, modes, f"\n{table(rows, modes)}")
+        output({"backends": as_json(rows, modes)}, f"\n{table(rows, modes)}")
 
 
 def main(argv: Sequence[str]) -> None:

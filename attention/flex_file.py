@@ -10,7 +10,6 @@ No other kernel computes the same, so a refusal is an error, never a fallback.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import lru_cache, partial
 from types import ModuleType
 
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import flex
-from .caps import Backend
+from .caps import Backend, Caps
 from .function import not_compiled
 from .mods import Mods
 
@@ -67,7 +66,8 @@ def backend_of(module: ModuleType, path: str) -> Backend:
         raise ValueError("it defines no mask_mod(b, h, q_idx, kv_idx)")
     mods = Mods(mask_mod, score_mod)
     attend = partial(flex.attend, own_mask=partial(block_mask, mods))
-    rows = (replace(c, window=False, segments=False, softcap=False, sinks=False)
+    rows = (Caps(c.devices, c.dtypes, c.min_capability, min_torch=c.min_torch, right=True,
+                 window=False, dropout=False, segments=False, scale=True, grad=c.grad)
             for c in flex.BACKEND.caps)
     title = f"PyTorch flex_attention, mask of {path}"
     return Backend(PREFIX + os.path.basename(path), title, not_compiled(attend),

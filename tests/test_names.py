@@ -114,7 +114,7 @@ def test_entry_points_are_listed_with_their_times_or_reasons(package, capsys, mo
 
 
 def test_a_registered_backend_has_its_names_in_this_process(monkeypatch) -> None:
-    for table in (BACKENDS, sys.modules["attention.names"]._BY_ANY_NAME):  # both as they were
+    for table in (BACKENDS, attention.names._BY_ANY_NAME):  # both as they were
         for name in ("mine", "mine_too"):
             monkeypatch.setitem(table, name, None)
             monkeypatch.delitem(table, name)

@@ -476,7 +476,7 @@ class Clock:
 
     def only(self, **ms: float | Exception) -> None:
         """Backends that take so many ms, or raise at SHAPE; auto's choice is "sdpa"."""
-        for known in (BACKENDS, SELECT._BY_ANY_NAME):
+        for known in (BACKENDS, fa.names._BY_ANY_NAME):
             for name in [*known]:
                 self.patch.delitem(known, name)
             for name, of in ms.items():
