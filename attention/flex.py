@@ -104,8 +104,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     shift = torch.full((), Tk - Tq, device=q.device)  # a tensor, as in the mask
-    more = sinks, flash, slopes, shift, score_mod
-    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, *more)
+    out_BHTD = call(
+        q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash, slopes, shift, score_mod
+    )
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 

@@ -45,8 +45,8 @@ def compiled(case: Case) -> dict[str, Any]:
     capability, dtype, head_dim, kernel, features = case[:5]
     options: dict[str, Any] = {"enable_fp_fusion": True}
     group = 4 if "group" in features else 1
-    types = {"L": "*fp32", "Delta": "*fp32", "Run": "*i32", "Seed": "*i64", "Sinks": "*fp32", "Slopes": "*fp32",
-             "tau": "fp32", "softcap": "fp32", "keep": "fp32"}
+    types = {"L": "*fp32", "Delta": "*fp32", "Run": "*i32", "Seed": "*i64", "Sinks": "*fp32",
+             "Slopes": "*fp32", "tau": "fp32", "softcap": "fp32", "keep": "fp32"}
     types |= {name: "*" + dtype for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Out")}
     padded = max(16, triton.next_power_of_2(head_dim))
     given: dict[str, Any] = {"HEAD_DIM": head_dim, "BLOCK_D": padded}
