@@ -42,6 +42,7 @@ def block_mask(
         every.append(F.pad(seen.all(2), (0, rest), value=True))
     partly, full = (torch.stack(t, dim=2).unflatten(3, (-1, flex.TILE)) for t in (some, every))
     full = full.all(4)
+    mods.scored(torch.zeros(1, H, 1, Tk, device=device), H, i[:1])  # raises here, not in the truth
     # As a tensor: a number would be a constant of the compiled kernel.
     shift = torch.full((), Tk - Tq, device=device)
 

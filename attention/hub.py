@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NoReturn
 
@@ -73,10 +74,10 @@ def loaded(name: str) -> Backend:
         default = parameters[0]["window_size"].default
         unbounded = default[0] if isinstance(default, (tuple, list)) else -1
     package = Package(name, unbounded, hub=repository, accepts=accepts, sinks=sinks)
-    caps = Caps(
-        dtypes=CAPS.dtypes, right=True, window="window_size" in accepts, dropout=False,
-        segments=has_varlen, scale="softmax_scale" in accepts, softcap="softcap" in accepts,
-        sinks=bool(sinks), deterministic="deterministic" in accepts, packages=CAPS.packages,
+    caps = replace(
+        CAPS, window="window_size" in accepts, segments=has_varlen, sinks=bool(sinks),
+        scale="softmax_scale" in accepts, softcap="softcap" in accepts,
+        deterministic="deterministic" in accepts,
     )
     return _backend(name, not_compiled(partial(attend, package=package)), caps)
 

@@ -39,12 +39,14 @@ class Mods:
         seen = self.mask_mod(*indices(B, H, i, Tk))
         return torch.as_tensor(seen, device=i.device).bool().expand(B, H, len(i), Tk)
 
-    def scored(self, scores: Tensor, i: Tensor) -> Tensor:
-        """The scores (B, H, len(i), Tk) after score_mod."""
+    def scored(self, scores: Tensor, H: int, i: Tensor) -> Tensor:
+        """The scores (B, Hkv, H / Hkv * len(i), Tk) after score_mod."""
         if self.score_mod is None:
             return scores
-        B, H, _, Tk = scores.shape
-        return self.score_mod(scores, *indices(B, H, i, Tk)).expand_as(scores)
+        B, Tk = len(scores), scores.shape[-1]
+        by_head = scores.reshape(B, H, len(i), Tk)
+        moved = self.score_mod(by_head, *indices(B, H, i, Tk))
+        return moved.expand_as(by_head).reshape(scores.shape)
 
     def mean_keys(self, T: int, H: int, device: str | torch.device = "cpu") -> float:
         """Keys that a query sees, the mean over T queries of H heads in one sequence."""

@@ -327,12 +327,11 @@ def configuration(spec: Spec, machine: Machine, policy: Policy,
         "cuda": machine.cuda, "python": platform.python_version(),
         **{package: machine.version_of(package) for package in packages},
     }
-    layout = "q (B, Tq, H, D), k and v (B, Tk, Hkv, D)"
     return {
         "versions": versions, "device": machine.device, "name": machine.name,
         "capability": machine.capability, "deterministic": machine.deterministic,
-        "layout": layout, "spec": asdict(spec), "policy": asdict(policy),
-        DISABLE: sorted(disabled()),
+        "layout": "q (B, Tq, H, D), k and v (B, Tk, Hkv, D)", "spec": asdict(spec),
+        "policy": asdict(policy), DISABLE: sorted(disabled()),
     }
 
 

@@ -82,13 +82,6 @@ def seen_by(given: Inputs, spec: Spec, rows: Tensor, mods: Mods | None) -> Tenso
     return seen[:, None].repeat(1, 1, spec.n_head // spec.n_kv_head, 1)
 
 
-def modified(scores: Tensor, mods: Mods, given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
-    """Scores of grouped() queries, (B, Hkv, H / Hkv * rows, Tk), after a score_mod."""
-    by_head = scores.reshape(len(scores), spec.n_head, len(rows), -1)
-    moved = mods.scored(by_head, rows + given.k.shape[1] - given.q.shape[1])
-    return moved.reshape(scores.shape)
-
-
 def bias_of(given: Inputs, spec: Spec, rows: Tensor, dtype: torch.dtype) -> Tensor | float:
     """alibi_bias() as (B or 1, Hkv, H / Hkv * rows, Tk), for grouped() queries, or 0."""
     if given.alibi_slopes is None:
@@ -151,7 +144,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
     if mods is not None and mods.score_mod is not None:
         with torch.enable_grad():
             before = s.requires_grad_()
-            after = modified(before, mods, given, spec, rows)
+            after = mods.scored(before, H, rows + given.k.shape[1] - Tq)
             slope = torch.autograd.grad(after.sum() + 0 * before.sum(), before)[0]
         s = after.detach()
     bias = bias_of(given, spec, rows, torch.float64)
@@ -225,7 +218,7 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if mods is not None:
-        scores = modified(scores, mods, given, spec, rows)
+        scores = mods.scored(scores, H, rows + Tk - given.q.shape[1])
     bias = bias_of(given, spec, rows, torch.promote_types(wide, torch.float32))
     scores = scores + (bias.to(wide) if isinstance(bias, Tensor) else bias)
     seen = seen_by(given, spec, rows, mods)
