@@ -63,6 +63,14 @@ def test_random_calls_by_every_backend(name: str, case: Case, dtype: str) -> Non
     matrix.check(BACKENDS[name], allowed(name, case, dtype), dtype)
 
 
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_flash", "tiled"])
+def test_blocks_of_long_texts(name: str) -> None:
+    """Rows with segments of their own are computed apart, each with its slopes."""
+    for segments, right in (("packed", 0), (None, 0), ("many", None), (None, None)):
+        case = Case("long", 300, 330, segments=segments, right=right, alibi="rows")
+        matrix.check(BACKENDS[name], case, "float32")
+
+
 @pytest.mark.parametrize("examples", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_random_calls_by_our_triton_kernels(examples: int) -> None:
     if why := BACKENDS["triton"].why_not(Spec(2, 2, 16, "float32", alibi=True), HERE):

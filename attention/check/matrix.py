@@ -159,7 +159,7 @@ CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 128x217, 2x97, 203x113, 97x1
     long-window60-right100-600x300 B1, long-both-packed-550x900,
     long-many-window40-right20-520x600, large-sinks-both size4 D64, sinks, sinks-1x97 float32,
     scale-softcap-sinks-gqa-113x203 H6 Hkv3 B1, alibi-1x97 H8 B5, rows-gqa-packed, alibi-left,
-    rows-window60-right100-280x700 B1, alibi-many-520x600, rows-scale-sinks-mqa-65 H8""")
+    rows-window60-right100-280x700 B1, rows-many-520x600, rows-scale-sinks-mqa-65 H8""")
 # Segment ids: in no order; some are equal as int8, int16 or float32.
 IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
