@@ -4,9 +4,10 @@ import importlib.util
 import os
 import sys
 
-from . import bert_padding, hf
+from . import hf
 from .caps import Backend, BackendUnavailable, Caps, DeviceLost, Partial, Refusal
-from .flash_api import (
+from .compat import bert_padding
+from .compat.functions import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -16,6 +17,7 @@ from .flash_api import (
     flash_attn_with_kvcache,
     use,
 )
+from .compat.stand_in import as_flash_attn
 from .plan import Call, Phase, Plan, Plans, fastest
 from .probabilities import weights
 from .proof import probe
@@ -34,7 +36,6 @@ from .select import (
     select,
 )
 from .spec import Machine, Policy, Spec, visible
-from .stand_in import as_flash_attn
 
 __all__ = [
     "BACKENDS", "RULES", "Backend", "BackendUnavailable", "Call", "Caps", "DeviceLost",
@@ -52,6 +53,7 @@ __version__ = "0.2.0"  # pyproject.toml reads it here
 if __name__ == "attention" and "nanoattn" in sys.modules:
     raise ImportError(f"nanoattn is another package: {sys.modules['nanoattn'].__file__}")
 _spec = importlib.util.find_spec("attention")
+sys.modules[f"{__name__}.bert_padding"] = bert_padding
 if _spec and _spec.origin and os.path.samefile(_spec.origin, __file__):
     _other = "nanoattn" if __name__ == "attention" else "attention"
     for _name in [n for n in sys.modules if n.partition(".")[0] == __name__]:

@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import flash_args, manual, tiled
-from .caps import INTEGERS, Backend, must_be
-from .flash_args import Request, wrong
-from .function import attention
-from .masks import PagedView, StaticView, kept, nothing, symbolic
-from .plan import Plans
-from .select import check_name
-from .spec import Policy, Spec
+from .. import manual, tiled
+from ..caps import INTEGERS, Backend, must_be
+from ..function import attention
+from ..masks import PagedView, StaticView, kept, nothing, symbolic
+from ..plan import Plans
+from ..select import check_name
+from ..spec import Policy, Spec
+from . import arguments as flash_args
+from .arguments import Request, wrong
 
 Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
 NO_MODE, PLAIN = nullcontext(), (bool, float, str, type(None))

@@ -1,4 +1,4 @@
-"""The arguments of flash_api.py's functions: ValueError for what is not supported or contradicts
+"""The arguments of functions.py's functions: ValueError for what is not supported or contradicts
 itself, before anything is written. Values on another device than the CPU are checked only where the
 host waits for them anyway: cu_seqlens, and cache_seqlens for a log-sum-exp.
 """
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .caps import INTEGERS, must_be, shape_of
-from .function import not_compiled
-from .masks import kept, symbolic
-from .spec import DTYPES, NO_LIMIT
+from ..caps import INTEGERS, must_be, shape_of
+from ..function import not_compiled
+from ..masks import kept, symbolic
+from ..spec import DTYPES, NO_LIMIT
 
 HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata")
 REFUSED = ("alibi_slopes", "attention_chunk", "cache_leftpad", "cu_seqlens_k_new", "cu_seqlens_q",

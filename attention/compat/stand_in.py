@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-from . import bert_padding, flash_api
+from . import bert_padding, functions
 
 
 def as_flash_attn() -> None:
@@ -21,7 +21,7 @@ def as_flash_attn() -> None:
         ImportError: flash-attn is installed.
     """
     known = sys.modules.get("flash_attn")
-    if getattr(known, "flash_attn_func", None) is flash_api.flash_attn_func:
+    if getattr(known, "flash_attn_func", None) is functions.flash_attn_func:
         return
     if known is not None or ((spec := find_spec("flash_attn")) and spec.origin):
         hint = "pip uninstall flash-attn, or import nanoattn's functions by name"
@@ -30,12 +30,12 @@ def as_flash_attn() -> None:
     package = ModuleType("flash_attn", "nanoattn's functions under flash-attn's name.")
     package.__spec__ = ModuleSpec("flash_attn", None, is_package=True)
     package.__path__ = []
-    package.__version__ = "2.8.3"  # type: ignore[attr-defined]  # which flash_api.py follows
+    package.__version__ = "2.8.3"  # type: ignore[attr-defined]  # which functions.py follows
     interface = ModuleType("flash_attn.flash_attn_interface")
     interface.__spec__ = ModuleSpec(interface.__name__, None)
-    functions = {n: f for n, f in vars(flash_api).items() if n.startswith("flash_attn_")}
-    vars(interface).update(functions)
-    vars(package).update(functions, flash_attn_interface=interface, bert_padding=bert_padding)
+    public = {n: f for n, f in vars(functions).items() if n.startswith("flash_attn_")}
+    vars(interface).update(public)
+    vars(package).update(public, flash_attn_interface=interface, bert_padding=bert_padding)
     for module in (package, interface):
         sys.modules[module.__name__] = module
     sys.modules["flash_attn.bert_padding"] = bert_padding

@@ -1,0 +1,1 @@
+"""FlashAttention's API over the backends of this package (docs/ATTENTION.md)."""
