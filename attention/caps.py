@@ -102,7 +102,8 @@ class Caps:
                 some = f" of {', '.join(known)}" if known else ""
                 raise ValueError(f"{name} must be a tuple{some}, got {texts!r}")
         if self.dropout_step not in (None, DROPOUT_STEP):
-            raise ValueError(f"dropout_step must be {DROPOUT_STEP} or None, got {self.dropout_step}")
+            got = self.dropout_step
+            raise ValueError(f"dropout_step must be {DROPOUT_STEP} or None, got {got}")
 
     def lacks(self, spec: Spec) -> list[Refusal]:
         """The requested options that are not supported; attend() would silently leave them out."""

@@ -1,21 +1,16 @@
-"""Proof that a kernel is right: the truth in float64, the allowed error, and the probe.
+"""Proof that a kernel is right: one run of it against the truth (truth.py).
 
-truth()   the contract (spec.py) with gradients derived by hand; of some queries: O(rows * Tk)
-plain()   the same by plain PyTorch in the inputs' dtype, whose error is the measure
-errors()  the errors of a result and their limits: the one tolerance of this project
-probe()   one short run of a backend before anything depends on it
+probe()       one short run of a backend before anything depends on it
 probe_long()  one run at a call's own length
-
-`select` (choice), `check` and the bench use these. No backend is called to compute a truth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -26,7 +21,8 @@ from .function import whole
 from .machine.system import KERNEL_ERRORS, first_line, loses_device, profiled, settings_stay
 from .masks import filled_cache
 from .ring import Ring
-from .spec import Spec, visible
+from .spec import Spec
+from .truth import Deviation, Inputs, Result, errors, plain, truth, wrong
 
 SHORT = 64  # tokens in probe()
 LONG = 256  # a longer call is probed at its own length too
@@ -34,261 +30,6 @@ ROWS = 32  # queries of it that are compared
 # Factor of the queries in a second run. Some of its scores are beyond 88, where exp() overflows in
 # float32, and some kernels fail (NVIDIA/TransformerEngine issue 3216).
 LARGE = 32
-# On a GPU exp2 and the reciprocal are approximations, and sums of parts end in any order.
-ON_A_GPU = 1.5
-
-
-class Inputs(NamedTuple):
-    """The tensors of one call."""
-
-    q: Tensor  # (B, Tq, H, D)
-    k: Tensor  # (B, Tk, Hkv, D)
-    v: Tensor  # (B, Tk, Hkv, D)
-    dout: Tensor  # (B, Tq, H, D)
-    segments: Tensor | None = None  # (B, Tk); the queries are the last Tq positions
-    sinks: Tensor | None = None  # (H,)
-
-    @property
-    def options(self) -> dict[str, Tensor]:
-        """attend()'s keyword arguments."""
-        found = {"segments": self.segments, "sinks": self.sinks}
-        return {name: t for name, t in found.items() if t is not None}
-
-
-@dataclass(frozen=True)
-class Result:
-    """Output and gradients of one call; `condition` and `rounded` as truth() gives them."""
-
-    out: Tensor  # (B, Tq, H, D)
-    dq: Tensor | None = None  # (B, Tq, H, D)
-    dk: Tensor | None = None  # (B, Tk, Hkv, D)
-    dv: Tensor | None = None  # (B, Tk, Hkv, D)
-    dsinks: Tensor | None = None  # (H,)
-    condition: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
-    rounded: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The output and those gradients that are there, by name."""
-        found = {name: getattr(self, name) for name in ("out", "dq", "dk", "dv", "dsinks")}
-        return {name: t for name, t in found.items() if t is not None}
-
-
-def grouped(t: Tensor, Hkv: int) -> Tensor:
-    """(B, T, H, D) -> (B, Hkv, H / Hkv * T, D): the query heads of a key/value head are rows."""
-    return t.transpose(1, 2).unflatten(1, (Hkv, -1)).flatten(2, 3)
-
-
-def seen_by(given: Inputs, spec: Spec, rows: Tensor) -> Tensor:
-    """visible() as bool (B or 1, 1, H / Hkv * rows, Tk), for grouped() queries. With segments a
-    query before all keys belongs to none."""
-    Tk, on = given.k.shape[1], rows.device
-    offset, j = Tk - given.q.shape[1], torch.arange(given.k.shape[1], device=on)
-    seen = visible(rows[:, None], j, offset, spec.window, right=spec.right)[None]
-    if given.segments is not None:
-        segments = given.segments.to(on)
-        own = segments[:, (rows + offset).clamp(min=0)]
-        seen = seen & (own[:, :, None] == segments[:, None]) & (rows[:, None] + offset >= 0)
-    return seen[:, None].repeat(1, 1, spec.n_head // spec.n_kv_head, 1)
-
-
-@torch.no_grad()
-def truth(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
-    """The exact result in float64, of the queries `rows` and of the gradients that flow from them.
-
-    Per row, with the scale tau, t_j = tau q . k_j, s_j = c tanh(t_j / c) with a softcap c, else
-    t_j, and p = softmax(s) over the visible keys j and the sink a (of value 0):
-
-        out  = sum_j p_j v_j
-        dv_j += p_j dout                          out is linear in v
-        dp_j  = dout . v_j                        0 for the sink
-        ds_j  = p_j (dp_j - sum_l p_l dp_l)       the Jacobian of softmax: diag(p) - p p^T
-        da   += -p_a sum_l p_l dp_l
-        dt_j  = ds_j (1 - (s_j / c)^2)            tanh' = 1 - tanh^2
-        dq    = tau sum_j dt_j k_j
-        dk_j += tau dt_j q
-
-    `condition` holds for each tensor the rounding error to first order, in units of eps: (a) of
-    each score s_j relative to its terms |q||k|, of a capped score and a sink relative to
-    themselves: a relative error of p_j, which moves out by it times the deviation of v under p, and
-    is doubled in the backward pass; (b) of dp and sum p dp relative to their terms, even if the
-    difference is zero (a row with one visible key); (c) of 1 - (s / c)^2, from the error of s.
-
-    `rounded` holds how far the gradients move, in units of eps, if sum_l p_l dp_l is computed as
-    dout . out from an output that was rounded, as FlashAttention does; plain PyTorch does not.
-    """
-    on = torch.device("cpu") if given.q.device.type == "mps" else given.q.device
-    Tq, H, Hkv = given.q.shape[1], spec.n_head, spec.n_kv_head
-    rows = torch.arange(Tq, device=on) if rows is None else rows.to(on)
-    tau, c = spec.softmax_scale, spec.softcap
-    Q, dO = (grouped(t.to(on)[:, rows].double(), Hkv) for t in (given.q, given.dout))
-    K, V = (t.to(on).double().transpose(1, 2) for t in (given.k, given.v))  # (B, Hkv, Tk, D)
-    seen = seen_by(given, spec, rows)  # (B or 1, 1, M, Tk), for M = H / Hkv * rows
-    used = seen.any(2)[..., None]  # what no row sees may be NaN
-    K, V = torch.where(used, K, 0), torch.where(used, V, 0)
-    sink = torch.full((H,), -torch.inf, dtype=torch.float64, device=on)
-    if given.sinks is not None:
-        sink = given.sinks.detach().to(on).double()
-    sink = sink.view(1, Hkv, -1, 1).expand(-1, -1, -1, len(rows)).flatten(2)[..., None]
-
-    s = Q @ K.mT * tau  # (B, Hkv, M, Tk), as are slope, p, dp, ds and dt
-    slope = torch.ones_like(s)
-    if c is not None:
-        s = c * torch.tanh(s / c)
-        slope = 1 - (s / c) ** 2
-    visible_s = s.masked_fill(~seen, -torch.inf)
-    row_max = torch.maximum(visible_s.amax(3, keepdim=True), sink).clamp(min=-1e300)
-    e, e_sink = torch.exp(visible_s - row_max), torch.exp(sink - row_max)
-    total = e.sum(3, keepdim=True) + e_sink
-    total = total.masked_fill(total == 0, 1)  # a row that sees no key
-    p, p_sink = e / total, e_sink / total
-    out = p @ V
-    dp = dO @ V.mT
-    mean_dp = (p * dp).sum(3, keepdim=True)
-    ds = p * (dp - mean_dp)
-    dt = ds * slope
-
-    s_moves = Q.abs() @ K.abs().mT * tau * slope
-    if c is not None:
-        s_moves += s.abs()
-    rel = s_moves.masked_fill(~seen, 0).amax(3, keepdim=True)  # of any p
-    if given.sinks is not None:
-        rel = torch.maximum(rel, torch.where(p_sink > 0, sink.abs(), 0))
-    deviation = (p @ V**2 - out**2).clamp(min=0).sqrt()  # of v under p, the sink's value is 0
-    p_moves = 2 * rel * p
-    dp_moves = dO.abs() @ V.abs().mT
-    mean_moves = (p * dp_moves).sum(3, keepdim=True)
-    ds_moves = p_moves * (dp - mean_dp).abs() + p * (dp_moves + mean_moves)
-    dt_moves = ds_moves * slope
-    if c is not None:
-        dt_moves += ds.abs() * (1 + 2 * s.abs() * s_moves / c**2)
-    da_moves = p_sink * (2 * rel * mean_dp.abs() + mean_moves)
-    delta = (out * dO).square().sum(3, keepdim=True).sqrt()  # its errors add up
-    dt_round = p * slope * delta * tau
-
-    def by_head(t: Tensor) -> Tensor:  # (B, Hkv, M, 1) -> (H,)
-        return t.unflatten(2, (-1, len(rows))).sum((0, 3, 4)).flatten()
-
-    def of_queries(t: Tensor) -> Tensor:  # (B, Hkv, M, D) -> (B, rows, H, D)
-        return t.unflatten(2, (-1, len(rows))).flatten(1, 2).transpose(1, 2)
-
-    def of_keys(t: Tensor) -> Tensor:  # (B, Hkv, Tk, D) -> (B, Tk, Hkv, D)
-        return t.transpose(1, 2)
-
-    condition = {
-        "out": of_queries(rel * deviation), "dq": of_queries(dt_moves @ K.abs() * tau),
-        "dk": of_keys(dt_moves.mT @ Q.abs() * tau), "dv": of_keys(p_moves.mT @ dO.abs()),
-        "dsinks": by_head(da_moves),
-    }
-    rounded = {
-        "dq": of_queries((dt_round @ K).abs()),
-        "dk": of_keys((dt_round.square().mT @ Q.square()).sqrt()),
-        "dsinks": by_head((p_sink * delta).square()).sqrt(),
-    }
-    dsinks = None if given.sinks is None else by_head(-p_sink * mean_dp)
-    return Result(
-        of_queries(out), of_queries(dt @ K * tau), of_keys(dt.mT @ Q * tau), of_keys(p.mT @ dO),
-        dsinks, condition=condition, rounded=rounded,
-    )
-
-
-@torch.enable_grad()
-def plain(given: Inputs, spec: Spec, rows: Tensor | None = None) -> Result:
-    """truth() by plain PyTorch in the inputs' dtype, with autograd's gradients."""
-    Tk, H, Hkv, dtype = given.k.shape[1], spec.n_head, spec.n_kv_head, given.q.dtype
-    rows = torch.arange(given.q.shape[1], device=given.q.device) if rows is None else rows
-    q, k, v = (t.detach().requires_grad_() for t in (given.q[:, rows], given.k, given.v))
-    wide = torch.float32 if dtype == torch.float16 else dtype  # scores may be past 65,504
-    Q, K = grouped(q, Hkv).to(wide), k.to(wide).permute(0, 2, 3, 1)
-    scores = Q * spec.softmax_scale @ K  # (B, Hkv, M, Tk)
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    seen = seen_by(given, spec, rows)
-    scores = scores.masked_fill(~seen, torch.finfo(wide).min)
-    leaves = [q, k, v]
-    if given.sinks is not None:
-        leaves.append(given.sinks.detach().requires_grad_())
-        column = leaves[3].to(wide).view(1, Hkv, -1, 1).expand(len(q), -1, -1, len(rows))
-        scores = torch.cat([scores, column.flatten(2)[..., None]], dim=-1)
-    probs = (torch.softmax(scores, dim=-1)[..., :Tk] * seen).to(dtype)
-    out = probs @ v.transpose(1, 2)
-    out = out.unflatten(2, (H // Hkv, len(rows))).flatten(1, 2).transpose(1, 2)
-    return Result(out.detach(), *torch.autograd.grad(out, leaves, given.dout[:, rows]))
-
-
-# --- the tolerance ---
-
-
-def allowed_error(
-    plain: float, size: float, largest: float, dtype: torch.dtype, m: int = 2
-) -> float:
-    """The largest allowed error: m times the error of plain PyTorch, plus one rounding error at
-    this size, plus 32 at the largest value in the precision of the sums (float32 for half
-    precision), since plain PyTorch may be exact by luck.
-
-    Args:
-        size: of the true values.
-        largest: the largest true value; for large scores times their scale.
-    """
-    eps = torch.finfo(dtype).eps
-    return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
-
-
-class Deviation(NamedTuple):
-    """The error of one tensor, its largest or its root mean square."""
-
-    name: str
-    where: str  # " at [0, 3, 1, 7]", or " in the mean"
-    off: float
-    allowed: float
-    size: float  # of the truth
-
-    def __str__(self) -> str:
-        return f"{self.name} is off by {self.off:.3g}{self.where}, {self.allowed:.2g} is allowed"
-
-
-def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> list[Deviation]:
-    """The largest error of each tensor of `got` and the root mean square, with their limits
-
-        m * |plain - truth| + eps(dtype) * |truth| + eps(compute) * condition
-        + eps(dtype) * rounded, in half precision
-
-    with m = 2 for the output and 3 for gradients. The mean finds an error of a few percent, which
-    the large values of rows with few visible keys would hide. The condition matters where plain
-    PyTorch is exact by luck, as P with one visible key. In float64 the truth is rounded, too.
-    """
-    sizes: dict[str, Callable[[Tensor], float]] = {
-        "": lambda x: float(x.abs().max()),
-        " in the mean": lambda x: float(x.square().mean() ** 0.5),
-    }
-    found = []
-    for name, tensor in got.tensors.items():
-        want = exact.tensors[name].cpu()
-        g, p = tensor.detach().cpu().double(), rough.tensors[name].cpu().double()
-        if g.shape != want.shape:
-            raise AssertionError(f"{name} has shape {tuple(g.shape)}, not {tuple(want.shape)}")
-        # Sinks have a dtype of their own.
-        rounded_to = max(dtype, tensor.dtype, key=lambda d: torch.finfo(d).eps)
-        m, error = 2 if name == "out" else 3, (g - want).abs()
-        for where, size in sizes.items():
-            condition = size(exact.condition[name].cpu()) / 32
-            allowed = allowed_error(size(p - want), size(want), condition, rounded_to, m)
-            if dtype == torch.float64:
-                allowed += allowed_error(0.0, size(want), condition, dtype)
-            elif dtype != torch.float32 and name in exact.rounded:
-                allowed += torch.finfo(dtype).eps * size(exact.rounded[name].cpu())
-            allowed *= ON_A_GPU if tensor.is_cuda else 1
-            if not where:
-                at = torch.unravel_index(error.nan_to_num(torch.inf).argmax(), error.shape)
-                where = f" at {[int(n) for n in at]}"
-            found.append(Deviation(name, where, size(g - want), allowed, size(want)))
-    return found
-
-
-def wrong(found: Sequence[Deviation]) -> list[str]:
-    """A text for each tensor that is off by more than is allowed; NaN is."""
-    first = {d.name: d for d in reversed(found) if not d.off <= d.allowed}
-    return [str(d) for d in reversed(first.values())]
 
 
 # --- one call ---

@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from attention.proof import allowed_error
+from attention.truth import allowed_error
 from bench import ROOT, Json, converge, decode, hf, kernel, parts, tables, train
 from bench.tables import Cells, Row
 from core import flops

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attention import BackendUnavailable, Machine, Policy, hf
 from attention import get as get_backend
-from attention.proof import allowed_error
+from attention.truth import allowed_error
 
 Json = dict[str, Any]
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "HF.md"

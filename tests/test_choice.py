@@ -193,7 +193,7 @@ PAGED = replace(ANY, cache="paged", page_size=128)
     ({"head_dim_multiple": 32}, {"head_dim_multiple": 24}, ANY), ({}, {"grad": False}, ANY),
     ({}, {"window": False}, replace(ANY, window=4)), ({"right": True}, {}, replace(ANY, right=3)),
     ({}, {"dropout": False}, replace(ANY, dropout=0.5)), ({}, {"interpreted": True}, ANY),
-    ({"dropout_step": 0.25}, {"dropout_step": 0.5}, replace(ANY, dropout=0.75)),
+    ({}, {"dropout_step": 1 / 16}, replace(ANY, dropout=0.7)),
     ({}, {"deterministic": False}, ANY), ({"packages": ("there",)}, {"packages": ("broken",)}, ANY),
     ({"caches": ("none", "static")}, {"caches": ("dynamic",)}, replace(ANY, cache="static")),
     ({"caches": ("paged",)}, {"caches": ("paged",), "page_multiple": 256}, PAGED),

@@ -395,7 +395,15 @@ def test_a_fork_chooses_while_another_thread_does(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_after_ctrl_c_in_a_choice_the_next_one_goes_on(tmp_path: Path) -> None:
+@pytest.fixture
+def usual_ctrl_c() -> Iterator[None]:
+    """Python's own handler: a command that another test ran in this process has set its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_after_ctrl_c_in_a_choice_the_next_one_goes_on(tmp_path: Path, usual_ctrl_c) -> None:
     mine, found = Waits(), list[Tensor]()
     fa.use(kernels.as_file(tmp_path, mine))
     interrupt = lambda: (mine.begun.wait(), os.kill(os.getpid(), signal.SIGINT))  # noqa: E731

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import attention
 from attention import Spec, manual, masks, tiled
-from attention.proof import allowed_error
+from attention.truth import allowed_error
 from model import GPT
 from viewer.document import Agreement, Maps, Tiles, pack
 
