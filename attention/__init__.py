@@ -7,6 +7,8 @@ import sys
 from . import hf
 from .caps import Backend, BackendUnavailable, Caps, DeviceLost, Partial, Refusal
 from .compat import bert_padding
+from .compat.cache import flash_attn_with_kvcache
+from .compat.calls import report, use
 from .compat.functions import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -14,8 +16,6 @@ from .compat.functions import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-    use,
 )
 from .compat.stand_in import as_flash_attn
 from .plan import Call, Phase, Plan, Plans, fastest
@@ -44,7 +44,7 @@ __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "get", "hf", "is_file",
-    "packages", "probe", "resolve", "select", "use", "visible", "weights",
+    "packages", "probe", "report", "resolve", "select", "use", "visible", "weights",
 ]
 __version__ = "0.2.0"  # pyproject.toml reads it here
 

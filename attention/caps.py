@@ -61,7 +61,8 @@ LACKS = {
     "softcap": "it does not support a softcap",
     "sinks": "it does not support attention sinks",
     "dropout": "it does not support dropout (got {0.dropout:g}; use --dropout=0)",
-    "lse": "it does not return the log-sum-exp, which --context_parallel needs",
+    "alibi": "it does not support ALiBi",
+    "lse": "it does not return the log-sum-exp, which context parallelism needs",
     "grad": "it has no backward pass",
 }
 
@@ -85,6 +86,7 @@ class Caps:
     scale: bool = False
     softcap: bool = False
     sinks: bool = False
+    alibi: bool = False  # slopes (H,) and (B, H), in `partial` too
     lse: bool = False  # the backend has a `partial`, which takes no dropout, sinks or cache
     lse_segments: bool = True  # `partial` takes segments
     grad: bool = True
@@ -207,6 +209,7 @@ class Partial:
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
+    dropout: bool = False  # both take two more arguments: sinks or None, and the seed
 
 
 @dataclass(frozen=True)

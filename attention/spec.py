@@ -101,6 +101,7 @@ class Spec:
     sinks: bool = False  # attend() receives `sinks`
     lse: bool = False  # Backend.partial is called, which also returns each row's log-sum-exp
     right: int | None = 0  # later keys that a query attends to; 0: causal, None: all
+    alibi: bool = False  # attend() receives `alibi_slopes`
     kind: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -151,7 +152,8 @@ class Spec:
     def _features(self) -> list[str]:
         """Features without a number, as words."""
         words = ["not causal"] if self.right is None else []
-        words += [name for name in ("segments", "sinks", "lse", "compiled") if getattr(self, name)]
+        names = "segments", "sinks", "alibi", "lse", "compiled"
+        words += [name for name in names if getattr(self, name)]
         size = f" of {self.page_size}" if self.page_size else ""
         words += [f"{self.cache} cache{size}"] if self.cache != "none" else []
         return [*words, "training" if self.grad else "inference"]

@@ -7,15 +7,15 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-from . import bert_padding, functions
+from . import bert_padding, cache, functions, rotary
 
 
 def as_flash_attn() -> None:
     """Let `import flash_attn` find these functions until the process ends.
 
-    Call it before the program imports flash_attn. flash_attn, flash_attn.flash_attn_interface and
-    flash_attn.bert_padding have the public functions of attention. Other modules, as
-    flash_attn.layers.rotary, and private functions raise ImportError, as in a build without them.
+    Call it before the program imports flash_attn. flash_attn, flash_attn.flash_attn_interface,
+    flash_attn.bert_padding and flash_attn.layers.rotary have the public functions of attention.
+    Other modules and private functions raise ImportError, as in a build without them.
 
     Raises:
         ImportError: flash-attn is installed.
@@ -26,16 +26,17 @@ def as_flash_attn() -> None:
     if known is not None or ((spec := find_spec("flash_attn")) and spec.origin):
         hint = "pip uninstall flash-attn, or import nanoattn's functions by name"
         raise ImportError(f"flash-attn is installed: as_flash_attn() would hide it ({hint})")
+    every = vars(functions) | vars(cache)
+    public = {name: f for name, f in every.items() if name.startswith("flash_attn_")}
     # A spec without a loader: find_spec() works, and import_version() finds nothing installed.
-    package = ModuleType("flash_attn", "nanoattn's functions under flash-attn's name.")
-    package.__spec__ = ModuleSpec("flash_attn", None, is_package=True)
-    package.__path__ = []
-    package.__version__ = "2.8.3"  # type: ignore[attr-defined]  # which functions.py follows
-    interface = ModuleType("flash_attn.flash_attn_interface")
-    interface.__spec__ = ModuleSpec(interface.__name__, None)
-    public = {n: f for n, f in vars(functions).items() if n.startswith("flash_attn_")}
-    vars(interface).update(public)
-    vars(package).update(public, flash_attn_interface=interface, bert_padding=bert_padding)
-    for module in (package, interface):
-        sys.modules[module.__name__] = module
+    for name, contents in (("flash_attn", {**public, "__version__": "2.8.3"}),
+                           ("flash_attn.flash_attn_interface", public), ("flash_attn.layers", {})):
+        module = sys.modules[name] = ModuleType(name, "nanoattn's functions under this name.")
+        module.__spec__ = ModuleSpec(name, None, is_package=name != "flash_attn.flash_attn_interface")
+        module.__path__ = []
+        vars(module).update(contents)
     sys.modules["flash_attn.bert_padding"] = bert_padding
+    sys.modules["flash_attn.layers.rotary"] = rotary
+    for name in ("flash_attn_interface", "bert_padding", "layers", "layers.rotary"):
+        parent, _, last = f"flash_attn.{name}".rpartition(".")
+        setattr(sys.modules[parent], last, sys.modules[f"flash_attn.{name}"])
