@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_flash_api import ints, run_program
 from torch import Tensor
@@ -112,6 +112,8 @@ def test_a_cache_with_rotary_embeddings_and_padding(rows, Tq, n_new, sides, inte
     own = data.draw(st.sampled_from([None, [7] * B, [*range(3, 3 + B)]]))
     where = data.draw(st.permutations(range(B + 1)))[:B] if data.draw(st.booleans()) else None
     slopes = data.draw(st.sampled_from([None, torch.rand(4), torch.rand(B, 4)]))
+    # Between causal and full, ALiBi has no queries before every key.
+    assume(slopes is None or right != 2 or min(lengths) + n_new - max(pads) >= Tq)
     rotate = bool(R and n_new)
     options = options | {"cache_seqlens": ints(*lengths), "return_softmax_lse": True}
     options |= {"cache_leftpad": ints(*pads)} if data.draw(st.booleans()) else {}
@@ -150,6 +152,7 @@ def test_varlen_with_used_lengths_and_slopes(rows, sides, dims) -> None:
     qs, ks = ([a for a, *_ in rows], [c for _, _, c, _ in rows])
     used_q, used_k = [min(a, b) for a, b, *_ in rows], [min(c, d) for *_, c, d in rows]
     slopes = None if dims is None else torch.rand(len(rows), 4) if dims == 2 else torch.rand(4)
+    assume(slopes is None or right != 2 or all(n <= m for n, m in zip(used_q, used_k)))
     q, k, v = (torch.randn(sum(n), h, D) for n, h in ((qs, 4), (ks, 2), (ks, 2)))
     out, L, _ = nanoattn.flash_attn_varlen_func(
         q, k, v, ints(0, *qs).cumsum(0).int(), ints(0, *ks).cumsum(0).int(), 9, 9,
@@ -245,7 +248,7 @@ def test_the_report_names_each_kind_its_kernel_and_what_was_refused() -> None:
         nanoattn.flash_attn_func(X, X, X, softmax_scale=np.float32(0.3))
     nanoattn.flash_attn_func(X, X, X, causal=True, return_attn_probs=True)
     torch.compile(nanoattn.flash_attn_func, backend="eager")(X, X, X)
-    plain, lse, traced = sorted(nanoattn.report().split("\n"), key=len)
+    plain, lse, traced = nanoattn.report().split("\n")
     assert "sdpa" in plain and "3 calls" in plain
     assert "sdpa refused" in lse and "lse" in lse
     assert "traced" in traced

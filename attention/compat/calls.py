@@ -27,18 +27,18 @@ NO_MODE, PLAIN = nullcontext(), (bool, float, str, type(None))
 _spec = lru_cache(maxsize=4096)(Spec)
 _plans = Plans("auto")
 _seeded = Plans("auto")  # of the log-sum-exp with dropout, which few kernels have
-_ran: dict[tuple[str, str, str], list[Any]] = {}  # a kind of call: what ran or why not, how often
+_ran: dict[tuple[str, str, str], list[Any]] = {}  # kind, device, kernel: [choice or error, calls]
 
 
 class Choice(NamedTuple):
-    """The choice of use(), which str() tries: the lines that select() prints for a plain call."""
+    """The backend of use(). Printed, it is what select() prints for a plain call."""
 
     backend: str
     policy: Policy
 
     def __repr__(self) -> str:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        device = "mps" if torch.backends.mps.is_available() else device
+        device = "mps" if torch.backends.mps.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else device
         spec = Spec(1, 1, 64, "float32" if device == "cpu" else "float16", grad=False)
         try:
             return str(select(self.backend, spec, device, self.policy))
@@ -46,13 +46,9 @@ class Choice(NamedTuple):
             return f"ERROR: {e}"
 
 
-class Text(str):
-    __repr__ = str.__str__
-
-
 def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
     """Choose the backend of all later calls: a name, an alias, "auto", "fastest" or a file, else
-    ValueError. print(use(...)) shows what would run."""
+    ValueError. print(use(...)) tries it."""
     global _plans, _seeded
     check_name(backend)
     _plans, _seeded = Plans(backend, policy), Plans(backend, policy)
@@ -62,22 +58,20 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
 
 def report() -> str:
     """Each kind of call since use(): the kernel that ran, how often, and what was refused."""
+    rows = [(*key, *row) for key, row in _ran.items()]
+    for key, ((_, _, chosen), *_) in _plans.known.items():
+        if chosen.traced and len(key) == 3:  # type: ignore[arg-type]
+            rows.append((*key[:2], chosen.backend.name, chosen, 0))  # type: ignore[index]
     lines = []
-    for (kind, device, name), (found, n) in _ran.items():
-        if isinstance(found, str):
-            lines.append(f"{n} calls refused, {kind}, on {device}: {found}")
+    for kind, device, name, chosen, n in rows:
+        calls = f"{n} calls" if n else "traced by torch.compile, calls not counted"
+        if isinstance(chosen, str):
+            lines.append(f"{kind} on {device}: {calls} refused: {chosen}")
             continue
-        lost = "".join(f"; {x} refused: {'; '.join(why)}" for x, why in found.rejected.items())
-        kernels = ", ".join(found.kernels) or "plain operators"
-        how = f"{n} traced, not counted when compiled" if found.traced else f"{n} calls"
-        lines.append(f"{name} (kernel: {kernels}), {how}, {kind}, on {device}{lost}")
-    return Text("\n".join(lines) or "no call since use()")
-
-
-def _count(spec: Spec, device: str, name: str, found: object) -> None:
-    row = _ran.setdefault((spec.kind, device, name), [found, 0])
-    row[0] = found
-    row[1] += 1
+        kernels = ", ".join(chosen.kernels) or "plain operators"
+        lost = "".join(f"; {x} refused: {'; '.join(why)}" for x, why in chosen.rejected.items())
+        lines.append(f"{kind} on {device}: {name} (kernel: {kernels}), {calls}{lost}")
+    return "\n".join(lines) or "no call since use()"
 
 
 def kernel(
@@ -86,51 +80,53 @@ def kernel(
 ) -> tuple[Backend, Spec]:
     """The kernel and the Spec of a call with Tk keys of Hkv heads."""
     B, Tq, H, D = q.shape
-    compiled = torch.compiler.is_compiling()
+    compiled, alibi = torch.compiler.is_compiling(), request.slopes is not None
     # A side that hides nothing is none: more kernels have that.
     window, right, dropout, plans = request.window, request.right, request.dropout, _plans
     if window is not None and window >= Tk and cache != "paged":
         window = None
     if right != 0:
         right = 0 if Tq == 1 else None if right is None or right >= Tq - 1 else right
+    if alibi and cache == "none" and Tq > Tk and right != 0 and (window or right):
+        wrong("alibi_slopes", f"None, or causal=True, for {Tq} queries of {Tk} keys", request.slopes)
     if dropout and request.lse:
         dropout, plans = 0.0, _seeded
+        if compiled:
+            wrong("dropout_p", "0 for the log-sum-exp while torch.compile traces", request.dropout)
     fields: tuple[Any, ...] = (  # in the order of Spec's
         H, Hkv, D, NAMES[q.dtype], window, dropout, segments, request.grad, cache, compiled,
-        page_size, request.scale, request.softcap, False, request.lse, right,
-        request.slopes is not None,
+        page_size, request.scale, request.softcap, False, request.lse, right, alibi,
     )
     if compiled or type(Tq) is not int:  # sizes may be a tracer's
         fields = tuple(n if type(n) in PLAIN else operator.index(n) for n in fields)
-    device = str(q.device)
+    device, deterministic = str(q.device), torch.are_deterministic_algorithms_enabled()
     if compiled:
-        if plans is _seeded:
-            wrong("dropout_p", "0 for the log-sum-exp while torch.compile traces", request.dropout)
-        key = device, torch.are_deterministic_algorithms_enabled(), *fields
-        plans.choose_in_trace(*key)
-        call = plans.known[key][0]
+        plans.choose_in_trace(device, deterministic, *fields)
+        call = plans.known[device, deterministic, *fields][0]
         return call.chosen.backend, call.spec
     spec = _spec(*fields)
     if shapes:
         return (tiled if request.lse else manual).BACKEND, spec
-    if plans is _seeded:
-        _refuse_the_others(spec.kind, device)
+    key = spec.kind, device, deterministic
+    if plans is _seeded and key not in plans.known:
+        why = Refusal("dropout_p must be 0 for the log-sum-exp (return_attn_probs)", "dropout")
+        known = [*BACKENDS.values(), *([] if plans.name in RULES else [get(plans.name)])]
+        lacking = {b.name: (why,) for b in known if b.partial and not b.partial.dropout}
+        plans.refused.setdefault(key, {}).update(lacking)
     try:
         chosen = plans.choose(spec, device, (B, Tq, Tk), " (flash_attn functions)")
     except BackendUnavailable as e:
-        _count(spec, device, "", str(e))
+        _count(spec.kind, device, "", str(e))
         raise
-    _count(spec, device, chosen.backend.name, chosen)
-    return chosen.backend, spec if dropout == request.dropout else replace(spec, dropout=request.dropout)
+    if plans is _seeded:
+        spec = replace(spec, dropout=request.dropout)
+    _count(spec.kind, device, chosen.backend.name, chosen)
+    return chosen.backend, spec
 
 
-def _refuse_the_others(kind: str, device: str) -> None:
-    """Refuse the kernels whose log-sum-exp has no dropout."""
-    known = [*BACKENDS.values(), *([] if _seeded.name in RULES else [get(_seeded.name)])]
-    why = Refusal("it returns the log-sum-exp (return_attn_probs) only with dropout_p=0", "dropout")
-    key = kind, device, torch.are_deterministic_algorithms_enabled()
-    lacking = {b.name: (why,) for b in known if b.partial and not b.partial.dropout}
-    _seeded.refused.setdefault(key, {}).update(lacking)
+def _count(kind: str, device: str, name: str, chosen: object) -> None:
+    row = _ran.setdefault((kind, device, name), [chosen, 0])
+    row[:] = chosen, row[1] + 1
 
 
 def dense(
@@ -140,11 +136,10 @@ def dense(
     if not (q.numel() and k.numel()):
         out, L = nothing(q, k, v, None, lse=True)
         return out, L.float() if request.lse else None
-    shapes, more = shape_only(q), {}
-    if segments is not None:
-        more["segments"] = segments
+    more = {} if segments is None else {"segments": segments}
     if request.slopes is not None:
         more["alibi_slopes"] = request.slopes
+    shapes = shape_only(q)
     backend, spec = kernel(
         q, k.shape[1], k.shape[2], request, segments=segments is not None, shapes=shapes
     )
@@ -165,12 +160,13 @@ def texts(
     alike: dict[tuple[int, int], list[int]] = {}
     for i, (q, k) in enumerate(zip(qs, ks)):
         alike.setdefault((len(q), len(k)), []).append(i)
-    outs, Ls = [*qs], [*qs]
+    outs, Ls, slopes = [*qs], [*qs], request.slopes
     for group in alike.values():
         q, k, v = (torch.stack([t[i] for i in group]) if len(group) > 1 else t[group[0]][None]
                    for t in (qs, ks, vs))
-        own = request.slopes is not None and request.slopes.dim() == 2
-        out, L = dense(q, k, v, request._replace(slopes=request.slopes[group]) if own else request)
+        if slopes is not None and slopes.dim() == 2:
+            request = request._replace(slopes=slopes[group])
+        out, L = dense(q, k, v, request)
         for i, row, L_row in zip(group, out, out if L is None else L):
             outs[i], Ls[i] = row, L_row
     return outs, Ls
