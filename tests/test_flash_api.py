@@ -58,7 +58,7 @@ def side(window: int | None, right: int | None = 0) -> tuple[int, int]:
     return left, -1 if right is None else right
 
 
-PLAIN = [c for c in CASES if not (c.segments or c.sinks or c.name.startswith("alibi"))]
+PLAIN = [c for c in CASES if not (c.segments or c.sinks or getattr(c, "alibi", False))]
 LONG = [c for c in PLAIN if max(c.Tq, c.Tk) >= 300]
 SHORT = [c for c in PLAIN if c not in LONG]
 

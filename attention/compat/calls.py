@@ -88,7 +88,7 @@ def kernel(
     if right != 0:
         right = 0 if Tq == 1 else None if right is None or right >= Tq - 1 else right
     if alibi and cache == "none" and Tq > Tk and right != 0 and (window or right):
-        wrong("alibi_slopes", f"None, or causal=True, for {Tq} queries of {Tk} keys", request.slopes)
+        wrong("alibi_slopes", f"None, or causal=True, for {Tq} queries, {Tk} keys", request.slopes)
     if dropout and request.lse:
         dropout, plans = 0.0, _seeded
         if compiled:
@@ -101,8 +101,9 @@ def kernel(
         fields = tuple(n if type(n) in PLAIN else operator.index(n) for n in fields)
     device, deterministic = str(q.device), torch.are_deterministic_algorithms_enabled()
     if compiled:
-        plans.choose_in_trace(device, deterministic, *fields)
-        call = plans.known[device, deterministic, *fields][0]
+        traced = device, deterministic, *fields
+        plans.choose_in_trace(*traced)
+        call = plans.known[traced][0]
         return call.chosen.backend, call.spec
     spec = _spec(*fields)
     if shapes:

@@ -131,15 +131,13 @@ def _first(parts: tuple[Tensor, ...], used: list[int]) -> list[Tensor]:
 
 def _like(function: Callable[..., Returned]) -> Callable[[Any], Any]:
     """inspect.signature() of a packed form: its own parameters, and the options of `function`."""
-    options = [*signature(function).parameters.values()]
-    first = next(i for i, p in enumerate(options) if p.name == "dropout_p")
-    unpacked = ("block_table", "seqused_q", "seqused_k")
+    known = signature(function).parameters
+    names = [*known][[*known].index("dropout_p") :]
 
     def sign(packed: Any) -> Any:
-        own = [p for p in signature(packed).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        packed.__signature__ = Signature(
-            own + [p for p in options[first:] if p.name not in unpacked], return_annotation=Returned
-        )
+        own = [p for p in signature(packed).parameters.values() if p.name not in ("args", "options")]
+        options = [known[name] for name in names if name != "block_table"]
+        packed.__signature__ = Signature([*own, *options])
         return packed
 
     return sign

@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 
 from ..caps import DTYPES, INTEGERS, must_be
-from .arguments import lengths_of, on_host, symbolic, wrong
+from ..masks import symbolic
+from .arguments import lengths_of, wrong
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
     """x (..., T, H, D), its first 2 R dimensions rotated by the rows `at` (..., T) of cos and sin
     (n, R). Computes in float32 or better; the result has x's dtype."""
-    n, R = cos.shape if cos.dim() == 2 else (0, x.shape[-1])
-    if not 0 < 2 * R <= x.shape[-1] or (not symbolic(at) and at.numel() and not n):
-        wrong("rotary_cos", f"(positions, at most {x.shape[-1] // 2} pairs)", cos)
-    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        must_be(name, table, (n, R), x.device, DTYPES)
-    if at.numel() and on_host(at[..., :1]) and not 0 <= at.min() <= at.max() < n:
-        wrong("rotary_cos", f"of more than {int(at.max())} positions, the least being 0", cos)
+    n, R = cos.shape if cos.dim() == 2 else (0, 0)
+    if not 0 < 2 * R <= x.shape[-1]:
+        wrong("rotary_cos", f"(positions, at most {x.shape[-1] // 2})", cos)
+    must_be("rotary_cos", cos, (n, R), x.device, DTYPES)
+    must_be("rotary_sin", sin, (n, R), x.device, DTYPES)
+    if at.numel() and not symbolic(at) and at.device.type == "cpu":
+        if not 0 <= at.min() <= at.max() < n:
+            wrong("rotary_cos", f"the rows {int(at.min())} to {int(at.max())} and more", cos)
     acc = torch.promote_types(x.dtype, torch.float32)
     c, s = (table[at][..., None, :].to(acc) for table in (cos, sin))
     turned = x[..., : 2 * R].to(acc)
@@ -50,18 +52,17 @@ def apply_rotary_emb(
         wrong("x", f"of {dims} dimensions, the last three tokens, heads and head_dim", x)
     at = torch.arange(x.shape[-3], device=x.device)
     B = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
-    if isinstance(seqlen_offsets, Tensor):
-        must_be("seqlen_offsets", seqlen_offsets, (B,), x.device, INTEGERS)
-    if cu_seqlens is not None:
+    first = torch.as_tensor(seqlen_offsets, device=x.device)
+    if first.dim():
+        must_be("seqlen_offsets", first, (B,), x.device, INTEGERS)
+    if cu_seqlens is None:
+        at = at + (first[:, None] if first.dim() else first)
+    else:
         must_be("cu_seqlens", cu_seqlens, (B + 1,), x.device, INTEGERS)
         if not symbolic(cu_seqlens):
             lengths_of("cu_seqlens", cu_seqlens, len(x))
         row = torch.bucketize(at, cu_seqlens[1:], right=True)
-        at = at - cu_seqlens[row]
-        at = at + (seqlen_offsets[row] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
-    else:
-        many = isinstance(seqlen_offsets, Tensor)
-        at = at + (seqlen_offsets[:, None] if many else seqlen_offsets)  # type: ignore[index]
+        at = at - cu_seqlens[row] + (first[row] if first.dim() else first)
     out = rotate(x, cos, sin, at, interleaved)
     return x.copy_(out) if inplace else out
 

@@ -28,15 +28,16 @@ def as_flash_attn() -> None:
         raise ImportError(f"flash-attn is installed: as_flash_attn() would hide it ({hint})")
     every = vars(functions) | vars(cache)
     public = {name: f for name, f in every.items() if name.startswith("flash_attn_")}
-    # A spec without a loader: find_spec() works, and import_version() finds nothing installed.
-    for name, contents in (("flash_attn", {**public, "__version__": "2.8.3"}),
-                           ("flash_attn.flash_attn_interface", public), ("flash_attn.layers", {})):
-        module = sys.modules[name] = ModuleType(name, "nanoattn's functions under this name.")
-        module.__spec__ = ModuleSpec(name, None, is_package=name != "flash_attn.flash_attn_interface")
+    made = {name: ModuleType(name, "nanoattn's functions under flash-attn's name.")
+            for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.layers")}
+    for name, module in made.items():
+        # A spec without a loader: find_spec() works, and import_version() finds nothing installed.
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
         module.__path__ = []
-        vars(module).update(contents)
-    sys.modules["flash_attn.bert_padding"] = bert_padding
-    sys.modules["flash_attn.layers.rotary"] = rotary
-    for name in ("flash_attn_interface", "bert_padding", "layers", "layers.rotary"):
-        parent, _, last = f"flash_attn.{name}".rpartition(".")
-        setattr(sys.modules[parent], last, sys.modules[f"flash_attn.{name}"])
+        vars(module).update({} if name == "flash_attn.layers" else public)
+    made["flash_attn"].__version__ = "2.8.3"  # type: ignore[attr-defined]
+    made |= {"flash_attn.bert_padding": bert_padding, "flash_attn.layers.rotary": rotary}
+    sys.modules.update(made)
+    for name in [*made][1:]:
+        parent, _, last = name.rpartition(".")
+        setattr(made[parent], last, made[name])
