@@ -51,31 +51,27 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, 0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
         alibi_slopes, B, fa3,
     )
-    pad, wait = cache_leftpad, request.lse or cache_leftpad is not None
     n_new = _check_new(k, v, k_cache, B)
+    wait = request.lse or cache_leftpad is not None
     lengths = _check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, wait)
-    starts = [0] * B
-    if pad is not None:
-        must_be("cache_leftpad", pad, (B,), on, INTEGERS)
-        starts = [] if symbolic(pad) else pad.tolist()
-        short = [(a, n) for a, n in zip(starts, lengths or ()) if not 0 <= a <= n]
-        if table is not None or short:
-            wrong("cache_leftpad", "at most cache_seqlens, and None with block_table", short or pad)
+    starts = [0] * B if cache_leftpad is None else _check_pads(cache_leftpad, lengths, table, q)
     if shape_only(q):
         kv = k_cache.new_empty(B, size, Hkv, q.shape[3])
         return returned(*dense(q, kv, kv, request))
     before = size if cache_seqlens is None else cache_seqlens
     total = torch.as_tensor(before, dtype=torch.int32, device=on).expand(B) + n_new
+    slot = (total - n_new)[:, None] + torch.arange(max(n_new, Tq), device=on)  # (B, T)
     if rotary_cos is not None or rotary_sin is not None or rotary_seqlens is not None:
         if k is None or rotary_cos is None or rotary_sin is None:
             raise ValueError("rotary embeddings need rotary_cos, rotary_sin, and new k and v")
-        at = total - n_new if rotary_seqlens is None else rotary_seqlens
-        must_be("rotary_seqlens", at, (B,), on, INTEGERS)
+        at = slot
+        if rotary_seqlens is not None:
+            must_be("rotary_seqlens", rotary_seqlens, (B,), on, INTEGERS)
+            at = slot - slot[:, :1] + rotary_seqlens[:, None]
         moves = causal or request.window is not None or request.right is not None
-        steps = torch.arange(max(Tq, n_new), device=on)
-        to_q = at[:, None] + steps[:Tq] * moves
-        q = rotate(q, rotary_cos, rotary_sin, to_q, rotary_interleaved)
-        k = rotate(k, rotary_cos, rotary_sin, at[:, None] + steps[:n_new], rotary_interleaved)
+        of_q = at[:, :Tq] if moves else at[:, :1].expand(B, Tq)
+        q = rotate(q, rotary_cos, rotary_sin, of_q, rotary_interleaved)
+        k = rotate(k, rotary_cos, rotary_sin, at[:, :n_new], rotary_interleaved)
 
     by_row = wait or not (table is not None or q.is_cuda)
     ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
@@ -83,22 +79,24 @@ def flash_attn_with_kvcache(
     if table is not None and ends:
         used = arguments.pages_seen(table, k_cache, [Tq] * B, ends, request.window)
         read = [len(pages) * size - -n % size for pages, n in zip(used, ends)]
-        table = table[:, : max(1, -(-max(ends) // size))]  # a table is as wide as the longest text
     by_row |= not q.numel() or (lengths is not None and not any(ends))
     # The kernel is chosen before anything is written: it may be refused.
-    lengths_read = [n for n in read if n]
-    if by_row and q.numel() and lengths_read:
-        for n in {min(lengths_read), max(lengths_read)}:
+    if by_row and q.numel() and any(read):
+        for n in {min(filter(None, read)), max(read)}:
             kernel(q, n, Hkv, request)
     if not by_row:
         cache, pages = ("static", None) if table is None else ("paged", size)
         backend, spec = kernel(q, size, Hkv, request, cache=cache, page_size=pages)
+        copies = backend.name == "paged" and Tq > 1  # whole rows of the table
+        if copies and not ends and not torch.cuda.is_current_stream_capturing():
+            ends = total.tolist()
 
     rows = torch.arange(B, device=on) if cache_batch_idx is None else cache_batch_idx
-    table = None if table is None else table.clamp(min=0)  # -1 marks an absent page
+    if table is not None:  # as wide as the longest text may be, with -1 for an absent page
+        table = table[:, : max(1, -(-max(ends) // size))] if ends else table
+        table = table.clamp(min=0)
     if k is not None and v is not None:
-        slot = (total - n_new)[:, None] + torch.arange(n_new, device=on)
-        row = rows[:, None]
+        row, slot = rows[:, None], slot[:, :n_new]
         if table is not None:
             row, slot = table.gather(1, (slot // size).long()), slot % size
         k_cache[row.long(), slot.long()] = k
@@ -134,6 +132,18 @@ def _check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> i
         shape = B, k.shape[1], *k_cache.shape[2:]
         must_be(name, t, shape, k_cache.device, (NAMES[k_cache.dtype],))
     return k.shape[1]
+
+
+def _check_pads(
+    pad: Tensor, lengths: list[int] | None, table: Tensor | None, q: Tensor
+) -> list[int]:
+    """The first slot of each row that is read."""
+    must_be("cache_leftpad", pad, (len(q),), q.device, INTEGERS)
+    starts = [0] * len(q) if symbolic(pad) else pad.tolist()
+    wide = [(a, n) for a, n in zip(starts, lengths or ()) if not 0 <= a <= n]
+    if table is not None or wide:
+        wrong("cache_leftpad", "in 0 .. cache_seqlens, and None with block_table", wide or pad)
+    return starts
 
 
 def _check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None,

@@ -135,9 +135,9 @@ def _like(function: Callable[..., Returned]) -> Callable[[Any], Any]:
     names = [*known][[*known].index("dropout_p") :]
 
     def sign(packed: Any) -> Any:
-        own = [p for p in signature(packed).parameters.values() if p.name not in ("args", "options")]
+        first = [p for p in signature(packed).parameters.values() if p.kind < p.VAR_POSITIONAL]
         options = [known[name] for name in names if name != "block_table"]
-        packed.__signature__ = Signature([*own, *options])
+        packed.__signature__ = Signature([*first, *options])
         return packed
 
     return sign

@@ -22,9 +22,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -
         wrong("rotary_cos", f"(positions, at most {x.shape[-1] // 2})", cos)
     must_be("rotary_cos", cos, (n, R), x.device, DTYPES)
     must_be("rotary_sin", sin, (n, R), x.device, DTYPES)
-    if at.numel() and not symbolic(at) and at.device.type == "cpu":
-        if not 0 <= at.min() <= at.max() < n:
-            wrong("rotary_cos", f"the rows {int(at.min())} to {int(at.max())} and more", cos)
+    host = at.numel() and at.device.type == "cpu" and not symbolic(at)
+    if host and not 0 <= at.min() <= at.max() < n:
+        wrong("rotary_cos", f"rows for the positions {int(at.min())} to {int(at.max())}", cos)
     acc = torch.promote_types(x.dtype, torch.float32)
     c, s = (table[at][..., None, :].to(acc) for table in (cos, sin))
     turned = x[..., : 2 * R].to(acc)
