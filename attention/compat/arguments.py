@@ -18,16 +18,11 @@ from ..masks import kept, symbolic
 from ..spec import DTYPES, NO_LIMIT
 
 HINTS = ("max_seqlen_q", "num_splits", "pack_gqa", "scheduler_metadata", "sm_margin")
-VARLEN = "flash_attn_varlen_func takes sequences of different lengths, in pages too"
-SCALED = "multiply q, k and v by it"
 REFUSED = {  # and what to do instead
     "attention_chunk": "pass each chunk as a sequence of flash_attn_varlen_func",
-    "cu_seqlens_k_new": VARLEN,
-    "cu_seqlens_q": VARLEN,
-    "k_descale": SCALED,
-    "q_descale": SCALED,
     "qv": "append it to q, v to k, and zeros to v, along head_dim",
-    "v_descale": SCALED,
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "multiply q, k and v by it"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k_new"), "flash_attn_varlen_func reads pages too"),
 }
 NAMES = {getattr(torch, name): name for name in DTYPES}
 
@@ -108,13 +103,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), 
 
 @not_compiled
 @kept
-def _on_host(t: Tensor) -> list[int]:
+def _read(t: Tensor) -> list[int]:
     return t.tolist()  # waits for the device, once per tensor
 
 
 def lengths_of(name: str, cu_seqlens: Tensor, total: int | None) -> list[int]:
     """The sequences' lengths, of `total` tokens."""
-    ends = _on_host(cu_seqlens)
+    ends = _read(cu_seqlens)
     if ends[:1] != [0] or sorted(ends) != ends or total not in (None, ends[-1]):
         last = "" if total is None else f" to {total}, the number of tokens"
         wrong(name, f"ascending from 0{last}", ends)
@@ -126,7 +121,7 @@ def used_of(name: str, used: Tensor | None, lengths: list[int], on: object) -> l
     if used is None:
         return lengths
     must_be(name, used, (len(lengths),), on, INTEGERS)
-    found = _on_host(used)
+    found = _read(used)
     if not all(0 <= n <= length for n, length in zip(found, lengths)):
         wrong(name, f"from 0 to the lengths {lengths}", found)
     return found

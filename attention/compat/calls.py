@@ -17,7 +17,7 @@ from .. import manual, tiled
 from ..caps import Backend, BackendUnavailable, Refusal
 from ..function import attention
 from ..masks import nothing, symbolic
-from ..plan import Plans
+from ..plan import Key, Plans
 from ..select import BACKENDS, RULES, check_name, get, select
 from ..spec import Policy, Spec
 from .arguments import NAMES, Request, wrong
@@ -27,7 +27,7 @@ NO_MODE, PLAIN = nullcontext(), (bool, float, str, type(None))
 _spec = lru_cache(maxsize=4096)(Spec)
 _plans = Plans("auto")
 _seeded = Plans("auto")  # of the log-sum-exp with dropout, which few kernels have
-_ran: dict[tuple[str, str, str], list[Any]] = {}  # kind, device, kernel: [choice or error, calls]
+_ran: dict[Key, list[Any]] = {}  # [choice or error, calls]
 
 
 class Choice(NamedTuple):
@@ -58,17 +58,17 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
 
 def report() -> str:
     """Each kind of call since use(): the kernel that ran, how often, and what was refused."""
-    rows = [(*key, *row) for key, row in _ran.items()]
-    for key, ((_, _, chosen), *_) in _plans.known.items():
-        if chosen.traced and len(key) == 3:  # type: ignore[arg-type]
-            rows.append((*key[:2], chosen.backend.name, chosen, 0))  # type: ignore[index]
+    known: dict[Any, Any] = {key: (plan[0].chosen, 0) for key, plan in _plans.known.items()}
     lines = []
-    for kind, device, name, chosen, n in rows:
+    for key, (chosen, n) in (known | _ran).items():
+        if not n and (len(key) > 3 or not chosen.traced):  # or the values of a traced call
+            continue
+        kind, device, _ = key
         calls = f"{n} calls" if n else "traced by torch.compile, calls not counted"
         if isinstance(chosen, str):
             lines.append(f"{kind} on {device}: {calls} refused: {chosen}")
             continue
-        kernels = ", ".join(chosen.kernels) or "plain operators"
+        name, kernels = chosen.backend.name, ", ".join(chosen.kernels) or "plain operators"
         lost = "".join(f"; {x} refused: {'; '.join(why)}" for x, why in chosen.rejected.items())
         lines.append(f"{kind} on {device}: {name} (kernel: {kernels}), {calls}{lost}")
     return "\n".join(lines) or "no call since use()"
@@ -117,17 +117,16 @@ def kernel(
     try:
         chosen = plans.choose(spec, device, (B, Tq, Tk), " (flash_attn functions)")
     except BackendUnavailable as e:
-        _count(spec.kind, device, "", str(e))
+        _ran[key] = [str(e), _ran.get(key, ["", 0])[1] + 1]
         raise
     if plans is _seeded:
         spec = replace(spec, dropout=request.dropout)
-    _count(spec.kind, device, chosen.backend.name, chosen)
+        key = spec.kind, device, deterministic
+    row = _ran.get(key)
+    if row is None or row[0] is not chosen:
+        row = _ran[key] = [chosen, 0 if row is None else row[1]]
+    row[1] += 1
     return chosen.backend, spec
-
-
-def _count(kind: str, device: str, name: str, chosen: object) -> None:
-    row = _ran.setdefault((kind, device, name), [chosen, 0])
-    row[:] = chosen, row[1] + 1
 
 
 def dense(
@@ -144,6 +143,8 @@ def dense(
     backend, spec = kernel(
         q, k.shape[1], k.shape[2], request, segments=segments is not None, shapes=shapes
     )
+    if not (shapes or request.lse):
+        return backend.compute(q, k, v, spec, **more), None
     with getattr(q, "fake_mode", NO_MODE) if shapes else NO_MODE:
         if not request.lse:
             return backend.compute(q, k, v, spec, **more), None

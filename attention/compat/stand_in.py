@@ -15,10 +15,8 @@ def as_flash_attn() -> None:
 
     Call it before the program imports flash_attn. flash_attn, flash_attn.flash_attn_interface,
     flash_attn.bert_padding and flash_attn.layers.rotary have the public functions of attention.
-    Other modules and private functions raise ImportError, as in a build without them.
-
-    Raises:
-        ImportError: flash-attn is installed.
+    Other modules and private functions raise ImportError, as in a build without them; so does this
+    call where flash-attn is installed.
     """
     known = sys.modules.get("flash_attn")
     if getattr(known, "flash_attn_func", None) is functions.flash_attn_func:
