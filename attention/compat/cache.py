@@ -87,7 +87,7 @@ def flash_attn_with_kvcache(
     if not by_row:
         cache, pages = ("static", None) if table is None else ("paged", size)
         backend, spec = kernel(q, size, Hkv, request, cache=cache, page_size=pages)
-        copies = backend.name == "paged" and Tq > 1  # whole rows of the table
+        copies = backend.name == "paged" and (Tq > 1 or not q.is_cuda)  # rows of the table
         if copies and not ends and not torch.cuda.is_current_stream_capturing():
             ends = total.tolist()
 
