@@ -259,8 +259,9 @@ def test_dropout_with_the_log_sum_exp(name) -> None:
 def test_the_report_names_each_kind_its_kernel_and_what_was_refused() -> None:
     assert "sdpa" in str(nanoattn.use("sdpa"))
     assert "no call" in nanoattn.report()
-    for _ in range(3):
+    for _ in range(2):
         nanoattn.flash_attn_func(X, X, X, softmax_scale=np.float32(0.3))
+    nanoattn.flash_attn_with_kvcache(X, X, X, softmax_scale=0.3)
     nanoattn.flash_attn_func(X, X, X, causal=True, return_attn_probs=True)
     torch.compile(nanoattn.flash_attn_func, backend="eager")(X, X, X)
     plain, lse, traced = nanoattn.report().split("\n")

@@ -83,7 +83,7 @@ def flash_attn_with_kvcache(
     # The kernel is chosen before anything is written: it may be refused.
     if by_row and q.numel() and any(read):
         for n in {min(filter(None, read)), max(read)}:
-            kernel(q, n, Hkv, request)
+            kernel(q, n, Hkv, request, dry=True)
     if not by_row:
         cache, pages = ("static", None) if table is None else ("paged", size)
         backend, spec = kernel(q, size, Hkv, request, cache=cache, page_size=pages)

@@ -76,9 +76,9 @@ def report() -> str:
 
 def kernel(
     q: Tensor, Tk: int, Hkv: int, request: Request, *, segments: bool = False, cache: str = "none",
-    page_size: int | None = None, shapes: bool = False,
+    page_size: int | None = None, shapes: bool = False, dry: bool = False,
 ) -> tuple[Backend, Spec]:
-    """The kernel and the Spec of a call with Tk keys of Hkv heads."""
+    """The kernel and the Spec of a call with Tk keys of Hkv heads; `dry`: it may not be run."""
     B, Tq, H, D = q.shape
     compiled, alibi = torch.compiler.is_compiling(), request.slopes is not None
     # A side that hides nothing is none: more kernels have that.
@@ -125,7 +125,7 @@ def kernel(
     row = _ran.get(key)
     if row is None or row[0] is not chosen:
         row = _ran[key] = [chosen, 0 if row is None else row[1]]
-    row[1] += 1
+    row[1] += not dry
     return chosen.backend, spec
 
 

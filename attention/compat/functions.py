@@ -100,7 +100,7 @@ def flash_attn_varlen_func(
         ks, vs = (arguments.tokens(t, used, used_k) for t in (k, v))
     else:
         if one_call and lengths_q == lengths_k and q.is_cuda and not request.lse:
-            backend = kernel(q[None], len(k), k.shape[1], request, segments=True)[0]
+            backend, _ = kernel(q[None], len(k), k.shape[1], request, segments=True, dry=True)
             if q.device.type in backend.varlen:
                 segments = _segments(cu_seqlens_q, len(q))
                 return dense(q[None], k[None], v[None], request, segments)[0][0]
