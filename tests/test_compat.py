@@ -237,7 +237,7 @@ def test_what_a_cache_cannot_is_refused_by_name_and_nothing_is_written(name, opt
     assert torch.equal(caches[0], X) and torch.equal(caches[1], X)
 
 
-@pytest.mark.parametrize("name", ["auto", "sdpa_flash", "tiled"])
+@pytest.mark.parametrize("name", ["auto", "sdpa_flash", "tiled", "triton"])
 def test_dropout_with_the_log_sum_exp(name) -> None:
     """L is that of all keys; kept weights are doubled, and the gradient has the same mask."""
     nanoattn.use(name)
@@ -251,6 +251,7 @@ def test_dropout_with_the_log_sum_exp(name) -> None:
     assert 0.3 < kept.sum() / (want > 1e-6).sum() < 0.7
     (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
     torch.testing.assert_close(dv[0, :, 0, 0], out.detach()[0, :, 0].sum(0))
+    assert f": {name if name in ('tiled', 'triton') else 'tiled'} (" in nanoattn.report()
     with pytest.raises(ValueError, match="dropout_p"):
         nanoattn.use("sdpa_flash", nanoattn.Policy(fallback=False))
         nanoattn.flash_attn_func(q, k, v, 0.5, causal=True, return_attn_probs=True)
