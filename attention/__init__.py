@@ -4,18 +4,20 @@ import importlib.util
 import os
 import sys
 
-from . import bert_padding, hf
+from . import hf
 from .caps import Backend, BackendUnavailable, Caps, DeviceLost, Partial, Refusal
-from .flash_api import (
+from .compat import bert_padding
+from .compat.cache import flash_attn_with_kvcache
+from .compat.calls import report, use
+from .compat.functions import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-    use,
 )
+from .compat.stand_in import as_flash_attn
 from .names import BACKENDS, RULES, check_name, get, is_code, packages, register
 from .plan import Call, Phase, Plan, Plans, fastest
 from .probabilities import weights
@@ -23,7 +25,6 @@ from .proof import probe
 from .ring import Ring
 from .select import Ranks, Resolution, announce, resolve, select
 from .spec import Machine, Policy, Spec, visible
-from .stand_in import as_flash_attn
 
 __all__ = [
     "BACKENDS", "RULES", "Backend", "BackendUnavailable", "Call", "Caps", "DeviceLost",
@@ -32,7 +33,7 @@ __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "get", "hf", "is_code",
-    "packages", "probe", "register", "resolve", "select", "use", "visible", "weights",
+    "packages", "probe", "register", "report", "resolve", "select", "use", "visible", "weights",
 ]
 __version__ = "0.2.0"  # pyproject.toml reads it here
 
@@ -41,6 +42,7 @@ __version__ = "0.2.0"  # pyproject.toml reads it here
 if __name__ == "attention" and "nanoattn" in sys.modules:
     raise ImportError(f"nanoattn is another package: {sys.modules['nanoattn'].__file__}")
 _spec = importlib.util.find_spec("attention")
+sys.modules[f"{__name__}.bert_padding"] = bert_padding
 if _spec and _spec.origin and os.path.samefile(_spec.origin, __file__):
     _other = "nanoattn" if __name__ == "attention" else "attention"
     for _name in [n for n in sys.modules if n.partition(".")[0] == __name__]:

@@ -64,7 +64,7 @@ LACKS = {
     "sinks": "it does not support attention sinks",
     "alibi": "it does not support ALiBi",
     "dropout": "it does not support dropout (got {0.dropout:g}; use --dropout=0)",
-    "lse": "it does not return the log-sum-exp, which --context_parallel needs",
+    "lse": "it does not return the log-sum-exp, which context parallelism needs",
     "grad": "it has no backward pass",
 }
 
@@ -212,6 +212,7 @@ class Partial:
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
+    dropout: bool = False  # both take two more arguments: sinks or None, and the seed
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ def dropout(P_ij: Tensor, p: float, seed: Tensor | None, tile: int) -> Tensor | 
     return kept.to(P_ij.dtype) / (1 - p)
 
 
-PARTIAL = Partial(forward_tiles, backward_tiles)
+PARTIAL = Partial(forward_tiles, backward_tiles, dropout=True)
 BACKEND = Backend("tiled", "FlashAttention's algorithm in plain PyTorch, O(S) memory", attend,
                   (Caps(right=True, scale=True, softcap=True, sinks=True, alibi=True, lse=True),),
                   fallback=None, fullgraph=False, partial=PARTIAL)

@@ -87,26 +87,30 @@ def whole_backward(
 WHOLE = Partial(whole_forward, whole_backward)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
-            alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
+    sinks: None = None, seed: Tensor | None = None, alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     from .triton.flash_kernels import LOWEST, flash_forward
 
-    numbers = spec.window, spec.right, 0.0, spec.softmax_scale, spec.softcap, offset
+    p = 0.0 if seed is None else spec.dropout
+    numbers = spec.window, spec.right, p, spec.softmax_scale, spec.softcap, offset
     runs = runs_of_pair(segments, k.shape[1], offset)
-    out, L = flash_forward(q, k, v, *runs, None, None, alibi_slopes, *numbers)
+    out, L = flash_forward(q, k, v, *runs, seed, None, alibi_slopes, *numbers)
     return out, torch.where(L.eq(LOWEST.value), -torch.inf, L * math.log(2))
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
-             offset: int, segments: Pair = None,
+             offset: int, segments: Pair = None, sinks: None = None, seed: Tensor | None = None,
              alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
     from .triton.flash_kernels import LOWEST, flash_backward
 
-    numbers = spec.window, spec.right, 0.0, spec.softmax_scale, spec.softcap, offset
+    p = 0.0 if seed is None else spec.dropout
+    numbers = spec.window, spec.right, p, spec.softmax_scale, spec.softcap, offset
     runs = runs_of_pair(segments, k.shape[1], offset)
     L_2 = (L / math.log(2)).clamp(min=LOWEST.value)  # where no key is seen; -inf would give NaN
     rows = dout, q, k, v, out.contiguous(), L_2.contiguous()
-    return tuple(flash_backward(*rows, *runs, None, alibi_slopes, *numbers)[:3])
+    return tuple(flash_backward(*rows, *runs, seed, alibi_slopes, *numbers)[:3])
 
 
 def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None, Tensor | None]:
@@ -155,5 +159,5 @@ BACKEND = Backend(
     ),
     fallback="sdpa",
     install="pip install triton",
-    partial=Partial(forward, backward),
+    partial=Partial(forward, backward, dropout=True),
 )

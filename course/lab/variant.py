@@ -50,7 +50,7 @@ class Variant(CausalSelfAttention):
         return 2 * self.q_size * keys  # q . k, and p v
 
     def refuse(self, *options: object) -> None:
-        """Raise NotImplementedError for segments, a cache or slopes, which forward does not have."""
+        """Raise NotImplementedError for segments, a cache or slopes, which forward lacks."""
         if any(option is not None for option in options):
             raise NotImplementedError(f"{type(self).__module__}: without segments, cache and ALiBi")
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .flash_args import wrong
+from .arguments import wrong
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
@@ -23,19 +23,13 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Remove the padding of a batch. The host waits for the device.
+    """Remove the padding of hidden_states (B, T, ...). The host waits for the device.
 
-    Args:
-        hidden_states: (B, T, ...).
-        attention_mask: (B, T), bool or integers: 1 for tokens, 0 for padding.
-        unused_mask: (B, T), 1 for places that are kept too but are not tokens.
+    attention_mask (B, T), bool or integers, has 1 for tokens and 0 for padding; unused_mask (B, T)
+    has 1 for places that are kept too but are not tokens. Other values are a ValueError.
 
-    Returns:
-        The kept rows (total, ...); their indices in (B * T) (total,) int64; cu_seqlens (B + 1,)
-        int32; the longest length; each sequence's tokens (B,) int32 (new in flash-attn 2.7).
-
-    Raises:
-        ValueError: a mask is not (B, T), or has other values than 0 and 1 or both for one place.
+    Returns the kept rows (total, ...); their indices in (B * T) (total,) int64; cu_seqlens (B + 1,)
+    int32; the longest length; each sequence's tokens (B,) int32 (new in flash-attn 2.7).
     """
     spare = torch.zeros_like(attention_mask) if unused_mask is None else unused_mask
     kept = attention_mask.int() + spare.int()

@@ -1,6 +1,6 @@
-"""The arguments of flash_api.py's functions: ValueError for what is not supported or contradicts
-itself, before anything is written. Values on another device than the CPU are checked only where the
-host waits for them anyway: cu_seqlens, and cache_seqlens for a log-sum-exp.
+"""The arguments of this package: ValueError for what is not supported or contradicts itself, before
+anything is written. Values on another device than the CPU are checked only where the host waits for
+them anyway: cu_seqlens, seqused, and cache_seqlens for a log-sum-exp or a cache_leftpad.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .caps import INTEGERS, must_be, shape_of
-from .function import not_compiled
-from .masks import kept, symbolic
-from .spec import DTYPES, NO_LIMIT
+from ..caps import INTEGERS, must_be, shape_of
+from ..function import not_compiled
+from ..masks import kept, symbolic
+from ..spec import DTYPES, NO_LIMIT
 
-HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata")
-REFUSED = ("alibi_slopes", "attention_chunk", "cache_leftpad", "cu_seqlens_k_new", "cu_seqlens_q",
-           "k_descale", "max_seqlen_q", "q_descale", "qv", "rotary_cos", "rotary_seqlens",
-           "rotary_sin", "seqused_k", "seqused_q", "v_descale")
+HINTS = ("max_seqlen_q", "num_splits", "pack_gqa", "scheduler_metadata", "sm_margin")
+REFUSED = {  # and what to do instead
+    "attention_chunk": "pass each chunk as a sequence of flash_attn_varlen_func",
+    "qv": "append it to q, v to k, and zeros to v, along head_dim",
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "multiply q, k and v by it"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k_new"), "flash_attn_varlen_func reads pages too"),
+}
 NAMES = {getattr(torch, name): name for name in DTYPES}
 
 
@@ -34,22 +37,28 @@ class Request(NamedTuple):
     softcap: float | None
     lse: bool  # return the log-sum-exp too
     grad: bool  # backward() will be called
+    slopes: Tensor | None  # ALiBi's
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, dropout: Any, scale: Any, causal: bool, window: Any,
-        softcap: Any, lse: bool, deterministic: object = False, alibi_slopes: object = None,
-        **others: object,
+        softcap: Any, lse: bool, slopes: Tensor | None, B: int, others: dict[str, object],
+        deterministic: bool = False,
     ) -> Request:
-        """`others` are HINTS, or REFUSED unless None, False or 0."""
-        others |= {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
+        """`others` are HINTS, or REFUSED unless None, False or 0. B: sequences."""
         for name, value in others.items():
             if name not in REFUSED and name not in HINTS:
                 raise TypeError(f"unexpected keyword argument {name!r}")
             if name in REFUSED and (isinstance(value, Tensor) or value not in (None, False, 0)):
-                raise ValueError(f"{name} is not supported")
+                raise ValueError(f"{name} is not supported; instead: {REFUSED[name]}")
         if deterministic:
             check_deterministic(q)
+        if slopes is not None:
+            H = q.shape[-2]
+            two = isinstance(slopes, Tensor) and slopes.dim() == 2
+            must_be("alibi_slopes", slopes, (B, H) if two else (H,), q.device, ("float32",))
+            if slopes.requires_grad:
+                raise ValueError("alibi_slopes must not require gradients: they get none")
         left, right = window
         width = left + 1 if 0 <= left < NO_LIMIT else None
         ahead = right if 0 <= right < NO_LIMIT else None
@@ -58,7 +67,7 @@ class Request(NamedTuple):
         softcap = number(softcap or 0) or None
         grad = q.requires_grad or k.requires_grad or v.requires_grad
         return cls(number(dropout), scale, width, 0 if causal else ahead, softcap, lse,
-                   grad and torch.is_grad_enabled())
+                   grad and torch.is_grad_enabled(), slopes)
 
 
 def constant(x: Any) -> float:
@@ -92,60 +101,30 @@ def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), 
         wrong(names[1], f"{shape_of(k)} as {names[0]}", v)
 
 
-def check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> int:
-    """The number of new tokens k, v (B, T_new, Hkv, D)."""
-    if (k is None) != (v is None):
-        raise ValueError("k and v, the new tokens, are passed together")
-    if k is None:
-        return 0
-    for name, t in (("k", k), ("v", v)):
-        shape = B, k.shape[1], *k_cache.shape[2:]
-        must_be(name, t, shape, k_cache.device, (NAMES[k_cache.dtype],))
-    return k.shape[1]
-
-
-def check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None,
-               table: Tensor | None, rows: Tensor | None, wait: bool) -> list[int] | None:
-    """The lengths of B rows before n_new tokens are written; None: they are on a device, and the
-    host does not `wait` for it."""
-    n_rows, room, on = k_cache.shape[0], k_cache.shape[1], k_cache.device
-    lengths: list[Any] | None = [room if seqlens is None else seqlens] * B
-    if table is not None:
-        if seqlens is None or rows is not None:
-            raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
-        must_be("block_table", table, (B, -1), on, INTEGERS)
-        room *= table.shape[1]
-    elif rows is not None:
-        must_be("cache_batch_idx", rows, (B,), on, INTEGERS)
-        chosen = on_host(rows) or []
-        twice = n_new > 0 and len(set(chosen)) < len(chosen)
-        if twice or not all(0 <= row < n_rows for row in chosen):
-            expected = f"in 0 .. {n_rows - 1}, and different where k and v are written"
-            wrong("cache_batch_idx", expected, chosen)
-    elif n_rows < B:
-        wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
-    if isinstance(seqlens, Tensor):
-        must_be("cache_seqlens", seqlens, (B,), on, INTEGERS)
-        lengths = seqlens.tolist() if wait and not symbolic(seqlens) else on_host(seqlens)
-    for n in lengths or ():
-        if not 0 <= n <= room - n_new:
-            wrong("cache_seqlens", f"in 0 .. {room} tokens, less {n_new} new ones", n)
-    return lengths
-
-
 @not_compiled
 @kept
-def _ends(cu_seqlens: Tensor) -> list[int]:
-    return cu_seqlens.tolist()  # waits for the device, once per tensor
+def _read(t: Tensor) -> list[int]:
+    return t.tolist()  # waits for the device, once per tensor
 
 
 def lengths_of(name: str, cu_seqlens: Tensor, total: int | None) -> list[int]:
     """The sequences' lengths, of `total` tokens."""
-    ends = _ends(cu_seqlens)
+    ends = _read(cu_seqlens)
     if ends[:1] != [0] or sorted(ends) != ends or total not in (None, ends[-1]):
         last = "" if total is None else f" to {total}, the number of tokens"
         wrong(name, f"ascending from 0{last}", ends)
     return [b - a for a, b in pairwise(ends)]
+
+
+def used_of(name: str, used: Tensor | None, lengths: list[int], on: object) -> list[int]:
+    """The first tokens of each sequence that are used (seqused); None: all."""
+    if used is None:
+        return lengths
+    must_be(name, used, (len(lengths),), on, INTEGERS)
+    found = _read(used)
+    if not all(0 <= n <= length for n, length in zip(found, lengths)):
+        wrong(name, f"from 0 to the lengths {lengths}", found)
+    return found
 
 
 def pages_seen(table: Tensor, pages: Tensor, lengths_q: list[int], lengths_k: list[int],
@@ -161,6 +140,12 @@ def pages_seen(table: Tensor, pages: Tensor, lengths_q: list[int], lengths_k: li
         if not all(0 <= page < n_pages for page in on_host(rows[-1]) or ()):
             wrong("block_table", f"pages of 0 .. {n_pages - 1} where there are tokens", row)
     return rows
+
+
+def tokens(pages: Tensor, used: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    """The tokens (n, Hkv, D) in each row's used pages, of pages (pages, page_size, Hkv, D)."""
+    size = pages.shape[1]
+    return [pages[u].flatten(0, 1)[: len(u) * size - -n % size] for u, n in zip(used, lengths)]
 
 
 def check_deterministic(q: Tensor) -> None:

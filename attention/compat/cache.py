@@ -1,0 +1,175 @@
+"""flash_attn_with_kvcache: a view of the cache on CUDA and of pages, else each row by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..caps import INTEGERS, must_be
+from ..masks import PagedView, StaticView, symbolic
+from . import arguments
+from .arguments import NAMES, Request, on_host, wrong
+from .calls import Returned, dense, kernel, returned, shape_only, texts
+from .rotary import rotate
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None, num_splits: int = 0, return_softmax_lse: bool = False, *,
+    page_table: Tensor | None = None, rotary_seqlens: Tensor | None = None, **fa3: object,
+) -> Returned:
+    """Attention to a cache, without gradients; k and v are first appended to it, in place.
+
+    Args:
+        q: (B, Tq, H, D). The last query is aligned with the row's last key; if not causal, the
+            others see it too, as far as window_size allows.
+        k_cache, v_cache: (B or more, S, Hkv, D); with block_table (pages, page_size, Hkv, D).
+        k, v: (B, T_new, Hkv, D), new tokens.
+        rotary_cos, rotary_sin: (positions, R): token n of q and k is rotated by row cache_seqlens
+            + n; all of q by row cache_seqlens if neither causal nor windowed.
+        cache_seqlens: tokens of each row before this call, (B,) int32 or one number; None: S.
+        cache_batch_idx: (B,) the cache's row of each row of q. It copies those rows.
+        cache_leftpad: (B,) the first slot of each row that is read; cache_seqlens counts from 0.
+        block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
+        rotary_seqlens: (B,) the first position of each row, in place of cache_seqlens.
+
+    Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
+    After a ValueError, as in flash_attn_func(), the cache is as it was.
+    """
+    if block_table is not None and page_table is not None:
+        raise ValueError("page_table is block_table's other name: pass one of them")
+    table = page_table if block_table is None else block_table
+    arguments.check(q, k_cache, v_cache, ("k_cache", "v_cache"), paged=table is not None)
+    B, Tq, size, Hkv, on = q.shape[0], q.shape[1], k_cache.shape[1], k_cache.shape[2], q.device
+    request = Request.of(
+        q, k_cache, v_cache, 0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
+        alibi_slopes, B, fa3,
+    )
+    n_new = _check_new(k, v, k_cache, B)
+    wait = request.lse or cache_leftpad is not None
+    lengths = _check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, wait)
+    starts = [0] * B if cache_leftpad is None else _check_pads(cache_leftpad, lengths, table, q)
+    if shape_only(q):
+        kv = k_cache.new_empty(B, size, Hkv, q.shape[3])
+        return returned(*dense(q, kv, kv, request))
+    before = size if cache_seqlens is None else cache_seqlens
+    total = torch.as_tensor(before, dtype=torch.int32, device=on).expand(B) + n_new
+    slot = (total - n_new)[:, None] + torch.arange(max(n_new, Tq), device=on)  # (B, T)
+    if rotary_cos is not None or rotary_sin is not None or rotary_seqlens is not None:
+        if k is None or rotary_cos is None or rotary_sin is None:
+            raise ValueError("rotary embeddings need rotary_cos, rotary_sin, and new k and v")
+        at = slot
+        if rotary_seqlens is not None:
+            must_be("rotary_seqlens", rotary_seqlens, (B,), on, INTEGERS)
+            at = slot - slot[:, :1] + rotary_seqlens[:, None]
+        moves = causal or request.window is not None or request.right is not None
+        of_q = at[:, :Tq] if moves else at[:, :1].expand(B, Tq)
+        q = rotate(q, rotary_cos, rotary_sin, of_q, rotary_interleaved)
+        k = rotate(k, rotary_cos, rotary_sin, at[:, :n_new], rotary_interleaved)
+
+    by_row = wait or not (table is not None or q.is_cuda)
+    ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
+    read, used = [n - a for a, n in zip(starts, ends)], None
+    if table is not None and ends:
+        used = arguments.pages_seen(table, k_cache, [Tq] * B, ends, request.window)
+        read = [len(pages) * size - -n % size for pages, n in zip(used, ends)]
+    by_row |= not q.numel() or (lengths is not None and not any(ends))
+    # The kernel is chosen before anything is written: it may be refused.
+    if by_row and q.numel() and any(read):
+        for n in {min(filter(None, read)), max(read)}:
+            kernel(q, n, Hkv, request, dry=True)
+    if not by_row:
+        cache, pages = ("static", None) if table is None else ("paged", size)
+        backend, spec = kernel(q, size, Hkv, request, cache=cache, page_size=pages)
+        copies = backend.name == "paged" and (Tq > 1 or not q.is_cuda)  # rows of the table
+        if copies and not ends and not torch.cuda.is_current_stream_capturing():
+            ends = total.tolist()
+
+    rows = torch.arange(B, device=on) if cache_batch_idx is None else cache_batch_idx
+    if table is not None:  # as wide as the longest text may be, with -1 for an absent page
+        table = table[:, : max(1, -(-max(ends) // size))] if ends else table
+        table = table.clamp(min=0)
+    if k is not None and v is not None:
+        row, slot = rows[:, None], slot[:, :n_new]
+        if table is not None:
+            row, slot = table.gather(1, (slot // size).long()), slot % size
+        k_cache[row.long(), slot.long()] = k
+        v_cache[row.long(), slot.long()] = v
+    if table is None:
+        these = slice(B) if cache_batch_idx is None else rows
+        k_cache, v_cache = k_cache[these], v_cache[these]
+    if by_row and (not q.numel() or (used is None and len({*zip(starts, ends)}) == 1)):
+        J = slice(starts[0], ends[0]) if q.numel() else slice(0)
+        return returned(*dense(q, k_cache[:, J], v_cache[:, J], request))
+    if by_row:
+        ks, vs = (arguments.tokens(t, used, ends) if used else
+                  [row[a:n] for row, a, n in zip(t, starts, ends)] for t in (k_cache, v_cache))
+        outs, Ls = texts(q.unbind(), ks, vs, request)
+        return returned(torch.stack(outs), torch.stack(Ls) if request.lse else None)
+    start, count = total - Tq, torch.full_like(total, Tq)
+    # Queries before every key; of these `right` lets the last ones see some.
+    ahead = Tq if request.right is None else request.right
+    blind = (start[:, None] + torch.arange(Tq, device=on) + ahead < 0) | (total == 0)[:, None]
+    view = StaticView(start, count, size) if table is None else PagedView(table, start, count)
+    slopes = {} if request.slopes is None else {"alibi_slopes": request.slopes}
+    out = backend.compute(q, k_cache, v_cache, spec, cache=view, **slopes)
+    return out.masked_fill(blind[..., None, None], 0)
+
+
+def _check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> int:
+    """The number of new tokens k, v (B, T_new, Hkv, D)."""
+    if (k is None) != (v is None):
+        raise ValueError("k and v, the new tokens, are passed together")
+    if k is None:
+        return 0
+    for name, t in (("k", k), ("v", v)):
+        shape = B, k.shape[1], *k_cache.shape[2:]
+        must_be(name, t, shape, k_cache.device, (NAMES[k_cache.dtype],))
+    return k.shape[1]
+
+
+def _check_pads(
+    pad: Tensor, lengths: list[int] | None, table: Tensor | None, q: Tensor
+) -> list[int]:
+    """The first slot of each row that is read."""
+    must_be("cache_leftpad", pad, (len(q),), q.device, INTEGERS)
+    starts = [0] * len(q) if symbolic(pad) else pad.tolist()
+    wide = [(a, n) for a, n in zip(starts, lengths or ()) if not 0 <= a <= n]
+    if table is not None or wide:
+        wrong("cache_leftpad", "in 0 .. cache_seqlens, and None with block_table", wide or pad)
+    return starts
+
+
+def _check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None,
+                table: Tensor | None, rows: Tensor | None, wait: bool) -> list[int] | None:
+    """The lengths of B rows before n_new tokens are written; None: they are on a device, and the
+    host does not `wait` for it."""
+    n_rows, room, on = k_cache.shape[0], k_cache.shape[1], k_cache.device
+    lengths: list[int] | None = [room if seqlens is None else seqlens] * B  # type: ignore[list-item]
+    if table is not None:
+        if seqlens is None or rows is not None:
+            raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
+        must_be("block_table", table, (B, -1), on, INTEGERS)
+        room *= table.shape[1]
+    elif rows is not None:
+        must_be("cache_batch_idx", rows, (B,), on, INTEGERS)
+        chosen = on_host(rows) or []
+        twice = n_new > 0 and len(set(chosen)) < len(chosen)
+        if twice or not all(0 <= row < n_rows for row in chosen):
+            expected = f"in 0 .. {n_rows - 1}, and different where k and v are written"
+            wrong("cache_batch_idx", expected, chosen)
+    elif n_rows < B:
+        wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
+    if isinstance(seqlens, Tensor):
+        must_be("cache_seqlens", seqlens, (B,), on, INTEGERS)
+        lengths = seqlens.tolist() if wait and not symbolic(seqlens) else on_host(seqlens)
+    for n in lengths or ():
+        if not 0 <= n <= room - n_new:
+            wrong("cache_seqlens", f"in 0 .. {room} tokens, less {n_new} new ones", n)
+    return lengths
