@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import checkpoint
-from attention import BACKENDS, BackendUnavailable, Machine, Phase, Ring, Spec, get, select
+from attention import BACKENDS, BackendUnavailable, Machine, Phase, Ring, Spec, get, resolve, select
 from attention.check import matrix
 from attention.check.matrix import Case
 from attention.function import attention
@@ -155,6 +155,17 @@ def test_who_takes_it() -> None:
                 backend.attend(q, q, q, spec, alibi_slopes=torch.ones(4))
     assert spec.kind != replace(spec, alibi=False).kind and "alibi" in str(spec)
     assert select("sdpa_bmm", spec, "cpu").backend.name in ("sdpa", "sdpa_flash")
+
+
+@pytest.mark.parametrize("packages, best", [
+    ({"flash_attn": "2.8.3", "triton": "3.6"}, "flash_attn_2"), ({"triton": "3.6"}, "triton"),
+    ({}, "sdpa")])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_auto_takes_a_kernel_that_stores_no_bias(packages: Any, best: str, capability: Any) -> None:
+    machine = Machine("cuda", "a GPU", capability, "2.13.0", packages=packages)
+    spec = Spec(8, 2, 64, "bfloat16", alibi=True)
+    for asked in (spec, replace(spec, window=9, segments=True)):
+        assert resolve("auto", asked, machine).backend.name == best
 
 
 def test_slopes_that_contradict_the_call_are_refused() -> None:
