@@ -106,6 +106,9 @@ def preferred(spec: Spec, machine: Machine) -> list[str]:
             # sdpa_flash takes windows from 2.12 on, and by segments it breaks a compiled graph.
             if spec.compiled or version(machine.torch) < (2, 12):
                 before("triton", "sdpa_flash")
+        if spec.alibi:  # sdpa stores the bias of all pairs
+            before("triton", "sdpa")
+            before("flash_attn_2", "triton")
     elif machine.bfloat16_units and spec.grad and not spec.compiled:
         order.insert(0, "sdpa_bmm")  # a faster backward, which Dynamo does not trace
     return order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from conftest import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import checkpoint
-from attention import BACKENDS, BackendUnavailable, Machine, Phase, Ring, Spec, get, select
+from attention import BACKENDS, Machine, Ring, Spec, get, resolve, select
 from attention.check import matrix
 from attention.check.matrix import Case
 from attention.function import attention
@@ -157,6 +155,17 @@ def test_who_takes_it() -> None:
     assert select("sdpa_bmm", spec, "cpu").backend.name in ("sdpa", "sdpa_flash")
 
 
+@pytest.mark.parametrize("packages, best", [
+    ({"flash_attn": "2.8.3", "triton": "3.6"}, "flash_attn_2"), ({"triton": "3.6"}, "triton"),
+    ({}, "sdpa")])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_auto_takes_a_kernel_that_stores_no_bias(packages: Any, best: str, capability: Any) -> None:
+    machine = Machine("cuda", "a GPU", capability, "2.13.0", packages=packages)
+    spec = Spec(8, 2, 64, "bfloat16", alibi=True)
+    for asked in (spec, replace(spec, window=9, segments=True)):
+        assert resolve("auto", asked, machine).backend.name == best
+
+
 def test_slopes_that_contradict_the_call_are_refused() -> None:
     q, spec = torch.randn(2, 5, 4, 16), Spec(4, 4, 16, "float32", alibi=True)
     ones = torch.ones(4)
@@ -258,20 +267,6 @@ def test_compiled_and_exported() -> None:
     torch._dynamo.reset()
 
 
-def test_gradients_with_checkpointing_and_documents() -> None:
-    ids = torch.arange(24)[None] % 37
-    segments = (torch.arange(24) >= 9).int()[None]
-    found = []
-    for backend, checkpointing in (("manual", False), ("tiled", True), ("sdpa", True)):
-        model = build(attention_backend=backend).train()
-        model.gradient_checkpointing = checkpointing
-        model(ids, ids.roll(-1), segments)[1].backward()
-        found.append([p.grad for p in model.parameters()])
-    for grads in found[1:]:
-        for a, b in zip(grads, found[0], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 def test_the_maps_of_explain_are_of_its_scores() -> None:
     """Weights times v are what the kernel gave, and the softmax of the tiles' scores."""
     model, x = build(attention_backend="sdpa"), torch.arange(20)[None]
@@ -291,23 +286,3 @@ def test_no_format_of_other_libraries_has_it(tmp_path: Any) -> None:
         with pytest.raises(UserError, match="position"):
             checkpoint.save_hf(build(**more), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_kernel_without_it_is_refused_by_name() -> None:
-    model = build(attention_backend="sdpa_bmm").bfloat16()
-    spec = model.config.specs(Phase("cpu", "bfloat16"))[0]
-    assert spec.alibi and [w.kind for w in get("sdpa_bmm").why_not(spec, HERE)]
-    from attention import Policy
-
-    model = GPT(model.config, Policy(fallback=False)).bfloat16()
-    with pytest.raises(BackendUnavailable, match="ALiBi"):
-        model(torch.zeros(1, 4, dtype=torch.int64))
-
-
-def test_the_best_score_is_near() -> None:
-    """Equal keys: a weight falls by e^-m with each token of distance (the paper's figure 3)."""
-    T, m = 6, torch.tensor([math.log(2)])
-    q, v = torch.zeros(1, T, 1, 8), torch.eye(T, 8)[None, :, None]
-    out: Tensor = get("sdpa").attend(q, q, v, Spec(1, 1, 8, "float32", alibi=True), alibi_slopes=m)
-    want = torch.tensor([2.0 ** -(T - 1 - j) for j in range(T)])
-    torch.testing.assert_close(out[0, -1, 0, :T], want / want.sum())
