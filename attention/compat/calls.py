@@ -17,8 +17,9 @@ from .. import manual, tiled
 from ..caps import Backend, BackendUnavailable, Refusal
 from ..function import attention
 from ..masks import nothing, symbolic
+from ..names import BACKENDS, RULES, check_name, get
 from ..plan import Key, Plans
-from ..select import BACKENDS, RULES, check_name, get, select
+from ..select import select
 from ..spec import Policy, Spec
 from .arguments import NAMES, Request, wrong
 
