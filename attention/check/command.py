@@ -29,6 +29,7 @@ from ..select import RULES, get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
 from .matrix import Case, Item
+from .mistakes import named
 from .properties import properties
 
 # Rows of the table. A test counts in the rows of all its features.
@@ -139,6 +140,7 @@ class Report:
     failures: list[dict[str, str]] = field(default_factory=list)
     untested: list[str] = field(default_factory=list)  # declared capabilities that no test used
     script: str = ""  # reproduces the first failure
+    mistake: list[str] = field(default_factory=list)  # that it shows, in lines of text
     seconds: float = 0.0
 
     def add(self, item: Item, device: str, answer: Answer) -> None:
@@ -190,6 +192,9 @@ def check(
         try:
             with settings_stay(), torch.random.fork_rng([device] if device[:4] == "cuda" else []):
                 answer = judge(backend, item, here[device], device)
+                if answer.verdict == "wrong" and not report.script:
+                    assert answer.spec is not None
+                    report.mistake = named(backend, item, answer.spec, device)
         except KERNEL_ERRORS as e:  # its Caps declare the Spec, so any exception is a failure
             spec = fitted(item, backend, here[device])[0]
             answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",), spec)
@@ -252,6 +257,7 @@ def text(report: Report) -> str:
     lines += [f"{len(failures)} of {ran} failed:"]
     lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]
     lines += [f"  and {len(failures) - 10} more (--json lists all)"] * (len(failures) > 10)
+    lines += ["", *report.mistake] if report.mistake else []
     return "\n".join([*lines, "", "Script for the first failure:", "", report.script])
 
 

@@ -83,6 +83,14 @@ class Item:
     case: Case | None = None  # None: a property
 
 
+class Wrong(AssertionError):
+    """The numbers of a run are wrong."""
+
+    def __init__(self, why: object, spec: Spec, got: Result) -> None:
+        super().__init__(str(why))
+        self.spec, self.got = spec, got
+
+
 def case_of(spec: Spec, Tk: int, Tq: int | None = None, segments: str = "packed",
             B: int = 2) -> Case:
     """The case of a Spec; Tq None: as many queries as keys."""
@@ -288,9 +296,12 @@ def check(
     for recorded in (True, False) if grad else (False,):
         spec = case.spec(dtype, grad=recorded, cache=cache, compiled=compiled)
         got = run(backend.attend, given, spec)
-        compare(got, case, dtype, device)
-        zeros = not any(t is not None and t[:, :masked].any() for t in (got.out, got.dq))
-        require(zeros, "a fully masked row must give zeros and a zero gradient")
+        try:
+            compare(got, case, dtype, device)
+            zeros = not any(t is not None and t[:, :masked].any() for t in (got.out, got.dq))
+            require(zeros, "a fully masked row must give zeros and a zero gradient")
+        except AssertionError as e:
+            raise Wrong(e, spec, got) from None
         with torch.inference_mode():
             got.out.zero_()
         for name, t, was in zip(Inputs._fields, given, before):
