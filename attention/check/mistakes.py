@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import proof
 from ..caps import Backend
 from ..machine.system import KERNEL_ERRORS, loses_device
-from ..proof import Inputs, Result, run
+from ..proof import Deviation, Inputs, Result, run
 from ..spec import Machine, Spec
 from . import matrix
 from .matrix import Case, Item, Wrong
@@ -97,13 +97,16 @@ def variants(spec: Spec) -> Iterator[tuple[str, str, list[Switch]]]:
         lacks = {"factor": dict.fromkeys(names, 1 / scale)}
         yield f"the gradient of {' and '.join(names)} is not scaled", FORMULA, [lacks]
     yield "the gradient of the softmax lacks rowsum(dO * O)", FORMULA, [{"no_rowsum": True}]
-    for name in ("q", "k", "v", "dout", "segments")[: 5 if spec.segments else 4]:
-        ways = [{"read": (name, way)} for way in ("dense", "innermost")]
-        yield f"the strides of {name} are ignored", LAYOUT, ways
+    inputs = [("q",), ("k",), ("v",), ("q", "k", "v"), ("dout",), *[("segments",)] * spec.segments]
+    ways = [{"read": (names, way)} for names in inputs for way in ("dense", "innermost", "copied")]
+    yield "the strides of an input are ignored", LAYOUT, ways
 
 
 def read(t: Tensor, way: str) -> Tensor:
-    """t as a kernel reads it that ignores its strides, or the innermost one."""
+    """t as a kernel reads it that ignores its strides: all, the innermost one, or those of a copy
+    (B, H, T, D)."""
+    if way == "copied":
+        return t if t.is_contiguous() or t.dim() != 4 else t.transpose(1, 2).reshape(t.shape)
     stride = t.new_empty(t.shape, device="meta").stride() if way == "dense" else t.stride()
     return t.as_strided(t.shape, (*stride[:-1], 1))
 
@@ -112,8 +115,8 @@ def mistaken(given: Inputs, spec: Spec, switch: Switch) -> tuple[Result, Result]
     """The program's result with a mistake, in float64 and in float32."""
     more = dict(switch)
     if "read" in more:
-        name, way = more.pop("read")
-        given = given._replace(**{name: read(getattr(given, name), way)})
+        names, way = more.pop("read")
+        given = given._replace(**{name: read(getattr(given, name), way) for name in names})
     for name in more.keys() & {"segments", "sinks"}:
         given, spec = given._replace(**{name: more.pop(name)}), replace(spec, **{name: False})
     found = []
@@ -133,64 +136,77 @@ class Failure:
     spec: Spec
     got: Result
     exact: Result
-    names: list[str]  # compared: the output, or the gradients if that is right
-    allowed: dict[tuple[str, int], float]  # of each tensor, the largest error and the mean
+    errors: dict[str, list[Deviation]]  # of each tensor: the largest, and the mean
 
     @classmethod
     def of(cls, case: Case, device: str, error: Wrong) -> Failure:
         spec, got = error.spec, error.got
         given, exact = matrix.inputs(case, spec.dtype, device), matrix.truth(case, spec.dtype)
-        rough = matrix.plain(case, spec.dtype, device)
-        errors = proof.errors(got, rough, exact, given.q.dtype)
-        wrong = {e.name for e in errors if not e.off <= e.allowed}
-        names = [name for name in got.tensors if name != "out"]
-        allowed = {(e.name, n % 2): e.allowed for n, e in enumerate(errors)}
-        return cls(given, spec, got, exact, ["out"] if "out" in wrong else names, allowed)
+        found = proof.errors(got, matrix.plain(case, spec.dtype, device), exact, given.q.dtype)
+        errors = {name: [e for e in found if e.name == name] for name in got.tensors}
+        return cls(given, spec, got, exact, errors)
 
-    def shows(self, switch: Switch) -> bool:
-        """True if the program with a mistake reproduces the kernel, and without it does not.
-        Queries that the mistake leaves without keys are not compared."""
-        want, rough = mistaken(self.given, self.spec, switch)
-        differs = not switch  # all other queries are right
-        for name in self.names:
-            some = ...
-            if name == "out" or (name == "dq" and not switch):
-                some = want.out.any(3)
-            tensors = (x.tensors[name].cpu().double()[some]
+    def wrong(self, name: str) -> bool:
+        return any(not e.off <= e.allowed for e in self.errors[name])
+
+    def compare(self, switch: Switch) -> tuple[bool, bool]:
+        """If the program with a mistake reproduces the kernel, and if that is not true without it.
+
+        Queries that the mistake leaves without keys are not compared, nor other gradients if these
+        are the mistake.
+        """
+        names = [name for name in self.got.tensors if name != "out"]
+        names = ["out"] if self.wrong("out") else names if switch else ["dq"]
+        if not switch and not self.wrong(names[0]):
+            return False, False
+        try:
+            want, rough = mistaken(self.given, self.spec, switch)
+        except RuntimeError:  # read() beyond the memory
+            return False, False
+        differs = not switch
+        for name in names:
+            rows = want.out.any(3) if name == "out" or not switch else ...
+            tensors = (x.tensors[name].cpu().double()[rows]
                        for x in (self.got, want, rough, self.exact))
             got, this, low, true = tensors
-            finite = this.isfinite()
-            if not finite.any() or not finite.equal(got.isfinite()):
-                return False
+            finite = this.isfinite() & got.isfinite()
+            # Gradients of NaN depend on what is multiplied by 0.
+            same = finite.equal(this.isfinite()) or (name != "out" and not this.isfinite().all())
+            if not same or finite.all() != got.isfinite().all():
+                return False, False
             differs = differs or not finite.all()
+            if not finite.any():
+                continue
             off, effect, noise = (x[finite].abs() for x in (got - this, true - this, low - this))
             # Where a product of this program is rounded down, the kernel's may be rounded up.
-            half = switch.get("half", torch.float64)
-            jump = torch.finfo(half).eps * float(this[finite].abs().max())
-            for n, size in enumerate((torch.max, lambda x: x.square().mean().sqrt())):
-                limit = 2 * self.allowed[name, n] + 4 * float(size(noise.nan_to_num(0)))
-                limit += jump if n == 0 else 0.0
+            half = torch.finfo(switch.get("half", torch.float64))
+            jumps = half.eps * float(this[finite].abs().max()), 0.0
+            sizes = torch.max, lambda x: x.square().mean().sqrt()
+            for error, size, jump in zip(self.errors[name], sizes, jumps):
+                limit = 2 * error.allowed + 4 * float(size(noise.nan_to_num(0))) + jump
                 if not float(size(off)) <= limit:
-                    return False
+                    return False, False
                 differs = differs or float(size(effect)) > 2 * limit
-        return differs
+        return True, differs
 
 
 def failures(backend: Backend, case: Case, spec: Spec, device: str) -> Iterator[Failure]:
     """The case and others with its features, as far as the kernel fails in them."""
     machine = Machine.here(device)
-    others = [c for c in matrix.in_order() if {*case.features} <= {*c.features}]
+    others = [c for c in matrix.in_order() if {*case.features} <= {*c.features} and c.Tk < 300]
     others = [replace(c, D=spec.head_dim if c.D == Case.D else c.D) for c in others]
     for one in dict.fromkeys((case, *others[:TRIED])):
-        if backend.why_not(one.spec(spec.dtype, grad=spec.grad), machine):
-            continue
-        try:
-            matrix.check(backend, one, spec.dtype, device, grad=spec.grad)
-        except Wrong as e:
-            yield Failure.of(one, device, e)
-        except KERNEL_ERRORS as e:
-            if loses_device(e):
-                return
+        for grad in (True, False)[not spec.grad :]:  # a backward pass may raise an error
+            if backend.why_not(one.spec(spec.dtype, grad=grad), machine):
+                continue
+            try:
+                matrix.check(backend, one, spec.dtype, device, grad=grad)
+            except Wrong as e:
+                yield Failure.of(one, device, e)
+                break
+            except KERNEL_ERRORS as e:
+                if loses_device(e):
+                    return
 
 
 def named(backend: Backend, item: Item, spec: Spec, device: str) -> list[str]:
@@ -198,27 +214,28 @@ def named(backend: Backend, item: Item, spec: Spec, device: str) -> list[str]:
     it is a common one, and the largest score where the output is not finite."""
     if item.case is None:
         return dropout_named(backend, spec, device) if spec.dropout else []
-    found: dict[tuple[str, int], str] | None = None
-    first: Failure | None = None
-    count = 0
+    left: dict[tuple[str, int], str] | None = None  # variants that reproduce all, by their name
+    differ: set[tuple[str, int]] = set()
+    found: list[Failure] = []
     for failure in failures(backend, replace(item.case, D=spec.head_dim), spec, device):
-        first = first or failure
-        count += 1
-        found = {
-            (name, n): sentence for name, sentence, switches in variants(failure.spec)
-            for n, switch in enumerate(switches)
-            if (found is None or (name, n) in found) and failure.shows(switch)
-        }
-        if count == FAILING or not found:
+        found.append(failure)
+        before, left = left, {}
+        for name, sentence, switches in variants(failure.spec):
+            for n, switch in enumerate(switches):
+                if before is None or (name, n) in before:
+                    same, differs = failure.compare(switch)
+                    if same:
+                        left[name, n] = sentence
+                        differ |= {(name, n)} if differs else set()
+        if len(found) == FAILING or not left:
             break
-    if first is None:
-        return []
+    names = {key[0]: sentence for key, sentence in (left or {}).items() if key in differ}
     lines = []
-    if found:
-        names = {name: sentence for (name, _), sentence in found.items()}
-        what = "output" if first.names == ["out"] else "gradients"
-        lines = lines_of(names, f"the kernel's {what} in {count} failing cases")
-    return lines + not_finite(first)
+    if names:
+        what = "output" if found[0].wrong("out") else "gradients"
+        many = f"{len(found)} failing cases" if len(found) > 1 else "one failing case"
+        lines = lines_of(names, f"the kernel's {what} in {many}")
+    return lines + (not_finite(found[0]) if found else [])
 
 
 def lines_of(names: dict[str, str], what: str) -> list[str]:
@@ -252,10 +269,13 @@ def dropout_named(backend: Backend, spec: Spec, device: str) -> list[str]:
     quiet = replace(spec, grad=False)
     before, after = (weights(backend, given, replace(quiet, dropout=x), 0) for x in (0.0, p))
     factor = (after / before)[(after != 0) & (before != 0)].double()
-    names = {"are not divided by 1 - p": 1.0, "are multiplied by 1 - p": 1 - p,
-             "are divided by p": 1 / p}
+    names = {"dropout is ignored": 1.0}
+    if not after[before != 0].all():
+        names = {"in dropout the kept probabilities are not divided by 1 - p": 1.0,
+                 "in dropout the kept probabilities are divided by p": 1 / p,
+                 "in dropout the kept probabilities are multiplied by 1 - p": 1 - p}
     for name, times in names.items():
-        if len(factor) and bool(((factor - times).abs() < 0.02 * times).all()):
-            text = f"the kept probabilities {name} in dropout"
-            return lines_of({text: DROPOUT}, f"them: they are {times:.3g} times those before it")
+        close = bool(((factor - times).abs() < 0.02 * times).all())
+        if close and times != 1 / (1 - p) and len(factor):
+            return lines_of({name: DROPOUT}, f"them: they are {times:.3g} times those without it")
     return []
