@@ -1,24 +1,23 @@
 """The name of a kernel's mistake.
 
-named() runs the kernel on failing cases, and on the same inputs a plain program (program.py) with
-each common mistake. A mistake is named if one variant of it reproduces the kernel's output in all
-of them (the gradients, where the output is right), and the program without it does not.
+named() compares the kernel, in cases that fail, with a plain program (program.py) that makes each
+common mistake. A mistake is named if one variant of it reproduces the kernel's output in all of
+them (the gradients, where the output is right), and the program without it does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import proof
 from ..caps import Backend
 from ..machine.system import KERNEL_ERRORS, loses_device
-from ..proof import Deviation, Inputs, Result, run
+from ..proof import Inputs, Result, run
 from ..spec import Machine, Spec
 from . import matrix
 from .matrix import Case, Item, Wrong
@@ -39,13 +38,12 @@ SCALE = "factor of the scores; None: 1 / sqrt(head_dim)"
 SOFTCAP = "`softcap` c bounds each score s to c * tanh(s / c)"
 SINKS = "`sinks` adds to each head's softmax a learned logit without a value"
 DROPOUT = "dropout: float = 0.0  # on the attention probabilities"
-LAYOUT = "Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``"
-Switch = dict[str, Any]  # arguments of program(); "read": (input, way), for read()
+Switch = dict[str, Any]  # arguments of program()
 
 
 def variants(spec: Spec) -> Iterator[tuple[str, str, list[Switch]]]:
-    """The common mistakes with a Spec: a name, the contract's sentence, and variants of each, in
-    the same order for all Specs of a kind."""
+    """The common mistakes with a Spec: a name, the contract's sentence, and the variants, in the
+    same order for all Specs."""
     scale, D, w, r = spec.softmax_scale, spec.head_dim, spec.window, spec.right
     group = spec.n_head // spec.n_kv_head
     yield "a query that sees no key does not give zeros", ROWS, [{}]
@@ -57,7 +55,7 @@ def variants(spec: Spec) -> Iterator[tuple[str, str, list[Switch]]]:
         text = RIGHT if r else CAUSAL
         yield "a query sees one later key too many", text, [{"right": r + 1}, {"shift": 1}]
         yield "a query sees one key too few", text, [{"right": r - 1}, {"shift": -1}]
-        yield "the limit on later keys is ignored", text, [{"right": None}]
+        yield "later keys are not masked", text, [{"right": None}]
     if r != 0:
         yield "later keys are masked", RIGHT, [{"right": 0}]
     yield "the mask is aligned top-left: offset 0, not Tk - Tq", CAUSAL, [{"offset": 0}]
@@ -65,16 +63,14 @@ def variants(spec: Spec) -> Iterator[tuple[str, str, list[Switch]]]:
     if spec.segments:
         yield "segments are ignored", SEGMENTS, [{"segments": None}]
         yield "segments are compared by order", SEGMENTS, [{"order": -1}, {"order": 1}]
-    if group > 1:
-        yield "query head h reads key/value head h % Hkv", HEADS, [{"modulo": True}]
-        one = [{"gradient_of": 0}, {"gradient_of": group - 1}]
-        mean = [{"factor": {"k": 1 / group, "v": 1 / group}}]
-        yield "dK and dV are not summed over the query heads of a group", HEADS, one + mean
+    yield "query head h reads key/value head h % Hkv", HEADS, [{"modulo": True}]
+    not_summed: list[Switch] = [{"gradient_of": 0}, {"gradient_of": group - 1}]
+    not_summed += [{"factor": {"k": 1 / group, "v": 1 / group}}]
+    yield "dK and dV are not the sums over a group's query heads", HEADS, not_summed
     yield "the scores are not scaled", SCALE, [{"scale": 1.0}]
-    yield "the scores are divided by D, or scaled twice", SCALE, [{"scale": 1 / D}, {"scale": scale**2}]
+    yield "the scores are scaled twice", SCALE, [{"scale": 1 / D}, {"scale": scale**2}]
     yield "the scores are multiplied by sqrt(D)", SCALE, [{"scale": D**0.5}]
-    if spec.scale is not None:
-        yield "the Spec's scale is ignored", SCALE, [{"scale": D**-0.5}]
+    yield "the Spec's scale is ignored", SCALE, [{"scale": D**-0.5}]
     few = [{"dims": D // n * n} for n in (4, 8, 16, 32, 64)]
     yield "the last dimensions of q and k are left out", FORMULA, few
     if spec.softcap is not None:
@@ -84,117 +80,67 @@ def variants(spec: Spec) -> Iterator[tuple[str, str, list[Switch]]]:
         yield "the gradient of the softcap is missing", SOFTCAP, [{"cap": "flat"}]
     if spec.sinks:
         yield "the sinks are ignored", SINKS, [{"sinks": None}]
-        yield "the sinks are scaled", SINKS, [{"sink_factor": scale}]
     stale = [{"tile": n, "stale": s} for n in (16, 32, 64, 128) for s in ("out", "sum", "both")]
     yield "sums are not rescaled to a new maximum", FORMULA, stale
     for half in (torch.float16, torch.bfloat16):
-        for text, at in {"q, k and v are": "inputs", "q . k is": "products",
-                         "the scores are": "scores", "the softmax is": "probs"}.items():
-            yield f"{text} rounded to {str(half)[6:]}", FORMULA, [{"half": half, "rounded": at}]
+        for name in ("q, k and v are", "q . k is", "the scores are", "the softmax is"):
+            switch = {"half": half, "rounded": name}
+            yield f"{name} rounded to {str(half)[6:]}", FORMULA, [switch]
     for name in ("q", "k", "v", "sinks")[: 4 if spec.sinks else 3]:
         yield f"the gradient of {name} is missing", FORMULA, [{"factor": {name: 0.0}}]
     for names in ("q", "k", "qk"):
         lacks = {"factor": dict.fromkeys(names, 1 / scale)}
         yield f"the gradient of {' and '.join(names)} is not scaled", FORMULA, [lacks]
     yield "the gradient of the softmax lacks rowsum(dO * O)", FORMULA, [{"no_rowsum": True}]
-    inputs = [("q",), ("k",), ("v",), ("q", "k", "v"), ("dout",), *[("segments",)] * spec.segments]
-    ways = [{"read": (names, way)} for names in inputs for way in ("dense", "innermost", "copied")]
-    yield "the strides of an input are ignored", LAYOUT, ways
 
 
-def read(t: Tensor, way: str) -> Tensor:
-    """t as a kernel reads it that ignores its strides: all, the innermost one, or those of a copy
-    (B, H, T, D)."""
-    if way == "copied":
-        return t if t.is_contiguous() or t.dim() != 4 else t.transpose(1, 2).reshape(t.shape)
-    stride = t.new_empty(t.shape, device="meta").stride() if way == "dense" else t.stride()
-    return t.as_strided(t.shape, (*stride[:-1], 1))
+def mistaken(given: Inputs, spec: Spec, dtype: torch.dtype, switch: Switch) -> Result:
+    """The program's result with a mistake, computed in this dtype."""
+    gone: Switch = {name: None for name in ("segments", "sinks") if name in switch}
+    off: Switch = {"dtype": str(dtype)[6:], **dict.fromkeys(gone, False)}
+    given = Inputs(*(
+        t if t is None else t.detach().cpu().to(dtype if t.is_floating_point() else t.dtype)
+        for t in given._replace(**gone)
+    ))  # type: ignore[arg-type]
+    more = {name: value for name, value in switch.items() if name not in gone}
+    return run(partial(program, **more), given, replace(spec, **off))
 
 
-def mistaken(given: Inputs, spec: Spec, switch: Switch) -> tuple[Result, Result]:
-    """The program's result with a mistake, in float64 and in float32."""
-    more = dict(switch)
-    if "read" in more:
-        names, way = more.pop("read")
-        given = given._replace(**{name: read(getattr(given, name), way) for name in names})
-    for name in more.keys() & {"segments", "sinks"}:
-        given, spec = given._replace(**{name: more.pop(name)}), replace(spec, **{name: False})
-    found = []
-    for dtype in (torch.float64, torch.float32):
-        tensors = (t if t is None else t.cpu() for t in given)
-        wide = (t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
-        of_dtype = replace(spec, dtype=str(dtype)[6:])
-        found.append(run(partial(program, **more), Inputs(*wide), of_dtype))  # type: ignore[arg-type]
-    return found[0], found[1]
+def rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
 
 
-@dataclass
-class Failure:
-    """A case in which a kernel's result is wrong."""
-
-    given: Inputs
-    spec: Spec
-    got: Result
-    exact: Result
-    errors: dict[str, list[Deviation]]  # of each tensor: the largest, and the mean
-
-    @classmethod
-    def of(cls, case: Case, device: str, error: Wrong) -> Failure:
-        spec, got = error.spec, error.got
-        given, exact = matrix.inputs(case, spec.dtype, device), matrix.truth(case, spec.dtype)
-        found = proof.errors(got, matrix.plain(case, spec.dtype, device), exact, given.q.dtype)
-        errors = {name: [e for e in found if e.name == name] for name in got.tensors}
-        return cls(given, spec, got, exact, errors)
-
-    def wrong(self, name: str) -> bool:
-        return any(not e.off <= e.allowed for e in self.errors[name])
-
-    def compare(self, switch: Switch) -> tuple[bool, bool]:
-        """If the program with a mistake reproduces the kernel, and if that is not true without it.
-
-        Queries that the mistake leaves without keys are not compared, nor other gradients if these
-        are the mistake.
-        """
-        names = [name for name in self.got.tensors if name != "out"]
-        names = ["out"] if self.wrong("out") else names if switch else ["dq"]
-        if not switch and not self.wrong(names[0]):
-            return False, False
-        try:
-            want, rough = mistaken(self.given, self.spec, switch)
-        except RuntimeError:  # read() beyond the memory
-            return False, False
-        differs = not switch
-        for name in names:
-            rows = want.out.any(3) if name == "out" or not switch else ...
-            tensors = (x.tensors[name].cpu().double()[rows]
-                       for x in (self.got, want, rough, self.exact))
-            got, this, low, true = tensors
-            finite = this.isfinite() & got.isfinite()
-            # Gradients of NaN depend on what is multiplied by 0.
-            same = finite.equal(this.isfinite()) or (name != "out" and not this.isfinite().all())
-            if not same or finite.all() != got.isfinite().all():
-                return False, False
-            differs = differs or not finite.all()
-            if not finite.any():
-                continue
-            off, effect, noise = (x[finite].abs() for x in (got - this, true - this, low - this))
-            # Where a product of this program is rounded down, the kernel's may be rounded up.
-            half = torch.finfo(switch.get("half", torch.float64))
-            jumps = half.eps * float(this[finite].abs().max()), 0.0
-            sizes = torch.max, lambda x: x.square().mean().sqrt()
-            for error, size, jump in zip(self.errors[name], sizes, jumps):
-                limit = 2 * error.allowed + 4 * float(size(noise.nan_to_num(0))) + jump
-                if not float(size(off)) <= limit:
-                    return False, False
-                differs = differs or float(size(effect)) > 2 * limit
-        return True, differs
+def reproduces(wrong: Wrong, device: str, switch: Switch) -> bool | None:
+    """None unless the program with a mistake reproduces the kernel; False if it does so without
+    it, too. Queries that the mistake leaves without keys are not compared."""
+    spec, got = wrong.spec, wrong.got
+    names = {e.name for e in wrong.errors if not e.off <= e.allowed}
+    names = {"out"} & names or ({*got.tensors} - {"out"} if switch else {"dq"} & names)
+    given = matrix.inputs(wrong.case, spec.dtype, device)
+    exact = matrix.truth(wrong.case, spec.dtype)
+    wide, low = (mistaken(given, spec, dtype, switch) for dtype in (torch.float64, torch.float32))
+    differs = not switch
+    for name in names:
+        rows = wide.out.any(3) if name == "out" or not switch else ...
+        x, want, rough, true = (
+            of.tensors[name].cpu().double()[rows] for of in (got, wide, low, exact)
+        )
+        finite = want.isfinite()
+        if not finite.equal(x.isfinite()):
+            return None
+        off, effect, noise = (rms((a - want)[finite].nan_to_num(0)) for a in (x, true, rough))
+        allowed = max(e.allowed for e in wrong.errors if e.name == name and "mean" in e.where)
+        if not off <= (limit := 2 * allowed + 4 * noise):
+            return None
+        differs = differs or effect > 2 * limit or not finite.all()
+    return differs if names else None
 
 
-def failures(backend: Backend, case: Case, spec: Spec, device: str) -> Iterator[Failure]:
+def failures(backend: Backend, case: Case, spec: Spec, device: str) -> Iterator[Wrong]:
     """The case and others with its features, as far as the kernel fails in them."""
     machine = Machine.here(device)
     others = [c for c in matrix.in_order() if {*case.features} <= {*c.features} and c.Tk < 300]
-    others = [replace(c, D=spec.head_dim if c.D == Case.D else c.D) for c in others]
+    others = [replace(c, D=spec.head_dim) if c.D == Case.D else c for c in others]
     for one in dict.fromkeys((case, *others[:TRIED])):
         for grad in (True, False)[not spec.grad :]:  # a backward pass may raise an error
             if backend.why_not(one.spec(spec.dtype, grad=grad), machine):
@@ -202,7 +148,7 @@ def failures(backend: Backend, case: Case, spec: Spec, device: str) -> Iterator[
             try:
                 matrix.check(backend, one, spec.dtype, device, grad=grad)
             except Wrong as e:
-                yield Failure.of(one, device, e)
+                yield e
                 break
             except KERNEL_ERRORS as e:
                 if loses_device(e):
@@ -214,68 +160,59 @@ def named(backend: Backend, item: Item, spec: Spec, device: str) -> list[str]:
     it is a common one, and the largest score where the output is not finite."""
     if item.case is None:
         return dropout_named(backend, spec, device) if spec.dropout else []
-    left: dict[tuple[str, int], str] | None = None  # variants that reproduce all, by their name
-    differ: set[tuple[str, int]] = set()
-    found: list[Failure] = []
-    for failure in failures(backend, replace(item.case, D=spec.head_dim), spec, device):
-        found.append(failure)
+    left: dict[tuple[str, int], str] | None = None  # the variants that reproduce all
+    differ: set[str] = set()
+    found: list[Wrong] = []
+    for wrong in failures(backend, replace(item.case, D=spec.head_dim), spec, device):
+        found.append(wrong)
         before, left = left, {}
-        for name, sentence, switches in variants(failure.spec):
+        for name, sentence, switches in variants(wrong.spec):
             for n, switch in enumerate(switches):
                 if before is None or (name, n) in before:
-                    same, differs = failure.compare(switch)
-                    if same:
+                    differs = reproduces(wrong, device, switch)
+                    if differs is not None:
                         left[name, n] = sentence
-                        differ |= {(name, n)} if differs else set()
+                        differ |= {name} if differs else set()
         if len(found) == FAILING or not left:
             break
-    names = {key[0]: sentence for key, sentence in (left or {}).items() if key in differ}
-    lines = []
-    if names:
-        what = "output" if found[0].wrong("out") else "gradients"
-        many = f"{len(found)} failing cases" if len(found) > 1 else "one failing case"
-        lines = lines_of(names, f"the kernel's {what} in {many}")
-    return lines + (not_finite(found[0]) if found else [])
+    names = {name: sentence for (name, _), sentence in (left or {}).items() if name in differ}
+    where = ", ".join(wrong.case.name for wrong in found)
+    bad = [text for wrong in found for text in not_finite(wrong, device)]
+    return lines(names, f"the kernel in {where}") + bad[:1]
 
 
-def lines_of(names: dict[str, str], what: str) -> list[str]:
+def lines(names: dict[str, str], what: str) -> list[str]:
     quotes = " ".join(f'"{sentence}"' for sentence in dict.fromkeys(names.values()))
-    return [
-        f"The mistake: {', or '.join(names)}.",
-        f"(A plain program with this mistake reproduces {what}.)",
-        f"The contract, attention/spec.py: {quotes}",
-    ]
+    return [f"The mistake: {', or '.join(names)}. A plain program with it reproduces {what}.",
+            f"The contract (attention/spec.py): {quotes}"] if names else []
 
 
-def not_finite(failure: Failure) -> list[str]:
+def not_finite(wrong: Wrong, device: str) -> list[str]:
     """The largest score of the rows that are not finite."""
-    given, spec, out = failure.given, failure.spec, failure.got.out.cpu()
-    rows = ~out.isfinite().all(3)  # (B, Tq, H)
+    spec, rows = wrong.spec, ~wrong.got.out.cpu().isfinite().all(3)  # (B, Tq, H)
     if not rows.any():
         return []
-    q, k = (t.detach().cpu().double() for t in (given.q, given.k))
+    q, k = (t.cpu().double() for t in matrix.draw(wrong.case, spec.dtype, device)[:2])
     k = k.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2)
-    product = torch.einsum("bihd,bjhd->bihj", q, k)[rows].abs().nan_to_num(0).max().item()
-    most = torch.finfo(given.q.dtype).max
-    where = rows.nonzero()[0].tolist()
-    return [f"out is not finite in {int(rows.sum())} rows, the first at [b, i, h] = {where}. There "
-            f"|q . k| is up to {product:,.5g}, a score up to {product * spec.softmax_scale:,.5g}; "
-            f"{spec.dtype} ends at {most:,.5g}."]
+    product = float(torch.einsum("bihd,bjhd->bihj", q, k)[rows].abs().max())
+    rows_text = f"{int(rows.sum())} rows, the first at [b, i, h] = {rows.nonzero()[0].tolist()}"
+    text = f"{wrong.case.name}: out is not finite in {rows_text}"
+    most = f"|q . k| is up to {product:,.5g}, a score up to {product * spec.softmax_scale:,.5g}"
+    return [f"{text}. There {most}; float16 ends at 65,504."]
 
 
 def dropout_named(backend: Backend, spec: Spec, device: str) -> list[str]:
     """The factor of the probabilities that are kept, if it is not 1 / (1 - p)."""
-    p, given = spec.dropout, draw(spec, device, 16)
-    quiet = replace(spec, grad=False)
-    before, after = (weights(backend, given, replace(quiet, dropout=x), 0) for x in (0.0, p))
+    p, given, quiet = spec.dropout, draw(spec, device, 16), replace(spec, grad=False)
+    try:
+        before, after = (weights(backend, given, replace(quiet, dropout=x), 0) for x in (0.0, p))
+    except KERNEL_ERRORS:
+        return []
     factor = (after / before)[(after != 0) & (before != 0)].double()
-    names = {"dropout is ignored": 1.0}
-    if not after[before != 0].all():
-        names = {"in dropout the kept probabilities are not divided by 1 - p": 1.0,
-                 "in dropout the kept probabilities are divided by p": 1 / p,
-                 "in dropout the kept probabilities are multiplied by 1 - p": 1 - p}
-    for name, times in names.items():
-        close = bool(((factor - times).abs() < 0.02 * times).all())
-        if close and times != 1 / (1 - p) and len(factor):
-            return lines_of({name: DROPOUT}, f"them: they are {times:.3g} times those without it")
+    names = {"are not divided by 1 - p": 1.0, "are divided by p": 1 / p}
+    for name, times in names.items() if p != 0.5 else ():
+        if len(factor) and bool(((factor - times).abs() < 0.02 * times).all()):
+            name = f"in dropout the kept probabilities {name}"
+            name = name if len(factor) < (before != 0).sum() else "dropout is ignored"
+            return lines({name: DROPOUT}, f"them: they are {times:.3g} times those without it")
     return []

@@ -17,7 +17,7 @@ def program(
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, keep: Tensor | None = None,
     offset: int | None = None, shift: int = 0, inverted: bool = False, order: int = 0,
     modulo: bool = False, gradient_of: int | None = None, dims: int | None = None, cap: str = "",
-    sink_factor: float = 1.0, tile: int = 0, stale: str = "", half: torch.dtype | None = None,
+    tile: int = 0, stale: str = "", half: torch.dtype | None = None,
     rounded: str = "", no_rowsum: bool = False, factor: Mapping[str, float] = {}, **sides: Any,
 ) -> Tensor:
     """attend() by the formula, in q's dtype. A row that sees no key gives zeros.
@@ -38,7 +38,7 @@ def program(
     def leaf(t: Tensor, name: str) -> Tensor:
         times = factor.get(name, 1.0)
         t = t if times == 1 else t.detach() + times * (t - t.detach())
-        return half_at(t, "inputs")
+        return half_at(t, "q, k and v are")
 
     heads = h % k.shape[2] if modulo else h // group
     q, k, v = leaf(q, "q"), leaf(k, "k")[:, :, heads], leaf(v, "v")[:, :, heads]
@@ -53,7 +53,7 @@ def program(
         seen = seen & (ahead * order >= 0 if order else ahead == 0) & (own >= 0)[:, None]
     seen = (seen != inverted)[:, None]  # (B or 1, 1, Tq, Tk)
 
-    s = half_at(torch.einsum("bihd,bjhd->bhij", q[..., :dims], k[..., :dims]), "products")
+    s = half_at(torch.einsum("bihd,bjhd->bhij", q[..., :dims], k[..., :dims]), "q . k is")
     s = s if cap == "early" else s * of["scale"]
     s = s.masked_fill(~seen, -torch.inf) if cap == "late" else s
     if of["softcap"] is not None:
@@ -62,10 +62,10 @@ def program(
     s = s * of["scale"] if cap == "early" else s
     if alibi_slopes is not None:
         s = s - alibi_slopes[..., None, None] * (at[:, None] - j).abs()
-    s = half_at(s if cap == "late" else s.masked_fill(~seen, -torch.inf), "scores")
+    s = half_at(s if cap == "late" else s.masked_fill(~seen, -torch.inf), "the scores are")
     sink = s.new_full((H, 1, 1), -torch.inf)
     if sinks is not None:
-        sink = leaf(sinks, "sinks").to(s.dtype)[:, None, None] * sink_factor
+        sink = leaf(sinks, "sinks").to(s.dtype)[:, None, None]
     lowest = torch.finfo(s.dtype).min
     m = torch.maximum(s.amax(3, keepdim=True), sink).clamp(min=lowest).detach()
     e, e_sink = torch.exp(s - m), torch.exp(sink - m)
@@ -76,6 +76,7 @@ def program(
         old = torch.exp(s - so_far.repeat_interleave(tile, dim=3)[..., :Tk])
         top, bottom = e if stale == "sum" else old, e if stale == "out" else old
     total = bottom.sum(3, keepdim=True) + e_sink
-    total = total.detach() if no_rowsum else total
-    p = half_at(top / total.masked_fill(total == 0, 1), "probs") * seen.any(3, keepdim=True)
-    return torch.einsum("bhij,bjhd->bihd", p if keep is None else p * keep, v)
+    total = total.detach() + 0 * total if no_rowsum else total
+    p = half_at(top / total.masked_fill(total == 0, 1), "the softmax is")
+    p = p * seen.any(3, keepdim=True) * (1 if keep is None else keep)
+    return torch.einsum("bhij,bjhd->bihd", p, v)
