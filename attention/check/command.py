@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -138,7 +139,7 @@ class Report:
     length: int = 0  # tokens of the longest sequence
     # "total", "float32, cpu", "window", ... -> number of tests "passed", "failed" and "refused"
     features: dict[str, dict[str, int]] = field(default_factory=dict)
-    refusals: Counter[str] = field(default_factory=Counter)  # reason -> number of tests
+    refusals: Counter[Refusal] = field(default_factory=Counter)  # number of tests
     failures: list[dict[str, str]] = field(default_factory=list)
     untested: list[str] = field(default_factory=list)  # declared capabilities that no test used
     script: str = ""  # reproduces the first failure
@@ -148,7 +149,7 @@ class Report:
     def add(self, item: Item, device: str, answer: Answer) -> None:
         dtype, rows = item.spec.dtype, ["total", *item.features]
         if answer.verdict == "refused":
-            self.refusals.update(map(str, answer.why))
+            self.refusals.update(why for why in answer.why if isinstance(why, Refusal))
         elif answer.verdict == "wrong":
             why = "; ".join(answer.why)
             failure = {"what": item.name, "dtype": dtype, "device": device, "why": why}
@@ -228,8 +229,16 @@ def script(name: str, item: Item, device: str, answer: Answer, length: int) -> s
     name = os.path.abspath(name) if os.path.exists(name) else name
     if item.case is None:
         return of_property(name, item.name, item.spec.dtype, device, length)
-    case = replace(item.case, D=answer.spec.head_dim)
-    return of_case(name, case, answer.failed or answer.spec, device)
+    case, spec = replace(item.case, D=answer.spec.head_dim), answer.failed or answer.spec
+    return f"# {item.name}: {'; '.join(answer.why)}\n{of_case(name, case, spec, device)}"
+
+
+def in_one_line(reasons: Sequence[str]) -> str:
+    """Reasons that differ in a few words: "it takes a head_dim up to 64, not 72/80/128"."""
+    words = [re.sub(r" \(got[^)]*\)", "", reason).split() for reason in reasons]
+    if len({len(of_one) for of_one in words}) > 1:
+        return "; ".join(dict.fromkeys(map(" ".join, words)))
+    return " ".join("/".join(dict.fromkeys(column)) for column in zip(*words))
 
 
 def text(report: Report) -> str:
@@ -241,7 +250,10 @@ def text(report: Report) -> str:
     lines += aligned([["", *VERDICTS.values()], *cells], ">")
     if report.refusals:
         lines += ["", "Refused, as its Caps declare:"]
-        lines += [f"  {n:>4}  {why}" for why, n in report.refusals.items()]
+        for kind in dict.fromkeys(why.kind for why in report.refusals):
+            reasons = [why for why in report.refusals if why.kind == kind]
+            n = sum(report.refusals[why] for why in reasons)
+            lines += [f"  {n:>4}  {in_one_line(reasons)}"]
     failures, total = report.failures, report.features["total"]
     ran = total["passed"] + total["failed"]
     if not ran:
