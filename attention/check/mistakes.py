@@ -37,7 +37,7 @@ ROWS = "A fully masked row gives zeros and zero gradients."
 SCALE = "factor of the scores; None: 1 / sqrt(head_dim)"
 SOFTCAP = "`softcap` c bounds each score s to c * tanh(s / c)"
 SINKS = "`sinks` adds to each head's softmax a learned logit without a value"
-DROPOUT = "dropout: float = 0.0  # on the attention probabilities"
+DROPOUT = "dropout: float = 0.0 # on the attention probabilities"
 Switch = dict[str, Any]  # arguments of program()
 
 
