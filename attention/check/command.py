@@ -189,7 +189,7 @@ def check(
     todo = [(d, i) for d, i in itertools.product(devices, tests) if test in ("", i.name)]
     if not todo:
         raise ValueError(f"unknown test {test!r}")
-    longest = max(length, *(item.case.Tk for _, item in todo if item.case))
+    longest = max([length, *(item.case.Tk for _, item in todo if item.case)])
     names = {device: machine.name for device, machine in here.items()}
     report = Report(name, backend.name, backend.title, names, torch.__version__, length=longest)
     report.quick = quick or bool(test)

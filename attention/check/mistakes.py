@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..caps import Backend
 from ..machine.system import KERNEL_ERRORS, loses_device
@@ -97,27 +96,23 @@ def variants(spec: Spec) -> Iterator[tuple[str, str, list[Switch]]]:
 def mistaken(given: Inputs, spec: Spec, dtype: torch.dtype, switch: Switch) -> Result:
     """The program's result with a mistake, computed in this dtype."""
     gone: Switch = {name: None for name in ("segments", "sinks") if name in switch}
-    off: Switch = {"dtype": str(dtype)[6:], **dict.fromkeys(gone, False)}
+    less: Switch = {"dtype": str(dtype)[6:], **dict.fromkeys(gone, False)}
     given = Inputs(*(
         t if t is None else t.detach().cpu().to(dtype if t.is_floating_point() else t.dtype)
         for t in given._replace(**gone)
     ))  # type: ignore[arg-type]
     more = {name: value for name, value in switch.items() if name not in gone}
-    return run(partial(program, **more), given, replace(spec, **off))
+    return run(partial(program, **more), given, replace(spec, **less))
 
 
-def rms(x: Tensor) -> float:
-    return float(x.square().mean().sqrt()) if x.numel() else 0.0
-
-
-def reproduces(wrong: Wrong, device: str, switch: Switch) -> bool | None:
+def reproduces(wrong: Wrong, switch: Switch) -> bool | None:
     """None unless the program with a mistake reproduces the kernel; False if it does so without
     it, too. Queries that the mistake leaves without keys are not compared."""
     spec, got = wrong.spec, wrong.got
     names = {e.name for e in wrong.errors if not e.off <= e.allowed}
     names = {"out"} & names or ({*got.tensors} - {"out"} if switch else {"dq"} & names)
-    given = matrix.inputs(wrong.case, spec.dtype, device)
-    exact = matrix.truth(wrong.case, spec.dtype)
+    spec = replace(spec, grad=names != {"out"})
+    given, exact = matrix.inputs(wrong.case, spec.dtype), matrix.truth(wrong.case, spec.dtype)
     wide, low = (mistaken(given, spec, dtype, switch) for dtype in (torch.float64, torch.float32))
     differs = not switch
     for name in names:
@@ -128,9 +123,14 @@ def reproduces(wrong: Wrong, device: str, switch: Switch) -> bool | None:
         finite = want.isfinite()
         if not finite.equal(x.isfinite()):
             return None
-        off, effect, noise = (rms((a - want)[finite].nan_to_num(0)) for a in (x, true, rough))
+        # Root mean squares: where a program rounds down, a kernel may round up.
+        off, effect, noise = (
+            float((t - want)[finite].nan_to_num(0).square().mean().nan_to_num(0).sqrt())
+            for t in (x, true, rough)
+        )
         allowed = max(e.allowed for e in wrong.errors if e.name == name and "mean" in e.where)
-        if not off <= (limit := 2 * allowed + 4 * noise):
+        limit = 2 * allowed + 4 * noise
+        if not off <= limit:
             return None
         differs = differs or effect > 2 * limit or not finite.all()
     return differs if names else None
@@ -169,7 +169,7 @@ def named(backend: Backend, item: Item, spec: Spec, device: str) -> list[str]:
         for name, sentence, switches in variants(wrong.spec):
             for n, switch in enumerate(switches):
                 if before is None or (name, n) in before:
-                    differs = reproduces(wrong, device, switch)
+                    differs = reproduces(wrong, switch)
                     if differs is not None:
                         left[name, n] = sentence
                         differ |= {name} if differs else set()
@@ -177,7 +177,7 @@ def named(backend: Backend, item: Item, spec: Spec, device: str) -> list[str]:
             break
     names = {name: sentence for (name, _), sentence in (left or {}).items() if name in differ}
     where = ", ".join(wrong.case.name for wrong in found)
-    bad = [text for wrong in found for text in not_finite(wrong, device)]
+    bad = [text for wrong in found for text in not_finite(wrong)]
     return lines(names, f"the kernel in {where}") + bad[:1]
 
 
@@ -187,18 +187,17 @@ def lines(names: dict[str, str], what: str) -> list[str]:
             f"The contract (attention/spec.py): {quotes}"] if names else []
 
 
-def not_finite(wrong: Wrong, device: str) -> list[str]:
+def not_finite(wrong: Wrong) -> list[str]:
     """The largest score of the rows that are not finite."""
     spec, rows = wrong.spec, ~wrong.got.out.cpu().isfinite().all(3)  # (B, Tq, H)
     if not rows.any():
         return []
-    q, k = (t.cpu().double() for t in matrix.draw(wrong.case, spec.dtype, device)[:2])
+    q, k = (t.double() for t in matrix.draw(wrong.case, spec.dtype)[:2])
     k = k.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2)
-    product = float(torch.einsum("bihd,bjhd->bihj", q, k)[rows].abs().max())
-    rows_text = f"{int(rows.sum())} rows, the first at [b, i, h] = {rows.nonzero()[0].tolist()}"
-    text = f"{wrong.case.name}: out is not finite in {rows_text}"
-    most = f"|q . k| is up to {product:,.5g}, a score up to {product * spec.softmax_scale:,.5g}"
-    return [f"{text}. There {most}; float16 ends at 65,504."]
+    most = float(torch.einsum("bihd,bjhd->bihj", q, k)[rows].abs().max())
+    text = f"{wrong.case.name}: out is not finite in {int(rows.sum())} rows; there |q . k| is up to"
+    scaled = f"a score up to {most * spec.softmax_scale:,.5g}"
+    return [f"{text} {most:,.5g}, {scaled} (float16 ends at 65,504)."]
 
 
 def dropout_named(backend: Backend, spec: Spec, device: str) -> list[str]:
