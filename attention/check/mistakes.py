@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..caps import Backend
-from ..machine.system import KERNEL_ERRORS, loses_device
+from ..machine.system import KERNEL_ERRORS, loses_device, settings_stay
 from ..proof import Inputs, Result, run
 from ..spec import Machine, Spec
 from . import matrix
@@ -146,11 +146,12 @@ def failures(backend: Backend, case: Case, spec: Spec, device: str) -> Iterator[
             if backend.why_not(one.spec(spec.dtype, grad=grad), machine):
                 continue
             try:
-                matrix.check(backend, one, spec.dtype, device, grad=grad)
+                with settings_stay():
+                    matrix.check(backend, one, spec.dtype, device, grad=grad)
             except Wrong as e:
                 yield e
                 break
-            except KERNEL_ERRORS as e:
+            except (*KERNEL_ERRORS, GeneratorExit) as e:
                 if loses_device(e):
                     return
 
@@ -203,9 +204,11 @@ def not_finite(wrong: Wrong) -> list[str]:
 def dropout_named(backend: Backend, spec: Spec, device: str) -> list[str]:
     """The factor of the probabilities that are kept, if it is not 1 / (1 - p)."""
     p, given, quiet = spec.dropout, draw(spec, device, 16), replace(spec, grad=False)
+    specs = quiet, replace(quiet, dropout=0.0)
     try:
-        before, after = (weights(backend, given, replace(quiet, dropout=x), 0) for x in (0.0, p))
-    except KERNEL_ERRORS:
+        with settings_stay():
+            after, before = (weights(backend, given, of, 0) for of in specs)
+    except (*KERNEL_ERRORS, GeneratorExit):
         return []
     factor = (after / before)[(after != 0) & (before != 0)].double()
     names = {"are not divided by 1 - p": 1.0, "are divided by p": 1 / p}
