@@ -200,7 +200,7 @@ def check(
         try:
             with settings_stay(), torch.random.fork_rng([device] if device[:4] == "cuda" else []):
                 answer = judge(backend, item, here[device], device)
-        except KERNEL_ERRORS as e:  # its Caps declare the Spec, so any exception is a failure
+        except (*KERNEL_ERRORS, GeneratorExit) as e:  # its Caps declare the Spec
             spec = fitted(item, backend, here[device])[0]
             answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",), spec)
             lost = loses_device(e)  # every later test would fail
