@@ -139,6 +139,41 @@ BUGS = {
         "for first in range(0, Tk, TILE):",
         "for first in __import__('random').sample(range(0, Tk, TILE), -(-Tk // TILE)):",
         "determinism"),
+    "the window is ignored": ("Tk - Tq, spec.window,", "Tk - Tq, None,", "window"),
+    "not causal": ("seg_j, spec.right)", "seg_j, None)", "causal"),
+    "not scaled": (" * spec.softmax_scale\n    slope", "\n    slope", "causal"),
+    "divided by D": (" * spec.softmax_scale\n    slope", " / q.shape[-1]\n    slope", "causal"),
+    "scores in half precision": ("(seen, s,", "(seen, s.half().to(s.dtype),", "causal"),
+    "the mask is inverted": ("(seen, s,", "(~seen & (seen_at < Tk), s,", "causal"),
+    "NaN in fully masked rows": ("l = torch.where(l == 0, 1.0, l)", "l = l", "masked rows"),
+    "no dK": ("dK.to(k.dtype), dV", "0 * dK.to(k.dtype), dV", "causal"),
+    "dK and dV of a group's first head": (
+        "(k.shape[2], -1)).sum(dim=3)", "(k.shape[2], -1))[:, :, :, 0]", "grouped heads"),
+    "dS without the sum": ("(dp - rest) *", "dp *", "causal"),
+    "what dropout keeps is not scaled": (".to(dtype) / (1 - p)", ".to(dtype)", "dropout"),
+    "sinks ignored": ("m = sinks.to(dtype)[:, None, None].expand_as(m)", "pass", "sinks"),
+    "softcap after the mask": (
+        "return torch.where(seen, s, -torch.inf), slope",
+        "s = torch.where(seen, s, -(spec.softcap or torch.inf))\n"
+        "    return torch.where(seen_at < Tk, s, -torch.inf), slope", "softcap"),
+    "a bias of its own": ("(seen, s,", "(seen, s + 0.01 * seen_at,", "causal"),
+}
+# A word of the name that `check` gives to these mistakes. All others have none.
+NAMES = {
+    "mask off by one: sees the next token": "too many",
+    "mask off by one: does not see itself": "too few", "causal, but aligned top-left": "top-left",
+    "window off by one": "too small", "right ignored": "masked", "right off by one": "too many",
+    "all later keys, none of them": "masked", "queries before the first segment": "no key",
+    "segments ignored": "segments", "segments by order": "order",
+    "softcap ignored, by a wrong name": "softcap", "wrong group of grouped heads": "h % Hkv",
+    "head dimensions in fours": "dimensions", "dQ of fully masked rows": "no key",
+    "not rescaled to the new maximum": "rescaled", "no dropout of later keys": "dropout",
+    "the window is ignored": "ignored", "not causal": "not masked", "not scaled": "not scaled",
+    "divided by D": "twice", "scores in half precision": "float16",
+    "the mask is inverted": "inverted", "NaN in fully masked rows": "no key",
+    "no dK": "gradient of k", "dK and dV of a group's first head": "sums",
+    "dS without the sum": "rowsum", "what dropout keeps is not scaled": "1 - p",
+    "sinks ignored": "sinks", "softcap after the mask": "after the mask",
 }
 
 
@@ -165,7 +200,7 @@ def ask(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
 def test_a_kernel_without_a_bug_passes_every_test(capsys) -> None:
     options = "--quick", "--dtype=float32,bfloat16", "--device=cpu", "--length=600"
     code, said = ask(capsys, HONEST, *options)
-    assert code == 0 and "script" not in said, said
+    assert code == 0 and "To repeat" not in said, said
     rows = dict(re.findall(r"^([^\d\n]+?)  +([\d-]+) +- +[\d-]+$", said, re.M))
     assert {*check.FEATURES, "total"} <= set(rows) and f"sample of {rows['total']} cases" in said
     assert [name for name, n in rows.items() if n == "-"] == ["parts"]  # refused
@@ -187,19 +222,50 @@ def test_a_planted_bug_is_found_and_named(bug: str, tmp_path: Path, capsys) -> N
     assert code == 1 and len(report["failures"]) == 1
     assert row in failed, report["failures"]
     assert ("grouped heads" in failed) == (row == "grouped heads")
+    named, *contract = report["mistake"] or [""]
+    assert ("mistake" in named) == (bug in NAMES) and NAMES.get(bug, "") in named, report["mistake"]
+    if bug in NAMES:
+        spec = " ".join((ROOT / "attention" / "spec.py").read_text(encoding="utf-8").split())
+        assert all(quote in spec for quote in re.findall('"([^"]+)"', contract[0]))
+    nan = "out is off by nan" in report["failures"][0]["why"]
+    assert ("not finite" in " ".join(report["mistake"])) == nan
+
+
+@pytest.mark.parametrize("bug", ["window off by one", "gradient assumed dense",
+                                 pytest.param("segments assumed dense", marks=pytest.mark.slow)])
+def test_the_script_of_a_case_prints_both_results_anywhere(bug, tmp_path: Path, capsys) -> None:
+    words = [planted(bug, tmp_path)[0], "--dtype=float32", "--device=cpu", "--first", "--json"]
+    report = json.loads(ask(capsys, *words)[1])
+    assert "check." not in report["script"]  # public names alone
+    run = subprocess.run([sys.executable, "-"], input=report["script"], cwd=tmp_path,
+                         capture_output=True, text=True)
+    assert run.returncode == 0 and "q (2, " in run.stdout, run.stderr
+    found = re.findall(r"^(\w+) at (\[.*\]): the kernel (\S+), the truth (\S+)$", run.stdout, re.M)
+    off = re.findall(r"(\w+) is off by (\S+) at (\[[\d, ]+\])", report["failures"][0]["why"])
+    values = {name: (at, abs(float(got) - float(want))) for name, at, got, want in found}
+    assert off and {"out", "dq", "dk", "dv"} == {*values}
+    for name, error, at in off:
+        assert values[name] == (at, pytest.approx(float(error), rel=0.01))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", ["window off by one", "another order of the tiles each time"])
-def test_the_script_of_the_first_failure_fails_too(bug, tmp_path: Path, capsys) -> None:
-    """One of a case and one of a property."""
-    words = [planted(bug, tmp_path)[0], "--dtype=float32", "--device=cpu", "--first", "--json"]
-    script = json.loads(ask(capsys, *words)[1])["script"]
-    run = subprocess.run([sys.executable, "-"], input=script, cwd=ROOT, capture_output=True,
-                         text=True)
-    raised = run.stderr.strip().splitlines()[-1]
-    assert run.returncode == 1 and raised.startswith("AssertionError: "), run.stderr
-    assert raised.partition(": ")[2] in script
+def test_the_command_of_a_property_fails_too(tmp_path: Path, capsys) -> None:
+    path, _ = planted("another order of the tiles each time", tmp_path)
+    words = path, "--dtype=float32", "--device=cpu", "--first", "--json"
+    report = json.loads(ask(capsys, *words)[1])
+    command = report["script"].replace("python -m", f"{sys.executable} -m") + " --json"
+    run = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    again = json.loads(run.stdout)
+    assert run.returncode == 1 and again["features"]["total"]["failed"] == 1
+    assert again["failures"][0]["what"] == report["failures"][0]["what"]
+
+
+def test_a_refused_feature_is_one_line(tmp_path: Path, capsys) -> None:
+    caps = "head_dim_max=32, window=False, dropout=False, dtypes=('float32',)"
+    words = wrapped(tmp_path, caps), "--quick", "--device=cpu", "--dtype=float32,float16"
+    lines = ask(capsys, *words)[1].partition("Refused")[2].partition("\n\n")[0].splitlines()[1:]
+    for word in ("head_dim up to", "window", "segments", "dropout", "cache", "float16"):
+        assert sum(word in line for line in lines) == (word != "segments"), lines
 
 
 def wrapped(folder: Path, caps: str, line: str = "") -> Path:
@@ -250,7 +316,8 @@ def test_what_a_kernel_raises_and_what_it_refuses(tmp_path: Path, capsys) -> Non
 @pytest.mark.parametrize("words, value", [
     (["none.py"], "none.py"), (["no_such_backend"], "no_such_backend"),
     (["manual", "--dtype=float8"], "float8"), (["manual", "--device=tpu"], "tpu"),
-    (["manual", "--length=-1"], "-1"), (["auto"], "auto"), (["fastest"], "fastest")])
+    (["manual", "--length=-1"], "-1"), (["auto"], "auto"), (["fastest"], "fastest"),
+    (["manual", "--test=none"], "none")])
 def test_a_mistake_in_the_command_line(words, value, capsys) -> None:
     try:
         code = check.main(words)

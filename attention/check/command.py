@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -30,7 +31,9 @@ from ..names import RULES, get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
 from .matrix import Case, Item
+from .mistakes import named
 from .properties import properties
+from .script import of_case, of_property
 
 # Rows of the table. A test counts in the rows of all its features.
 FEATURES = (
@@ -66,6 +69,7 @@ class Answer:
     verdict: str  # "right", "wrong" or "refused"
     why: tuple[Refusal | str, ...] = ()
     spec: Spec | None = None  # with which it ran
+    failed: Spec | None = None  # of the run with wrong numbers
 
 
 def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequence[Refusal]]:
@@ -93,7 +97,7 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Answer
     try:
         item.ask(backend, spec, device)
     except AssertionError as e:
-        return Answer("wrong", (str(e),), spec)
+        return Answer("wrong", (str(e),), spec, e.spec if isinstance(e, matrix.Wrong) else None)
     return Answer("right", (), spec)
 
 
@@ -136,16 +140,17 @@ class Report:
     length: int = 0  # tokens of the longest sequence
     # "total", "float32, cpu", "window", ... -> number of tests "passed", "failed" and "refused"
     features: dict[str, dict[str, int]] = field(default_factory=dict)
-    refusals: Counter[str] = field(default_factory=Counter)  # reason -> number of tests
+    refusals: Counter[Refusal] = field(default_factory=Counter)  # number of tests
     failures: list[dict[str, str]] = field(default_factory=list)
     untested: list[str] = field(default_factory=list)  # declared capabilities that no test used
     script: str = ""  # reproduces the first failure
+    mistake: list[str] = field(default_factory=list)  # that it shows, in lines of text
     seconds: float = 0.0
 
     def add(self, item: Item, device: str, answer: Answer) -> None:
         dtype, rows = item.spec.dtype, ["total", *item.features]
         if answer.verdict == "refused":
-            self.refusals.update(map(str, answer.why))
+            self.refusals.update(why for why in answer.why if isinstance(why, Refusal))
         elif answer.verdict == "wrong":
             why = "; ".join(answer.why)
             failure = {"what": item.name, "dtype": dtype, "device": device, "why": why}
@@ -164,17 +169,18 @@ class Report:
 
 def check(
     name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
-    first: bool = False, length: int = 0,
+    first: bool = False, length: int = 0, test: str = "",
     watch: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Report:
     """Run every test on a backend, given by its name, alias or file.
 
     Args:
         first: stop at the first failure.
+        test: the name of the only test to run.
         watch: called before each test with the number done, the total, and the test's name.
 
     Raises:
-        ValueError: unknown backend, or a file that defines none.
+        ValueError: unknown backend or test, or a file that defines none.
     """
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
@@ -183,10 +189,14 @@ def check(
         raise ValueError(f"{name}: check takes no mask of one's own and no kernel of the hub; "
                          f"python -m attention {name} proves it")
     here = {device: Machine.here(device) for device in devices}
-    todo = list(itertools.product(devices, items(dtypes, quick, length, backend.caps)))
-    longest = max(length, *(item.case.Tk for _, item in todo if item.case))
+    tests = items(dtypes, quick, length, backend.caps)
+    todo = [(d, i) for d, i in itertools.product(devices, tests) if test in ("", i.name)]
+    if not todo:
+        raise ValueError(f"unknown test {test!r}")
+    longest = max([length, *(item.case.Tk for _, item in todo if item.case)])
     names = {device: machine.name for device, machine in here.items()}
-    report = Report(name, backend.name, backend.title, names, torch.__version__, quick, longest)
+    report = Report(name, backend.name, backend.title, names, torch.__version__, length=longest)
+    report.quick = quick or bool(test)
     ran: dict[str, list[tuple[Spec, bool]]] = {device: [] for device in devices}
     lost = False
     for n, (device, item) in enumerate(todo):
@@ -194,7 +204,7 @@ def check(
         try:
             with settings_stay(), torch.random.fork_rng([device] if device[:4] == "cuda" else []):
                 answer = judge(backend, item, here[device], device)
-        except KERNEL_ERRORS as e:  # its Caps declare the Spec, so any exception is a failure
+        except (*KERNEL_ERRORS, GeneratorExit) as e:  # its Caps declare the Spec
             spec = fitted(item, backend, here[device])[0]
             answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",), spec)
             lost = loses_device(e)  # every later test would fail
@@ -202,11 +212,14 @@ def check(
         if answer.spec:
             ran[device].append((answer.spec, item.deterministic))
         if answer.verdict == "wrong" and not report.script:
+            assert answer.spec is not None
             report.script = script(name, item, device, answer, length)
+            with torch.random.fork_rng([device] if device[:4] == "cuda" else []):
+                report.mistake = [] if lost else named(backend, item, answer.spec, device)
         if lost or (first and report.failures):
             break
     else:
-        for device, specs in ran.items():
+        for device, specs in () if test else ran.items():
             found = untested(backend.caps, specs, here[device], dtypes)
             report.untested += [f"{capability} on {device}" for capability in found]
     watch(len(todo), len(todo), "done")
@@ -215,20 +228,21 @@ def check(
 
 
 def script(name: str, item: Item, device: str, answer: Answer, length: int) -> str:
-    """A script that reproduces the item's failure."""
-    package = (__package__ or "attention").partition(".")[0]
+    """What repeats the item's failure: a script of a case, the command of a property."""
+    assert answer.spec is not None
     name = os.path.abspath(name) if os.path.exists(name) else name
-    why = f"{item.name}, {item.spec.dtype}: {'; '.join(answer.why)}"
-    options = f"[{item.spec.dtype!r}], length={length}, caps=backend.caps"
-    return "\n".join([
-        *(f"# {line}" for line in why.splitlines()),
-        f"from {package}.check.command import Spec, get, items",
-        "",
-        f"backend = get({name!r})",
-        f"test = next(t for t in items({options}) if t.name == {item.name!r})",
-        "print(test.case or test.spec)  # matrix.draw(test.case, test.spec.dtype): its inputs",
-        f"test.ask(backend, {answer.spec!r}, {device!r})",
-    ])
+    if item.case is None:
+        return of_property(name, item.name, item.spec.dtype, device, length)
+    case, spec = replace(item.case, D=answer.spec.head_dim), answer.failed or answer.spec
+    return f"# {item.name}: {'; '.join(answer.why)}\n{of_case(name, case, spec, device)}"
+
+
+def in_one_line(reasons: Sequence[str]) -> str:
+    """Reasons that differ in a few words: "it takes a head_dim up to 64, not 72/80/128"."""
+    words = [re.sub(r" \(got[^)]*\)", "", reason).split() for reason in reasons]
+    if len({len(of_one) for of_one in words}) > 1:
+        return "; ".join(dict.fromkeys(map(" ".join, words)))
+    return " ".join("/".join(dict.fromkeys(column)) for column in zip(*words))
 
 
 def text(report: Report) -> str:
@@ -240,7 +254,10 @@ def text(report: Report) -> str:
     lines += aligned([["", *VERDICTS.values()], *cells], ">")
     if report.refusals:
         lines += ["", "Refused, as its Caps declare:"]
-        lines += [f"  {n:>4}  {why}" for why, n in report.refusals.items()]
+        for kind in dict.fromkeys(why.kind for why in report.refusals):
+            reasons = [why for why in report.refusals if why.kind == kind]
+            n = sum(report.refusals[why] for why in reasons)
+            lines += [f"  {n:>4}  {in_one_line(reasons)}"]
     failures, total = report.failures, report.features["total"]
     ran = total["passed"] + total["failed"]
     if not ran:
@@ -256,7 +273,8 @@ def text(report: Report) -> str:
     lines += [f"{len(failures)} of {ran} failed:"]
     lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]
     lines += [f"  and {len(failures) - 10} more (--json lists all)"] * (len(failures) > 10)
-    return "\n".join([*lines, "", "Script for the first failure:", "", report.script])
+    lines += ["", *report.mistake] if report.mistake else []
+    return "\n".join([*lines, "", "To repeat the first failure:", "", report.script])
 
 
 def progress(done: int, of: int, what: str) -> None:
@@ -272,6 +290,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: all that are here)")
     parser.add_argument("--dtype", help=f"some of {','.join(DTYPES)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="run a sample of the cases")
+    parser.add_argument("--test", default="", help="run one test, by its name")
     parser.add_argument("--length", type=int, default=0, help="check sequences of N tokens too")
     parser.add_argument("--first", action="store_true", help="stop at the first failure")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -295,7 +314,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         report = check(
             options.backend, options.devices, options.dtypes, quick=options.quick,
-            first=options.first, length=options.length, watch=progress,
+            first=options.first, length=options.length, test=options.test, watch=progress,
         )
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)

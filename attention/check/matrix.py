@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -65,6 +65,10 @@ class Case:
         return tuple(name for name, there in has.items() if there) or ("causal",)
 
     @property
+    def seed(self) -> int:
+        return self.Tq * 1000 + self.Tk
+
+    @property
     def masked(self) -> int:
         """The first queries that see no key."""
         before = max(self.Tq - self.Tk, 0)
@@ -83,6 +87,18 @@ class Item:
     ask: Callable[[Backend, Spec, str], None]  # (backend, spec, device)
     deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
     case: Case | None = None  # None: a property
+
+
+class Wrong(AssertionError):
+    """The numbers of a run are wrong by more than is allowed; check() adds the run."""
+
+    def __init__(self, errors: Sequence[proof.Deviation]) -> None:
+        super().__init__("; ".join(proof.wrong(errors)))
+        self.errors = errors
+
+    case: Case
+    spec: Spec
+    got: Result
 
 
 def case_of(spec: Spec, Tk: int, Tq: int | None = None, segments: str = "packed",
@@ -210,7 +226,7 @@ def draw(case: Case, dtype: str, device: str = "cpu") -> tuple[Tensor, Tensor, T
 
     The layout is made on the device: a view copied to another device becomes contiguous.
     """
-    chance = torch.Generator().manual_seed(case.Tq * 1000 + case.Tk)
+    chance = torch.Generator().manual_seed(case.seed)
 
     def tensor(name: str, T: int, H: int, size: float = 1.0) -> Tensor:
         x = torch.randn(case.B, T, H, case.D, generator=chance, dtype=torch.float64)
@@ -272,8 +288,9 @@ def compare(got: Result, case: Case, dtype: str, device: str) -> None:
 
 def agree(got: Result, rough: Result, exact: Result, dtype: str) -> None:
     """Raise AssertionError with the errors that are larger than allowed (proof.errors)."""
-    if found := proof.wrong(proof.errors(got, rough, exact, getattr(torch, dtype))):
-        raise AssertionError("; ".join(found))
+    errors = proof.errors(got, rough, exact, getattr(torch, dtype))
+    if proof.wrong(errors):
+        raise Wrong(errors)
 
 
 def require(ok: bool | Tensor, text: str) -> None:
@@ -303,7 +320,11 @@ def check(
     for recorded in (True, False) if grad else (False,):
         spec = case.spec(dtype, grad=recorded, cache=cache, compiled=compiled)
         got = run(backend.attend, given, spec)
-        compare(got, case, dtype, device)
+        try:
+            compare(got, case, dtype, device)
+        except Wrong as e:
+            e.case, e.spec, e.got = case, spec, got
+            raise
         zeros = not any(t is not None and t[:, :masked].any() for t in (got.out, got.dq))
         require(zeros, "a fully masked row must give zeros and a zero gradient")
         with torch.inference_mode():
