@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, PositiveInt
 
-from core.settings import Texts, UserError, check, check_fields, exit_on_user_error, from_dict, read
+from core.settings import Texts, UserError, check_fields, exit_on_user_error, from_dict, read
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -131,14 +131,6 @@ def test_bare_words_of_a_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "hint, said", [(bool | Literal["linear"], "'linear'"), (int | Literal["auto"], "'auto'")]
-)
-def test_a_wrong_value_is_told_the_words_too(hint, said):
-    with pytest.raises(UserError, match=f"--rate: .* or {said}.*, got 'x'"):
-        check(hint, "x", "--rate", strict=False)
-
-
-@pytest.mark.parametrize(
     "text, named",
     [
         ("n_layers = 3\n", "'n_layer'"),  # the nearest name
@@ -177,12 +169,6 @@ def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) ->
     assert {name: getattr(loaded.settings, name) for name in loaded.origins} == {
         name: expected[name] for name in ("n_layer", "window", "lengths", "rate", "name")
     }
-
-
-def test_names_of_earlier_files(tmp_path: Path) -> None:
-    first = config_file(tmp_path, "n_layer = 5\n", "a.py")
-    second = config_file(tmp_path, "window = 32 * n_layer\n", "b.py")
-    assert read(Config, [first, second]).settings.window == 160
 
 
 def test_ignored_names_leave_a_note_and_no_origin(tmp_path: Path) -> None:
