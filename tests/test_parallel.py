@@ -193,30 +193,11 @@ def test_it_goes_on_as_if_nothing_had_happened(
         assert abs(found[worst] - alone[worst]) < 1e-5, (name, worst, found[worst], alone[worst])
 
 
-# --- what is sent, and what is held ---
-
-
-# What FSDP calls, in today's and in older versions of PyTorch.
-NAMES = ("reduce_scatter_single", "all_gather_single")
-if not hasattr(dist, NAMES[0]):
-    NAMES = ("reduce_scatter_tensor", "all_gather_into_tensor")
+# --- what is held ---
 
 
 def shared(rank: int, n: int, micro_steps: int) -> dict[str, Any]:
-    """Two steps of a model that n processes share by FSDP: what each sends and holds."""
-    calls = dict.fromkeys(NAMES, 0)
-
-    def counted(name: str) -> None:
-        inner = getattr(dist, name)
-
-        def call(*args: Any, **how: Any) -> Any:
-            calls[name] += 1
-            return inner(*args, **how)
-
-        setattr(dist, name, call)
-
-    for name in calls:
-        counted(name)
+    """Two steps of a model that n processes share by FSDP: what each holds."""
     device = torch.device("cpu")
     everyone = DistInfo(device, rank, n, dist.group.WORLD)
     setup = Setup.of(device, "float32")
@@ -238,19 +219,16 @@ def shared(rank: int, n: int, micro_steps: int) -> dict[str, Any]:
                   for k, t in s.items() if k != "step")
     weights = {k: parallel.whole(t) for k, t in model.state_dict().items()}
     kept = sum(local(p).numel() for p in model.parameters())
-    return {"calls": calls, "total": total, "kept": kept, "said": parallel.held(model),
-            "moments": moments, "norms": norms, "weights": weights}
+    return {"total": total, "kept": kept, "said": parallel.held(model), "moments": moments,
+            "norms": norms, "weights": weights}
 
 
 @pytest.mark.slow
-def test_gradients_are_sent_once_a_step_and_a_process_holds_its_part() -> None:
+def test_a_process_holds_its_part_and_learns_what_one_does() -> None:
+    """What is sent: test_plan.py."""
     one, two, three = (processes.run(shared, n, 6 // n) for n in (1, 2, 3))
     for n, found in ((2, two), (3, three)):
-        steps, groups = 2, 4  # three blocks, and what lies outside of them
         for mine in found:
-            assert mine["calls"][NAMES[0]] == steps * groups
-            # A block is gathered forward and backward of every micro-batch, the root once.
-            assert mine["calls"][NAMES[1]] >= steps * 6 // n * 2 * 3
             assert mine["moments"] == 2 * mine["kept"]
             assert f"{16 * mine['kept'] / 1e6:.1f} MB a process" in mine["said"]
             assert abs(mine["kept"] / (mine["total"] / n) - 1) < 0.05

@@ -48,12 +48,6 @@ def config_file(tmp_path: Path, text: str, name: str = "c.py") -> str:
     return str(tmp_path / name)
 
 
-@pytest.mark.parametrize("text", ["1,,3", ",1", "1,", ","])
-def test_a_list_with_an_empty_place_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=re.escape(repr(text))):
-        read(Config, [f"--lengths={text}"])
-
-
 @pytest.mark.parametrize(
     "argv, expected",
     [
@@ -102,8 +96,8 @@ def test_a_word_after_a_switch_is_its_value(tmp_path: Path, words, compiled, str
     assert (config.n_layer, config.compile, config.stream) == (3, compiled, stream)
 
 
-@pytest.mark.parametrize("value", ["1,024", "256, 064", "+01", "12,-007"])
-def test_a_part_of_a_list_with_a_leading_zero_is_refused(value: str) -> None:
+@pytest.mark.parametrize("value", ["1,,3", ",1", "1,", ",", "1,024", "256, 064", "+01", "12,-007"])
+def test_a_list_with_an_empty_place_or_a_leading_zero_is_refused(value: str) -> None:
     with pytest.raises(UserError, match=re.escape(repr(value))):
         read(Config, [f"--lengths={value}"])
     assert read(Config, ["--lengths=10,100,none"]).settings.lengths == (10, 100, None)
@@ -192,12 +186,6 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
         read(Config, [str(tmp_path / "train_gpt.py")])
 
 
-@pytest.mark.parametrize("argv", [["--n_layer=0"], ["--rate=1"], ["--rate=nan"], ["--n_layer"]])
-def test_values_out_of_range(argv: list[str]) -> None:
-    with pytest.raises(UserError, match=argv[0].split("=")[0]):
-        read(Config, argv)
-
-
 @pytest.mark.parametrize(
     "argv, named",
     [
@@ -206,6 +194,8 @@ def test_values_out_of_range(argv: list[str]) -> None:
         (["--dtype=int8"], ["--dtype", "int8", "float32"]),
         (["--lengths=1,abc"], ["--lengths", "abc"]),
         (["--name="], ["--name", "''"]),
+        (["--n_layer=0"], ["--n_layer"]), (["--rate=1"], ["--rate"]),
+        (["--rate=nan"], ["--rate"]), (["--n_layer"], ["--n_layer"]),
     ],
 )
 def test_mistakes_exit_with_2(argv: list[str], named: list[str], capsys: Any) -> None:
