@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 import attention
 import bench_mfu
-from bench import config as config_
-from bench import machine, record, tables, train
+from bench import machine, tables
 from bench.config import MODES, BenchConfig, load_config, modes_of, names
 from bench.verify import verify
 from core import flops
@@ -295,15 +294,6 @@ def test_converge_compares_with_manual(tmp_path, quick):
         run([*small("converge"), "--steps=10", "--dataset=none_such"])
 
 
-def test_old_cudnn_is_a_remark(trained):
-    content = json.loads(json.dumps(trained[0]))
-    content["machine"]["cudnn"] = 91400
-    assert "9.15" in record.facts(content)["remark"]
-    for version in (91500, None):
-        content["machine"]["cudnn"] = version
-        assert "remark" not in record.facts(content)
-
-
 # --- --batch_size=auto ---
 
 LIMITED = """
@@ -337,13 +327,6 @@ def test_the_largest_batch_fits_and_nearly_fills_the_memory(limit: int, most: in
     found = machine.largest(step, torch.device("cpu"), most)
     assert found <= limit and max(tried) <= most and 9 * found >= 8 * min(limit, most)
     assert found in tried and len(tried) <= 20
-
-
-def test_a_first_gradient_beyond_float16_is_no_error(monkeypatch, quick):
-    norms = iter([1.0, torch.inf])  # of the reference, of sdpa
-    monkeypatch.setattr(train, "gradient_norm", lambda params: next(norms))
-    (row,) = measured(*small("train"), "--backends=sdpa")["rows"]
-    assert "loss_difference" in row and "gradient_norm_difference" not in row
 
 
 def test_a_kernel_whose_numbers_are_not_finite_is_a_row(tmp_path, quick):
@@ -384,16 +367,6 @@ def test_a_found_batch_fits_into_memory_gb_and_twice_as_much_does_not():
 
 
 # --- options ---
-
-
-def test_without_a_config_file_a_cpu_has_its_own(monkeypatch):
-    path = f"{config_.ROOT}/config/train_gpt2.py"
-    named = load_config([path, "--n_layer=2", "--device=cpu"])
-    assert named.settings.dataset == "openwebtext" and named.settings.n_layer == 2
-    loaded = load_config(["--device=cpu", "--n_embd=64"])
-    assert loaded.settings.n_embd == 64 and "cpu.py" in loaded.origins["n_layer"]
-    monkeypatch.setattr(config_, "pick_device", lambda wanted: torch.device("cuda"))
-    assert load_config([]).settings.n_layer == 12  # on a GPU train.py's default, GPT-2 124M
 
 
 def test_interpreted_backends_are_rows_and_measured_only_by_name(monkeypatch, quick):
@@ -438,14 +411,6 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
     path.write_text("document_mask = True\n", "utf-8")  # it would change what is measured
     with pytest.raises(UserError, match=r"--document_mask: for train\.py only, .*c\.py:1"):
         load_config([str(path), "--device=cpu"], "converge")
-
-
-def test_the_help_without_a_mode_names_the_modes(capsys):
-    with pytest.raises(SystemExit):
-        bench_mfu.main(["--help"])
-    out = capsys.readouterr().out
-    assert all(re.search(rf"^  {mode} ", out, re.M) for mode in bench_mfu.MODES)
-    assert 10 < len(set(re.findall(r"--(\w+)", out))) < 30
 
 
 @pytest.mark.parametrize("argv, value", [

@@ -1,19 +1,13 @@
-"""What is made of rows: the sentences under the tables, and marks of figures of a given peak."""
+"""What is made of rows: the conclusions under the tables."""
 
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench import parts, record
-from bench.config import BenchConfig
-from bench.plan import planned
-from bench.plan.scale import Cluster, Job, Plan
-from core.flops import Peak, Speed
-from model import GPTConfig
+from bench import record
 
 Row = dict[str, Any]
 
@@ -61,40 +55,6 @@ def test_fastest_names_who_is_level_and_where_the_crossover_lies():
     for rounds, words in ((2, "too few rounds"), (3, "level: sdpa_flash")):
         few = [row(name, FAST[:rounds]) for name in ("sdpa", "sdpa_flash")]
         assert f"train: sdpa ({words})" in content(few)["answers"][0]
-
-
-def figures(tflops: float) -> dict[str, list[list[str]]]:
-    """{column: its cells} of tables with a peak that the user gave, and {sentence: []}."""
-    model, peak = GPTConfig(n_layer=2), Peak(tflops, "--peak_tflops")
-    train = [r | Speed(model, 1024, r["tokens_per_s"], peak).row() for r in TRAIN]
-    kernel = [r | {"share": 100 / tflops} for r in KERNEL]
-    found = {"parts": dict.fromkeys(parts.PARTS, 1.0), "names": {}, "by": "x", "seen_ms": 7.0,
-             "plain_ms": 6.0}
-    here = {"name": "x", "dtype": "float32", "peak_tflops": tflops, "bandwidth": 1e13,
-            "bandwidth_source": "b"}
-    config = BenchConfig(bandwidth_gbs=1e4, products_tflops=300)
-    bench: Any = SimpleNamespace(model=model, config=config, part={"machine": here})
-    profile = parts.beside_roofline(bench, found, 8, 1)
-    made = content([train[0] | {"profile": profile}, *train[1:], *kernel],
-                   peak_tflops=tflops, peak_source=peak.source)
-    job = Job(model, 64, 8, False, True, 4)
-    at = Cluster("bfloat16", peak, tflops, 1e12, 1e15, 8, 1e11, 1e10)
-    plans = [planned.row(Plan(job, at, "ddp", n, 1)) for n in (1, 8)]
-    out: dict[str, list[list[str]]] = {sentence: [] for sentence in made["answers"]}
-    for title, (head, lines) in [*record.sections(made), *planned.sections(plans, peak.of)]:
-        for name, cells in zip(head, zip(*lines)):
-            out.setdefault(f"{title}: {name}", []).append(sorted(cells))  # parts are sorted by gap
-    return out
-
-
-def test_a_given_peak_marks_every_figure_that_uses_it():
-    one, other = figures(900), figures(700)
-    differ = {name for name in one if other.get(name) != one[name]}
-    same = one.keys() - differ
-    assert len(differ) > 10 and len(same) > 40
-    assert [name for name in differ if "of --peak_tflops" not in name] == []
-    marked = {name.split(": ")[-1].split(" of --")[0] for name in same if "--peak" in name}
-    assert marked <= {"limit", "exposed"}  # equal by chance
 
 
 @pytest.mark.parametrize("name, most", [("loss_difference", 0.1), ("gradient_norm_difference", 1)])

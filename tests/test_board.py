@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bench import MODEL, run, small, write_tokens
 
-import attention
 from bench import board, record
-from bench.verify import RIVALS, SHOWS, verify
+from bench.verify import RIVALS, verify
 from core import flops
 from core.gpus import datasheet_tflops
 
@@ -346,7 +345,3 @@ def test_machines_stand_together_only_where_they_did_the_same(content: Content) 
     assert machines == sorted(machines) and len(set(machines)) == 2
     peaks = {line[head.index("machine")]: line[head.index("peak")] for line in lines}
     assert peaks[names["NVIDIA H200"]] == "datasheet"
-
-
-def test_every_backend_has_names_to_be_known_by() -> None:
-    assert set(attention.BACKENDS) | RIVALS == set(SHOWS)

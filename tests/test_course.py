@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import copy
 import json
 import math
 import re
@@ -34,7 +32,7 @@ from course.exercises import __main__ as command_line
 from course.exercises.check import examine, failure, right
 from course.exercises.named import mistaken, named
 from course.figures import __main__ as figures
-from course.figures import basics, fused, trace
+from course.figures import basics, trace
 from course.format import table
 from course.lab.__main__ import LabConfig
 from explain import ExplainConfig
@@ -95,62 +93,6 @@ def test_every_link_leads_somewhere(name: str) -> None:
             titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.M)
             anchors = [re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles]
             assert anchor in anchors, f"{name} links to {target}"
-
-
-@pytest.mark.parametrize("name", [page.name for page in PAGES])
-def test_a_table_says_its_dtype_and_sizes(name) -> None:
-    """In the line above it or in its head: dtype, T, D and B. Options of models have none."""
-    for above, head in re.findall(r"^(.+)\n+(\|.+)\n\| ?-", TEXT[name], re.M):
-        if "| option |" not in head:
-            words = re.findall(r"\w+", above + head)
-            assert any(re.match("float|bfloat|dtype|bytes", word) for word in words), above
-            assert {"B", "D"} <= {*words} and {"T", "Tk"} & {*words}, above
-
-
-class Shape(ast.NodeTransformer):
-    """An expression without its names, numbers, indices, options, casts and transpositions."""
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        return ast.Name("_", ast.Load())
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        return ast.Constant(0)
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        return self.visit(node.value)
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        return self.visit(node.value) if node.attr in ("T", "mT") else self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "to":
-            return self.visit(node.func.value)
-        return self.generic_visit(ast.Call(node.func, node.args, []))
-
-
-def shapes(code: str, inside: bool) -> set[str]:
-    """Of the values that code computes, or with `inside` of all their parts too."""
-    values = [n.value for n in ast.walk(ast.parse(code))
-              if isinstance(n, (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)) and n.value]
-    parts = [p for v in values for p in (v.elts if isinstance(v, ast.Tuple) else [v])]
-    if inside:
-        parts = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.expr)]
-    steps = [p for p in parts if isinstance(p, (ast.BinOp, ast.Call, ast.Compare))]
-    return {ast.dump(Shape().visit(copy.deepcopy(p))) for p in steps}
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_no_page_prints_the_solution_of_its_exercise(number) -> None:
-    """Not more than half of the steps that the starting file lacks, whatever their names."""
-    page = next(text for name, text in TEXT.items() if name.startswith(f"{int(float(number))}_"))
-    before, own, after = page.partition(f"<!-- start: {number} -->")
-    page = before + own + re.split(r"^## Exercise", after, flags=re.M)[0]
-    printed: set[str] = set()
-    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
-        printed |= shapes(block, inside=True)
-    answer = shapes(command_line.answer_of(number).read_text(encoding="utf-8"), inside=False)
-    asked = answer - shapes(command_line.exercise(number).START, inside=True)
-    assert len(asked & printed) <= len(asked) / 2
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -419,17 +361,6 @@ def test_lazy_rescaling_without_a_threshold_is_eager() -> None:
         assert int(past.split()[0]) < int(grew.split()[0])
 
 
-def test_mfu_of_the_record_is_what_the_record_says() -> None:
-    content = json.loads((ROOT / fused.TRAINING / "record.json").read_text(encoding="utf-8"))
-    rows = {r["backend"]: r for r in content["rows"] if r["mode"] == "train"}
-    shown = cells(figures.draw(["mfu_of_a_record"]))
-    assert {row[0] for row in shown} == set(fused.SHOWN)
-    for name, rate, _, _, mfu, causal, _ in shown:
-        row = rows[name]
-        assert (mfu, causal) == (f"{row['mfu']:.1%}", f"{row['mfu_causal']:.1%}")
-        assert rate == f"{row['tokens_per_s']:,.0f}"
-
-
 @pytest.mark.parametrize("N, window", [(4, None), (3, 5)])
 def test_the_work_is_counted_pair_by_pair(N, window) -> None:
     T = 8 * N
@@ -685,16 +616,3 @@ def test_bytes_of_manual_are_those_of_its_operators(dtype, T, D) -> None:
     with Bytes() as counted:
         manual.attend(q, q, q, spec)
     assert (counted.read, counted.written) == trace.manual_bytes(spec, T)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_the_grid_shows_which_pairs_are_visible(window) -> None:
-    """Each tile against visible(), with blocks that do not divide the length."""
-    T, B_r, B_c = 21, 8, 5
-    found = basics.traced(Spec(1, 1, 4, "float32", window=window), T, T, B_r, B_c)
-    grid = [line.split()[1:] for line in trace.grid(found, -(-T // B_r), -(-T // B_c))[1:-2]]
-    for i, I in enumerate(range(0, T, B_r)):
-        for j, J in enumerate(range(0, T, B_c)):
-            pairs = product(range(I, min(I + B_r, T)), range(J, min(J + B_c, T)))
-            seen = [bool(visible(a, b, 0, window)) for a, b in pairs]
-            assert grid[i][j] == ("x" if all(seen) else "/" if any(seen) else ".")

@@ -15,13 +15,8 @@ from typing import Any
 
 import pytest
 
-from attention import BACKENDS, Resolution
-from core import metrics
-from core.distributed import DistInfo
-from core.flops import flops_per_token
 from core.metrics import Metrics, read
 from core.settings import UserError
-from model import GPTConfig
 
 ON = {"project": "p", "name": "r", "config": {"n_layer": 3}}
 LOSSES = [1 / 3, math.pi * 1e-9, 123456789.123456789, 2.0000000000000004]
@@ -135,43 +130,6 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
     assert [r["iter"] for r in read(m.path)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("kernels, advised", [(("cudnn",), True), (("flash",), False)])
-def test_after_nan_with_cudnn_flash_is_advised(kernels, advised, capsys) -> None:
-    model = GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8)
-    meter = metrics.Meter(DistInfo.join("cpu"), model, 8, 8, 100, "float32", 1.0)
-    meter.not_finite(7, math.nan, 0.1, Resolution("auto", BACKENDS["sdpa"], kernels=kernels), "x")
-    shown = capsys.readouterr().err
-    assert "step 7" in shown and ("sdpa_flash" in shown) == advised
-
-
-@pytest.mark.parametrize("share, seconds, threads, wait, hinted", [
-    (0.3, 20.0, "2", "", "; try OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive"),
-    (0.3, 20.0, "2", "passive", "; try OMP_NUM_THREADS=1"), (0.3, 20.0, "1", "", ""),
-    (0.3, 5.0, "2", "", None), (0.99, 20.0, "2", "", None),
-])
-def test_one_hint_where_other_programs_use_the_cores(
-    share, seconds, threads, wait, hinted, monkeypatch, capsys
-) -> None:
-    """A step takes a second at the peak rate. What is set already is not advised."""
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    monkeypatch.setenv("OMP_WAIT_POLICY", wait)
-    model = GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8)
-    tokens, now = 1000, [0.0]
-    tflops = flops_per_token(model, 8) * tokens / 1e12
-    clocks = {"perf_counter": lambda: now[0], "thread_time": lambda: share * now[0]}
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(**clocks))
-    meter = metrics.Meter(DistInfo.join("cpu"), model, 8, tokens, 100, "float32", tflops)
-    meter.begin(0)
-    meter.log(1, 1.0, 0.1, None)
-    for step in (2, 3, 4):
-        now[0] += seconds
-        meter.log(step, 1.0, 0.1, seconds)
-    shown = capsys.readouterr().out
-    advice = "cores" if hinted is None else f"these cores{hinted}\n"
-    assert shown.count(advice) == (hinted is not None)
-    assert shown.count("of --peak_tflops") == 3
-
-
 # --- wandb ---
 
 
@@ -222,20 +180,11 @@ def test_wandb_never_ends_a_run(failing, tmp_path, monkeypatch, caplog, reachabl
     assert failing in ("nothing", "import") or f"wandb: {failing} failed" in caplog.text
     if failing in ("import", "init"):
         assert caplog.messages[0].startswith("wandb is off (")
-    names = [c[0] for c in fake.calls]
-    assert (
-        names
-        == {
-            "nothing": ["init", "log", "log", "log", "finish"],
-            "import": [],
-            "init": ["init"],
-            "log": ["init", "log"],
-            "finish": ["init", "log", "log", "log", "finish"],
-        }[failing]
-    )
+    full = ["init", "log", "log", "log", "finish"]
+    calls = {"import": [], "init": full[:1], "log": full[:2]}
+    assert [c[0] for c in fake.calls] == calls.get(failing, full)
     if failing == "nothing":
         kwargs, mode = fake.calls[0][1:]
         assert mode is None and kwargs["config"] == ON["config"]
         assert (kwargs["project"], kwargs["name"], kwargs["dir"]) == ("p", "r", tmp_path)
-        assert kwargs["settings"] == {"init_timeout": 20}  # seconds: the run waits so long
         assert fake.calls[2] == ("log", {"iter": 2, "loss": 1.0}, 2)

@@ -67,28 +67,6 @@ def test_a_kernel_is_refused_by_the_sizes_that_are_timed(tmp_path, quick) -> Non
 
 
 @pytest.mark.slow
-def test_the_machine_is_looked_at_again_once_and_doubted_once(tmp_path, quick, monkeypatch):
-    """Two stages time products, one reads memory; each look finds the machine slower."""
-    looks = []
-
-    class Slower(in_process.InProcess):
-        def __init__(self, job: Any, timeout: float, stop: Any) -> None:
-            super().__init__({**job, "train": {**job["train"], "peak_tflops": 0.5}}, timeout, stop)
-            if job["job"] == "machine":
-                looks.append(job)
-                self.about |= {"peak_tflops": 9.0 / len(looks), "peak_measured": True}
-
-    in_process.use(monkeypatch, Slower)
-    given = ("--peak_tflops", "--bandwidth_gbs")
-    words = [word for word in TINY if not word.startswith(given)]
-    run([*words, "--backends=sdpa", "--stages=3,4,5", f"--records_dir={tmp_path}"])
-    made = read(tmp_path)
-    assert len(looks) == 3 and sum(text.startswith("Peak:") for text in made["answers"]) == 1
-    decode = made["stages"][-1]["record"]
-    assert decode["mode"] == "decode" and "Peak:" not in str(decode["answers"])
-
-
-@pytest.mark.slow
 def test_the_minutes_end_it(tmp_path, quick, monkeypatch) -> None:
     """The clock jumps past the limit while the kernels are timed."""
     real, passed = time.monotonic, [0.0]

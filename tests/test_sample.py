@@ -386,13 +386,6 @@ def test_a_model_without_a_tokenizer_has_gpt2s(bpe, tmp_path):
     assert a == text_of(*words, "--start=Grüße", "--stream=True")
 
 
-def test_the_text_ends_where_the_model_ends_it(bpe, tmp_path, monkeypatch):
-    path = gpt2_like(tmp_path / "ckpt.pt")
-    tokens = iter([[65], [66], [50256], [67]])
-    monkeypatch.setattr("inference.decode.sample_token", lambda *a: torch.tensor(next(tokens)))
-    assert text_of(f"--init_from={path}", "--start=x") == ["xAB"]
-
-
 @pytest.mark.parametrize("kind", ["llama", "wordpiece"])
 def test_the_space_after_the_prompt_stays(kind, tmp_path, monkeypatch):
     prepared = tmp_path / "prepared"

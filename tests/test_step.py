@@ -1,4 +1,4 @@
-"""What a training step costs beside its mathematics: copies, casts, float32 tensors, waits, breaks.
+"""What a training step costs beside its mathematics: copies, casts, waits, breaks.
 
 A real step of train.py on a small GPT is watched operator by operator; the counts are exact, and
 each that is not zero says why. They are guards: an added copy makes a test fail, and one that was
@@ -59,7 +59,6 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.copies: Counter[str] = Counter()  # "cat 3x", "float32 -> bfloat16 weight"
-        self.float32: Counter[str] = Counter()  # activations made anew, by operator
         self.reads: list[int] = []  # by the host, where the number lies
         self.attended: list[tuple[Any, ...]] = []
 
@@ -74,16 +73,12 @@ class Watch(TorchDispatchMode):
             self.attended.append(tuple(
                 (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), t.stride())
                 for t in taken[:3]))
-        held = {t.untyped_storage().data_ptr() for t in taken}
         for t in tree_leaves(out):
             if not isinstance(t, Tensor) or t.is_sparse or (kind := kind_of(t)) is None:
                 continue
             if name in COPIES:
                 source, to = (str(x.dtype).removeprefix("torch.") for x in (taken[-1], t))
                 self.copies[f"{source} -> {to} {kind}" if source != to else f"{name} {kind}"] += 1
-            new = t.untyped_storage().data_ptr() not in held
-            if new and kind != "weight" and t.dtype == torch.float32:
-                self.float32[f"{name} {kind}"] += 1
         return out
 
 
@@ -161,35 +156,6 @@ def test_a_micro_batch_has_the_copies_of_a_step():
     """Summing up gradients copies nothing."""
     once, four = (Step("float32", "float32", micro).watched().copies for micro in (1, 4))
     assert four == Counter({k: 4 * n for k, n in once.items()})
-
-
-# ----------------------------------------------------------------------------- float32 tensors
-
-FLOAT32 = {
-    "bfloat16 float32": {
-        "embedding 1x": 1,
-        # each branch is added to the stream forward, and backward its gradient, not that of the
-        # embeddings
-        "add 1x": 1 + 2 * L + 2 * L,
-        "native_layer_norm 1x": 2 * L + 1,
-        "native_layer_norm_backward 1x": 2 * L + 1,
-        "_log_softmax logits": 1,
-        "_to_copy logits": 1,  # for the former, which computes in place from there
-        "_to_copy 1x": 1 + 2 * L,  # of the loss; before each norm's backward but the last's
-    },
-    "bfloat16 autocast": {
-        "embedding 1x": 1,  # weights are float32, and so is what is looked up
-        "add 1x": 1,  # tokens and positions
-        "_log_softmax logits": 1,
-        "_to_copy logits": 1,
-        "_to_copy 1x": 1 + 1,  # of the loss; the gradient of the embeddings
-    },
-}
-
-
-@pytest.mark.parametrize("dtype, residual", KINDS[1:], ids=map(" ".join, KINDS[1:]))
-def test_the_float32_activations_of_a_step_in_bfloat16(dtype, residual):
-    assert dict(Step(dtype, residual).watched().float32) == FLOAT32[f"{dtype} {residual}"]
 
 
 # ----------------------------------------------------------------------------- attention's inputs
@@ -288,33 +254,3 @@ def test_forward_and_loss_are_one_graph_without_a_break(dtype, residual, backend
         assert not counters["graph_break"], dict(counters["graph_break"])
         assert counters["stats"]["unique_graphs"] == 1
     assert losses == pytest.approx(plain, rel=1e-5 if dtype == "float32" else 1e-2)
-
-
-@pytest.mark.slow
-def test_the_compiled_step_copies_no_more():
-    """The operators that Inductor gets, forward and backward."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-
-    step = Step("bfloat16", "autocast")
-    found: Counter[str] = Counter()
-
-    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        for node in graph.graph.nodes:
-            if node.op == "call_function" and isinstance(value := node.meta.get("val"), Tensor):
-                name = name_of(node.target)
-                if name in (*COPIES, "_local_scalar_dense") and (kind := kind_of(value)):
-                    found[f"{name} {kind}"] += 1
-        return make_boxed_func(graph.forward)
-
-    with fresh_compiler():
-        step.run = torch.compile(
-            step.model, backend=aot_autograd(fw_compiler=count), fullgraph=True
-        )
-        step()
-    expected: Counter[str] = Counter({"clone 1x": 2 * L + 1})  # dropout 0: Inductor leaves it out
-    for words, n in COPIED["bfloat16 autocast"].items():
-        if "->" in words:  # a cast, which Inductor may do where the number is read
-            words = "_to_copy " + words.rpartition(" ")[2]
-        expected[words] += n
-    assert found == expected
