@@ -122,6 +122,7 @@ class Setup:
         compile and onednn: None chooses the faster. For n_embd see pick_dtype().
         """
         # Not by fp32_precision: after it Inductor fails where it reads the older settings.
+        torch.set_float32_matmul_precision("highest")  # PyTorch refuses a mix with allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -216,7 +216,7 @@ def traffic(ring: Ring, T: int, segments: bool, dtype: str, window: int | None) 
         sent = [op.tensor for op in ops if op.op is dist.isend]
         log.append(("send", sum(t.nbytes for t in sent)))
         works = send(ops)
-        return [SimpleNamespace(wait=lambda w=w: (log.append(("wait",)), w.wait())) for w in works]
+        return [SimpleNamespace(wait=lambda *limit, w=w: (log.append(("wait",)), w.wait(*limit))) for w in works]
 
     def logged(f: Any) -> Any:
         return lambda *args: (log.append(("compute",)), f(*args))[1]
