@@ -112,8 +112,9 @@ import time
 
 import torch
 
-from attention.probing import probe, wrong_at
-from attention.select import BACKENDS, admit
+from attention.names import BACKENDS
+from attention.proof import probe, probe_long
+from attention.select import admit
 from attention.spec import Machine, Policy, Spec
 
 name, device = sys.argv[1:]
@@ -153,7 +154,8 @@ for both, heads, more in cases[:2] if not cuda else cases:
             why, kernels = list(found.why), found.kernels
             fused = name not in ("manual", "sdpa_math", "tiled")
             if not why and not compiled and fused and spec.cache == "none":
-                why = list(wrong_at(backend, spec, device, 1024 if cuda else 300))
+                n = 1024 if cuda else 300
+                why = list(probe_long(backend, spec, device, (1, n, n)))
         except Exception as e:
             why = [f"{type(e).__name__}: {str(e).strip().splitlines()[:1]}"]
             if type(e).__name__ == "DeviceLost":
