@@ -18,7 +18,6 @@ import pytest
 from attention import BACKENDS, Resolution
 from core import metrics
 from core.distributed import DistInfo
-from core.flops import flops_per_token
 from core.metrics import Metrics, read
 from core.settings import UserError
 from model import GPTConfig
@@ -142,34 +141,6 @@ def test_after_nan_with_cudnn_flash_is_advised(kernels, advised, capsys) -> None
     meter.not_finite(7, math.nan, 0.1, Resolution("auto", BACKENDS["sdpa"], kernels=kernels), "x")
     shown = capsys.readouterr().err
     assert "step 7" in shown and ("sdpa_flash" in shown) == advised
-
-
-@pytest.mark.parametrize("share, seconds, threads, wait, hinted", [
-    (0.3, 20.0, "2", "", "; try OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive"),
-    (0.3, 20.0, "2", "passive", "; try OMP_NUM_THREADS=1"), (0.3, 20.0, "1", "", ""),
-    (0.3, 5.0, "2", "", None), (0.99, 20.0, "2", "", None),
-])
-def test_one_hint_where_other_programs_use_the_cores(
-    share, seconds, threads, wait, hinted, monkeypatch, capsys
-) -> None:
-    """A step takes a second at the peak rate. What is set already is not advised."""
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    monkeypatch.setenv("OMP_WAIT_POLICY", wait)
-    model = GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8)
-    tokens, now = 1000, [0.0]
-    tflops = flops_per_token(model, 8) * tokens / 1e12
-    clocks = {"perf_counter": lambda: now[0], "thread_time": lambda: share * now[0]}
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(**clocks))
-    meter = metrics.Meter(DistInfo.join("cpu"), model, 8, tokens, 100, "float32", tflops)
-    meter.begin(0)
-    meter.log(1, 1.0, 0.1, None)
-    for step in (2, 3, 4):
-        now[0] += seconds
-        meter.log(step, 1.0, 0.1, seconds)
-    shown = capsys.readouterr().out
-    advice = "cores" if hinted is None else f"these cores{hinted}\n"
-    assert shown.count(advice) == (hinted is not None)
-    assert shown.count("of --peak_tflops") == 3
 
 
 # --- wandb ---
