@@ -1,7 +1,7 @@
 """triton: FlashAttention-2 in Triton, forward and backward; kernels in triton/flash_kernels.py.
 
-The algorithm of tiled.py. S and P stay on chip; only L = log2 sum_j 2^(s_j) is stored for each row,
-for the backward pass. This saves the O(Tq * Tk) memory traffic of manual.py:
+The algorithm of tiled.py. S and P stay on chip, which saves the O(Tq * Tk) memory traffic of
+manual.py; only L = log2 sum_j 2^(s_j) is stored for each row, for the backward pass:
 
                  SRAM                            HBM
     K_j, V_j  <--------  tile by tile            Q, K, V     read
@@ -9,15 +9,14 @@ for the backward pass. This saves the O(Tq * Tk) memory traffic of manual.py:
     S_ij, P_ij           never leave the chip
     O_i, L_i  -------->  once a block of rows    O, L        written
 
-Memory  O(T): q, k, v, out and L stay for the backward pass, which adds
-        delta_i = rowsum(dO_i * O_i).
+Memory  O(T): q, k, v, out and L; the backward pass adds delta_i = rowsum(dO_i * O_i).
 FLOPs   4 * Tq * Tk * D a head forward; 14 * Tq * Tk * D backward, where other kernels have 10: no
         atomics. Less the fully masked tiles, including tiles between segments.
 Layout  (B, T, H, D), by strides: nothing is transposed or copied unless head_dim is not contiguous.
-Numbers S, P, the softmax and all sums in float32; P and dS are rounded to the inputs' dtype before
-        they are multiplied. Sinks are read in float32.
-Dropout by Philox, a counter-based generator: the mask is a function of the call's seed and of
-        b, h, i, j, so the backward pass recomputes it. The host never waits for the seed.
+Numbers S, P, the softmax, sinks and all sums in float32; P and dS are rounded to the inputs' dtype
+        before they are multiplied.
+Dropout by Philox, of the call's seed and of b, h, i, j, so the backward pass recomputes the mask.
+        The host never waits for the seed.
 Refuses a head_dim above 128, a cache, float64, and bfloat16 on Turing (compute capability 7.5). For
         Turing Triton 3.6 generates no tensor-core instructions: correct, but slow. On the CPU it
         runs in Triton's interpreter, for tests (TRITON_INTERPRET=1), without bfloat16.
@@ -140,11 +139,8 @@ BACKEND = Backend(
     name="triton",
     title="our own FlashAttention-2 kernels in Triton",
     attend=attend,
-    caps=(
-        _AMPERE,
-        _TURING,
-        replace(_TURING, devices=("cpu",), min_capability=None, interpreted=True),
-    ),
+    caps=(_AMPERE, _TURING,
+          replace(_TURING, devices=("cpu",), min_capability=None, interpreted=True)),
     fallback="sdpa",
     install="pip install triton",
     partial=Partial(forward, backward, dropout=True),

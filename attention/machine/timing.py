@@ -240,11 +240,8 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
         lines += aligned(cells, ">")
     elif able:
         lines += aligned([["runs there", ""], *([row.name, row.title] for row in able)], "<")
-    notes: dict[str, list[str]] = {}
-    for row in able:
-        for note in row.notes:
-            notes.setdefault(note, []).append(row.name)
-    lines += [f"- {', '.join(names)}: {note}" for note, names in notes.items()]
+    for note in dict.fromkeys(note for row in able for note in row.notes):
+        lines.append(f"- {', '.join(row.name for row in able if note in row.notes)}: {note}")
     if len(able) < len(rows):
         lines += ["", "does not run"]
     wide = max(len(row.name) for row in rows)
@@ -259,8 +256,5 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
 def aligned(rows: Sequence[Sequence[str]], side: str) -> list[str]:
     """The rows of a text table; `side`, < or >, aligns all columns but the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<"] + [side] * (len(widths) - 1)
-    return [
-        "  ".join(f"{cell:{s}{w}}" for cell, s, w in zip(row, sides, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    line = "  ".join(f"{{:{side if n else '<'}{width}}}" for n, width in enumerate(widths))
+    return [line.format(*row).rstrip() for row in rows]
