@@ -72,11 +72,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     right = package.unbounded if spec.right is None or causal else spec.right
     if spec.window is not None and (spec.window < k.shape[1] or cache is not None):
         left, right = spec.window - 1, 0 if causal else right
-    options: dict[str, object] = {
-        "causal": causal,
-        "window_size": (left, right),
-        "softmax_scale": spec.scale,
-    }
+    options: dict[str, object] = {"causal": causal, "window_size": (left, right)}
+    options["softmax_scale"] = spec.scale
     if spec.softcap is not None:
         options["softcap"] = spec.softcap
     if sinks is not None:  # 4 takes no float64
@@ -160,10 +157,9 @@ def load(package: Package) -> ModuleType:
 
             # Without a list `kernels` loads what its trusted organizations publish only.
             repository, commit = package.hub
-            found = get_kernel(repository, revision=commit, trust_remote_code=[repository])
+            _loaded[key] = get_kernel(repository, revision=commit, trust_remote_code=[repository])
         else:
-            found = importlib.import_module(package.module)
-        _loaded[key] = found
+            _loaded[key] = importlib.import_module(package.module)
     return _loaded[key]
 
 
@@ -242,15 +238,9 @@ def _backend(
     distribution = "flash-attn" if generation == 2 else f"flash-attn-{generation}"
     run = partial(attend, package=package)
     plain = Backend(
-        f"flash_attn_{generation}",
-        f"FlashAttention-{generation}, package {distribution}",
-        not_compiled(run) if generation == 4 else run,
-        caps,
-        fallback,
-        (f"flash_attention_{generation}",),
-        install,
-        fullgraph=generation != 4,
-        varlen=("cuda",),
+        f"flash_attn_{generation}", f"FlashAttention-{generation}, package {distribution}",
+        not_compiled(run) if generation == 4 else run, caps, fallback,
+        (f"flash_attention_{generation}",), install, fullgraph=generation != 4, varlen=("cuda",),
     )
     if hub is None:
         return plain

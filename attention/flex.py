@@ -10,24 +10,21 @@ here visible(), into it. A BlockMask classifies the tiles of 128 x 128 scores:
         Q_3 [  .   /   x   /  ]   1 3       2            (here for a window)
 
 A softcap and ALiBi are a score_mod(score, b, h, i, j), applied to the scaled score before the mask.
-Sinks use the returned logsumexp L: a key of score t without a value takes e^t / (e^L + e^t) of a
-row's weight, so out * sigmoid(L - t) remains.
+Sinks use the logsumexp L: a key of score t without a value takes e^t / (e^L + e^t) of a row's
+weight, so out * sigmoid(L - t) remains.
 
 Memory  O(T): q, k, v, out and one logsumexp a row; the lists are (T / 128)^2 integers.
-FLOPs   4 * Tq * Tk * D a head forward and 14 * Tq * Tk * D backward, less the skipped tiles.
-        Backward is seven matmuls where FlashAttention has five: dQ, and dK with dV, each recompute
-        S and dP. No two blocks add to one element: it is deterministic.
+FLOPs   4 * Tq * Tk * D a head forward, 14 backward (where FlashAttention has 10), less the skipped
+        tiles: dQ, and dK with dV, each recompute S and dP. Without atomics: deterministic.
 Layout  (B, H, T, D) to PyTorch; these are transposed views.
-Compile Eager flex_attention stores all scores, so it never runs. In a compiled model it is traced
-        into the model's graph; each layer rebuilds the lists. Otherwise it is compiled here, and
-        the lists are cached; without a gradient lengths are symbolic and the mask's parameters are
-        tensors, so that a new length needs no compilation.
+Compile Never eager, which stores all scores. In a compiled model it is traced into the graph, and
+        each layer rebuilds the lists; else it is compiled here, and the lists are cached. Without a
+        gradient lengths are symbolic, the mask's parameters tensors: no compilation for a new one.
 flex_flash  The same on FlashAttention-4 (kernel_options BACKEND), into whose kernel PyTorch
         compiles mask_mod and score_mod. Each length is compiled.
 Refuses dropout, float64, and on the CPU and Apple's Metal gradients and sinks (no L in torch 2.13).
         The probe finds the rest: CUDA needs a head_dim of at least 16, a CPU AVX2.
-Source  Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention
-        Kernels" (arXiv 2412.05496); He et al. 2024, pytorch.org/blog/flexattention.
+Source  Dong et al. 2024 (arXiv 2412.05496); He et al. 2024, pytorch.org/blog/flexattention.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from torch import Tensor
 from .caps import Backend, Caps
 from .machine.system import own_code
 from .masks import for_any_shape, kept
-from .spec import Numbers, Spec, alibi_bias, visible
+from .spec import Spec, alibi_bias, visible
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -57,15 +54,13 @@ THREE = ("float16", "bfloat16", "float32")
 # Head dims for which PyTorch's C++ for a CPU with AVX2 multiplies 16 keys where 8 are left, and
 # overwrites the rows' maxima behind the scores (_inductor/codegen/cpp_micro_gemm.py, pull request
 # 145194, still so in 2.13: tail_n with trans_b, K % 8 == 0 and K < 24). With four zeros more it
-# multiplies key by key. v is padded, too: in a compiled model the kernel misreads a v that is a
-# view if q and k are not.
+# multiplies key by key. v, too: in a compiled model a v that alone is a view is misread.
 SPOILT = (8, 16)
 
 
 @for_any_shape
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
-           segments: Tensor | None = None, cache: None = None,
-           sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+           cache: None = None, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
            flash: bool = False, own_mask: OwnMask | None = None) -> Tensor:
     """Attention by torch.nn.attention.flex_attention, compiled; shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
@@ -102,11 +97,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch
         # 2.13 generates C++ that does not compile.
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
-    q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
     shift = torch.full((), Tk - Tq, device=q.device)  # a tensor, as in the mask
-    out_BHTD = call(
-        q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks, flash, slopes, shift, score_mod
-    )
+    out_BHTD = call(q, k, v, mask, *numbers, sinks, flash, slopes, shift, score_mod)
     return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 
@@ -130,10 +123,8 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
             score = score + alibi_bias(slopes[b % len(slopes), h], i, j, shift)
         return score
 
-    if own_score is not None:
-        asked["score_mod"] = own_score
-    elif c or slopes is not None:
-        asked["score_mod"] = score_mod
+    if own_score is not None or c or slopes is not None:
+        asked["score_mod"] = own_score or score_mod
     if sinks is None:
         return flex_attention(q_BHTD, k_BHTD, v_BHTD, **asked)
     from torch.nn.attention.flex_attention import AuxRequest
@@ -164,8 +155,7 @@ def compiled(
 def flash_rows(device: torch.device) -> int:
     """Rows of a listed tile for FlashAttention-4: on Blackwell a block computes two of its tiles
     (q_stage in flash_attn/cute/interface.py)."""
-    blackwell = torch.cuda.get_device_properties(device).major >= 10
-    return 2 * TILE if blackwell else TILE
+    return 2 * TILE if torch.cuda.get_device_properties(device).major >= 10 else TILE
 
 
 def block_mask(
@@ -206,14 +196,11 @@ def block_mask(
         # A tile whose queries and keys begin and end in one run lies in it.
         every = every & (k_from == q_to) & (q_from == k_to)
 
-    shift: Numbers = offset
-    width: Numbers = window
-    ahead: Numbers = right
+    sides: tuple[Any, ...] = offset, window, right
     if rows is None and not torch.compiler.is_compiling():
-        ahead = Tq if right is None else right
-        shift, width, ahead = (
-            torch.full((), n, device=device) for n in (offset, window or Tk, ahead)
-        )
+        finite = offset, window or Tk, Tq if right is None else right
+        sides = tuple(torch.full((), n, device=device) for n in finite)
+    shift, width, ahead = sides
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if segments is None:
@@ -249,11 +236,10 @@ def _by_segments(
 def room(segments: Tensor) -> tuple[int, int]:
     """(B, the least 128 * 2^n >= Tk), to which segments are padded outside of a model's graph.
 
-    Their size must be a constant: with a symbolic size PyTorch 2.13 may generate C++ that does not
-    compile, and its kernel for Apple's Metal does not support one.
+    Of a symbolic size PyTorch 2.13 may generate C++ that does not compile, and Metal code never.
     """
-    B, Tk = segments.shape
-    return B, TILE << ((Tk - 1) // TILE).bit_length()
+    Tk = segments.shape[1]
+    return len(segments), TILE << ((Tk - 1) // TILE).bit_length()
 
 
 _CUDA = Caps(("cuda",), THREE, (8, 0), right=True, dropout=False, scale=True, softcap=True,

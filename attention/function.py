@@ -1,13 +1,11 @@
 """Kernels that compute their own gradient, as one function for autograd and torch.compile.
 
-A kernel is a pair of functions of plain tensors (caps.Partial): forward() returns out and L, the
-log-sum-exp, and backward() takes both. Only the inputs, out and L are saved, as tensors that
-torch.autograd.graph.saved_tensors_hooks may move.
+A kernel is a pair of functions of plain tensors (caps.Partial). Only the inputs, out and L, the
+log-sum-exp, are saved, as tensors that torch.autograd.graph.saved_tensors_hooks may move.
 
 Second derivatives  Attention.backward() applies another Function, Gradient, to everything that the
-        gradient depends on. Its own backward raises RuntimeError, so each path to a second
-        derivative ends there, where once_differentiable would leave a zero. torch.compile has no
-        second derivatives.
+        gradient depends on. Its own backward raises RuntimeError, where once_differentiable would
+        leave a zero. torch.compile has no second derivatives.
 """
 
 from __future__ import annotations
@@ -59,16 +57,15 @@ def whole(backend: Backend) -> Callable[..., Tensor]:
     return attend
 
 
-def _arguments(spec: Spec, offset: int, sinks: Tensor | None, seed: Tensor | None,
-               seg_q: Tensor | None, seg_k: Tensor | None) -> tuple[object, ...]:
-    """The arguments of Partial's functions after the tensors, without ALiBi's slopes."""
+def _run(f: Callable[..., Any], tensors: tuple[Tensor, ...], spec: Spec, offset: int,
+         sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None, seg_q: Tensor | None,
+         seg_k: Tensor | None) -> Any:
+    """Call a function of Partial, without the arguments that the kernel may not have."""
     pair = None if seg_q is None else (seg_q, seg_k)
     more = () if sinks is None and seed is None else (sinks, seed)
-    return spec, offset, pair, *more
-
-
-def _slopes(alibi: Tensor | None) -> dict[str, Tensor]:
-    return {} if alibi is None else {"alibi_slopes": alibi}
+    slopes = {} if alibi is None else {"alibi_slopes": alibi}
+    with autocast_off(tensors[0]):  # autograd calls the backward in whatever context
+        return f(*tensors, spec, offset, pair, *more, **slopes)
 
 
 class Attention(torch.autograd.Function):
@@ -79,9 +76,8 @@ class Attention(torch.autograd.Function):
         seg_k: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         # No *args: torch.compile takes these parameters for one less than there are.
-        with autocast_off(q):
-            more = _arguments(spec, offset, sinks, seed, seg_q, seg_k)
-            out, L = kernel.forward(q, k, v, *more, **_slopes(alibi))
+        options = sinks, seed, alibi, seg_q, seg_k
+        out, L = _run(kernel.forward, (q, k, v), spec, offset, *options)
         out = out.to(q.dtype)
         # Dynamo of torch 2.11 returns every intermediate tensor too. `to` without a cast gives the
         # same tensor twice; dout goes to the other: dq, dk and dv are zeros.
@@ -110,9 +106,8 @@ class Gradient(torch.autograd.Function):
         seed: Tensor | None, alibi: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
         seg_q: Tensor | None, seg_k: Tensor | None, out: Tensor, L: Tensor,
     ) -> tuple[Tensor, ...]:
-        more = _arguments(spec, offset, sinks, seed, seg_q, seg_k)
-        with autocast_off(q):  # here autograd calls, in whatever context
-            grads = kernel.backward(loadable(dout), q, k, v, out, L, *more, **_slopes(alibi))
+        rows, options = (loadable(dout), q, k, v, out, L), (sinks, seed, alibi, seg_q, seg_k)
+        grads = _run(kernel.backward, rows, spec, offset, *options)
         inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
         return tuple(g.to(t.dtype) for g, t in zip(grads, inputs))
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,15 +84,12 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
 
     The first Tq - Tk queries come before every key. They see the first `right` keys at most, and
     none with segments, which they do not have: a call of their own, of zeros if they see no key.
-
-    Args:
-        lse: attend() also returns the log-sum-exp (B, H, Tq), -inf where no key is seen.
+    With `lse` attend() also returns the log-sum-exp (B, H, Tq), -inf where no key is seen.
     """
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
-        shape, Tk = q.shape, k.shape[1]
-        B, Tq = shape[0], shape[1]
+        (B, Tq), Tk = q.shape[:2], k.shape[1]
         if options.get("cache") is not None:  # k is the cache's buffer, not Tk long
             Tk = max(Tq, 1)
         if B == 0 or Tq == 0 or Tk == 0:
@@ -141,10 +138,8 @@ def loadable(t: Tensor) -> Tensor:
     """
     if t.stride(-1) != 1:
         return t.contiguous()
-    if not t.is_cuda:
-        return t
     n = 16 // t.element_size()
-    if t.shape[-1] % n:
+    if not t.is_cuda or t.shape[-1] % n:
         return t
     # torch.compile traces no address, and functorch's and fake tensors have none.
     traced = torch.compiler.is_compiling() or type(t) not in (Tensor, Parameter)
@@ -163,18 +158,16 @@ def loadable(t: Tensor) -> Tensor:
 def symbolic(t: Tensor) -> bool:
     """True where tensors have no values: while torch.compile or torch.export traces, among fake
     tensors, and for a meta or a fake tensor."""
-    if torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor):
-        return True
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return (torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor)
+            or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None)
 
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:
     """Cache make(t, *args) for the tensor t, which all layers share, until its values or the
     arguments change, or it dies. The result must not refer to t.
 
-    On the CPU a copy is compared, of any size: that is little next to attention with t. Elsewhere
-    the host would wait for the device in each layer, so only t's version is compared: a write
-    through .data is not seen.
+    On the CPU a copy is compared, which costs little next to attention. Elsewhere the host would
+    wait for the device, so t's version is compared: a write through .data is not seen.
     """
     known = WeakTensorKeyDictionary()
 
@@ -199,9 +192,7 @@ def kept(make: Callable[..., R]) -> Callable[..., R]:
 
 def begins(segments: Tensor) -> Tensor:
     """True (B, T) where a segment begins."""
-    first = torch.ones_like(segments, dtype=torch.bool)
-    first[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return first
+    return F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
 
 
 @kept
@@ -217,14 +208,10 @@ def in_pieces(segments: Tensor) -> bool:
 def borders(segments: Tensor) -> list[tuple[int, ...]]:
     """Where the segments of each row of (B, T) begin. The host waits for the device, once per
     tensor."""
-    found: list[list[int]] = [[] for _ in segments]
-    for row, j in begins(segments).nonzero().tolist():
-        found[row].append(j)
-    return [tuple(row) for row in found]
+    return [tuple(row.nonzero().flatten().tolist()) for row in begins(segments).cpu()]
 
 
-@dataclass(frozen=True)
-class Runs:
+class Runs(NamedTuple):
     """The segments that hold queries, as varlen functions take them: each is a sequence."""
 
     cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
@@ -257,8 +244,7 @@ def runs(segments: Tensor, Tq: int) -> Runs:
 # --- blocks of queries ---
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Queries that are computed together, and the keys that they see."""
 
     I: slice  # queries
@@ -299,12 +285,11 @@ def pieces(
         for piece in ranges(queries, keys, window, size, keys - queries, right=right):
             I = slice(piece.I.start + first, piece.I.stop + first)
             J = slice(piece.J.start + start, piece.J.stop + start)
-            if found and I.stop - found[-1].I.start <= block:
+            joint = bool(found) and I.stop - found[-1].I.start <= block
+            if joint:
                 last = found.pop()  # of an earlier segment
                 I, J = slice(last.I.start, I.stop), slice(last.J.start, J.stop)
-                found.append(Piece(I, J, True))
-            else:
-                found.append(Piece(I, J, False))
+            found.append(Piece(I, J, joint))
     return found
 
 
@@ -438,9 +423,8 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Make
     """
     B, T = k.shape[:2]
 
-    def view(start: Numbers, count: Numbers) -> StaticView | PagedView | None:
-        start = torch.as_tensor(start, dtype=torch.int32, device=k.device)
-        count = torch.as_tensor(count, dtype=torch.int32, device=k.device)
+    def view(*rows: Numbers) -> StaticView | PagedView | None:
+        start, count = (torch.as_tensor(x, dtype=torch.int32, device=k.device) for x in rows)
         if spec.cache == "static":
             return StaticView(start, count, T)
         return PagedView(table.int(), start, count) if spec.cache == "paged" else None

@@ -16,8 +16,8 @@ Memory  gather, for at most BLOCK queries at a time: copies of 2 * B * Tk * Hkv 
         decode: B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
 FLOPs   gather: 4 * Tq * Tk * D a head; decode: 4 * D for each visible key.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
-Masks   visible(), with an offset for each row. Unwritten slots and other sequences' pages are never
-        read, since they may hold NaN: past a row's end its own last token is copied, and masked.
+Masks   visible(), with an offset for each row. Past a row's end its own last token is copied, and
+        masked: unwritten slots and other sequences' pages may hold NaN.
 Refuses calls without a paged cache, so training falls back; segments and dropout.
 """
 
@@ -74,9 +74,7 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
         j = first + j[:, : spec.window + Tq - 1 + ahead]
     end = (cache.start + cache.count)[:, None]  # (B, 1)
     last = (end - 1).clamp(min=0)
-    # 0 * NaN is NaN. So past the end of a row its last token is read again, not what another
-    # sequence has left there.
-    at = torch.minimum(j, last)  # (B, Tk)
+    at = torch.minimum(j, last)  # (B, Tk); 0 * NaN, of another sequence's slot, is NaN
     slot = cache.page_table.gather(1, (at // size).long()) * size + at % size
     k, v = (_take(pages, slot) for pages in (k_pages, v_pages))  # (B, Tk, Hkv, D)
     # Queries from count on are padding: they see what the last real one sees.

@@ -7,7 +7,7 @@ and L_i the logsumexp of its scores. A block of keys j contributes O_ij and L_ij
     L_new = log(e^L_i + e^L_ij)
     O_i   = e^(L_i - L_new) O_i + e^(L_ij - L_new) O_ij
 
-After the last block O_i is exactly softmax(S) V. The backward pass needs L_i.
+After the last block O_i is softmax(S) V. The backward pass needs L_i.
 
 Zigzag  Late queries attend to more keys than early ones. To balance the work the sequence is cut
         into 2 N chunks, and process r holds chunks r and 2 N - 1 - r. For N = 4, a digit is the
@@ -24,10 +24,9 @@ Zigzag  Late queries attend to more keys than early ones. To balance the work th
             process 0 Q_7 [0   3   2   1   1   2   3   0 ]  0:  0 7    3 4    2 5    1 6
 
         After each step a process sends its current K, V from r to r + 1.
-Sent    Forward K, V are sent N - 1 times, each while the current block is computed. Backward they
-        are sent again, N - 1 times: storing them would cost the memory that the ring saves.
-        The float32 sums dK, dV follow their block N times and so return to its process. Windows
-        and segments do not change what is sent: no process waits forever.
+Sent    K, V N - 1 times forward, while the current block is computed, and again backward: to store
+        them would cost the memory that the ring saves. The float32 sums dK, dV follow their block
+        N times, home. Windows and segments change nothing of this: no process waits forever.
 Memory  O(T / N): its own K and V, the current block and the incoming one.
 Numbers O_i, dQ_i, dK_j and dV_j stay float32 until the end, then are rounded once. L_i is joined in
         float64, since its rounding is an error of all of P. (MPS has no float64: with scores of

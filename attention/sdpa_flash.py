@@ -4,14 +4,12 @@ varlen()  PyTorch's FlashAttention-2 takes no mask on CUDA, but its varlen funct
           and treats each segment as a sequence, without work on masked pairs.
 
 In parts (caps.Partial) the flash operators are called directly, since they return and take L: given
-out and L of the whole row, the gradients of its parts add up. The mask depends on the offset
-between queries and keys:
+out and L of the whole row, the gradients of its parts add up. The mask depends on the offset:
 
     CPU   is_causal is aligned top-left, which is offset 0; all else takes a mask, in blocks
     CUDA  no mask; is_causal is aligned bottom-right: aligned() finds parts of that kind
 
-Numbers Outputs and gradients of parts come in q's dtype: each part is rounded, where tiled's are
-        float32.
+Numbers Each part's output and gradients are rounded to q's dtype, where tiled's are float32.
 Source  PyTorch's own context parallelism calls the same operators (torch/distributed/tensor/
         experimental/_context_parallel/_attention.py in 2.13). On CUDA not run yet.
 """

@@ -1,7 +1,7 @@
 """triton: FlashAttention-2 in Triton, forward and backward; kernels in triton/flash_kernels.py.
 
-The algorithm of tiled.py. S and P stay on chip; only L = log2 sum_j 2^(s_j) is stored for each row,
-for the backward pass. This saves the O(Tq * Tk) memory traffic of manual.py:
+The algorithm of tiled.py. S and P stay on chip, which saves the O(Tq * Tk) memory traffic of
+manual.py; only L = log2 sum_j 2^(s_j) is stored for each row, for the backward pass:
 
                  SRAM                            HBM
     K_j, V_j  <--------  tile by tile            Q, K, V     read
@@ -9,15 +9,14 @@ for the backward pass. This saves the O(Tq * Tk) memory traffic of manual.py:
     S_ij, P_ij           never leave the chip
     O_i, L_i  -------->  once a block of rows    O, L        written
 
-Memory  O(T): q, k, v, out and L stay for the backward pass, which adds
-        delta_i = rowsum(dO_i * O_i).
+Memory  O(T): q, k, v, out and L; the backward pass adds delta_i = rowsum(dO_i * O_i).
 FLOPs   4 * Tq * Tk * D a head forward; 14 * Tq * Tk * D backward, where other kernels have 10: no
         atomics. Less the fully masked tiles, including tiles between segments.
 Layout  (B, T, H, D), by strides: nothing is transposed or copied unless head_dim is not contiguous.
-Numbers S, P, the softmax and all sums in float32; P and dS are rounded to the inputs' dtype before
-        they are multiplied. Sinks are read in float32.
-Dropout by Philox, a counter-based generator: the mask is a function of the call's seed and of
-        b, h, i, j, so the backward pass recomputes it. The host never waits for the seed.
+Numbers S, P, the softmax, sinks and all sums in float32; P and dS are rounded to the inputs' dtype
+        before they are multiplied.
+Dropout by Philox, of the call's seed and of b, h, i, j, so the backward pass recomputes the mask.
+        The host never waits for the seed.
 Refuses a head_dim above 128, a cache, float64, and bfloat16 on Turing (compute capability 7.5). For
         Turing Triton 3.6 generates no tensor-core instructions: correct, but slow. On the CPU it
         runs in Triton's interpreter, for tests (TRITON_INTERPRET=1), without bfloat16.
@@ -29,6 +28,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,65 +56,51 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     return attention(q, k, v, spec, kernel=WHOLE, segments=pair, **options)[0]
 
 
-def whole_forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, runs: Pair,
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
     sinks: Tensor | None = None, seed: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    *, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """out in q's dtype, and L for whole_backward()."""
-    from .triton.flash_kernels import flash_forward  # imports triton, which is optional
+    """As caps.Partial. whole: `segments` are borders(), out has q's dtype, and L is log2."""
+    from .triton.flash_kernels import LOWEST, flash_forward  # imports triton, which is optional
 
     sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
-    numbers = spec.window, spec.right, spec.dropout, spec.softmax_scale, spec.softcap
-    given = *(runs or (None, None)), seed, sinks, alibi_slopes, *numbers
-    return flash_forward(q, k, v, *given, None)
+    runs, numbers = _given(k, spec, offset, segments, seed, whole)
+    out, L = flash_forward(q, k, v, *runs, seed, sinks, alibi_slopes, *numbers)
+    return out, L if whole else torch.where(L.eq(LOWEST.value), -torch.inf, L * math.log(2))
 
 
-def whole_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec, offset: int,
-    runs: Pair, sinks: Tensor | None = None, seed: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    from .triton.flash_kernels import flash_backward
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
+             offset: int, segments: Pair = None, sinks: Tensor | None = None,
+             seed: Tensor | None = None, alibi_slopes: Tensor | None = None,
+             *, whole: bool = False) -> tuple[Tensor, ...]:
+    from .triton.flash_kernels import LOWEST, flash_backward
 
-    numbers = spec.window, spec.right, spec.dropout, spec.softmax_scale, spec.softcap
-    given = *(runs or (None, None)), seed, alibi_slopes
-    *grads, delta = flash_backward(dout, q, k, v, out, L, *given, *numbers, None)
+    if not whole:  # -inf, where no key is seen, would give NaN
+        out, L = out.contiguous(), (L / math.log(2)).clamp(min=LOWEST.value).contiguous()
+    runs, numbers = _given(k, spec, offset, segments, seed, whole)
+    *grads, delta = flash_backward(dout, q, k, v, out, L, *runs, seed, alibi_slopes, *numbers)
     if sinks is None:
         return tuple(grads)
     P_sink = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - L)  # (B, H, Tq)
     return *grads, -(P_sink * delta).sum(dim=(0, 2))
 
 
-WHOLE = Partial(whole_forward, whole_backward)
+WHOLE = Partial(partial(forward, whole=True), partial(backward, whole=True))
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
-    sinks: None = None, seed: Tensor | None = None, alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    from .triton.flash_kernels import LOWEST, flash_forward
-
+def _given(
+    k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | None, whole: bool
+) -> tuple[tuple[Tensor, Tensor] | tuple[None, None], tuple[Any, ...]]:
+    """The kernels' run_q and run_k, and their numbers."""
     p = 0.0 if seed is None else spec.dropout
-    numbers = spec.window, spec.right, p, spec.softmax_scale, spec.softcap, offset
-    runs = runs_of_pair(segments, k.shape[1], offset)
-    out, L = flash_forward(q, k, v, *runs, seed, None, alibi_slopes, *numbers)
-    return out, torch.where(L.eq(LOWEST.value), -torch.inf, L * math.log(2))
+    numbers = spec.window, spec.right, p, spec.softmax_scale, spec.softcap
+    if whole:
+        return segments or (None, None), (*numbers, None)
+    return runs_of_pair(segments, k.shape[1], offset), (*numbers, offset)
 
 
-def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
-             offset: int, segments: Pair = None, sinks: None = None, seed: Tensor | None = None,
-             alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
-    from .triton.flash_kernels import LOWEST, flash_backward
-
-    p = 0.0 if seed is None else spec.dropout
-    numbers = spec.window, spec.right, p, spec.softmax_scale, spec.softcap, offset
-    runs = runs_of_pair(segments, k.shape[1], offset)
-    L_2 = (L / math.log(2)).clamp(min=LOWEST.value)  # where no key is seen; -inf would give NaN
-    rows = dout, q, k, v, out.contiguous(), L_2.contiguous()
-    return tuple(flash_backward(*rows, *runs, seed, alibi_slopes, *numbers)[:3])
-
-
-def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None, Tensor | None]:
+def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """flash_forward's `run_q` and `run_k` for keys and queries `offset` apart.
 
     Queries past the last key are put directly after it, without the gap: a segment that both have
@@ -152,11 +139,8 @@ BACKEND = Backend(
     name="triton",
     title="our own FlashAttention-2 kernels in Triton",
     attend=attend,
-    caps=(
-        _AMPERE,
-        _TURING,
-        replace(_TURING, devices=("cpu",), min_capability=None, interpreted=True),
-    ),
+    caps=(_AMPERE, _TURING,
+          replace(_TURING, devices=("cpu",), min_capability=None, interpreted=True)),
     fallback="sdpa",
     install="pip install triton",
     partial=Partial(forward, backward, dropout=True),

@@ -17,7 +17,6 @@ class GPU:
     """A row of the table. Names that go on ("Laptop GPU", a MIG slice) do not match it."""
 
     name: str  # torch.cuda.get_device_name()
-    capability: tuple[int, int] | None = None  # None: not an NVIDIA GPU
     # TFLOP/s in half precision with float32 accumulation, TF32 (or None) and float32
     tflops: tuple[float, float | None, float] | None = None
     bandwidth: float | None = None  # GB/s between its memory and the chip
@@ -35,86 +34,42 @@ class GPU:
 
 
 _A100, _H100, _H100_NVL = (312, 156, 19.5), (989.4, 494.7, 66.9), (835.5, 417.5, 60)
-_V100, _V100_SHEET = (125, None, 15.7), "NVIDIA V100 datasheet"
-_A100_SHEET, _H100_SHEET = "NVIDIA A100 datasheet", "NVIDIA H100 datasheet"
+_V100, _V_SHEET = (125, None, 15.7), "NVIDIA V100 datasheet"
+_A_SHEET, _H_SHEET = "NVIDIA A100 datasheet", "NVIDIA H100 datasheet"
+_MI300X, _GH_SHEET = (1307.4, 653.7, 163.4), "NVIDIA GH200 datasheet"
+_A_40GB = "A[18]00(-SXM4?|-PCIE)?[- ]40GB( PCIe| Active)?"
+_H_BOTH = "NVIDIA H100 whitepaper and datasheet"
 
 RATED = [  # of several variants the usual one first
-    GPU("Tesla V100-SXM2-16GB", (7, 0), _V100, 900, 16, _V100_SHEET),
-    GPU("Tesla V100-SXM2-32GB", (7, 0), _V100, 900, 32, _V100_SHEET),
-    GPU("Tesla V100-PCIE-16GB", (7, 0), (112, None, 14), 900, 16, _V100_SHEET),
-    GPU("Tesla V100-PCIE-32GB", (7, 0), (112, None, 14), 900, 32, _V100_SHEET),
-    GPU("Tesla T4", (7, 5), (65, None, 8.1), 320, 16, "NVIDIA T4 datasheet"),
-    GPU("NVIDIA TITAN RTX", (7, 5), (130.5, None, 16.3), 672, 24, "NVIDIA Turing whitepaper"),
-    GPU("NVIDIA A100-SXM4-80GB", (8, 0), _A100, 2039, 80, _A100_SHEET, "A[18]00-SXM4?-80GB"),
-    GPU(
-        "NVIDIA A100 80GB PCIe",
-        (8, 0),
-        _A100,
-        1935,
-        80,
-        _A100_SHEET,
-        "A[18]00(-PCIE)?[- ]80GB( PCIe)?",
-    ),
-    GPU(
-        "NVIDIA A100-SXM4-40GB",
-        (8, 0),
-        _A100,
-        1555,
-        40,
-        _A100_SHEET,
-        "A[18]00(-SXM4?|-PCIE)?[- ]40GB( PCIe| Active)?",
-    ),
-    GPU("NVIDIA A30", (8, 0), (165, 82, 10.3), 933, 24, "NVIDIA A30 datasheet"),
-    GPU("NVIDIA A40", (8, 6), (149.7, 74.8, 37.4), 696, 48, "NVIDIA A40 datasheet"),
-    GPU("NVIDIA A10", (8, 6), (125, 62.5, 31.2), 600, 24, "NVIDIA A10 datasheet"),
-    GPU("NVIDIA RTX A6000", (8, 6), (154.8, 77.4, 38.7), 768, 48, "NVIDIA RTX A6000 datasheet"),
-    GPU("NVIDIA GeForce RTX 3090", (8, 6), (71, 35.6, 35.6), 936, 24, "NVIDIA GA102 whitepaper"),
-    GPU("NVIDIA GeForce RTX 3090 Ti", (8, 6), (80, 40, 40), 1008, 24, "NVIDIA GA102 whitepaper"),
-    GPU("NVIDIA L40S", (8, 9), (362, 183, 91.6), 864, 48, "NVIDIA L40S datasheet"),
-    GPU("NVIDIA L40", (8, 9), (181, 90.5, 90.5), 864, 48, "NVIDIA L40 datasheet"),
-    GPU("NVIDIA L4", (8, 9), (121, 60, 30.3), 300, 24, "NVIDIA L4 datasheet"),
-    GPU("NVIDIA GeForce RTX 4090", (8, 9), (165.2, 82.6, 82.6), 1008, 24, "NVIDIA Ada whitepaper"),
-    GPU(
-        "NVIDIA H100 80GB HBM3",
-        (9, 0),
-        _H100,
-        3350,
-        80,
-        "NVIDIA H100 whitepaper and datasheet",
-        "H100 80GB HBM3|H800",
-    ),
-    GPU("NVIDIA H100 PCIe", (9, 0), (756, 378, 51.2), 2000, 80, _H100_SHEET, "H[18]00 PCIe"),
-    GPU("NVIDIA H100 NVL", (9, 0), _H100_NVL, 3900, 94, _H100_SHEET),
-    GPU("NVIDIA H200", (9, 0), _H100, 4800, 141, "NVIDIA H200 datasheet"),
-    GPU("NVIDIA H200 NVL", (9, 0), _H100_NVL, 4800, 141, "NVIDIA H200 datasheet"),
-    GPU("NVIDIA GH200 480GB", (9, 0), _H100, 4000, 96, "NVIDIA GH200 datasheet", r"GH200 \d+GB?"),
-    GPU(
-        "NVIDIA GH200 144G HBM3e",
-        (9, 0),
-        _H100,
-        4900,
-        144,
-        "NVIDIA GH200 datasheet",
-        r"GH200 \d+GB? HBM3e",
-    ),
-    GPU("NVIDIA B200", (10, 0), (2250, 1125, 75), 8000, 180, "NVIDIA HGX and DGX B200 datasheets"),
-    GPU(
-        "NVIDIA GeForce RTX 5090",
-        (12, 0),
-        (209.5, 104.8, 104.8),
-        1792,
-        32,
-        "NVIDIA RTX Blackwell paper",
-    ),
-    GPU(
-        "AMD Instinct MI300X",
-        None,
-        (1307.4, 653.7, 163.4),
-        5300,
-        192,
-        "AMD datasheet",
-        "MI300X( OAM| VF)?",
-    ),
+    GPU("Tesla V100-SXM2-16GB", _V100, 900, 16, _V_SHEET),
+    GPU("Tesla V100-SXM2-32GB", _V100, 900, 32, _V_SHEET),
+    GPU("Tesla V100-PCIE-16GB", (112, None, 14), 900, 16, _V_SHEET),
+    GPU("Tesla V100-PCIE-32GB", (112, None, 14), 900, 32, _V_SHEET),
+    GPU("Tesla T4", (65, None, 8.1), 320, 16, "NVIDIA T4 datasheet"),
+    GPU("NVIDIA TITAN RTX", (130.5, None, 16.3), 672, 24, "NVIDIA Turing whitepaper"),
+    GPU("NVIDIA A100-SXM4-80GB", _A100, 2039, 80, _A_SHEET, "A[18]00-SXM4?-80GB"),
+    GPU("NVIDIA A100 80GB PCIe", _A100, 1935, 80, _A_SHEET, "A[18]00(-PCIE)?[- ]80GB( PCIe)?"),
+    GPU("NVIDIA A100-SXM4-40GB", _A100, 1555, 40, _A_SHEET, _A_40GB),
+    GPU("NVIDIA A30", (165, 82, 10.3), 933, 24, "NVIDIA A30 datasheet"),
+    GPU("NVIDIA A40", (149.7, 74.8, 37.4), 696, 48, "NVIDIA A40 datasheet"),
+    GPU("NVIDIA A10", (125, 62.5, 31.2), 600, 24, "NVIDIA A10 datasheet"),
+    GPU("NVIDIA RTX A6000", (154.8, 77.4, 38.7), 768, 48, "NVIDIA RTX A6000 datasheet"),
+    GPU("NVIDIA GeForce RTX 3090", (71, 35.6, 35.6), 936, 24, "NVIDIA GA102 whitepaper"),
+    GPU("NVIDIA GeForce RTX 3090 Ti", (80, 40, 40), 1008, 24, "NVIDIA GA102 whitepaper"),
+    GPU("NVIDIA L40S", (362, 183, 91.6), 864, 48, "NVIDIA L40S datasheet"),
+    GPU("NVIDIA L40", (181, 90.5, 90.5), 864, 48, "NVIDIA L40 datasheet"),
+    GPU("NVIDIA L4", (121, 60, 30.3), 300, 24, "NVIDIA L4 datasheet"),
+    GPU("NVIDIA GeForce RTX 4090", (165.2, 82.6, 82.6), 1008, 24, "NVIDIA Ada whitepaper"),
+    GPU("NVIDIA H100 80GB HBM3", _H100, 3350, 80, _H_BOTH, "H100 80GB HBM3|H800"),
+    GPU("NVIDIA H100 PCIe", (756, 378, 51.2), 2000, 80, _H_SHEET, "H[18]00 PCIe"),
+    GPU("NVIDIA H100 NVL", _H100_NVL, 3900, 94, _H_SHEET),
+    GPU("NVIDIA H200", _H100, 4800, 141, "NVIDIA H200 datasheet"),
+    GPU("NVIDIA H200 NVL", _H100_NVL, 4800, 141, "NVIDIA H200 datasheet"),
+    GPU("NVIDIA GH200 480GB", _H100, 4000, 96, _GH_SHEET, r"GH200 \d+GB?"),
+    GPU("NVIDIA GH200 144G HBM3e", _H100, 4900, 144, _GH_SHEET, r"GH200 \d+GB? HBM3e"),
+    GPU("NVIDIA B200", (2250, 1125, 75), 8000, 180, "NVIDIA HGX and DGX B200 datasheets"),
+    GPU("NVIDIA GeForce RTX 5090", (209.5, 104.8, 104.8), 1792, 32, "NVIDIA RTX Blackwell paper"),
+    GPU("AMD Instinct MI300X", _MI300X, 5300, 192, "AMD datasheet", "MI300X( OAM| VF)?"),
 ]
 
 
@@ -152,7 +107,7 @@ def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, 
         return None
     half, in_tf32, single = gpu.tflops
     rates = {"float16": half, "float32": in_tf32 if tf32 else single}
-    if gpu.capability is None or gpu.capability >= (8, 0):
+    if in_tf32:  # Ampere brought both
         rates["bfloat16"] = half
     rate = rates.get(dtype)
     return None if rate is None else (rate, f"datasheet: {gpu.source}")

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -20,7 +18,7 @@ from torch import Tensor
 from attention import Resolution
 from core.distributed import DistInfo
 from core.files import open_output, refuse_link, replacing, write_at_once
-from core.flops import ALONE, Peak, Row, Sizes, Speed, best_peak, differ, keys_seen, peak
+from core.flops import Peak, Row, Sizes, Speed, best_peak, differ, keys_seen, peak
 from core.runtime import peak_memory
 from core.settings import UserError, first_line
 
@@ -116,7 +114,6 @@ class Meter:
         self.max_iters, self.dtype = max_iters, dtype
         self.peak = peak(distributed.device, dtype, peak_tflops)
         self.checked = False  # the peak was measured a second time
-        self.hinted = self.distributed.device.type != "cpu" or self.distributed.world_size > 1
         self.rates: list[float] = []  # tokens a second, of each logged interval
         self.metrics: Metrics | None = None  # the main process's
         # Keys that the queries of each sequence saw, of all steps since the last line.
@@ -134,7 +131,6 @@ class Meter:
 
     def begin(self, step: int) -> None:
         """Print the peak rate and the least time of the remaining steps."""
-        self.clocks = time.perf_counter(), time.thread_time()
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, self.max_iters - step)  # s
         long = self.distributed.device.type == "cpu" and at_peak > 86400
         hint = "; config/train_shakespeare_cpu.py takes minutes" if long else ""
@@ -171,26 +167,8 @@ class Meter:
             f"iter {step}: loss {loss:.4f}, lr {lr:.1e}, {speed}, mem {memory / 1e9:.1f} GB{left}"
         )
         print(text, flush=True)
-        if seconds is not None:
-            self._hint(self.speed(self.tokens / seconds))
         if self.metrics:
             self.metrics.log(**row)
-
-    def _hint(self, speed: Speed) -> None:
-        """Print once that a step takes ten times its estimate, if this thread waits for a core."""
-        passed, used = time.perf_counter() - self.clocks[0], time.thread_time() - self.clocks[1]
-        self.clocks = self.clocks[0] + passed, self.clocks[1] + used
-        if self.hinted or 10 * speed.mfu[0] > 1 or used > ALONE * passed:
-            return
-        self.hinted = True
-        tries = ["OMP_NUM_THREADS=1", "OMP_WAIT_POLICY=passive"]
-        unset = [t for t in tries if os.environ.get(t.partition("=")[0]) != t.partition("=")[2]]
-        advice = f"; try {' or '.join(unset)}" if tries[0] in unset else ""  # one never waits
-        print(
-            f"a step takes {1 / speed.mfu[0]:,.0f} times as long as at the peak rate: other "
-            f"programs use these cores{advice}",
-            flush=True,
-        )
 
     def _check_peak(self, speed: Speed) -> Speed:
         """Above a measured peak: the machine was busy when it was measured. Try once more."""

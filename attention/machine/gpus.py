@@ -13,37 +13,33 @@ from ..caps import dotted
 from ..spec import Machine
 from .system import UNKNOWN_VERSION
 
-CAPABILITIES: dict[tuple[int, int], str] = {  # -> torch.cuda.get_device_name()
+CAPABILITIES: dict[tuple[int, int], str] = {  # -> torch.cuda.get_device_name(), less "NVIDIA "
     (6, 0): "Tesla P100",
-    (6, 1): "Tesla P40, NVIDIA TITAN Xp, NVIDIA GeForce GTX 1080 Ti, NVIDIA GeForce GTX "
-            "1080, NVIDIA GeForce GTX 1070, NVIDIA GeForce GTX 1060",
+    (6, 1): "Tesla P40, TITAN Xp, GeForce GTX 1080 Ti, GeForce GTX 1080, GeForce GTX 1070, "
+            "GeForce GTX 1060",
     (7, 0): "Tesla V100-SXM2-16GB, Tesla V100-SXM2-32GB, Tesla V100-PCIE-16GB, Tesla "
-            "V100-PCIE-32GB, Tesla V100, NVIDIA TITAN V",
-    (7, 5): "Tesla T4, NVIDIA TITAN RTX, Quadro RTX 8000, Quadro RTX 6000, NVIDIA GeForce "
-            "RTX 2080 Ti, NVIDIA GeForce RTX 2080, NVIDIA GeForce RTX 2070, NVIDIA GeForce "
-            "RTX 2060, NVIDIA GeForce GTX 1660, NVIDIA GeForce GTX 1650",
-    (8, 0): "NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe, NVIDIA A100-SXM4-40GB, NVIDIA "
-            "A30, NVIDIA A100, NVIDIA A800",
-    (8, 6): "NVIDIA A40, NVIDIA A10, NVIDIA RTX A6000, NVIDIA GeForce RTX 3090, NVIDIA "
-            "GeForce RTX 3090 Ti, NVIDIA A16, NVIDIA A2, NVIDIA RTX A5000, NVIDIA RTX "
-            "A4000, NVIDIA RTX A2000, NVIDIA GeForce RTX 3080, NVIDIA GeForce RTX 3070, "
-            "NVIDIA GeForce RTX 3060, NVIDIA GeForce RTX 3050",
-    (8, 7): "NVIDIA Jetson Orin",
-    (8, 9): "NVIDIA L40S, NVIDIA L40, NVIDIA L4, NVIDIA GeForce RTX 4090, NVIDIA RTX 6000 "
-            "Ada Generation, NVIDIA GeForce RTX 4080, NVIDIA GeForce RTX 4070, NVIDIA "
-            "GeForce RTX 4060",
-    (9, 0): "NVIDIA H100 80GB HBM3, NVIDIA H100 PCIe, NVIDIA H100 NVL, NVIDIA H200, NVIDIA "
-            "H200 NVL, NVIDIA GH200 480GB, NVIDIA GH200 144G HBM3e, NVIDIA H100, NVIDIA "
-            "H800, NVIDIA H20, NVIDIA GH200",
-    (10, 0): "NVIDIA B200, NVIDIA GB200",
-    (10, 3): "NVIDIA B300, NVIDIA GB300",
-    (11, 0): "NVIDIA Jetson Thor",
-    (12, 0): "NVIDIA GeForce RTX 5090, NVIDIA RTX PRO 6000 Blackwell, NVIDIA GeForce RTX "
-            "5080, NVIDIA GeForce RTX 5070, NVIDIA GeForce RTX 5060",
-    (12, 1): "NVIDIA GB10",
+            "V100-PCIE-32GB, Tesla V100, TITAN V",
+    (7, 5): "Tesla T4, TITAN RTX, Quadro RTX 8000, Quadro RTX 6000, GeForce RTX 2080 Ti, GeForce "
+            "RTX 2080, GeForce RTX 2070, GeForce RTX 2060, GeForce GTX 1660, GeForce GTX 1650",
+    (8, 0): "A100-SXM4-80GB, A100 80GB PCIe, A100-SXM4-40GB, A30, A100, A800",
+    (8, 6): "A40, A10, RTX A6000, GeForce RTX 3090, GeForce RTX 3090 Ti, A16, A2, RTX A5000, RTX "
+            "A4000, RTX A2000, GeForce RTX 3080, GeForce RTX 3070, GeForce RTX 3060, GeForce RTX "
+            "3050",
+    (8, 7): "Jetson Orin",
+    (8, 9): "L40S, L40, L4, GeForce RTX 4090, RTX 6000 Ada Generation, GeForce RTX 4080, GeForce "
+            "RTX 4070, GeForce RTX 4060",
+    (9, 0): "H100 80GB HBM3, H100 PCIe, H100 NVL, H200, H200 NVL, GH200 480GB, GH200 144G HBM3e, "
+            "H100, H800, H20, GH200",
+    (10, 0): "B200, GB200",
+    (10, 3): "B300, GB300",
+    (11, 0): "Jetson Thor",
+    (12, 0): "GeForce RTX 5090, RTX PRO 6000 Blackwell, GeForce RTX 5080, GeForce RTX 5070, "
+            "GeForce RTX 5060",
+    (12, 1): "GB10",
 }
 KNOWN = [
-    *(Machine("cuda", name, at) for at, text in CAPABILITIES.items() for name in text.split(", ")),
+    *(Machine("cuda", name if name.startswith(("Tesla", "Quadro")) else f"NVIDIA {name}", at)
+      for at, text in CAPABILITIES.items() for name in text.split(", ")),
     *(Machine("mps", f"Apple {chip}") for chip in ("M1", "M2", "M3", "M4", "M5", "mps")),
     Machine("cpu", "cpu"),
 ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +22,6 @@ LOST = re.compile(
     "ILLEGAL_ADDRESS|MISALIGNED_ADDRESS|LAUNCH_FAILED|ECC error)", re.I | re.S
 )
 UNKNOWN_VERSION = "unknown version"  # for a package that imports but has no version
-
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +52,9 @@ def devices() -> list[str]:
     """The devices of this machine by PyTorch's names: cpu, cuda, cuda:0, mps."""
     import torch
 
-    found = ["cpu"]
-    if n := torch.cuda.device_count():
-        found += ["cuda", *(f"cuda:{i}" for i in range(n))]
-    if torch.backends.mps.is_available():
-        found.append("mps")
-    return found
+    numbered = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    mps = ["mps"] if torch.backends.mps.is_available() else []
+    return ["cpu", *(["cuda"] if numbered else []), *numbered, *mps]
 
 
 @cache
@@ -187,16 +182,15 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def autocast_off(t: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
     """Operators on t's device keep their inputs' dtype."""
     import torch
 
     kind = t.device.type
-    on = autocast_dtype(kind) is not None
-    return torch.autocast(kind, enabled=False) if on else contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False) if autocast_dtype(kind) else nullcontext()
 
 
-@contextlib.contextmanager
+@contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
     """Append to `names` the operators and device kernels that this thread runs in the block.
 

@@ -40,6 +40,10 @@ class Row:
     notes: tuple[str, ...] = ()  # why a mode was not timed
 
 
+Call = Callable[[], None]
+Key = tuple[str, Spec]
+
+
 def measure(
     names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
     device: torch.device, shape: Shape, too_slow: float = float("inf"),
@@ -53,51 +57,25 @@ def measure(
         too_slow: skip a backend whose last mode is this many times slower than the best yet.
     """
     rows: dict[str, Row] = {}
-    calls: dict[tuple[str, Spec], Callable[[], None]] = {}
-    once: dict[tuple[str, Spec], float] = {}  # seconds of one call
+    calls: dict[Key, tuple[Call, float]] = {}
     best = float("inf")
-    # The probe stores all scores in float64: only as long as needed to see the usual kernel.
-    tokens = min(max(shape[2], 64), 512)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        given, options = draw(modes[-1], device, shape)
+        drawn = draw(modes[-1], device, shape)
         for name in names:
-            try:
-                backend, refused = admit(name, modes[-1], machine, policy)
-            except BackendUnavailable as e:  # other people's code
-                rows[name] = Row(name, "", (str(e),))
-                show(f"{name:14}  {e}")
-                continue
-            able = [s for s in modes if not admit(name, s, machine, policy)[1]]
-            row = Row(name, backend.title, tuple(refused))
-            fit = [c for c in backend.caps if able and not c.why_not(able[-1], machine)]
-            if fit and all(c.interpreted for c in fit):  # thousands of times slower than a GPU
-                row = replace(row, why=("Triton's interpreter is for tests, not for speed",))
-            elif able:
-                tried = probe(backend, able[-1], device, tokens)
-                row = Row(name, backend.title, tried.why, (), tried.error, tried.kernels, row.why)
-            rows[name] = row
+            row, once = tried(name, modes, machine, policy, device, shape, drawn)
             if row.why:
                 show(f"{name:14}  {row.why[0]}")
-                continue
-            try:
-                for spec in able:
-                    key = name, spec
-                    calls[key] = work(backend, spec, given, options)
-                    with survives(backend, device):
-                        once[key] = warmed_up(calls[key], device)
-            except KERNEL_ERRORS as e:  # any failure, such as out of memory, is the reason
-                if loses_device(e):
-                    raise
-                rows[name] = replace(row, why=(f"at this shape: {first_line(e)}",))
-                show(f"{name:14}  {rows[name].why[0]}")
-                continue
-            show(f"{name:14}  {1e3 * once[key]:.4g} ms")
-            best = min(best, once[key])
-            if once[key] > too_slow * best:
-                ratio = f"{once[key] * 1e3:.3g} ms, {once[key] / best:.1f} times the best so far"
-                rows[name] = replace(row, why=(ratio,))
-        calls = {key: call for key, call in calls.items() if not rows[key[0]].why}
-        for (name, _), s in race(calls, once, device).items():
+            else:
+                s = [*once.values()][-1][1]
+                show(f"{name:14}  {1e3 * s:.4g} ms")
+                best = min(best, s)
+                if s > too_slow * best:
+                    ratio = f"{s * 1e3:.3g} ms, {s / best:.1f} times the best so far"
+                    row = replace(row, why=(ratio,))
+                else:
+                    calls |= {(name, spec): call for spec, call in once.items()}
+            rows[name] = row
+        for (name, _), s in race(calls, device).items():
             rows[name] = replace(rows[name], ms=(*rows[name].ms, 1e3 * s))
     if device.type == "cuda":  # the run reports its own peak
         torch.cuda.empty_cache()
@@ -105,33 +83,58 @@ def measure(
     return list(rows.values())
 
 
-Key = tuple[str, Spec]
+def tried(
+    name: str, modes: Sequence[Spec], machine: Machine, policy: Policy, device: torch.device,
+    shape: Shape, drawn: tuple[Inputs, dict[str, Any]],
+) -> tuple[Row, dict[Spec, tuple[Call, float]]]:
+    """A backend's row, and its call in each mode with roughly the seconds; none if it cannot."""
+    try:
+        backend, refused = admit(name, modes[-1], machine, policy)
+    except BackendUnavailable as e:  # other people's code
+        return Row(name, "", (str(e),)), {}
+    able = [spec for spec in modes if not admit(name, spec, machine, policy)[1]]
+    row = Row(name, backend.title, tuple(refused))
+    if not able:
+        return row, {}
+    fit = [c for c in backend.caps if not c.why_not(able[-1], machine)]
+    if fit and all(c.interpreted for c in fit):  # thousands of times slower than a GPU
+        return replace(row, why=("Triton's interpreter is for tests, not for speed",)), {}
+    # The probe stores all scores in float64: only as long as needed to see the usual kernel.
+    seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
+    row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
+    once: dict[Spec, tuple[Call, float]] = {}
+    try:
+        for spec in () if row.why else able:
+            call = work(backend, spec, *drawn)
+            with survives(backend, device):
+                once[spec] = call, warmed_up(call, device)
+    except KERNEL_ERRORS as e:  # any failure, such as out of memory, is the reason
+        if loses_device(e):
+            raise
+        return replace(row, why=(f"at this shape: {first_line(e)}",)), {}
+    return row, once
 
 
-def race(
-    calls: Mapping[Key, Callable[[], None]], once: Mapping[Key, float], device: torch.device
-) -> dict[Key, float]:
-    """Median seconds of each call, in interleaved rounds, each until its budget is spent.
+def race(calls: Mapping[Key, tuple[Call, float]], device: torch.device) -> dict[Key, float]:
+    """Median seconds of each call, in interleaved rounds, 3 to 100 as the budget allows.
 
     Args:
-        once: roughly the seconds of one call, from warmed_up().
+        calls: with roughly the seconds of one.
     """
-    many = {n: min(20, max(1, round(SAMPLE_S / max(once[n], 1e-9)))) for n in calls}
-    taken: dict[Key, list[float]] = {name: [] for name in calls}
-
-    def wants_more(name: Key) -> bool:
-        spent = sum(taken[name]) * many[name]
-        return len(taken[name]) < 3 or (spent < BUDGET_S and len(taken[name]) < 100)
-
+    many, rounds = {}, {}
+    for key, (_, s) in calls.items():
+        many[key] = min(20, max(1, round(SAMPLE_S / s)))
+        rounds[key] = min(100, max(3, round(BUDGET_S / s / many[key])))
+    taken: dict[Key, list[float]] = {key: [] for key in calls}
     order = random.Random(0)
-    while going := [name for name in calls if wants_more(name)]:
+    while going := [key for key in calls if len(taken[key]) < rounds[key]]:
         order.shuffle(going)
-        for name in going:
-            taken[name].append(time_call(calls[name], device, many[name]))
-    return {name: statistics.median(samples) for name, samples in taken.items()}
+        for key in going:
+            taken[key].append(time_call(calls[key][0], device, many[key]))
+    return {key: statistics.median(samples) for key, samples in taken.items()}
 
 
-def warmed_up(call: Callable[[], None], device: torch.device) -> float:
+def warmed_up(call: Call, device: torch.device) -> float:
     """Roughly the seconds of a call: the least of 3, or of as many as fit the budget."""
     time_call(call, device)  # compiles, loads, allocates
     samples = [time_call(call, device)]
@@ -140,7 +143,7 @@ def warmed_up(call: Callable[[], None], device: torch.device) -> float:
     return min(samples)
 
 
-Stamp = float | torch.cuda.Event  # seconds, or an event
+Stamp = Any  # seconds, on CUDA an event
 
 
 class Clock:
@@ -169,10 +172,7 @@ class Clock:
         return stamp if self.device.type == "cuda" else self.stamp()
 
     def ms(self, a: Stamp, b: Stamp) -> float:
-        if isinstance(a, float) or isinstance(b, float):
-            assert isinstance(a, float) and isinstance(b, float)
-            return (b - a) * 1e3
-        return float(a.elapsed_time(b))
+        return float(a.elapsed_time(b) if self.device.type == "cuda" else (b - a) * 1e3)
 
 
 def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> float:
@@ -197,9 +197,7 @@ def draw(spec: Spec, device: torch.device, shape: Shape) -> tuple[Inputs, dict[s
     return given._replace(k=k, v=v), {**given.options, "cache": view([Tk - Tq] * B, [Tq] * B)}
 
 
-def work(
-    backend: Backend, spec: Spec, given: Inputs, options: dict[str, Any]
-) -> Callable[[], None]:
+def work(backend: Backend, spec: Spec, given: Inputs, options: dict[str, Any]) -> Call:
     """One attention call, with the backward if spec.grad."""
     attend = attend_of(backend, spec)
 
@@ -209,15 +207,14 @@ def work(
     run = forward
     if spec.compiled:
         run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
-    qkv = [t.detach().requires_grad_(spec.grad) for t in given[:3]]
-    leaves = list(qkv)
+    tensors = [*given[:3], given.sinks] if given.sinks is not None else given[:3]
+    leaves = [t.detach().requires_grad_(spec.grad) for t in tensors]
     if given.sinks is not None:
-        leaves.append(given.sinks.detach().requires_grad_(spec.grad))
         options = {**options, "sinks": leaves[3]}
 
     def call() -> None:
         with torch.set_grad_enabled(spec.grad):
-            out = run(*qkv, **options)
+            out = run(*leaves[:3], **options)
             if spec.grad:
                 torch.autograd.grad(out, leaves, given.dout)
 
@@ -243,11 +240,8 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
         lines += aligned(cells, ">")
     elif able:
         lines += aligned([["runs there", ""], *([row.name, row.title] for row in able)], "<")
-    notes: dict[str, list[str]] = {}
-    for row in able:
-        for note in row.notes:
-            notes.setdefault(note, []).append(row.name)
-    lines += [f"- {', '.join(names)}: {note}" for note, names in notes.items()]
+    for note in dict.fromkeys(note for row in able for note in row.notes):
+        lines.append(f"- {', '.join(row.name for row in able if note in row.notes)}: {note}")
     if len(able) < len(rows):
         lines += ["", "does not run"]
     wide = max(len(row.name) for row in rows)
@@ -262,8 +256,5 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
 def aligned(rows: Sequence[Sequence[str]], side: str) -> list[str]:
     """The rows of a text table; `side`, < or >, aligns all columns but the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<"] + [side] * (len(widths) - 1)
-    return [
-        "  ".join(f"{cell:{s}{w}}" for cell, s, w in zip(row, sides, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    line = "  ".join(f"{{:{side if n else '<'}{width}}}" for n, width in enumerate(widths))
+    return [line.format(*row).rstrip() for row in rows]
