@@ -45,13 +45,11 @@ def flag(text: str) -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line. The defaults are the shape of GPT-2 124M."""
+    """The defaults are the shape of GPT-2 124M."""
     made = argparse.ArgumentParser(
-        prog="python -m attention",
-        description=__doc__,
+        prog="python -m attention", description=__doc__,
         epilog=f"backends: {', '.join([*RULES, *BACKENDS])}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+        formatter_class=argparse.RawDescriptionHelpFormatter)
     add = made.add_argument
     add("backend", nargs="?", help="explain the choice of this name or file; none: measure all")
     add("--device", default="auto", help="auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps")
@@ -78,50 +76,43 @@ def parser() -> argparse.ArgumentParser:
         "deterministic": "under torch.use_deterministic_algorithms(True)",
         "compiled": "inside torch.compile",
         "json": "print JSON: versions, device, layout, spec, and each backend's reasons and times",
+        "hub_kernels": "allow downloading a prebuilt kernel and running it",
     }
     for name, text in flags.items():
-        add(f"--{name}", type=flag, nargs="?", const=True, default=False, help=text)
-    add("--hub_kernels", "--attention_hub_kernels", type=flag, nargs="?", const=True,
-        default=False, help="allow downloading a prebuilt kernel and running it")
+        also = ["--attention_hub_kernels"] * (name == "hub_kernels")
+        add(f"--{name}", *also, type=flag, nargs="?", const=True, default=False, help=text)
     return made
 
 
 def spec_of(args: argparse.Namespace, dtype: str) -> Spec:
     """The requested attention. Raises ValueError if the options are inconsistent."""
-    cache, n_kv_head, page_size = args.kv_cache, args.n_kv_head, args.page_size
-    n_kv_head = args.n_head if n_kv_head is None else n_kv_head
-    page_size = 256 if page_size is None and cache == "paged" else page_size
-    return Spec(
-        args.n_head, n_kv_head, args.head_dim, dtype, args.window,
-        args.dropout, args.segments, grad=not args.inference and cache == "none", cache=cache,
-        compiled=args.compiled, page_size=page_size,
-        scale=args.scale, softcap=args.softcap, sinks=args.sinks, alibi=args.alibi,
-        lse=args.lse,
-    )
+    given = {name: x for name, x in vars(args).items() if name in Spec.__dataclass_fields__}
+    if args.n_kv_head is None:
+        given["n_kv_head"] = args.n_head
+    if args.page_size is None and args.kv_cache == "paged":
+        given["page_size"] = 256
+    grad = not args.inference and args.kv_cache == "none"
+    return Spec(**given | {"dtype": dtype, "cache": args.kv_cache, "grad": grad})
 
 
 def best_dtype(machine: Machine) -> str:
-    if machine.device != "cuda":
-        return "float32"
-    return "bfloat16" if (machine.capability or (0, 0)) >= (8, 0) else "float16"
+    half = "bfloat16" if (machine.capability or (0, 0)) >= (8, 0) else "float16"
+    return half if machine.device == "cuda" else "float32"
 
 
 def heading(machine: Machine, spec: Spec, shape: Shape) -> str:
-    (B, Tq, Tk), software = shape, f"torch {machine.torch}"
-    if machine.capability:
-        software = f"compute capability {dotted(machine.capability)}, {software}"
+    B, Tq, Tk = shape
+    has = f"compute capability {dotted(machine.capability)}, " if machine.capability else ""
     request = f"batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}"
-    if machine.deterministic:
-        request += ", deterministic"
-    return f"{machine.name} ({machine.device}), {software}\n{request}"
+    more = ", deterministic" if machine.deterministic else ""
+    return f"{machine.name} ({machine.device}), {has}torch {machine.torch}\n{request}{more}"
 
 
 def as_json(rows: Sequence[Row], modes: Sequence[Spec]) -> list[dict[str, Any]]:
     names = ["forward_backward" if spec.grad else "forward" for spec in modes]
-    found = [asdict(row) | {"ms": dict(zip(names, row.ms))} for row in rows]
-    for row in found:  # JSON has no NaN
-        row["error"] = row["error"] if math.isfinite(row["error"] or 0) else None
-    return found
+    finite = [row.error if math.isfinite(row.error or 0) else None for row in rows]  # no NaN
+    return [asdict(row) | {"ms": dict(zip(names, row.ms)), "error": error}
+            for row, error in zip(rows, finite)]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -136,14 +127,15 @@ def run(args: argparse.Namespace) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
     every = [*BACKENDS, *entry_points()]
+    needed = packages(args.backend or "")
     if args.machine:
-        needed = packages(args.backend or "")
         described = describe(args.machine, torch.__version__.partition("+")[0], needed)
         machine = replace(described, deterministic=args.deterministic)
     else:
-        best = next(d for d in ("cuda", "mps", "cpu") if d in devices())
-        on = args.device if args.device != "auto" else best
-        if on not in devices():
+        here, on = devices(), args.device
+        if on == "auto":
+            on = next(d for d in ("cuda", "mps", "cpu") if d in here)
+        if on not in here:
             raise ValueError(f"--device={on}: no such device here")
         device, machine = torch.device(on), Machine.here(on)
     spec = spec_of(args, args.dtype or best_dtype(machine))
@@ -151,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
     shape = batch_size, args.seq_len if spec.cache == "none" else 1, args.seq_len
     policy = Policy(hub_kernels=args.hub_kernels, mps_sdpa=args.allow_mps_sdpa)
     head = heading(machine, spec, shape)
-    content = configuration(spec, machine, policy, packages(args.backend or ""))
+    content = configuration(spec, machine, policy, needed)
     content["shape"] = dict(zip(("batch", "queries", "keys"), shape))
 
     def output(found: dict[str, Any], text: str) -> None:
@@ -165,8 +157,7 @@ def run(args: argparse.Namespace) -> None:
     elif args.backend == "fastest":
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
         chosen = fastest(spec, device, shape, policy)
-        text = str(replace(chosen, rejected={}))  # they were logged
-        output(chosen_as_json(chosen), text)
+        output(chosen_as_json(chosen), str(replace(chosen, rejected={})))  # they were logged
     elif args.backend:
         # Without a handler Python would print the refusals, too, bare.
         logging.getLogger("nanoattn").addHandler(logging.NullHandler())
@@ -207,14 +198,9 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(2)
 
 
-def interrupted(number: int, frame: object) -> None:
-    os.write(2, b"\ninterrupted\n")
-    os._exit(130)
-
-
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
-        signal.signal(signal.SIGINT, interrupted)
+        signal.signal(signal.SIGINT, lambda *_: os.write(2, b"\ninterrupted\n") and os._exit(130))
     try:
         main(sys.argv[1:])
         sys.stdout.flush()

@@ -88,7 +88,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
             torch._dynamo.mark_static(slopes)
         size = None if segments is None else room(segments)
         call = compiled(replace(spec, window=None, right=0), (*kind, own_mask), size, flash)
-        if own_mask is not None:  # flex_file.py
+        if own_mask is not None:  # mods.py
             mask, score_mod = own_mask(q.shape[0], spec.n_head, Tq, Tk, q.device)
         elif segments is None:
             mask = _by_shape(*sides, None, q.device, spec.right, rows)

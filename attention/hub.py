@@ -3,10 +3,9 @@
 The package `kernels` downloads the build for this machine at exactly that commit (40 hex digits: a
 branch or a tag can move) and imports it. Only under Policy.hub_kernels: it is other people's code.
 
-Kernel  flash_attn_func, and with segments flash_attn_varlen_func, called as in flash.py.
-Caps    An option is declared if both functions have a parameter for it: window_size, softmax_scale,
-        softcap, deterministic, s_aux or learnable_sink. Device, dtype, head_dim and gradients are
-        for the probe to find out. No dropout, whose rate a probe cannot prove, and no cache.
+It calls flash_attn_func, and with segments flash_attn_varlen_func, as flash.py does. An option is
+declared if both have its parameter: window_size, softmax_scale, softcap, deterministic, s_aux or
+learnable_sink. The probe finds the rest. No dropout, whose rate it cannot prove, and no cache.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import inspect
 import re
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from .caps import Backend, BackendUnavailable, Caps, Refusal
 from .flash import Package, attend, load
@@ -32,8 +31,7 @@ CAPS = Caps(dtypes=("float16", "bfloat16", "float32"), right=True, dropout=False
 
 def parse(name: str) -> tuple[str, str]:
     """(repository, commit) of "hub:org/repo@commit". Raises ValueError."""
-    found = NAME.fullmatch(name)
-    if not found:
+    if not (found := NAME.fullmatch(name)):
         want = "hub:org/repo@commit with the 40 hex digits of a commit"
         raise ValueError(f"expected {want}, got {name!r}")
     return found[1], found[2]
@@ -43,17 +41,13 @@ def not_loaded(*args: object, **options: object) -> NoReturn:
     raise BackendUnavailable("a kernel of the hub is loaded by select(), Policy(hub_kernels=True)")
 
 
-def _backend(name: str, attend: Any, caps: Caps) -> Backend:
-    repository, commit = parse(name)
-    title = f"{repository} of the hub at {commit[:8]}"
-    return Backend(name, title, attend, (caps,), "sdpa", install="pip install kernels",
-                   fullgraph=False)
-
-
 @cache
 def unloaded(name: str) -> Backend:
     """The backend before its code is here: its Caps are all that a repository may declare."""
-    return _backend(name, not_loaded, CAPS)
+    repository, commit = parse(name)
+    title = f"{repository} of the hub at {commit[:8]}"
+    return Backend(name, title, not_loaded, (CAPS,), "sdpa", install="pip install kernels",
+                   fullgraph=False)
 
 
 @cache
@@ -61,13 +55,10 @@ def loaded(name: str) -> Backend:
     """The backend, downloaded and imported. Raises whatever that raises."""
     repository = parse(name)
     module = load(Package(name, None, hub=repository))
-    functions = [module.flash_attn_func]  # an AttributeError names it
+    parameters = [inspect.signature(module.flash_attn_func).parameters]
     if has_varlen := hasattr(module, "flash_attn_varlen_func"):
-        functions.append(module.flash_attn_varlen_func)
-    parameters = [inspect.signature(f).parameters for f in functions]
+        parameters.append(inspect.signature(module.flash_attn_varlen_func).parameters)
     accepts = frozenset.intersection(*map(frozenset, parameters))
-    if "causal" not in accepts:
-        raise TypeError("its functions declare no parameter `causal`")
     sinks = next((s for s in SINKS if s in accepts), "")
     unbounded = None  # how the functions mark an unlimited side
     if "window_size" in accepts:
@@ -79,14 +70,13 @@ def loaded(name: str) -> Backend:
         scale="softmax_scale" in accepts, softcap="softcap" in accepts,
         deterministic="deterministic" in accepts,
     )
-    return _backend(name, not_compiled(partial(attend, package=package)), caps)
+    called = not_compiled(partial(attend, package=package))
+    return replace(unloaded(name), attend=called, caps=(caps,))
 
 
-def admit(
-    name: str, spec: Spec, machine: Machine, policy: Policy
-) -> tuple[Backend, list[Refusal]]:
-    """The backend and every reason against it, as select.admit(). Loads it if that is permitted,
-    and the machine is not a described one."""
+def admit(name: str, spec: Spec, machine: Machine,
+          policy: Policy) -> tuple[Backend, list[Refusal]]:
+    """As select.admit(). Loads it if that is permitted, and the machine is not a described one."""
     backend = unloaded(name)
     if not policy.hub_kernels:
         text = "it is downloaded code, which runs with --attention_hub_kernels=True only"

@@ -15,31 +15,25 @@ command line, in a config or in a call. Such a name read from a checkpoint or a 
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 import re
 import sys
 import traceback
+from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
-from operator import attrgetter
-from types import ModuleType
 
-from . import flash, flex, flex_file, hub, manual, paged, sdpa, sdpa_bmm, tiled, triton_flash
+from . import flash, flex, hub, manual, mods, paged, sdpa, sdpa_bmm, tiled, triton_flash
 from .caps import Backend, BackendUnavailable
 from .machine.system import KERNEL_ERRORS, first_line, settings_stay
 
 # A new kernel is a file with a BACKEND, imported above and listed here.
-BACKENDS: dict[str, Backend] = {
-    b.name: b
-    for b in (
-        manual.BACKEND, tiled.BACKEND, sdpa.BACKEND, sdpa.FLASH, sdpa.EFFICIENT, sdpa.CUDNN,
-        sdpa.MATH, sdpa_bmm.BACKEND, flex.BACKEND, flex.FLASH, triton_flash.BACKEND, flash.V2,
-        flash.V3, flash.V4, paged.BACKEND,
-    )
-}
+BACKENDS: dict[str, Backend] = {b.name: b for b in (
+    manual.BACKEND, tiled.BACKEND, sdpa.BACKEND, sdpa.FLASH, sdpa.EFFICIENT, sdpa.CUDNN, sdpa.MATH,
+    sdpa_bmm.BACKEND, flex.BACKEND, flex.FLASH, triton_flash.BACKEND, flash.V2, flash.V3, flash.V4,
+    paged.BACKEND)}
 RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (plan.py)
 ENTRY_POINTS = "nanoattn.backends"  # the group of an installed package's entry points
 _BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
@@ -72,122 +66,90 @@ def get(name: str) -> Backend:
     """The backend with that name or alias. A file or a module is run, the hub is not read yet.
 
     Raises:
-        ValueError: unknown name.
-        BackendUnavailable: the file or module does not define a valid backend.
+        ValueError: unknown name. BackendUnavailable: its file or module defines no valid backend.
     """
     if name in _BY_ANY_NAME:
         return _BY_ANY_NAME[name]
     if name.startswith(hub.PREFIX):
         return hub.unloaded(name)
-    if is_path(name):
-        prefix, path = (flex_file.PREFIX if name.startswith(flex_file.PREFIX) else ""), name
-        return load(prefix + os.path.abspath(path.removeprefix(prefix)))
-    if ":" in name:
-        return load(name)
     offered = entry_points()
-    if name in offered:
-        return load(offered[name])
-    near = difflib.get_close_matches(name, [*_BY_ANY_NAME, *offered, *RULES])
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    known = ", ".join([*RULES, *_BY_ANY_NAME, *offered])
-    raise ValueError(f"unknown attention backend {name!r}; {hint}known: {known}")
+    if is_path(name):
+        prefix = mods.PREFIX if name.startswith(mods.PREFIX) else ""
+        return load(prefix + os.path.abspath(name.removeprefix(prefix)))
+    if ":" in name or name in offered:
+        return load(offered.get(name, name))
+    known = [*RULES, *_BY_ANY_NAME, *offered]
+    near = [f"did you mean {n!r}? " for n in difflib.get_close_matches(name, known, 1)]
+    hint = "".join([*near, "known: ", ", ".join(known)])
+    raise ValueError(f"unknown attention backend {name!r}; {hint}")
 
 
 def check_name(name: str) -> None:
     """Raise ValueError if the name is unknown. Nothing is opened, imported or downloaded."""
     if not isinstance(name, str):
         raise ValueError(f"a backend has a name or a path, got {name!r}")
-    if name.startswith(hub.PREFIX):
-        hub.parse(name)
-    elif not (name in RULES or is_code(name)):
+    if name.startswith(hub.PREFIX) or not (name in RULES or is_code(name)):
         get(name)
 
 
 def register(backend: Backend) -> Backend:
     """Give a backend its name and aliases in this process, and return it. "fastest", the bench and
-    `python -m attention` then try it too. A registered name can be registered again.
-
-    Raises:
-        ValueError: no Backend, its fallback is unknown, or a built-in backend has its name.
-    """
-    why = invalid(backend, _BUILT_IN)
-    names = () if why else (backend.name, *backend.aliases)
-    if any(is_path(name) or ":" in name for name in names):
-        why = f"the name {backend.name!r} looks like a path or a module"
-    elif names and backend.mods is not None:
-        why = "it has a mask of its own, and would be taken for the others"
-    if why:
-        raise ValueError(f"{backend!r} cannot be registered: {why}")
-    for name in names:
-        _BY_ANY_NAME[name] = backend
+    `python -m attention` then try it too. A registered name can be registered again. Raises
+    ValueError: its fallback is unknown, its name a path or a built-in backend's, or it has a mask
+    of its own, and would be taken for the others."""
+    names = backend.name, *backend.aliases
+    if backend.mods or any(is_path(name) or ":" in name for name in names):
+        raise ValueError(f"{names} look like a path or a module, or have a mask of their own")
+    valid(backend, _BUILT_IN)
+    _BY_ANY_NAME.update(dict.fromkeys(names, backend))
     BACKENDS[backend.name] = backend
     return backend
 
 
-def invalid(backend: object, taken: frozenset[str]) -> str:
-    """Why an object is no backend of another's code; "" if it is."""
+def valid(backend: object, taken: Iterable[str]) -> Backend:
+    """A backend of another's code. Raises TypeError, ValueError: it cannot be one."""
     if not isinstance(backend, Backend):
-        return "it defines no BACKEND = Backend(...)"
-    names = {backend.name, *backend.aliases}
-    if names & {*taken, *RULES}:
-        return f"its name {min(names & {*taken, *RULES})!r} is taken"
-    if not (backend.fallback is None or backend.fallback in _BY_ANY_NAME):
-        return f"its fallback {backend.fallback!r} is not a backend"
-    return ""
+        raise TypeError(f"expected BACKEND = Backend(...), got {backend!r}")
+    if names := {backend.name, *backend.aliases} & {*taken, *RULES}:
+        raise ValueError(f"its name {min(names)!r} is taken")
+    if backend.fallback not in (None, *_BY_ANY_NAME):
+        raise ValueError(f"its fallback {backend.fallback!r} is not a backend")
+    return backend
 
 
 @cache
 def load(name: str) -> Backend:
-    """Run what the name says, an absolute path, flex: with one, or package.module:BACKEND.
-
-    Raises:
-        BackendUnavailable: it is missing or raises, or its backend is not valid.
-    """
-
-    def unusable(why: str) -> BackendUnavailable:
-        return BackendUnavailable(f"attention kernel {name!r} cannot be used: {why}")
-
-    path = name.removeprefix(flex_file.PREFIX)
-    if is_path(path) and not os.path.isfile(path):
-        raise unusable("a folder" if os.path.isdir(path) else "no such file")
+    """Run what the name says, an absolute path, flex: with one, or package.module:BACKEND. Raises
+    BackendUnavailable: it is missing or raises, or its backend is not valid."""
+    path = name.removeprefix(mods.PREFIX)
     try:
-        if not is_path(path):
-            backend = imported(name)
-        elif path != name:
-            backend = flex_file.backend_of(execute(path), path)
-        else:
-            backend = getattr(execute(path), "BACKEND", None)
+        with settings_stay():
+            backend = run(name, path)
+        return valid(backend, [n for n, b in _BY_ANY_NAME.items() if b is not backend])
     except KERNEL_ERRORS as e:
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
-        hint = "; import nanoattn instead" if getattr(e, "name", "") == "attention" else ""
         at = f"line {line}: " if line else ""
-        raise unusable(f"{at}{type(e).__name__}: {first_line(e)}{hint}") from e
-    others = frozenset(n for n, b in _BY_ANY_NAME.items() if b is not backend)
-    if why := invalid(backend, others):
-        raise unusable(why)
-    assert isinstance(backend, Backend)
-    return backend
+        hint = "; import nanoattn instead" if getattr(e, "name", "") == "attention" else ""
+        why = f"{at}{type(e).__name__}: {first_line(e)}{hint}"
+        raise BackendUnavailable(f"attention kernel {name!r} cannot be used: {why}") from e
 
 
-def imported(name: str) -> object:
-    """The object that "package.module:BACKEND" names, as in entry points."""
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name):
-        raise ValueError("expected package.module:BACKEND")
-    module, _, attribute = name.partition(":")
-    with settings_stay():
-        return attrgetter(attribute)(importlib.import_module(module))
-
-
-def execute(path: str) -> ModuleType:
+def run(name: str, path: str) -> object:
+    """The BACKEND of a file or a module, run now."""
+    if not is_path(path):
+        if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name):
+            raise ValueError("expected package.module:BACKEND")
+        return metadata.EntryPoint("", name, ENTRY_POINTS).load()
+    if not os.path.isfile(path):
+        raise FileNotFoundError("no such file")
     # In sys.modules, as dataclasses, Triton and torch.compile expect.
-    name = f"nanoattn_kernel_{load.cache_info().misses}"
-    spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, path))
+    title = f"nanoattn_kernel_{load.cache_info().misses}"
+    spec = spec_from_file_location(title, path, loader=SourceFileLoader(title, path))
     assert spec and spec.loader
-    module = sys.modules[name] = module_from_spec(spec)
-    with settings_stay():
-        spec.loader.exec_module(module)
-    return module
+    module = sys.modules[title] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.BACKEND if path == name else mods.backend_of(module, path)
 
 
 def packages(*names: str) -> tuple[str, ...]:

@@ -8,18 +8,15 @@
         eager: select() or fastest()             while torch.compile traces: resolve(),
         in a thread of its own: proves it        or the stored fastest: nothing runs
 
-A kind (Spec.kind) has features, not values: a new scale, window or length makes no new plan, and
-each call passes its own Spec. A kind is proved at most twice: short, and once at the length of the
-first call with more than proof.LONG keys.
+A kind (Spec.kind) has features, not values: a new scale, window or length makes no new plan. It is
+proved at most twice: short, and at the length of the first call with more than proof.LONG keys.
 
-Commands make the plans of a model after placing it and before compiling it (GPT.plan), on all
-processes together: all take the first kernel that every process accepts. A late plan has no other
-processes, which may not be at the same place.
+Commands plan a placed model before compiling it (GPT.plan), on all processes together, which take
+the first kernel that all accept. A late plan has no other processes, which may be elsewhere.
 
 "fastest" times every backend at the call's shape (machine/timing.py), and takes the fastest if it
-beats the choice of "auto" by 2 %. fastest.json in ~/.cache/nanoattn ($XDG_CACHE_HOME,
-$NANOATTN_CACHE) holds the names, by versions, machine, kind and shape. A remembered name must pass
-the probe.
+beats "auto" by 2 %. fastest.json in ~/.cache/nanoattn ($XDG_CACHE_HOME, $NANOATTN_CACHE) remembers
+names by versions, machine, kind and shape. A remembered name must pass the probe.
 """
 
 from __future__ import annotations
@@ -68,25 +65,20 @@ class Phase(NamedTuple):
 
     @classmethod
     def now(cls, weight: Tensor, training: bool, segments: bool, cache: Any, ring: bool) -> Phase:
-        """The phase of a call that begins now, in a model with this weight; `cache` is a step of
-        one (inference/cache.py) or None."""
+        """The phase of a call that begins now; `cache` is a step of inference/cache.py or None."""
         dtype = str(autocast_dtype(weight.device.type) or weight.dtype).removeprefix("torch.")
         kind, page_size = ("none", None) if cache is None else (cache.kind, cache.page_size)
         return cls(
             str(weight.device), dtype, training, torch.is_grad_enabled(), segments, kind, page_size,
-            ring, torch.compiler.is_compiling(), torch.are_deterministic_algorithms_enabled(),
-        )
+            ring, torch.compiler.is_compiling(), torch.are_deterministic_algorithms_enabled())
 
-    def spec(
-        self, n_head: int, n_kv_head: int, head_dim: int, window: int | None, dropout: float,
-        alibi: bool = False,
-    ) -> Spec:
+    def spec(self, n_head: int, n_kv_head: int, head_dim: int, window: int | None, dropout: float,
+             alibi: bool = False) -> Spec:
         """The request of a layer."""
         return Spec(
             n_head, n_kv_head, head_dim, self.dtype, window, dropout if self.training else 0.0,
             self.segments, self.grad, self.cache, self.compiled, self.page_size, lse=self.lse,
-            alibi=alibi,
-        )
+            alibi=alibi)
 
 
 class Call(NamedTuple):
@@ -102,20 +94,15 @@ Key = tuple[str, str, bool]  # Spec.kind, device, deterministic algorithms
 
 
 class Plans:
-    """The plans of one backend name. Copies and pickles of it are empty: a plan holds functions,
-    and is made again where it is needed.
+    """The plans of one backend name. Copies and pickles are empty: a plan holds functions.
 
     Args:
         specs: Specs of a model's layers in a phase.
         length: tokens in a sequence, if a forward pass has not been seen yet.
     """
 
-    def __init__(
-        self, name: str, policy: Policy = Policy(),
-        specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0,
-    ) -> None:
-        if not isinstance(policy, Policy):
-            raise ValueError(f"policy must be a Policy, got {policy!r}")
+    def __init__(self, name: str, policy: Policy = Policy(),
+                 specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0) -> None:
         self.name, self.policy, self.specs, self.length = name, policy, specs, length
         # By a kind of call, and of a model's layers by Phase: plain tuples (docs/DESIGN.md).
         self.known: dict[Hashable, Plan] = {}
@@ -129,45 +116,32 @@ class Plans:
     def choose(self, spec: Spec, device: str, shape: Shape, label: str = "") -> Resolution:
         """The kernel of a call of this shape, chosen now if its kind is new."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
-        found = self.known.get(key)
-        if found is not None:
-            chosen = found[0].chosen
-            if shape[2] <= LONG or chosen.length or chosen.traced:
-                return chosen
-        return self.make(key, spec, device, shape, label)
+        return self.found(key, shape) or self.make(key, spec, device, shape, label)
 
-    def make(
-        self, key: Key, spec: Spec, device: str, shape: Shape, label: str = "",
-        ranks: Ranks | None = None,
-    ) -> Resolution:
-        """Choose a kernel for a kind of call, announce it, and store it.
+    def found(self, key: Key, shape: Shape) -> Resolution | None:
+        """The kernel of a kind, if it need not be proved at a greater length."""
+        plan = self.known.get(key)
+        return plan[0].chosen if plan and (shape[2] <= LONG or plan[0].chosen.length) else None
 
-        Args:
-            shape: of a call: it is proved, and "fastest" measures, at this shape.
-            label: announced after the backend's name if the Spec is for inference.
-            ranks: the processes that make the same plan now.
-
-        Raises:
-            BackendUnavailable: refused, with no fallback left or allowed.
-        """
+    def make(self, key: Key, spec: Spec, device: str, shape: Shape, label: str = "",
+             ranks: Ranks | None = None) -> Resolution:
+        """Choose a kernel for a kind of call of this shape, announce it (with `label` if it is for
+        inference), and store it. All `ranks` do so now. Raises BackendUnavailable: refused, with no
+        fallback left or allowed."""
 
         def choose() -> Resolution:
-            before, long = self.known.pop(key, None), shape[2] > LONG
-            if ranks is None and before is not None:
-                chosen = before[0].chosen
-                if not chosen.traced and (chosen.length or not long):
-                    self.known[key] = before  # another thread was quicker
-                    return chosen
-            # What was traced is gone if this raises: it must not go on.
+            chosen = self.found(key, shape)
+            if ranks is None and chosen and not chosen.traced:
+                return chosen  # another thread was quicker
+            self.known.pop(key, None)  # if this raises, what was traced must not go on
             failed = self.refused.setdefault(key, {})
             if self.name == "fastest" and (shape[1] == shape[2] or not spec.grad):
                 chosen = fastest(spec, device, shape, self.policy, ranks)
             else:
                 chosen = select(
-                    self.name, spec, device, self.policy, shape=shape, ranks=ranks, failed=failed
-                )
+                    self.name, spec, device, self.policy, shape=shape, ranks=ranks, failed=failed)
             # Also where nothing had to be run at length: it is not looked at again.
-            chosen = replace(chosen, length=shape[2] if long else 0)
+            chosen = replace(chosen, length=shape[2] if shape[2] > LONG else 0)
             self.known[key] = (Call(chosen.backend.compute, spec, chosen),)
             announce(chosen, "" if spec.grad else label)
             return chosen
@@ -176,9 +150,15 @@ class Plans:
 
     @outside_a_trace
     def choose_in_trace(self, device: str, deterministic: bool, *fields: Any) -> None:
-        """Choose for Spec(*fields) while torch.compile traces: from what is declared, or the stored
-        result of "fastest". Nothing runs, so nothing waits for the tracer."""
+        """Choose for Spec(*fields) while torch.compile traces."""
         spec = Spec(*fields)
+        chosen = self._traced(spec, device, deterministic)
+        call = device, deterministic, *fields
+        self.known[call] = (Call(chosen.backend.compute, spec, chosen),)
+
+    def _traced(self, spec: Spec, device: str, deterministic: bool) -> Resolution:
+        """By what is declared, or the stored result of "fastest": nothing runs, so nothing waits
+        for the tracer."""
         key = spec.kind, device, deterministic
         if key not in self.known:
             machine, name = Machine.here(device), self.name
@@ -192,9 +172,7 @@ class Plans:
             debug(chosen, spec, machine, self.policy)
             self.known[key] = (Call(chosen.backend.compute, spec, chosen),)
             announce(chosen)
-        chosen = self.known[key][0].chosen
-        call = device, deterministic, *fields
-        self.known[call] = (Call(chosen.backend.compute, spec, chosen),)
+        return self.known[key][0].chosen
 
     # --- the layers of a model ---
 
@@ -202,20 +180,14 @@ class Plans:
         """The plan of a phase, made now if nobody has."""
         if phase.compiled:
             self.plan_in_trace(*phase)
-        found = self.known.get(phase)
-        return self.plan(phase, B) if found is None else found
+        return self.known.get(phase) or self.plan(phase, B)
 
     @outside_a_trace
     def plan_in_trace(self, *fields: Any) -> None:
         phase = Phase(*fields)
         if phase not in self.known:
-            self.known[phase] = self._layers(phase, self._trace)
-
-    def _trace(self, spec: Spec, phase: Phase) -> Resolution:
-        names = [name for name in Spec.__dataclass_fields__ if name != "kind"]
-        fields = [getattr(spec, name) for name in names]
-        self.choose_in_trace(phase.device, phase.deterministic, *fields)
-        return self.known[spec.kind, phase.device, phase.deterministic][0].chosen
+            where = phase.device, phase.deterministic
+            self.known[phase] = self._layers(phase, lambda spec: self._traced(spec, *where))
 
     def plan(self, phase: Phase, B: int = 1, ranks: Ranks | None = None) -> Plan:
         """Choose the kernels of a phase, and announce them; B sequences at a time."""
@@ -224,7 +196,7 @@ class Plans:
         label = f" with the {phase.cache} cache" if cached else " without gradients"
         shape = B, 1 if cached else T, T
 
-        def choose(spec: Spec, phase: Phase) -> Resolution:
+        def choose(spec: Spec) -> Resolution:
             key = spec.kind, phase.device, phase.deterministic
             return self.make(key, spec, phase.device, shape, label, ranks)
 
@@ -233,32 +205,21 @@ class Plans:
         found = self.known[phase] = self._layers(phase, choose)
         return found
 
-    def _layers(self, phase: Phase, choose: Callable[[Spec, Phase], Resolution]) -> Plan:
+    def _layers(self, phase: Phase, choose: Callable[[Spec], Resolution]) -> Plan:
         assert self.specs is not None
         specs = self.specs(phase)
-        chosen = {kind: choose(spec, phase) for kind, spec in {s.kind: s for s in specs}.items()}
-        found = [(chosen[spec.kind], spec) for spec in specs]
-        return tuple(Call(of_kind.backend.compute, spec, of_kind) for of_kind, spec in found)
+        chosen = {kind: choose(spec) for kind, spec in {s.kind: s for s in specs}.items()}
+        return tuple(Call(chosen[s.kind].backend.compute, s, chosen[s.kind]) for s in specs)
 
 
 # --- fastest ---
 
 
-def fastest(
-    spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(),
-    ranks: Ranks | None = None,
-) -> Resolution:
-    """The fastest backend here, remembered or measured, which takes seconds. With several
-    processes, which call this together, rank 0 measures for all.
-
-    Args:
-        shape: sequences, queries and keys: (B, T, T) in training, (B, 1, T) for decoding with a
-            cache.
-
-    Raises:
-        BackendUnavailable: "auto" finds no backend that can run.
-    """
-    assert not spec.grad or shape[1] == shape[2], shape
+def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(),
+            ranks: Ranks | None = None) -> Resolution:
+    """The fastest backend here, remembered or measured, which takes seconds. Rank 0 measures for
+    all processes, which call this together. The shape is (B, T, T) in training, (B, 1, T) for
+    decoding with T keys in a cache. Raises BackendUnavailable: "auto" finds none."""
     name = "auto"
     if ranks is None or ranks.rank == 0:
         with suppress(BackendUnavailable):  # then select() gives the reasons, on every rank
@@ -270,10 +231,8 @@ def fastest(
 
 def stored() -> dict[str, str]:
     """The remembered names, by find_fastest()'s key; empty without a valid file."""
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads((cache_folder() / "fastest.json").read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        return dict(json.loads((cache_folder() / "fastest.json").read_text(encoding="utf-8")))
     return {}
 
 
@@ -283,10 +242,7 @@ def memory_key(spec: Spec, machine: Machine) -> str:
     return repr((version, torch.__version__, here, spec.n_kv_head, spec.kind))
 
 
-def find_fastest(
-    spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
-) -> str:
-    """The name of the fastest backend here, remembered or measured."""
+def find_fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy) -> str:
     machine, file = Machine.here(str(device)), cache_folder() / "fastest.json"
     key = memory_key(spec, machine) + repr((shape, policy))
     name = stored().get(key)
@@ -301,9 +257,9 @@ def find_fastest(
     names = dict.fromkeys((rule, *BACKENDS))
     rows = measure(names, [spec], machine, policy, torch.device(device), shape, TOO_SLOW)
     name, why = decide(rows, rule)
-    seconds, (B, Tq, Tk) = perf_counter() - began, shape
-    heading = f"fastest: batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}, {device} ({seconds:.1f} s)"
-    text = "\n".join([heading, table(rows, [spec]), f"chosen: {name} ({why})"])
+    B, Tq, Tk = shape
+    text = (f"fastest: batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}, {device} "
+            f"({perf_counter() - began:.1f} s)\n{table(rows, [spec])}\nchosen: {name} ({why})")
     log.info(text.replace("\n", "\n      "))
     if any(row.ms for row in rows):
         try:
@@ -316,11 +272,12 @@ def find_fastest(
 def decide(rows: list[Row], rule: str) -> tuple[str, str]:
     """The backend to take, and why; `rule` is auto's choice."""
     ms = {row.name: row.ms[-1] for row in rows if row.ms}
-    best = min(ms, key=lambda name: ms[name], default=rule)
     if not ms:
         return rule, "nothing could be measured; auto's choice"
+    best = min(ms, key=lambda name: ms[name])
     if rule not in ms:
         return best, f"auto's {rule} could not be measured"
-    if ms[best] > (1 - MARGIN) * ms[rule]:
+    less = 1 - ms[best] / ms[rule]
+    if less < MARGIN:
         return rule, f"auto's choice, which no other beats by {MARGIN:.0%}"
-    return best, f"{1 - ms[best] / ms[rule]:.1%} less time than auto's {rule}"
+    return best, f"{less:.1%} less time than auto's {rule}"

@@ -1,8 +1,8 @@
 """The choice of a backend, with the reasons to refuse others.
 
-    names()   the backends to try, best first: a name and its fallback, or "auto"'s order
-    resolve() the first whose declared Caps admit the request: also for a described machine
-    select()  the first that passes the probe (proof.py) too, on every rank
+    candidates()  the backends to try, best first: a name and its fallback, or "auto"'s order
+    resolve()     the first whose declared Caps admit the request: also for a described machine
+    select()      the first that passes the probe (proof.py) too, on every rank
 
 NANOATTN_DISABLE=name,name in the environment refuses backends, for launchers.
 """
@@ -116,17 +116,18 @@ def preferred(spec: Spec, machine: Machine) -> list[str]:
 
 def metal_bug(spec: Spec, machine: Machine) -> list[Refusal]:
     """The known bug of PyTorch's SDPA on Apple's Metal that this request meets, if any."""
-    release, half = version(machine.torch), spec.dtype in ("float16", "bfloat16")
+    if version(machine.torch) >= (2, 13):
+        return []
     bugs = {  # those of pytorch/pytorch that the probe may miss, or that depend on what ran before
-        "half precision sees up to three later tokens (issue 195910)": half,
+        "half precision sees up to three later tokens (issue 195910)":
+            spec.dtype in ("float16", "bfloat16"),
         "a scale may be that of an earlier call (pull request 184122)": spec.scale is not None,
         "a mask that the heads share is misread (pull request 184180)":
             spec.segments or spec.cache == "static",
     }
-    met = [bug for bug, is_met in bugs.items() if is_met and release < (2, 13)]
-    where = f"on Apple's Metal torch {machine.torch} is wrong"
-    permit = "(newer torch, or --allow_mps_sdpa=True)"
-    return [Refusal(f"{where}: {bug} {permit}", "metal") for bug in met[:1]]
+    met = [f"on Apple's Metal torch {machine.torch} is wrong: {bug} (newer torch, or "
+           "--allow_mps_sdpa=True)" for bug, is_met in bugs.items() if is_met]
+    return [Refusal(bug, "metal") for bug in met[:1]]
 
 
 def disabled() -> set[str]:
@@ -134,9 +135,8 @@ def disabled() -> set[str]:
     return {name.strip() for name in os.environ.get(DISABLE, "").split(",")} - {""}
 
 
-def admit(
-    name: str, spec: Spec, machine: Machine, policy: Policy = Policy()
-) -> tuple[Backend, list[Refusal]]:
+def admit(name: str, spec: Spec, machine: Machine,
+          policy: Policy = Policy()) -> tuple[Backend, list[Refusal]]:
     """The backend of that name, or its prebuilt kernel if allowed, and every reason why it cannot
     run `spec` on `machine`; empty if it can."""
     backend = get(name)
@@ -159,41 +159,32 @@ def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[
         return names
     backend = get(name)
     name = name if is_code(name) else backend.name
-    after = [backend.fallback] if backend.fallback else []
     if backend.mods is not None or not policy.fallback:  # another kernel has another mask
         return [name]
-    return [*dict.fromkeys([name, *after, *names])]
+    return [*dict.fromkeys([name, backend.fallback or name, *names])]
 
 
-def resolve(
-    name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
-    failed: Mapping[str, Sequence[str]] = {},
-) -> Resolution:
-    """Choose the backend that will run, by declared Caps alone.
-
-    Args:
-        name: a backend's name, alias or file, or one of RULES.
-        failed: backends known not to run here, with the reasons.
+def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
+            failed: Mapping[str, Sequence[str]] = {}) -> Resolution:
+    """Choose the backend that will run, by declared Caps alone. `name` is a backend's, an alias, a
+    file or one of RULES; `failed` are known not to run here, with the reasons.
 
     Raises:
-        ValueError: unknown name.
-        BackendUnavailable: refused, with no fallback left or allowed; lists every reason.
+        ValueError: unknown name. BackendUnavailable: refused, no fallback is left or allowed.
     """
 
     def refusals(candidate: str) -> Sequence[str]:
         backend, why = admit(candidate, spec, machine, policy)
         return [*why, *failed.get(backend.name, ())]
 
-    names = candidates(name, spec, machine, policy)
-    chosen, rejected = first_of(name, names, refusals)
+    chosen, rejected = first_of(name, candidates(name, spec, machine, policy), refusals)
     return Resolution(name, admit(chosen, spec, machine, policy)[0], rejected)
 
 
-def first_of(
-    name: str, names: Sequence[str], refusals: Callable[[str], Sequence[str]]
-) -> tuple[str, dict[str, tuple[str, ...]]]:
-    """The first name without a reason to refuse it, and the refused ones that a user should know
-    of: the named one, and those that only the probe refused."""
+def first_of(name: str, names: Sequence[str],
+             refusals: Callable[[str], Sequence[str]]) -> tuple[str, dict[str, tuple[str, ...]]]:
+    """The first name without a refusal, and the refusals that a user should know of: of the named
+    one, and those of the probe alone."""
     refused: dict[str, tuple[str, ...]] = {}
     reported: dict[str, tuple[str, ...]] = {}
     for candidate in names:
@@ -223,11 +214,9 @@ class Ranks(Protocol):
     def gather(self, value: T, /) -> list[T]: ...  # of every process, in order of rank
 
 
-def select(
-    name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
-    shape: Shape | None = None, ranks: Ranks | None = None,
-    failed: dict[str, Sequence[str]] | None = None,
-) -> Resolution:
+def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
+           shape: Shape | None = None, ranks: Ranks | None = None,
+           failed: dict[str, Sequence[str]] | None = None) -> Resolution:
     """The first backend for `name` that passes the probe on this machine.
 
     Args:
@@ -235,59 +224,52 @@ def select(
         ranks: processes that call this together. All take the first backend that each accepts.
         failed: backends that a probe has refused, with the reasons; those of this call are added.
     """
-    failed = {} if failed is None else failed
-    return apart(device, lambda: _select(name, spec, device, policy, shape, ranks, failed))
-
-
-def _select(
-    name: str, spec: Spec, device: str | torch.device, policy: Policy, shape: Shape | None,
-    ranks: Ranks | None, failed: dict[str, Sequence[str]],
-) -> Resolution:
     if torch.device(device).type == "meta":  # shapes only
         return Resolution(name, manual.BACKEND)
-    machine, tried = Machine.here(str(device)), Probe()
-    long = shape is not None and shape[2] > LONG
+    failed = {} if failed is None else failed
 
-    def refusals(candidate: str) -> Sequence[str]:
-        """Every reason against the backend, of this process."""
-        nonlocal tried
+    def choose() -> Resolution:
+        machine, tried = Machine.here(str(device)), Probe()
+        long = shape if shape and shape[2] > LONG else None
+
+        def refusals(candidate: str) -> Sequence[str]:
+            """Every reason against the backend, of this process."""
+            nonlocal tried
+            try:
+                backend, why = admit(candidate, spec, machine, policy)
+            except BackendUnavailable as e:  # a file
+                return [str(e)]
+            if found := [*why, *failed.get(backend.name, ())]:
+                return found
+            tried = probe(backend, spec, device)
+            reasons = tried.why
+            if long and not reasons and backend.name not in REFERENCES:
+                reasons = probe_long(backend, spec, device, long)
+            if reasons:
+                failed[backend.name] = reasons
+            return reasons
+
+        names, error = list[str](), ""
         try:
-            backend, why = admit(candidate, spec, machine, policy)
-        except BackendUnavailable as e:  # a file
-            return [str(e)]
-        if found := [*why, *failed.get(backend.name, ())]:
-            return found
-        tried = probe(backend, spec, device)
-        reasons = tried.why
-        if shape and long and not reasons and backend.name not in REFERENCES:
-            reasons = probe_long(backend, spec, device, shape)
-        if reasons:
-            failed[backend.name] = reasons
-        return reasons
+            names = candidates(name, spec, machine, policy)
+        except BackendUnavailable as e:
+            error = str(e)
+        proposals = gather(ranks, (names, error))
+        if all(error for _, error in proposals):
+            raise BackendUnavailable(error)
+        names = next(names for names, error in proposals if not error)  # rank 0's, if it has any
+        found, rejected = first_of(name, names, lambda one: by_rank(gather(ranks, refusals(one))))
+        backend = admit(found, spec, machine, policy)[0]
+        note = math_note(backend, spec, shape) if "math" in tried.kernels else ""
+        for word in sorted(disabled()):
+            note += "" if is_backend(word) else f"\n{DISABLE} names {word!r}, which is no backend."
+        chosen = Resolution(name, backend, rejected, tried.kernels, tried.proof, note.strip(),
+                            length=long[2] if long else 0)
+        warn(chosen)
+        debug(chosen, spec, machine, policy)
+        return chosen
 
-    def of_all(candidate: str) -> Sequence[str]:
-        return by_rank(gather(ranks, refusals(candidate)))
-
-    names, error = list[str](), ""
-    try:
-        names = candidates(name, spec, machine, policy)
-    except BackendUnavailable as e:
-        error = str(e)
-    proposals = gather(ranks, (names, error))
-    if all(error for _, error in proposals):
-        raise BackendUnavailable(error)
-    names = next(names for names, error in proposals if not error)  # rank 0's, if it has any
-    found, rejected = first_of(name, names, of_all)
-    backend = admit(found, spec, machine, policy)[0]
-    note = math_note(backend, spec, shape) if "math" in tried.kernels else ""
-    for word in sorted(disabled()):
-        note += "" if is_backend(word) else f"\n{DISABLE} names {word!r}, which is no backend."
-    length = shape[2] if shape and long else 0
-    chosen = Resolution(name, backend, rejected, tried.kernels, tried.proof, note.strip(),
-                        length=length)
-    warn(chosen)
-    debug(chosen, spec, machine, policy)
-    return chosen
+    return apart(device, choose)
 
 
 def gather(ranks: Ranks | None, value: T) -> list[T]:
@@ -295,18 +277,13 @@ def gather(ranks: Ranks | None, value: T) -> list[T]:
 
 
 def by_rank(answers: Sequence[Sequence[str]]) -> Sequence[str]:
-    """The reasons of all ranks, with the ranks that gave each; without if all did."""
+    """The reasons of all ranks, with the ranks that gave each, unless all did."""
     who: dict[str, list[str]] = {}
     for rank, reasons in enumerate(answers):
         for reason in reasons:
             who.setdefault(reason, []).append(str(rank))
-    everybody = all(len(ranks) == len(answers) for ranks in who.values())
-    if everybody:
-        return answers[0]  # as they are: Refusals
-    return [
-        reason if len(n) == len(answers) else f"rank {', '.join(n)}: {reason}"
-        for reason, n in who.items()
-    ]
+    return [reason if len(n) == len(answers) else f"rank {', '.join(n)}: {reason}"
+            for reason, n in who.items()]
 
 
 def math_note(backend: Backend, spec: Spec, shape: Shape | None) -> str:
@@ -315,35 +292,29 @@ def math_note(backend: Backend, spec: Spec, shape: Shape | None) -> str:
     size = 2 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * Tq * Tk
     if size <= 1e9:
         return ""
-    return (
-        f"{backend.name} runs PyTorch's math kernel, which stores {size / 1e9:.1f} GB of scores in "
-        f"each layer at batch size {B} and {Tk:,} tokens.\n"
-        "python -m attention lists why fused kernels refuse; --attention_backend=tiled stores none."
-    )
+    return (f"{backend.name} runs PyTorch's math kernel, which stores {size / 1e9:.1f} GB of "
+            f"scores in each layer at batch size {B} and {Tk:,} tokens.\npython -m attention lists "
+            "why fused kernels refuse; --attention_backend=tiled stores none.")
 
 
 def configuration(spec: Spec, machine: Machine, policy: Policy,
                   packages: Sequence[str] = ()) -> dict[str, Any]:
     """All that a choice depends on, for JSON."""
-    versions = {
-        "nanoattn": sys.modules[__name__.partition(".")[0]].__version__, "torch": machine.torch,
-        "cuda": machine.cuda, "python": platform.python_version(),
-        **{package: machine.version_of(package) for package in packages},
-    }
+    versions = {"nanoattn": sys.modules[__name__.partition(".")[0]].__version__,
+                "torch": machine.torch, "cuda": machine.cuda, "python": platform.python_version()}
+    versions |= {package: machine.version_of(package) for package in packages}
     return {
         "versions": versions, "device": machine.device, "name": machine.name,
         "capability": machine.capability, "deterministic": machine.deterministic,
         "layout": "q (B, Tq, H, D), k and v (B, Tk, Hkv, D)", "spec": asdict(spec),
-        "policy": asdict(policy), DISABLE: sorted(disabled()),
-    }
+        "policy": asdict(policy), DISABLE: sorted(disabled())}
 
 
 def chosen_as_json(chosen: Resolution) -> dict[str, Any]:
     return {
         "requested": chosen.requested, "backend": chosen.backend.name,
         "title": chosen.backend.title, "kernels": chosen.kernels, "proof": chosen.proof,
-        "rejected": dict(chosen.rejected), "note": chosen.note, "traced": chosen.traced,
-    }
+        "rejected": dict(chosen.rejected), "note": chosen.note, "traced": chosen.traced}
 
 
 def debug(chosen: Resolution, spec: Spec, machine: Machine, policy: Policy) -> None:
@@ -356,19 +327,17 @@ def debug(chosen: Resolution, spec: Spec, machine: Machine, policy: Policy) -> N
 
 def announce(chosen: Resolution, phase: str = "") -> None:
     """Log the chosen backend and the refused ones, once per process, on rank 0 only."""
-    warn(chosen)
-    if int(os.environ.get("RANK", "0")) == 0:
-        _once(logging.INFO, chosen.info() + phase)
+    warn(chosen, chosen.info() + phase)
 
 
-def warn(chosen: Resolution) -> None:
+def warn(chosen: Resolution, info: str = "") -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         for warning in chosen.warnings():
             _once(logging.WARNING, warning.replace("\n", "\n         "))
+        if info:
+            _once(logging.INFO, info)
 
 
 @cache
 def _once(level: int, text: str) -> None:
     log.log(level, text)
-
-

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 from warnings import warn
 from weakref import WeakKeyDictionary
@@ -40,15 +40,13 @@ IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
 
 
 def implementation(name: str) -> str:
-    """The attn_implementation of a backend's name, alias or rule: "triton" -> "nanoattn:triton".
-
-    Upper case where transformers would read a word of its own: "sdpa" -> "nanoattn:SDPA".
-    """
+    """The attn_implementation of a name: "triton" is "nanoattn:triton", "sdpa" "nanoattn:SDPA"."""
     name = name if name in RULES else get(name).name
     return PREFIX + (name.upper() if any(word in name for word in RESERVED) else name)
 
 
 _made: dict[str, str] = {}  # registered name -> attn_implementation
+_policy = Policy()  # of the last register()
 
 
 def names() -> dict[str, str]:
@@ -57,9 +55,7 @@ def names() -> dict[str, str]:
 
 
 def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
-    """Make every backend, "auto" and "fastest" an attention implementation of transformers.
-
-    A second call replaces the policy.
+    """Make every backend and rule an attention implementation; again to replace the policy.
 
     Args:
         extra: further names for attention.get(). A kernel file is run here.
@@ -69,71 +65,63 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
         ImportError: transformers is missing or older than 4.53.
         ValueError: two names would give one attn_implementation.
     """
-    try:
-        from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-    except ImportError as e:
-        hint = "needs transformers >= 4.53 (pip install 'transformers>=4.53')"
-        raise ImportError(f"{hint}: {e}") from e
-
-    def add(name: str) -> None:
-        key = implementation(name)
-        alike = [other for other, taken in _made.items() if taken.lower() == key.lower()]
-        if name not in RULES and any(get(other) is not get(name) for other in alike):
-            raise ValueError(f"{name!r} would be {key!r}, the name of another backend")
-        _made[name] = key
-        # Both read tensors on the host, so each call is a graph break in a compiled model.
-        untraced = torch.compiler.disable
-        AttentionInterface.register(key, untraced(partial(_attend, Plans(name, policy))))
-        AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
-
-    known = [*RULES, *BACKENDS, *extra, *_made]
+    global _policy
+    _policy, known = policy, [*RULES, *BACKENDS, *extra, *_made]
     _made.clear()
     for name in dict.fromkeys(known):
-        add(name)
-    _find_when_named(add)
+        _add(name)
+    _find_when_named()
 
 
-def _find_when_named(add: Callable[[str], None]) -> None:
-    """Wrap get_correct_attn_implementation(), which checks names in transformers 5, to take names
-    of ours in any case ("nanoattn:sdpa"), and to register other people's ("nanoattn:file.py") on
-    request. Older releases have no place that sees the name in time.
+def _add(name: str) -> str:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    Raises:
-        ValueError: unknown name after "nanoattn:"; lists the accepted ones.
-    """
+    key = implementation(name)
+    alike = [other for other, taken in _made.items() if taken.lower() == key.lower()]
+    if name not in RULES and any(get(other) is not get(name) for other in alike):
+        raise ValueError(f"{name!r} would be {key!r}, the name of another backend")
+    _made[name] = key
+    # Both read tensors on the host, so each call is a graph break in a compiled model.
+    untraced = torch.compiler.disable
+    AttentionInterface.register(key, untraced(partial(_attend, Plans(name, _policy))))
+    AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
+    return key
+
+
+def _ours(requested: str) -> str:
+    """The attn_implementation that a name in any case means. Other people's code runs here. Raises
+    ValueError: unknown name after "nanoattn:"; lists the accepted ones."""
+    known = {key.lower(): key for key in _made.values()}
+    if found := known.get(requested.lower()):
+        return found
+    name = requested[len(PREFIX) :]
+    name = name if is_backend(name) else name.lower()
+    if not is_backend(name):
+        accepted = ", ".join(known.values())
+        raise ValueError(f"attn_implementation={requested!r} is unknown; use {accepted}")
+    name = name if is_code(name) else get(name).name  # of an alias
+    return _made.get(name) or _add(name)
+
+
+@cache
+def _find_when_named() -> None:
+    """Make transformers 5, which checks names in get_correct_attn_implementation(), take ours in
+    any case, and other people's ("nanoattn:file.py") on request. Older releases have no place that
+    sees the name in time. A downloaded config.json can name an attention, too: it runs no code."""
     from transformers import PretrainedConfig, PreTrainedModel
 
-    check: Any = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
-    if check is None:
+    model: Any = PreTrainedModel
+    config: Any = PretrainedConfig
+    if not hasattr(model, "get_correct_attn_implementation"):
         return
-    check = getattr(check, "nanoattn_wraps", check)  # of an earlier register()
+    check, read = model.get_correct_attn_implementation, config.get_config_dict.__func__
 
     @wraps(check)
     def with_ours(self: object, requested: str | None, *args: object, **kwargs: object) -> str:
         if requested and requested.lower().startswith(PREFIX):
-            known = {key.lower(): key for key in _made.values()}
-            name = requested[len(PREFIX) :]
-            name = name if is_backend(name) else name.lower()
-            if requested.lower() not in known and is_backend(name):  # an alias, or code
-                name = name if is_code(name) else get(name).name
-                if name not in _made:
-                    add(name)
-                known[requested.lower()] = _made[name]
-            if requested.lower() not in known:
-                accepted = ", ".join(_made.values())
-                raise ValueError(f"attn_implementation={requested!r} is unknown; use {accepted}")
-            requested = known[requested.lower()]
+            requested = _ours(requested)
         return check(self, requested, *args, **kwargs)
-
-    vars(with_ours)["nanoattn_wraps"] = check
-    model_class: Any = PreTrainedModel
-    model_class.get_correct_attn_implementation = with_ours
-
-    # A downloaded config.json can name an attention, too: it runs no code.
-    config_class: Any = PretrainedConfig
-    read = config_class.get_config_dict.__func__
-    read = getattr(read, "nanoattn_wraps", read)
 
     @wraps(read)
     def without_code(cls: object, *args: object, **kwargs: object) -> tuple[Any, Any]:
@@ -141,8 +129,8 @@ def _find_when_named(add: Callable[[str], None]) -> None:
         _drop_code(content)
         return content, rest
 
-    vars(without_code)["nanoattn_wraps"] = read
-    config_class.get_config_dict = classmethod(without_code)
+    model.get_correct_attn_implementation = with_ours
+    config.get_config_dict = classmethod(without_code)
 
 
 def _drop_code(config: dict[str, Any]) -> None:
@@ -152,8 +140,8 @@ def _drop_code(config: dict[str, Any]) -> None:
             words = [*value.values()] if isinstance(value, dict) else [value]
             names = [w[len(PREFIX) :] for w in map(str, words) if w.lower().startswith(PREFIX)]
             if any(map(is_code, names)):
-                warn(f"{key}={value!r} of the model's config is ignored: name it yourself to run "
-                     "it", stacklevel=2)
+                ignored = f"{key}={value!r} of the model's config is ignored"
+                warn(f"{ignored}: name it yourself to run it", stacklevel=2)
                 del config[key]
         elif isinstance(value, dict):
             _drop_code(value)
@@ -200,8 +188,8 @@ def _proved(mask: Tensor, window: int | None, Tq: int) -> Proof:
     return prove(mask.expand(-1, -1, Tq, -1) if one_row else mask, window)
 
 
-def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None, Tq: int,
-           Tk: int) -> Proof:
+def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
+           Tq: int, Tk: int) -> Proof:
     """Proof of a layer's mask: from _mask(), or made here and cached with the mask."""
     if mask is None:
         # Eager attention without a mask sees all keys: the layer must declare what it means.
@@ -220,10 +208,8 @@ def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None, Tq: 
 
 
 def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> None:
-    """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts.
-
-    Checked once for each mask that _mask() made: it synchronizes with the device.
-    """
+    """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts. Once
+    for each mask of _mask(): it synchronizes with the device."""
     if symbolic(position_ids) or (isinstance(mask, Mask) and mask.checked is position_ids):
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
@@ -250,27 +236,18 @@ def _attend(
     is_causal: bool | None = None, output_attentions: bool | None = None,
     position_ids: Tensor | None = None, **others: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer, as AttentionInterface calls it.
-
-    Args:
-        query: (B, H, Tq, D); key, value: (B, Hkv, Tk, D); s_aux: sinks, (H,).
-        is_causal: overrides the module's; used only without a mask.
-
-    Returns:
-        (B, Tq, H, D), and with output_attentions the weights (B, H, Tq, Tk), without dropout.
-
-    Raises:
-        BackendUnavailable: an argument is not supported.
-        ValueError: q, k, v and s_aux contradict one another.
-    """
+    """Attention of one layer, as AttentionInterface calls it: query (B, H, Tq, D), key and value
+    (B, Hkv, Tk, D), s_aux (H,) give (B, Tq, H, D), and with output_attentions the weights
+    (B, H, Tq, Tk) without dropout. is_causal is used without a mask, and overrides the module's.
+    Raises BackendUnavailable: an argument is not supported; ValueError: tensors do not fit."""
     (B, H, Tq, D), (_, Hkv, Tk, _) = query.shape, key.shape
     try:
         if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
             raise ValueError(f"unknown argument {', '.join(unknown)}")
         if others.get("deterministic"):
             check_deterministic(query)
+        # GPT-2 up to transformers 4.57: only its eager function reads this.
         if scaling is None and getattr(module, "scale_attn_by_inverse_layer_idx", False):
-            # GPT-2 up to transformers 4.57: only its eager function reads this.
             raise ValueError("the layer does not pass its scale (scale_attn_by_inverse_layer_idx)")
         if half := autocast_dtype(query.device.type):  # as for SDPA
             query, key, value = (t if t.dtype == torch.float64 else t.to(half)
@@ -340,9 +317,8 @@ class Layer:
             kernels = ", ".join(chosen.kernels) or "plain operators"
             lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
             asked, _, _ = str(spec).rpartition(", ")  # the last word is training or inference
-            grad = f"gradients {'on' if spec.grad else 'off'}"
-            what = f"{chosen.backend.name} (kernel: {kernels})"
-            found.append(f"{what}, {calls} calls, {asked}, {grad}{lost}")
+            found.append(f"{chosen.backend.name} (kernel: {kernels}), {calls} calls, {asked}, "
+                         f"gradients {'on' if spec.grad else 'off'}{lost}")
         return tuple(found) or ("NOT CALLED",)
 
 
@@ -363,18 +339,14 @@ class Report(tuple[Layer, ...]):
 
 
 def report(model: torch.nn.Module) -> Report:
-    """The kernel that each attention layer ran, with the names that the profiler saw.
-
-    Raises:
-        RuntimeError: no layer ran: the model was not called, or ignores its implementation.
-    """
+    """The kernel that each attention layer ran, with the names that the profiler saw. Raises
+    RuntimeError if none ran: the model was not called, or ignores its implementation."""
     modules = {n: m for n, m in model.named_modules()
                if m in _calls or "Attention" in type(m).__name__}
     inner = [n for n in modules if not any(other.startswith(f"{n}.") for other in modules)]
     layers = [Layer(n, tuple(_calls.get(modules[n], {}).values())) for n in inner]
     if not any(layer.ran for layer in layers):
-        raise RuntimeError(
-            f"none of the {len(layers)} attention layers of {type(model).__name__} has run through "
-            "nanoattn: call the model first, or it computes its attention itself"
-        )
+        none = f"none of the {len(layers)} attention layers of {type(model).__name__}"
+        raise RuntimeError(f"{none} has run through nanoattn: call the model first, or it computes "
+                           "its attention itself")
     return Report(layers)
