@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,7 +216,8 @@ def traffic(ring: Ring, T: int, segments: bool, dtype: str, window: int | None) 
         sent = [op.tensor for op in ops if op.op is dist.isend]
         log.append(("send", sum(t.nbytes for t in sent)))
         works = send(ops)
-        return [SimpleNamespace(wait=lambda *limit, w=w: (log.append(("wait",)), w.wait(*limit))) for w in works]
+        wait = lambda *limit, w: (log.append(("wait",)), w.wait(*limit))  # noqa: E731
+        return [SimpleNamespace(wait=partial(wait, w=w)) for w in works]
 
     def logged(f: Any) -> Any:
         return lambda *args: (log.append(("compute",)), f(*args))[1]
