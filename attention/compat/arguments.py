@@ -1,7 +1,6 @@
-"""The arguments of this package: ValueError for what is not supported or contradicts itself, before
-anything is written. Values on another device than the CPU are checked only where the host waits for
-them anyway: cu_seqlens, seqused, and cache_seqlens for a log-sum-exp or a cache_leftpad.
-"""
+"""The functions' arguments: ValueError for what is not supported or contradicts itself, before
+anything is written. Values on a GPU are checked only where the host waits for them anyway:
+cu_seqlens, seqused, and cache_seqlens for a log-sum-exp or a cache_leftpad."""
 
 from __future__ import annotations
 
@@ -41,9 +40,8 @@ class Request(NamedTuple):
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, dropout: Any, scale: Any, causal: bool, window: Any,
-        softcap: Any, lse: bool, slopes: Tensor | None, B: int, others: dict[str, object],
-        deterministic: bool = False,
+        cls, q: Tensor, k: Tensor, v: Tensor, B: int, dropout: Any, scale: Any, causal: bool,
+        window: Any, softcap: Any, slopes: Tensor | None, lse: bool, others: dict[str, object],
     ) -> Request:
         """`others` are HINTS, or REFUSED unless None, False or 0. B: sequences."""
         for name, value in others.items():
@@ -51,32 +49,30 @@ class Request(NamedTuple):
                 raise TypeError(f"unexpected keyword argument {name!r}")
             if name in REFUSED and (isinstance(value, Tensor) or value not in (None, False, 0)):
                 raise ValueError(f"{name} is not supported; instead: {REFUSED[name]}")
-        if deterministic:
-            check_deterministic(q)
         if slopes is not None:
             H = q.shape[-2]
-            two = isinstance(slopes, Tensor) and slopes.dim() == 2
-            must_be("alibi_slopes", slopes, (B, H) if two else (H,), q.device, ("float32",))
+            must_be("alibi_slopes", slopes, (B, H)[-slopes.dim() :], q.device, ("float32",))
             if slopes.requires_grad:
                 raise ValueError("alibi_slopes must not require gradients: they get none")
-        left, right = window
-        width = left + 1 if 0 <= left < NO_LIMIT else None
-        ahead = right if 0 <= right < NO_LIMIT else None
-        number = constant if torch.compiler.is_compiling() else float
-        scale = None if scale is None else number(scale)
-        softcap = number(softcap or 0) or None
+        left, right = [n if 0 <= n < NO_LIMIT else None for n in window]
+        # A constant, while torch.compile traces, not the symbol of any float.
+        traced = torch.compiler.is_compiling()
+        number = (lambda x: math.ldexp(*math.frexp(float(x)))) if traced else float
         grad = q.requires_grad or k.requires_grad or v.requires_grad
-        return cls(number(dropout), scale, width, 0 if causal else ahead, softcap, lse,
-                   grad and torch.is_grad_enabled(), slopes)
-
-
-def constant(x: Any) -> float:
-    """float(x), while torch.compile traces: not the symbol of any float."""
-    return math.ldexp(*math.frexp(float(x)))
+        return cls(number(dropout), None if scale is None else number(scale),
+                   None if left is None else left + 1, 0 if causal else right,
+                   number(softcap or 0) or None, lse, grad and torch.is_grad_enabled(), slopes)
 
 
 def wrong(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name} must be {expected}, got {shape_of(got)}")
+
+
+def integers(n: int, on: object, **given: Tensor | None) -> None:
+    """Those that are given are (n,)."""
+    for name, t in given.items():
+        if t is not None:
+            must_be(name, t, (n,), on, INTEGERS)
 
 
 def on_host(t: Tensor) -> list[Any] | None:
@@ -87,18 +83,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), 
           dims: int = 4, paged: bool = False) -> None:
     """q of so many dimensions, k and v too or pages; heads that divide q's; the rest alike."""
     layout = "(total tokens, heads, head_dim)" if dims == 3 else "(batch, tokens, heads, head_dim)"
-    q_shape, k_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
-    if len(q_shape) != dims or dtype not in NAMES or not (q_shape[-1] and q_shape[-2]):
+    if q.dim() != dims or q.dtype not in NAMES or not (q.shape[-1] and q.shape[-2]):
         wrong("q", f"{layout} of {' or '.join(DTYPES)}", q)
-    if paged:
-        layout, dims = "(pages, page_size, heads, head_dim)", 4
-    H, D = q_shape[-2], q_shape[-1]
-    fits = len(k_shape) == dims and k.dtype == dtype and k.device == on
-    if not fits or k_shape[-1] != D or not k_shape[-2] or H % k_shape[-2]:
-        of_q = f"{NAMES[dtype]} on {on} with heads of {D} that divide q's {H}"
-        wrong(names[0], f"{layout}, {of_q}", k)
-    if v.shape != k_shape or v.dtype != dtype or v.device != on:
-        wrong(names[1], f"{shape_of(k)} as {names[0]}", v)
+    Hkv, alike = k.shape[-2], (q.device, (NAMES[q.dtype],))
+    must_be(names[0], k, (*[-1] * (2 if paged else dims - 2), Hkv, q.shape[-1]), *alike)
+    must_be(names[1], v, k.shape, *alike)
+    if not Hkv or q.shape[-2] % Hkv:
+        wrong(names[0], f"of heads that divide q's {q.shape[-2]}", k)
 
 
 @not_compiled
@@ -116,12 +107,9 @@ def lengths_of(name: str, cu_seqlens: Tensor, total: int | None) -> list[int]:
     return [b - a for a, b in pairwise(ends)]
 
 
-def used_of(name: str, used: Tensor | None, lengths: list[int], on: object) -> list[int]:
+def used_of(name: str, used: Tensor | None, lengths: list[int]) -> list[int]:
     """The first tokens of each sequence that are used (seqused); None: all."""
-    if used is None:
-        return lengths
-    must_be(name, used, (len(lengths),), on, INTEGERS)
-    found = _read(used)
+    found = lengths if used is None else _read(used)
     if not all(0 <= n <= length for n, length in zip(found, lengths)):
         wrong(name, f"from 0 to the lengths {lengths}", found)
     return found

@@ -27,8 +27,7 @@ def flash_attn_with_kvcache(
     """Attention to a cache, without gradients; k and v are first appended to it, in place.
 
     Args:
-        q: (B, Tq, H, D). The last query is aligned with the row's last key; if not causal, the
-            others see it too, as far as window_size allows.
+        q: (B, Tq, H, D), aligned with the last keys; if not causal, all queries see those.
         k_cache, v_cache: (B or more, S, Hkv, D); with block_table (pages, page_size, Hkv, D).
         k, v: (B, T_new, Hkv, D), new tokens.
         rotary_cos, rotary_sin: (positions, R): token n of q and k is rotated by row cache_seqlens
@@ -47,27 +46,36 @@ def flash_attn_with_kvcache(
     table = page_table if block_table is None else block_table
     arguments.check(q, k_cache, v_cache, ("k_cache", "v_cache"), paged=table is not None)
     B, Tq, size, Hkv, on = q.shape[0], q.shape[1], k_cache.shape[1], k_cache.shape[2], q.device
-    request = Request.of(
-        q, k_cache, v_cache, 0.0, softmax_scale, causal, window_size, softcap, return_softmax_lse,
-        alibi_slopes, B, fa3,
-    )
-    n_new = _check_new(k, v, k_cache, B)
+    request = Request.of(q, k_cache, v_cache, B, 0.0, softmax_scale, causal, window_size, softcap,
+                         alibi_slopes, return_softmax_lse, fa3)
+    if table is not None and (cache_seqlens is None or cache_batch_idx is not None):
+        raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
+    if (k is None) != (v is None):
+        raise ValueError("k and v, the new tokens, are passed together")
+    n_new = 0 if k is None else k.shape[1]
+    for name, t in (("k", k), ("v", v)):
+        if t is not None:
+            must_be(name, t, (B, n_new, Hkv, q.shape[3]), on, (NAMES[q.dtype],))
+    seqlens = cache_seqlens if isinstance(cache_seqlens, Tensor) else None
+    arguments.integers(B, on, cache_seqlens=seqlens, cache_batch_idx=cache_batch_idx,
+                       cache_leftpad=cache_leftpad, rotary_seqlens=rotary_seqlens)
     wait = request.lse or cache_leftpad is not None
-    lengths = _check_rows(B, k_cache, n_new, cache_seqlens, table, cache_batch_idx, wait)
-    starts = [0] * B if cache_leftpad is None else _check_pads(cache_leftpad, lengths, table, q)
+    before = size if cache_seqlens is None else cache_seqlens
+    lengths = _lengths(before, k_cache, n_new, B, table, cache_batch_idx, wait)
+    starts = [0] * B if cache_leftpad is None or symbolic(q) else cache_leftpad.tolist()
+    beyond = any(not 0 <= a <= n for a, n in zip(starts, lengths or ()))
+    if beyond or (cache_leftpad is not None and table is not None):
+        wrong("cache_leftpad", "in 0 .. cache_seqlens, and None with block_table", starts)
     if shape_only(q):
         kv = k_cache.new_empty(B, size, Hkv, q.shape[3])
         return returned(*dense(q, kv, kv, request))
-    before = size if cache_seqlens is None else cache_seqlens
-    total = torch.as_tensor(before, dtype=torch.int32, device=on).expand(B) + n_new
-    slot = (total - n_new)[:, None] + torch.arange(max(n_new, Tq), device=on)  # (B, T)
+    start = torch.as_tensor(before, dtype=torch.int32, device=on).expand(B)
+    total = start + n_new
+    slot = start[:, None] + torch.arange(max(n_new, Tq), device=on)  # (B, T)
     if rotary_cos is not None or rotary_sin is not None or rotary_seqlens is not None:
         if k is None or rotary_cos is None or rotary_sin is None:
             raise ValueError("rotary embeddings need rotary_cos, rotary_sin, and new k and v")
-        at = slot
-        if rotary_seqlens is not None:
-            must_be("rotary_seqlens", rotary_seqlens, (B,), on, INTEGERS)
-            at = slot - slot[:, :1] + rotary_seqlens[:, None]
+        at = slot if rotary_seqlens is None else slot - slot[:, :1] + rotary_seqlens[:, None]
         moves = causal or request.window is not None or request.right is not None
         of_q = at[:, :Tq] if moves else at[:, :1].expand(B, Tq)
         q = rotate(q, rotary_cos, rotary_sin, of_q, rotary_interleaved)
@@ -93,8 +101,7 @@ def flash_attn_with_kvcache(
 
     rows = torch.arange(B, device=on) if cache_batch_idx is None else cache_batch_idx
     if table is not None:  # as wide as the longest text may be, with -1 for an absent page
-        table = table[:, : max(1, -(-max(ends) // size))] if ends else table
-        table = table.clamp(min=0)
+        table = (table[:, : max(1, -(-max(ends) // size))] if ends else table).clamp(min=0)
     if k is not None and v is not None:
         row, slot = rows[:, None], slot[:, :n_new]
         if table is not None:
@@ -104,8 +111,8 @@ def flash_attn_with_kvcache(
     if table is None:
         these = slice(B) if cache_batch_idx is None else rows
         k_cache, v_cache = k_cache[these], v_cache[these]
-    if by_row and (not q.numel() or (used is None and len({*zip(starts, ends)}) == 1)):
-        J = slice(starts[0], ends[0]) if q.numel() else slice(0)
+    if by_row and used is None and len({*zip(starts, ends)}) < 2:
+        J = slice(*next(zip(starts, ends), (0, 0)))
         return returned(*dense(q, k_cache[:, J], v_cache[:, J], request))
     if by_row:
         ks, vs = (arguments.tokens(t, used, ends) if used else
@@ -122,43 +129,15 @@ def flash_attn_with_kvcache(
     return out.masked_fill(blind[..., None, None], 0)
 
 
-def _check_new(k: Tensor | None, v: Tensor | None, k_cache: Tensor, B: int) -> int:
-    """The number of new tokens k, v (B, T_new, Hkv, D)."""
-    if (k is None) != (v is None):
-        raise ValueError("k and v, the new tokens, are passed together")
-    if k is None:
-        return 0
-    for name, t in (("k", k), ("v", v)):
-        shape = B, k.shape[1], *k_cache.shape[2:]
-        must_be(name, t, shape, k_cache.device, (NAMES[k_cache.dtype],))
-    return k.shape[1]
-
-
-def _check_pads(
-    pad: Tensor, lengths: list[int] | None, table: Tensor | None, q: Tensor
-) -> list[int]:
-    """The first slot of each row that is read."""
-    must_be("cache_leftpad", pad, (len(q),), q.device, INTEGERS)
-    starts = [0] * len(q) if symbolic(pad) else pad.tolist()
-    wide = [(a, n) for a, n in zip(starts, lengths or ()) if not 0 <= a <= n]
-    if table is not None or wide:
-        wrong("cache_leftpad", "in 0 .. cache_seqlens, and None with block_table", wide or pad)
-    return starts
-
-
-def _check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | None,
-                table: Tensor | None, rows: Tensor | None, wait: bool) -> list[int] | None:
+def _lengths(before: int | Tensor, k_cache: Tensor, n_new: int, B: int, table: Tensor | None,
+             rows: Tensor | None, wait: bool) -> list[int] | None:
     """The lengths of B rows before n_new tokens are written; None: they are on a device, and the
     host does not `wait` for it."""
-    n_rows, room, on = k_cache.shape[0], k_cache.shape[1], k_cache.device
-    lengths: list[int] | None = [room if seqlens is None else seqlens] * B  # type: ignore[list-item]
+    n_rows, room = k_cache.shape[:2]
     if table is not None:
-        if seqlens is None or rows is not None:
-            raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
-        must_be("block_table", table, (B, -1), on, INTEGERS)
+        must_be("block_table", table, (B, -1), k_cache.device, INTEGERS)
         room *= table.shape[1]
     elif rows is not None:
-        must_be("cache_batch_idx", rows, (B,), on, INTEGERS)
         chosen = on_host(rows) or []
         twice = n_new > 0 and len(set(chosen)) < len(chosen)
         if twice or not all(0 <= row < n_rows for row in chosen):
@@ -166,9 +145,10 @@ def _check_rows(B: int, k_cache: Tensor, n_new: int, seqlens: int | Tensor | Non
             wrong("cache_batch_idx", expected, chosen)
     elif n_rows < B:
         wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
-    if isinstance(seqlens, Tensor):
-        must_be("cache_seqlens", seqlens, (B,), on, INTEGERS)
-        lengths = seqlens.tolist() if wait and not symbolic(seqlens) else on_host(seqlens)
+    if not isinstance(before, Tensor):
+        lengths: list[int] | None = [before] * B
+    else:
+        lengths = before.tolist() if wait and not symbolic(before) else on_host(before)
     for n in lengths or ():
         if not 0 <= n <= room - n_new:
             wrong("cache_seqlens", f"in 0 .. {room} tokens, less {n_new} new ones", n)

@@ -46,10 +46,11 @@ def flash_attn_func(
     arguments.check(q, k, v)
     if k.shape[0] != q.shape[0]:  # len() would be a constant in torch.export
         wrong("k", f"of q's batch of {q.shape[0]}", k)
-    request = Request.of(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
-        return_attn_probs or return_softmax_lse, alibi_slopes, q.shape[0], fa3, deterministic,
-    )
+    if deterministic:
+        arguments.check_deterministic(q)
+    lse = return_attn_probs or return_softmax_lse
+    request = Request.of(q, k, v, q.shape[0], dropout_p, softmax_scale, causal, window_size,
+                         softcap, alibi_slopes, lse, fa3)
     return returned(*dense(q, k, v, request), return_attn_probs)
 
 
@@ -75,14 +76,15 @@ def flash_attn_varlen_func(
     """
     arguments.check(q, k, v, dims=3, paged=block_table is not None)
     n, on = cu_seqlens_q.shape[0], q.device
-    must_be("cu_seqlens_q", cu_seqlens_q, (n,), on, INTEGERS)
-    must_be("cu_seqlens_k", cu_seqlens_k, (n,), on, INTEGERS)
+    arguments.integers(n, on, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    arguments.integers(n - 1, on, seqused_q=seqused_q, seqused_k=seqused_k)
     if block_table is not None:
         must_be("block_table", block_table, (n - 1, -1), on, INTEGERS)
-    request = Request.of(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
-        return_attn_probs or return_softmax_lse, alibi_slopes, n - 1, fa3, deterministic,
-    )
+    if deterministic:
+        arguments.check_deterministic(q)
+    lse = return_attn_probs or return_softmax_lse
+    request = Request.of(q, k, v, n - 1, dropout_p, softmax_scale, causal, window_size,
+                         softcap, alibi_slopes, lse, fa3)
     one_call = seqused_q is seqused_k is None and (alibi_slopes is None or alibi_slopes.dim() == 1)
     square = one_call and cu_seqlens_q is cu_seqlens_k and block_table is None
     if shape_only(q) or (square and torch.compiler.is_compiling()):
@@ -93,8 +95,8 @@ def flash_attn_varlen_func(
     lengths_q = arguments.lengths_of("cu_seqlens_q", cu_seqlens_q, len(q))
     total = len(k) if block_table is None else None
     lengths_k = arguments.lengths_of("cu_seqlens_k", cu_seqlens_k, total)
-    used_q = arguments.used_of("seqused_q", seqused_q, lengths_q, on)
-    used_k = arguments.used_of("seqused_k", seqused_k, lengths_k, on)
+    used_q = arguments.used_of("seqused_q", seqused_q, lengths_q)
+    used_k = arguments.used_of("seqused_k", seqused_k, lengths_k)
     if block_table is not None:
         used = arguments.pages_seen(block_table, k, used_q, used_k, request.window)
         ks, vs = (arguments.tokens(t, used, used_k) for t in (k, v))
@@ -131,13 +133,13 @@ def _first(parts: tuple[Tensor, ...], used: list[int]) -> list[Tensor]:
 
 def _like(function: Callable[..., Returned]) -> Callable[[Any], Any]:
     """inspect.signature() of a packed form: its own parameters, and the options of `function`."""
-    known = signature(function).parameters
-    names = [*known][[*known].index("dropout_p") :]
+    known = [*signature(function).parameters.values()]
+    first = [p.name for p in known].index("dropout_p")
 
     def sign(packed: Any) -> Any:
-        first = [p for p in signature(packed).parameters.values() if p.kind < p.VAR_POSITIONAL]
-        options = [known[name] for name in names if name != "block_table"]
-        packed.__signature__ = Signature([*first, *options])
+        own = [p for p in signature(packed).parameters.values() if p.kind < p.VAR_POSITIONAL]
+        options = [p for p in known[first:] if p.name != "block_table"]
+        packed.__signature__ = Signature([*own, *options])
         return packed
 
     return sign
