@@ -6,3 +6,43 @@ cache      flash_attn_with_kvcache              rotary, bert_padding  as flash-a
 arguments  what is refused, before anything is written
 calls      use(), report(), and the kernel of each call
 """
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+from . import bert_padding, cache, functions, rotary
+
+
+def as_flash_attn() -> None:
+    """Let `import flash_attn` find these functions until the process ends, in a program that cannot
+    be changed. Call it before the program imports flash_attn.
+
+    flash_attn, its flash_attn_interface, bert_padding and layers.rotary have the public functions
+    of attention. Other modules and private functions raise ImportError, as in a build without
+    them; so does this call where flash-attn is installed.
+    """
+    known = sys.modules.get("flash_attn")
+    if getattr(known, "flash_attn_func", None) is functions.flash_attn_func:
+        return
+    if known is not None or ((spec := find_spec("flash_attn")) and spec.origin):
+        hint = "pip uninstall flash-attn, or import nanoattn's functions by name"
+        raise ImportError(f"flash-attn is installed: as_flash_attn() would hide it ({hint})")
+    every = vars(functions) | vars(cache)
+    public = {name: f for name, f in every.items() if name.startswith("flash_attn_")}
+    made = {name: ModuleType(name, "nanoattn's functions under flash-attn's name.")
+            for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.layers")}
+    for name, module in made.items():
+        # A spec without a loader: find_spec() works, and import_version() finds nothing installed.
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        vars(module).update({} if name == "flash_attn.layers" else public)
+    made["flash_attn"].__version__ = "2.8.3"  # type: ignore[attr-defined]
+    made |= {"flash_attn.bert_padding": bert_padding, "flash_attn.layers.rotary": rotary}
+    sys.modules.update(made)
+    for name in [*made][1:]:
+        parent, _, last = name.rpartition(".")
+        setattr(made[parent], last, made[name])

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import manual, tiled
 from ..caps import Backend, BackendUnavailable, Refusal
 from ..function import attention
+from ..machine.system import devices
 from ..masks import nothing, symbolic
 from ..names import BACKENDS, RULES, check_name, get
 from ..plan import Key, Plans
@@ -28,7 +29,8 @@ NO_MODE, PLAIN = nullcontext(), (bool, float, str, type(None))
 _spec = lru_cache(maxsize=4096)(Spec)
 _plans = Plans("auto")
 _seeded = Plans("auto")  # of the log-sum-exp with dropout, which few kernels have
-_ran: dict[Key, list[Any]] = {}  # [choice or error, calls]
+NEVER = None, 0
+_ran: dict[Key, tuple[Any, int]] = {}  # choice or error, calls
 
 
 class Choice(NamedTuple):
@@ -38,8 +40,7 @@ class Choice(NamedTuple):
     policy: Policy
 
     def __repr__(self) -> str:
-        device = "mps" if torch.backends.mps.is_available() else "cpu"
-        device = "cuda" if torch.cuda.is_available() else device
+        device = next(d for d in ("cuda", "mps", "cpu") if d in devices())
         spec = Spec(1, 1, 64, "float32" if device == "cpu" else "float16", grad=False)
         try:
             return str(select(self.backend, spec, device, self.policy))
@@ -64,20 +65,20 @@ def report() -> str:
     for key, (chosen, n) in (known | _ran).items():
         if not n and (len(key) > 3 or not chosen.traced):  # or the values of a traced call
             continue
-        kind, device, _ = key
         calls = f"{n} calls" if n else "traced by torch.compile, calls not counted"
         if isinstance(chosen, str):
-            lines.append(f"{kind} on {device}: {calls} refused: {chosen}")
-            continue
-        name, kernels = chosen.backend.name, ", ".join(chosen.kernels) or "plain operators"
-        lost = "".join(f"; {x} refused: {'; '.join(why)}" for x, why in chosen.rejected.items())
-        lines.append(f"{kind} on {device}: {name} (kernel: {kernels}), {calls}{lost}")
+            ran = f"{calls} refused: {chosen}"
+        else:
+            kernels = ", ".join(chosen.kernels) or "plain operators"
+            lost = [f"; {x} refused: {'; '.join(why)}" for x, why in chosen.rejected.items()]
+            ran = f"{chosen.backend.name} (kernel: {kernels}), {calls}{''.join(lost)}"
+        lines.append(f"{key[0]} on {key[1]}: {ran}")
     return "\n".join(lines) or "no call since use()"
 
 
 def kernel(
     q: Tensor, Tk: int, Hkv: int, request: Request, *, segments: bool = False, cache: str = "none",
-    page_size: int | None = None, shapes: bool = False, dry: bool = False,
+    page_size: int | None = None, dry: bool = False,
 ) -> tuple[Backend, Spec]:
     """The kernel and the Spec of a call with Tk keys of Hkv heads; `dry`: it may not be run."""
     B, Tq, H, D = q.shape
@@ -107,7 +108,7 @@ def kernel(
         call = plans.known[traced][0]
         return call.chosen.backend, call.spec
     spec = _spec(*fields)
-    if shapes:
+    if shape_only(q):
         return (tiled if request.lse else manual).BACKEND, spec
     key = spec.kind, device, deterministic
     if plans is _seeded and key not in plans.known:
@@ -118,15 +119,12 @@ def kernel(
     try:
         chosen = plans.choose(spec, device, (B, Tq, Tk), " (flash_attn functions)")
     except BackendUnavailable as e:
-        _ran[key] = [str(e), _ran.get(key, ["", 0])[1] + 1]
+        _ran[key] = str(e), _ran.get(key, NEVER)[1] + 1
         raise
     if plans is _seeded:
         spec = replace(spec, dropout=request.dropout)
         key = spec.kind, device, deterministic
-    row = _ran.get(key)
-    if row is None or row[0] is not chosen:
-        row = _ran[key] = [chosen, 0 if row is None else row[1]]
-    row[1] += not dry
+    _ran[key] = chosen, _ran.get(key, NEVER)[1] + (not dry)
     return chosen.backend, spec
 
 
@@ -137,16 +135,11 @@ def dense(
     if not (q.numel() and k.numel()):
         out, L = nothing(q, k, v, None, lse=True)
         return out, L.float() if request.lse else None
-    more = {} if segments is None else {"segments": segments}
+    more: dict[str, Any] = {} if segments is None else {"segments": segments}
     if request.slopes is not None:
         more["alibi_slopes"] = request.slopes
-    shapes = shape_only(q)
-    backend, spec = kernel(
-        q, k.shape[1], k.shape[2], request, segments=segments is not None, shapes=shapes
-    )
-    if not (shapes or request.lse):
-        return backend.compute(q, k, v, spec, **more), None
-    with getattr(q, "fake_mode", NO_MODE) if shapes else NO_MODE:
+    backend, spec = kernel(q, k.shape[1], k.shape[2], request, segments=segments is not None)
+    with getattr(q, "fake_mode", NO_MODE) if shape_only(q) else NO_MODE:
         if not request.lse:
             return backend.compute(q, k, v, spec, **more), None
         if spec.dropout:
