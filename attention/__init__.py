@@ -7,7 +7,6 @@ import sys
 from . import hf
 from .caps import Backend, BackendUnavailable, Caps, DeviceLost, Partial, Refusal
 from .compat import as_flash_attn, bert_padding
-from .compat.cache import flash_attn_with_kvcache
 from .compat.calls import report, use
 from .compat.functions import (
     flash_attn_func,
@@ -16,6 +15,7 @@ from .compat.functions import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 from .names import BACKENDS, RULES, check_name, get, is_code, packages, register
 from .plan import Call, Phase, Plan, Plans, fastest

@@ -1,10 +1,8 @@
 """FlashAttention's API on any device: signatures, layouts, defaults and in-place effects of
 flash-attn 2.8 (Dao-AILab), over the backends of this package (docs/ATTENTION.md).
 
-functions  flash_attn_func, flash_attn_varlen_func and their packed forms
-cache      flash_attn_with_kvcache              rotary, bert_padding  as flash-attn's modules
-arguments  what is refused, before anything is written
-calls      use(), report(), and the kernel of each call
+functions  flash_attn_func and its kin          rotary, bert_padding  as flash-attn's modules
+calls      what is refused, use(), report(), and the kernel of each call
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-from . import bert_padding, cache, functions, rotary
+from . import bert_padding, functions, rotary
 
 
 def as_flash_attn() -> None:
@@ -31,8 +29,7 @@ def as_flash_attn() -> None:
     if known is not None or ((spec := find_spec("flash_attn")) and spec.origin):
         hint = "pip uninstall flash-attn, or import nanoattn's functions by name"
         raise ImportError(f"flash-attn is installed: as_flash_attn() would hide it ({hint})")
-    every = vars(functions) | vars(cache)
-    public = {name: f for name, f in every.items() if name.startswith("flash_attn_")}
+    public = {name: f for name, f in vars(functions).items() if name.startswith("flash_attn_")}
     made = {name: ModuleType(name, "nanoattn's functions under flash-attn's name.")
             for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.layers")}
     for name, module in made.items():

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import wrong
+from .calls import wrong
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..caps import DTYPES, INTEGERS, must_be
+from ..caps import DTYPES, must_be
 from ..masks import symbolic
-from .arguments import lengths_of, wrong
+from .calls import integers, lengths_of, wrong
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
@@ -53,12 +53,11 @@ def apply_rotary_emb(
     at = torch.arange(x.shape[-3], device=x.device)
     B = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     first = torch.as_tensor(seqlen_offsets, device=x.device)
-    if first.dim():
-        must_be("seqlen_offsets", first, (B,), x.device, INTEGERS)
+    integers(x.device, B, seqlen_offsets=first if first.dim() else None)
     if cu_seqlens is None:
         at = at + (first[:, None] if first.dim() else first)
     else:
-        must_be("cu_seqlens", cu_seqlens, (B + 1,), x.device, INTEGERS)
+        integers(x.device, B + 1, cu_seqlens=cu_seqlens)
         if not symbolic(cu_seqlens):
             lengths_of("cu_seqlens", cu_seqlens, len(x))
         row = torch.bucketize(at, cu_seqlens[1:], right=True)
