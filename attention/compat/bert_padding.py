@@ -26,11 +26,9 @@ def unpad_input(
     """Remove the padding of hidden_states (B, T, ...). The host waits for the device.
 
     attention_mask (B, T), bool or integers, has 1 for tokens and 0 for padding; unused_mask (B, T)
-    has 1 for places that are kept too but are not tokens. Other values are a ValueError.
-
-    Returns the kept rows (total, ...); their indices in (B * T) (total,) int64; cu_seqlens (B + 1,)
-    int32; the longest length; each sequence's tokens (B,) int32 (new in flash-attn 2.7).
-    """
+    has 1 for places that are kept but are no tokens. Other values are a ValueError. Returns the
+    kept rows (total, ...), their indices in (B * T) (total,) int64, cu_seqlens (B + 1,) int32, the
+    longest length, and each sequence's tokens (B,) int32 (new in flash-attn 2.7)."""
     spare = torch.zeros_like(attention_mask) if unused_mask is None else unused_mask
     kept = attention_mask.int() + spare.int()
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", spare)):

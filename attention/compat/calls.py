@@ -54,14 +54,15 @@ class Request(NamedTuple):
     window: int | None
     right: int | None
     softcap: float | None
-    lse: bool  # return the log-sum-exp too
-    grad: bool  # backward() will be called
-    slopes: Tensor | None  # ALiBi's
+    lse: bool
+    grad: bool
+    slopes: Tensor | None
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, B: int, dropout: Any, scale: Any, causal: bool,
         window: Any, softcap: Any, slopes: Tensor | None, lse: bool, others: dict[str, object],
+        deterministic: bool = False,
     ) -> Request:
         """`others` are HINTS, or REFUSED unless None, False or 0. B: sequences."""
         for name, value in others.items():
@@ -69,9 +70,11 @@ class Request(NamedTuple):
                 raise TypeError(f"unexpected keyword argument {name!r}")
             if name in REFUSED and (isinstance(value, Tensor) or value not in (None, False, 0)):
                 raise ValueError(f"{name} is not supported; instead: {REFUSED[name]}")
+        if deterministic:
+            check_deterministic(q)
         if slopes is not None:
-            H = q.shape[-2]
-            must_be("alibi_slopes", slopes, (B, H)[-slopes.dim() :], q.device, ("float32",))
+            shape = (B, q.shape[-2])[-slopes.dim() :]
+            must_be("alibi_slopes", slopes, shape, q.device, ("float32",))
             if slopes.requires_grad:
                 raise ValueError("alibi_slopes must not require gradients: they get none")
         left, right = [n if 0 <= n < NO_LIMIT else None for n in window]
@@ -102,9 +105,9 @@ def on_host(t: Tensor) -> list[Any] | None:
 def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *,
           dims: int = 4, paged: bool = False) -> None:
     """q of so many dimensions, k and v too or pages; heads that divide q's; the rest alike."""
-    layout = "(total tokens, heads, head_dim)" if dims == 3 else "(batch, tokens, heads, head_dim)"
     if q.dim() != dims or q.dtype not in NAMES or not (q.shape[-1] and q.shape[-2]):
-        wrong("q", f"{layout} of {' or '.join(DTYPES)}", q)
+        layout = "total tokens" if dims == 3 else "batch, tokens"
+        wrong("q", f"({layout}, heads, head_dim) of {' or '.join(DTYPES)}", q)
     Hkv, alike = k.shape[-2], (q.device, (NAMES[q.dtype],))
     must_be(names[0], k, (*[-1] * (2 if paged else dims - 2), Hkv, q.shape[-1]), *alike)
     must_be(names[1], v, k.shape, *alike)

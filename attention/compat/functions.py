@@ -31,25 +31,21 @@ def flash_attn_func(
     """Attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
     Args:
-        causal: no query sees a key after its own: right is 0.
         window_size: (left, right): query i sees the keys i - left + Tk - Tq to i + right + Tk - Tq;
-            -1 is no limit.
+            -1 is no limit. causal: right is 0.
         alibi_slopes: (H,) or (B, H) float32: -slope * |i + Tk - Tq - j| is added to a score.
         deterministic: on CUDA it needs torch.use_deterministic_algorithms(True).
-        return_attn_probs: return (out, softmax_lse, None), the log-sum-exp (B, H, Tq) float32.
-        return_softmax_lse: return (out, softmax_lse), as FlashAttention-3.
+        return_attn_probs: return (out, softmax_lse, None), the log-sum-exp (B, H, Tq) float32;
+            return_softmax_lse, as FlashAttention-3: (out, softmax_lse).
 
-    Raises:
-        ValueError: an argument that is not supported, or arguments that contradict one another.
+    Raises ValueError for arguments that are not supported or contradict one another.
     """
     calls.check(q, k, v)
     if k.shape[0] != q.shape[0]:  # len() would be a constant in torch.export
         wrong("k", f"of q's batch of {q.shape[0]}", k)
-    if deterministic:
-        calls.check_deterministic(q)
-    lse = return_attn_probs or return_softmax_lse
-    request = Request.of(q, k, v, q.shape[0], dropout_p, softmax_scale, causal, window_size,
-                         softcap, alibi_slopes, lse, fa3)
+    request = Request.of(
+        q, k, v, q.shape[0], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        return_attn_probs or return_softmax_lse, fa3, deterministic)
     return returned(*dense(q, k, v, request), return_attn_probs)
 
 
@@ -65,12 +61,10 @@ def flash_attn_varlen_func(
     """Attention of N sequences, one after the other: out (total_q, H, D), softmax_lse (H, total_q).
 
     Args:
-        q, k, v: (total_q, H, D) and (total_k, Hkv, D); with block_table k and v are pages,
-            (pages, page_size, Hkv, D).
-        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each begins, and the total.
-        max_seqlen_q, max_seqlen_k: not read.
-        alibi_slopes: (H,) or (N, H) float32.
-        block_table: (N, pages of the longest) int32: the pages of each sequence.
+        q, k, v: (total_q, H, D) and (total_k, Hkv, D).
+        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each begins, and the total. max_seqlen_q
+            and max_seqlen_k are not read.
+        block_table: (N, pages of the longest) int32: pages of k, v (pages, page_size, Hkv, D).
         seqused_q, seqused_k: (N,) int32: tokens of each that count; other queries get zeros.
     """
     calls.check(q, k, v, dims=3, paged=block_table is not None)
@@ -78,33 +72,32 @@ def flash_attn_varlen_func(
     calls.integers(on, n, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     calls.integers(on, n - 1, seqused_q=seqused_q, seqused_k=seqused_k)
     calls.integers(on, n - 1, -1, block_table=block_table)
-    if deterministic:
-        calls.check_deterministic(q)
-    lse = return_attn_probs or return_softmax_lse
-    request = Request.of(q, k, v, n - 1, dropout_p, softmax_scale, causal, window_size,
-                         softcap, alibi_slopes, lse, fa3)
+    request = Request.of(
+        q, k, v, n - 1, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        return_attn_probs or return_softmax_lse, fa3, deterministic)
     one_call = seqused_q is seqused_k is None and (alibi_slopes is None or alibi_slopes.dim() == 1)
-    square = one_call and cu_seqlens_q is cu_seqlens_k and block_table is None
-    if shape_only(q) or (square and torch.compiler.is_compiling()):
+    one_call &= block_table is None
+    square = one_call and cu_seqlens_q is cu_seqlens_k
+    joined = shape_only(q) or (square and torch.compiler.is_compiling())
+    if not joined:
+        lengths_q = calls.lengths_of("cu_seqlens_q", cu_seqlens_q, len(q))
+        total = len(k) if block_table is None else None
+        lengths_k = calls.lengths_of("cu_seqlens_k", cu_seqlens_k, total)
+        used_q = calls.used_of("seqused_q", seqused_q, lengths_q)
+        used_k = calls.used_of("seqused_k", seqused_k, lengths_k)
+        if one_call and lengths_q == lengths_k and q.is_cuda and not request.lse:
+            backend, _ = kernel(q[None], len(k), k.shape[1], request, segments=True, dry=True)
+            square = joined = "cuda" in backend.varlen
+    if joined:
         segments = _segments(cu_seqlens_q, q.shape[0]) if square else None
         k, v = (t.flatten(0, -3)[None] for t in (k, v))
         out, L = dense(q[None], k, v, request, segments)
         return returned(out[0], None if L is None else L[0], return_attn_probs)
-    lengths_q = calls.lengths_of("cu_seqlens_q", cu_seqlens_q, len(q))
-    total = len(k) if block_table is None else None
-    lengths_k = calls.lengths_of("cu_seqlens_k", cu_seqlens_k, total)
-    used_q = calls.used_of("seqused_q", seqused_q, lengths_q)
-    used_k = calls.used_of("seqused_k", seqused_k, lengths_k)
-    if block_table is not None:
+    if block_table is None:
+        ks, vs = (_first(t.split(lengths_k), used_k) for t in (k, v))
+    else:
         used = calls.pages_seen(block_table, k, used_q, used_k, request.window)
         ks, vs = (calls.tokens(t, used, used_k) for t in (k, v))
-    else:
-        if one_call and lengths_q == lengths_k and q.is_cuda and not request.lse:
-            backend, _ = kernel(q[None], len(k), k.shape[1], request, segments=True, dry=True)
-            if q.device.type in backend.varlen:
-                segments = _segments(cu_seqlens_q, len(q))
-                return dense(q[None], k[None], v[None], request, segments)[0][0]
-        ks, vs = (_first(t.split(lengths_k), used_k) for t in (k, v))
     outs, Ls = texts(_first(q.split(lengths_q), used_q), ks, vs, request)
     rest = [a - b for a, b in zip(lengths_q, used_q)]  # queries that are not used
     outs = [F.pad(t, (0, 0, 0, 0, 0, n)) if n else t for t, n in zip(outs, rest)]
@@ -131,15 +124,15 @@ def _first(parts: tuple[Tensor, ...], used: list[int]) -> list[Tensor]:
 
 def _packed(function: Any, names: str, layout: str) -> Any:
     """`function` of these names, of which q, k and v are one tensor or two, and of its options."""
-    first, known = names.split(), [*signature(function).parameters.values()]
-    options = known[[p.name for p in known].index("dropout_p") :]
-    at = first.index("kv") if "kv" in first else 0
+    first = names.split()
+    n, at = len(first), int(first[0] == "q")
+    known = signature(function).parameters
+    options = [known[name] for name in [*known][[*known].index("dropout_p") :]]
 
     def packed(*args: Any, **more: Any) -> Returned:
-        own = [*args[: len(first)], *(more.pop(name) for name in first[len(args) :])]
-        ends = own[at + 1 :] if at else [x for x in own[1:] for _ in range(2)]  # of q and of k
-        parts = own[at].unbind(-3)
-        return function(*own[:at], *parts, *ends, *args[len(first) :], **more)
+        own = [*args[:n], *(more.pop(name) for name in first[len(args) :])]
+        ends = own[2:] if at else [x for x in own[1:] for _ in range(2)]  # of q and of k
+        return function(*own[:at], *own[at].unbind(-3), *ends, *args[n:], **more)
 
     shown = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in first]
     shown += [p for p in options if p.name != "block_table"]
@@ -179,12 +172,11 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (B or more, S, Hkv, D); with block_table (pages, page_size, Hkv, D).
         k, v: (B, T_new, Hkv, D), new tokens.
         rotary_cos, rotary_sin: (positions, R): token n of q and k is rotated by row cache_seqlens
-            + n; all of q by row cache_seqlens if neither causal nor windowed.
+            (or rotary_seqlens, (B,)) + n; q by that of n = 0 if neither causal nor windowed.
         cache_seqlens: tokens of each row before this call, (B,) int32 or one number; None: S.
         cache_batch_idx: (B,) the cache's row of each row of q. It copies those rows.
         cache_leftpad: (B,) the first slot of each row that is read; cache_seqlens counts from 0.
         block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
-        rotary_seqlens: (B,) the first position of each row, in place of cache_seqlens.
 
     Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
     After a ValueError, as in flash_attn_func(), the cache is as it was.

@@ -41,12 +41,9 @@ def apply_rotary_emb(
 ) -> Tensor:
     """x (B, T, H, D), or with cu_seqlens (B + 1,) int32 (total, H, D), rotated.
 
-    Args:
-        cos, sin: (positions, R), R at most D / 2; what is beyond 2 R dimensions stays.
-        inplace: write to x, and return it.
-        seqlen_offsets: each sequence's first position: one number or (B,) integers.
-        max_seqlen: not read.
-    """
+    cos, sin: (positions, R), R at most D / 2; what is beyond 2 R dimensions stays. inplace: write
+    to x, and return it. seqlen_offsets: each sequence's first position, one number or (B,)
+    integers. max_seqlen is not read."""
     dims = 4 if cu_seqlens is None else 3
     if x.dim() != dims:
         wrong("x", f"of {dims} dimensions, the last three tokens, heads and head_dim", x)
@@ -55,13 +52,13 @@ def apply_rotary_emb(
     first = torch.as_tensor(seqlen_offsets, device=x.device)
     integers(x.device, B, seqlen_offsets=first if first.dim() else None)
     if cu_seqlens is None:
-        at = at + (first[:, None] if first.dim() else first)
+        at = at + first.reshape(-1, 1)
     else:
         integers(x.device, B + 1, cu_seqlens=cu_seqlens)
         if not symbolic(cu_seqlens):
             lengths_of("cu_seqlens", cu_seqlens, len(x))
         row = torch.bucketize(at, cu_seqlens[1:], right=True)
-        at = at - cu_seqlens[row] + (first[row] if first.dim() else first)
+        at = at - cu_seqlens[row] + first.expand(B)[row]
     out = rotate(x, cos, sin, at, interleaved)
     return x.copy_(out) if inplace else out
 
@@ -78,9 +75,9 @@ def apply_rotary_emb_qkv_(
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     else:
         q, k, _ = qkv.tensor_split((num_heads_q, (qkv.shape[2] + num_heads_q) // 2), dim=2)
-    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
-    cos, sin = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    apply_rotary_emb(k, cos, sin, interleaved, True, seqlen_offsets)
+    tables = (cos, sin), (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+    for t, table in zip((q, k), tables):
+        apply_rotary_emb(t, *table, interleaved, True, seqlen_offsets)
     return qkv
 
 
