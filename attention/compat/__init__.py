@@ -2,8 +2,7 @@
 flash-attn 2.8 (Dao-AILab), over the backends of this package (docs/ATTENTION.md).
 
 functions  flash_attn_func and its kin          rotary, bert_padding  as flash-attn's modules
-calls      what is refused, use(), report(), and the kernel of each call
-"""
+calls      what is refused, use(), report(), and the kernel of each call"""
 
 from __future__ import annotations
 
@@ -34,9 +33,8 @@ def as_flash_attn() -> None:
             for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.layers")}
     for name, module in made.items():
         # A spec without a loader: find_spec() works, and import_version() finds nothing installed.
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        vars(module).update({} if name == "flash_attn.layers" else public)
+        vars(module).update({} if name == "flash_attn.layers" else public, __path__=[],
+                            __spec__=ModuleSpec(name, None, is_package=True))
     made["flash_attn"].__version__ = "2.8.3"  # type: ignore[attr-defined]
     made |= {"flash_attn.bert_padding": bert_padding, "flash_attn.layers.rotary": rotary}
     sys.modules.update(made)

@@ -16,8 +16,7 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Zeros (first_axis_dim, ...) with values (n, ...) in the rows of indices (n,) int64."""
-    zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
-    return zeros.index_copy(0, indices, values)
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
 def unpad_input(
@@ -39,12 +38,11 @@ def unpad_input(
     lengths, used = kept.sum(-1, dtype=torch.int32), attention_mask.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    longest = int(lengths.max()) if len(lengths) else 0
     rows = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return rows, indices, cu_seqlens, longest, used
+    return rows, indices, cu_seqlens, max(lengths.tolist(), default=0), used
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen, ...) from the rows (total, ...) of unpad_input(), with zeros as padding."""
-    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
-    return rows.unflatten(0, (batch, seqlen))
+    out = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return out.unflatten(0, (batch, seqlen))

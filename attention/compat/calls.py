@@ -1,14 +1,14 @@
 """The arguments of flash-attn's functions, the kernel of each call, and what ran since use().
 
-What is not supported or contradicts itself is a ValueError before anything is written. Values on a
-GPU are checked only where the host waits for them anyway: cu_seqlens, seqused, and cache_seqlens
-for a log-sum-exp or a cache_leftpad. Rows that see no key give zeros, and a log-sum-exp of -inf,
-where flash-attn has inf."""
+A ValueError comes before anything is written. Values on a GPU are checked only where the host waits
+for them anyway: cu_seqlens, seqused, and cache_seqlens for a log-sum-exp or a cache_leftpad. Rows
+that see no key give zeros, and a log-sum-exp of -inf, where flash-attn has inf."""
 
 from __future__ import annotations
 
 import math
 import operator
+from collections import namedtuple
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -46,43 +46,32 @@ NEVER = None, 0
 _ran: dict[Key, tuple[Any, int]] = {}  # choice or error, calls
 
 
-class Request(NamedTuple):
-    """The options that all functions share. Spec checks the ranges of the numbers."""
+# The options that all functions share. Spec checks the ranges of the numbers.
+Request = namedtuple("Request", "dropout scale window right softcap lse grad slopes")
 
-    dropout: float
-    scale: float | None
-    window: int | None
-    right: int | None
-    softcap: float | None
-    lse: bool
-    grad: bool
-    slopes: Tensor | None
 
-    @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, B: int, dropout: Any, scale: Any, causal: bool,
-        window: Any, softcap: Any, slopes: Tensor | None, lse: bool, others: dict[str, object],
-        deterministic: bool = False,
-    ) -> Request:
-        """`others` are HINTS, or REFUSED unless None, False or 0. B: sequences."""
-        for name, value in others.items():
-            if name not in REFUSED and name not in HINTS:
-                raise TypeError(f"unexpected keyword argument {name!r}")
-            if name in REFUSED and (isinstance(value, Tensor) or value not in (None, False, 0)):
-                raise ValueError(f"{name} is not supported; instead: {REFUSED[name]}")
-        if deterministic:
-            check_deterministic(q)
-        if slopes is not None:
-            shape = (B, q.shape[-2])[-slopes.dim() :]
-            must_be("alibi_slopes", slopes, shape, q.device, ("float32",))
-            if slopes.requires_grad:
-                raise ValueError("alibi_slopes must not require gradients: they get none")
-        left, right = [n if 0 <= n < NO_LIMIT else None for n in window]
-        # A constant, while torch.compile traces, not the symbol of any float.
-        traced = torch.compiler.is_compiling()
-        number = (lambda x: math.ldexp(*math.frexp(float(x)))) if traced else float
-        grad = q.requires_grad or k.requires_grad or v.requires_grad
-        return cls(number(dropout), None if scale is None else number(scale),
+def requested(
+    q: Tensor, k: Tensor, v: Tensor, B: int, dropout: Any, scale: Any, causal: bool, window: Any,
+    softcap: Any, slopes: Tensor | None, lse: bool, others: Any, deterministic: bool = False,
+) -> Request:
+    """`others` are HINTS, or REFUSED unless None, False or 0. B: sequences."""
+    for name, value in others.items():
+        if name not in REFUSED and name not in HINTS:
+            raise TypeError(f"unexpected keyword argument {name!r}")
+        if name in REFUSED and (isinstance(value, Tensor) or value not in (None, False, 0)):
+            raise ValueError(f"{name} is not supported; instead: {REFUSED[name]}")
+    if deterministic:
+        check_deterministic(q)
+    if slopes is not None:
+        must_be("alibi_slopes", slopes, (B, q.shape[-2])[-slopes.dim() :], q.device, ("float32",))
+        if slopes.requires_grad:
+            raise ValueError("alibi_slopes must not require gradients: they get none")
+    left, right = [n if 0 <= n < NO_LIMIT else None for n in window]
+    # A constant, while torch.compile traces, not the symbol of any float.
+    traced = torch.compiler.is_compiling()
+    number = (lambda x: math.ldexp(*math.frexp(float(x)))) if traced else float
+    grad = q.requires_grad or k.requires_grad or v.requires_grad
+    return Request(number(dropout), None if scale is None else number(scale),
                    None if left is None else left + 1, 0 if causal else right,
                    number(softcap or 0) or None, lse, grad and torch.is_grad_enabled(), slopes)
 
@@ -98,8 +87,8 @@ def integers(on: object, *shape: int, **given: Tensor | None) -> None:
             must_be(name, t, shape, on, INTEGERS)
 
 
-def on_host(t: Tensor) -> list[Any] | None:
-    return None if symbolic(t) or t.device.type != "cpu" else t.tolist()
+def on_host(t: Tensor, wait: bool = False) -> list[Any] | None:
+    return None if symbolic(t) or not (wait or t.device.type == "cpu") else t.tolist()
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *,
@@ -121,21 +110,17 @@ def _read(t: Tensor) -> list[int]:
     return t.tolist()  # waits for the device, once per tensor
 
 
-def lengths_of(name: str, cu_seqlens: Tensor, total: int | None) -> list[int]:
-    """The sequences' lengths, of `total` tokens."""
+def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
+               used: Tensor | None = None) -> tuple[list[int], list[int]]:
+    """The lengths of sequences of `total` tokens, and the first tokens of each that are used."""
     ends = _read(cu_seqlens)
     if ends[:1] != [0] or sorted(ends) != ends or total not in (None, ends[-1]):
-        last = "" if total is None else f" to {total}, the number of tokens"
-        wrong(name, f"ascending from 0{last}", ends)
-    return [b - a for a, b in pairwise(ends)]
-
-
-def used_of(name: str, used: Tensor | None, lengths: list[int]) -> list[int]:
-    """The first tokens of each sequence that are used (seqused); None: all."""
+        wrong(name, f"ascending from 0 to the number of tokens ({total})", ends)
+    lengths = [b - a for a, b in pairwise(ends)]
     found = lengths if used is None else _read(used)
     if not all(0 <= n <= length for n, length in zip(found, lengths)):
-        wrong(name, f"from 0 to the lengths {lengths}", found)
-    return found
+        wrong(name.replace("cu_seqlens", "seqused"), f"from 0 to the lengths {lengths}", found)
+    return lengths, found
 
 
 def pages_seen(table: Tensor, pages: Tensor, lengths_q: list[int], lengths_k: list[int],
@@ -162,9 +147,6 @@ def tokens(pages: Tensor, used: list[Tensor], lengths: list[int]) -> list[Tensor
 def check_deterministic(q: Tensor) -> None:
     if q.is_cuda and not torch.are_deterministic_algorithms_enabled():
         raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True) here")
-
-
-# --- kernels ---
 
 
 class Choice(NamedTuple):
@@ -218,9 +200,8 @@ def kernel(
     B, Tq, H, D = q.shape
     compiled, alibi = torch.compiler.is_compiling(), request.slopes is not None
     # A side that hides nothing is none: more kernels have that.
-    window, right, dropout, plans = request.window, request.right, request.dropout, _plans
-    if window is not None and window >= Tk and cache != "paged":
-        window = None
+    window = request.window if cache == "paged" or (request.window or Tk) < Tk else None
+    right, dropout, plans = request.right, request.dropout, _plans
     if right != 0:
         right = 0 if Tq == 1 else None if right is None or right >= Tq - 1 else right
     if alibi and cache == "none" and Tq > Tk and right != 0 and (window or right):

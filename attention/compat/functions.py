@@ -1,10 +1,8 @@
-"""flash_attn_func and flash_attn_varlen_func, with their packed forms.
+"""flash_attn_func, flash_attn_varlen_func, their packed forms, and flash_attn_with_kvcache.
 
 Sequences of different lengths are segments of one call, if a CUDA kernel reads each by itself, else
-one call for each length (calls.texts). FlashAttention-3's keywords are accepted: what is not
-computed raises a ValueError (calls.REFUSED); what only tunes its kernels is ignored (HINTS).
-All floating dtypes run. Meta and fake tensors give results of the right shape.
-"""
+one call for each length (calls.texts). A cache is a view on CUDA and in pages, else rows. All
+floating dtypes run. Meta and fake tensors give results of the right shape."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from torch import Tensor
 from ..caps import must_be
 from ..masks import PagedView, StaticView, kept, symbolic
 from . import calls
-from .calls import NAMES, Request, Returned, dense, kernel, returned, shape_only, texts, wrong
+from .calls import NAMES, Returned, dense, kernel, returned, shape_only, texts, wrong
 from .rotary import rotate
 
 
@@ -43,7 +41,7 @@ def flash_attn_func(
     calls.check(q, k, v)
     if k.shape[0] != q.shape[0]:  # len() would be a constant in torch.export
         wrong("k", f"of q's batch of {q.shape[0]}", k)
-    request = Request.of(
+    request = calls.requested(
         q, k, v, q.shape[0], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         return_attn_probs or return_softmax_lse, fa3, deterministic)
     return returned(*dense(q, k, v, request), return_attn_probs)
@@ -72,7 +70,7 @@ def flash_attn_varlen_func(
     calls.integers(on, n, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     calls.integers(on, n - 1, seqused_q=seqused_q, seqused_k=seqused_k)
     calls.integers(on, n - 1, -1, block_table=block_table)
-    request = Request.of(
+    request = calls.requested(
         q, k, v, n - 1, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         return_attn_probs or return_softmax_lse, fa3, deterministic)
     one_call = seqused_q is seqused_k is None and (alibi_slopes is None or alibi_slopes.dim() == 1)
@@ -80,11 +78,9 @@ def flash_attn_varlen_func(
     square = one_call and cu_seqlens_q is cu_seqlens_k
     joined = shape_only(q) or (square and torch.compiler.is_compiling())
     if not joined:
-        lengths_q = calls.lengths_of("cu_seqlens_q", cu_seqlens_q, len(q))
         total = len(k) if block_table is None else None
-        lengths_k = calls.lengths_of("cu_seqlens_k", cu_seqlens_k, total)
-        used_q = calls.used_of("seqused_q", seqused_q, lengths_q)
-        used_k = calls.used_of("seqused_k", seqused_k, lengths_k)
+        lengths_q, used_q = calls.lengths_of("cu_seqlens_q", cu_seqlens_q, len(q), seqused_q)
+        lengths_k, used_k = calls.lengths_of("cu_seqlens_k", cu_seqlens_k, total, seqused_k)
         if one_call and lengths_q == lengths_k and q.is_cuda and not request.lse:
             backend, _ = kernel(q[None], len(k), k.shape[1], request, segments=True, dry=True)
             square = joined = "cuda" in backend.varlen
@@ -119,15 +115,10 @@ def _first(parts: tuple[Tensor, ...], used: list[int]) -> list[Tensor]:
     return [t if len(t) == n else t[:n] for t, n in zip(parts, used)]
 
 
-# --- packed forms ---
-
-
 def _packed(function: Any, names: str, layout: str) -> Any:
     """`function` of these names, of which q, k and v are one tensor or two, and of its options."""
     first = names.split()
     n, at = len(first), int(first[0] == "q")
-    known = signature(function).parameters
-    options = [known[name] for name in [*known][[*known].index("dropout_p") :]]
 
     def packed(*args: Any, **more: Any) -> Returned:
         own = [*args[:n], *(more.pop(name) for name in first[len(args) :])]
@@ -135,23 +126,21 @@ def _packed(function: Any, names: str, layout: str) -> Any:
         return function(*own[:at], *own[at].unbind(-3), *ends, *args[n:], **more)
 
     shown = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in first]
-    shown += [p for p in options if p.name != "block_table"]
+    shown += [p for p in signature(function).parameters.values() if p.name != "block_table"
+              and (p.default is not p.empty or p.kind is p.VAR_KEYWORD)]
     packed.__signature__ = Signature(shown)  # type: ignore[attr-defined]
     packed.__name__ = function.__name__.replace("func", f"{first[at]}packed_func")
     packed.__doc__ = f"{function.__name__}() with {layout}."
     return packed
 
 
-_ENDS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 flash_attn_kvpacked_func = _packed(flash_attn_func, "q kv", "kv (B, Tk, 2, Hkv, D)")
 flash_attn_qkvpacked_func = _packed(flash_attn_func, "qkv", "qkv (B, T, 3, H, D)")
 flash_attn_varlen_kvpacked_func = _packed(
-    flash_attn_varlen_func, f"q kv {_ENDS}", "kv (total_k, 2, Hkv, D)")
+    flash_attn_varlen_func, "q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+    "kv (total_k, 2, Hkv, D)")
 flash_attn_varlen_qkvpacked_func = _packed(
     flash_attn_varlen_func, "qkv cu_seqlens max_seqlen", "qkv (total, 3, H, D)")
-
-
-# --- a cache ---
 
 
 @torch.no_grad()
@@ -186,8 +175,8 @@ def flash_attn_with_kvcache(
     table = page_table if block_table is None else block_table
     calls.check(q, k_cache, v_cache, ("k_cache", "v_cache"), paged=table is not None)
     B, Tq, size, Hkv, on = q.shape[0], q.shape[1], k_cache.shape[1], k_cache.shape[2], q.device
-    request = Request.of(q, k_cache, v_cache, B, 0.0, softmax_scale, causal, window_size, softcap,
-                         alibi_slopes, return_softmax_lse, fa3)
+    request = calls.requested(q, k_cache, v_cache, B, 0.0, softmax_scale, causal, window_size,
+                              softcap, alibi_slopes, return_softmax_lse, fa3)
     if table is not None and (cache_seqlens is None or cache_batch_idx is not None):
         raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
     if (k is None) != (v is None):
@@ -197,11 +186,23 @@ def flash_attn_with_kvcache(
         if t is not None:
             must_be(name, t, (B, n_new, Hkv, q.shape[3]), on, (NAMES[q.dtype],))
     seqlens = cache_seqlens if isinstance(cache_seqlens, Tensor) else None
+    calls.integers(on, B, -1, block_table=table)
     calls.integers(on, B, cache_seqlens=seqlens, cache_batch_idx=cache_batch_idx,
                    cache_leftpad=cache_leftpad, rotary_seqlens=rotary_seqlens)
     wait = request.lse or cache_leftpad is not None
     before = size if cache_seqlens is None else cache_seqlens
-    lengths = _lengths(before, k_cache, n_new, B, table, cache_batch_idx, wait)
+    room, rows = size if table is None else size * table.shape[1], cache_batch_idx
+    if table is None and rows is None and len(k_cache) < B:
+        wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
+    chosen = [] if rows is None else calls.on_host(rows) or []
+    twice = n_new > 0 and len(set(chosen)) < len(chosen)
+    if twice or not all(0 <= row < len(k_cache) for row in chosen):
+        expected = f"in 0 .. {len(k_cache) - 1}, and different where k and v are written"
+        wrong("cache_batch_idx", expected, chosen)
+    lengths: Any = [before] * B if seqlens is None else calls.on_host(seqlens, wait)
+    for n in lengths or ():  # None: they are on a device, and the host does not wait for it
+        if not 0 <= n <= room - n_new:
+            wrong("cache_seqlens", f"in 0 .. {room} tokens, less {n_new} new ones", n)
     starts = [0] * B if cache_leftpad is None or symbolic(q) else cache_leftpad.tolist()
     beyond = any(not 0 <= a <= n for a, n in zip(starts, lengths or ()))
     if beyond or (cache_leftpad is not None and table is not None):
@@ -239,17 +240,16 @@ def flash_attn_with_kvcache(
         if copies and not ends and not torch.cuda.is_current_stream_capturing():
             ends = total.tolist()
 
-    rows = torch.arange(B, device=on) if cache_batch_idx is None else cache_batch_idx
     if table is not None:  # as wide as the longest text may be, with -1 for an absent page
         table = (table[:, : max(1, -(-max(ends) // size))] if ends else table).clamp(min=0)
     if k is not None and v is not None:
-        row, slot = rows[:, None], slot[:, :n_new]
+        slot, row = slot[:, :n_new], (torch.arange(B, device=on) if rows is None else rows)[:, None]
         if table is not None:
             row, slot = table.gather(1, (slot // size).long()), slot % size
         k_cache[row.long(), slot.long()] = k
         v_cache[row.long(), slot.long()] = v
     if table is None:
-        these = slice(B) if cache_batch_idx is None else rows
+        these = slice(B) if rows is None else rows
         k_cache, v_cache = k_cache[these], v_cache[these]
     if by_row and used is None and len({*zip(starts, ends)}) < 2:
         J = slice(*next(zip(starts, ends), (0, 0)))
@@ -267,29 +267,3 @@ def flash_attn_with_kvcache(
     slopes = {} if request.slopes is None else {"alibi_slopes": request.slopes}
     out = backend.compute(q, k_cache, v_cache, spec, cache=view, **slopes)
     return out.masked_fill(blind[..., None, None], 0)
-
-
-def _lengths(before: int | Tensor, k_cache: Tensor, n_new: int, B: int, table: Tensor | None,
-             rows: Tensor | None, wait: bool) -> list[int] | None:
-    """The lengths of B rows before n_new tokens are written; None: they are on a device, and the
-    host does not `wait` for it."""
-    n_rows, room = k_cache.shape[:2]
-    if table is not None:
-        calls.integers(k_cache.device, B, -1, block_table=table)
-        room *= table.shape[1]
-    elif rows is not None:
-        chosen = calls.on_host(rows) or []
-        twice = n_new > 0 and len(set(chosen)) < len(chosen)
-        if twice or not all(0 <= row < n_rows for row in chosen):
-            expected = f"in 0 .. {n_rows - 1}, and different where k and v are written"
-            wrong("cache_batch_idx", expected, chosen)
-    elif n_rows < B:
-        wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
-    if not isinstance(before, Tensor):
-        lengths: list[int] | None = [before] * B
-    else:
-        lengths = before.tolist() if wait and not symbolic(before) else calls.on_host(before)
-    for n in lengths or ():
-        if not 0 <= n <= room - n_new:
-            wrong("cache_seqlens", f"in 0 .. {room} tokens, less {n_new} new ones", n)
-    return lengths

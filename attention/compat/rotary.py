@@ -11,16 +11,15 @@ from torch import Tensor
 
 from ..caps import DTYPES, must_be
 from ..masks import symbolic
-from .calls import integers, lengths_of, wrong
+from .calls import lengths_of, wrong
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
     """x (..., T, H, D), its first 2 R dimensions rotated by the rows `at` (..., T) of cos and sin
     (n, R). Computes in float32 or better; the result has x's dtype."""
-    n, R = cos.shape if cos.dim() == 2 else (0, 0)
+    n, R = cos.shape
     if not 0 < 2 * R <= x.shape[-1]:
         wrong("rotary_cos", f"(positions, at most {x.shape[-1] // 2})", cos)
-    must_be("rotary_cos", cos, (n, R), x.device, DTYPES)
     must_be("rotary_sin", sin, (n, R), x.device, DTYPES)
     host = at.numel() and at.device.type == "cpu" and not symbolic(at)
     if host and not 0 <= at.min() <= at.max() < n:
@@ -44,21 +43,17 @@ def apply_rotary_emb(
     cos, sin: (positions, R), R at most D / 2; what is beyond 2 R dimensions stays. inplace: write
     to x, and return it. seqlen_offsets: each sequence's first position, one number or (B,)
     integers. max_seqlen is not read."""
-    dims = 4 if cu_seqlens is None else 3
-    if x.dim() != dims:
-        wrong("x", f"of {dims} dimensions, the last three tokens, heads and head_dim", x)
-    at = torch.arange(x.shape[-3], device=x.device)
-    B = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     first = torch.as_tensor(seqlen_offsets, device=x.device)
-    integers(x.device, B, seqlen_offsets=first if first.dim() else None)
     if cu_seqlens is None:
-        at = at + first.reshape(-1, 1)
+        _, T, _, _ = x.shape
+        at = torch.arange(T, device=x.device) + first.reshape(-1, 1)
     else:
-        integers(x.device, B + 1, cu_seqlens=cu_seqlens)
+        T, _, _ = x.shape
         if not symbolic(cu_seqlens):
-            lengths_of("cu_seqlens", cu_seqlens, len(x))
+            lengths_of("cu_seqlens", cu_seqlens, T)
+        at = torch.arange(T, device=x.device)
         row = torch.bucketize(at, cu_seqlens[1:], right=True)
-        at = at - cu_seqlens[row] + first.expand(B)[row]
+        at = at - cu_seqlens[row] + first.expand(len(cu_seqlens) - 1)[row]
     out = rotate(x, cos, sin, at, interleaved)
     return x.copy_(out) if inplace else out
 
@@ -81,10 +76,8 @@ def apply_rotary_emb_qkv_(
     return qkv
 
 
-def apply_rotary_emb_kv_(
-    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-) -> Tensor:
+def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
+                         seqlen_offsets: int | Tensor = 0) -> Tensor:
     """Rotate k in kv (B, T, 2, Hkv, D), in place."""
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
