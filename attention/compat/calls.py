@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -42,8 +42,7 @@ NO_MODE, PLAIN = nullcontext(), (bool, float, str, type(None))
 _spec = lru_cache(maxsize=4096)(Spec)
 _plans = Plans("auto")
 _seeded = Plans("auto")  # of the log-sum-exp with dropout, which few kernels have
-NEVER = None, 0
-_ran: dict[Key, tuple[Any, int]] = {}  # choice or error, calls
+_ran: defaultdict[Key, tuple[Any, int]] = defaultdict(lambda: (None, 0))  # choice or error, calls
 
 
 # The options that all functions share. Spec checks the ranges of the numbers.
@@ -67,8 +66,7 @@ def requested(
         if slopes.requires_grad:
             raise ValueError("alibi_slopes must not require gradients: they get none")
     left, right = [n if 0 <= n < NO_LIMIT else None for n in window]
-    # A constant, while torch.compile traces, not the symbol of any float.
-    traced = torch.compiler.is_compiling()
+    traced = torch.compiler.is_compiling()  # then a constant, not the symbol of any float
     number = (lambda x: math.ldexp(*math.frexp(float(x)))) if traced else float
     grad = q.requires_grad or k.requires_grad or v.requires_grad
     return Request(number(dropout), None if scale is None else number(scale),
@@ -234,12 +232,12 @@ def kernel(
     try:
         chosen = plans.choose(spec, device, (B, Tq, Tk), " (flash_attn functions)")
     except BackendUnavailable as e:
-        _ran[key] = str(e), _ran.get(key, NEVER)[1] + 1
+        _ran[key] = str(e), _ran[key][1] + 1
         raise
     if plans is _seeded:
         spec = replace(spec, dropout=request.dropout)
         key = spec.kind, device, deterministic
-    _ran[key] = chosen, _ran.get(key, NEVER)[1] + (not dry)
+    _ran[key] = chosen, _ran[key][1] + (not dry)
     return chosen.backend, spec
 
 
@@ -283,8 +281,7 @@ def texts(
     return outs, Ls
 
 
-def shape_only(t: Tensor) -> bool:
-    """True for meta and fake tensors: no kernel runs, or could."""
+def shape_only(t: Tensor) -> bool:  # meta and fake tensors: no kernel could run
     return symbolic(t) and not torch.compiler.is_compiling()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..caps import DTYPES, must_be
 from ..masks import symbolic
-from .calls import lengths_of, wrong
+from .calls import integers, lengths_of, wrong
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
@@ -43,7 +43,9 @@ def apply_rotary_emb(
     cos, sin: (positions, R), R at most D / 2; what is beyond 2 R dimensions stays. inplace: write
     to x, and return it. seqlen_offsets: each sequence's first position, one number or (B,)
     integers. max_seqlen is not read."""
+    B = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     first = torch.as_tensor(seqlen_offsets, device=x.device)
+    integers(x.device, B, seqlen_offsets=first if first.dim() else None)
     if cu_seqlens is None:
         _, T, _, _ = x.shape
         at = torch.arange(T, device=x.device) + first.reshape(-1, 1)
@@ -53,7 +55,7 @@ def apply_rotary_emb(
             lengths_of("cu_seqlens", cu_seqlens, T)
         at = torch.arange(T, device=x.device)
         row = torch.bucketize(at, cu_seqlens[1:], right=True)
-        at = at - cu_seqlens[row] + first.expand(len(cu_seqlens) - 1)[row]
+        at = at - cu_seqlens[row] + first.expand(B)[row]
     out = rotate(x, cos, sin, at, interleaved)
     return x.copy_(out) if inplace else out
 
