@@ -6,8 +6,7 @@ import sys
 
 from . import hf
 from .caps import Backend, BackendUnavailable, Caps, DeviceLost, Partial, Refusal
-from .compat import bert_padding
-from .compat.cache import flash_attn_with_kvcache
+from .compat import as_flash_attn, bert_padding
 from .compat.calls import report, use
 from .compat.functions import (
     flash_attn_func,
@@ -16,8 +15,8 @@ from .compat.functions import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
-from .compat.stand_in import as_flash_attn
 from .names import BACKENDS, RULES, check_name, get, is_code, packages, register
 from .plan import Call, Phase, Plan, Plans, fastest
 from .probabilities import weights

@@ -1,8 +1,43 @@
 """FlashAttention's API on any device: signatures, layouts, defaults and in-place effects of
 flash-attn 2.8 (Dao-AILab), over the backends of this package (docs/ATTENTION.md).
 
-functions  flash_attn_func, flash_attn_varlen_func and their packed forms
-cache      flash_attn_with_kvcache              rotary, bert_padding  as flash-attn's modules
-arguments  what is refused, before anything is written
-calls      use(), report(), and the kernel of each call
-"""
+functions  flash_attn_func and its kin          rotary, bert_padding  as flash-attn's modules
+calls      what is refused, use(), report(), and the kernel of each call"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+from . import bert_padding, functions, rotary
+
+
+def as_flash_attn() -> None:
+    """Let `import flash_attn` find these functions until the process ends, in a program that cannot
+    be changed. Call it before the program imports flash_attn.
+
+    flash_attn, its flash_attn_interface, bert_padding and layers.rotary have the public functions
+    of attention. Other modules and private functions raise ImportError, as in a build without
+    them; so does this call where flash-attn is installed.
+    """
+    known = sys.modules.get("flash_attn")
+    if getattr(known, "flash_attn_func", None) is functions.flash_attn_func:
+        return
+    if known is not None or ((spec := find_spec("flash_attn")) and spec.origin):
+        hint = "pip uninstall flash-attn, or import nanoattn's functions by name"
+        raise ImportError(f"flash-attn is installed: as_flash_attn() would hide it ({hint})")
+    public = {name: f for name, f in vars(functions).items() if name.startswith("flash_attn_")}
+    made = {name: ModuleType(name, "nanoattn's functions under flash-attn's name.")
+            for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.layers")}
+    for name, module in made.items():
+        # A spec without a loader: find_spec() works, and import_version() finds nothing installed.
+        vars(module).update({} if name == "flash_attn.layers" else public, __path__=[],
+                            __spec__=ModuleSpec(name, None, is_package=True))
+    made["flash_attn"].__version__ = "2.8.3"  # type: ignore[attr-defined]
+    made |= {"flash_attn.bert_padding": bert_padding, "flash_attn.layers.rotary": rotary}
+    sys.modules.update(made)
+    for name in [*made][1:]:
+        parent, _, last = name.rpartition(".")
+        setattr(made[parent], last, made[name])

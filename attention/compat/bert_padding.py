@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import wrong
+from .calls import wrong
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
@@ -16,8 +16,7 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Zeros (first_axis_dim, ...) with values (n, ...) in the rows of indices (n,) int64."""
-    zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
-    return zeros.index_copy(0, indices, values)
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
 def unpad_input(
@@ -26,11 +25,9 @@ def unpad_input(
     """Remove the padding of hidden_states (B, T, ...). The host waits for the device.
 
     attention_mask (B, T), bool or integers, has 1 for tokens and 0 for padding; unused_mask (B, T)
-    has 1 for places that are kept too but are not tokens. Other values are a ValueError.
-
-    Returns the kept rows (total, ...); their indices in (B * T) (total,) int64; cu_seqlens (B + 1,)
-    int32; the longest length; each sequence's tokens (B,) int32 (new in flash-attn 2.7).
-    """
+    has 1 for places that are kept but are no tokens. Other values are a ValueError. Returns the
+    kept rows (total, ...), their indices in (B * T) (total,) int64, cu_seqlens (B + 1,) int32, the
+    longest length, and each sequence's tokens (B,) int32 (new in flash-attn 2.7)."""
     spare = torch.zeros_like(attention_mask) if unused_mask is None else unused_mask
     kept = attention_mask.int() + spare.int()
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", spare)):
@@ -41,12 +38,11 @@ def unpad_input(
     lengths, used = kept.sum(-1, dtype=torch.int32), attention_mask.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    longest = int(lengths.max()) if len(lengths) else 0
     rows = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return rows, indices, cu_seqlens, longest, used
+    return rows, indices, cu_seqlens, max(lengths.tolist(), default=0), used
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen, ...) from the rows (total, ...) of unpad_input(), with zeros as padding."""
-    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
-    return rows.unflatten(0, (batch, seqlen))
+    out = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return out.unflatten(0, (batch, seqlen))

@@ -1,34 +1,150 @@
-"""The kernel of each call, and what ran since use(). Rows that see no key give zeros, and a
-log-sum-exp of -inf, where flash-attn has inf."""
+"""The arguments of flash-attn's functions, the kernel of each call, and what ran since use().
+
+A ValueError comes before anything is written. Values on a GPU are checked only where the host waits
+for them anyway: cu_seqlens, seqused, and cache_seqlens for a log-sum-exp or a cache_leftpad. Rows
+that see no key give zeros, and a log-sum-exp of -inf, where flash-attn has inf."""
 
 from __future__ import annotations
 
+import math
 import operator
+from collections import defaultdict, namedtuple
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import manual, tiled
-from ..caps import Backend, BackendUnavailable, Refusal
-from ..function import attention
-from ..masks import nothing, symbolic
+from ..caps import INTEGERS, Backend, BackendUnavailable, Refusal, must_be, shape_of
+from ..function import attention, not_compiled
+from ..machine.system import devices
+from ..masks import kept, nothing, symbolic
 from ..names import BACKENDS, RULES, check_name, get
 from ..plan import Key, Plans
 from ..select import select
-from ..spec import Policy, Spec
-from .arguments import NAMES, Request, wrong
+from ..spec import DTYPES, NO_LIMIT, Policy, Spec
 
+HINTS = ("max_seqlen_q", "num_splits", "pack_gqa", "scheduler_metadata", "sm_margin")
+REFUSED = {  # and what to do instead
+    "attention_chunk": "pass each chunk as a sequence of flash_attn_varlen_func",
+    "qv": "append it to q, v to k, and zeros to v, along head_dim",
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "multiply q, k and v by it"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k_new"), "flash_attn_varlen_func reads pages too"),
+}
+NAMES = {getattr(torch, name): name for name in DTYPES}
 Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
 NO_MODE, PLAIN = nullcontext(), (bool, float, str, type(None))
 _spec = lru_cache(maxsize=4096)(Spec)
 _plans = Plans("auto")
 _seeded = Plans("auto")  # of the log-sum-exp with dropout, which few kernels have
-_ran: dict[Key, list[Any]] = {}  # [choice or error, calls]
+_ran: defaultdict[Key, tuple[Any, int]] = defaultdict(lambda: (None, 0))  # choice or error, calls
+
+
+# The options that all functions share. Spec checks the ranges of the numbers.
+Request = namedtuple("Request", "dropout scale window right softcap lse grad slopes")
+
+
+def requested(
+    q: Tensor, k: Tensor, v: Tensor, B: int, dropout: Any, scale: Any, causal: bool, window: Any,
+    softcap: Any, slopes: Tensor | None, lse: bool, others: Any, deterministic: bool = False,
+) -> Request:
+    """`others` are HINTS, or REFUSED unless None, False or 0. B: sequences."""
+    for name, value in others.items():
+        if name not in REFUSED and name not in HINTS:
+            raise TypeError(f"unexpected keyword argument {name!r}")
+        if name in REFUSED and (isinstance(value, Tensor) or value not in (None, False, 0)):
+            raise ValueError(f"{name} is not supported; instead: {REFUSED[name]}")
+    if deterministic:
+        check_deterministic(q)
+    if slopes is not None:
+        must_be("alibi_slopes", slopes, (B, q.shape[-2])[-slopes.dim() :], q.device, ("float32",))
+        if slopes.requires_grad:
+            raise ValueError("alibi_slopes must not require gradients: they get none")
+    left, right = [n if 0 <= n < NO_LIMIT else None for n in window]
+    traced = torch.compiler.is_compiling()  # then a constant, not the symbol of any float
+    number = (lambda x: math.ldexp(*math.frexp(float(x)))) if traced else float
+    grad = q.requires_grad or k.requires_grad or v.requires_grad
+    return Request(number(dropout), None if scale is None else number(scale),
+                   None if left is None else left + 1, 0 if causal else right,
+                   number(softcap or 0) or None, lse, grad and torch.is_grad_enabled(), slopes)
+
+
+def wrong(name: str, expected: str, got: object) -> NoReturn:
+    raise ValueError(f"{name} must be {expected}, got {shape_of(got)}")
+
+
+def integers(on: object, *shape: int, **given: Tensor | None) -> None:
+    """Those that are given have this shape; -1: any size."""
+    for name, t in given.items():
+        if t is not None:
+            must_be(name, t, shape, on, INTEGERS)
+
+
+def on_host(t: Tensor, wait: bool = False) -> list[Any] | None:
+    return None if symbolic(t) or not (wait or t.device.type == "cpu") else t.tolist()
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *,
+          dims: int = 4, paged: bool = False) -> None:
+    """q of so many dimensions, k and v too or pages; heads that divide q's; the rest alike."""
+    if q.dim() != dims or q.dtype not in NAMES or not (q.shape[-1] and q.shape[-2]):
+        layout = "total tokens" if dims == 3 else "batch, tokens"
+        wrong("q", f"({layout}, heads, head_dim) of {' or '.join(DTYPES)}", q)
+    Hkv, alike = k.shape[-2], (q.device, (NAMES[q.dtype],))
+    must_be(names[0], k, (*[-1] * (2 if paged else dims - 2), Hkv, q.shape[-1]), *alike)
+    must_be(names[1], v, k.shape, *alike)
+    if not Hkv or q.shape[-2] % Hkv:
+        wrong(names[0], f"of heads that divide q's {q.shape[-2]}", k)
+
+
+@not_compiled
+@kept
+def _read(t: Tensor) -> list[int]:
+    return t.tolist()  # waits for the device, once per tensor
+
+
+def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
+               used: Tensor | None = None) -> tuple[list[int], list[int]]:
+    """The lengths of sequences of `total` tokens, and the first tokens of each that are used."""
+    ends = _read(cu_seqlens)
+    if ends[:1] != [0] or sorted(ends) != ends or total not in (None, ends[-1]):
+        wrong(name, f"ascending from 0 to the number of tokens ({total})", ends)
+    lengths = [b - a for a, b in pairwise(ends)]
+    found = lengths if used is None else _read(used)
+    if not all(0 <= n <= length for n, length in zip(found, lengths)):
+        wrong(name.replace("cu_seqlens", "seqused"), f"from 0 to the lengths {lengths}", found)
+    return lengths, found
+
+
+def pages_seen(table: Tensor, pages: Tensor, lengths_q: list[int], lengths_k: list[int],
+               window: int | None) -> list[Tensor]:
+    """Each row's pages from the first one that its queries see: -1 marks an absent page."""
+    n_pages, size = pages.shape[:2]
+    rows = []
+    for row, Tq, Tk in zip(table, lengths_q, lengths_k, strict=True):
+        first = 0 if window is None else max(0, Tk - Tq - window + 1) // size
+        rows.append(row[first : -(-Tk // size)])
+        if -(-Tk // size) > len(row):
+            wrong("cu_seqlens_k", f"of at most {len(row) * size} tokens a row of block_table", Tk)
+        if not all(0 <= page < n_pages for page in on_host(rows[-1]) or ()):
+            wrong("block_table", f"pages of 0 .. {n_pages - 1} where there are tokens", row)
+    return rows
+
+
+def tokens(pages: Tensor, used: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    """The tokens (n, Hkv, D) in each row's used pages, of pages (pages, page_size, Hkv, D)."""
+    size = pages.shape[1]
+    return [pages[u].flatten(0, 1)[: len(u) * size - -n % size] for u, n in zip(used, lengths)]
+
+
+def check_deterministic(q: Tensor) -> None:
+    if q.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True) here")
 
 
 class Choice(NamedTuple):
@@ -38,8 +154,7 @@ class Choice(NamedTuple):
     policy: Policy
 
     def __repr__(self) -> str:
-        device = "mps" if torch.backends.mps.is_available() else "cpu"
-        device = "cuda" if torch.cuda.is_available() else device
+        device = next(d for d in ("cuda", "mps", "cpu") if d in devices())
         spec = Spec(1, 1, 64, "float32" if device == "cpu" else "float16", grad=False)
         try:
             return str(select(self.backend, spec, device, self.policy))
@@ -64,28 +179,27 @@ def report() -> str:
     for key, (chosen, n) in (known | _ran).items():
         if not n and (len(key) > 3 or not chosen.traced):  # or the values of a traced call
             continue
-        kind, device, _ = key
         calls = f"{n} calls" if n else "traced by torch.compile, calls not counted"
         if isinstance(chosen, str):
-            lines.append(f"{kind} on {device}: {calls} refused: {chosen}")
-            continue
-        name, kernels = chosen.backend.name, ", ".join(chosen.kernels) or "plain operators"
-        lost = "".join(f"; {x} refused: {'; '.join(why)}" for x, why in chosen.rejected.items())
-        lines.append(f"{kind} on {device}: {name} (kernel: {kernels}), {calls}{lost}")
+            ran = f"{calls} refused: {chosen}"
+        else:
+            kernels = ", ".join(chosen.kernels) or "plain operators"
+            lost = [f"; {x} refused: {'; '.join(why)}" for x, why in chosen.rejected.items()]
+            ran = f"{chosen.backend.name} (kernel: {kernels}), {calls}{''.join(lost)}"
+        lines.append(f"{key[0]} on {key[1]}: {ran}")
     return "\n".join(lines) or "no call since use()"
 
 
 def kernel(
     q: Tensor, Tk: int, Hkv: int, request: Request, *, segments: bool = False, cache: str = "none",
-    page_size: int | None = None, shapes: bool = False, dry: bool = False,
+    page_size: int | None = None, dry: bool = False,
 ) -> tuple[Backend, Spec]:
     """The kernel and the Spec of a call with Tk keys of Hkv heads; `dry`: it may not be run."""
     B, Tq, H, D = q.shape
     compiled, alibi = torch.compiler.is_compiling(), request.slopes is not None
     # A side that hides nothing is none: more kernels have that.
-    window, right, dropout, plans = request.window, request.right, request.dropout, _plans
-    if window is not None and window >= Tk and cache != "paged":
-        window = None
+    window = request.window if cache == "paged" or (request.window or Tk) < Tk else None
+    right, dropout, plans = request.right, request.dropout, _plans
     if right != 0:
         right = 0 if Tq == 1 else None if right is None or right >= Tq - 1 else right
     if alibi and cache == "none" and Tq > Tk and right != 0 and (window or right):
@@ -107,7 +221,7 @@ def kernel(
         call = plans.known[traced][0]
         return call.chosen.backend, call.spec
     spec = _spec(*fields)
-    if shapes:
+    if shape_only(q):
         return (tiled if request.lse else manual).BACKEND, spec
     key = spec.kind, device, deterministic
     if plans is _seeded and key not in plans.known:
@@ -118,15 +232,12 @@ def kernel(
     try:
         chosen = plans.choose(spec, device, (B, Tq, Tk), " (flash_attn functions)")
     except BackendUnavailable as e:
-        _ran[key] = [str(e), _ran.get(key, ["", 0])[1] + 1]
+        _ran[key] = str(e), _ran[key][1] + 1
         raise
     if plans is _seeded:
         spec = replace(spec, dropout=request.dropout)
         key = spec.kind, device, deterministic
-    row = _ran.get(key)
-    if row is None or row[0] is not chosen:
-        row = _ran[key] = [chosen, 0 if row is None else row[1]]
-    row[1] += not dry
+    _ran[key] = chosen, _ran[key][1] + (not dry)
     return chosen.backend, spec
 
 
@@ -137,16 +248,11 @@ def dense(
     if not (q.numel() and k.numel()):
         out, L = nothing(q, k, v, None, lse=True)
         return out, L.float() if request.lse else None
-    more = {} if segments is None else {"segments": segments}
+    more: dict[str, Any] = {} if segments is None else {"segments": segments}
     if request.slopes is not None:
         more["alibi_slopes"] = request.slopes
-    shapes = shape_only(q)
-    backend, spec = kernel(
-        q, k.shape[1], k.shape[2], request, segments=segments is not None, shapes=shapes
-    )
-    if not (shapes or request.lse):
-        return backend.compute(q, k, v, spec, **more), None
-    with getattr(q, "fake_mode", NO_MODE) if shapes else NO_MODE:
+    backend, spec = kernel(q, k.shape[1], k.shape[2], request, segments=segments is not None)
+    with getattr(q, "fake_mode", NO_MODE) if shape_only(q) else NO_MODE:
         if not request.lse:
             return backend.compute(q, k, v, spec, **more), None
         if spec.dropout:
@@ -175,8 +281,7 @@ def texts(
     return outs, Ls
 
 
-def shape_only(t: Tensor) -> bool:
-    """True for meta and fake tensors: no kernel runs, or could."""
+def shape_only(t: Tensor) -> bool:  # meta and fake tensors: no kernel could run
     return symbolic(t) and not torch.compiler.is_compiling()
 
 

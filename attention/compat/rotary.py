@@ -9,18 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..caps import DTYPES, INTEGERS, must_be
+from ..caps import DTYPES, must_be
 from ..masks import symbolic
-from .arguments import lengths_of, wrong
+from .calls import integers, lengths_of, wrong
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
     """x (..., T, H, D), its first 2 R dimensions rotated by the rows `at` (..., T) of cos and sin
     (n, R). Computes in float32 or better; the result has x's dtype."""
-    n, R = cos.shape if cos.dim() == 2 else (0, 0)
+    n, R = cos.shape
     if not 0 < 2 * R <= x.shape[-1]:
         wrong("rotary_cos", f"(positions, at most {x.shape[-1] // 2})", cos)
-    must_be("rotary_cos", cos, (n, R), x.device, DTYPES)
     must_be("rotary_sin", sin, (n, R), x.device, DTYPES)
     host = at.numel() and at.device.type == "cpu" and not symbolic(at)
     if host and not 0 <= at.min() <= at.max() < n:
@@ -41,28 +40,22 @@ def apply_rotary_emb(
 ) -> Tensor:
     """x (B, T, H, D), or with cu_seqlens (B + 1,) int32 (total, H, D), rotated.
 
-    Args:
-        cos, sin: (positions, R), R at most D / 2; what is beyond 2 R dimensions stays.
-        inplace: write to x, and return it.
-        seqlen_offsets: each sequence's first position: one number or (B,) integers.
-        max_seqlen: not read.
-    """
-    dims = 4 if cu_seqlens is None else 3
-    if x.dim() != dims:
-        wrong("x", f"of {dims} dimensions, the last three tokens, heads and head_dim", x)
-    at = torch.arange(x.shape[-3], device=x.device)
+    cos, sin: (positions, R), R at most D / 2; what is beyond 2 R dimensions stays. inplace: write
+    to x, and return it. seqlen_offsets: each sequence's first position, one number or (B,)
+    integers. max_seqlen is not read."""
     B = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     first = torch.as_tensor(seqlen_offsets, device=x.device)
-    if first.dim():
-        must_be("seqlen_offsets", first, (B,), x.device, INTEGERS)
+    integers(x.device, B, seqlen_offsets=first if first.dim() else None)
     if cu_seqlens is None:
-        at = at + (first[:, None] if first.dim() else first)
+        _, T, _, _ = x.shape
+        at = torch.arange(T, device=x.device) + first.reshape(-1, 1)
     else:
-        must_be("cu_seqlens", cu_seqlens, (B + 1,), x.device, INTEGERS)
+        T, _, _ = x.shape
         if not symbolic(cu_seqlens):
-            lengths_of("cu_seqlens", cu_seqlens, len(x))
+            lengths_of("cu_seqlens", cu_seqlens, T)
+        at = torch.arange(T, device=x.device)
         row = torch.bucketize(at, cu_seqlens[1:], right=True)
-        at = at - cu_seqlens[row] + (first[row] if first.dim() else first)
+        at = at - cu_seqlens[row] + first.expand(B)[row]
     out = rotate(x, cos, sin, at, interleaved)
     return x.copy_(out) if inplace else out
 
@@ -79,16 +72,14 @@ def apply_rotary_emb_qkv_(
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     else:
         q, k, _ = qkv.tensor_split((num_heads_q, (qkv.shape[2] + num_heads_q) // 2), dim=2)
-    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
-    cos, sin = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    apply_rotary_emb(k, cos, sin, interleaved, True, seqlen_offsets)
+    tables = (cos, sin), (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+    for t, table in zip((q, k), tables):
+        apply_rotary_emb(t, *table, interleaved, True, seqlen_offsets)
     return qkv
 
 
-def apply_rotary_emb_kv_(
-    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-) -> Tensor:
+def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
+                         seqlen_offsets: int | Tensor = 0) -> Tensor:
     """Rotate k in kv (B, T, 2, Hkv, D), in place."""
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv

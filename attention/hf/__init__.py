@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import BackendUnavailable
-from ..compat.arguments import check_deterministic
+from ..compat.calls import check_deterministic
 from ..machine.system import autocast_dtype
 from ..masks import kept, symbolic
 from ..names import BACKENDS, RULES, get, is_backend, is_code
