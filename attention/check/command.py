@@ -70,8 +70,8 @@ class Answer:
 
 
 def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequence[Refusal]]:
-    """The item's Spec as the backend takes it, or why it does not: cases also run without gradients
-    and, as properties, at the nearest head_dim, page size and dropout."""
+    """The item's Spec as the backend takes it (a case also without gradients; both at the nearest
+    head_dim, page size and dropout), or why it does not."""
     spec = item.spec
     specs = [spec, replace(spec, grad=False)] if item.case else [spec]
     for row in backend.caps if not item.case or item.case.D == Case.D else ():
@@ -100,8 +100,8 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Answer
 
 def untested(caps: Iterable[Caps], ran: Sequence[tuple[Spec, bool]], machine: Machine,
              dtypes: Sequence[str]) -> list[str]:
-    """Capabilities that a row of Caps declares for this machine and these dtypes, and that no test
-    used. `ran` has each test's Spec, and True if it was deterministic."""
+    """What Caps declare for this machine and these dtypes, and no test used. `ran` has each test's
+    Spec, and True if it was deterministic."""
     missing: dict[str, None] = {}
     elsewhere = {"device", "torch", "interpreted", "packages", "capability"}
     for row in caps:
@@ -217,7 +217,6 @@ def check(
 
 
 def script(name: str, item: Item, device: str, answer: Answer, length: int) -> str:
-    """What repeats the item's failure: a script of a case, the command of a property."""
     name = os.path.abspath(name) if os.path.exists(name) else name
     if item.case is None:
         return of_property(name, item.name, item.spec.dtype, device, length)
@@ -226,7 +225,7 @@ def script(name: str, item: Item, device: str, answer: Answer, length: int) -> s
 
 
 def in_one_line(reasons: Sequence[str]) -> str:
-    """Reasons that differ in a few words: "it takes a head_dim up to 64, not 72/80/128"."""
+    """As in "it takes a head_dim up to 64, not 72/80/128"."""
     words = [re.sub(r" \(got[^)]*\)", "", reason).split() for reason in reasons]
     if len({len(of_one) for of_one in words}) > 1:
         return "; ".join(dict.fromkeys(map(" ".join, words)))
@@ -236,15 +235,16 @@ def in_one_line(reasons: Sequence[str]) -> str:
 def text(report: Report) -> str:
     on = "; ".join(f"{device}: {name}" for device, name in report.machine.items())
     lines = [f"{report.backend} ({report.title})", f"{on}; torch {report.torch}", ""]
-    others = [row for row in report.features if row not in (*FEATURES, "total")]
-    rows = [row for row in (*FEATURES, *others, "total") if row in report.features]
-    cells = [[row, *(str(n or "-") for n in report.features[row].values())] for row in rows]
+    others = sorted({*report.features} - {*FEATURES, "total"})
+    cells = [[row, *(str(n or "-") for n in report.features[row].values())]
+             for row in (*FEATURES, *others, "total") if row in report.features]
     lines += [*aligned([["", *VERDICTS.values()], *cells], ">"), ""]
-    lines += ["Refused, as its Caps declare:"] * bool(report.refusals)
-    for kind in dict.fromkeys(why.kind for why in report.refusals):
-        reasons = [why for why in report.refusals if why.kind == kind]
-        lines += [f"  {sum(report.refusals[w] for w in reasons):>4}  {in_one_line(reasons)}"]
-    lines += [""] * bool(report.refusals)
+    refused: dict[str, list[Refusal]] = {}
+    for why in report.refusals:
+        refused.setdefault(why.kind, []).append(why)
+    lines += ["Refused, as its Caps declare:"] * bool(refused)
+    lines += [f"  {sum(report.refusals[why] for why in reasons):>4}  {in_one_line(reasons)}"
+              for reasons in refused.values()] + [""] * bool(refused)
     lines += [f"declared, not tested: {name}" for name in report.untested]
     failures, total = report.failures, report.features["total"]
     ran = total["passed"] + total["failed"]

@@ -26,7 +26,7 @@ from .program import cast, program
 
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterator[Item]:
-    """All properties; the last are those at `length` tokens (0: none) and the limits of `caps`."""
+    """All; the last are those at `length` tokens (0: none) and the limits of `caps`."""
 
     def each(name: str, feature: str, ask: Callable[..., None], *several: Fields,
              deterministic: bool = False, **options: Any) -> Iterator[Item]:
@@ -206,9 +206,8 @@ def together(x: Tensor) -> Tensor:
 
 
 def rate(Tq: int, Tk: int, B: int, backend: Backend, spec: Spec, device: str) -> None:
-    """A fraction p of the probabilities is dropped; the rest is divided by 1 - p. Each entry is
-    dropped as often. Two entries any number of calls, texts, queries, heads and keys apart are
-    dropped together as often as by chance."""
+    """A fraction p is dropped, each entry as often, and the rest is divided by 1 - p. Entries any
+    number of calls, texts, queries, heads and keys apart are dropped together by chance alone."""
     p, quiet, given = spec.dropout, replace(spec, grad=False), draw(spec, device, Tk, Tq, B)
     P = weights(backend, given, replace(quiet, dropout=0.0), 0)
     there, eps = P != 0, torch.finfo(P.dtype).eps
@@ -231,15 +230,14 @@ def rate(Tq: int, Tk: int, B: int, backend: Backend, spec: Spec, device: str) ->
     bound = most + (most**2 + 2 * tail * variance**2 * pairs).sqrt() + 1e-6 * total
     excess = product.abs() - bound
     excess.view(-1)[0] = 0  # not shifted
-    axes = "calls", "rows of the batch", "queries", "heads", "keys"
-    shift = zip(torch.unravel_index(excess.argmax(), excess.shape), excess.shape, axes)
-    apart = ", ".join(f"{int(i) - n * (i > n // 2)} {name}" for i, n, name in shift if i)
+    axes = zip(("calls", "rows of the batch", "queries", "heads", "keys"), excess.shape)
+    shift = zip(torch.unravel_index(excess.argmax(), excess.shape), axes)
+    apart = ", ".join(f"{int(i) - n * (i > n // 2)} {name}" for i, (name, n) in shift if i)
     require(excess.max() <= 0, f"entries {apart} apart are dropped together")
 
 
 def replay(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
-    """The same seed gives the same mask M, forward and backward; the results match P M / (1 - p).
-    Two calls have different masks."""
+    """One seed gives one mask, forward and backward; two calls have different masks."""
     given = draw(spec, device, Tk, Tq, B=4 if Tk < 64 else 1)
     quiet = replace(spec, grad=False)
     kept = weights(backend, given, quiet, 5) != 0  # (B, Tq, H, Tk)
