@@ -1,9 +1,7 @@
 """python -m attention check my_kernel.py: run every correctness test on one backend.
 
-Compares outputs and gradients with float64 (matrix.py) and tests properties (properties.py), on
-each device here and in each declared dtype. Prints a script that reproduces the first failure. Exit
-code: 0 if all passed, 1 if a test failed or a declared capability was not tested, 2 for a wrong
-command line.
+On each device here and in each declared dtype. Prints a script that reproduces the first failure.
+Exit code: 1 if a test failed or a declared capability was not tested, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ VERDICTS = {"right": "passed", "wrong": "failed", "refused": "refused"}  # colum
 
 def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
           caps: Sequence[Caps] = ()) -> Iterator[Item]:
-    """All tests: cases from simple to complex (quick: those of matrix.SAMPLE), then the other
-    properties, with those of `length` tokens and of the limits in `caps`."""
+    """All tests: cases, the simple ones first (quick: matrix.SAMPLE), then properties()."""
     cases = matrix.in_order()[: len(matrix.SAMPLE) if quick else None]
     for dtype in dtypes:
         for case in cases:
@@ -67,14 +64,14 @@ class Answer:
     """The result of one test."""
 
     verdict: str  # "right", "wrong" or "refused"
-    why: tuple[Refusal | str, ...] = ()
-    spec: Spec | None = None  # with which it ran
+    why: tuple[Refusal | str, ...]
+    spec: Spec  # with which it ran, or would have
     failed: Spec | None = None  # of the run with wrong numbers
 
 
 def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequence[Refusal]]:
-    """The item's Spec as the backend takes it, or why it does not: cases also run without gradients
-    and, as properties, at the nearest head_dim, page size and dropout."""
+    """The item's Spec as the backend takes it (a case also without gradients; both at the nearest
+    head_dim, page size and dropout), or why it does not."""
     spec = item.spec
     specs = [spec, replace(spec, grad=False)] if item.case else [spec]
     for row in backend.caps if not item.case or item.case.D == Case.D else ():
@@ -93,7 +90,7 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Answer
     """Run one test. An exception of the kernel is not caught: CUDA may be unusable after it."""
     spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
     if why:
-        return Answer("refused", tuple(why))
+        return Answer("refused", tuple(why), spec)
     try:
         item.ask(backend, spec, device)
     except AssertionError as e:
@@ -103,27 +100,28 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Answer
 
 def untested(caps: Iterable[Caps], ran: Sequence[tuple[Spec, bool]], machine: Machine,
              dtypes: Sequence[str]) -> list[str]:
-    """Capabilities that a row of Caps declares for this machine and these dtypes, and that no test
-    used. `ran` has each test's Spec, and True if it was deterministic."""
+    """What Caps declare for this machine and these dtypes, and no test used. `ran` has each test's
+    Spec, and True if it was deterministic."""
     missing: dict[str, None] = {}
+    elsewhere = {"device", "torch", "interpreted", "packages", "capability"}
     for row in caps:
         refusals = row.why_not(Spec(1, 1, 64, row.dtypes[0]), machine)
-        here = {"device", "torch", "interpreted", "packages", "capability"}.isdisjoint(
-            refusal.kind for refusal in refusals)
         tested = [dtype for dtype in row.dtypes if dtype in dtypes]
-        declared = [*tested, *(name for name in LACKS if getattr(row, name))]
-        declared += [f"cache '{cache}'" for cache in row.caches]
-        declared += [f"head_dim {row.head_dim_max}"] * bool(row.head_dim_max)
-        declared += [f"page_size {row.page_multiple}"] * ("paged" in row.caches)
-        declared += ["deterministic"] * (row.deterministic and row.grad)
+        if not tested or elsewhere & {refusal.kind for refusal in refusals}:
+            continue
+        declared = [*tested, *(name for name in LACKS if getattr(row, name)),
+                    *(f"cache '{cache}'" for cache in row.caches),
+                    *[f"head_dim {row.head_dim_max}"] * bool(row.head_dim_max),
+                    *[f"page_size {row.page_multiple}"] * ("paged" in row.caches),
+                    *["deterministic"] * (row.deterministic and row.grad)]
         used: set[str] = set()
         for spec, deterministic in ran:
             if not row.why_not(spec, replace(machine, deterministic=deterministic)):
                 used |= {name for name in LACKS if getattr(spec, name)}
-                used |= {"right"} if spec.right is None else set()
                 used |= {spec.dtype, f"cache '{spec.cache}'", f"head_dim {spec.head_dim}",
-                         f"page_size {spec.page_size}", "deterministic" * deterministic}
-        missing |= dict.fromkeys(x for x in declared if here and tested and x not in used)
+                         f"page_size {spec.page_size}", "deterministic" * deterministic,
+                         "right" * (spec.right is None)}
+        missing |= dict.fromkeys(name for name in declared if name not in used)
     return [*missing]
 
 
@@ -131,13 +129,12 @@ def untested(caps: Iterable[Caps], ran: Sequence[tuple[Spec, bool]], machine: Ma
 class Report:
     """Results of a check; --json prints them as a dict."""
 
-    name: str  # as given on the command line
     backend: str
     title: str
     machine: dict[str, str]  # device -> its name
     torch: str
-    quick: bool = False
-    length: int = 0  # tokens of the longest sequence
+    quick: bool
+    length: int  # tokens of the longest sequence
     # "total", "float32, cpu", "window", ... -> number of tests "passed", "failed" and "refused"
     features: dict[str, dict[str, int]] = field(default_factory=dict)
     refusals: Counter[Refusal] = field(default_factory=Counter)  # number of tests
@@ -148,16 +145,13 @@ class Report:
     seconds: float = 0.0
 
     def add(self, item: Item, device: str, answer: Answer) -> None:
-        dtype, rows = item.spec.dtype, ["total", *item.features]
-        if answer.verdict == "refused":
-            self.refusals.update(why for why in answer.why if isinstance(why, Refusal))
-        elif answer.verdict == "wrong":
-            why = "; ".join(answer.why)
-            failure = {"what": item.name, "dtype": dtype, "device": device, "why": why}
-            self.failures.append(failure)
-        elif item.case and answer.spec and answer.spec.grad:
-            rows.append("gradients")
-        for row in (*rows, f"{dtype}, {device}"):
+        dtype, wrong = item.spec.dtype, answer.verdict == "wrong"
+        rows = ["total", *item.features, f"{dtype}, {device}"]
+        rows += ["gradients"] * (answer.verdict == "right" and bool(item.case and answer.spec.grad))
+        self.refusals.update(why for why in answer.why if isinstance(why, Refusal))
+        self.failures += [{"what": item.name, "dtype": dtype, "device": device,
+                           "why": "; ".join(answer.why)}] * wrong
+        for row in rows:
             counts = self.features.setdefault(row, dict.fromkeys(VERDICTS.values(), 0))
             counts[VERDICTS[answer.verdict]] += 1
 
@@ -172,12 +166,8 @@ def check(
     first: bool = False, length: int = 0, test: str = "",
     watch: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Report:
-    """Run every test on a backend, given by its name, alias or file.
-
-    Args:
-        first: stop at the first failure.
-        test: the name of the only test to run.
-        watch: called before each test with the number done, the total, and the test's name.
+    """Run every test (`test`: one, by its name; `first`: up to the first failure) on a backend,
+    given by its name, alias or file. `watch` hears of each: how many are done, of all, its name.
 
     Raises:
         ValueError: unknown backend or test, or a file that defines none.
@@ -193,43 +183,40 @@ def check(
     todo = [(d, i) for d, i in itertools.product(devices, tests) if test in ("", i.name)]
     if not todo:
         raise ValueError(f"unknown test {test!r}")
-    longest = max([length, *(item.case.Tk for _, item in todo if item.case)])
-    names = {device: machine.name for device, machine in here.items()}
-    report = Report(name, backend.name, backend.title, names, torch.__version__, length=longest)
-    report.quick = quick or bool(test)
+    report = Report(
+        backend.name, backend.title, {device: machine.name for device, machine in here.items()},
+        torch.__version__, quick or bool(test),
+        max([length, *(item.case.Tk for _, item in todo if item.case)]))
     ran: dict[str, list[tuple[Spec, bool]]] = {device: [] for device in devices}
-    lost = False
     for n, (device, item) in enumerate(todo):
         watch(n, len(todo), f"{item.name}, {item.spec.dtype}, {device}")
+        forked, lost = partial(torch.random.fork_rng, [device] * (device[:4] == "cuda")), False
         try:
-            with settings_stay(), torch.random.fork_rng([device] if device[:4] == "cuda" else []):
+            with settings_stay(), forked():
                 answer = judge(backend, item, here[device], device)
         except (*KERNEL_ERRORS, GeneratorExit) as e:  # its Caps declare the Spec
-            spec = fitted(item, backend, here[device])[0]
+            spec, lost = fitted(item, backend, here[device])[0], loses_device(e)
             answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",), spec)
-            lost = loses_device(e)  # every later test would fail
-        report.add(item, device, answer)
-        if answer.spec:
-            ran[device].append((answer.spec, item.deterministic))
         if answer.verdict == "wrong" and not report.script:
-            assert answer.spec is not None
             report.script = script(name, item, device, answer, length)
-            with torch.random.fork_rng([device] if device[:4] == "cuda" else []):
-                report.mistake = [] if lost else named(backend, item, answer.spec, device)
-        if lost or (first and report.failures):
+            if not lost:
+                with forked():
+                    report.mistake = named(backend, item, answer.spec, device)
+        report.add(item, device, answer)
+        if answer.verdict != "refused":
+            ran[device].append((answer.spec, item.deterministic))
+        if lost or (first and report.failures):  # after a loss every later test would fail
             break
     else:
-        for device, specs in () if test else ran.items():
-            found = untested(backend.caps, specs, here[device], dtypes)
-            report.untested += [f"{capability} on {device}" for capability in found]
+        report.untested = [
+            f"{capability} on {device}" for device in ([] if test else devices)
+            for capability in untested(backend.caps, ran[device], here[device], dtypes)]
     watch(len(todo), len(todo), "done")
     report.seconds = time.monotonic() - began
     return report
 
 
 def script(name: str, item: Item, device: str, answer: Answer, length: int) -> str:
-    """What repeats the item's failure: a script of a case, the command of a property."""
-    assert answer.spec is not None
     name = os.path.abspath(name) if os.path.exists(name) else name
     if item.case is None:
         return of_property(name, item.name, item.spec.dtype, device, length)
@@ -238,7 +225,7 @@ def script(name: str, item: Item, device: str, answer: Answer, length: int) -> s
 
 
 def in_one_line(reasons: Sequence[str]) -> str:
-    """Reasons that differ in a few words: "it takes a head_dim up to 64, not 72/80/128"."""
+    """As in "it takes a head_dim up to 64, not 72/80/128"."""
     words = [re.sub(r" \(got[^)]*\)", "", reason).split() for reason in reasons]
     if len({len(of_one) for of_one in words}) > 1:
         return "; ".join(dict.fromkeys(map(" ".join, words)))
@@ -248,33 +235,33 @@ def in_one_line(reasons: Sequence[str]) -> str:
 def text(report: Report) -> str:
     on = "; ".join(f"{device}: {name}" for device, name in report.machine.items())
     lines = [f"{report.backend} ({report.title})", f"{on}; torch {report.torch}", ""]
-    others = [row for row in report.features if row not in (*FEATURES, "total")]
-    rows = [row for row in (*FEATURES, *others, "total") if row in report.features]
-    cells = [[row, *(str(n or "-") for n in report.features[row].values())] for row in rows]
-    lines += aligned([["", *VERDICTS.values()], *cells], ">")
-    if report.refusals:
-        lines += ["", "Refused, as its Caps declare:"]
-        for kind in dict.fromkeys(why.kind for why in report.refusals):
-            reasons = [why for why in report.refusals if why.kind == kind]
-            n = sum(report.refusals[why] for why in reasons)
-            lines += [f"  {n:>4}  {in_one_line(reasons)}"]
+    others = sorted({*report.features} - {*FEATURES, "total"})
+    cells = [[row, *(str(n or "-") for n in report.features[row].values())]
+             for row in (*FEATURES, *others, "total") if row in report.features]
+    lines += [*aligned([["", *VERDICTS.values()], *cells], ">"), ""]
+    refused: dict[str, list[Refusal]] = {}
+    for why in report.refusals:
+        refused.setdefault(why.kind, []).append(why)
+    lines += ["Refused, as its Caps declare:"] * bool(refused)
+    lines += [f"  {sum(report.refusals[why] for why in reasons):>4}  {in_one_line(reasons)}"
+              for reasons in refused.values()] + [""] * bool(refused)
+    lines += [f"declared, not tested: {name}" for name in report.untested]
     failures, total = report.failures, report.features["total"]
     ran = total["passed"] + total["failed"]
     if not ran:
-        return "\n".join([*lines, "", "It refused every test."])
-    lines += ["", *(f"declared, not tested: {name}" for name in report.untested)]
-    if not failures:
-        right = "Everything it declares is right." if not report.untested else "The rest is right."
-        if report.quick:
-            right = f"A sample of {ran} cases passed."
+        lines += ["It refused every test."]
+    elif failures:
+        lines += [f"{len(failures)} of {ran} failed:"]
+        lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]
+        lines += [f"  and {len(failures) - 10} more (--json lists all)"] * (len(failures) > 10)
+        lines += ["", *report.mistake, *[""] * bool(report.mistake)]
+        lines += ["To repeat the first failure:", "", report.script]
+    else:
+        right = f"A sample of {ran} cases passed." if report.quick else (
+            "The rest is right." if report.untested else "Everything it declares is right.")
         lines += [f"{right} {report.seconds:.0f} s.",
                   f"(Up to {report.length:,} tokens; --length=N looks further.)"]
-        return "\n".join(lines)
-    lines += [f"{len(failures)} of {ran} failed:"]
-    lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]
-    lines += [f"  and {len(failures) - 10} more (--json lists all)"] * (len(failures) > 10)
-    lines += ["", *report.mistake] if report.mistake else []
-    return "\n".join([*lines, "", "To repeat the first failure:", "", report.script])
+    return "\n".join(lines)
 
 
 def progress(done: int, of: int, what: str) -> None:
@@ -286,38 +273,35 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line; a mistake exits with code 2."""
     program = f"python -m {(__package__ or 'attention').partition('.')[0]} check"
     parser = argparse.ArgumentParser(prog=program, description=(__doc__ or "").partition("\n\n")[2])
-    parser.add_argument("backend", help="a file that defines BACKEND, or a backend's name")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: all that are here)")
-    parser.add_argument("--dtype", help=f"some of {','.join(DTYPES)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="run a sample of the cases")
-    parser.add_argument("--test", default="", help="run one test, by its name")
-    parser.add_argument("--length", type=int, default=0, help="check sequences of N tokens too")
-    parser.add_argument("--first", action="store_true", help="stop at the first failure")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    options = parser.parse_args(argv)
-    options.dtypes = options.dtype.split(",") if options.dtype else DTYPES
+    add = parser.add_argument
+    add("name", metavar="backend", help="a file that defines BACKEND, or a backend's name")
+    add("--device", dest="devices", help="cpu, cuda, cuda:1 or mps (default: all that are here)")
+    add("--dtype", dest="dtypes", type=lambda text: text.split(","), default=DTYPES,
+        help=f"some of {','.join(DTYPES)} (default: all)")
+    add("--quick", action="store_true", help="run a sample of the cases")
+    add("--test", default="", help="run one test, by its name")
+    add("--length", type=int, default=0, help="check sequences of N tokens too")
+    add("--first", action="store_true", help="stop at the first failure")
+    add("--json", action="store_true", help="print the report as JSON")
+    options, here = parser.parse_args(argv), devices()
     if options.length < 0:
         parser.error(f"--length must be a number of tokens, got {options.length}")
-    if unknown := set(options.dtypes) - set(DTYPES):
+    if unknown := {*options.dtypes} - {*DTYPES}:
         parser.error(f"--dtype must be some of {', '.join(DTYPES)}, got {min(unknown)}")
-    options.devices = [name for name in devices() if ":" not in name]
-    if options.device:
-        if options.device not in devices():
-            parser.error(f"--device={options.device}: no such device here")
-        options.devices = [options.device]
+    if options.devices and options.devices not in here:
+        parser.error(f"--device={options.devices}: no such device here")
+    options.devices = [options.devices] if options.devices else [d for d in here if ":" not in d]
     return options
 
 
 def main(argv: Sequence[str]) -> int:
     """Check one backend; returns the exit code."""
-    options = read(argv)
+    options = vars(read(argv))
+    as_json = options.pop("json")
     try:
-        report = check(
-            options.backend, options.devices, options.dtypes, quick=options.quick,
-            first=options.first, length=options.length, test=options.test, watch=progress,
-        )
+        report = check(**options, watch=progress)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print(json.dumps(vars(report)) if options.json else text(report))
+    print(json.dumps(vars(report)) if as_json else text(report))
     return report.code

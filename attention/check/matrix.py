@@ -21,7 +21,7 @@ Fields = dict[str, Any]  # by name, of a Case or a Spec
 
 @dataclass(frozen=True)
 class Case:
-    """One case; the defaults are the simplest."""
+    """The defaults are the simplest."""
 
     name: str
     Tq: int
@@ -46,22 +46,16 @@ class Case:
 
     def spec(self, dtype: str, **options: Any) -> Spec:
         options |= {name: getattr(self, name) for name in OPTIONS}
-        options |= {"segments": self.segments is not None, "sinks": bool(self.sinks)}
-        options["alibi"] = bool(self.alibi)
+        options |= {name: bool(options[name]) for name in ("segments", "sinks", "alibi")}
         return Spec(self.H, self.Hkv, self.D, dtype, **options)
 
     @property
     def features(self) -> tuple[str, ...]:
         """Rows of command.FEATURES in which the case counts."""
-        has = {
-            "lengths": self.Tq != self.Tk,
-            "masked rows": self.masked > 0,
-            "grouped heads": self.Hkv < self.H,
-            "large scores": self.size > 2,
-            "unusual scores": self.kind != "noise",
-            "strides": self.layout != "contiguous",
-        }
-        has |= {name: getattr(self, name) for name in OPTIONS} | {"right": self.right != 0}
+        has = {"lengths": self.Tq != self.Tk, "masked rows": self.masked > 0,
+               "grouped heads": self.Hkv < self.H, "large scores": self.size > 2,
+               "unusual scores": self.kind != "noise", "strides": self.layout != "contiguous",
+               **{name: getattr(self, name) for name in OPTIONS}, "right": self.right != 0}
         return tuple(name for name, there in has.items() if there) or ("causal",)
 
     @property
@@ -71,10 +65,8 @@ class Case:
     @property
     def masked(self) -> int:
         """The first queries that see no key."""
-        before = max(self.Tq - self.Tk, 0)
-        if self.segments is not None:
-            return before
-        return 0 if self.right is None else max(before - self.right, 0)
+        right = 0 if self.segments else self.Tq if self.right is None else self.right
+        return max(self.Tq - self.Tk - right, 0)
 
 
 @dataclass(frozen=True)
@@ -106,8 +98,8 @@ def case_of(spec: Spec, Tk: int, Tq: int | None = None, segments: str = "packed"
     """The case of a Spec; Tq None: as many queries as keys."""
     options: Fields = {name: getattr(spec, name) for name in OPTIONS}
     options["segments"] = segments if spec.segments else None
-    sizes = spec.n_head, spec.n_kv_head, spec.head_dim, B
-    return Case(f"{Tk}", Tk if Tq is None else Tq, Tk, *sizes, **options)
+    return Case(f"{Tk}", Tk if Tq is None else Tq, Tk, spec.n_head, spec.n_kv_head, spec.head_dim,
+                B, **options)
 
 
 WAYS = ("BHTD", "sliced", "strided", "expanded")
@@ -181,12 +173,9 @@ IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
 
 def in_order() -> list[Case]:
-    """All cases: SAMPLE, then the others; in both, those with fewer features first."""
-
-    def key(case: Case) -> int:
-        return len(case.features) if case.features != ("causal",) else 0
-
-    return sorted(SAMPLE, key=key) + sorted(CASES[len(SAMPLE) :], key=key)
+    """SAMPLE, then the other cases; in both, those with fewer features first."""
+    return [case for part in (SAMPLE, CASES[len(SAMPLE) :]) for case in sorted(
+        part, key=lambda case: len({*case.features} - {"causal"}))]
 
 
 def segments(case: Case, device: str = "cpu") -> Tensor | None:
@@ -195,11 +184,9 @@ def segments(case: Case, device: str = "cpu") -> Tensor | None:
         return None
     Tk, rows = case.Tk, []
     for b in range(case.B):
-        starts = {
-            "packed": [Tk // 3 + b, Tk // 2 + 3 * b], "many": range(30 + 7 * b, Tk, 30 + 7 * b),
-            "left": [10 * b], "padded": [Tk - 10 - 20 * b],
-        }[case.segments]
-        run = torch.bucketize(torch.arange(Tk), torch.tensor([*starts]), right=True)
+        starts = {"packed": [Tk // 3 + b, Tk // 2 + 3 * b], "left": [10 * b],
+                  "many": range(30 + 7 * b, Tk, 30 + 7 * b), "padded": [Tk - 10 - 20 * b]}
+        run = torch.bucketize(torch.arange(Tk), torch.tensor([*starts[case.segments]]), right=True)
         rows.append(torch.tensor(IDS).roll(-b)[run])
     return laid_out(torch.stack(rows).int().to(device), "segments", case)
 
@@ -222,10 +209,7 @@ def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
 
 @lru_cache(maxsize=8)
 def draw(case: Case, dtype: str, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the gradient of out in dtype, with the case's layout.
-
-    The layout is made on the device: a view copied to another device becomes contiguous.
-    """
+    """q, k, v and the gradient of out, laid out on the device: a copied view is contiguous."""
     chance = torch.Generator().manual_seed(case.seed)
 
     def tensor(name: str, T: int, H: int, size: float = 1.0) -> Tensor:
@@ -241,7 +225,6 @@ def draw(case: Case, dtype: str, device: str = "cpu") -> tuple[Tensor, Tensor, T
         q = q + one.repeat_interleave(case.H // case.Hkv, dim=1)[:, None]
     if case.layout == "split":
         q, k, v = torch.cat((q, k, v), dim=2).split((case.H, case.Hkv, case.Hkv), dim=2)
-    # Queries are a slice of the same tensor, as in a model.
     return q[:, -case.Tq :], k, v, tensor("dout", case.Tq, case.H)
 
 
@@ -250,21 +233,20 @@ def sinks(case: Case, dtype: str, device: str = "cpu") -> Tensor | None:
     the first does not matter, and in four the second matters alone."""
     if not case.sinks:
         return None
-    draws = torch.randn(case.H, generator=torch.Generator().manual_seed(case.H))
-    found = (3 + 2 * draws) * case.size**2
+    chance = torch.Generator().manual_seed(case.H)
+    found = (3 + 2 * torch.randn(case.H, generator=chance)) * case.size**2
     if case.H > 2:
         found[:2] = torch.tensor([-1e4, 100.0 if case.H > 3 else found[1]])
-    found = found.to(device, getattr(torch, dtype if case.sinks is True else str(case.sinks)))
-    return laid_out(found, "sinks", case)
+    of = getattr(torch, dtype if case.sinks is True else str(case.sinks))
+    return laid_out(found.to(device, of), "sinks", case)
 
 
 def slopes(case: Case, device: str = "cpu") -> Tensor | None:
     """ALiBi's, 1/16 to 1: (H,) or (B, H) float32, or None."""
-    if not case.alibi:
-        return None
     shape = (case.B, case.H) if case.alibi == "rows" else (case.H,)
     chance = torch.Generator().manual_seed(case.H)
-    return torch.exp2(-4 * torch.rand(shape, generator=chance)).to(device)
+    found = torch.exp2(-4 * torch.rand(shape, generator=chance)).to(device)
+    return found if case.alibi else None
 
 
 def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
@@ -312,12 +294,11 @@ def check(
     cache: str = "none", compiled: bool = False,
 ) -> None:
     """Run the case with gradients (False: the backend has none), then without: a library may use
-    another kernel there. An AssertionError names the first error, or an input that the kernel
-    overwrote or returned."""
+    another kernel there. Raises AssertionError at wrong numbers, or an input that was overwritten
+    or returned."""
     given = inputs(case, dtype, device)
-    before = [None if t is None else t.clone() for t in given]
-    masked = case.masked
-    for recorded in (True, False) if grad else (False,):
+    before = {name: t.clone() for name, t in given._asdict().items() if t is not None}
+    for recorded in (True, False)[not grad :]:
         spec = case.spec(dtype, grad=recorded, cache=cache, compiled=compiled)
         got = run(backend.attend, given, spec)
         try:
@@ -325,11 +306,11 @@ def check(
         except Wrong as e:
             e.case, e.spec, e.got = case, spec, got
             raise
-        zeros = not any(t is not None and t[:, :masked].any() for t in (got.out, got.dq))
+        zeros = not any(t is not None and t[:, : case.masked].any() for t in (got.out, got.dq))
         require(zeros, "a fully masked row must give zeros and a zero gradient")
         with torch.inference_mode():
             got.out.zero_()
-        for name, t, was in zip(Inputs._fields, given, before):
-            if t is not None and was is not None and not t.equal(was):
+        for name, was in before.items():
+            if not getattr(given, name).equal(was):
                 draw.cache_clear()
                 raise AssertionError(f"it wrote to its input {name}, or returned it")

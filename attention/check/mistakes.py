@@ -1,12 +1,12 @@
-"""The name of a kernel's mistake.
+"""The name of a kernel's mistake: one that a plain program (program.py) makes.
 
-named() compares the kernel, in cases that fail, with a plain program (program.py) that makes each
-common mistake. A mistake is named if one variant of it reproduces the kernel's output in all of
-them (the gradients, where the output is right), and the program without it does not.
+One variant of it must reproduce the kernel's output in all cases tried that fail (the gradients,
+where the output is right), and the program without it must not.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from ..proof import Inputs, Result, run
 from ..spec import Machine, Spec
 from . import matrix
 from .matrix import Case, Item, Wrong
-from .program import program
+from .program import cast, program
 from .properties import draw, weights
 
 FAILING, TRIED = 4, 16  # cases: at most so many that fail, among so many
@@ -37,72 +37,63 @@ SCALE = "factor of the scores; None: 1 / sqrt(head_dim)"
 SOFTCAP = "`softcap` c bounds each score s to c * tanh(s / c)"
 SINKS = "`sinks` adds to each head's softmax a learned logit without a value"
 DROPOUT = "dropout: float = 0.0 # on the attention probabilities"
+ALIBI = "`alibi` adds :func:`alibi_bias` to each score"
+ROUNDED = "q, k and v are", "q . k is", "the scores are", "the softmax is"
 Switch = dict[str, Any]  # arguments of program()
 
 
-def variants(spec: Spec) -> Iterator[tuple[str, str, list[Switch]]]:
-    """The common mistakes with a Spec: a name, the contract's sentence, and the variants, in the
-    same order for all Specs."""
+def variants(spec: Spec) -> dict[tuple[str, int], tuple[str, Switch]]:
+    """The common mistakes: name and number of a variant -> the contract's sentence and the
+    program's arguments, which change nothing if the Spec has no such option."""
     scale, D, w, r = spec.softmax_scale, spec.head_dim, spec.window, spec.right
-    group = spec.n_head // spec.n_kv_head
-    yield "a query that sees no key does not give zeros", ROWS, [{}]
-    if w:
-        yield "the window is one key too large", WINDOW, [{"window": w + 1}]
-        yield "the window is one key too small", WINDOW, [{"window": w - 1}]
-        yield "the window is ignored", WINDOW, [{"window": None}]
-    if r is not None:
-        text = RIGHT if r else CAUSAL
-        yield "a query sees one later key too many", text, [{"right": r + 1}, {"shift": 1}]
-        yield "a query sees one key too few", text, [{"right": r - 1}, {"shift": -1}]
-        yield "later keys are not masked", text, [{"right": None}]
-    if r != 0:
-        yield "later keys are masked", RIGHT, [{"right": 0}]
-    yield "the mask is aligned top-left: offset 0, not Tk - Tq", CAUSAL, [{"offset": 0}]
-    yield "the mask is inverted", CAUSAL, [{"inverted": True}]
-    if spec.segments:
-        yield "segments are ignored", SEGMENTS, [{"segments": None}]
-        yield "segments are compared by order", SEGMENTS, [{"order": -1}, {"order": 1}]
-    yield "query head h reads key/value head h % Hkv", HEADS, [{"modulo": True}]
-    not_summed: list[Switch] = [{"gradient_of": 0}, {"gradient_of": group - 1}]
-    not_summed += [{"factor": {"k": 1 / group, "v": 1 / group}}]
-    yield "dK and dV are not the sums over a group's query heads", HEADS, not_summed
-    yield "the scores are not scaled", SCALE, [{"scale": 1.0}]
-    yield "the scores are scaled twice", SCALE, [{"scale": 1 / D}, {"scale": scale**2}]
-    yield "the scores are multiplied by sqrt(D)", SCALE, [{"scale": D**0.5}]
-    yield "the Spec's scale is ignored", SCALE, [{"scale": D**-0.5}]
-    few = [{"dims": D // n * n} for n in (4, 8, 16, 32, 64)]
-    yield "the last dimensions of q and k are left out", FORMULA, few
-    if spec.softcap is not None:
-        yield "the softcap is ignored", SOFTCAP, [{"softcap": None}]
-        yield "the softcap comes after the mask", SOFTCAP, [{"cap": "late"}]
-        yield "the softcap comes before the scale", SOFTCAP, [{"cap": "early"}]
-        yield "the gradient of the softcap is missing", SOFTCAP, [{"cap": "flat"}]
-    if spec.sinks:
-        yield "the sinks are ignored", SINKS, [{"sinks": None}]
+    group, later = spec.n_head // spec.n_kv_head, RIGHT if r else CAUSAL
+    more, less = (None if r is None else r + d for d in (1, -1))
     stale = [{"tile": n, "stale": s} for n in (16, 32, 64, 128) for s in ("out", "sum", "both")]
-    yield "sums are not rescaled to a new maximum", FORMULA, stale
-    for half in (torch.float16, torch.bfloat16):
-        for name in ("q, k and v are", "q . k is", "the scores are", "the softmax is"):
-            switch = {"half": half, "rounded": name}
-            yield f"{name} rounded to {str(half)[6:]}", FORMULA, [switch]
-    for name in ("q", "k", "v", "sinks")[: 4 if spec.sinks else 3]:
-        yield f"the gradient of {name} is missing", FORMULA, [{"factor": {name: 0.0}}]
-    for names in ("q", "k", "qk"):
-        lacks = {"factor": dict.fromkeys(names, 1 / scale)}
-        yield f"the gradient of {' and '.join(names)} is not scaled", FORMULA, [lacks]
-    yield "the gradient of the softmax lacks rowsum(dO * O)", FORMULA, [{"no_rowsum": True}]
+    table: list[tuple[Any, ...]] = [  # name, sentence, variants
+        ("a query that sees no key does not give zeros", ROWS, {}),
+        ("the window is one key too large", WINDOW, {"window": w and w + 1}),
+        ("the window is one key too small", WINDOW, {"window": w and w - 1}),
+        ("the window is ignored", WINDOW, {"window": None}),
+        ("a query sees one later key too many", later, {"right": more}, {"shift": 1}),
+        ("a query sees one key too few", later, {"right": less}, {"shift": -1}),
+        ("later keys are not masked", later, {"right": None}),
+        ("later keys are masked", RIGHT, {"right": 0}),
+        ("the mask is aligned top-left: offset 0, not Tk - Tq", CAUSAL, {"offset": 0}),
+        ("the mask is inverted", CAUSAL, {"inverted": True}),
+        ("segments are ignored", SEGMENTS, {"segments": None}),
+        ("segments are compared by order", SEGMENTS, {"order": -1}, {"order": 1}),
+        ("query head h reads key/value head h % Hkv", HEADS, {"modulo": True}),
+        ("dK and dV are not the sums over a group's query heads", HEADS, {"gradient_of": 0},
+         {"gradient_of": group - 1}, {"factor": dict.fromkeys("kv", 1 / group)}),
+        ("the scores are not scaled", SCALE, {"scale": 1.0}),
+        ("the scores are scaled twice", SCALE, {"scale": 1 / D}, {"scale": scale**2}),
+        ("the Spec's scale is ignored", SCALE, {"scale": D**-0.5}),
+        ("the last dimensions of q and k are left out", FORMULA,
+         *({"dims": D // n * n} for n in (4, 8, 16, 32, 64))),
+        ("the softcap is ignored", SOFTCAP, {"softcap": None}),
+        ("the softcap comes after the mask", SOFTCAP, {"late": True}),
+        ("the sinks are ignored", SINKS, {"sinks": None}),
+        ("ALiBi is ignored", ALIBI, {"alibi_slopes": None}),
+        ("sums are not rescaled to a new maximum", FORMULA, *stale),
+        ("the gradient of the softmax lacks rowsum(dO * O)", FORMULA, {"no_rowsum": True}),
+        *((f"{name} rounded to {half}", FORMULA, {"half": half, "rounded": name})
+          for half in ("float16", "bfloat16") for name in ROUNDED),
+        *((f"the gradient of {name} is missing", FORMULA, {"factor": {name: 0.0}})
+          for name in ("q", "k", "v", "sinks")),
+        *((f"the gradient of {' and '.join(names)} is not scaled", FORMULA,
+           {"factor": dict.fromkeys(names, 1 / scale)}) for names in ("q", "k", "qk")),
+    ]
+    return {(name, n): (sentence, switch) for name, sentence, *switches in table
+            for n, switch in enumerate(switches)}
 
 
-def mistaken(given: Inputs, spec: Spec, dtype: torch.dtype, switch: Switch) -> Result:
+def mistaken(given: Inputs, spec: Spec, dtype: str, switch: Switch) -> Result:
     """The program's result with a mistake, computed in this dtype."""
-    gone: Switch = {name: None for name in ("segments", "sinks") if name in switch}
-    less: Switch = {"dtype": str(dtype)[6:], **dict.fromkeys(gone, False)}
-    given = Inputs(*(
-        t if t is None else t.detach().cpu().to(dtype if t.is_floating_point() else t.dtype)
-        for t in given._replace(**gone)
-    ))  # type: ignore[arg-type]
+    gone: Switch = {name: switch[name] for name in Inputs._fields if name in switch}  # None
+    less: Switch = {name.partition("_")[0]: False for name in gone}
     more = {name: value for name, value in switch.items() if name not in gone}
-    return run(partial(program, **more), given, replace(spec, **less))
+    given = cast(given._replace(**gone), dtype)
+    return run(partial(program, **more), given, replace(spec, dtype=dtype, **less))
 
 
 def reproduces(wrong: Wrong, switch: Switch) -> bool | None:
@@ -113,24 +104,19 @@ def reproduces(wrong: Wrong, switch: Switch) -> bool | None:
     names = {"out"} & names or ({*got.tensors} - {"out"} if switch else {"dq"} & names)
     spec = replace(spec, grad=names != {"out"})
     given, exact = matrix.inputs(wrong.case, spec.dtype), matrix.truth(wrong.case, spec.dtype)
-    wide, low = (mistaken(given, spec, dtype, switch) for dtype in (torch.float64, torch.float32))
+    wide, low = (mistaken(given, spec, dtype, switch) for dtype in ("float64", "float32"))
     differs = not switch
     for name in names:
         rows = wide.out.any(3) if name == "out" or not switch else ...
-        x, want, rough, true = (
-            of.tensors[name].cpu().double()[rows] for of in (got, wide, low, exact)
-        )
+        x, want, *others = (of.tensors[name].cpu().double()[rows] for of in (got, wide, exact, low))
         finite = want.isfinite()
-        if not finite.equal(x.isfinite()):
-            return None
         # Root mean squares: where a program rounds down, a kernel may round up.
         off, effect, noise = (
             float((t - want)[finite].nan_to_num(0).square().mean().nan_to_num(0).sqrt())
-            for t in (x, true, rough)
-        )
+            for t in (x, *others))
         allowed = max(e.allowed for e in wrong.errors if e.name == name and "mean" in e.where)
         limit = 2 * allowed + 4 * noise
-        if not off <= limit:
+        if not (finite.equal(x.isfinite()) and off <= limit):
             return None
         differs = differs or effect > 2 * limit or not finite.all()
     return differs if names else None
@@ -138,12 +124,11 @@ def reproduces(wrong: Wrong, switch: Switch) -> bool | None:
 
 def failures(backend: Backend, case: Case, spec: Spec, device: str) -> Iterator[Wrong]:
     """The case and others with its features, as far as the kernel fails in them."""
-    machine = Machine.here(device)
-    others = [c for c in matrix.in_order() if {*case.features} <= {*c.features} and c.Tk < 300]
-    others = [replace(c, D=spec.head_dim) if c.D == Case.D else c for c in others]
+    others = [replace(c, D=spec.head_dim if c.D == Case.D else c.D) for c in matrix.in_order()
+              if {*case.features} <= {*c.features} and c.Tk < 300]
     for one in dict.fromkeys((case, *others[:TRIED])):
         for grad in (True, False)[not spec.grad :]:  # a backward pass may raise an error
-            if backend.why_not(one.spec(spec.dtype, grad=grad), machine):
+            if backend.why_not(one.spec(spec.dtype, grad=grad), Machine.here(device)):
                 continue
             try:
                 with settings_stay():
@@ -161,25 +146,22 @@ def named(backend: Backend, item: Item, spec: Spec, device: str) -> list[str]:
     it is a common one, and the largest score where the output is not finite."""
     if item.case is None:
         return dropout_named(backend, spec, device) if spec.dropout else []
-    left: dict[tuple[str, int], str] | None = None  # the variants that reproduce all
+    left: dict[tuple[str, int], str] = {}  # the variants that reproduce all
     differ: set[str] = set()
     found: list[Wrong] = []
-    for wrong in failures(backend, replace(item.case, D=spec.head_dim), spec, device):
+    case = replace(item.case, D=spec.head_dim)
+    for wrong in itertools.islice(failures(backend, case, spec, device), FAILING):
+        answers = {at: (sentence, reproduces(wrong, switch))
+                   for at, (sentence, switch) in variants(wrong.spec).items()
+                   if not found or at in left}
+        left = {at: text for at, (text, differs) in answers.items() if differs is not None}
+        differ |= {name for (name, _), (_, differs) in answers.items() if differs}
         found.append(wrong)
-        before, left = left, {}
-        for name, sentence, switches in variants(wrong.spec):
-            for n, switch in enumerate(switches):
-                if before is None or (name, n) in before:
-                    differs = reproduces(wrong, switch)
-                    if differs is not None:
-                        left[name, n] = sentence
-                        differ |= {name} if differs else set()
-        if len(found) == FAILING or not left:
+        if not left:
             break
-    names = {name: sentence for (name, _), sentence in (left or {}).items() if name in differ}
-    where = ", ".join(wrong.case.name for wrong in found)
+    names = {name: sentence for (name, _), sentence in left.items() if name in differ}
     bad = [text for wrong in found for text in not_finite(wrong)]
-    return lines(names, f"the kernel in {where}") + bad[:1]
+    return lines(names, f"the kernel in {', '.join(w.case.name for w in found)}") + bad[:1]
 
 
 def lines(names: dict[str, str], what: str) -> list[str]:
@@ -196,25 +178,22 @@ def not_finite(wrong: Wrong) -> list[str]:
     q, k = (t.double() for t in matrix.draw(wrong.case, spec.dtype)[:2])
     k = k.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2)
     most = float(torch.einsum("bihd,bjhd->bihj", q, k)[rows].abs().max())
-    text = f"{wrong.case.name}: out is not finite in {int(rows.sum())} rows; there |q . k| is up to"
-    scaled = f"a score up to {most * spec.softmax_scale:,.5g}"
-    return [f"{text} {most:,.5g}, {scaled} (float16 ends at 65,504)."]
+    return [f"{wrong.case.name}: out is not finite in {int(rows.sum())} rows; there |q . k| is up "
+            f"to {most:,.5g}, a score up to {most * spec.softmax_scale:,.5g} (float16: 65,504)."]
 
 
 def dropout_named(backend: Backend, spec: Spec, device: str) -> list[str]:
-    """The factor of the probabilities that are kept, if it is not 1 / (1 - p)."""
-    p, given, quiet = spec.dropout, draw(spec, device, 16), replace(spec, grad=False)
-    specs = quiet, replace(quiet, dropout=0.0)
+    """Whether the probabilities that are kept are not divided by 1 - p."""
+    given, quiet = draw(spec, device, 16), replace(spec, grad=False)
     try:
         with settings_stay():
-            after, before = (weights(backend, given, of, 0) for of in specs)
+            before = weights(backend, given, replace(quiet, dropout=0.0), 0)
+            after = weights(backend, given, quiet, 0)
     except (*KERNEL_ERRORS, GeneratorExit):
         return []
-    factor = (after / before)[(after != 0) & (before != 0)].double()
-    names = {"are not divided by 1 - p": 1.0, "are divided by p": 1 / p}
-    for name, times in names.items() if p != 0.5 else ():
-        if len(factor) and bool(((factor - times).abs() < 0.02 * times).all()):
-            name = f"in dropout the kept probabilities {name}"
-            name = name if len(factor) < (before != 0).sum() else "dropout is ignored"
-            return lines({name: DROPOUT}, f"them: they are {times:.3g} times those without it")
-    return []
+    kept = (after != 0) & (before != 0)
+    if not kept.any() or bool(((after / before)[kept].double() - 1).abs().ge(0.02).any()):
+        return []
+    name = "in dropout the kept probabilities are not divided by 1 - p"
+    name = name if kept.sum() < (before != 0).sum() else "dropout is ignored"
+    return lines({name: DROPOUT}, "them: they are those without it")

@@ -9,31 +9,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..proof import Inputs
 from ..spec import Spec, visible
+
+
+def cast(given: Inputs, dtype: str) -> Inputs:
+    """The floating-point tensors in this dtype."""
+    to = getattr(torch, dtype)
+    found = (t.detach().to(to) if t is not None and t.is_floating_point() else t for t in given)
+    return Inputs(*found)  # type: ignore[arg-type]
 
 
 def program(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, keep: Tensor | None = None,
     offset: int | None = None, shift: int = 0, inverted: bool = False, order: int = 0,
-    modulo: bool = False, gradient_of: int | None = None, dims: int | None = None, cap: str = "",
-    tile: int = 0, stale: str = "", half: torch.dtype | None = None,
+    modulo: bool = False, gradient_of: int | None = None, dims: int | None = None,
+    late: bool = False, tile: int = 0, stale: str = "", half: str = "",
     rounded: str = "", no_rowsum: bool = False, factor: Mapping[str, float] = {}, **sides: Any,
 ) -> Tensor:
     """attend() by the formula, in q's dtype. A row that sees no key gives zeros.
 
-    Args:
-        keep: (B, H, Tq, Tk), factors of the probabilities in dropout.
-        factor: of gradients, by the input's name.
-        sides: other values of window, right, scale and softcap. The remaining arguments are
-            mistakes.
-    """
+    `keep` (B, H, Tq, Tk) are dropout's factors; what follows are mistakes: `factor` of gradients by
+    the input's name, `sides` other values of window, right, scale and softcap."""
     Tq, Tk, H, group = q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2]
     of = {**vars(spec), "scale": spec.softmax_scale, **sides}
     i, j, h = (torch.arange(n, device=q.device) for n in (Tq, Tk, H))
 
     def half_at(t: Tensor, place: str) -> Tensor:
-        return t.to(half).to(t.dtype) if place == rounded else t
+        return t.to(getattr(torch, half)).to(t.dtype) if place == rounded else t
 
     def leaf(t: Tensor, name: str) -> Tensor:
         times = factor.get(name, 1.0)
@@ -54,15 +58,13 @@ def program(
     seen = (seen != inverted)[:, None]  # (B or 1, 1, Tq, Tk)
 
     s = half_at(torch.einsum("bihd,bjhd->bhij", q[..., :dims], k[..., :dims]), "q . k is")
-    s = s if cap == "early" else s * of["scale"]
-    s = s.masked_fill(~seen, -torch.inf) if cap == "late" else s
+    s = s * of["scale"]
+    s = s.masked_fill(~seen, -torch.inf) if late else s
     if of["softcap"] is not None:
-        capped = of["softcap"] * torch.tanh(s / of["softcap"])
-        s = s + (capped - s).detach() if cap == "flat" else capped
-    s = s * of["scale"] if cap == "early" else s
+        s = of["softcap"] * torch.tanh(s / of["softcap"])
     if alibi_slopes is not None:
         s = s - alibi_slopes[..., None, None] * (at[:, None] - j).abs()
-    s = half_at(s if cap == "late" else s.masked_fill(~seen, -torch.inf), "the scores are")
+    s = half_at(s if late else s.masked_fill(~seen, -torch.inf), "the scores are")
     sink = s.new_full((H, 1, 1), -torch.inf)
     if sinks is not None:
         sink = leaf(sinks, "sinks").to(s.dtype)[:, None, None]

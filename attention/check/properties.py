@@ -17,101 +17,100 @@ from torch import Tensor
 from .. import proof
 from ..caps import Backend, Caps
 from ..function import attention, whole
-from ..machine.system import first_line, loses_device
 from ..masks import Pair, alibi, mask
 from ..proof import Inputs, leakage, run, run_cached
 from ..spec import Spec
 from . import matrix
 from .matrix import Fields, Item, case_of, close, require
-from .program import program
+from .program import cast, program
 
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterator[Item]:
-    """All properties; the last are those at `length` tokens (0: none) and the limits of `caps`."""
+    """All; the last are those at `length` tokens (0: none) and the limits of `caps`."""
 
-    def item(name: str, feature: str, ask: Callable[..., None], H: int = 4, Hkv: int = 2,
-             D: int = 32, deterministic: bool = False, **options: Any) -> Item:
-        spec = Spec(H, Hkv, D, dtype, **options)
-        name = f"{name}, {spec}".replace(f", {dtype}", "")
-        return Item(name, (feature,), spec, ask, deterministic)
+    def each(name: str, feature: str, ask: Callable[..., None], *several: Fields,
+             deterministic: bool = False, **options: Any) -> Iterator[Item]:
+        for has in several or ({},):
+            sizes = {"n_head": 4, "n_kv_head": 2, "head_dim": 32, "dtype": dtype}
+            spec = Spec(**{**sizes, **options, **has})
+            text = f"{name}, {spec}".replace(f", {dtype}", "")
+            yield Item(text, (feature,), spec, ask, deterministic)
 
     causal: Fields = {}
-    windowed, ahead, between, later, full, segmented, sinks, scaled = (
+    windowed, ahead, between, later, full, segmented, sinks, scaled, alibi = (
         {"window": 9}, {"right": 5}, {"window": 9, "right": 5}, {"window": 9, "right": None},
         {"right": None}, {"segments": True}, {"sinks": True}, {"scale": 0.5, "softcap": 4.0},
-    )
-    has: Fields
-    for p in (0.0, 0.25):  # first: other tests compare bits
-        yield item("the same bits", "determinism", same_bits, deterministic=True, dropout=p)
-    phases = ("training", 33), ("evaluation", 33), ("chunked prefill", 20), ("decode", 1)
-    for phase, Tq in phases:
-        for has in (
-            *({"Hkv": n, **sides} for n in (4, 2) for sides in (causal, windowed)),
-            *(ahead, between, later),
-            *({**segmented, **sides} for sides in (causal, windowed, later, full)),
-        ):
-            name, ask = f"causality, {phase}", partial(unseen, Tq, 33)
-            yield item(name, "causality", ask, grad=phase == "training", **has)
+        {"alibi": True})
+    both: tuple[Fields, ...] = {"grad": True}, {"grad": False}
+    kept = {"dropout": 0.0}, {"dropout": 0.25}  # first: other tests compare bits
+    yield from each("the same bits", "determinism", same_bits, *kept, deterministic=True)
+    sides = causal, windowed, ahead, between, later, {"n_kv_head": 4}, {"n_kv_head": 4, **windowed}
+    within = [{**segmented, **side} for side in (causal, windowed, later, full)]
+    for phase, Tq in (("training", 33), ("evaluation", 33), ("chunked prefill", 20), ("decode", 1)):
+        yield from each(f"causality, {phase}", "causality", partial(unseen, Tq, 33), *sides,
+                        *within, grad=phase == "training")
     for w, Tq in itertools.product((None, 5), (20, 7, 1)):
-        name, ask = f"huge negative scores, {Tq} of 20", partial(negative, Tq)
-        yield item(name, "causality", ask, 2, 1, window=w, grad=Tq == 20)
-    for has in (causal, windowed, ahead, between):
-        yield item("no gradient to later tokens", "causality", later_gradient, **has)
-    for grad, has in itertools.product((True, False), (causal, segmented)):
-        yield item("empty", "lengths", empty, grad=grad, **has)
-    autocast = partial(surrounded, partial(torch.autocast, dtype=torch.bfloat16))
-    for has in (causal, segmented, sinks, full):
-        yield item("gradients of some inputs", "gradients", some_gradients, **has)
-        yield item("other values in the same memory", "repeated calls", again, **has)
-        yield item("autocast", "surroundings", autocast, **has)
-    inference = partial(surrounded, lambda device: torch.inference_mode())
-    yield item("inference mode", "surroundings", inference, grad=False)
+        yield from each(f"huge negative scores, {Tq} of 20", "causality", partial(negative, Tq),
+                        n_head=2, n_kv_head=1, window=w, grad=Tq == 20)
+    yield from each("no gradient to later tokens", "causality", later_gradient, causal, windowed,
+                    ahead, between)
+    for has in both:
+        yield from each("empty", "lengths", empty, causal, segmented, **has)
+    some: tuple[Fields, ...] = causal, segmented, sinks, full
+    yield from each("gradients of some inputs", "gradients", some_gradients, *some)
+    yield from each("other values in the same memory", "repeated calls", again, *some)
+    ask = partial(surrounded, partial(torch.autocast, dtype=torch.bfloat16))
+    yield from each("autocast", "surroundings", ask, *some)
+    ask = partial(surrounded, lambda device: torch.inference_mode())
+    yield from each("inference mode", "surroundings", ask, grad=False)
     # A mask may repeat in tiles of 128 queries and keys; each entry needs many calls.
     for p, Tq, Tk, B, H, D in ((0.25, 16, 16, 8, 4, 16), (0.5, 20, 128, 8, 4, 128),
                                (0.5, 300, 300, 1, 2, 128)):
-        ask = partial(rate, Tq, Tk, B)
-        yield item(f"dropout rate, {Tq} of {Tk}", "dropout", ask, H, D=D, dropout=p)
-    some = causal, {"window": 5}, segmented, sinks, scaled, full
-    long: tuple[Fields, ...] = causal, {"window": 70}, {"window": 70, **segmented}
-    sizes = [(Tq, 16, 16, has) for has in some for Tq in (16, 9)]
-    sizes += [(150, 190, 64, has) for has in long]
-    for Tq, Tk, D, has in sizes:
-        name, ask = f"the same mask again, {Tq} of {Tk}", partial(replay, Tq, Tk)
-        yield item(name, "dropout", ask, D=D, dropout=0.25, **has)
-    for grad, has in itertools.product((True, False), (causal, between)):
-        yield item("one graph", "torch.compile", compiled, grad=grad, compiled=True, **has)
+        yield from each(f"dropout rate, {Tq} of {Tk}", "dropout", partial(rate, Tq, Tk, B),
+                        n_head=H, head_dim=D, dropout=p)
+    short = {"window": 5}, segmented, sinks, scaled, full
+    long = {"window": 70}, {"window": 70, **segmented}
+    for Tq, Tk, D, these in ((16, 16, 16, short), (9, 16, 16, short), (150, 190, 64, long)):
+        yield from each(f"the same mask again, {Tq} of {Tk}", "dropout", partial(replay, Tq, Tk),
+                        causal, *these, head_dim=D, dropout=0.25)
+    for has in both:
+        yield from each("one graph", "torch.compile", compiled, causal, between, compiled=True,
+                        **has)
     for w, Tq in itertools.product((None, 6), (24, 3, 1)):
-        name, ask = f"left padding, {Tq} of 24", partial(padded, Tq)
-        yield item(name, "caches", ask, window=w, segments=True, grad=False, cache="dynamic")
-    sided: tuple[Fields, ...] = ahead, between, later, full
-    several: tuple[Fields, ...] = causal, windowed, *sided[1:], {**sinks, **scaled}
-    several = *several, {"alibi": True, "window": 9}, {"alibi": True, **full}
-    for has, size in itertools.product(several, (None, 16, 256)):
-        kind = "paged" if size else "static"
-        yield item("in a cache", "caches", cached, grad=False, cache=kind, page_size=size, **has)
-    for has in (causal, windowed, segmented, {**segmented, **windowed}, scaled,
-                {"alibi": True, **segmented}):
-        yield item("in parts", "parts", in_parts, lse=True, **has)
-    for seg, has in itertools.product((False, True), sided):
-        yield item("log-sum-exp", "parts", log_sum_exp, segments=seg, lse=True, **has)
-    for grad in (True, False):
-        yield item("causality, long text", "causality", partial(unseen, 0, LONG), 1, 1, grad=grad)
-    for w, grad in itertools.product((None, 100), (True, False)) if length else ():
-        name, ask = f"{length:,} tokens", partial(right_at, length)
-        yield item(name, "long sequences", ask, 2, 1, 64, window=w, grad=grad)
+        ask = partial(right, Tk=24, Tq=Tq, segments="left", B=3)
+        yield from each(f"left padding, {Tq} of 24", "caches", ask, window=w, segments=True,
+                        grad=False, cache="dynamic")
+    caching = (causal, windowed, between, later, full, {**sinks, **scaled},
+               {**alibi, "window": 9}, {**alibi, **full})
+    for size in (None, 16, 256):
+        yield from each("in a cache", "caches", cached, *caching, grad=False, page_size=size,
+                        cache="paged" if size else "static")
+    yield from each("in parts", "parts", in_parts, causal, windowed, *within[:2], scaled,
+                    {**alibi, **segmented}, lse=True)
+    for seg in (False, True):
+        yield from each("log-sum-exp", "parts", log_sum_exp, ahead, between, later, full,
+                        segments=seg, lse=True)
+    yield from each("causality, long text", "causality", partial(unseen, 0, LONG), *both, n_head=1,
+                    n_kv_head=1)
+    for w in (None, 100) if length else ():
+        yield from each(f"{length:,} tokens", "long sequences", partial(right_at, length), *both,
+                        n_head=2, n_kv_head=1, head_dim=64, window=w)
     for row in caps:
-        paged: Fields = {"cache": "paged", "page_size": row.page_multiple, "grad": False}
+        paged = {"cache": "paged", "page_size": row.page_multiple, "grad": False}
         if "paged" in row.caches:
-            yield item("smallest pages", "caches", cached, **paged)
-        if D := row.head_dim_max or 0:
-            other = paged if row.caches[0] == "paged" else {"cache": row.caches[0], "grad": False}
-            plain = "none" in row.caches
-            has = {"grad": row.grad} if plain else other
-            yield item("largest head_dim", "causal", right if plain else cached, D=D, **has)
+            yield from each("smallest pages", "caches", cached, paged)
+        if row.head_dim_max:
+            plain, cache = "none" in row.caches, {"cache": row.caches[0], "grad": False}
+            has = {"grad": row.grad} if plain else paged if "paged" in row.caches[:1] else cache
+            yield from each("largest head_dim", "causal", right if plain else cached, has,
+                            head_dim=row.head_dim_max)
 
 
-def right(backend: Backend, spec: Spec, device: str) -> None:
-    matrix.check(backend, case_of(spec, 33), spec.dtype, device, grad=spec.grad)
+def right(backend: Backend, spec: Spec, device: str, Tk: int = 33, Tq: int | None = None,
+          **more: Any) -> None:
+    case = case_of(spec, Tk, Tq, **more)
+    matrix.check(backend, case, spec.dtype, device, grad=spec.grad, cache=spec.cache,
+                 compiled=spec.compiled)
 
 
 def right_at(length: int, backend: Backend, spec: Spec, device: str) -> None:
@@ -138,19 +137,20 @@ def unseen(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
         Tq = Tk = 8193 if torch.device(device).type == "cuda" else LONG
     given, first = draw(spec, device, Tk), Tk - Tq
 
-    def output(given: Inputs) -> Tensor:
-        return run(backend.attend, given._replace(q=given.q[:, first:]), spec, times=0).out
+    def output(**louder: Tensor) -> Tensor:
+        x = given._replace(**louder)
+        return run(backend.attend, x._replace(q=x.q[:, first:]), spec, times=0).out
 
     seen = mask(Tq, Tk, spec.window, given.segments, given.q.device, None, spec.right)[0, 0]
     own = torch.eye(Tk, device=seen.device).bool()[first:]
     several = seen.sum(1) > 1  # one key has weight 1, whatever q and k are
-    before = output(given)
+    before = output()
     places = {0, first + 1, first + Tq // 2, Tk - 1} if Tk < 100 else {Tk - 500}
     for at, name in itertools.product(sorted(places & {*range(Tk)}), "qkv"):
         louder, free = getattr(given, name).clone(), (own if name == "q" else seen)[:, at]
         louder[:, at] *= HUGE
         for _ in range(3):  # a library may round differently once, under load
-            moved = (output(given._replace(**{name: louder})) != before).any(3).any(2).any(0)
+            moved = (output(**{name: louder}) != before).any(3).any(2).any(0)
             if not moved[~free].any():
                 break
         expected = moved[free & several].any() == (free & several).any()
@@ -161,14 +161,13 @@ def unseen(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
 
 def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
     """All scores are -12,000 sqrt(D), -67,882 for 32: with a finite float16 as mask value, masked
-    keys would have the largest."""
-    Tk, dtype, D = 20, getattr(torch, spec.dtype), spec.head_dim
-    q = torch.full((1, Tq, spec.n_head, D), -12000.0, dtype=dtype, device=device)
-    k = torch.ones(1, Tk, spec.n_kv_head, D, dtype=dtype, device=device)
-    v = torch.arange(Tk, dtype=dtype, device=device)[None, :, None, None].expand(k.shape)
-    given = Inputs(q, k, v.contiguous(), q)
-    out = run(backend.attend, given, spec).out[0, :, 0, 0].double().cpu()
-    last = torch.arange(Tk - Tq, Tk)  # each output is the mean index of the visible keys
+    keys would have the largest. Each output is the mean index of the visible keys."""
+    Tk, to = 20, {"dtype": getattr(torch, spec.dtype), "device": device}
+    q = torch.full((1, Tq, spec.n_head, spec.head_dim), -12000.0, **to)
+    k = torch.ones(1, Tk, spec.n_kv_head, spec.head_dim, **to)
+    v = torch.arange(Tk, **to)[None, :, None, None].expand(k.shape).contiguous()
+    out = run(backend.attend, Inputs(q, k, v, q), spec).out[0, :, 0, 0].double().cpu()
+    last = torch.arange(Tk - Tq, Tk)
     first = (last - (spec.window or Tk) + 1).clamp(min=0)
     close(out, (first + last) / 2, 0.02, "the mean of the visible values")
 
@@ -176,9 +175,9 @@ def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
 def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
     given = matrix.inputs(case_of(spec, 33), spec.dtype, device)
     early = (torch.arange(33, device=device) < 20)[:, None, None]
-    given = given._replace(dout=given.dout * early)
-    for name, grad in list(run(backend.attend, given, spec).tensors.items())[1:]:
-        last = 19 if name == "dq" else 19 + (spec.right or 0)
+    got = run(backend.attend, given._replace(dout=given.dout * early), spec)
+    for name, last in (("dq", 19), ("dk", 19 + (spec.right or 0)), ("dv", 19 + (spec.right or 0))):
+        grad = got.tensors[name]
         require(not grad[:, last + 1 :].any(), f"{name} of a later token is not zero")
         require(grad[:, last].any(), f"{name} of token {last} is zero")
 
@@ -186,16 +185,9 @@ def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
 # --- dropout: where v is the identity, the output is the matrix P after dropout ---
 
 
-def dropped(backend: Backend, given: Inputs, spec: Spec, seed: int | None = None) -> proof.Result:
-    """run(), in which an error of the kernel is a failure of the property."""
-    if seed is not None:
-        torch.manual_seed(seed)
-    try:
-        return run(backend.attend, given, spec)
-    except RuntimeError as e:
-        if loses_device(e):
-            raise
-        raise AssertionError(f"{type(e).__name__}: {first_line(e)}") from e
+def seeded(seed: int, backend: Backend, given: Inputs, spec: Spec) -> proof.Result:
+    torch.manual_seed(seed)
+    return run(backend.attend, given, spec)
 
 
 def weights(backend: Backend, given: Inputs, spec: Spec, seed: int) -> Tensor:
@@ -203,7 +195,7 @@ def weights(backend: Backend, given: Inputs, spec: Spec, seed: int) -> Tensor:
     Tk, D = given.k.shape[1], spec.head_dim
     eye = F.pad(torch.eye(Tk, device=given.v.device, dtype=given.v.dtype), (0, -Tk % D))
     columns = (t[None, :, None].expand(given.v.shape).contiguous() for t in eye.split(D, dim=1))
-    found = [dropped(backend, given._replace(v=v), spec, seed).out for v in columns]
+    found = [seeded(seed, backend, given._replace(v=v), spec).out for v in columns]
     return torch.cat(found, dim=3)[..., :Tk]
 
 
@@ -214,25 +206,20 @@ def together(x: Tensor) -> Tensor:
 
 
 def rate(Tq: int, Tk: int, B: int, backend: Backend, spec: Spec, device: str) -> None:
-    """A fraction p of the probabilities is dropped; the rest is divided by 1 - p. Each entry is
-    dropped as often. Two entries any number of calls, texts, queries, heads and keys apart are
-    dropped together as often as by chance."""
+    """A fraction p is dropped, each entry as often, and the rest is divided by 1 - p. Entries any
+    number of calls, texts, queries, heads and keys apart are dropped together by chance alone."""
     p, quiet, given = spec.dropout, replace(spec, grad=False), draw(spec, device, Tk, Tq, B)
     P = weights(backend, given, replace(quiet, dropout=0.0), 0)
     there, eps = P != 0, torch.finfo(P.dtype).eps
     # An entry that is never dropped is off by 6 sigma.
     n = math.ceil(40 * (1 - p) / p / B) if B > 1 else 1
-    calls = []
-    for seed in range(n):
-        got = weights(backend, given, quiet, seed)
-        left = (got != 0) & there
-        close(got[left], P[left] / (1 - p), 8 * eps, "what was kept")
-        calls.append(got == 0)
-    x = (torch.stack(calls).float() - p) * there  # (n, B, Tq, H, Tk) of mean 0
+    got = torch.stack([weights(backend, given, quiet, seed) for seed in range(n)])
+    left = (got != 0) & there
+    close(got[left], P.expand_as(got)[left] / (1 - p), 8 * eps, "what was kept")
+    x = (got.eq(0).float() - p) * there  # (n, B, Tq, H, Tk) of mean 0
     variance, total = p * (1 - p), n * int(there.sum())
     share = float(x.sum()) / total
-    expected = abs(share) < 6 * (variance / total) ** 0.5
-    require(expected, f"{p + share:.4f} are dropped, expected {p}")
+    require(abs(share) < 6 * (variance / total) ** 0.5, f"{p + share:.4f} are dropped, not {p}")
     uneven = x.mean((0, 1)).abs() > 6 * (variance / (n * B)) ** 0.5
     require(not uneven.any(), "some probabilities are dropped more often than others")
 
@@ -243,32 +230,27 @@ def rate(Tq: int, Tk: int, B: int, backend: Backend, spec: Spec, device: str) ->
     bound = most + (most**2 + 2 * tail * variance**2 * pairs).sqrt() + 1e-6 * total
     excess = product.abs() - bound
     excess.view(-1)[0] = 0  # not shifted
-    axes = "calls", "rows of the batch", "queries", "heads", "keys"
-    shift = zip(torch.unravel_index(excess.argmax(), excess.shape), excess.shape, axes)
-    apart = ", ".join(f"{int(i) - n * (i > n // 2)} {name}" for i, n, name in shift if i)
+    axes = zip(("calls", "rows of the batch", "queries", "heads", "keys"), excess.shape)
+    shift = zip(torch.unravel_index(excess.argmax(), excess.shape), axes)
+    apart = ", ".join(f"{int(i) - n * (i > n // 2)} {name}" for i, (name, n) in shift if i)
     require(excess.max() <= 0, f"entries {apart} apart are dropped together")
 
 
 def replay(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
-    """The same seed gives the same mask M, forward and backward; the results match P M / (1 - p).
-    Two calls have different masks."""
+    """One seed gives one mask, forward and backward; two calls have different masks."""
     given = draw(spec, device, Tk, Tq, B=4 if Tk < 64 else 1)
     quiet = replace(spec, grad=False)
     kept = weights(backend, given, quiet, 5) != 0  # (B, Tq, H, Tk)
     require(kept.equal(weights(backend, given, quiet, 5) != 0), "one seed gives different masks")
-    first = dropped(backend, given, quiet, 5).out
-    same = first.equal(dropped(backend, given, quiet).out)
-    require(not same, "two calls have the same dropout mask")
-    got = dropped(backend, given, spec, 5)
+    first, second = seeded(5, backend, given, quiet), run(backend.attend, given, quiet)
+    require(not first.out.equal(second.out), "two calls have the same dropout mask")
+    got = seeded(5, backend, given, spec)
 
-    wide = (t.double() if t is not None and t.is_floating_point() else t for t in given)
-    exact = replace(spec, dtype="float64", dropout=0.0)
-    factors = kept.transpose(1, 2) / (1 - spec.dropout)
-    truth = run(partial(program, keep=factors), Inputs(*wide), exact)  # type: ignore[arg-type]
-    for name, t in got.tensors.items():
-        want = truth.tensors[name]
-        tolerance = 20 * max(1.0, float(want.abs().max())) * torch.finfo(t.dtype).eps
-        close(t, want, tolerance, f"{name} with the mask of the forward pass")
+    by = partial(program, keep=kept.transpose(1, 2) / (1 - spec.dropout))
+    truth = run(by, cast(given, "float64"), replace(spec, dtype="float64", dropout=0.0))
+    for name, want in truth.tensors.items():
+        tolerance = 20 * max(1.0, float(want.abs().max())) * torch.finfo(first.out.dtype).eps
+        close(got.tensors[name], want, tolerance, f"{name} with the mask of the forward pass")
 
 
 # --- empty inputs, gradients of some inputs, repeated calls, surroundings ---
@@ -281,16 +263,16 @@ def empty(backend: Backend, spec: Spec, device: str) -> None:
         seg = torch.zeros(B, Tk, dtype=torch.int32, device=device) if spec.segments else None
         given = Inputs(q[:, :Tq], k[:, :Tk], v[:, :Tk], q[:, :Tq], seg)
         for name, t in run(backend.attend, given, spec).tensors.items():
-            like = getattr(given, "q" if name == "out" else name[1:])
-            zeros = t.shape == like.shape and not t.any()
-            require(zeros, f"batch {B}, {Tq} queries, {Tk} keys: {name} is {t}")
+            zeros = t.shape == getattr(given, "q" if name == "out" else name[1:]).shape
+            text = f"batch {B}, {Tq} queries, {Tk} keys: {name} is {t}"
+            require(zeros and not t.any(), text)
 
 
 def some_gradients(backend: Backend, spec: Spec, device: str) -> None:
     """Gradients of each input alone, and of all but it; a graph that is kept gives them again."""
     case = case_of(spec, 17)
     given = matrix.inputs(case, spec.dtype, device)
-    names = [name for name in ("q", "k", "v", "sinks") if getattr(given, name) is not None]
+    names = ["q", "k", "v", *["sinks"] * spec.sinks]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
         got = run(backend.attend, given, spec, wrt, times=2)
         matrix.compare(got, case, spec.dtype, device)
@@ -299,9 +281,9 @@ def some_gradients(backend: Backend, spec: Spec, device: str) -> None:
 def again(backend: Backend, spec: Spec, device: str) -> None:
     """A second call with other values in the same memory draws no random number and does not change
     the first result. On the CPU PyTorch does not know of the change (masks.kept)."""
+    cuda = torch.device(device).type == "cuda"
 
     def states() -> list[Tensor]:
-        cuda = torch.device(device).type == "cuda"
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
 
     drawn = matrix.inputs(case_of(spec, 33), spec.dtype, device)
@@ -334,13 +316,11 @@ def surrounded(context: Callable[[str], AbstractContextManager[object]], backend
 def same_bits(backend: Backend, spec: Spec, device: str) -> None:
     """Five runs give the same bits; on CUDA at a size of many thread blocks."""
     T = 1024 if torch.device(device).type == "cuda" else 97
-    given, results = matrix.inputs(case_of(spec, T), spec.dtype, device), []
+    given = matrix.inputs(case_of(spec, T), spec.dtype, device)
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        for _ in range(5):
-            torch.manual_seed(0)
-            results.append(run(backend.attend, given, spec).tensors)
+        results = [seeded(0, backend, given, spec).tensors for _ in range(5)]
     finally:
         torch.use_deterministic_algorithms(was)
     for name, result in itertools.product(results[0], results[1:]):
@@ -350,32 +330,20 @@ def same_bits(backend: Backend, spec: Spec, device: str) -> None:
 def compiled(backend: Backend, spec: Spec, device: str) -> None:
     torch.compiler.reset()
     compiler = "inductor" if torch.device(device).type == "cuda" else "aot_eager"
-    eager = backend.attend
-
-    def attend(*args: object, **more: object) -> Tensor:
-        return eager(*args, **more)
-
-    traced = torch.compile(attend, backend=compiler, fullgraph=backend.fullgraph, dynamic=False)
-    backend, case = replace(backend, attend=traced), case_of(spec, 65)
-    matrix.check(backend, case, spec.dtype, device, grad=spec.grad, compiled=True)
+    attend = backend.attend
+    traced = torch.compile(lambda *args, **more: attend(*args, **more), backend=compiler,
+                           fullgraph=backend.fullgraph, dynamic=False)
+    right(replace(backend, attend=traced), spec, device, 65)
     torch.compiler.reset()
-
-
-def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
-    case = case_of(spec, 24, Tq, segments="left", B=3)
-    matrix.check(backend, case, spec.dtype, device, grad=False, cache=spec.cache)
 
 
 def cached(backend: Backend, spec: Spec, device: str) -> None:
     """With a cache the output is that of each chunk with the keys up to its end, and causal."""
     case = case_of(spec, 64 if (spec.page_size or 0) < 64 else 300)
     given, way = matrix.inputs(case, spec.dtype, device), partial(run_cached, backend.attend)
-    got = way(given, spec)
-    if spec.right == 0:
-        matrix.compare(got, case, spec.dtype, device)
-    else:  # a chunk's queries see no key of a later chunk
-        rough, exact = proof.by_chunks(given, spec)
-        matrix.agree(got, rough, exact, spec.dtype)
+    wants = proof.by_chunks(given, spec) if spec.right != 0 else (
+        matrix.plain(case, spec.dtype, device), matrix.truth(case, spec.dtype))
+    matrix.agree(way(given, spec), *wants, spec.dtype)
     leak = leakage(way, given, spec, 0)
     require(leak == 0, f"a later token moves earlier outputs, by up to {leak:.2g}")
 
@@ -399,7 +367,7 @@ def require_L(L: Tensor, out: Tensor, q: Tensor, k: Tensor, spec: Spec, pair: Pa
 
 
 def in_parts(backend: Backend, spec: Spec, device: str) -> None:
-    """Partial attention over blocks, merged by its log-sum-exp L, equals full attention."""
+    """Blocks of attention, merged by their log-sum-exp L, equal full attention."""
     assert backend.partial is not None, "it declares lse but has no partial"
     Tq, Tk = 50, 41  # the first 9 queries see no key
     case = case_of(spec, Tk, Tq)
