@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import proof
 from ..caps import Backend, Caps
 from ..function import attention, whole
+from ..machine.system import first_line, loses_device
 from ..masks import Pair, alibi, mask
 from ..proof import Inputs, leakage, run, run_cached
 from ..spec import Spec
@@ -80,6 +81,7 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = ()) -> Iterat
         ask = partial(right, Tk=24, Tq=Tq, segments="left", B=3)
         yield from each(f"left padding, {Tq} of 24", "caches", ask, window=w, segments=True,
                         grad=False, cache="dynamic")
+    yield from each("3 of 24", "caches", partial(right, Tk=24, Tq=3), grad=False, cache="dynamic")
     caching = (causal, windowed, between, later, full, {**sinks, **scaled},
                {**alibi, "window": 9}, {**alibi, **full})
     for size in (None, 16, 256):
@@ -187,7 +189,12 @@ def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
 
 def seeded(seed: int, backend: Backend, given: Inputs, spec: Spec) -> proof.Result:
     torch.manual_seed(seed)
-    return run(backend.attend, given, spec)
+    try:
+        return run(backend.attend, given, spec)
+    except RuntimeError as e:  # these inputs are not a matrix's, which would report its error
+        if loses_device(e):
+            raise
+        raise AssertionError(first_line(e)) from e
 
 
 def weights(backend: Backend, given: Inputs, spec: Spec, seed: int) -> Tensor:
