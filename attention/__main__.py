@@ -8,8 +8,7 @@
     python -m attention check my_kernel.py                      test a kernel (check --help)
 
 Each time is for one attention call, not for a model (bench_mfu.py). The error is
-max|out - float64| / max|float64|, from the probe. On a described machine nothing runs.
-"""
+max|out - float64| / max|float64|, from the probe. On a described machine nothing runs."""
 
 from __future__ import annotations
 

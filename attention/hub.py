@@ -5,8 +5,7 @@ branch or a tag can move) and imports it. Only under Policy.hub_kernels: it is o
 
 It calls flash_attn_func, and with segments flash_attn_varlen_func, as flash.py does. An option is
 declared if both have its parameter: window_size, softmax_scale, softcap, deterministic, s_aux or
-learnable_sink. The probe finds the rest. No dropout, whose rate it cannot prove, and no cache.
-"""
+learnable_sink. The probe finds the rest. No dropout, whose rate it cannot prove, and no cache."""
 
 from __future__ import annotations
 

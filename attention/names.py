@@ -64,10 +64,7 @@ def entry_points() -> dict[str, str]:
 
 def get(name: str) -> Backend:
     """The backend with that name or alias. A file or a module is run, the hub is not read yet.
-
-    Raises:
-        ValueError: unknown name. BackendUnavailable: its file or module defines no valid backend.
-    """
+    Raises ValueError: unknown name. BackendUnavailable: its file or module has no valid backend."""
     if name in _BY_ANY_NAME:
         return _BY_ANY_NAME[name]
     if name.startswith(hub.PREFIX):

@@ -16,8 +16,7 @@ the first kernel that all accept. A late plan has no other processes, which may 
 
 "fastest" times every backend at the call's shape (machine/timing.py), and takes the fastest if it
 beats "auto" by 2 %. fastest.json in ~/.cache/nanoattn ($XDG_CACHE_HOME, $NANOATTN_CACHE) remembers
-names by versions, machine, kind and shape. A remembered name must pass the probe.
-"""
+names by versions, machine, kind and shape. A remembered name must pass the probe."""
 
 from __future__ import annotations
 
@@ -95,11 +94,8 @@ Key = tuple[str, str, bool]  # Spec.kind, device, deterministic algorithms
 
 class Plans:
     """The plans of one backend name. Copies and pickles are empty: a plan holds functions.
-
-    Args:
-        specs: Specs of a model's layers in a phase.
-        length: tokens in a sequence, if a forward pass has not been seen yet.
-    """
+    `specs` gives the Specs of a model's layers in a phase, `length` the tokens in a sequence, if a
+    forward pass has not been seen yet."""
 
     def __init__(self, name: str, policy: Policy = Policy(),
                  specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0) -> None:
@@ -157,8 +153,7 @@ class Plans:
         self.known[call] = (Call(chosen.backend.compute, spec, chosen),)
 
     def _traced(self, spec: Spec, device: str, deterministic: bool) -> Resolution:
-        """By what is declared, or the stored result of "fastest": nothing runs, so nothing waits
-        for the tracer."""
+        """By what is declared or stored: nothing runs, so nothing waits for the tracer."""
         key = spec.kind, device, deterministic
         if key not in self.known:
             machine, name = Machine.here(device), self.name

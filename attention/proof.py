@@ -1,8 +1,5 @@
-"""Proof that a kernel is right: one run of it against the truth (truth.py).
-
-probe()       one short run of a backend before anything depends on it
-probe_long()  one run at a call's own length
-"""
+"""Proof that a kernel is right: a run of it against the truth (truth.py), short in probe(), and in
+probe_long() at a call's own length."""
 
 from __future__ import annotations
 
@@ -151,13 +148,11 @@ class Probe:
 def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHORT) -> Probe:
     """Run `backend` at batch 2 and length T, forward and, if `spec.grad`, backward: with the Spec's
     numbers on ordinary and on large scores, then with other numbers, since one plan serves all
-    calls of a kind. The random state is restored.
+    calls of a kind. The random state is restored. The profiler records which kernels ran.
 
     With a cache the queries come in chunks, then one by one. Inference also continues a prefix,
-    with fewer queries than keys. A later token is changed to check that no earlier output moves,
-    unless the backend has its own mask, which is then the truth's. The profiler records which
-    kernels ran.
-    """
+    with fewer queries than keys. No earlier output may move when a later token is changed, unless
+    the backend has its own mask, which is then the truth's."""
     device = torch.device(device)
     cached = spec.cache in ("static", "paged")
     spec = clipped(replace(spec, grad=spec.grad and not cached), T)
@@ -279,12 +274,8 @@ def by_chunks(given: Inputs, spec: Spec) -> tuple[Result, Result]:
 
 @contextmanager
 def survives(backend: Backend, device: torch.device) -> Iterator[None]:
-    """Run a kernel with autograd, apart from the random state and PyTorch's settings.
-
-    Raises:
-        DeviceLost: the kernel has lost the GPU: everything that runs next would fail, and be
-            blamed instead of it.
-    """
+    """Run a kernel with autograd, apart from the random state and PyTorch's settings. Raises
+    DeviceLost: it has lost the GPU, and what runs next would fail and be blamed instead."""
     seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
     try:
         with seeds, torch.enable_grad(), settings_stay():

@@ -8,7 +8,6 @@ and L_i the logsumexp of its scores. A block of keys j contributes O_ij and L_ij
     O_i   = e^(L_i - L_new) O_i + e^(L_ij - L_new) O_ij
 
 After the last block O_i is softmax(S) V. The backward pass needs L_i.
-
 Zigzag  Late queries attend to more keys than early ones. To balance the work the sequence is cut
         into 2 N chunks, and process r holds chunks r and 2 N - 1 - r. For N = 4, a digit is the
         step that computes the tile, and a dot is a masked tile, which is skipped:
@@ -33,8 +32,7 @@ Numbers O_i, dQ_i, dK_j and dV_j stay float32 until the end, then are rounded on
         0 +- 9, dV's error was 1.3 times as large at N = 4 as at N = 1.)
 Refuses `right`, dropout, sinks and a cache. Under torch.compile each call is a graph break.
 Source  Liu et al. 2023, Ring Attention (arXiv 2310.01889); Brandon et al. 2023, Striped Attention
-        (arXiv 2311.09431), with single tokens instead of chunks.
-"""
+        (arXiv 2311.09431), with single tokens instead of chunks."""
 
 from __future__ import annotations
 
@@ -114,8 +112,7 @@ class Ring:
                     yield I, J, (a - b) * c
 
     def pass_on(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start sending tensors to the next process. Returns a function that waits for the previous
-        process's tensors."""
+        """Start sending tensors to the next process; the result waits for the previous one's."""
         if self.size == 1:
             return lambda: tensors
         import torch.distributed as dist

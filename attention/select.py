@@ -1,11 +1,6 @@
-"""The choice of a backend, with the reasons to refuse others.
-
-    candidates()  the backends to try, best first: a name and its fallback, or "auto"'s order
-    resolve()     the first whose declared Caps admit the request: also for a described machine
-    select()      the first that passes the probe (proof.py) too, on every rank
-
-NANOATTN_DISABLE=name,name in the environment refuses backends, for launchers.
-"""
+"""The choice of a backend, with the reasons to refuse others: resolve() takes the first candidate
+whose declared Caps admit the request, select() the first that also passes the probe on every rank.
+NANOATTN_DISABLE=name,name in the environment refuses backends, for launchers."""
 
 from __future__ import annotations
 
@@ -167,11 +162,8 @@ def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[
 def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
             failed: Mapping[str, Sequence[str]] = {}) -> Resolution:
     """Choose the backend that will run, by declared Caps alone. `name` is a backend's, an alias, a
-    file or one of RULES; `failed` are known not to run here, with the reasons.
-
-    Raises:
-        ValueError: unknown name. BackendUnavailable: refused, no fallback is left or allowed.
-    """
+    file or one of RULES; `failed` are known not to run here, with the reasons. Raises
+    ValueError: unknown name. BackendUnavailable: refused, no fallback is left or allowed."""
 
     def refusals(candidate: str) -> Sequence[str]:
         backend, why = admit(candidate, spec, machine, policy)

@@ -137,8 +137,7 @@ class Candidate:
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
         """Continue `prompt`, (B, T) int64, by `new` tokens; more: options of our engine.
 
-        Returns:
-            the times of the first and the last token (time.perf_counter), the cache's bytes.
+        Returns the times of first and last token (time.perf_counter), and the cache's bytes.
         """
         raise UserError("it does not generate text")
 

@@ -73,11 +73,7 @@ def model_of(part: Json) -> Sizes:
 
 
 def read(name: str) -> Json:
-    """Return the config of the model's text part.
-
-    Raises:
-        UserError: transformers is missing, or no config can be read there.
-    """
+    """Return the config of the model's text part; UserError without transformers or a config."""
     try:
         from transformers import AutoConfig
     except ImportError as e:
@@ -103,8 +99,7 @@ def rows_of(backends: list[str]) -> dict[str, str]:
 def build(job: Job, config: Json, implementation: str) -> torch.nn.Module:
     """Return the model with random float32 weights on the job's device.
 
-    Raises:
-        UserError: transformers cannot build it, or it has fewer positions than block_size.
+    Raises UserError if transformers cannot build it, or it has fewer positions than block_size.
     """
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -137,9 +132,7 @@ def ran(model: PreTrainedModel) -> list[Resolution]:
 def specs(model: PreTrainedModel, x: torch.Tensor) -> list[Spec]:
     """Run x, (B, T) int64, once; return the layers' Specs and set eager attention.
 
-    Raises:
-        BackendUnavailable: the bridge refuses the model.
-        UserError: it is not a causal model.
+    Raises BackendUnavailable if the bridge refuses the model, UserError if it is not causal.
     """
     with torch.no_grad():
         model(input_ids=x, use_cache=False)

@@ -1,17 +1,16 @@
 """Time of a training step by its parts, from PyTorch's profiler, next to their rooflines.
 
-Hooks put a record_function range around each module, and an operator belongs to the innermost
-range. A backward operator is linked to its forward operator by autograd's sequence number. So the
-profiled steps run without torch.compile. The update and the wait for data have ranges, too; adding
-gradients over micro-batches counts as optimizer. The rest is the row "unattributed".
+Hooks put a record_function range around each module; an operator belongs to the innermost range. A
+backward operator is linked to its forward one by autograd's sequence number, so the profiled steps
+run without torch.compile. Adding gradients over micro-batches counts as optimizer. The rest is the
+row "unattributed".
 
 On CUDA the times are of kernels, and `gaps` is the rest of a step without the profiler, which slows
-down the host but no kernel. On the CPU the times are of operators without their children, and
-`gaps` is Python's own.
+down only the host. On the CPU they are of operators without children; `gaps` is Python's own.
 
-The roofline is the larger of the time of the FLOPs at peak rate and the time of the bytes at full
-bandwidth (Williams, Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels. Only a
-step that fits into the caches is faster.
+The roofline is the larger of the time of the FLOPs at peak rate and of the bytes at full bandwidth
+(Williams, Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels. Only a step that
+fits into the caches is faster.
 
 N tokens in a step, L layers, C channels, E = H * D = C, K = Hkv * D, V tokens in the vocabulary, P
 weights; a: bytes of an activation (2 in half precision, 4 in float32); weights, their gradients and
@@ -84,10 +83,7 @@ class Work:
 def work(
     config: GPTConfig, sequences: float, micro: int, dtype: str, clip: bool
 ) -> dict[str, Work]:
-    """Return the work by part, in a step of `sequences` in `micro` micro-batches.
-
-    With context parallelism `sequences` of a rank is fractional.
-    """
+    """Return the work by part; `sequences` of a step is fractional with context parallelism."""
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
     a = 4 if dtype == "float32" else 2
@@ -112,12 +108,8 @@ def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflop
                 bandwidth: float, peak: float) -> Json:  # fmt: skip
     """Return ms, tokens_per_s, mfu and mfu_causal of a step at its roofline.
 
-    `mfu` counts masked keys, so it can exceed 1; then it is None.
-
-    Args:
-        tflops: rate of matmuls.
-        bandwidth: bytes per second.
-        peak: TFLOP/s that the MFU refers to.
+    `mfu` counts masked keys, so it can exceed 1; then it is None. `tflops` is the rate of matmuls,
+    `bandwidth` in bytes per second, `peak` the TFLOP/s that the MFU refers to.
     """
     ms, T = sum(w.ms(tflops, bandwidth) for w in parts.values()), config.block_size
     of = flops.Peak(peak, "the roofline's")

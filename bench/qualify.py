@@ -43,8 +43,7 @@ class Stage:
 def grid(cuda: bool) -> list[Json]:
     """Return the points of attention alone, the most informative first.
 
-    On a GPU width and tokens are the FlashAttention papers', 2048 and 16,384; elsewhere the width
-    is 256, with one sequence.
+    A GPU has the width and tokens of the FlashAttention papers, others width 256 and one sequence.
     """
     lengths, widths = (1024, 4096, 16384, 512, 2048, 8192), (64, 128)
     sizes: list[tuple[int, int, int | None, int]] = [
@@ -174,11 +173,8 @@ def settled(run: Run, given: Container[str]) -> None:
 def run(whole: Run, about: Json, given: Container[str], folder: Callable[[], Path]) -> Json:
     """Run the requested stages; return the record.
 
-    Args:
-        whole: its machine is described.
-        about: the record's entries about the command.
-        given: names of the settings that the user gave.
-        folder: makes and returns the record's.
+    `whole` has the described machine, `about` the record's entries about the command, `given` the
+    names of the user's settings; `folder` makes and returns the record's folder.
     """
     settled(whole, given)
     config, names = whole.config, [*STAGES]

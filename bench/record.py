@@ -99,10 +99,7 @@ def device_slug(machine: Json) -> str:
 
 
 def new_folder(records_dir: str | Path, slug: str, machine: Json) -> Path:
-    """Make and return DATE_DEVICE_SLUG; DATE_DEVICE_SLUG-2, -3, ... if that is there.
-
-    Raises UserError if it cannot be made.
-    """
+    """Make and return DATE_DEVICE_SLUG, or with -2, -3, ...; UserError if it cannot be made."""
     first = Path(records_dir) / f"{date.today()}_{device_slug(machine)}_{slug}"
     folder, n = first, 1
     try:
@@ -117,10 +114,7 @@ def new_folder(records_dir: str | Path, slug: str, machine: Json) -> Path:
 
 
 def write(folder: Path, content: Json, whole: bool = True) -> None:
-    """Write record.json atomically; if `whole` also README.md.
-
-    Raises UserError if the folder cannot be written.
-    """
+    """Write record.json atomically; if `whole` also README.md. UserError if that is impossible."""
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)

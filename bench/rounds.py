@@ -102,13 +102,10 @@ class Run:
     def job(
         self, kind: str, name: str = "", batch_size: int = 1, rival: str = "", **changes: object
     ) -> Json:
-        """Return a worker's job.
+        """Return a worker's job: `kind` is one of bench/worker.py's WORK.
 
-        Args:
-            kind: one of bench/worker.py's WORK.
-            name: the row; without a rival also the attention backend.
-            rival: argument of candidates.build().
-            changes: of train.py's settings.
+        `name` is the row, without a rival also the attention backend; `rival` an argument of
+        candidates.build(); `changes` are of train.py's settings.
         """
         ours = {"attention_backend": name} if name and not rival else {}
         changes = {**ours, "attention_fallback": False, **changes}
@@ -138,10 +135,7 @@ class Run:
         return Worker(job, self.config.timeout, self.stop)
 
     def look_again(self) -> None:
-        """Measure peak or bandwidth again after the rounds and keep the better, once a run.
-
-        A busy machine gives too low a peak, and so too high an MFU.
-        """
+        """Measure peak or bandwidth again, once a run; keep the better: busy machines are slow."""
         m, decode = self.part["machine"], self.mode == "decode"
         measured = not self.config.bandwidth_gbs if decode else m["peak_measured"]
         what = "bandwidth" if decode else "peak"
@@ -172,8 +166,7 @@ class Run:
 
         Args:
             jobs: name of the row -> the worker's job; points: what differs between rows.
-            request: what all rounds ask besides the point.
-            rounds: instead of --rounds.
+            request: what all rounds ask besides the point; rounds: instead of --rounds.
             fresh: new processes in every round; None: only if they do not all fit into memory.
             skip: returns why a pair is not measured, or "".
         """

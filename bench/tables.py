@@ -3,9 +3,8 @@
 A row is a dict as in a record: `mode`, `backend`, `point`, `status` (ok, or unavailable, failed,
 skipped, stopped with `why`), every round, and the figures that its mode computes from them.
 
-The spread is the distance between the quartiles over the median. A disturbance affects all
-backends of a run, so two backends differ by the ratios of neighbouring rounds: |log ratio| >
-spread(ratio).
+The spread is the distance between the quartiles over the median. A disturbance affects all backends
+of a run, so two differ by the ratios of neighbouring rounds: |log ratio| > spread(ratio).
 """
 
 from __future__ import annotations

@@ -287,10 +287,7 @@ class Training:
         return machine.largest(run, self.device, MOST)
 
     def profile(self, steps: int) -> Json:
-        """Return milliseconds by part of steps of one micro-batch, with batches as in train.py.
-
-        The steps are not compiled, so that each operator belongs to a module.
-        """
+        """Return ms by part of uncompiled steps of one micro-batch, with batches as in train.py."""
         config, device, who = self.config, self.device, self.who
         if device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not support {device.type}"}

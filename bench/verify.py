@@ -1,7 +1,6 @@
 """Checks of a record that need no other machine.
 
-All figures are computed again from the raw rounds and compared; peak, kernel names and proofs are
-looked at. docs/MEASURE.md lists the checks.
+All figures are computed again from the raw rounds and compared. docs/MEASURE.md lists the checks.
 """
 
 from __future__ import annotations

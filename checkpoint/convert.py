@@ -40,12 +40,9 @@ def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: object)
 
 def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
     """Load a model of checkpoint/families.py from a transformers folder or the hub ("gpt2-xl",
-    "owner/name").
+    "owner/name"). `changes` go into the GPTConfig.
 
-    `changes` go into the GPTConfig.
-
-    Raises:
-        UserError: it is missing or damaged, asks for what GPT has not, or the download failed.
+    Raises UserError: it is missing or damaged, asks for what GPT has not, or the download failed.
     """
     folder = Path(source) if Path(source).is_dir() else _download(source)
     saved = store.read_file(folder / "config.json", store.load_json)
@@ -71,8 +68,7 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
 def save_hf(model: GPT, folder: str | Path, **more: object) -> Json:
     """Write config.json (and `more` in it) and the weights as transformers loads them.
 
-    Raises:
-        UserError: no family of transformers has this model's options.
+    Raises UserError: no family of transformers has this model's options.
     """
     folder, config = Path(folder), {**families.write_config(model.config), **more}
     folder.mkdir(parents=True, exist_ok=True)

@@ -65,8 +65,7 @@ FIXED: Json = {
 def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
     """The GPTConfig of a config.json's content; `changes` replace its fields.
 
-    Raises:
-        UserError: another architecture, a missing field, or one that GPT cannot follow.
+    Raises UserError: another architecture, a missing field, or one that GPT cannot follow.
     """
     kind = saved.get("model_type") if isinstance(saved, dict) else None
     if not isinstance(kind, str) or kind not in ASSUMED:

@@ -83,8 +83,7 @@ class Saver:
             val_loss: None if this step was not evaluated.
             state: more values for train_state.json.
 
-        Raises:
-            UserError: this checkpoint or the previous one could not be written.
+        Raises UserError: this checkpoint or the previous one could not be written.
         """
         self.wait()
         distributed = self.distributed
@@ -165,8 +164,7 @@ def gathered(model: GPT) -> GPT:
 def locked(config: TrainConfig) -> Iterator[None]:
     """Keep other runs out of config.out_dir, by a lock that ends with this process.
 
-    Raises:
-        UserError: another run has it, or it cannot be written.
+    Raises UserError: another run has it, or it cannot be written.
     """
     import fcntl
 
@@ -291,8 +289,7 @@ def restarted(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Loaded[Trai
 def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     """Build the model on the CPU, with the weights of init_from unless it is "resume".
 
-    Raises:
-        UserError: the weights do not fit the given settings or the dataset (its meta.json).
+    Raises UserError: the weights do not fit the given settings or the dataset (its meta.json).
     """
     config, V = loaded.settings, meta["vocab_size"]
     resuming = config.init_from == "resume"
@@ -393,11 +390,8 @@ def restore(
 ) -> tuple[int, float]:
     """Restore a checkpoint of any number of processes into plain parameters or DTensors.
 
-    Returns:
-        (step, lowest validation loss so far).
-
-    Raises:
-        UserError: on all processes, if one cannot read it or the model has other sizes.
+    Returns (step, lowest validation loss so far). Raises UserError on all processes, if one cannot
+    read it or the model has other sizes.
     """
     rest: Json = {}
 

@@ -4,7 +4,6 @@
     shards/index.json         dtype and shape of each tensor; file, offset and length of each part
 
 DCP decides which process writes and reads which part; the number of processes may change.
-
 DCP's own index, .metadata, is a pickle, which could run code: it is written for PyTorch's tools and
 never read here. index.json has the same content.
 """

@@ -10,8 +10,7 @@ A checkpoint is a folder, out_dir/step-00000250:
 
 The folder is written under a temporary name, synced and renamed: a killed process leaves the
 last complete checkpoint. Loading never runs code from a file: safetensors, JSON,
-torch.load(weights_only=True).
-A missing or damaged file raises UserError.
+torch.load(weights_only=True). A missing or damaged file raises UserError.
 """
 
 from __future__ import annotations
@@ -100,10 +99,8 @@ class Checkpoint:
         return read_file(shards, lambda folder: read_whole(folder, "model."))
 
     def rest(self) -> Json:
-        """optimizer.pt: {"optimizer": its state_dict(), "scaler": ..., "rng": [one dict a rank]}.
-
-        With shards, "optimizer" has no "state".
-        """
+        """optimizer.pt: {"optimizer": its state_dict(), without "state" if there are shards,
+        "scaler": ..., "rng": [one dict a rank]}."""
         rest = read_file(path := self.folder / "optimizer.pt", load_torch)
         if not has_dicts(rest, "optimizer", "scaler") or not isinstance(rest.get("rng"), list):
             raise UserError(f"{path} lacks the state of the optimizer, scaler or random numbers")
@@ -136,8 +133,7 @@ def latest(out_dir: str | Path) -> Path:
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
-    """The checkpoint with the lowest validation loss; None if none was evaluated on the data of the
-    newest one."""
+    """The checkpoint of lowest validation loss on the newest one's data; None if there is none."""
     saved = [load(p) for p in folders(out_dir)]
     since = saved[-1].state.get("best_since", 0) if saved else 0
     losses = {c.folder: c.state.get("val_loss") for c in saved if c.step > since or not since}
@@ -274,9 +270,7 @@ def save(
 
     state["step"] names the folder; the lowest state["val_loss"] is the best. With several processes
     all must call it, each with its own `shards` instead of `weights`.
-
-    Raises:
-        UserError: on all processes, if it could not be written.
+    Raises UserError on all processes, if it could not be written.
     """
     distributed = distributed or DistInfo(torch.device("cpu"))
     out_dir = Path(out_dir)
@@ -375,8 +369,7 @@ def _sync(paths: Iterable[Path]) -> None:
 def together(distributed: DistInfo, step: Callable[[], object]) -> None:
     """Run step() and wait for the other processes, which must call this too.
 
-    Raises:
-        UserError: on all processes, if a file failed on one.
+    Raises UserError on all processes, if a file failed on one.
     """
     failure, message = None, ""
     try:

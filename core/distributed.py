@@ -128,10 +128,9 @@ class DistInfo:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def name_missing(self, error: Exception, resume: str) -> None:
-        """After a failed collective: print the ranks whose collective has not failed too.
+        """After a failed collective: print the ranks that are dead, frozen or busy.
 
-        They are dead, frozen or busy. The process groups are broken then, but torchrun's store
-        still works.
+        The process groups are broken then, but torchrun's store still works.
         """
         text = str(error).lower()
         of_group = isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text

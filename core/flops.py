@@ -83,8 +83,7 @@ def mean_keys(T: int, window: int | None = None) -> float:
 def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Tensor:
     """Keys that a query sees, the mean over (B, T) queries and the layers; float32 ().
 
-    Args:
-        starts: (B, T), where a query's document begins.
+    starts: (B, T), where a query's document begins.
     """
     T = starts.shape[1]
     keys = torch.arange(1, T + 1, device=starts.device) - starts
@@ -101,11 +100,9 @@ def keys_of(backend: Backend, T: int, n_head: int, device: torch.device) -> floa
 
 @singledispatch  # bench/hf.py adds models that were counted
 def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
-    """Floating-point operations that one trained token needs, forward and backward.
+    """Floating-point operations that one token needs, forward and backward, trained on length T.
 
-    Args:
-        T: the length actually trained on.
-        causal: count only the pairs of query and key that are visible.
+    With `causal` only the visible pairs of query and key count.
     """
     keys = sum(mean_keys(T, window) if causal else T for window in config.windows)
     return 6 * n_params(config) + 12 * config.n_head * config.head_dim * keys

@@ -122,9 +122,8 @@ def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
 def describe_rated(text: str) -> tuple[GPU, str]:
     """Return a GPU with known rates by describe()'s names, and a note if that was a choice.
 
-    "H100" is the usual variant. A "RTX 4090 Laptop GPU" has other rates than the RTX 4090.
-
-    Raises ValueError as describe(), or if its rates are unknown.
+    "H100" is the usual variant; a "RTX 4090 Laptop GPU" has other rates than the RTX 4090. Raises
+    ValueError as describe(), or if its rates are unknown.
     """
     given, found = words(text) - MAKERS, find_rated(text)
     fit = [gpu for gpu in RATED if given and given <= words(gpu.name)]

@@ -33,9 +33,7 @@ class Metrics:
     ) -> None:
         """Begin after `step` steps; lines of later steps, left by a killed run, are dropped.
 
-        Args:
-            wandb: arguments of wandb.init(); None: no wandb.
-            evaluated: False: an evaluation of this step is to come.
+        wandb: arguments of wandb.init(), or None; evaluated: False if this step's is to come.
         """
         self.path, known = out_dir / "metrics.jsonl", out_dir / "wandb_id.txt"
         try:
@@ -106,9 +104,7 @@ class Meter:
     ) -> None:
         """Look the peak rate up, or measure it.
 
-        Args:
-            tokens: of a step, over all processes; T: of a sequence.
-            dtype: of the matrix products.
+        tokens: of a step, over all processes; T: of a sequence; dtype: of the matrix products.
         """
         self.distributed, self.model, self.T, self.tokens = distributed, model, T, tokens
         self.max_iters, self.dtype = max_iters, dtype
@@ -140,10 +136,7 @@ class Meter:
         )
 
     def log(self, step: int, loss: float, lr: float, seconds: float | None) -> None:
-        """Print and log a step; all processes call this.
-
-        seconds: per step, since the last line; None: a first step.
-        """
+        """Print and log a step; all processes call this. seconds: per step; None: a first step."""
         if self.counted:
             local = torch.cat(self.counted)
             total, sequences = self.distributed.sum([float(local.sum()), float(len(local))])
@@ -227,11 +220,7 @@ def duration(seconds: float) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl; an incomplete last line is dropped.
-
-    Raises:
-        UserError: another line is not a row.
-    """
+    """The rows of a metrics.jsonl; UserError if any but an incomplete last line is not a row."""
     rows: list[Row] = []
     for number, line in enumerate(path.open("rb") if path.exists() else (), 1):
         try:

@@ -1,6 +1,4 @@
-"""AdamW and Muon, their learning rate, and an update that clips and checks without waiting for the
-device.
-"""
+"""AdamW and Muon, their learning rate, and an update that clips without waiting for the device."""
 
 from __future__ import annotations
 
@@ -80,11 +78,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Confi
 def build_optimizer(
     model: nn.Module, config: Config, device: torch.device, processes: int = 1
 ) -> torch.optim.AdamW:
-    """AdamW, fused on CPU and CUDA, that decays the matrices, but no biases and norm gains; or Muon
-    (config.optimizer).
+    """Fused AdamW that decays the matrices, but no biases and norm gains; or Muon.
 
-    Args:
-        processes: that have a copy of the model each (DDP) and divide Muon's work.
+    processes: that have a copy of the model each (DDP) and divide Muon's work.
     """
     params = [p for p in model.parameters() if p.requires_grad]
     betas, fused = (config.beta1, config.beta2), device.type in ("cuda", "cpu")
@@ -289,8 +285,7 @@ def update(
     gradients, and nothing waits for the device.
 
     Args:
-        loss: float32 ().
-        clip: 0 disables clipping.
+        loss: float32 (); clip: 0 disables clipping.
         found_inf: float32 (), set to 1 for good when the loss or a gradient is not finite. In
             float16 only the loss counts: a gradient only lowers the loss scale.
     """

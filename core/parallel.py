@@ -56,11 +56,8 @@ def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
 def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | None) -> None:
     """Shard a model on the CPU and move this process's part to the device (FSDP2).
 
-    Args:
-        size: processes that hold one copy together; None: all.
-
-    Raises:
-        UserError: options that exclude each other.
+    `size` processes hold one copy together; None: all. Raises UserError for options that exclude
+    each other.
     """
     n = distributed.world_size
     if distributed.control is None:
@@ -102,11 +99,7 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
 
 
 def ring(distributed: DistInfo, T: int) -> Ring | None:
-    """The ring of processes that share sequences of T tokens; None: each has whole sequences.
-
-    Raises:
-        UserError: there are more processes than tokens.
-    """
+    """The ring of processes that share T tokens, or None; UserError if they are more than T."""
     if distributed.ring is None:
         return None
     if (n := distributed.context_parallel) > T:
@@ -130,9 +123,7 @@ def summed_loss(
 ) -> tuple[float, float]:
     """The summed loss of all targets in this process's batches, and their number.
 
-    Args:
-        batches: (tokens, targets), and perhaps segments, (B, T) each.
-        stop: checked before each.
+    batches: (tokens, targets), and perhaps segments, (B, T) each; stop: checked before each.
     """
     total, targets = torch.zeros(()), torch.zeros((), dtype=torch.int64)
     for batch in batches:
@@ -149,13 +140,10 @@ def summed_loss(
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
     """Weight of each micro-batch's mean loss: its targets over those of the step in all processes.
 
-    Times the number of processes, over which the module's gradients are averaged.
+    Times the number of processes, over which the module's gradients are averaged. targets:
+    (micro_steps,) int64, the number of each micro-batch of this process.
 
-    Args:
-        targets: (micro_steps,) int64, number of targets of each micro-batch of this process.
-
-    Returns:
-        float32 (micro_steps,); NaN if no process has a target.
+    Returns float32 (micro_steps,); NaN if no process has a target.
     """
     total, processes = targets.sum(), 1
     if isinstance(module, DistributedDataParallel) or is_sharded(module):

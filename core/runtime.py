@@ -54,8 +54,7 @@ def pick_device(wanted: str) -> torch.device:
 def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> torch.dtype:
     """The dtype of matrix products; "auto" is bfloat16 where the hardware supports it.
 
-    On a CPU it is so only for training, with the width n_embd: in generation it would make the
-    text depend on the cache.
+    On a CPU only for training, of width n_embd: generated text would depend on the cache.
     """
     if wanted != "auto":
         return getattr(torch, wanted)

@@ -117,10 +117,8 @@ def gather(
     """Return the given values and their origins, without making an instance.
 
     Args:
-        aliases: other name -> field.
-        ignored: other program's setting -> the reason why it has no value here, only an origin.
-        positional: the field that bare words set. Without it they are config files; `--config=FILE`
-            names one in any case.
+        aliases: other name -> field; ignored: other program's setting -> why it has no value here.
+        positional: the field that bare words set, else config files, as `--config=FILE` always.
         shown: the fields in the help; None: all.
     """
     hints = _hints(cls)

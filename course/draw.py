@@ -1,7 +1,6 @@
 """The pictures of the course as SVG, drawn from the code that they show.
 
-python -m course.build writes them to course/pictures/. Colours follow the reader's light or dark
-theme.
+python -m course.build writes them to course/pictures/. Colours suit a light or dark theme.
 """
 
 from __future__ import annotations

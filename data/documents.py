@@ -67,10 +67,8 @@ def source_files(source: str) -> list[Path]:
 
 
 def file_documents(source: str | None, text_key: str, read: list[Path]) -> Iterator[Iterable[str]]:
-    """Yield each document of a file, or of the files in a folder, sorted; adds them to `read`.
-
-    A document is a .txt file, or a line of a .jsonl file.
-    """
+    """Yield the documents, .txt files or lines of .jsonl files, of a file or of the files in a
+    folder, sorted; adds the files to `read`."""
     wanted = "a .txt or .jsonl file, or a folder of them"
     if source is None:
         raise UserError(f"expected --source=PATH: {wanted}")

@@ -2,10 +2,8 @@
 
 The sequences of a step are drawn for all processes together, and each process takes its slice. So
 the loader's only state is the number of sequences seen, and a run on another number of processes
-sees the same data.
-
-An epoch cuts the split into windows of block_size tokens from a random offset, and visits each
-window once, in random order.
+sees the same data. An epoch cuts the split into windows of block_size tokens from a random offset,
+and visits each window once, in random order.
 """
 
 from __future__ import annotations
@@ -123,10 +121,8 @@ def fits(V: int, model_vocab: int) -> bool:
 
 
 def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
-    """Convert a mean loss (nats per token) to bits per byte of text, to compare tokenizers.
-
-    None for a dataset that was prepared before meta.json had the bytes.
-    """
+    """Convert a mean loss (nats per token) to bits per byte of text, to compare tokenizers. None
+    for a dataset that was prepared before meta.json had the bytes."""
     tokens, size = meta["tokens"][split], meta.get("bytes", {}).get(split)
     return nats / math.log(2) * tokens / size if size else None
 
@@ -134,10 +130,8 @@ def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> Tokens:
     """Return the tokens of a split ("train" or "val"), (N,) uint16 or uint32, read when needed.
 
-    Raises:
-        UserError: fewer tokens than one sequence of block_size and its targets, or an id >=
-            vocab_size (in files above 2**24 tokens, 256 places are checked here, the others when
-            they are read).
+    Raises UserError: fewer tokens than one sequence of block_size and its targets, or an id >=
+    vocab_size (above 2**24 tokens, 256 places are checked here, the others when they are read).
     """
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
     tokens = Shards(meta["shards"][split]) if "shards" in meta else _mapped(path, meta)
@@ -249,10 +243,7 @@ class Batches:
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
         """Return this process's sequences of a step and their targets, (n, T) int64; with documents
-        also Documents.starts(), int32.
-
-        n is global_batch / world, rounded up for the first processes.
-        """
+        also Documents.starts(), int32. n is global_batch / world, rounded up for low ranks."""
         mine = np.array_split(self.starts(step), world)[rank]
         return _gather(self.tokens, self.block_size, mine, self.device, self.documents)
 

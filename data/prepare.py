@@ -64,8 +64,7 @@ class PrepareConfig:
 def prepare(dataset: str, config: PrepareConfig) -> None:
     """Write train.bin, val.bin and meta.json, unless the same dataset is there already.
 
-    Raises:
-        UserError: unknown dataset or option, unreadable source, or another dataset in out_dir.
+    Raises UserError: unknown dataset or option, unreadable source, or another dataset in out_dir.
     """
     if dataset not in DATASETS:
         known = ", ".join(DATASETS)
@@ -122,8 +121,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
 def _lock(folder: Path) -> int:
     """Create the folder, and lock it until the returned descriptor is closed or the process ends.
 
-    Raises:
-        UserError: another preparation has locked it, or it cannot be written.
+    Raises UserError: another preparation has locked it, or it cannot be written.
     """
     import fcntl
 
@@ -367,8 +365,7 @@ def _encode(batch: list[Piece]) -> list[tuple[int, bytes, int]]:
 def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size: int) -> int:
     """Move the last n tokens from train.bin, with a text of `size` bytes, to val.bin.
 
-    Returns:
-        the bytes of their text. Bytes in no token, as WordPiece's spaces, are spread evenly.
+    Returns the bytes of their text. Bytes in no token, as WordPiece's spaces, are spread evenly.
     """
     tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     keep = len(tokens) - n

@@ -157,8 +157,7 @@ def paths(source: str) -> list[str]:
 def meta(source: str | None) -> Json:
     """The files and tokens of a pattern, or of a folder, for meta.json.
 
-    Raises:
-        UserError: there is no file of a split ("val" in the name: validation), or one is damaged.
+    Raises UserError: no file of a split ("val" in the name: validation), or one is damaged.
     """
     if source is None:
         raise UserError("shards needs --source=PATTERN, as --source='fineweb_*.bin'")

@@ -54,8 +54,7 @@ class _Parts:
         return False
 
     def stream_decode(self, ids: Iterable[int], prompt: Sequence[int] = ()) -> Iterator[str]:
-        """The text that the ids add to a prompt's, as they arrive. A character of several tokens is
-        never split.
+        """The text that the ids add to a prompt's, as they arrive; no character is split.
 
         The tokens before are decoded again with each new one: decoders drop the space before the
         first token (SentencePiece), or put one between two tokens (WordPiece).
@@ -293,8 +292,7 @@ def same(a: Json, b: Json) -> bool:
 def from_path(path: Path) -> Tokenizer | None:
     """Read a tokenizer.json, or a model's folder: None if it has no tokenizer.
 
-    Raises:
-        UserError: it cannot be read, or is of another kind.
+    Raises UserError: it cannot be read, or is of another kind.
     """
     others = [name for name in OTHER_FILES if (path / name).exists()]
     kinds = [_object(path / name) for name in (ENDS_IN[0], CONFIGS[0])]

@@ -126,13 +126,9 @@ class DynamicCache:
         return sum(layer.kv.nbytes for layer in self.layers if layer.kv is not None)
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> DynamicStep:
-        """Begin a step of T tokens in each row.
+        """Begin a step of T tokens in each row; counts[b] is 0 for a row that has ended.
 
-        Args:
-            counts: 0 for a row that has ended.
-
-        Raises:
-            ValueError: a text would exceed max_len.
+        Raises ValueError: a text would exceed max_len.
         """
         pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
         _check_fit(self.stored + T - min(pads, default=0), self.max_len)
@@ -219,8 +215,7 @@ class StaticCache(Cache):
         row 1   d e f g h . . . | .     start 5                  h e f g | .
                 <-- max_len --->
 
-    Args:
-        in_order: a kernel needs the distances of tokens (ALiBi): those of a window are copied.
+    in_order: a kernel needs the distances of tokens (ALiBi): those of a window are copied.
     """
 
     def __init__(
@@ -257,13 +252,9 @@ class StaticCache(Cache):
         self.counts = (0,) * len(self.start)  # `count`, on the host
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> StaticStep:
-        """Begin a step of T columns.
+        """Begin a step of T columns: counts[b] tokens of row b, 0 .. T, then padding (None: T).
 
-        Args:
-            counts: tokens of each row, 0 .. T, the rest is padding; None: T.
-
-        Raises:
-            ValueError: a row would exceed max_len.
+        Raises ValueError: a row would exceed max_len.
         """
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
         after = [n + m for n, m in zip(self.lengths, counts, strict=True)]
@@ -358,15 +349,9 @@ class PagedCache(Cache):
         self.v = [torch.zeros_like(k) for k in self.k]
 
     def reserve(self, rows: Sequence[int], counts: Sequence[int]) -> PagedStep:
-        """Begin a step.
+        """Begin a step of counts[b] tokens, 0 .. Tq, of the pool's sequence rows[b].
 
-        Args:
-            rows: the pool's sequence number of each row of the batch.
-            counts: tokens of each row in this step, 0 .. Tq.
-
-        Raises:
-            OutOfPages: nothing was changed.
-            ValueError: no such sequence.
+        Raises OutOfPages, with nothing changed, or ValueError: no such sequence.
         """
         assert len(set(rows)) == len(rows) > 0, "a sequence twice"
         step = dict(zip(rows, counts, strict=True))

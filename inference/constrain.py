@@ -221,10 +221,8 @@ def _table(
 
 
 def _classes(table: np.ndarray, tokens: list[bytes], what: str) -> tuple[np.ndarray, np.ndarray]:
-    """The next state (n, classes) and the class of each token (V,); an empty token is dead.
-
-    Each pair of a map of states and a byte is composed once (the automaton's transition monoid).
-    """
+    """The next state (n, classes) and the class of each token (V,); an empty token is dead. Each
+    pair of a map of states and a byte is composed once (the automaton's transition monoid)."""
     maps = [np.arange(len(table), dtype=np.int32)]  # state -> next state
     number = {maps[0].tobytes(): 0}
 

@@ -3,10 +3,9 @@
     prefill   all tokens of the prompts at once; their keys and values go into the cache
     decode    one token of each row, with the cached keys and values
 
-GPT-2 has learned vectors for block_size positions. A longer text slides as in nanoGPT: the model
-reads its last block_size tokens. This moves every position, so nothing can be cached.
-
-Rows are independent: padding is masked.
+Rows are independent: padding is masked. GPT-2 has learned vectors for block_size
+positions. A longer text slides as in nanoGPT: the model reads its last block_size tokens. This
+moves every position, so nothing can be cached.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ def generate(
 ) -> Tensor | list[Tensor]:
     """Append up to `max_new_tokens` tokens to each prompt; arguments as in stream().
 
-    Returns:
-        For a tensor: (B, T + n) int64; rows that ended early repeat their last token.
-        For a list: a list of (T_i + n_i,) int64.
+    Returns (B, T + n) int64 for a tensor, where rows that ended early repeat their last token, and
+    a list of (T_i + n_i,) int64 for a list.
     """
     prompts = _tensors(model, idx)
     drawn = list(stream(model, prompts, max_new_tokens, **options))
@@ -75,11 +73,8 @@ def stream(
         compile: one graph a decode step, on CUDA a CUDA graph; needs kv_cache="static".
         options: as sampling.Options.
 
-    Yields:
-        (B,) int64 on the CPU, the next token of each row; ENDED (-1) for a row that has ended.
-
-    Raises:
-        ValueError: an option is out of range, a prompt is empty, or no match is short enough.
+    Yields (B,) int64 on the CPU, the next token of each row; ENDED (-1) for a row that has ended.
+    Raises ValueError: an option is out of range, a prompt is empty, or no match is short enough.
     """
     if kv_cache not in KV_CACHES:
         raise ValueError(f"kv_cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")

@@ -102,11 +102,9 @@ class PagePool:
     """Assign pages to sequences. A step is grow(), the model's writes, advance().
 
     Args:
-        n_pages: the number of pages for the layers of each window (None: no window); page 0 is
-            not used.
+        n_pages: pages for the layers of each window (None: no window); page 0 is not used.
 
-    Raises:
-        ValueError: n_pages < 2 or page_size < 1.
+    Raises ValueError: n_pages < 2 or page_size < 1.
     """
 
     def __init__(self, n_pages: Mapping[int | None, int], page_size: int) -> None:
@@ -138,8 +136,7 @@ class PagePool:
         """Begin a sequence that will start with `tokens`; return its number.
 
         It shares the named pages of a prefix. At least the last token needs a prefill, for its
-        logits. Its own full pages of `tokens` get names, for later sequences. `names`:
-        names(tokens), if known.
+        logits. Its own full pages get names. `names`: names(tokens), if known.
         """
         names = self.names(tokens) if names is None else names
         n = max(0, len(tokens) - 1) // self.page_size
@@ -165,9 +162,7 @@ class PagePool:
     def grow(self, counts: Mapping[int, int]) -> None:
         """Reserve room for `counts` (sequence -> tokens of this step).
 
-        Raises:
-            OutOfPages: nothing was changed.
-            ValueError: no such sequence.
+        Raises OutOfPages, with nothing changed, or ValueError: no such sequence.
         """
         # None if an earlier step reserved more than it used.
         size = self.page_size

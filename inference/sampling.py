@@ -53,8 +53,7 @@ class Options:
         stop: ends a row: a token, several, or a function (row number, new tokens) -> bool.
         stats: output.
 
-    Raises:
-        ValueError: an option is out of range.
+    Raises ValueError: an option is out of range.
     """
 
     temperature: float = 1.0
@@ -107,8 +106,7 @@ def _ids(name: str, given: Any, vocab_size: int) -> list[int]:
 
 
 def check_prompt(index: int, prompt: Prompt, vocab_size: int) -> None:
-    """Raise ValueError if the prompt is not a row of the vocabulary's ids (those on a GPU are not
-    looked at)."""
+    """Raise ValueError unless the prompt is a row of valid ids (not looked at on a GPU)."""
     ids = torch.as_tensor(prompt)
     if ids.dim() == 1 and not len(ids):
         raise ValueError(f"each prompt must have at least one token; prompt {index} has none")

@@ -59,11 +59,8 @@ def stream(
             `slots` texts and a prefill.
         options: as sampling.Options.
 
-    Yields:
-        Number of the prompt, and its next token; ENDED (-1) when its text has ended.
-
-    Raises:
-        ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
+    Yields the number of a prompt, and its next token; ENDED (-1) when its text has ended.
+    Raises ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
     """
     with closing(_Server(model, prompts, max_new_tokens, **options).tokens()) as tokens:
         for row, token in tokens:

@@ -477,7 +477,7 @@ class Clock:
     def only(self, **ms: float | Exception) -> None:
         """Backends that take so many ms, or raise at SHAPE; auto's choice is "sdpa"."""
         for known in (BACKENDS, fa.names._BY_ANY_NAME):
-            for name in [*known]:
+            for name in reversed([*known]):  # undone from the last: their order stays
                 self.patch.delitem(known, name)
             for name, of in ms.items():
                 made = Backend(name, "made up", partial(self.attend, of), (Caps(),), None)

@@ -168,10 +168,7 @@ def check(
 ) -> Report:
     """Run every test (`test`: one, by its name; `first`: up to the first failure) on a backend,
     given by its name, alias or file. `watch` hears of each: how many are done, of all, its name.
-
-    Raises:
-        ValueError: unknown backend or test, or a file that defines none.
-    """
+    Raises ValueError: unknown backend or test, or a file that defines none."""
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = get(name), time.monotonic()

@@ -1,8 +1,5 @@
-"""The name of a kernel's mistake: one that a plain program (program.py) makes.
-
-One variant of it must reproduce the kernel's output in all cases tried that fail (the gradients,
-where the output is right), and the program without it must not.
-"""
+"""The name of a kernel's mistake: a plain program (program.py) with it reproduces the output (the
+gradients, where the output is right) of all failing cases tried, and without it does not."""
 
 from __future__ import annotations
 
@@ -142,8 +139,7 @@ def failures(backend: Backend, case: Case, spec: Spec, device: str) -> Iterator[
 
 
 def named(backend: Backend, item: Item, spec: Spec, device: str) -> list[str]:
-    """Lines about the mistake that a failing item shows: its name and the contract's sentence, if
-    it is a common one, and the largest score where the output is not finite."""
+    """Lines on a failing item's mistake, and the largest score where its output is not finite."""
     if item.case is None:
         return dropout_named(backend, spec, device) if spec.dropout else []
     left: dict[tuple[str, int], str] = {}  # the variants that reproduce all

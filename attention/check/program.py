@@ -29,7 +29,6 @@ def program(
     rounded: str = "", no_rowsum: bool = False, factor: Mapping[str, float] = {}, **sides: Any,
 ) -> Tensor:
     """attend() by the formula, in q's dtype. A row that sees no key gives zeros.
-
     `keep` (B, H, Tq, Tk) are dropout's factors; what follows are mistakes: `factor` of gradients by
     the input's name, `sides` other values of window, right, scale and softcap."""
     Tq, Tk, H, group = q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2]

@@ -213,8 +213,7 @@ def together(x: Tensor) -> Tensor:
 
 
 def rate(Tq: int, Tk: int, B: int, backend: Backend, spec: Spec, device: str) -> None:
-    """A fraction p is dropped, each entry as often, and the rest is divided by 1 - p. Entries any
-    number of calls, texts, queries, heads and keys apart are dropped together by chance alone."""
+    """Each entry is dropped at rate p, independent of all others; the rest is divided by 1 - p."""
     p, quiet, given = spec.dropout, replace(spec, grad=False), draw(spec, device, Tk, Tq, B)
     P = weights(backend, given, replace(quiet, dropout=0.0), 0)
     there, eps = P != 0, torch.finfo(P.dtype).eps

@@ -15,12 +15,10 @@ from . import bert_padding, functions, rotary
 
 
 def as_flash_attn() -> None:
-    """Let `import flash_attn` find these functions until the process ends, in a program that cannot
-    be changed. Call it before the program imports flash_attn.
+    """Let a program's later `import flash_attn` find these functions until the process ends.
 
-    flash_attn, its flash_attn_interface, bert_padding and layers.rotary have the public functions
-    of attention. Other modules and private functions raise ImportError, as in a build without
-    them; so does this call where flash-attn is installed.
+    It has the public functions of flash_attn_interface, bert_padding and layers.rotary. All others
+    raise ImportError, as in a build without them; so does this call where flash-attn is installed.
     """
     known = sys.modules.get("flash_attn")
     if getattr(known, "flash_attn_func", None) is functions.flash_attn_func:

@@ -23,7 +23,6 @@ def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Remove the padding of hidden_states (B, T, ...). The host waits for the device.
-
     attention_mask (B, T), bool or integers, has 1 for tokens and 0 for padding; unused_mask (B, T)
     has 1 for places that are kept but are no tokens. Other values are a ValueError. Returns the
     kept rows (total, ...), their indices in (B * T) (total,) int64, cu_seqlens (B + 1,) int32, the

@@ -35,9 +35,7 @@ def flash_attn_func(
         deterministic: on CUDA it needs torch.use_deterministic_algorithms(True).
         return_attn_probs: return (out, softmax_lse, None), the log-sum-exp (B, H, Tq) float32;
             return_softmax_lse, as FlashAttention-3: (out, softmax_lse).
-
-    Raises ValueError for arguments that are not supported or contradict one another.
-    """
+    Raises ValueError for arguments that are not supported or contradict one another."""
     calls.check(q, k, v)
     if k.shape[0] != q.shape[0]:  # len() would be a constant in torch.export
         wrong("k", f"of q's batch of {q.shape[0]}", k)
@@ -63,8 +61,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each begins, and the total. max_seqlen_q
             and max_seqlen_k are not read.
         block_table: (N, pages of the longest) int32: pages of k, v (pages, page_size, Hkv, D).
-        seqused_q, seqused_k: (N,) int32: tokens of each that count; other queries get zeros.
-    """
+        seqused_q, seqused_k: (N,) int32: tokens of each that count; other queries get zeros."""
     calls.check(q, k, v, dims=3, paged=block_table is not None)
     n, on = cu_seqlens_q.shape[0], q.device
     calls.integers(on, n, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -166,10 +163,8 @@ def flash_attn_with_kvcache(
         cache_batch_idx: (B,) the cache's row of each row of q. It copies those rows.
         cache_leftpad: (B,) the first slot of each row that is read; cache_seqlens counts from 0.
         block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
-
     Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
-    After a ValueError, as in flash_attn_func(), the cache is as it was.
-    """
+    After a ValueError, as in flash_attn_func(), the cache is as it was."""
     if block_table is not None and page_table is not None:
         raise ValueError("page_table is block_table's other name: pass one of them")
     table = page_table if block_table is None else block_table

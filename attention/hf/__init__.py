@@ -1,10 +1,8 @@
 """Every backend here as an attention implementation of `transformers` (docs/HF.md).
 
-transformers calls `_mask` once a forward pass for each kind of layer: it builds SDPA's mask and
-proves what it is (mask.py). It calls `_attend` in each layer: that builds a Spec, selects a kernel
-and runs it. Unknown arguments are refused. Models that compute their attention themselves fail when
-they are built, at their first mask, or in `report()`.
-"""
+transformers calls `_mask` once a forward pass for each kind of layer, which proves what SDPA's mask
+is (mask.py), and `_attend` in each layer, which runs a kernel. Models that compute their attention
+themselves fail when they are built, at their first mask, or in `report()`."""
 
 from __future__ import annotations
 
@@ -60,11 +58,8 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
     Args:
         extra: further names for attention.get(). A kernel file is run here.
         policy: Policy(fallback=False) makes a refusal an error instead of a warning.
-
-    Raises:
-        ImportError: transformers is missing or older than 4.53.
-        ValueError: two names would give one attn_implementation.
-    """
+    Raises ImportError: transformers is missing or older than 4.53; ValueError: two names would give
+    one attn_implementation."""
     global _policy
     _policy, known = policy, [*RULES, *BACKENDS, *extra, *_made]
     _made.clear()

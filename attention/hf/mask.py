@@ -1,8 +1,7 @@
 """Convert a mask of `transformers` to a window, `right` and segments.
 
 transformers passes a mask (B, 1, Tq, Tk). It is decomposed, rebuilt by
-:func:`visible <attention.spec.visible>`, and compared in every entry. Any other mask is refused.
-"""
+:func:`visible <attention.spec.visible>`, and compared in every entry. Any other mask is refused."""
 
 from __future__ import annotations
 
@@ -20,10 +19,8 @@ from ..masks import mask as rebuilt
 
 @dataclass(frozen=True)
 class Proof:
-    """A mask as window, `right` (bottom-right, over the first `end` keys) and segments.
-
-    Keys from `end` on, the free places of a static cache, are visible to no query.
-    """
+    """A mask as window, `right` (bottom-right, over the first `end` keys) and segments. Keys from
+    `end` on, the free places of a static cache, are visible to no query."""
 
     queries: int
     end: int
@@ -40,10 +37,8 @@ class Proof:
 
 
 class Mask(Tensor):
-    """A proved mask: shape (B, 1, Tq, Tk), with a Proof in place of entries.
-
-    Computing with it raises: such a model does not call its attention implementation.
-    """
+    """A proved mask: shape (B, 1, Tq, Tk), with a Proof in place of entries. Computing with it
+    raises: such a model does not call its attention implementation."""
 
     proof: Proof
     implementation = "nanoattn"  # attn_implementation
@@ -82,20 +77,15 @@ def prove(
     mask: Tensor, window: int | None = None, real: Tensor | None = None, causal: bool = True
 ) -> Proof:
     """Decompose a mask: causal with a window and segments; or each query of a row sees the same run
-    of keys, as in cross-attention to padded texts; or a window to both sides, and segments.
-
-    Except in the second form, rows of padding are not compared: nobody reads their outputs.
-    Synchronizes with the device.
+    of keys, as in cross-attention to padded texts; or a window to both sides, and segments. Except
+    in the second form, rows of padding are not compared. Synchronizes with the device.
 
     Args:
         mask: (B or 1, 1, Tq, Tk): True or 0.0 where visible, else False or the minimum.
         window: declared by a causal layer; None: taken from the mask.
         real: (B, Tq) bool, True for tokens; None: rows with any visible key.
         causal: the model's request; False: the queries may not be the keys' tokens.
-
-    Raises:
-        ValueError: the mask is not of these forms; names the entry.
-    """
+    Raises ValueError: the mask is not of these forms; names the entry."""
     seen = _entries(mask)  # (B, Tq, Tk)
     why = "not causal, and not a window to both sides or one run of keys in each row"
     if causal:

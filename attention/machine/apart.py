@@ -1,9 +1,7 @@
 """Run a function apart from whatever surrounds its caller.
 
-PyTorch keeps its modes per thread: hooks of saved tensors, autocast, fake tensors and other
-dispatch modes, the default device, inference mode, tracers and the operators that a profiler
-records. A new thread begins without any of them.
-"""
+PyTorch keeps its modes per thread (autocast, saved-tensor hooks, dispatch modes, the default
+device, inference mode, tracers, profilers). A new thread begins without any of them."""
 
 from __future__ import annotations
 
@@ -38,11 +36,8 @@ if hasattr(os, "register_at_fork"):
 
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     """Return function() from a new thread. Others wait; Ctrl-C lets them go on.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured, which would break. Or another choice does not
-            end: its kernel may wait for this thread.
-    """
+    Raises RuntimeError: a CUDA graph is being captured, which would break, or another choice does
+    not end: its kernel may wait for this thread."""
     import torch
 
     if getattr(_inside, "now", False):  # a kernel that calls attention, too
@@ -79,8 +74,6 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
 
 def outside_a_trace(function: F) -> F:
     """Let torch.compile call a function of constants while it traces, instead of tracing it.
-
-    As torch.compiler.assume_constant_result, without its import of torch._dynamo (1 s).
-    """
+    As torch.compiler.assume_constant_result, without its import of torch._dynamo (1 s)."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

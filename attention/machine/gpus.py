@@ -1,6 +1,5 @@
 """GPUs by name, and their compute capabilities, from developer.nvidia.com/cuda-gpus and
-/cuda-legacy-gpus. Their rates are in core/gpus.py.
-"""
+/cuda-legacy-gpus. Their rates are in core/gpus.py."""
 
 from __future__ import annotations
 
@@ -48,14 +47,8 @@ MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not 
 
 def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
     """Return a known machine by its name or a distinctive part of it: "titan rtx", "4090", "cpu".
-
-    Args:
-        torch: version of PyTorch there.
-        packages: import names of the packages there.
-
-    Raises:
-        ValueError: unknown, or several machines match; lists the nearest.
-    """
+    It has that version of `torch` and packages of these import names. Raises ValueError: unknown,
+    or several machines match; lists the nearest."""
     given = words(text)
     fit = [m for m in KNOWN if words(m.name) - MAKERS <= given]
     n_words = max((len(words(m.name)) for m in fit), default=0)

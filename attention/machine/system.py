@@ -92,10 +92,7 @@ def _distributions(package: str) -> list[str]:
 
 def cache_folder() -> Path:
     """Return $NANOATTN_CACHE, else the folder nanoattn in the user's cache folder.
-
-    Raises:
-        OSError: the user has no home folder.
-    """
+    Raises OSError: the user has no home folder."""
     if own := os.environ.get("NANOATTN_CACHE"):
         return Path(own)
     try:
@@ -193,10 +190,8 @@ def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
 @contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
     """Append to `names` the operators and device kernels that this thread runs in the block.
-
     PyTorch has one profiler with device kernels in a process. If it is in use, or without CUDA,
-    only operators are recorded, by the one of each thread.
-    """
+    only operators are recorded, by the one of each thread."""
     import torch
     from torch.autograd import profiler, profiler_legacy
 

@@ -1,7 +1,5 @@
-"""Time of one attention call as a model makes it, for `python -m attention` and for "fastest".
-
-The median of interleaved rounds in random order, after a warm-up; on CUDA by the device's clock.
-"""
+"""Time of one attention call as a model makes it: the median of interleaved rounds in random
+order, after a warm-up; on CUDA by the device's clock."""
 
 from __future__ import annotations
 
@@ -54,8 +52,7 @@ def measure(
     Args:
         modes: without the backward pass, with it, or both in this order.
         show: called with a line for each backend as soon as it has run once or is refused.
-        too_slow: skip a backend whose last mode is this many times slower than the best yet.
-    """
+        too_slow: skip a backend whose last mode is this many times slower than the best yet."""
     rows: dict[str, Row] = {}
     calls: dict[Key, tuple[Call, float]] = {}
     best = float("inf")
@@ -116,11 +113,8 @@ def tried(
 
 
 def race(calls: Mapping[Key, tuple[Call, float]], device: torch.device) -> dict[Key, float]:
-    """Median seconds of each call, in interleaved rounds, 3 to 100 as the budget allows.
-
-    Args:
-        calls: with roughly the seconds of one.
-    """
+    """Median seconds of each call, in interleaved rounds, 3 to 100 as the budget allows. `calls`
+    come with roughly the seconds of one."""
     many, rounds = {}, {}
     for key, (_, s) in calls.items():
         many[key] = min(20, max(1, round(SAMPLE_S / s)))
@@ -226,10 +220,7 @@ def work(backend: Backend, spec: Spec, given: Inputs, options: dict[str, Any]) -
 
 def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
     """A line for each backend that runs, fastest first, then notes and the reasons of the others.
-
-    Args:
-        modes: as in measure(); none: nothing was run.
-    """
+    `modes` are those of measure(); none: nothing was run."""
     able, lines = [row for row in rows if not row.why], []
     if able and modes:
         times = ["fwd+bwd ms" if spec.grad else "forward ms" for spec in modes]

@@ -17,10 +17,7 @@ CONTEXTS = (1, 2, 4, 8)
 
 
 def datasheet(config: BenchConfig, gpu: str) -> tuple[str, flops.Peak, tuple[float, str]]:
-    """Return the dtype, the peak, and the bandwidth with its source, of any GPU in RATED.
-
-    Raises UserError if it has no such rates.
-    """
+    """Return dtype, peak, and bandwidth with its source; UserError if the GPU is not in RATED."""
     dtype: str = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if flops.datasheet_peak(gpu, "bfloat16") else "float16"

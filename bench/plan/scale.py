@@ -103,10 +103,9 @@ def parameters(m: GPTConfig) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job on `gpus` GPUs.
+    """A job on `gpus` GPUs, with each sequence split over a ring of `context` GPUs.
 
     `parallel` is "ddp", "fsdp", or "hybrid": fsdp inside a server, replicated between servers.
-    A sequence is split over a ring of `context` GPUs.
     """
 
     job: Job

@@ -7,9 +7,7 @@ may read them in bfloat16: |scale * q - W| <= scale / 2.
 
 CPU: a few rows use PyTorch's _weight_int8pack_mm, fast on x86 for bfloat16 alone; so the product is
 bfloat16, summed in float32. More rows (a prompt) widen the weights first. CUDA: with --compile a
-decode step widens q in registers; without, it saves memory but no time.
-
-Inference only.
+decode step widens q in registers; without, it saves memory but no time. Inference only.
 """
 
 from __future__ import annotations
@@ -39,11 +37,7 @@ def why_not(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str |
 def convert(model: nn.Module, head: Tensor) -> None:
     """Give the linear layers of `model` int8 weights, and its head a copy of `head` in int8.
 
-    Args:
-        head: (V, C), the head's weights, which a tied token embedding keeps as they are.
-
-    Raises:
-        ValueError: why_not().
+    `head` is (V, C): a tied token embedding keeps it as it is. Raises ValueError with why_not().
     """
     if why := why_not(model, head.device, head.dtype):
         raise ValueError(why)

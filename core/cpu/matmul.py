@@ -1,9 +1,8 @@
 """Matrix products by the faster path of a processor, and when bfloat16 is faster.
 
 PyTorch gives float32 products to MKL, which on many AMD processors with AVX-512 runs at half the
-rate of oneDNN (docs/LOG.md). The public switch to oneDNN,
-set_float32_matmul_precision("medium"), permits rounding to bfloat16; oneDNN does that only on
-processors with bfloat16 units (AMX).
+rate of oneDNN (docs/LOG.md). The public switch, set_float32_matmul_precision("medium"), permits
+rounding to bfloat16; oneDNN does that only on processors with bfloat16 units (AMX).
 
 The switch is set around single products: it would slow PyTorch's CPU attention down. It is used if
 its error on this machine is float32's; speed is not measured: a resumed run must decide the same.
@@ -175,8 +174,7 @@ _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., K), one row, times weight.T, (N, K), and the bias, float32 -> (N,).
 
-    MKL gives one row to one thread, which does not reach the memory bandwidth: so a batch of one
-    product per thread.
+    A batch of a product per thread: MKL's single thread does not reach the memory bandwidth.
     """
     (N, K), parts = weight.shape, torch.get_num_threads()
     plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
