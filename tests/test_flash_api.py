@@ -245,6 +245,16 @@ def test_the_log_sum_exp_and_the_gradients_beside_it(window) -> None:
     torch.testing.assert_close(L[0], log_sum_exp(q[0], k[0, :9], window).detach())
 
 
+@pytest.mark.parametrize("integer", (torch.tensor, np.int64))
+def test_a_window_may_be_any_integer(integer: Any) -> None:
+    """As in flash-attention's own tests, which draw it with torch.randint."""
+    q = torch.randn(1, 9, 2, 16)
+    out = nanoattn.flash_attn_func(q, q, q, window_size=(integer(3), integer(2)))
+    assert torch.equal(out, nanoattn.flash_attn_func(q, q, q, window_size=(3, 2)))
+    with pytest.raises(TypeError):
+        nanoattn.flash_attn_func(q, q, q, window_size=(3.5, 2))
+
+
 def test_packed_forms() -> None:
     qkv = torch.randn(2, 9, 3, 4, 16)
     q, k, v = qkv.unbind(2)

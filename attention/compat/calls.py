@@ -65,7 +65,8 @@ def requested(
         must_be("alibi_slopes", slopes, (B, q.shape[-2])[-slopes.dim() :], q.device, ("float32",))
         if slopes.requires_grad:
             raise ValueError("alibi_slopes must not require gradients: they get none")
-    left, right = [n if 0 <= n < NO_LIMIT else None for n in window]
+    sides = [n if isinstance(n, int) else operator.index(n) for n in window]  # or NumPy's, a tensor
+    left, right = [n if 0 <= n < NO_LIMIT else None for n in sides]
     traced = torch.compiler.is_compiling()  # then a constant, not the symbol of any float
     number = (lambda x: math.ldexp(*math.frexp(float(x)))) if traced else float
     grad = q.requires_grad or k.requires_grad or v.requires_grad
