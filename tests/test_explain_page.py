@@ -263,7 +263,8 @@ def test_a_row_plays_the_recurrence_of_tiled(show, changes, size):
     """Each frame is tiled's hook for one query; the last is the output of the kernel that ran."""
     shown, calls = document(**changes), watched_calls(**changes)
     layer, head = shown["about"]["layer"], shown["about"]["head"]
-    q, k, v, out, spec, segments = vars(calls[layer]).values()
+    call = calls[layer]
+    q, k, v, out, spec, segments = call.q, call.k, call.v, call.out, call.spec, call.segments
     T = q.shape[1]
     page = show(shown)
     page.click("#tiles-tab")

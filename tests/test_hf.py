@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,8 +243,10 @@ def test_a_downloaded_config_runs_no_code(tmp_path: Path, capsys) -> None:
     for key in ("attn_implementation", "_attn_implementation"):
         for name in (f"nanoattn:{path}", "nanoattn:evil:BACKEND", f"nanoattn:flex:{path}"):
             (tmp_path / "config.json").write_text(json.dumps(config | {key: name}))
-            with pytest.warns(UserWarning, match="evil"):
+            with warnings.catch_warnings(record=True) as said:
                 model = transformers.AutoModel.from_pretrained(tmp_path)
+            # The oldest ignores one of the keys, without a word.
+            assert any("evil" in str(w.message) for w in said) or VERSION < (4, 57)
             assert model.config._attn_implementation == "sdpa"
     assert "it ran" not in capsys.readouterr().out
 

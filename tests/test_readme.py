@@ -194,7 +194,7 @@ def chunked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.slow
 def test_the_kernel_of_the_page_passes_the_check(chunked: str, capsys: Any) -> None:
     assert check.main([chunked, "--quick", "--dtype=float32,float16", "--device=cpu"]) == 0
-    assert "Everything it declares is right." in capsys.readouterr().out
+    assert re.search(r"A sample of \d+ cases passed\.", capsys.readouterr().out)
 
 
 def test_the_kernel_of_the_page_explained(chunked: str, capsys: Any) -> None:

@@ -252,7 +252,7 @@ def replay(Tq: int, Tk: int, backend: Backend, spec: Spec, device: str) -> None:
     require(not first.out.equal(second.out), "two calls have the same dropout mask")
     got = seeded(5, backend, given, spec)
 
-    by = partial(program, keep=kept.transpose(1, 2) / (1 - spec.dropout))
+    by = partial(program, keep=kept.transpose(1, 2).double() / (1 - spec.dropout))
     truth = run(by, cast(given, "float64"), replace(spec, dtype="float64", dropout=0.0))
     for name, want in truth.tensors.items():
         tolerance = 20 * max(1.0, float(want.abs().max())) * torch.finfo(first.out.dtype).eps
