@@ -8,11 +8,15 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
+
+if hasattr(signal, "SIGHUP"):  # under nohup it is ignored, here and in the processes started
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for subprocesses
 
