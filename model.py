@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from attention import Phase, Plan, Plans, Policy, Ranks, Ring, Spec, check_name
 from attention.machine.system import autocast_dtype
 from core.loss import Head
+from core.options import ModelOptions
 from core.settings import Size, check_fields
 
 Attend = Callable[..., Tensor]  # see attention.Backend
@@ -38,30 +39,19 @@ Cache = Any  # one step of a KV cache, or a layer of it: inference/cache.py
 
 
 @dataclass(frozen=True)
-class GPTConfig:
-    """Model sizes and attention settings. Raises ValueError if they are inconsistent."""
+class GPTConfig(ModelOptions):
+    """Model sizes and attention settings: core/options.py's ModelOptions, and what few models need.
 
-    block_size: Size = 1024  # the longest sequence, in tokens
+    Raises ValueError if they are inconsistent.
+    """
+
     vocab_size: Size = 50304  # GPT-2's 50257, rounded up to a multiple of 64 for speed
-    n_layer: Size = 12
-    n_head: Size = 12
-    n_embd: Size = 768
-    n_kv_head: int | None = None  # fewer than n_head: grouped-query attention; None: n_head
-    dropout: float = 0.0
-    bias: bool | Literal["qkv"] = True  # in Linear and LayerNorm; qkv: of q, k and v alone (Qwen2)
-    gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's own checkpoints use tanh
-    # A vector per position, rotated q and k, or a bias of the scores.
-    position: Literal["learned", "rope", "alibi"] = "learned"
-    norm: Literal["layer", "rms"] = "layer"  # rms: no mean, no bias (Zhang & Sennrich 2019)
-    mlp: Literal["gelu", "swiglu"] = "gelu"  # swiglu: a gate (Shazeer 2020, arXiv 2002.05202)
-    qk_norm: bool = False  # RMSNorm of each query and key, before RoPE
-    tied: bool = True  # the head uses the token embedding's weights (Press & Wolf 2017)
+    bias: bool | Literal["qkv"] = True  # as GPT-2's checkpoints; train.py's default is False
     rope_theta: PositiveFloat = 10000.0  # the slowest channels turn 2 pi * theta tokens
     rope_scaling: tuple[PositiveFloat, float, PositiveFloat, Size] | None = None  # Llama 3.1
     head_size: Size | None = None  # D; None: n_embd / n_head
     n_hidden: Size | None = None  # inside the MLP; None: see `hidden`
     norm_eps: PositiveFloat = 1e-5
-    attention_backend: str = "auto"  # a backend's name, or code (docs/KERNEL.md)
     # Keys that a query attends to, itself included; None: all. Several: see `windows`.
     attention_window: int | tuple[int | None, ...] | None = None
 
@@ -80,6 +70,12 @@ class GPTConfig:
         if isinstance(several, tuple) and len(several) == 1:  # equal models have equal configs
             object.__setattr__(self, "attention_window", several[0])
         self.specs(Phase("cpu", "float32"))  # checks n_kv_head, attention_window and dropout
+
+    @classmethod
+    def of(cls, options: ModelOptions, vocab_size: int) -> GPTConfig:
+        """Return the model that a command's options describe."""
+        given = {f.name: getattr(options, f.name) for f in fields(cls) if hasattr(options, f.name)}
+        return cls(**{**given, "vocab_size": vocab_size})
 
     @property
     def head_dim(self) -> int:

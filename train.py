@@ -15,121 +15,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-
-from core.settings import Loaded, check_fields, exit_on_user_error, read, read_early
-
-# ----------------------------------------------------------------------------- options
-
-VocabSize = Annotated[int, Field(ge=1, le=2**32)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Train a GPT on a prepared dataset (python -m data)."""
-
-    # --- run ---
-    out_dir: str = "out/gpt"  # folder for checkpoints, metrics.jsonl and loss.png
-    init_from: str = "scratch"  # scratch, resume, gpt2[-xl...], a checkpoint or ckpt.pt
-    eval_interval: PositiveInt = 2000  # steps between evaluations; each one also saves a checkpoint
-    eval_iters: PositiveInt = 200  # batches in an evaluation, the same ones every time
-    eval_on_start: bool = False  # evaluate before the first step too
-    eval_only: bool = False  # evaluate, print, and stop
-    log_interval: PositiveInt = 10  # steps between log lines
-    keep_checkpoints: PositiveInt = 2  # newest checkpoints to keep, in addition to the best
-    sample_tokens: NonNegativeInt = 0  # tokens of text to generate and print at the end
-    wandb_log: bool = False  # log to Weights & Biases too (pip install wandb)
-    wandb_project: str = "nanoattn"  # its project name
-    wandb_run_name: str = "gpt"  # its run name
-    # --- data ---
-    dataset: str = "openwebtext"  # a folder in data_dir, made by python -m data
-    data_dir: str = "data"  # folder of the prepared datasets
-    batch_size: PositiveInt = 12  # largest micro-batch per process, sequences
-    gradient_accumulation_steps: PositiveInt = 1  # micro-batches per step, over all processes
-    document_mask: bool = False  # no token sees another document of its sequence
-    # --- model ---
-    block_size: PositiveInt = 1024  # context length, tokens
-    n_layer: PositiveInt = 12  # blocks
-    n_head: PositiveInt = 12  # query heads
-    n_kv_head: PositiveInt | None = None  # key/value heads, fewer for grouped queries; none: n_head
-    n_embd: PositiveInt = 768  # channels of the residual stream
-    dropout: float = 0.0  # probability; 0 is good for pretraining, 0.1 or more for finetuning
-    bias: bool | Literal["qkv"] = False  # in Linear and LayerNorm; qkv: of q, k and v alone
-    gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's checkpoints use tanh
-    position: Literal["learned", "rope", "alibi"] = "learned"  # alibi: no vectors, biased scores
-    norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
-    mlp: Literal["gelu", "swiglu"] = "gelu"  # swiglu: with a gate, as many parameters
-    qk_norm: bool = False  # RMSNorm of each query and key, as in Qwen3
-    tied: bool = True  # the head uses the token embedding's weights
-    vocab_size: VocabSize | None = None  # none: the dataset's; beyond 1024 to a multiple of 64
-    gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
-    residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
-    # --- attention ---
-    attention_backend: str = "auto"  # a name (python -m attention), or code (docs/KERNEL.md)
-    attention_window: tuple[PositiveInt | None, ...] = (None,)  # keys per query; A,B: by layer
-    attention_fallback: bool = True  # False: an unavailable backend is an error
-    attention_hub_kernels: bool = False  # flash_attn_*, hub:...: download a kernel and run it
-    allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
-    # --- optimizer ---
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices (docs/TRAIN.md)
-    muon_rates: tuple[PositiveFloat, ...] = (0.025,)  # highest: matrices,embeddings,head,vectors
-    max_iters: PositiveInt = 600000  # total steps
-    learning_rate: PositiveFloat = 6e-4  # the highest, after warm-up
-    min_lr: NonNegativeFloat | None = None  # the lowest, at the end; none: learning_rate / 10
-    decay_lr: bool | Literal["linear"] = True  # cosine or linear decay; False: none, no warm-up
-    warmup_iters: NonNegativeInt = 2000  # steps of linear warm-up
-    lr_decay_iters: NonNegativeInt | None = None  # when min_lr is reached; none: max_iters
-    weight_decay: NonNegativeFloat = 0.1  # on matrices only; with muon on the blocks' only
-    beta1: Fraction = 0.9  # AdamW
-    beta2: Fraction = 0.95  # AdamW
-    grad_clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
-    # --- many processes (torchrun; docs/SCALE.md) ---
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # copies of the model, or shards (FSDP2)
-    shard_size: PositiveInt | None = None  # fsdp: processes per copy; none: all
-    context_parallel: PositiveInt = 1  # processes per sequence (attention/ring.py)
-    async_checkpoint: bool = False  # write checkpoints in the background
-    hang_timeout: PositiveFloat = 45.0  # seconds in which nothing moves until all end
-    # --- machine ---
-    device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
-    dtype: Dtype = "auto"  # of matrix products; auto: bfloat16 or float16 in hardware
-    tf32: bool = True  # float32 products on CUDA in TF32
-    compile: bool | None = None  # torch.compile; none: on CUDA where Triton is there
-    compile_mode: CompileMode = "default"  # torch.compile's: CUDA graphs, tuned kernels, or both
-    onednn: bool | None = None  # CPU: float32 products by oneDNN; none: on AMD with AVX-512
-    deterministic: bool = False  # the same bits each time, on CUDA at some cost in speed
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1337  # of the weights, the batches and dropout
-    peak_tflops: PositiveFloat | None = None  # of one device, for MFU; none: datasheet or measured
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.shard_size is not None and self.parallel != "fsdp":
-            raise ValueError(f"shard_size={self.shard_size} needs --parallel=fsdp")
-        if self.init_from == "scratch":  # else the sizes are the checkpoint's
-            self.model(1 if self.vocab_size is None else self.vocab_size)  # checks them
-
-    def model(self, vocab_size: int) -> GPTConfig:
-        shared = {f.name: getattr(self, f.name) for f in fields(GPTConfig) if hasattr(self, f.name)}
-        return GPTConfig(**{**shared, "vocab_size": vocab_size})
-
-    @property
-    def policy(self) -> Policy:
-        return Policy(self.attention_fallback, self.attention_hub_kernels, self.allow_mps_sdpa)
-
-    def setup(self, device: torch.device, width: int | None = None) -> Setup:
-        names = ("dtype", "tf32", "compile", "compile_mode", "onednn", "deterministic")
-        return Setup.of(device, n_embd=width or self.n_embd, **{n: getattr(self, n) for n in names})
-
-
-ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
-IGNORED = {"always_save_checkpoint": "every evaluation saves; the newest and the best are kept",
-           "backend": "NCCL on CUDA, gloo elsewhere"}  # fmt: skip  # nanoGPT's names
+from core.options import ALIASES, IGNORED, TrainConfig
+from core.settings import Loaded, exit_on_user_error, read, read_early
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
     read_early(TrainConfig, sys.argv[1:], aliases=ALIASES, ignored=IGNORED)
@@ -140,7 +30,7 @@ from torch import Tensor
 
 import checkpoint
 import data
-from attention import Policy, Resolution
+from attention import Resolution
 from core import flops, parallel, runtime
 from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
@@ -180,12 +70,19 @@ class Run:
         return self.config.batch_size * self.config.gradient_accumulation_steps
 
 
+def check_sizes(config: TrainConfig) -> None:
+    """Raise ValueError if a new model's sizes are inconsistent; otherwise a checkpoint has them."""
+    if config.init_from == "scratch":
+        GPTConfig.of(config, config.vocab_size or 1)
+
+
 def create_model(loaded: Loaded[TrainConfig], meta: data.tokenizer.Json) -> GPT:
     """Create the model on the CPU, new or with the weights of --init_from."""
     config = loaded.settings
     if config.init_from != "scratch":
         return checkpoint.build_model(loaded, meta)
-    return GPT(config.model(config.vocab_size or data.padded(meta["vocab_size"])), config.policy)
+    vocab_size = config.vocab_size or data.padded(meta["vocab_size"])
+    return GPT(GPTConfig.of(config, vocab_size), config.policy)
 
 
 def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
@@ -236,7 +133,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
 
 
 def main(argv: list[str]) -> int:
-    loaded = read(TrainConfig, argv, aliases=ALIASES, ignored=IGNORED)
+    loaded = read(TrainConfig, argv, aliases=ALIASES, ignored=IGNORED, further=check_sizes)
     runtime.show_log()
     with checkpoint.locked(loaded.settings):
         if loaded.settings.init_from == "resume":

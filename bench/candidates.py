@@ -291,7 +291,7 @@ class HuggingFace(Candidate):
             return
         if implementation == "flash_attention_2" and device.type != "cuda":
             raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
-        same = families.write_config(config.model(job.vocab_size))
+        same = families.write_config(GPTConfig.of(config, job.vocab_size))
         same |= {"bos_token_id": None, "eos_token_id": None}
         self.model = hf.build(job, same, implementation)
 

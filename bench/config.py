@@ -14,9 +14,10 @@ from pydantic import Field, PositiveFloat, PositiveInt
 import attention
 import data
 from bench import ROOT, Json
+from core.options import IGNORED, TrainConfig
 from core.runtime import pick_device
 from core.settings import Loaded, UserError, gather, read
-from train import IGNORED, TrainConfig
+from model import GPTConfig
 
 CPU_CONFIG = "config/bench_cpu.py"
 RECORDS = "bench/records"
@@ -194,6 +195,11 @@ def check(mode: str, config: BenchConfig, origins: Mapping[str, str]) -> None:
         raise UserError(f"--batch_size=auto: for train and decode only, got mode {mode}")
 
 
+def check_sizes(config: BenchConfig) -> None:
+    """Raise ValueError if the model's sizes are inconsistent."""
+    GPTConfig.of(config, config.vocab_size or 1)
+
+
 def load_config(argv: list[str], mode: str | None = None) -> Loaded[BenchConfig]:
     """Return the settings and the origin of each given one.
 
@@ -204,7 +210,7 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[BenchConfig]
     named = any(origin != "command line" for origin in origins.values())
     if not named and mode != "plan" and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
-    loaded = read(BenchConfig, argv, shown=shown(mode), **known)
+    loaded = read(BenchConfig, argv, shown=shown(mode), further=check_sizes, **known)
     config = loaded.settings
     if config.records_dir == RECORDS:  # also where the command is run from elsewhere
         config = replace(config, records_dir=str(ROOT / RECORDS))

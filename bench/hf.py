@@ -21,8 +21,9 @@ from bench.job import Job
 from bench.process import Failure
 from core.flops import Sizes, flops_per_token, mean_keys
 from core.hub import why_not_hub
+from core.options import TrainConfig
 from core.settings import UserError, first_line, from_dict
-from train import TrainConfig
+from model import GPTConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +70,7 @@ def model_of(part: Json) -> Sizes:
         return Counted(**part["hf"]["counted"])
     ours = {f.name for f in fields(TrainConfig)} - {"batch_size"}
     given = {k: v for k, v in part["settings"].items() if k in ours}
-    return from_dict(TrainConfig, given).model(part["vocab_size"])
+    return GPTConfig.of(from_dict(TrainConfig, given), part["vocab_size"])
 
 
 def read(name: str) -> Json:

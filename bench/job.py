@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bench import Json
+from core.options import TrainConfig
 from core.runtime import dtype_name
 from core.settings import from_dict
-from model import GPT
-from train import TrainConfig
+from model import GPT, GPTConfig
 
 
 class Job:
@@ -30,7 +30,7 @@ class Job:
     def model(self, cast: bool = False) -> GPT:
         """Return a new model on the device, in float32 unless `cast`."""
         config = self.config
-        model = self.setup.place(GPT(config.model(self.vocab_size), config.policy), cast)
+        model = self.setup.place(GPT(GPTConfig.of(config, self.vocab_size), config.policy), cast)
         model.gradient_checkpointing = config.gradient_checkpointing
         model.residual_autocast = config.residual_dtype == "autocast"
         return model

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,15 +26,13 @@ from core import runtime
 from core.distributed import DistInfo
 from core.files import open_output
 from core.optimizer import numbers, tensors
+from core.options import TrainConfig
 from core.parallel import fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError
 from data.loader import find, fits
 from data.tokenizer import same
 from model import GPT
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 # Fixed by the weights: settings cannot change these.
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "position", "norm", "mlp",

@@ -78,14 +78,22 @@ class Loaded(Generic[T]):
 
 
 def read(
-    cls: type[T], argv: Sequence[str], *, ignored: Mapping[str, str] = {}, **options: Any
+    cls: type[T],
+    argv: Sequence[str],
+    *,
+    ignored: Mapping[str, str] = {},
+    further: Callable[[T], object] = id,
+    **options: Any,
 ) -> Loaded[T]:
-    """Return one checked instance of cls from sys.argv[1:]; for the options see gather()."""
+    """Return one checked instance of cls from sys.argv[1:]; for the options see gather().
+    `further` is a check that needs slow imports; its ValueError is the user's mistake."""
     values, origins = gather(cls, argv, ignored=ignored, **options)
     found = {name: origins.pop(name) for name in [*origins] if name not in _hints(cls)}
     why = "neither a setting nor used by one"
     notes = [f"{name} is ignored ({at}): {ignored.get(name, why)}" for name, at in found.items()]
-    return Loaded(_build(cls, values), origins, tuple(notes))
+    settings = _user_error(lambda: cls(**values))
+    _user_error(lambda: further(settings))
+    return Loaded(settings, origins, tuple(notes))
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
@@ -177,7 +185,7 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
     if unknown := ", ".join(repr(name) for name in mapping if name not in hints):
         raise UserError(f"{origin}: unknown settings {unknown} (written by another version?)")
     values = {k: check(hints[k], value, f"{origin}: {k}") for k, value in mapping.items()}
-    return _build(cls, values, f"{origin}: ")
+    return _user_error(lambda: cls(**values), f"{origin}: ")
 
 
 def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) -> NoReturn:
@@ -212,9 +220,9 @@ def _fail(error: UserError) -> NoReturn:
     sys.exit(2)
 
 
-def _build(cls: type[T], values: Values, where: str = "") -> T:
+def _user_error(make: Callable[[], T], where: str = "") -> T:
     try:
-        return cls(**values)
+        return make()
     except ValueError as error:
         raise UserError(f"{where}{error}") from error
 

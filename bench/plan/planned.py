@@ -12,6 +12,7 @@ from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan
 from core import flops
 from core.gpus import SERVERS, describe_rated
 from core.settings import UserError
+from model import GPTConfig
 
 CONTEXTS = (1, 2, 4, 8)
 
@@ -88,7 +89,7 @@ def run(config: BenchConfig) -> int:
     """Print the tables, with --json the rows too. Returns the exit code."""
     at, said = cluster(config)
     vocab_size, source = vocabulary(config)
-    model = config.model(vocab_size)
+    model = GPTConfig.of(config, vocab_size)
     residual = 2 if config.residual_dtype == "autocast" and at.dtype != "float32" else 4
     assert config.batch_size != "auto"
     sequences = config.batch_size * config.gradient_accumulation_steps

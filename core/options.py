@@ -1,0 +1,128 @@
+"""Options of a model and of its training; nothing here imports torch, so that --help is quick.
+
+ModelOptions   what model.py's GPTConfig and the commands share
+TrainConfig    train.py's options; bench_mfu.py measures with them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from core.settings import Size, check_fields
+
+if TYPE_CHECKING:
+    import torch
+
+    from attention import Policy
+    from core.runtime import Setup
+
+VocabSize = Annotated[int, Field(ge=1, le=2**32)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
+ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
+IGNORED = {"always_save_checkpoint": "every evaluation saves; the newest and the best are kept",
+           "backend": "NCCL on CUDA, gloo elsewhere"}  # fmt: skip  # nanoGPT's names
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Sizes of a model, its variants, and its attention; in the order of nanoGPT's GPTConfig."""
+
+    block_size: Size = 1024  # context length, tokens
+    vocab_size: VocabSize | None = None  # none: the dataset's; beyond 1024 to a multiple of 64
+    n_layer: Size = 12  # blocks
+    n_head: Size = 12  # query heads
+    n_embd: Size = 768  # channels of the residual stream
+    n_kv_head: Size | None = None  # key/value heads, fewer for grouped queries; none: n_head
+    dropout: float = 0.0  # probability; 0 is good for pretraining, 0.1 or more for finetuning
+    bias: bool | Literal["qkv"] = False  # in Linear and LayerNorm; qkv: of q, k and v alone
+    gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's checkpoints use tanh
+    position: Literal["learned", "rope", "alibi"] = "learned"  # alibi: no vectors, biased scores
+    norm: Literal["layer", "rms"] = "layer"  # rms: no mean, no bias (Zhang & Sennrich 2019)
+    mlp: Literal["gelu", "swiglu"] = "gelu"  # swiglu: with a gate, as many parameters
+    qk_norm: bool = False  # RMSNorm of each query and key, as in Qwen3
+    tied: bool = True  # the head uses the token embedding's weights (Press & Wolf 2017)
+    attention_backend: str = "auto"  # a name (python -m attention), or code (docs/KERNEL.md)
+
+
+@dataclass(frozen=True)
+class TrainConfig(ModelOptions):
+    """Train a GPT on a prepared dataset (python -m data)."""
+
+    # --- run ---
+    out_dir: str = "out/gpt"  # folder for checkpoints, metrics.jsonl and loss.png
+    init_from: str = "scratch"  # scratch, resume, gpt2[-xl...], a checkpoint or ckpt.pt
+    eval_interval: PositiveInt = 2000  # steps between evaluations; each one also saves a checkpoint
+    eval_iters: PositiveInt = 200  # batches in an evaluation, the same ones every time
+    eval_on_start: bool = False  # evaluate before the first step too
+    eval_only: bool = False  # evaluate, print, and stop
+    log_interval: PositiveInt = 10  # steps between log lines
+    keep_checkpoints: PositiveInt = 2  # newest checkpoints to keep, in addition to the best
+    sample_tokens: NonNegativeInt = 0  # tokens of text to generate and print at the end
+    wandb_log: bool = False  # log to Weights & Biases too (pip install wandb)
+    wandb_project: str = "nanoattn"  # its project name
+    wandb_run_name: str = "gpt"  # its run name
+    # --- data ---
+    dataset: str = "openwebtext"  # a folder in data_dir, made by python -m data
+    data_dir: str = "data"  # folder of the prepared datasets
+    batch_size: PositiveInt = 12  # largest micro-batch per process, sequences
+    gradient_accumulation_steps: PositiveInt = 1  # micro-batches per step, over all processes
+    document_mask: bool = False  # no token sees another document of its sequence
+    # --- model ---
+    gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
+    residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
+    # --- attention ---
+    attention_window: tuple[PositiveInt | None, ...] = (None,)  # keys per query; A,B: by layer
+    attention_fallback: bool = True  # False: an unavailable backend is an error
+    attention_hub_kernels: bool = False  # flash_attn_*, hub:...: download a kernel and run it
+    allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
+    # --- optimizer ---
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices (docs/TRAIN.md)
+    muon_rates: tuple[PositiveFloat, ...] = (0.025,)  # highest: matrices,embeddings,head,vectors
+    max_iters: PositiveInt = 600000  # total steps
+    learning_rate: PositiveFloat = 6e-4  # the highest, after warm-up
+    min_lr: NonNegativeFloat | None = None  # the lowest, at the end; none: learning_rate / 10
+    decay_lr: bool | Literal["linear"] = True  # cosine or linear decay; False: none, no warm-up
+    warmup_iters: NonNegativeInt = 2000  # steps of linear warm-up
+    lr_decay_iters: NonNegativeInt | None = None  # when min_lr is reached; none: max_iters
+    weight_decay: NonNegativeFloat = 0.1  # on matrices only; with muon on the blocks' only
+    beta1: Fraction = 0.9  # AdamW
+    beta2: Fraction = 0.95  # AdamW
+    grad_clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
+    # --- many processes (torchrun; docs/SCALE.md) ---
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # copies of the model, or shards (FSDP2)
+    shard_size: PositiveInt | None = None  # fsdp: processes per copy; none: all
+    context_parallel: PositiveInt = 1  # processes per sequence (attention/ring.py)
+    async_checkpoint: bool = False  # write checkpoints in the background
+    hang_timeout: PositiveFloat = 45.0  # seconds in which nothing moves until all end
+    # --- machine ---
+    device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
+    dtype: Dtype = "auto"  # of matrix products; auto: bfloat16 or float16 in hardware
+    tf32: bool = True  # float32 products on CUDA in TF32
+    compile: bool | None = None  # torch.compile; none: on CUDA where Triton is there
+    compile_mode: CompileMode = "default"  # torch.compile's: CUDA graphs, tuned kernels, or both
+    onednn: bool | None = None  # CPU: float32 products by oneDNN; none: on AMD with AVX-512
+    deterministic: bool = False  # the same bits each time, on CUDA at some cost in speed
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1337  # of the weights, the batches and dropout
+    peak_tflops: PositiveFloat | None = None  # of one device, for MFU; none: datasheet or measured
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.shard_size is not None and self.parallel != "fsdp":
+            raise ValueError(f"shard_size={self.shard_size} needs --parallel=fsdp")
+
+    @property
+    def policy(self) -> Policy:
+        from attention import Policy
+
+        return Policy(self.attention_fallback, self.attention_hub_kernels, self.allow_mps_sdpa)
+
+    def setup(self, device: torch.device, width: int | None = None) -> Setup:
+        from core.runtime import Setup
+
+        names = ("dtype", "tf32", "compile", "compile_mode", "onednn", "deterministic")
+        return Setup.of(device, n_embd=width or self.n_embd, **{n: getattr(self, n) for n in names})
