@@ -1,8 +1,8 @@
 """Jobs: Bench and Plan say what is measured, before anything runs; Job is a job in its worker.
 
-    Bench   settings, machine and candidates, from which a mode makes its plans
-    Plan    a worker's class, its jobs by candidate, the points and requests of their rounds
-    Job     settings, device and model in the process of a candidate
+Bench   settings, machine and candidates, from which a mode makes its plans
+Plan    a worker's class, its jobs by candidate, the points and requests of their rounds
+Job     settings, device and model in the process of a candidate
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,15 +28,16 @@ HF = ("eager", "sdpa", "flash_attention_2")  # attention of transformers
 # Longest sequences of a backend that is not named: the scores fill the memory (manual, math), or a
 # loop over tiles launches 10,000 kernels (tiled).
 LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
+S = TypeVar("S", bound=Settings)
 Skip = Callable[[str, Json, Sequence[Json]], str]  # name, point, rows so far -> why not, or ""
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Generic[S]):
     """What a mode knows before it measures."""
 
     mode: str
-    config: Settings
+    config: S
     device: str
     backends: tuple[str, ...]
     machine: Json  # of machine.Description

@@ -13,16 +13,17 @@ from collections.abc import Callable, Container
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import data
 from bench import ROOT, Json, converge, decode, kernel, proof, record, train
-from bench.config import CPU_CONFIG, load_config, vocabulary
 from bench.machine import busy
-from bench.process import Failure, Stop
-from bench.rounds import Run
+from bench.settings import CPU_CONFIG, load_config, vocabulary
+from bench.workers import Failure, Stop
 from core.settings import UserError
 from data.prepare import PrepareConfig
 
+Run = Any
 MINUTES = 9.0
 GRAPHS = 120.0  # seconds, enough to compile the decode steps and record CUDA graphs
 ROUNDS = 3

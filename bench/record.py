@@ -140,7 +140,7 @@ def facts(content: Json) -> dict[str, str]:
     m, s, mode = content["machine"], content["settings"], content["mode"]
     software = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
     software += "".join(f", {k} {m[k]}" for k in ("driver", "cuda", "cudnn") if m.get(k))
-    rounds = f"{s['rounds']} rounds"
+    rounds = f"{s.get('rounds')} rounds"
     rounds += ", each in new processes" if content.get("fresh_rounds") else ""
     if mode == "converge":  # without warm-up: every step counts
         rounds = f"{s['steps']} steps"

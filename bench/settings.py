@@ -223,9 +223,9 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     how: Json = {"aliases": ALIASES if kind is not Runs else {}, "ignored": OTHERS}
     given, origins = gather(kind, [w for w in argv if w not in ("-h", "--help")], **how)
     named = any(origin != "command line" for origin in origins.values())
-    if not named and mode not in ("plan", "runs"):
-        if pick_device(given.get("device", "auto")).type == "cpu":
-            argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
+    here = not named and mode not in ("plan", "runs")
+    if here and pick_device(given.get("device", "auto")).type == "cpu":
+        argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
     loaded = read(kind, argv, shown=shown(kind), **how)
     for name in CHANGING - shown(kind) & loaded.origins.keys():
         if getattr(loaded.settings, name) != getattr(TrainConfig, name):

@@ -22,6 +22,7 @@ from attention.machine.system import kineto, synchronize
 from attention.machine.timing import Clock, Stamp
 from bench import Json, candidates, hf, machine, parts, tables
 from bench.job import LONGEST, Bench, Job, Plan
+from bench.settings import Train
 from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
 from core import flops, profile
 from core.runtime import keep_freed_memory
@@ -50,7 +51,7 @@ NOTES = (
 )
 
 
-def plans(bench: Bench) -> list[Plan]:
+def plans(bench: Bench[Train]) -> list[Plan]:
     """Training steps of every backend and rival."""
     config, micro = bench.config, bench.config.gradient_accumulation_steps
     auto = config.batch_size == "auto"
@@ -72,11 +73,11 @@ def plans(bench: Bench) -> list[Plan]:
     return [Plan(work, jobs, config.rounds, specs, request=request, skip=skip, **how)]
 
 
-def compiled(bench: Bench) -> bool:
+def compiled(bench: Bench[Any]) -> bool:
     return bench.cuda if bench.config.compile is None else bench.config.compile
 
 
-def too_long(bench: Bench, name: str) -> str:
+def too_long(bench: Bench[Any], name: str) -> str:
     """Return why a backend is not measured, or ""."""
     config, is_compiled = bench.config, compiled(bench)
     longest = (COMPILED if is_compiled else LONGEST).get(name, config.block_size)

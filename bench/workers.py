@@ -1,7 +1,7 @@
 """A process for each candidate: it builds, warms up, and measures a round for each request.
 
     job      ->  {"ok": {"title": ...}}                       the candidate is built
-    request  ->  {"ok": {"ms": ...}}                          a warm-up or a round
+    request  ->  {"ok": {"ms": ...}, "took_s": ...}           a warm-up or a round
              ->  {"unavailable": [reasons]}                   it cannot run
              ->  {"failed": "...", "broken": true if the process cannot be used any more}
 
@@ -86,11 +86,14 @@ class Worker:
     def __init__(self, work: str, job: Json, timeout: float, stop: Stop) -> None:
         """Start it; begun() waits until it has built the candidate."""
         stop.check()
-        self.timeout, self.stop, self.started = timeout, stop, time.perf_counter()
-        self.about: Json | None = None
+        self.timeout, self.stop = timeout, stop
+        self.about: Json | None = None  # the answer to the job
+        self.setup_s = self.took_s = 0.0  # of the set-up, of the last answer
+        self.held_bytes = 0  # of memory, by the sleeping process
         self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=serve, args=(theirs, work, job, self.errors.name))
+        args = (theirs, work, job, self.errors.name, time.time())
+        self.process = SPAWN.Process(target=serve, args=args)
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # else it runs the user's script again
         # Until it has a process group of its own Ctrl-C reaches it too.
@@ -110,7 +113,7 @@ class Worker:
             except BaseException:
                 self.close()
                 raise
-            self.setup_s = time.perf_counter() - self.started
+            self.setup_s = self.took_s
         return self.about
 
     def send(self, request: Json) -> None:
@@ -128,13 +131,22 @@ class Worker:
                 if not self.process.is_alive() and not self.pipe.poll():
                     break
             else:
-                return result(json.loads(self.pipe.recv_bytes()))
+                return self.result(json.loads(self.pipe.recv_bytes()))
         self.stop.check()  # perhaps ended by Ctrl-C, too
         raise self._died()
 
     def ask(self, request: Json) -> Json:
         self.send(request)
         return self.receive()
+
+    def result(self, answer: Json) -> Json:
+        """Return the content of an answer. Raises Failure for a refusal or an error."""
+        if "unavailable" in answer:
+            raise Failure("unavailable", answer["unavailable"])
+        if "failed" in answer:
+            raise Failure("died" if answer["broken"] else "failed", [answer["failed"]])
+        self.took_s, self.held_bytes = answer["took_s"], answer["held_bytes"]
+        return answer["ok"]
 
     def _died(self) -> Failure:
         self.process.join()
@@ -155,19 +167,10 @@ class Worker:
         self.errors.close()
 
 
-def result(answer: Json) -> Json:
-    """Return the content of a worker's answer. Raises Failure for a refusal or an error."""
-    if "unavailable" in answer:
-        raise Failure("unavailable", answer["unavailable"])
-    if "failed" in answer:
-        raise Failure("died" if answer["broken"] else "failed", [answer["failed"]])
-    return answer["ok"]
-
-
 # --- in the process ---
 
 
-def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
+def serve(pipe: Connection, work: str, job: Json, errors: str, began: float) -> None:
     """Answer the job, then every request."""
     os.setsid()  # a group of its own
     log = os.open(errors, os.O_WRONLY | os.O_APPEND)
@@ -185,8 +188,8 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
         torch.cuda.set_device(job["device"])
     handler, request = Handler(work), job
     while True:
-        pipe.send_bytes(handler.answer(request))
-        request = requests.get()
+        pipe.send_bytes(handler.answer(request, began))
+        request, began = requests.get(), time.time()
 
 
 def read(pipe: Connection, requests: queue.SimpleQueue[Json]) -> None:
@@ -204,24 +207,24 @@ class Handler:
         self.name = work
         self.work: Any = None
 
-    def answer(self, request: Json) -> bytes:
-        """Return the answer as JSON."""
+    def answer(self, request: Json, began: float) -> bytes:
+        """Return the answer as JSON; it took the time since `began`."""
         try:
-            return json.dumps({"ok": self.result(request)}, allow_nan=False).encode()
+            if self.work is None:
+                module, _, kind = self.name.partition(":")
+                self.work = getattr(importlib.import_module(module), kind)(request)
+                answer: Json = {"ok": self.work.about}
+            else:
+                answer = {"ok": self.work.round(request)}
+            answer["took_s"] = time.time() - began
+            keep = getattr(self.work, "keeps_memory", False)
+            answer["held_bytes"] = machine.empty_cache(self.work.device, keep)
+            return json.dumps(answer, allow_nan=False).encode()
         except (BackendUnavailable, UserError) as e:
-            answer: Json = {"unavailable": [machine.reason(e)]}
+            answer = {"unavailable": [machine.reason(e)]}
         except Exception as e:  # any error of a kernel becomes a row of the table
             answer = {"failed": machine.first_line(e), "broken": self.broken()}
         return json.dumps(answer).encode()
-
-    def result(self, request: Json) -> Json:
-        if self.work is None:
-            module, _, kind = self.name.partition(":")
-            self.work = getattr(importlib.import_module(module), kind)(request)
-            return self.work.about
-        result = self.work.round(request)
-        keep = getattr(self.work, "keeps_memory", False)
-        return {**result, "held_bytes": machine.empty_cache(self.work.device, keep)}
 
     def broken(self) -> bool:
         """True if the job was not set up, or after an error that leaves CUDA unusable."""
