@@ -30,12 +30,13 @@ from core.settings import Loaded, UserError, end_at_once, exit_on_user_error
 if __name__ == "__main__":
     end_at_once()
 
-from bench import Json, hf, job, qualify, record, rounds, runs, tables
-from bench.machine import free_memory
+from bench import Json, qualify, record, rounds, runs, tables
+from bench.begin import begin, describe
 from bench.plan import planned
-from bench.settings import MODES, Settings, load_config, vocabulary
+from bench.results import Progress
+from bench.settings import MODES, load_config
 from bench.workers import Failure, Stop
-from core.runtime import StopSignal, pick_device
+from core.runtime import StopSignal
 
 MINUTES_ON_CUDA = 10.0
 
@@ -72,10 +73,10 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     whole = mode == "qualify"  # each stage has a deadline of its own
     minutes = config.minutes or (MINUTES_ON_CUDA if bench.cuda else 0)
     stop = Stop(time.monotonic() + 60 * minutes if minutes and not whole else None)
-    progress = rounds.Progress()
+    progress = Progress()
     with closing(StopSignal("stopping; keeping the results so far")) as stop.signals:
         try:
-            bench = rounds.describe(bench, stop, progress)
+            bench = describe(bench, stop, progress)
             if whole:
                 content = qualify.run(bench, about, loaded.origins, stop, progress, folder)
             else:
@@ -99,26 +100,6 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
         return stop.code or int(qualify.failed(content))
     failed = mode == "converge" and any(r.get("verdict") == "FAIL" for r in content["rows"])
     return stop.code or int(failed or not any(r["status"] == "ok" for r in content["rows"]))
-
-
-def begin(mode: str, config: Settings) -> job.Bench[Any]:
-    """Return what is known before anything runs. Raises UserError for a mistake."""
-    device = pick_device(config.device)
-    rivals, model = getattr(config, "rival", ()), getattr(config, "hf", None)
-    job.rivals(rivals)  # raises
-    paths = getattr(config, "paths", ())
-    backends, left_out = ([], {}) if paths else job.names(config, device.type)
-    vocab_size, source = vocabulary(config)
-    found: Json = {}
-    if model:
-        found = {"name": model, "config": hf.read(model)}
-        vocab_size, source = found["config"]["vocab_size"], f"--hf={model}"
-    print(f"vocabulary: {vocab_size:,} ({source})", file=sys.stderr)
-    limit = None
-    if device.type == "cpu":
-        limit = int(1e9 * config.memory_gb if config.memory_gb else 0.7 * free_memory(device))
-    here = {"memory_limit": limit}
-    return job.Bench(mode, config, str(device), tuple(backends), here, vocab_size, left_out, found)
 
 
 def show(content: Json) -> None:

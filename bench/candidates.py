@@ -261,7 +261,7 @@ class HuggingFace(Candidate):
         if not sizes:
             if implementation == "flash_attention_2" and device.type != "cuda":
                 raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
-            sizes = families.write_config(config.model(job.vocab_size))
+            sizes = families.write_config(GPTConfig.of(config, job.vocab_size))
             sizes |= {"bos_token_id": None, "eos_token_id": None}
         self.model = hf.build(sizes, implementation, config).to(device)
 

@@ -67,7 +67,7 @@ def plans(bench: Bench[Decode]) -> list[Plan]:
     specs = [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in wanted]
 
     def skip(name: str, point: Json, rows: Sequence[Row]) -> str:
-        slow = name in LONGEST and bench.cuda and name not in config.backends
+        slow = name in LONGEST and bench.cuda and not bench.named(name)
         return "too slow on a GPU; name it in --backends" if slow else ""
 
     how: Json = {"request": {"auto": auto}, "skip": skip, "compiled": config.compile is True}

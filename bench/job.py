@@ -19,10 +19,10 @@ import attention
 from bench import Json, hf
 from bench.settings import Settings
 from core import flops
+from core.options import TrainConfig
 from core.runtime import dtype_name
 from core.settings import UserError, from_dict
-from model import GPT
-from train import TrainConfig
+from model import GPT, GPTConfig
 
 HF = ("eager", "sdpa", "flash_attention_2")  # attention of transformers
 # Longest sequences of a backend that is not named: the scores fill the memory (manual, math), or a
@@ -50,10 +50,15 @@ class Bench(Generic[S]):
     def cuda(self) -> bool:
         return self.device.startswith("cuda")
 
+    def named(self, name: str) -> bool:
+        """True if the user named this backend, not only "all"."""
+        words = [word for word in self.config.backends if word != "all"]
+        return name in words or name in (attention.get(word).name for word in words)
+
     def candidates(self, implementations: tuple[str, ...] = HF) -> dict[str, str]:
         """Return {row: argument of candidates.build()}, the most valuable first: the first backend,
         the rivals, the other backends, the slow ones last."""
-        slow = [n for n in self.backends if n in LONGEST and n not in self.config.backends]
+        slow = [n for n in self.backends if n in LONGEST and not self.named(n)]
         ours = dict.fromkeys([*(n for n in self.backends if n not in slow), *slow], "")
         others = rivals(getattr(self.config, "rival", ()), implementations)
         if self.hf:
@@ -116,33 +121,6 @@ class Plan:
     reference: Json | None = None  # the job of train.Reference
 
 
-def names(config: Settings, device: str) -> tuple[list[str], dict[str, str]]:
-    """Return the backends, and {name: reason} of those of "all" that are not to be measured."""
-    wanted = config.backends
-    if wanted == ("all",) and config.attention_backend != "auto":  # --attention_backend=sdpa
-        wanted = (config.attention_backend,)
-    named: dict[str, None] = {}
-    left_out: dict[str, str] = {}
-    for word in wanted:
-        if word in attention.RULES:
-            raise UserError(f"{word!r} is a rule, not a backend; name backends, or all")
-        if word != "all":
-            try:
-                backend = attention.get(word)  # of others' code the worker needs the name
-            except ValueError as e:
-                raise UserError(str(e)) from None
-            if backend.mods is not None:
-                raise UserError(f"{word} has another mask than the kernels it is compared with")
-            named[word if attention.is_code(word) else backend.name] = None
-            continue
-        for name, backend in attention.BACKENDS.items():
-            caps = [c for c in backend.caps if device in c.devices]
-            if caps and all(c.interpreted for c in caps):
-                left_out[name] = "only Triton's interpreter runs it here; its speed is meaningless"
-    every = attention.BACKENDS if "all" in wanted else {}
-    return list(named | dict.fromkeys(every)), {k: v for k, v in left_out.items() if k not in named}
-
-
 def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
     """Return {row: argument of candidates.build()} for the values of --rival."""
     found: dict[str, str] = {}
@@ -175,7 +153,7 @@ class Job:
     def model(self, cast: bool = False) -> GPT:
         """Return a new model on the device, in float32 unless `cast`."""
         config = self.config
-        model = self.setup.place(GPT(config.model(self.vocab_size), config.policy), cast)
+        model = self.setup.place(GPT(GPTConfig.of(config, self.vocab_size), config.policy), cast)
         model.gradient_checkpointing = config.gradient_checkpointing
         model.residual_autocast = config.residual_dtype == "autocast"
         return model

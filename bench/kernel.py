@@ -55,8 +55,8 @@ COLUMNS: list[Column] = [
     ("err grad", lambda r: error(r.get("error_grad"))),
 ]
 NOTES = (
-    f"TFLOP/s: of the visible pairs; full: of all pairs; err: largest error over the largest value, "
-    f"against float64; {tables.EXPLAINED}"
+    f"TFLOP/s: of the visible pairs; full: of all pairs; err: largest error over the largest "
+    f"value, against float64; {tables.EXPLAINED}"
 )
 
 
@@ -103,7 +103,7 @@ def work(point: Json) -> int:
 def too_long(bench: Bench[Kernel], name: str, point: Json, rows: Sequence[Row]) -> str:
     """Return why a backend is not measured at a point, or ""; from its calls at other points."""
     config, longest = bench.config, LONGEST.get(name, point["T"])
-    if longest < point["T"] and not (name in config.backends and config.lengths):
+    if longest < point["T"] and not (bench.named(name) and config.lengths):
         return f"left out beyond {longest:,} tokens: name it in --backends, and --lengths"
     for row in rows:
         took, at = min((r["ms"] / 1e3 for r in row["rounds"]), default=0.0), row["point"]

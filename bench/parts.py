@@ -127,7 +127,7 @@ def computed(found: Json, row: Row, part: Json) -> Json:
     def line(ms: float, total: float, works: Sequence[Work]) -> Json:
         least = sum(w.ms(peak, bandwidth) for w in works)
         whole = Work(sum(w.flops for w in works), sum(w.bytes for w in works))
-        beside = {"ms": ms, "share": ms / total, "roofline_ms": least}
+        beside: Json = {"ms": ms, "share": ms / total, "roofline_ms": least}
         # Less than its roofline: attributed to another part, or read from a cache.
         beside["times"] = ms / least if least and ms >= least else None
         return {**beside, "limit": whole.limit(peak, bandwidth)}
@@ -156,7 +156,7 @@ def title(backend: str, found: Json) -> str:
 
 
 def table(found: Json, of: str = "") -> Cells:
-    """Return the classes of a step, their sum, and its longest kernels; `of` as in tables.cells()."""
+    """Return classes of a step, their sum and its longest kernels; `of` as in tables.cells()."""
     head = ["kernels", "ms", "share", "calls", "roofline ms", "times", "limit"]
     names = [(ms, c, name, n) for c, of_c in found["names"].items() for name, ms, n in of_c]
     total = sum(found["classes"].values())

@@ -13,7 +13,7 @@ from attention.check import command as check
 from attention.spec import DTYPES, Machine
 from bench import Json
 from bench.job import Bench, Job
-from bench.rounds import Progress
+from bench.results import Progress
 from bench.workers import Failure, Stop, Worker
 
 Item = dict[str, str]  # a case or a property, its feature, and a dtype
@@ -62,7 +62,6 @@ def prove(bench: Bench[Any], dtypes: list[str], stop: Stop, progress: Progress) 
             try:
                 if worker is None:
                     worker = Worker("bench.proof:Proof", job, timeout, stop)
-                    worker.begun()
                 answer = worker.ask({"backend": name, **item})
             except Failure as e:
                 if e.kind == "stopped":

@@ -146,7 +146,7 @@ def facts(content: Json) -> dict[str, str]:
         rounds = f"{s['steps']} steps"
         rounds += f", {s['seeds']} seeds" if s.get("seeds", 1) > 1 else ""
     warm_up = {
-        "train": f"; warm-up: a first step and {s['warm_up_steps']} more",
+        "train": f"; warm-up: a first step and {s.get('warm_up_steps')} more",
         "kernel": "; warm-up: a call, and another in each round",
         "decode": "; warm-up: each text once",
     }

@@ -1,4 +1,4 @@
-"""Options of bench_mfu.py: a dataclass for each mode, on top of train.py's options for the model."""
+"""Options of bench_mfu.py: a dataclass for each mode, on top of train.py's options."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 import data
 from bench import ROOT, Json
+from core.options import IGNORED, TrainConfig
 from core.runtime import pick_device
 from core.settings import Loaded, UserError, check_fields, gather, read
-from train import IGNORED, TrainConfig
+from model import GPTConfig
 
 C = TypeVar("C", bound="TrainConfig")
 TrainingPath = Literal["float32", "bfloat16", "bfloat16-residual"]
@@ -61,6 +62,7 @@ class Settings(TrainConfig):
                 "not change the time, so give the sizes instead"
             )
         super().__post_init__()
+        GPTConfig.of(self, self.vocab_size or 1)  # checks the sizes
         for name in ("kv_caches", "backends"):
             if not getattr(self, name, True):
                 raise ValueError(f"{name} must name at least one")

@@ -55,13 +55,15 @@ def plans(bench: Bench[Train]) -> list[Plan]:
     """Training steps of every backend and rival."""
     config, micro = bench.config, bench.config.gradient_accumulation_steps
     auto = config.batch_size == "auto"
-    batch = 1 if auto else config.batch_size
+    batch = 1 if config.batch_size == "auto" else config.batch_size
     profiled = PROFILED_STEPS if config.profile else 0
     jobs = {
         name: bench.job(name, batch, rival) | {"profile": profiled}
         for name, rival in bench.candidates().items()
     }
-    reference = None if auto or bench.reference else bench.job(batch_size=batch * micro)
+    reference = None if bench.reference else bench.job(batch_size=batch * micro)
+    if auto:
+        reference = {"why": "each backend has a batch of its own (--batch_size=auto)"}
     request = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps, "auto": auto}
 
     def skip(name: str, point: Json, rows: Sequence[Row]) -> str:
@@ -81,7 +83,7 @@ def too_long(bench: Bench[Any], name: str) -> str:
     """Return why a backend is not measured, or ""."""
     config, is_compiled = bench.config, compiled(bench)
     longest = (COMPILED if is_compiled else LONGEST).get(name, config.block_size)
-    if name in config.backends or config.block_size <= longest:
+    if bench.named(name) or config.block_size <= longest:
         return ""
     how = "as a compiled step " if is_compiled else ""
     return f"left out {how}beyond {longest:,} tokens: name it in --backends"

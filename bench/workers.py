@@ -1,12 +1,13 @@
 """A process for each candidate: it builds, warms up, and measures a round for each request.
 
-    job      ->  {"ok": {"title": ...}}                       the candidate is built
-    request  ->  {"ok": {"ms": ...}, "took_s": ...}           a warm-up or a round
-             ->  {"unavailable": [reasons]}                   it cannot run
-             ->  {"failed": "...", "broken": true if the process cannot be used any more}
+The first request also builds the candidate. Answers are JSON:
 
-multiprocessing starts it; JSON goes through a pipe, what libraries print to a file. It ends with
-all that it started when its parent closes it or dies.
+    {"ok": {"ms": ...}, "about": {...}, "took_s": ..., "held_bytes": ...}
+    {"unavailable": reason, "built": ...}    it cannot run
+    {"failed": error, "built": ...}          of a kernel; "broken": the process is of no more use
+
+What libraries print goes to a file. A process ends with all that it started when its parent closes
+it or dies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -44,9 +44,10 @@ SPAWN = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 class Failure(Exception):
     """No result: "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
 
-    def __init__(self, kind: str, why: Sequence[str]) -> None:
-        super().__init__("; ".join(why))
-        self.kind, self.why = kind, tuple(why)
+    def __init__(self, kind: str, why: str, built: bool = True) -> None:
+        super().__init__(why)
+        self.kind, self.why = kind, why
+        self.built = built  # False: the candidate cannot be built, at no point
 
 
 @dataclass
@@ -57,6 +58,11 @@ class Stop:
     signals: StopSignal | None = None
     why: str = ""  # set when the bench was stopped
 
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
+
     def check(self, late: float = 0.0) -> None:
         """Raises Failure ("stopped") after a signal, or `late` seconds after the deadline."""
         if self.signals and (number := self.signals.signal):
@@ -66,12 +72,7 @@ class Stop:
             self.why = self.why or "the time limit was reached"
         else:
             return
-        raise Failure("stopped", [self.why])
-
-    @property
-    def left(self) -> float:
-        """Seconds until the deadline."""
-        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
+        raise Failure("stopped", self.why)
 
     @property
     def code(self) -> int:
@@ -84,15 +85,14 @@ class Worker:
     """A process that measures; `work` names its class, as in "bench.train:Training"."""
 
     def __init__(self, work: str, job: Json, timeout: float, stop: Stop) -> None:
-        """Start it; begun() waits until it has built the candidate."""
         stop.check()
-        self.timeout, self.stop = timeout, stop
-        self.about: Json | None = None  # the answer to the job
-        self.setup_s = self.took_s = 0.0  # of the set-up, of the last answer
+        self.timeout, self.stop, self.began = timeout, stop, time.time()
+        self.about: Json = {}  # of the candidate, after the first answer
+        self.setup_s = self.took_s = 0.0  # of building it, of the last answer
         self.held_bytes = 0  # of memory, by the sleeping process
         self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
-        args = (theirs, work, job, self.errors.name, time.time())
+        args = (theirs, work, job, self.errors.name)
         self.process = SPAWN.Process(target=serve, args=args)
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # else it runs the user's script again
@@ -105,19 +105,8 @@ class Worker:
             sys.modules["__main__"] = main
         theirs.close()
 
-    def begun(self) -> Json:
-        """Return the answer to the job. Raises Failure, with the process closed."""
-        if self.about is None:
-            try:
-                self.about = self.receive()
-            except BaseException:
-                self.close()
-                raise
-            self.setup_s = self.took_s
-        return self.about
-
     def send(self, request: Json) -> None:
-        with suppress(OSError):  # receive() says that it died
+        with suppress(OSError):  # receive() raises for a process that died
             self.pipe.send_bytes(json.dumps(request).encode())
 
     def receive(self) -> Json:
@@ -127,13 +116,13 @@ class Worker:
             while not self.pipe.poll(LOOK):
                 self.stop.check(GRACE)
                 if time.monotonic() > deadline:
-                    raise Failure("died", [f"no answer within {self.timeout:g} s (--timeout)"])
+                    raise Failure("died", f"no answer within {self.timeout:g} s (--timeout)")
                 if not self.process.is_alive() and not self.pipe.poll():
                     break
             else:
                 return self.result(json.loads(self.pipe.recv_bytes()))
         self.stop.check()  # perhaps ended by Ctrl-C, too
-        raise self._died()
+        raise Failure("died", self.death())
 
     def ask(self, request: Json) -> Json:
         self.send(request)
@@ -142,20 +131,22 @@ class Worker:
     def result(self, answer: Json) -> Json:
         """Return the content of an answer. Raises Failure for a refusal or an error."""
         if "unavailable" in answer:
-            raise Failure("unavailable", answer["unavailable"])
+            raise Failure("unavailable", answer["unavailable"], answer["built"])
         if "failed" in answer:
-            raise Failure("died" if answer["broken"] else "failed", [answer["failed"]])
+            kind = "died" if answer["broken"] else "failed"
+            raise Failure(kind, answer["failed"], answer["built"])
+        self.about, self.setup_s = answer["about"], answer["built_at"] - self.began
         self.took_s, self.held_bytes = answer["took_s"], answer["held_bytes"]
         return answer["ok"]
 
-    def _died(self) -> Failure:
+    def death(self) -> str:
         self.process.join()
         code = self.process.exitcode or 0
         last = self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             how += ", as Linux does when memory runs out"
-        return Failure("died", [f"its process died ({how}){': ' if last else ''}{last}"])
+        return f"its process died ({how}){': ' if last else ''}{last}"
 
     def close(self) -> None:
         """End the process and all that it started."""
@@ -170,8 +161,8 @@ class Worker:
 # --- in the process ---
 
 
-def serve(pipe: Connection, work: str, job: Json, errors: str, began: float) -> None:
-    """Answer the job, then every request."""
+def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
+    """Answer every request."""
     os.setsid()  # a group of its own
     log = os.open(errors, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
@@ -186,10 +177,9 @@ def serve(pipe: Connection, work: str, job: Json, errors: str, began: float) -> 
         resource.setrlimit(resource.RLIMIT_DATA, (job["memory_limit"],) * 2)
     if torch.device(job["device"]).index is not None:  # "cuda:1"
         torch.cuda.set_device(job["device"])
-    handler, request = Handler(work), job
+    handler = Handler(work, job)
     while True:
-        pipe.send_bytes(handler.answer(request, began))
-        request, began = requests.get(), time.time()
+        pipe.send_bytes(handler.answer(requests.get()))
 
 
 def read(pipe: Connection, requests: queue.SimpleQueue[Json]) -> None:
@@ -201,33 +191,37 @@ def read(pipe: Connection, requests: queue.SimpleQueue[Json]) -> None:
 
 
 class Handler:
-    """The candidate of a process: built by the first request, the job."""
+    """The candidate of a process."""
 
-    def __init__(self, work: str) -> None:
-        self.name = work
+    def __init__(self, work: str, job: Json) -> None:
+        self.name, self.job = work, job
         self.work: Any = None
 
-    def answer(self, request: Json, began: float) -> bytes:
-        """Return the answer as JSON; it took the time since `began`."""
+    def answer(self, request: Json) -> bytes:
         try:
-            if self.work is None:
-                module, _, kind = self.name.partition(":")
-                self.work = getattr(importlib.import_module(module), kind)(request)
-                answer: Json = {"ok": self.work.about}
-            else:
-                answer = {"ok": self.work.round(request)}
-            answer["took_s"] = time.time() - began
-            keep = getattr(self.work, "keeps_memory", False)
-            answer["held_bytes"] = machine.empty_cache(self.work.device, keep)
+            answer = self.result(request)
             return json.dumps(answer, allow_nan=False).encode()
         except (BackendUnavailable, UserError) as e:
-            answer = {"unavailable": [machine.reason(e)]}
+            answer = {"unavailable": machine.reason(e)}
         except Exception as e:  # any error of a kernel becomes a row of the table
             answer = {"failed": machine.first_line(e), "broken": self.broken()}
-        return json.dumps(answer).encode()
+        return json.dumps({**answer, "built": self.work is not None}).encode()
+
+    def result(self, request: Json) -> Json:
+        """Do what is requested, if anything; the first request builds the candidate."""
+        if self.work is None:
+            module, _, kind = self.name.partition(":")
+            self.work = getattr(importlib.import_module(module), kind)(self.job)
+            self.built_at = time.time()
+        began = time.perf_counter()
+        answer: Json = {"ok": self.work.round(request) if request else {}}
+        answer["took_s"] = time.perf_counter() - began
+        keep = getattr(self.work, "keeps_memory", False)  # between rounds
+        answer["held_bytes"] = machine.empty_cache(self.work.device, keep)
+        return {**answer, "about": self.work.about, "built_at": self.built_at}
 
     def broken(self) -> bool:
-        """True if the job was not set up, or after an error that leaves CUDA unusable."""
+        """True if nothing was built, or after an error that leaves CUDA unusable."""
         try:
             machine.reset_peak(self.work.device)  # also frees what the failed call held
         except Exception:
