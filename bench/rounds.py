@@ -109,7 +109,8 @@ class Turns:
             return
         worker, began = self.workers[r.name], time.perf_counter()
         try:
-            self.stop.check()
+            if r.rounds:  # else its warm-up would be lost: ask() allows some seconds more
+                self.stop.check()
             if plan.profile and "profile" not in r.about:
                 r.about |= worker.ask({"profile": plan.profile})
             r.rounds.append(self.seen(r, worker.ask(self.request(plan, r))))
@@ -179,7 +180,7 @@ class Turns:
         if not r.rounds and (why := plan.skip(r.name, r.point, rows)):
             raise Failure("skipped", why)
         need = self.warm_up_s + self.round_s * min(SHOWN, plan.rounds)
-        if not r.rounds and self.round_s and self.stop.left < need:
+        if not r.rounds and self.warm_up_s and self.stop.left < need:
             left = max(self.stop.left, 0)
             raise Failure("stopped", f"it takes about {need:.0f} s, and {left:.0f} s were left")
         self.stop.check()

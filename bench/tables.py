@@ -122,11 +122,12 @@ EXPLAINED = (
 def cells(columns: list[Column], rows: list[Row], of: str = "") -> Cells:
     """Return the table of the measured rows; `of` marks columns that use a given peak."""
     rows = [row for row in rows if row["status"] == "ok"]
-    level = [row for group in groups(rows).values() for row in fastest_of(group)[1]]
+    timed = groups(rows).values() if "quartiles" in dict(columns) else ()
+    level = [id(row) for group in timed for row in fastest_of(group)[1]]
     lines = []
     for row in rows:
         made = {title: cell(row) for title, cell in columns}
-        if "quartiles" in made and any(row is other for other in level):
+        if id(row) in level:
             made["quartiles"] += " level"
         lines.append([row["backend"], *made.values()])
     return ["backend", *(marked(title, of) for title, _ in columns)], lines

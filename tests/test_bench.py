@@ -164,9 +164,6 @@ def test_a_record_is_complete(trained):
     assert json.loads((made / "record.json").read_text(encoding="utf-8")) == content
     assert content["commit"] and isinstance(content["dirty"], bool)
     assert content["command"].startswith("python bench_mfu.py train --device=cpu")
-    here = content["machine"]
-    assert here["name"] and here["threads"] == torch.get_num_threads()
-    assert here["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert set(content["settings"]) == shown(Train)
     page = (made / "README.md").read_text(encoding="utf-8")
     assert f"{by_backend(content)['sdpa']['tokens_per_s']:,.0f}" in page and "unavailable" in page
@@ -354,17 +351,6 @@ def test_each_backend_has_the_largest_batch_that_fits(mode, tmp_path, quick):
         tokens = size * (32 if mode == "train" else 1)
         assert row["tokens_per_s"] == pytest.approx(tokens / row["ms"] * 1e3)
     assert not [why for why in verify(content) if "causality" not in why and "error" not in why]
-
-
-@pytest.mark.slow
-def test_a_found_batch_fits_into_memory_gb_and_twice_as_much_does_not():
-    argv = [*SMALL, "--backends=manual", "--memory_gb=1.2", "--block_size=1024", "--n_layer=1",
-            "--rounds=1"]
-    (row,) = measured(*argv, "--batch_size=auto")["rows"]
-    assert row["status"] == "ok" and row["batch_size"] > 1
-    code, out = run([*argv, f"--batch_size={2 * row['batch_size']}", "--json"])
-    (row,) = last_line(out)["rows"]
-    assert code == 1 and row["status"] == "failed" and row["why"][0].startswith("out of memory")
 
 
 # --- options ---

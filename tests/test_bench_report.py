@@ -52,7 +52,7 @@ def test_fastest_names_who_is_level_and_where_the_crossover_lies():
     assert "B=8" in said[2] and "sdpa" in said[2] and "manual" not in said[2]
     larger = row("tiled", [90.0, 90, 90, 90, 90], batch_size=16)
     assert content([row("sdpa", FAST), larger])["answers"][0].endswith("train: tiled")
-    for rounds, words in ((2, "too few rounds"), (3, "level: sdpa_flash")):
+    for rounds, words in ((2, "2 rounds; level: sdpa_flash"), (3, "level: sdpa_flash")):
         few = [row(name, FAST[:rounds]) for name in ("sdpa", "sdpa_flash")]
         assert f"train: sdpa ({words})" in content(few)["answers"][0]
 
