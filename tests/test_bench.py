@@ -204,7 +204,7 @@ def test_kernel_times_attention_alone_at_every_point(quick):
 def test_real_processes_from_a_folder_with_modules_of_the_same_names(tmp_path, monkeypatch):
     """Processes, pipes, and what libraries print; the workers import this checkout's modules."""
     (tmp_path / "bench").mkdir()
-    for name in ("train.py", "model.py", "bench/__init__.py", "bench/worker.py"):
+    for name in ("train.py", "model.py", "bench/__init__.py", "bench/workers.py"):
         (tmp_path / name).write_text("raise SystemExit('another module')\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     content = measured(*small("kernel"), "--backends=sdpa", "--lengths=16", "--batch_sizes=1")

@@ -24,7 +24,7 @@ from attention.__main__ import main as explained
 from attention.__main__ import parser
 from attention.check import command as check
 from attention.select import PREFERENCE
-from bench.config import load_config
+from bench.settings import load_config
 from checkpoint.__main__ import ExportConfig
 from core.settings import read
 from course.exercises import NUMBERS
