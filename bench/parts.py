@@ -49,7 +49,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import record_function
 
 from attention.proof import KERNELS
-from bench import Json, tables
+from bench import Json, hf, tables
 from core import flops
 from model import GPTConfig
 
@@ -117,30 +117,38 @@ def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflop
 
 
 def beside_roofline(run: Run, found: Json, batch: int, micro: int) -> Json:
-    """Add rooflines to a worker's profile of one micro-batch and the update, the largest gap
-    first."""
-    config, m = run.config, run.part["machine"]
-    works = work(run.model, batch, 1, m["dtype"], bool(config.grad_clip))
-    known = None if config.bandwidth_gbs else flops.datasheet_bandwidth(m["name"])
+    """Add rooflines to a worker's profile of one micro-batch and the update."""
+    names = found.get("names", {})
+    lines = [{"part": p, "ms": ms, "names": names.get(p, [])} for p, ms in found["parts"].items()]
+    made = {k: v for k, v in found.items() if k != "names"} | {"parts": lines}
+    return made | computed(made, {"batch_size": batch}, run.content())
+
+
+def computed(profile: Json, row: Json, part: Json) -> Json:
+    """Return what the rates give of a profile, the largest gap first."""
+    s, m, config = part["settings"], part["machine"], hf.model_of(part)
+    works = work(config, row["batch_size"], 1, m["dtype"], bool(s["grad_clip"]))
+    known = None if s["bandwidth_gbs"] else flops.datasheet_bandwidth(m["name"])
     bandwidth, source = known or (m["bandwidth"], m["bandwidth_source"])
-    products, peak = config.products_tflops or m["products_tflops"], m["peak_tflops"]
-    total = sum(found["parts"].values())
+    products, peak = s["products_tflops"] or m["products_tflops"], m["peak_tflops"]
+    measured = {line["part"]: line for line in profile["parts"]}
+    total = sum(line["ms"] for line in measured.values())
     lines = []
-    for part, w in works.items():
-        ms, least = found["parts"].get(part, 0.0), w.ms(peak, bandwidth)
+    for part_, w in works.items():
+        ms, least = measured.get(part_, {"ms": 0.0})["ms"], w.ms(peak, bandwidth)
         if ms or least:
-            line = {"part": part, "ms": ms, "share": ms / total, "roofline_ms": least}
+            line = {"part": part_, "ms": ms, "share": ms / total, "roofline_ms": least}
             # Less than its roofline: attributed to another part, or read from a cache.
             line |= {"times": ms / least if least and ms >= least else None, "over_ms": ms - least}
             line["limit"] = w.limit(peak, bandwidth)
-            lines.append({**line, "names": found["names"].get(part, [])})
+            lines.append({**line, "names": measured.get(part_, {}).get("names", [])})
     lines.sort(key=lambda line: -line["over_ms"])
-    made = {k: v for k, v in found.items() if k != "names"} | {"parts": lines, "ms": total}
-    made |= {"bandwidth": bandwidth, "bandwidth_source": source, "products_tflops": products}
+    made: Json = {"parts": lines, "ms": total, "bandwidth": bandwidth, "bandwidth_source": source}
+    made |= {"products_tflops": products, "micro_batches": s["gradient_accumulation_steps"]}
     for name, rate in (("ceiling", peak), ("reachable", products)):
         if rate:
-            made[name] = at_roofline(works, run.model, batch, rate, bandwidth, peak)
-    return made | {"micro_batches": micro}
+            made[name] = at_roofline(works, config, row["batch_size"], rate, bandwidth, peak)
+    return made
 
 
 def title(backend: str, found: Json) -> str:

@@ -3,8 +3,8 @@
 A row is a dict as in a record: `mode`, `backend`, `point`, `status` (ok, or unavailable, failed,
 skipped, stopped with `why`), every round, and the figures that its mode computes from them.
 
-The spread is the distance between the quartiles over the median. A disturbance affects all backends
-of a run, so two differ by the ratios of neighbouring rounds: |log ratio| > spread(ratio).
+The spread is the distance between the quartiles over the median. Backends are level where their
+quartiles overlap.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def medians(row: Row) -> Json:
 
 
 def differ(a: Sequence[float], b: Sequence[float]) -> bool | None:
-    """Return True if two backends of one run differ, round by round; None: spread unknown."""
+    """Return the old rule: two of one run differ by the ratios of neighbouring rounds if |log
+    ratio| > spread(ratio); None: spread unknown."""
     ratios = [x / y for x, y in zip(a, b)]
     spread = spread_of(ratios)
     return None if spread is None else abs(math.log(quartiles(ratios)[1])) > spread
@@ -158,23 +159,24 @@ def markdown(content: Cells) -> str:
 # --- the fastest ---
 
 
-def fastest(rows: list[Row]) -> list[str]:
-    """Return the fastest backends; of attention alone by length."""
+def fastest(rows: list[Row], old: bool = False) -> list[str]:
+    """Return the fastest backends; of attention alone by length. `old`: level by the rule of
+    records of format 1 and 2, whose conclusions are checked by it."""
     groups: dict[str, dict[int, list[Row]]] = {}
     for r in rows:
         at = {k: r["point"].get(k) for k in ("B", "P", "H", "D", "window")}
         groups.setdefault(where(at, r["mode"]), {}).setdefault(r["point"].get("T", 0), []).append(r)
     found = []
     for of, by_length in groups.items():
-        wins = [(winner(by_length[T]), T) for T in sorted(by_length)]
+        wins = [(winner(by_length[T], old), T) for T in sorted(by_length)]
         firsts = [(name, next(run)[1]) for name, run in groupby(wins, key=lambda win: win[0])]
         parts = [name + (f" from {T:,} tokens on" if T else "") for name, T in firsts]
         found.append(f"{of}: {', then '.join(parts)}")
     return found
 
 
-def winner(rows: list[Row]) -> str:
-    """Return the fastest per token, and those within its noise."""
+def winner(rows: list[Row], old: bool) -> str:
+    """Return the fastest per token, and those whose quartiles overlap with its own."""
 
     def ms(row: Row) -> list[float]:
         return [r["ms"] / row.get("batch_size", 1) for r in row["rounds"]]
@@ -182,9 +184,13 @@ def winner(rows: list[Row]) -> str:
     def name(row: Row) -> str:
         return row["backend"] + (f" with cache {cache(row)}" if "cache" in row["point"] else "")
 
+    def level(row: Row) -> bool:
+        if old:
+            return differ(ms(best), ms(row)) is False
+        return quartiles(ms(row))[0] <= quartiles(ms(best))[2]
+
     best = min(rows, key=lambda r: r["ms"] / r.get("batch_size", 1))
     if len(rows) > 1 and len(best["rounds"]) < ENOUGH:
         return f"{name(best)} (too few rounds)"
-    level = (name(r) for r in rows if r is not best and differ(ms(best), ms(r)) is False)
-    others = ", ".join(dict.fromkeys(level))
+    others = ", ".join(dict.fromkeys(name(r) for r in rows if r is not best and level(r)))
     return name(best) + (f" (level: {others})" if others else "")
