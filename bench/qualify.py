@@ -77,7 +77,9 @@ def numbers(run: Run) -> Json:
     dtypes = list(dict.fromkeys((first, *others)))
     made = proof.prove(run, dtypes)
     for row in made:
-        counts = (f"{row[n]} {n.replace('_', ' ')}" for n in record.VERDICTS)
+        counts = (
+            f"{row[n]} {n.replace('_', ' ')}" for n in ("right", "wrong", "refused", "not_reached")
+        )
         run.progress.tell(f"{row['backend']}: {', '.join(counts)}")
     return {"dtypes": dtypes, "rows": made}
 

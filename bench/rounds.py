@@ -11,7 +11,6 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from attention import Spec
@@ -56,7 +55,6 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     save: Callable[[Run], object] = lambda run: None  # after each round
     refused: dict[str, list[str]] = field(default_factory=dict)  # backends, with reasons
-    looked_again: set[str] = field(default_factory=set)  # at the peak, at the bandwidth
     began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -134,22 +132,6 @@ class Run:
     def worker(self, job: Json) -> Worker:
         return Worker(job, self.config.timeout, self.stop)
 
-    def look_again(self) -> None:
-        """Measure peak or bandwidth again, once a run; keep the better: busy machines are slow."""
-        m, decode = self.part["machine"], self.mode == "decode"
-        measured = not self.config.bandwidth_gbs if decode else m["peak_measured"]
-        what = "bandwidth" if decode else "peak"
-        if what in self.looked_again or self.stop.why or not measured:
-            return
-        again = self.ask_once("machine")
-        self.looked_again.add(what)
-        if m["peak_measured"] and again["peak_tflops"] and not decode:
-            before, after = (flops.Peak(x["peak_tflops"], x["peak_source"]) for x in (m, again))
-            m["peak_doubt"] = flops.differ(before, after)
-        for rate, source in (("peak_tflops", "peak_source"), ("bandwidth", "bandwidth_source")):
-            if m[rate] and (again[rate] or 0) > m[rate]:  # not every mode measures both
-                m |= {rate: again[rate], source: again[source]}
-
     def measure(
         self,
         jobs: Mapping[str, Json],
@@ -191,8 +173,6 @@ class Run:
         finally:
             turns.drop(*turns.workers)
         self.part["fresh_rounds"] = self.part.get("fresh_rounds", False) or bool(turns.fresh)
-        with suppress(Failure):  # the bench was stopped
-            self.look_again()
         return self.part["rows"]
 
 
