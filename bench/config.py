@@ -68,7 +68,7 @@ class Knobs:
     gpu: str | None = None  # "NVIDIA H200", or a part: H100
     gpus: tuple[PositiveInt, ...] = (8,)  # numbers of GPUs
     gpus_per_node: PositiveInt = 8  # joined by NVLink
-    context_parallels: tuple[PositiveInt, ...] = ()  # none: context_parallel; 1: also 2, 4, 8
+    context_parallels: tuple[PositiveInt, ...] = ()  # rings of these sizes; none: context_parallel
     nvlink_gbs: PositiveFloat | None = None  # GB/s each way of a GPU; none: datasheet
     network_gbs: PositiveFloat | None = None  # the same between nodes; none: its server's
     # --- how it is measured ---
