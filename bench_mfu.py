@@ -23,80 +23,72 @@ from contextlib import closing
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from core.settings import Loaded, UserError, end_at_once, exit_on_user_error
 
 if __name__ == "__main__":
     end_at_once()
 
-from bench import Json, candidates, hf, qualify, record, rounds, runs, tables
-from bench.config import MODES, BenchConfig, load_config, names, vocabulary
-from bench.machine import free_memory
+from bench import Json, qualify, record, rounds, runs, tables
+from bench.begin import begin, describe
 from bench.plan import planned
-from bench.process import Failure, Stop
-from bench.rounds import Run
-from core.runtime import StopSignal, pick_device
+from bench.results import Progress
+from bench.settings import MODES, load_config
+from bench.workers import Failure, Stop
+from core.runtime import StopSignal
 
 MINUTES_ON_CUDA = 10.0
 
 
-def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
+def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     """Measure in one of the modes. Returns the exit code."""
-    config, state = loaded.settings, record.git_state()
+    config = loaded.settings
     if config.record is not None and not re.fullmatch(r"[\w.-]+", config.record):
         slug = repr(config.record)
         raise UserError(f"--record must be letters, digits, '-', '_' and '.', got {slug}")
-    candidates.rivals(config.rival)
-    device = pick_device(config.device)
-    backends, left_out = ([], {}) if config.paths else names(config, device.type)
-    vocab_size, source = vocabulary(config)
-    part: Json = {"reference": {}, "rows": []}
-    if config.hf:
-        part["hf"] = {"name": config.hf, "config": hf.read(config.hf)}
-        vocab_size, source = part["hf"]["config"]["vocab_size"], f"--hf={config.hf}"
-    part["vocab_size"], limit = vocab_size, None
-    if device.type == "cpu":
-        limit = int(1e9 * config.memory_gb if config.memory_gb else 0.7 * free_memory(device))
-    files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != "command line"}
-    print(f"settings: {', '.join(sorted(files)) or 'the defaults'}", file=sys.stderr)
-    print(f"vocabulary: {vocab_size:,} ({source})", file=sys.stderr)
     about = {
         "format": record.FORMAT,
         "command": shlex.join(["python", "bench_mfu.py", mode, *argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **state,
+        **record.git_state(),
     }
+    bench, limit = begin(mode, config), config.memory_gb
+    files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != "command line"}
+    print(
+        f"settings: {', '.join(sorted(files)) or 'the defaults'}",
+        *loaded.notes,
+        sep="\n",
+        file=sys.stderr,
+    )
 
     @cache
     def folder() -> Path:  # made when there is a result
-        return record.new_folder(config.records_dir, config.record or "qualify", part["machine"])
+        return record.new_folder(config.records_dir, config.record or "qualify", bench.machine)
 
-    def content_of(run: Run, why: str = "") -> Json:
-        return record.complete({**about, **run.content(why)})
-
-    def save(run: Run) -> None:
+    def save(content: Json) -> None:
         if config.record is not None:
-            record.write(folder(), content_of(run, "the run had not ended"), whole=False)
+            record.write(folder(), record.complete({**about, **content}), whole=False)
 
     whole = mode == "qualify"  # each stage has a deadline of its own
-    minutes = config.minutes or (MINUTES_ON_CUDA if device.type == "cuda" else 0)
+    minutes = config.minutes or (MINUTES_ON_CUDA if bench.cuda else 0)
     stop = Stop(time.monotonic() + 60 * minutes if minutes and not whole else None)
+    progress = Progress()
     with closing(StopSignal("stopping; keeping the results so far")) as stop.signals:
-        run = Run(mode, config, str(device), backends, left_out, part, stop, save=save)
         try:
-            rounds.begin(run, limit)
+            bench = describe(bench, stop, progress)
             if whole:
-                content = qualify.run(run, about, loaded.origins, folder)
+                content = qualify.run(bench, about, loaded.origins, stop, progress, folder)
             else:
-                run.refuse(record.MODES[mode].specs(run))
-                record.MODES[mode].measure(run)
-                content = content_of(run)
+                plans = record.MODES[mode].plans(bench)
+                content = rounds.measure(bench, plans, stop, progress, save)
+                content = record.complete({**about, **content})
         except Failure as e:
             if e.kind == "stopped":
                 print(f"{e}; nothing was measured", file=sys.stderr)
                 return stop.code or 1
-            given = f" (--memory_gb={config.memory_gb:g})" if limit and config.memory_gb else ""
-            raise UserError(f"nothing can be measured on {device}{given}: {e}") from None
+            given = f" (--memory_gb={limit:g})" if limit and not bench.cuda else ""
+            raise UserError(f"nothing can be measured on {bench.device}{given}: {e}") from None
         if recorded := whole or config.record is not None:
             record.write(folder(), content)
     show(content)
@@ -111,7 +103,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
 
 
 def show(content: Json) -> None:
-    """Print the tables and the conclusions."""
+    """Print the tables, each with a line that explains its headers, and the conclusions."""
     print(record.title(content))
     if "incomplete" in content:
         print(f"incomplete: {content['incomplete']}")
@@ -121,8 +113,11 @@ def show(content: Json) -> None:
     if why := content.get("reference", {}).get("why"):
         print(f"no reference: {why}")
     if content["mode"] != "qualify":  # its tables are in the record
+        notes = {mode.TITLE: mode.NOTES for mode in record.MODES.values()}
         for name, made in record.sections(content):
             print(f"\n{name}\n{tables.markdown(made)}")
+            if name in notes:
+                print(f"\n{notes[name]}")
     print("", *content["answers"], sep="\n")
 
 
@@ -134,7 +129,7 @@ def main(argv: list[str]) -> int:
             raise UserError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
     if mode is None and {"-h", "--help"} & {*rest}:
         print("python bench_mfu.py MODE, with MODE one of (MODE --help: its options)")
-        print(*(f"  {name:<9} {what}" for name, what in MODES.items()), "", sep="\n")
+        print(*(f"  {name:<9} {kind.__doc__}" for name, kind in MODES.items()), "", sep="\n")
     loaded = load_config(rest, mode)
     if mode in ("plan", "runs"):
         return (planned if mode == "plan" else runs).run(loaded.settings)

@@ -13,9 +13,8 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,36 +34,8 @@ from inference import engine
 from inference.sampling import Stats
 from model import GPTConfig
 
-if TYPE_CHECKING:
-    from bench.rounds import Run
-
-HF = ("eager", "sdpa", "flash_attention_2")
 Mark = Callable[[str], None]
 Times = tuple[float, float, int]  # of Candidate.write()
-
-
-def everyone(run: Run, implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """Return {row: argument of build()} of the backends, "", and of the rivals."""
-    if "hf" in run.part:
-        return hf.rows_of(run.backends)
-    return dict.fromkeys(run.backends, "") | rivals(run.config.rival, implementations)
-
-
-def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """Return {name of the row: argument of build()} for the values of --rival."""
-    found: dict[str, str] = {}
-    for word in words:
-        name, _, path = word.partition("=")
-        if name == "nanogpt" and path:
-            model = Path(path).expanduser().resolve() / "model.py"
-            if not model.is_file():
-                raise UserError(f"{path} is not a nanoGPT checkout (model.py not found)")
-            found["nanogpt"] = f"nanogpt={model}"
-        elif word == "hf":
-            found |= {f"hf_{a}": f"hf={a}" for a in implementations}
-        else:
-            raise UserError(f"--rival must be nanogpt=PATH or hf, got {word!r}")
-    return found
 
 
 def build(rival: str, job: Job) -> Candidate:
@@ -96,7 +67,7 @@ def evidence(chosen: list[Resolution]) -> Json:
 
 
 def parameters(who: Candidate) -> int:
-    """Return N of core/flops.py: the parameters without the position embeddings."""
+    """Return N of core/flops.py: parameters without the position embeddings."""
     if who.job.hf:
         return hf.parameters(who.model)
     return sum(p.numel() for name, p in who.model.named_parameters() if "wpe" not in name)
@@ -286,14 +257,13 @@ class HuggingFace(Candidate):
 
         self.title, self.as_reference = f"transformers {transformers.__version__}", bool(job.hf)
         config, device = self.config, job.device
-        if job.hf:
-            self.model = hf.build(job, job.hf, implementation)
-            return
-        if implementation == "flash_attention_2" and device.type != "cuda":
-            raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
-        same = families.write_config(GPTConfig.of(config, job.vocab_size))
-        same |= {"bos_token_id": None, "eos_token_id": None}
-        self.model = hf.build(job, same, implementation)
+        sizes = job.hf
+        if not sizes:
+            if implementation == "flash_attention_2" and device.type != "cuda":
+                raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
+            sizes = families.write_config(GPTConfig.of(config, job.vocab_size))
+            sizes |= {"bos_token_id": None, "eos_token_id": None}
+        self.model = hf.build(sizes, implementation, config).to(device)
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         return hf.ran(self.model)

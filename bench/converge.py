@@ -1,22 +1,23 @@
 """The same training with every backend or precision: the mode converge.
 
 The learning rate decays over the steps; a candidate whose final loss is further from the baseline's
-than the tolerance fails, a lower loss too. The workers are bench/train.py's.
+than the tolerance fails, a lower loss too.
 """
 
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+from torch import Tensor
 
 import data
-from bench import Json, tables, train
+from bench import Json, candidates, machine, tables, train
+from bench.job import Bench, Plan
+from bench.settings import Converge
 from bench.tables import MEMORY, QUARTILES, Column, Row, number, percent
+from core.optimizer import set_learning_rate
 
-if TYPE_CHECKING:
-    from bench.rounds import Run
-
-specs = train.specs
 TITLE = "Final losses and the baseline's"
 ROUNDS = 10  # parts of a training, interleaved
 PATHS = {  # of --paths
@@ -36,35 +37,50 @@ COLUMNS: list[Column] = [
     ("memory saved", lambda r: percent(r.get("memory_saved"))),
     ("kernel", tables.kernel_names),
 ]
+NOTES = (
+    f"final loss: mean of the last tenth of the steps; off: from the baseline's; saved: share of "
+    f"the baseline's; {tables.EXPLAINED}"
+)
 
 
-def measure(run: Run) -> None:
+def plans(bench: Bench[Converge]) -> list[Plan]:
     """The same training with every backend or path, for every seed."""
-    config, batch = run.config, run.config.batch_size
-    assert batch != "auto"
+    config = bench.config
     folder = data.find(config.dataset, config.data_dir)
-    data.load(folder, "train", run.model.block_size, run.part["vocab_size"])  # or raise UserError
+    data.load(folder, "train", bench.model.block_size, bench.vocab_size)  # or raise UserError
     schedule: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps}
     schedule["warmup_iters"] = config.steps // 10
+
+    def skip(name: str, point: Json, rows: Sequence[Row]) -> str:
+        return "" if name == "manual" else train.too_long(bench, name)
+
+    found = []
     for seed in range(config.seed, config.seed + config.seeds):
         changes: Json = {**schedule, "seed": seed}
         if config.paths:
             exact = {"dtype": "float32", "tf32": False, "attention_backend": "manual"}
             plain = {**changes, **exact, "compile": False, "residual_dtype": "float32"}
-            jobs = {"plain": run.job("converge", "plain", batch, "plain", **plain)}
+            jobs = {"plain": bench.job("plain", config.batch_size, "plain", **plain)}
             own = {"attention_backend": config.attention_backend}
             for path in config.paths:
-                jobs[path] = run.job("converge", path, batch, **changes, **own, **PATHS[path])
+                how = {**changes, **own, **PATHS[path]}
+                jobs[path] = bench.job(path, config.batch_size, **how)
         else:
-            names = dict.fromkeys(["manual", *run.backends])
-            jobs = {name: run.job("converge", name, batch, **changes) for name in names}
-        # Not fresh: a training is one process.
-        how: Json = {"rounds": ROUNDS, "fresh": False, "skip": lambda name, _: too_long(run, name)}
-        run.measure(jobs, request={"steps": config.steps // ROUNDS}, **how)
-
-
-def too_long(run: Run, name: str) -> str:
-    return "" if name == "manual" else train.too_long(run, name)
+            names = dict.fromkeys(["manual", *bench.backends])
+            jobs = {name: bench.job(name, config.batch_size, **changes) for name in names}
+        found.append(
+            Plan(
+                "bench.converge:Converging",
+                jobs,
+                ROUNDS,
+                [{**bench.layer, "dropout": bench.model.dropout}],
+                request={"steps": config.steps // ROUNDS},
+                skip=skip,
+                fresh=False,  # a training is one process
+                compiled=train.compiled(bench),
+            )
+        )
+    return found
 
 
 def planned(settings: Json) -> int:
@@ -120,3 +136,40 @@ def compare(rows: list[Row], settings: Json) -> None:
             row["time_saved"] = 1 - row["ms"] / base["ms"]
             if "memory_bytes" in row and "memory_bytes" in base:
                 row["memory_saved"] = 1 - row["memory_bytes"] / base["memory_bytes"]
+
+
+# --- in the worker ---
+
+
+class Converging(train.Training):
+    """The steps of a training on a dataset, some in each round."""
+
+    def __init__(self, sent: Json) -> None:
+        super().__init__(sent)
+        job, config, self.done = self.job, self.config, 0
+        folder = data.find(config.dataset, config.data_dir)
+        tokens = data.load(folder, "train", config.block_size, job.vocab_size)
+        n = config.batch_size * self.micro
+        self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
+
+    def round(self, request: Json) -> Json:
+        if request.get("warm_up"):
+            return self.warm_up(request)
+        numbers = range(self.done, self.done + request["steps"])
+        answer, losses = self.timed([(x, y) for x, y, *_ in map(self.batches.get, numbers)])
+        answer["losses"] = [float(loss) for loss in losses]
+        return {**answer, "peak_bytes": machine.memory(self.device)}
+
+    def warm_up(self, request: Json) -> Json:
+        """Compile without an update: every step counts."""
+        if self.compiled:
+            with self.setup.autocast:
+                self.who.loss(*self.batches.get(0)).backward()
+            self.who.optimizer.zero_grad(set_to_none=True)
+        answer: Json = {"batch_size": self.batch_size, "peak_bytes": machine.memory(self.device)}
+        return answer | candidates.evidence(self.who.chosen())
+
+    def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
+        set_learning_rate(self.who.optimizer, self.done, self.config)
+        self.done += 1
+        return super().step(x, y, mark)

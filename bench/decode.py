@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,17 +24,14 @@ from torch import Tensor
 import data
 from attention.machine.system import kineto, synchronize
 from bench import Json, candidates, hf, machine, parts, tables
-from bench.job import Job
+from bench.job import LONGEST, Bench, Job, Plan
+from bench.settings import Decode
 from bench.tables import MEMORY, QUARTILES, Column, Row, bytes_, number, percent
-from bench.train import LONGEST
 from core import flops
 from core.cpu import int8
 from core.settings import UserError
 from inference import constrain
 from model import GPTConfig
-
-if TYPE_CHECKING:
-    from bench.rounds import Run
 
 TITLE = "Generation"
 MOST = 1024  # sequences that --batch_size=auto tries
@@ -51,43 +48,47 @@ COLUMNS: list[Column] = [
     ("mbu", lambda r: percent(r["mbu"])),
     ("kernel", tables.kernel_names),
 ]
+NOTES = (
+    f"ms/token: after the first; first ms: from the call to the first token; mbu: bytes of weights "
+    f"and cache read a second, over the memory's bandwidth; {tables.EXPLAINED}"
+)
 
 
-def texts(run: Run) -> list[Json]:
+def plans(bench: Bench[Decode]) -> list[Plan]:
+    """Generation of every backend and rival over texts()."""
+    config, points = bench.config, texts(bench)
+    auto = config.batch_size == "auto"
+    jobs = {
+        name: bench.job(name, rival=rival) | {"weights": config.weights}
+        for name, rival in bench.candidates(("sdpa",)).items()
+    }
+    caches = dict.fromkeys(point["cache"] for point in points)
+    wanted: list[Json] = [{**bench.layer, "grad": False, "cache": cache} for cache in caches]
+    specs = [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in wanted]
+
+    def skip(name: str, point: Json, rows: Sequence[Row]) -> str:
+        slow = name in LONGEST and bench.cuda and not bench.named(name)
+        return "too slow on a GPU; name it in --backends" if slow else ""
+
+    how: Json = {"request": {"auto": auto}, "skip": skip, "compiled": config.compile is True}
+    return [Plan("bench.decode:Decoding", jobs, config.rounds, specs, points, **how)]
+
+
+def texts(bench: Bench[Decode]) -> list[Json]:
     """Return the points."""
-    config, T = run.config, run.model.block_size
-    new = config.new_tokens or (128 if run.cuda else 16)  # three record the CUDA graph
-    sizes: tuple[object, ...] = config.batch_sizes or ((1, 8) if run.cuda else (1, 4))
+    config, T = bench.config, bench.model.block_size
+    new = config.new_tokens or (128 if bench.cuda else 16)  # three record the CUDA graph
+    sizes: tuple[object, ...] = config.batch_sizes or ((1, 8) if bench.cuda else (1, 4))
     sizes = ("auto",) if config.batch_size == "auto" else sizes
     prompts = config.prompts or (max(1, T // 2 - new),)
-    if max(prompts) + new > T or min(prompts) < 1:
+    if max(prompts) + new > T:
         raise UserError(
-            f"--prompts, --new_tokens: {max(*prompts, 1)} + {new} tokens exceed --block_size={T}"
+            f"--prompts, --new_tokens: {max(prompts)} + {new} tokens exceed --block_size={T}"
         )
-    caches = [c for c in config.kv_caches if "hf" not in run.part or c in hf.CACHES]
+    caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
     shapes = itertools.product(sizes, prompts, caches, config.constraint)
     keys = ("B", "P", "cache", "constraint")
     return [{**dict(zip(keys, shape)), "new_tokens": new} for shape in shapes]
-
-
-def specs(run: Run) -> list[Json]:
-    """Return fields of the Specs; a backend that supports none is not started."""
-    caches = dict.fromkeys(point["cache"] for point in texts(run))
-    wanted = [{**run.layer, "grad": False, "cache": cache} for cache in caches]
-    return [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in wanted]
-
-
-def measure(run: Run) -> None:
-    """Generation of every backend and rival over texts()."""
-    everyone = candidates.everyone(run, ("sdpa",))
-    jobs = {name: run.job("decode", name, rival=rival) for name, rival in everyone.items()}
-    auto = run.config.batch_size == "auto"
-    run.measure(jobs, texts(run), {"auto": auto}, skip=lambda name, _: too_long(run, name))
-
-
-def too_long(run: Run, name: str) -> str:
-    slow = name in LONGEST and run.cuda and name not in run.config.backends
-    return "too slow on a GPU; name it in --backends" if slow else ""
 
 
 def figures(row: Row, part: Json) -> Json:

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,13 +28,10 @@ from attention.machine.timing import Clock, Stamp, time_call
 from attention.select import select
 from attention.spec import Spec
 from bench import Json, machine, parts, tables
-from bench.job import Job
+from bench.job import LONGEST, Bench, Job, Plan
+from bench.settings import Kernel
 from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
-from bench.train import LONGEST
 from core.flops import Peak, mean_keys
-
-if TYPE_CHECKING:
-    from bench.rounds import Run
 
 Call = Callable[[list[Stamp]], tuple[Tensor, ...]]
 TITLE = "Attention alone, forward and backward"
@@ -58,14 +54,35 @@ COLUMNS: list[Column] = [
     ("err out", lambda r: error(r.get("error_out"))),
     ("err grad", lambda r: error(r.get("error_grad"))),
 ]
+NOTES = (
+    f"TFLOP/s: of the visible pairs; full: of all pairs; err: largest error over the largest "
+    f"value, against float64; {tables.EXPLAINED}"
+)
 
 
-def grid(run: Run) -> list[Json]:
+def plans(bench: Bench[Kernel], points: Sequence[Json] = ()) -> list[Plan]:
+    """Attention alone over a grid, or at `points`."""
+    points = points or grid(bench)
+    specs = [
+        {"n_head": p["H"], "n_kv_head": p["Hkv"], "head_dim": p["D"], "window": p["window"]}
+        for p in points
+    ]
+    jobs = {name: bench.job(name) for name in bench.candidates()}
+    request = {"seconds": bench.config.seconds / 5}
+
+    def skip(name: str, point: Json, rows: Sequence[Row]) -> str:
+        return too_long(bench, name, point, rows)
+
+    work = "bench.kernel:Kernels"
+    return [Plan(work, jobs, bench.config.rounds, specs, points, request, skip)]
+
+
+def grid(bench: Bench[Kernel]) -> list[Json]:
     """Return the points."""
-    config, model = run.config, run.model
-    usual = tuple(512 * 2**i for i in range(7)) if run.cuda else (128, 512, 2048)
+    config, model = bench.config, bench.model
+    usual = tuple(512 * 2**i for i in range(7)) if bench.cuda else (128, 512, 2048)
     lengths = config.lengths or usual
-    sizes = config.batch_sizes or (1, 8 if run.cuda else 4)
+    sizes = config.batch_sizes or (1, 8 if bench.cuda else 4)
     windows = config.windows or tuple(dict.fromkeys(model.windows))
     heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
     # Without the corner of large batches and long sequences, which takes most of the time.
@@ -77,34 +94,19 @@ def grid(run: Run) -> list[Json]:
     ]
 
 
-def specs(run: Run, points: list[Json] | None = None) -> list[Json]:
-    """Return fields of the Specs; a backend that supports none is not started."""
-    return [
-        {"n_head": p["H"], "n_kv_head": p["Hkv"], "head_dim": p["D"], "window": p["window"]}
-        for p in points or grid(run)
-    ]
-
-
-def measure(run: Run, points: list[Json] | None = None) -> None:
-    """Attention alone over a grid."""
-    jobs = {name: run.job("kernel", name) for name in run.backends}
-    request = {"seconds": run.config.seconds / 5}
-    run.measure(jobs, points or grid(run), request, skip=lambda *pair: too_long(run, *pair))
-
-
 def work(point: Json) -> int:
     """Return a number proportional to the time of a call."""
     heads = point["B"] * point["H"] * point["D"]
     return heads * point["T"] * min(point["T"], point["window"] or point["T"])
 
 
-def too_long(run: Run, name: str, point: Json) -> str:
+def too_long(bench: Bench[Kernel], name: str, point: Json, rows: Sequence[Row]) -> str:
     """Return why a backend is not measured at a point, or ""; from its calls at other points."""
-    config, longest = run.config, LONGEST.get(name, point["T"])
-    if longest < point["T"] and not (name in config.backends and config.lengths):
+    config, longest = bench.config, LONGEST.get(name, point["T"])
+    if longest < point["T"] and not (bench.named(name) and config.lengths):
         return f"left out beyond {longest:,} tokens: name it in --backends, and --lengths"
-    for row in run.part["rows"]:
-        took, at = row.get("call_s", 0.0), row["point"]
+    for row in rows:
+        took, at = min((r["ms"] / 1e3 for r in row["rounds"]), default=0.0), row["point"]
         alike = row["backend"] == name and bool(at["window"]) == bool(point["window"])
         if alike and took >= SURE and (wait := took * work(point) / work(at)) > config.slowest_step:
             at_text = tables.where(at)
@@ -215,7 +217,7 @@ class Kernels:
         del got
         known = machine.reset_peak(self.device)
         before = machine.memory(self.device, peak=False)
-        answer["call_s"] = time_call(lambda: call([]), self.device)  # for too_long()
+        time_call(lambda: call([]), self.device)
         if known:
             answer["memory_bytes"] = max(0, machine.memory(self.device) - before)
         return answer

@@ -197,8 +197,8 @@ def sections(content: Json) -> list[tuple[str, Cells]]:
     if content["mode"] == "qualify":
         found = []
         for rows in (s["record"].get("rows") for s in content["stages"] if s["name"] == "proof"):
-            made = tables.cells(PROOF, [{"status": "ok", **row} for row in rows or ()])
-            found += [("Proof", made)] if rows else []
+            lines = [[r["backend"], *(cell(r) for _, cell in PROOF)] for r in rows or ()]
+            found += [("Proof", (["backend", *dict(PROOF)], lines))] if rows else []
         return found + [table for part in sections_of(content) for table in sections(part)]
     of, found = flops.given(content["machine"]["peak_source"]), []
     for name, mode in MODES.items():

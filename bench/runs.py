@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from attention.machine.system import cpu_name
-from bench import ROOT, candidates
-from bench.config import BenchConfig
+from bench import ROOT, job
+from bench.settings import Runs
 from bench.tables import markdown
 from core.settings import UserError
 
@@ -51,7 +51,7 @@ SIZES = {  # and the steps that are counted in a run
 }
 
 
-def settings(name: str, config: BenchConfig) -> list[str]:
+def settings(name: str, config: Runs) -> list[str]:
     """Return the options that both train.py share."""
     size, steps = SIZES[name]
     both = {**asdict(size), "max_iters": SKIP + steps, "device": "cpu"}
@@ -79,7 +79,7 @@ def ended(command: list[str], cwd: Path) -> tuple[str, int]:
     return text, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def ours(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
+def ours(size: str, config: Runs, work: Path) -> tuple[float, int]:
     """Return mean seconds per step, and bytes, of this project's loop."""
     command = [sys.executable, str(ROOT / "train.py"), *settings(size, config)]
     command += [f"--data_dir={work / 'data'}", f"--out_dir={work / 'ours'}", "--peak_tflops=1"]
@@ -91,7 +91,7 @@ def ours(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
     return statistics.mean(times), memory
 
 
-def theirs(size: str, config: BenchConfig, checkout: Path, work: Path) -> tuple[float, int]:
+def theirs(size: str, config: Runs, checkout: Path, work: Path) -> tuple[float, int]:
     """Return the same for nanoGPT's loop."""
     command = [sys.executable, str(checkout / "train.py")]
     command += [*settings(size, config), f"--out_dir={work / 'theirs'}"]
@@ -129,7 +129,7 @@ def row(size: Size, pairs: list[Pair]) -> list[str]:
     return [title, other, mine, ratio, *sizes]
 
 
-def run_pairs(config: BenchConfig, checkout: Path) -> dict[str, list[Pair]]:
+def run_pairs(config: Runs, checkout: Path) -> dict[str, list[Pair]]:
     results: dict[str, list[Pair]] = {s: [] for s in config.sizes}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -141,9 +141,9 @@ def run_pairs(config: BenchConfig, checkout: Path) -> dict[str, list[Pair]]:
     return results
 
 
-def run(config: BenchConfig) -> int:
+def run(config: Runs) -> int:
     """Run both commands and print the table. Returns the exit code."""
-    rivals = candidates.rivals(config.rival)
+    rivals = job.rivals(config.rival)
     if [*rivals] != ["nanogpt"]:
         raise UserError("runs needs --rival=nanogpt=PATH, a nanoGPT checkout")
     checkout = Path(rivals["nanogpt"].partition("=")[2]).parent

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterator
 
 from bench import ROOT, Json, tables
-from bench.config import BenchConfig, vocabulary
 from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan
+from bench.settings import Plan as BenchConfig
+from bench.settings import vocabulary
 from core import flops
 from core.gpus import SERVERS, describe_rated
 from core.settings import UserError
