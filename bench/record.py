@@ -197,8 +197,8 @@ def sections(content: Json) -> list[tuple[str, Cells]]:
     if content["mode"] == "qualify":
         found = []
         for rows in (s["record"].get("rows") for s in content["stages"] if s["name"] == "proof"):
-            made = tables.cells(PROOF, [{"status": "ok", **row} for row in rows or ()])
-            found += [("Proof", made)] if rows else []
+            lines = [[r["backend"], *(cell(r) for _, cell in PROOF)] for r in rows or ()]
+            found += [("Proof", (["backend", *dict(PROOF)], lines))] if rows else []
         return found + [table for part in sections_of(content) for table in sections(part)]
     of, found = flops.given(content["machine"]["peak_source"]), []
     for name, mode in MODES.items():
@@ -224,8 +224,9 @@ def readme(content: Json) -> str:
     known = ((k, f"`{v}`" if k == "command" else v) for k, v in facts(content).items())
     text.append("\n".join(f"- {name}: {value}" for name, value in known))
     text += [f"- **{a.partition(': ')[0]}**: {a.partition(': ')[2]}" for a in content["answers"]]
+    notes = {mode.TITLE: mode.NOTES for mode in MODES.values() if hasattr(mode, "NOTES")}
     for name, made in sections(content):
-        text += [f"## {name}", tables.markdown(made)]
+        text += [f"## {name}", tables.markdown(made), *([notes[name]] if name in notes else [])]
     text.append(f"[Every round](record.json). Columns, and what to report: {MEASURE}")
     return "\n\n".join(text) + "\n"
 
