@@ -224,8 +224,9 @@ def readme(content: Json) -> str:
     known = ((k, f"`{v}`" if k == "command" else v) for k, v in facts(content).items())
     text.append("\n".join(f"- {name}: {value}" for name, value in known))
     text += [f"- **{a.partition(': ')[0]}**: {a.partition(': ')[2]}" for a in content["answers"]]
+    notes = {mode.TITLE: mode.NOTES for mode in MODES.values() if hasattr(mode, "NOTES")}
     for name, made in sections(content):
-        text += [f"## {name}", tables.markdown(made)]
+        text += [f"## {name}", tables.markdown(made), *([notes[name]] if name in notes else [])]
     text.append(f"[Every round](record.json). Columns, and what to report: {MEASURE}")
     return "\n\n".join(text) + "\n"
 
