@@ -52,7 +52,7 @@ def describe(bench: Bench[Any], stop: Stop, progress: Progress) -> Bench[Any]:
     if bench.mode == "train" and config.batch_size != "auto":
         batch = config.batch_size * config.gradient_accumulation_steps
     try:
-        reference = once("bench.train:Reference", bench.job(batch_size=batch), bench, stop)
+        reference = once("bench.reference:Reference", bench.job(batch_size=batch), bench, stop)
     except Failure as e:
         if e.kind == "stopped":
             raise

@@ -1,10 +1,7 @@
 """Candidates: our model with one backend, and rivals of the same size in the same rounds.
 
-    --rival nanogpt=PATH    model.py of a nanoGPT checkout
-    --rival hf              the same model in transformers: hf_eager, hf_sdpa, hf_flash_attention_2
-
-In the mode decode each uses its own generate(); nanoGPT's has no cache. transformers' GPT-2 always
-has biases; its MFU uses the same FLOPs as all others.
+In the mode decode each uses its own generate(). transformers' GPT-2 always has biases; its MFU uses
+the same FLOPs as all others.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import attention
@@ -43,8 +39,6 @@ def build(rival: str, job: Job) -> Candidate:
     name, _, what = rival.partition("=")
     if not name:
         return Ours(job)
-    if name == "plain":
-        return Plain(job)
     config = job.config
     wanted = {"gradient_checkpointing": config.gradient_checkpointing}
     if name == "nanogpt":
@@ -56,21 +50,6 @@ def build(rival: str, job: Job) -> Candidate:
     if lacks := [k for k, v in wanted.items() if v]:
         raise UserError(f"it does not support {' and '.join(lacks)}")
     return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
-
-
-def evidence(chosen: list[Resolution]) -> Json:
-    """Return the kernels of a model's layers, and the proof with the largest relative error."""
-    proofs = [c.proof for c in chosen if c.proof]
-    kernels = list(dict.fromkeys(name for c in chosen for name in c.kernels))
-    worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
-    return {"kernels": kernels, "proof": worst}
-
-
-def parameters(who: Candidate) -> int:
-    """Return N of core/flops.py: parameters without the position embeddings."""
-    if who.job.hf:
-        return hf.parameters(who.model)
-    return sum(p.numel() for name, p in who.model.named_parameters() if "wpe" not in name)
 
 
 class Candidate:
@@ -104,6 +83,20 @@ class Candidate:
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         """Return the kernels chosen for its layers, with a cache or in training; [] if unknown."""
         return []
+
+    def evidence(self, cache: str | None = None) -> Json:
+        """Return the kernels of its layers, and the proof with the largest relative error."""
+        chosen = self.chosen(cache)
+        proofs = [c.proof for c in chosen if c.proof]
+        worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
+        return {"kernels": [*dict.fromkeys(k for c in chosen for k in c.kernels)], "proof": worst}
+
+    @property
+    def parameters(self) -> int:
+        """N of core/flops.py: without the position embeddings."""
+        if self.job.hf:
+            return hf.parameters(self.model)
+        return sum(p.numel() for name, p in self.model.named_parameters() if "wpe" not in name)
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
         """Continue `prompt`, (B, T) int64, by `new` tokens; more: options of our engine.
@@ -181,25 +174,6 @@ class Ours(Candidate):
         times = [time.perf_counter() for _ in texts]
         assert len(times) == new, (len(times), new)
         return times[0], times[-1], stats.cache_bytes
-
-
-class Plain(Candidate):
-    """Our weights in a plain PyTorch training step: all logits at once, nothing fused."""
-
-    title = "plain PyTorch, float32"
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.model = job.model()
-
-    def make_optimizer(self) -> torch.optim.AdamW:
-        ours = build_optimizer(self.model, self.config, self.setup.device)
-        groups = [{k: g[k] for k in ("params", "weight_decay")} for g in ours.param_groups]
-        betas = (self.config.beta1, self.config.beta2)
-        return torch.optim.AdamW(groups, betas=betas, foreach=False, fused=False)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.run(x)[0].flatten(0, 1), y.flatten())
 
 
 class NanoGPT(Candidate):

@@ -9,14 +9,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import data
 from bench import Json, candidates, machine, tables, train
-from bench.job import Bench, Plan
+from bench.job import Bench, Job, Plan
 from bench.settings import Converge
 from bench.tables import MEMORY, QUARTILES, Column, Row, number, percent
-from core.optimizer import set_learning_rate
+from core.optimizer import build_optimizer, set_learning_rate
 
 TITLE = "Final losses and the baseline's"
 ROUNDS = 10  # parts of a training, interleaved
@@ -141,6 +143,25 @@ def compare(rows: list[Row], settings: Json) -> None:
 # --- in the worker ---
 
 
+class Plain(candidates.Candidate):
+    """Our weights in a plain PyTorch training step: all logits at once, nothing fused."""
+
+    title = "plain PyTorch, float32"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.model = job.model()
+
+    def make_optimizer(self) -> torch.optim.AdamW:
+        ours = build_optimizer(self.model, self.config, self.setup.device)
+        groups = [{k: g[k] for k in ("params", "weight_decay")} for g in ours.param_groups]
+        betas = (self.config.beta1, self.config.beta2)
+        return torch.optim.AdamW(groups, betas=betas, foreach=False, fused=False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.run(x)[0].flatten(0, 1), y.flatten())
+
+
 class Converging(train.Training):
     """The steps of a training on a dataset, some in each round."""
 
@@ -151,6 +172,9 @@ class Converging(train.Training):
         tokens = data.load(folder, "train", config.block_size, job.vocab_size)
         n = config.batch_size * self.micro
         self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
+
+    def candidate(self, rival: str) -> candidates.Candidate:
+        return Plain(self.job) if rival == "plain" else super().candidate(rival)
 
     def round(self, request: Json) -> Json:
         if request.get("warm_up"):
@@ -167,7 +191,7 @@ class Converging(train.Training):
                 self.who.loss(*self.batches.get(0)).backward()
             self.who.optimizer.zero_grad(set_to_none=True)
         answer: Json = {"batch_size": self.batch_size, "peak_bytes": machine.memory(self.device)}
-        return answer | candidates.evidence(self.who.chosen())
+        return answer | self.who.evidence()
 
     def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
         set_learning_rate(self.who.optimizer, self.done, self.config)

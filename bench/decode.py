@@ -137,7 +137,7 @@ class Decoding:
         self.device = job.device
         candidate = candidates.build(sent["rival"], job)
         self.who = who = candidate.for_decoding(compile, sent["weights"])
-        self.parameters, self.int8 = candidates.parameters(who), int8.parameters(who.model)
+        self.parameters, self.int8 = who.parameters, int8.parameters(who.model)
         self.about = {"title": who.title, "dtype": job.dtype}
 
     def round(self, request: Json) -> Json:
@@ -172,8 +172,8 @@ class Decoding:
         machine.reset_peak(self.device)
         self.write(request, how, B)
         peak = machine.memory(self.device)
-        if chosen := self.who.chosen(request["cache"]):
-            return {**candidates.evidence(chosen), "peak_bytes": peak}
+        if self.who.chosen(request["cache"]):
+            return {**self.who.evidence(request["cache"]), "peak_bytes": peak}
         # The kernels that torch chose, from the profiler, in two tokens.
         with kineto(self.device.type) as watched:
             self.write(request, how, B, 2)

@@ -42,6 +42,7 @@ class Turns:
         self.fresh = False  # so every round had a new one
         self.warm_up_s, self.round_s = 0.0, 0.0  # the longest ones
         self.told: set[str] = set()
+        self.target = 0  # rounds of a row
 
     def run(self, plan: Plan) -> None:
         """Measure a plan; rows that are there already get further rounds."""
@@ -49,6 +50,7 @@ class Turns:
         results = [self.results.setdefault(str(r), r) for r in made]
         self.refuse(plan, results)
         done = max((len(r.rounds) for r in results), default=0)
+        self.target = done + plan.rounds
         first = min(plan.rounds, SHOWN if self.stop.deadline else 1)
         try:
             if plan.reference and "why" in plan.reference:
@@ -58,7 +60,7 @@ class Turns:
             for group in self.groups(plan, results):
                 self.prepare(plan, group)
                 self.turns(plan, group, done + first)
-            self.turns(plan, results, done + plan.rounds)
+            self.turns(plan, results, self.target)
         finally:
             self.drop(*self.workers)
 
@@ -91,16 +93,19 @@ class Turns:
             waiting = [r for r in results if not r.ended and len(r.rounds) < n]
             for r in waiting:
                 self.progress.watch(f"round {n}: {r}")
-                if str(r) not in self.warm.get(r.name, ()):
+                if not self.is_warm(r):
                     self.prepare(plan, [r])
                 self.round(plan, r)
-                self.make_room(plan, rounds)
+                self.make_room(plan)
             if waiting and not self.stop.why:
                 self.save(self.content("the run had not ended"))
 
+    def is_warm(self, r: Result) -> bool:
+        return not r.ended and str(r) in self.warm.get(r.name, ())
+
     def round(self, plan: Plan, r: Result) -> None:
         """Measure the next round of a candidate that is warm."""
-        if r.ended or str(r) not in self.warm.get(r.name, ()):
+        if not self.is_warm(r):
             return
         worker, began = self.workers[r.name], time.perf_counter()
         try:
@@ -116,7 +121,7 @@ class Turns:
             ms = tables.medians({"rounds": r.rounds})["ms"]
             self.progress.tell(f"{r}: {ms:.4g} ms ({tables.count(len(r.rounds), 'round')})")
 
-    def make_room(self, plan: Plan, rounds: int) -> None:
+    def make_room(self, plan: Plan) -> None:
         """End the processes if they do not fit, compiled ones after all their rounds."""
         held = sum(w.held_bytes for w in self.workers.values()) + self.peak
         self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
@@ -124,7 +129,7 @@ class Turns:
             return
         self.fresh |= not plan.compiled
         for r in self.results.values() if plan.compiled else ():
-            while str(r) in self.warm.get(r.name, ()) and not r.ended and len(r.rounds) < rounds:
+            while self.is_warm(r) and len(r.rounds) < self.target:
                 self.round(plan, r)
         self.drop(*self.workers)
 
@@ -197,7 +202,7 @@ class Turns:
     def refer(self, job: Json) -> None:
         """Compute the reference."""
         try:
-            self.reference = once("bench.train:Reference", job, self.bench, self.stop)
+            self.reference = once("bench.reference:Reference", job, self.bench, self.stop)
         except Failure as e:
             self.reference = {"why": str(e)}
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from attention.machine.system import kineto, synchronize
 from attention.machine.timing import Clock, Stamp
 from bench import Json, candidates, hf, machine, parts, tables
 from bench.job import LONGEST, Bench, Job, Plan
+from bench.reference import gradient_norm
 from bench.settings import Train
 from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
 from core import flops, profile
@@ -112,53 +109,9 @@ def figures(row: Row, part: Json) -> Json:
 # --- in the worker ---
 
 
-def gradient_norm(params: Iterable[Tensor]) -> float:
-    grads = [p.grad for p in params if p.grad is not None]
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).float()))
-
-
 def finite(loss: Tensor) -> None:
     if not math.isfinite(float(loss)):
         raise FloatingPointError(f"the loss became {float(loss)}")
-
-
-class Reference:
-    """Loss, gradient norm and counted FLOPs of the first batch by manual (--hf: eager) in float32,
-    one sequence at a time to save memory."""
-
-    def __init__(self, sent: Json) -> None:
-        exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
-        job = Job(sent, attention_backend="manual", gradient_checkpointing=False, **exact)
-        self.device = job.device
-        what = hf.rows_of(["manual"])["manual"] if job.hf else ""
-        who = candidates.build(what, job).for_training(job.setup.scaler())
-        x, y = job.random_tokens(job.config.batch_size)
-        specs = hf.specs(who.model, x[:1]) if job.hf else []
-        who.loss(x[:1], y[:1])  # probes the backend, which must not be counted
-
-        def addmm(out: object, a: torch.Size, b: torch.Size, out_shape: object, **_: object) -> int:
-            return 2 * a[0] * a[1] * b[1]  # of shapes
-
-        # torch does not count addmm_, with which the loss adds up the head's gradient
-        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm})
-        total = 0.0
-        for i in range(len(x)):
-            with counter if i == 0 else nullcontext():
-                loss = who.loss(x[i : i + 1], y[i : i + 1]) / len(x)
-                loss.backward()
-            total += float(loss.detach())
-        params = list(who.model.parameters())
-        per_token = counter.get_total_flops() / job.config.block_size
-        self.about = {
-            "loss": total,
-            "gradient_norm": gradient_norm(params),
-            "flops_per_token": per_token,
-            # counted by the formula (6 N), but not by torch, which counts matmuls only
-            "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
-        }
-        if job.hf:
-            counted = hf.counted(who.model, specs, per_token, job.config, job.vocab_size)
-            self.about["counted"] = asdict(counted)
 
 
 class Training:
@@ -173,10 +126,13 @@ class Training:
         if sent.get("profile") and self.compiled and self.device.type == "cpu":
             profile.name_cpu_kernels()
         self.scaler = job.setup.scaler()
-        self.who = candidates.build(sent["rival"], job).for_training(self.scaler)
+        self.who = self.candidate(sent["rival"]).for_training(self.scaler)
         self.micro = self.config.gradient_accumulation_steps
         self.resize(self.config.batch_size)
         self.about = {"title": self.who.title, "compiled": self.compiled, "dtype": job.dtype}
+
+    def candidate(self, rival: str) -> candidates.Candidate:
+        return candidates.build(rival, self.job)
 
     def resize(self, batch_size: int) -> None:
         """Draw the batch of all steps."""
@@ -196,7 +152,7 @@ class Training:
             losses.append(self.step(x, y, lambda _: stamps[-1].append(self.clock.stamp())))
         answer: Json = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
         B, T = batches[-1][0].shape
-        answer["shape"] = {"B": B, "T": T, "parameters": candidates.parameters(self.who)}
+        answer["shape"] = {"B": B, "T": T, "parameters": self.who.parameters}
         if self.clock.apart:
             last = 2 * self.micro
             spans_of = {"forward": range(0, last, 2), "backward": range(1, last, 2)}
@@ -247,7 +203,7 @@ class Training:
             synchronize(self.device)
         answer |= parts.kernels_of(watched)
         machine.reset_peak(self.device)
-        return {**candidates.evidence(self.who.chosen()), **answer}
+        return {**self.who.evidence(), **answer}
 
     def fits(self, n: int) -> None:
         """Run a step of a micro-batch of n sequences."""
@@ -262,6 +218,7 @@ class Training:
         with profile.profiled(self.device, steps) as found:
             for _ in range(steps):
                 self.step(*self.batch)
+        machine.reset_peak(self.device)
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}
         row: dict[str, Any] = found.row()

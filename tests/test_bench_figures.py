@@ -11,7 +11,8 @@ import torch
 from test_bench import job
 
 from attention import Spec
-from bench import candidates, kernel, machine, train
+from attention.truth import Inputs
+from bench import converge, kernel, machine, reference
 from bench.job import Job
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch(clip):
     ends = []
     for micro in (1, 2, 4):
         sent = job("train", "plain", attention_backend="manual", grad_clip=clip)
-        plain = candidates.build("plain", Job(sent))
+        plain = converge.Plain(Job(sent))
         plain.for_training(plain.setup.scaler())
         marks: list[str] = []
         norms: list[float] = []
@@ -53,7 +54,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch(clip):
         def note(part: str, plain: Any = plain, marks: Any = marks, norms: Any = norms) -> None:
             marks.append(part)
             if part == "update":
-                norms.append(train.gradient_norm(plain.model.parameters()))
+                norms.append(reference.gradient_norm(plain.model.parameters()))
 
         x, y = Job(sent).random_tokens(4)
         loss = plain.step(x, y, micro, note).detach()
@@ -89,7 +90,7 @@ def test_the_errors_of_a_call_by_hand(window):
     def errors(bumped: int, *at: int) -> tuple[float, float]:
         got = [t.clone() for t in truth]
         got[bumped][at] += 0.25
-        return kernel.errors(tuple(got), (q, k, v, dout), spec)
+        return kernel.errors(got, Inputs(q, k, v, dout), spec)
 
     for n, heads in enumerate((2, 2, 1, 1)):  # of the output, and the gradients of q, k, v
         most = 0.25 / float(truth[n][:1, :, :heads].abs().max())

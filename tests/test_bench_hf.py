@@ -89,7 +89,7 @@ def test_a_head_that_is_tied_counts_though_its_weights_are_looked_up_too():
         model = transformers.GPT2LMHeadModel(config)
         N = block + 2 * 8 + 32 * 8  # the last norm, the head
         who = SimpleNamespace(model=model, job=SimpleNamespace(hf="here"))
-        assert hf.parameters(model) == candidates.parameters(who) == N
+        assert hf.parameters(model) == candidates.Candidate.parameters.fget(who) == N
 
 
 def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
