@@ -15,6 +15,8 @@ from bench import rounds, workers
 class InProcess(workers.Worker):
     """Requests and answers as JSON, but no process."""
 
+    held_bytes = 0
+
     def __init__(self, work: str, job: Any, timeout: float, stop: Any) -> None:
         stop.check()
         self.began, self.stop, self.job = time.time(), stop, job
