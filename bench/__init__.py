@@ -17,6 +17,7 @@ board.py                  all records as docs/BOARD.md
 compare.py                finished runs of train.py side by side
 tables.py                 medians, noise, tables
 plan/                     estimates for other machines
+evaluate.py               lm-evaluation-harness with our kernels
 """
 
 from pathlib import Path
