@@ -11,9 +11,8 @@ from bench import Json, hf
 from bench.job import Bench, rivals
 from bench.machine import free_memory
 from bench.results import Progress
-from bench.rounds import once
 from bench.settings import Settings, vocabulary
-from bench.workers import Failure, Stop
+from bench.workers import Failure, Stop, once
 from core.runtime import pick_device
 from core.settings import UserError
 
@@ -39,11 +38,11 @@ def begin(mode: str, config: Settings) -> Bench[Any]:
 
 def describe(bench: Bench[Any], stop: Stop, progress: Progress) -> Bench[Any]:
     """Return the same with the machine described, and the model of --hf counted."""
-    config = bench.config
+    config, wait = bench.config, bench.config.timeout
     progress.watch("the machine")
     job = bench.job() | {"bandwidth_gbs": getattr(config, "bandwidth_gbs", None)}
     wants = bench.mode in ("decode", "qualify") or getattr(config, "profile", False)
-    about = once("bench.machine:Description", job | {"wants_bandwidth": wants}, bench, stop)
+    about = once("bench.machine:Description", job | {"wants_bandwidth": wants}, wait, stop)
     limit = bench.machine["memory_limit"] or about["free_memory"]
     bench = replace(bench, machine={**about, "memory_limit": limit})
     if not bench.hf:
@@ -52,7 +51,7 @@ def describe(bench: Bench[Any], stop: Stop, progress: Progress) -> Bench[Any]:
     if bench.mode == "train" and config.batch_size != "auto":
         batch = config.batch_size * config.gradient_accumulation_steps
     try:
-        reference = once("bench.reference:Reference", bench.job(batch_size=batch), bench, stop)
+        reference = once("bench.reference:Reference", bench.job(batch_size=batch), wait, stop)
     except Failure as e:
         if e.kind == "stopped":
             raise

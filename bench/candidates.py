@@ -103,15 +103,14 @@ class Candidate:
 
         Returns the times of first and last token (time.perf_counter), and the cache's bytes.
         """
-        raise UserError("it does not generate text")
+        raise NotImplementedError
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
         """Run one step of its own training loop, with the marks of train.train_step."""
-        scaler = self.scaler
-        loss = torch.zeros((), device=x.device)
+        loss, scaler = torch.zeros((), device=x.device), self.scaler
         for mx, my in zip(x.chunk(micro), y.chunk(micro), strict=True):
             mark("forward")
             with self.setup.autocast:
@@ -141,7 +140,7 @@ class Ours(Candidate):
         self.optimizer = build_optimizer(self.model, config, device)
         with self.setup.autocast:
             plan = self.model.plan(config.batch_size, compiled=bool(self.setup.compile))
-            self.to_train = plan[0].chosen
+        self.to_train = plan[0].chosen
         self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
         self.found_inf = torch.zeros((), device=device)  # 1 at a gradient that is not finite
         self.title = self.to_train.backend.title
@@ -168,10 +167,10 @@ class Ours(Candidate):
         return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
-        stats, compile = Stats(), self.compile and cache == "static"
-        how: Json = {"temperature": 0.0, "kv_cache": cache, "compile": compile, **more}
-        texts = engine.stream(self.model, prompt, new, stats=stats, **how)
-        times = [time.perf_counter() for _ in texts]
+        stats = Stats()
+        how: Json = {"temperature": 0.0, "kv_cache": cache, "stats": stats, **more}
+        how["compile"] = self.compile and cache == "static"
+        times = [time.perf_counter() for _ in engine.stream(self.model, prompt, new, **how)]
         assert len(times) == new, (len(times), new)
         return times[0], times[-1], stats.cache_bytes
 
@@ -230,32 +229,27 @@ class HuggingFace(Candidate):
         import transformers
 
         self.title, self.as_reference = f"transformers {transformers.__version__}", bool(job.hf)
-        config, device = self.config, job.device
-        sizes = job.hf
-        if not sizes:
-            if implementation == "flash_attention_2" and device.type != "cuda":
-                raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
-            sizes = families.write_config(GPTConfig.of(config, job.vocab_size))
-            sizes |= {"bos_token_id": None, "eos_token_id": None}
-        self.model = hf.build(sizes, implementation, config).to(device)
+        if implementation == "flash_attention_2" and job.device.type != "cuda":
+            raise UserError(f"flash_attention_2 runs on cuda, not on {job.device.type}")
+        same = families.write_config(GPTConfig.of(self.config, job.vocab_size))
+        same |= {"bos_token_id": None, "eos_token_id": None}
+        self.model = hf.build(job.hf or same, implementation, self.config).to(job.device)
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         return hf.ran(self.model)
 
     def make_optimizer(self) -> torch.optim.AdamW:
         c, fused = self.config, self.setup.device.type in ("cuda", "cpu")
-        how = {"lr": c.learning_rate, "betas": (c.beta1, c.beta2), "weight_decay": c.weight_decay}
-        return torch.optim.AdamW(self.model.parameters(), fused=fused, **how)  # type: ignore[arg-type]
+        how: Json = {"lr": c.learning_rate, "betas": (c.beta1, c.beta2), "fused": fused}
+        return torch.optim.AdamW(self.model.parameters(), weight_decay=c.weight_decay, **how)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         # It shifts the labels itself and ignores the last position.
         return self.run(input_ids=x, labels=x, use_cache=False).loss
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
-        if cache not in ("dynamic", "static") or more:
-            raise UserError(
-                f"it has the caches dynamic and static and no --constraint, not {cache}"
-            )
+        if cache not in hf.CACHES or more:
+            raise UserError("it has the caches dynamic and static, and no --constraint")
         times: list[float] = []
         note = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
         how: Json = {"max_new_tokens": new, "do_sample": False, "use_cache": True}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ from core.optimizer import build_optimizer, set_learning_rate
 
 TITLE = "Final losses and the baseline's"
 ROUNDS = 10  # parts of a training, interleaved
-PATHS = {  # of --paths
+PATHS: dict[str, Json] = {  # of --paths
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16-residual": {"dtype": "bfloat16", "residual_dtype": "autocast"},
@@ -50,39 +52,27 @@ def plans(bench: Bench[Converge]) -> list[Plan]:
     config = bench.config
     folder = data.find(config.dataset, config.data_dir)
     data.load(folder, "train", bench.model.block_size, bench.vocab_size)  # or raise UserError
-    schedule: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps}
-    schedule["warmup_iters"] = config.steps // 10
-
-    def skip(name: str, point: Json, rows: Sequence[Row]) -> str:
-        return "" if name == "manual" else train.too_long(bench, name)
-
     found = []
     for seed in range(config.seed, config.seed + config.seeds):
-        changes: Json = {**schedule, "seed": seed}
+        changes: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps, "seed": seed}
+        changes |= {"warmup_iters": config.steps // 10, "batch_size": config.batch_size}
+        names = dict.fromkeys(["manual", *bench.backends])
+        jobs = {name: bench.job(name, **changes) for name in names}
         if config.paths:
-            exact = {"dtype": "float32", "tf32": False, "attention_backend": "manual"}
-            plain = {**changes, **exact, "compile": False, "residual_dtype": "float32"}
-            jobs = {"plain": bench.job("plain", config.batch_size, "plain", **plain)}
-            own = {"attention_backend": config.attention_backend}
-            for path in config.paths:
-                how = {**changes, **own, **PATHS[path]}
-                jobs[path] = bench.job(path, config.batch_size, **how)
-        else:
-            names = dict.fromkeys(["manual", *bench.backends])
-            jobs = {name: bench.job(name, config.batch_size, **changes) for name in names}
-        found.append(
-            Plan(
-                "bench.converge:Converging",
-                jobs,
-                ROUNDS,
-                [{**bench.layer, "dropout": bench.model.dropout}],
-                request={"steps": config.steps // ROUNDS},
-                skip=skip,
-                fresh=False,  # a training is one process
-                compiled=train.compiled(bench),
-            )
-        )
+            exact = {"dtype": "float32", "tf32": False, "residual_dtype": "float32"}
+            plain: Json = {**changes, **exact, "attention_backend": "manual", "compile": False}
+            jobs = {"plain": bench.job("plain", rival="plain", **plain)}
+            changes["attention_backend"] = config.attention_backend
+            jobs |= {path: bench.job(path, **changes | PATHS[path]) for path in config.paths}
+        request, work = {"steps": config.steps // ROUNDS}, "bench.converge:Converging"
+        plan = Plan(work, jobs, ROUNDS, train.specs(bench), request=request)
+        how: Json = {"skip": partial(too_long, bench), "compiled": train.compiled(bench)}
+        found.append(replace(plan, fresh=False, **how))  # a training is one process
     return found
+
+
+def too_long(bench: Bench[Converge], name: str, point: Json, rows: Sequence[Row]) -> str:
+    return "" if name == "manual" else train.too_long(bench, name, point, rows)
 
 
 def planned(settings: Json) -> int:

@@ -13,10 +13,10 @@ with context the mean length of the text.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -65,13 +65,14 @@ def plans(bench: Bench[Decode]) -> list[Plan]:
     caches = dict.fromkeys(point["cache"] for point in points)
     wanted: list[Json] = [{**bench.layer, "grad": False, "cache": cache} for cache in caches]
     specs = [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in wanted]
-
-    def skip(name: str, point: Json, rows: Sequence[Row]) -> str:
-        slow = name in LONGEST and bench.cuda and not bench.named(name)
-        return "too slow on a GPU; name it in --backends" if slow else ""
-
-    how: Json = {"request": {"auto": auto}, "skip": skip, "compiled": config.compile is True}
+    how: Json = {"request": {"auto": auto}, "compiled": config.compile is True}
+    how["skip"] = partial(too_slow, bench)
     return [Plan("bench.decode:Decoding", jobs, config.rounds, specs, points, **how)]
+
+
+def too_slow(bench: Bench[Decode], name: str, point: Json, rows: Sequence[Row]) -> str:
+    slow = name in LONGEST and bench.cuda and not bench.named(name)
+    return "too slow on a GPU; name it in --backends" if slow else ""
 
 
 def texts(bench: Bench[Decode]) -> list[Json]:
@@ -141,17 +142,30 @@ class Decoding:
         self.about = {"title": who.title, "dtype": job.dtype}
 
     def round(self, request: Json) -> Json:
-        how = constrained(request["constraint"], self.job.vocab_size)
-        write = functools.partial(self.write, request, how)
+        how, new = constrained(request["constraint"], self.job.vocab_size), request["new_tokens"]
+        B = request["batch_size"] if request["auto"] else request["B"]
+
+        def write(B: int, new: int = new) -> candidates.Times:
+            draw = torch.Generator().manual_seed(request["P"])
+            prompt = torch.randint(self.job.vocab_size, (B, request["P"]), generator=draw)
+            return self.who.write(prompt.to(self.device), new, request["cache"], **how)
+
         if request.get("largest"):
             return {"batch_size": machine.largest(write, self.device, MOST)}
-        B = request["batch_size"] if request["auto"] else request["B"]
         if request.get("warm_up"):
-            return self.warm_up(request, B, how)
+            machine.reset_peak(self.device)
+            write(B)
+            answer: Json = {"peak_bytes": machine.memory(self.device)}
+            if self.who.chosen(request["cache"]):
+                return answer | self.who.evidence(request["cache"])
+            # The kernels that torch chose, from the profiler, in two tokens.
+            with kineto(self.device.type) as watched:
+                write(B, 2)
+                synchronize(self.device)
+            return answer | {"kernels": parts.kernels_of(watched)["kernels"], "proof": None}
         synchronize(self.device)
         start = time.perf_counter()
         first, last, cache_bytes = write(B)
-        new = request["new_tokens"]
         shape = {"B": B, "P": request["P"], "new_tokens": new, "parameters": self.parameters}
         return {
             "first_ms": (first - start) * 1e3,
@@ -160,29 +174,8 @@ class Decoding:
             "shape": shape | ({"int8_parameters": self.int8} if self.int8 else {}),
         }
 
-    def write(
-        self, request: Json, how: Json, B: int, new: int | None = None
-    ) -> tuple[float, float, int]:
-        draw = torch.Generator().manual_seed(request["P"])
-        prompt = torch.randint(self.job.vocab_size, (B, request["P"]), generator=draw)
-        new = new or request["new_tokens"]
-        return self.who.write(prompt.to(self.device), new, request["cache"], **how)
 
-    def warm_up(self, request: Json, B: int, how: Json) -> Json:
-        machine.reset_peak(self.device)
-        self.write(request, how, B)
-        peak = machine.memory(self.device)
-        if self.who.chosen(request["cache"]):
-            return {**self.who.evidence(request["cache"]), "peak_bytes": peak}
-        # The kernels that torch chose, from the profiler, in two tokens.
-        with kineto(self.device.type) as watched:
-            self.write(request, how, B, 2)
-            synchronize(self.device)
-        kernels = parts.kernels_of(watched)["kernels"]
-        return {"kernels": kernels, "proof": None, "peak_bytes": peak}
-
-
-@functools.cache
+@cache
 def constrained(how: str | None, V: int) -> Json:
     """Return the options of engine.stream() for --constraint; with "regex" texts never end."""
     if how == "regex":

@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,11 +66,7 @@ def plans(bench: Bench[Kernel], points: Sequence[Json] = ()) -> list[Plan]:
     ]
     jobs = {name: bench.job(name) for name in bench.candidates()}
     request = {"seconds": bench.config.seconds / 5}
-
-    def skip(name: str, point: Json, rows: Sequence[Row]) -> str:
-        return too_long(bench, name, point, rows)
-
-    work = "bench.kernel:Kernels"
+    skip, work = partial(too_long, bench), "bench.kernel:Kernels"
     return [Plan(work, jobs, bench.config.rounds, specs, points, request, skip)]
 
 
@@ -169,7 +166,9 @@ class Kernels:
                 proof = {"kernels": list(chosen.kernels), "proof": chosen.proof}
                 self.kernels[spec] = parts.kernels_of(watched) | proof
             return self.kernels[spec] | self.warm_up(call, Inputs(q, k, v, dout), spec)
-        calls = self.fill(call, request["seconds"])
+        call([])  # allocates memory
+        took = time_call(lambda: call([]), self.device)
+        calls = min(max(round(request["seconds"] / max(took, 1e-6)), 1), MOST_CALLS)
         stamps: list[Stamp] = []
         start = clock.start()
         for _ in range(calls):
@@ -182,19 +181,6 @@ class Kernels:
             answer["forward_ms"] = sum(clock.ms(a, b) for a, b in pairs) / calls
             answer["backward_ms"] = ms - answer["forward_ms"]
         return answer
-
-    def fill(self, call: Call, seconds: float) -> int:
-        """Return the number of calls that fill the time.
-
-        On CUDA the first call allocates memory: slow, so time others, for a tenth of the time.
-        """
-        n, took = 1, time_call(lambda: call([]), self.device)
-        if took < seconds:
-            took = time_call(lambda: call([]), self.device)
-            while took * n < seconds / 10 and n < MOST_CALLS:
-                n *= 2
-                took = time_call(lambda: call([]), self.device, n)
-        return min(max(round(seconds / max(took, 1e-6)), 1), MOST_CALLS)
 
     def warm_up(self, call: Call, given: Inputs, spec: Spec) -> Json:
         """Return the errors of a call, and the memory that it takes."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from bench import Json, tables
+from bench import Json, record, tables
+from bench.job import Bench
 from bench.tables import Row
 from bench.workers import Failure
 
@@ -54,3 +57,17 @@ class Result:
         row |= {"rounds": [dict(r) for r in self.rounds], **self.about}
         row |= {"memory_bytes": self.memory} if self.memory else {}
         return row if self.rounds else {**row, "why": [self.failure.why]}
+
+
+def content_of(bench: Bench[Any], results: Iterable[Result], why: str) -> Json:
+    """Return the rows of a record, and whether it is complete; `why`: why it is not."""
+    rows = [r.row(bench.mode) for r in results]
+    none = sum(r["status"] == "stopped" for r in rows)
+    why = why or ("the time limit was reached" if none else "")
+    if not why:
+        return {"rows": rows, "complete": True}
+    planned = record.planned(bench.mode, bench.config.flat())
+    few = sum(r["status"] == "ok" and len(r["rounds"]) < planned for r in rows)
+    missing = [f"{none} of {len(rows)} rows were not measured"] if none else []
+    missing += [f"{few} have fewer than {planned} rounds"] if few else []
+    return {"rows": rows, "complete": False, "incomplete": "; ".join([why, *missing])}

@@ -17,10 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 from attention import Spec
-from bench import Json, machine, record, tables
+from bench import Json, machine, tables
 from bench.job import Bench, Plan
-from bench.results import Progress, Result
-from bench.workers import Failure, Stop, Worker
+from bench.results import Progress, Result, content_of
+from bench.workers import Failure, Stop, Worker, once
 
 SHOWN = 2  # rounds from which a row is shown
 
@@ -203,7 +203,9 @@ class Turns:
     def refer(self, job: Json) -> None:
         """Compute the reference."""
         try:
-            self.reference = once("bench.reference:Reference", job, self.bench, self.stop)
+            self.reference = once(
+                "bench.reference:Reference", job, self.bench.config.timeout, self.stop
+            )
         except Failure as e:
             self.reference = {"why": str(e)}
 
@@ -240,29 +242,9 @@ class Turns:
 
     def content(self, why: str = "") -> Json:
         """Return the content of the record so far; `why`: the reason if it is incomplete."""
-        rows = [r.row(self.bench.mode) for r in self.results.values()]
-        none = sum(r["status"] == "stopped" for r in rows)
-        why = self.stop.why or why or ("the time limit was reached" if none else "")
-        content: Json = {**self.bench.part, "reference": self.reference, "rows": rows}
-        content |= {"fresh_rounds": self.fresh, "seconds": time.perf_counter() - self.began}
-        content["complete"] = not why
-        if why:
-            planned = record.planned(self.bench.mode, content["settings"])
-            few = sum(r["status"] == "ok" and len(r["rounds"]) < planned for r in rows)
-            missing = [f"{none} of {len(rows)} rows were not measured"] if none else []
-            missing += [f"{few} have fewer than {planned} rounds"] if few else []
-            content["incomplete"] = "; ".join([why, *missing])
-        return content
-
-
-def once(work: str, job: Json, bench: Bench[Any], stop: Stop) -> Json:
-    """Return what a worker that only builds something has found."""
-    worker = Worker(work, job, bench.config.timeout, stop)
-    try:
-        worker.ask({})
-    finally:
-        worker.close()
-    return worker.about
+        known: Json = {**self.bench.part, "reference": self.reference, "fresh_rounds": self.fresh}
+        known["seconds"] = time.perf_counter() - self.began
+        return known | content_of(self.bench, self.results.values(), self.stop.why or why)
 
 
 def measure(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -51,7 +53,6 @@ NOTES = (
 def plans(bench: Bench[Train]) -> list[Plan]:
     """Training steps of every backend and rival."""
     config, micro = bench.config, bench.config.gradient_accumulation_steps
-    auto = config.batch_size == "auto"
     batch = 1 if config.batch_size == "auto" else config.batch_size
     profiled = PROFILED_STEPS if config.profile else 0
     jobs = {
@@ -59,31 +60,29 @@ def plans(bench: Bench[Train]) -> list[Plan]:
         for name, rival in bench.candidates().items()
     }
     reference = None if bench.reference else bench.job(batch_size=batch * micro)
-    if auto:
+    if auto := config.batch_size == "auto":
         reference = {"why": "each backend has a batch of its own (--batch_size=auto)"}
     request = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps, "auto": auto}
+    plan = Plan("bench.train:Training", jobs, config.rounds, specs(bench), request=request)
+    how: Json = {"compiled": compiled(bench), "skip": partial(too_long, bench)}
+    return [replace(plan, profile=profiled, reference=reference, **how)]
 
-    def skip(name: str, point: Json, rows: Sequence[Row]) -> str:
-        return too_long(bench, name)
 
-    how: Json = {"compiled": compiled(bench), "profile": profiled, "reference": reference}
-    specs = [{**bench.layer, "dropout": bench.model.dropout}]
-    work = "bench.train:Training"
-    return [Plan(work, jobs, config.rounds, specs, request=request, skip=skip, **how)]
+def specs(bench: Bench[Any]) -> list[Json]:
+    return [{**bench.layer, "dropout": bench.model.dropout}]
 
 
 def compiled(bench: Bench[Any]) -> bool:
     return bench.cuda if bench.config.compile is None else bench.config.compile
 
 
-def too_long(bench: Bench[Any], name: str) -> str:
+def too_long(bench: Bench[Any], name: str, point: Json, rows: Sequence[Row]) -> str:
     """Return why a backend is not measured, or ""."""
-    config, is_compiled = bench.config, compiled(bench)
-    longest = (COMPILED if is_compiled else LONGEST).get(name, config.block_size)
-    if bench.named(name) or config.block_size <= longest:
+    how, longest = ("as a compiled step ", COMPILED) if compiled(bench) else ("", LONGEST)
+    most, T = longest.get(name, math.inf), bench.config.block_size
+    if bench.named(name) or most >= T:
         return ""
-    how = "as a compiled step " if is_compiled else ""
-    return f"left out {how}beyond {longest:,} tokens: name it in --backends"
+    return f"left out {how}beyond {most:,} tokens: name it in --backends"
 
 
 def figures(row: Row, part: Json) -> Json:

@@ -158,6 +158,16 @@ class Worker:
         self.errors.close()
 
 
+def once(work: str, job: Json, timeout: float, stop: Stop) -> Json:
+    """Return what a worker that only builds something has found."""
+    worker = Worker(work, job, timeout, stop)
+    try:
+        worker.ask({})
+    finally:
+        worker.close()
+    return worker.about
+
+
 # --- in the process ---
 
 

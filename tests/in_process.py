@@ -38,4 +38,5 @@ class InProcess(workers.Worker):
 def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
     """Use such workers in every mode."""
     gc.freeze()  # the bench collects garbage before each measurement: seconds in pytest
-    patch.setattr(rounds, "Worker", kind)
+    for module in (rounds, workers):
+        patch.setattr(module, "Worker", kind)
