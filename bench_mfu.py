@@ -29,7 +29,7 @@ from core.settings import Loaded, UserError, end_at_once, exit_on_user_error
 if __name__ == "__main__":
     end_at_once()
 
-from bench import Json, candidates, hf, qualify, record, rounds, runs, tables
+from bench import Json, candidates, hf, qualify, record, report, rounds, runs, tables
 from bench.config import MODES, BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
 from bench.plan import planned
@@ -88,8 +88,8 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
             if whole:
                 content = qualify.run(run, about, loaded.origins, folder)
             else:
-                run.refuse(record.MODES[mode].specs(run))
-                record.MODES[mode].measure(run)
+                run.refuse(report.MODES[mode].specs(run))
+                report.MODES[mode].measure(run)
                 content = content_of(run)
         except Failure as e:
             if e.kind == "stopped":
@@ -112,16 +112,16 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
 
 def show(content: Json) -> None:
     """Print the tables and the conclusions."""
-    print(record.title(content))
+    print(report.title(content))
     if "incomplete" in content:
         print(f"incomplete: {content['incomplete']}")
-    for name, value in record.facts(content).items():
+    for name, value in report.facts(content).items():
         if name not in ("command", "date", "commit", "device", "software"):
             print(f"{name}: {value}")
     if why := content.get("reference", {}).get("why"):
         print(f"no reference: {why}")
     if content["mode"] != "qualify":  # its tables are in the record
-        for name, made in record.sections(content):
+        for name, made in report.sections(content):
             print(f"\n{name}\n{tables.markdown(made)}")
     print("", *content["answers"], sep="\n")
 

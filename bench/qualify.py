@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import data
-from bench import ROOT, Json, converge, decode, kernel, proof, record, train
+from bench import ROOT, Json, converge, decode, kernel, proof, record, report, train
 from bench.config import CPU_CONFIG, load_config, vocabulary
 from bench.machine import busy
 from bench.process import Failure, Stop
@@ -222,7 +222,7 @@ def attempt(name: str, run: Run, box: float) -> Json:
     began = time.monotonic()
     try:
         run.stop.check()
-        run.refuse(record.MODES[run.mode].specs(run))
+        run.refuse(report.MODES[run.mode].specs(run))
         entry["record"] = STAGES[name].measure(run)
         why = entry["record"].get("incomplete", run.stop.why)
         entry |= {"status": "cut" if why else "done", "why": why}
@@ -276,7 +276,7 @@ def conclusions(content: Json) -> list[str]:
 def doubts(content: Json) -> list[str]:
     found = []
     for row in rows_of(content, "proof"):
-        found += [f"{row['backend']} is wrong in {record.failure(f)}" for f in row["failures"][:3]]
+        found += [f"{row['backend']} is wrong in {report.failure(f)}" for f in row["failures"][:3]]
     m = content["machine"]
     reached, peak = m.get("products_tflops"), m["peak_tflops"]
     if reached and reached < 0.6 * peak:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from attention import Spec
-from bench import Json, hf, record, tables
+from bench import Json, hf, report, tables
 from bench.config import BenchConfig
 from bench.machine import refused
 from bench.process import Failure, Stop, Worker
@@ -90,7 +90,7 @@ class Run:
         content |= {"seconds": time.perf_counter() - self.began, "complete": not why}
         content["machine"] = dict(self.part["machine"])  # look_again() changes it
         if why:
-            planned = record.planned(self.mode, content["settings"])
+            planned = report.planned(self.mode, content["settings"])
             few = sum(r["status"] == "ok" and len(r["rounds"]) < planned for r in rows)
             missing = [f"{none} of {len(rows)} rows were not measured"] if none else []
             missing += [f"{few} have fewer than {planned} rounds"] if few else []

@@ -15,7 +15,7 @@ from test_bench import MODEL, SMALL, job, run
 from torch.profiler import record_function
 
 from attention.machine.system import kineto
-from bench import parts, record, train
+from bench import parts, report, train
 from bench.parts import RANGE, Scopes, read, work
 from core import flops
 from model import GPTConfig
@@ -147,7 +147,7 @@ def test_a_profile_without_its_sums_is_left_out():
     row = {"mode": "train", "backend": "sdpa", "status": "stopped", "point": {}, "why": ["stopped"],
            "profile": {"steps": 3, "parts": {"linear": 40.0}}}
     content = {"mode": "train", "machine": {"peak_source": "measured"}, "rows": [row]}
-    assert [name for name, _ in record.sections(content)] == ["Not measured"]
+    assert [name for name, _ in report.sections(content)] == ["Not measured"]
 
 
 def test_a_profile_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
