@@ -71,14 +71,17 @@ def facts(content: Json) -> dict[str, str]:
         del found["model"]
     if mode == "decode":
         del found["peak"]
-        found["bandwidth"] = f"{m['bandwidth'] / 1e9:,.4g} GB/s ({m['bandwidth_source']})"
+        found["bandwidth"] = (
+            f"{m['bandwidth'] / 1e9:,.4g} GB/s ({m.get('bandwidth_source', 'measured')})"
+        )
     if mode in ("train", "converge"):
         counts = dict(content["flops_per_token"])
         if "flops_per_token" in content["reference"]:
             counts["torch's counter"] = content["reference"]["flops_per_token"]
         found["MFLOP a token"] = ", ".join(f"{v / 1e6:,.2f} ({k})" for k, v in counts.items())
-    rounds = f"{planned(mode, s)} rounds" if mode in MODES else f"{s['rounds']} rounds a stage"
-    rounds += f" of {s['steps']} steps" if mode == "converge" else WARM_UP.get(mode, "")
+    rounds = f"{s.get('rounds')} rounds{WARM_UP.get(mode, '')}"
+    if mode == "converge":  # without warm-up: every step counts
+        rounds = f"{s['steps']} steps, seeds: {s.get('seeds', 1)}"
     fresh = ", each in new processes" if content.get("fresh_rounds") else ""
     return found | {"rounds": rounds.format(s.get("warm_up_steps")) + fresh}
 
