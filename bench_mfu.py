@@ -30,7 +30,7 @@ from core.settings import Loaded, UserError, end_at_once, exit_on_user_error
 if __name__ == "__main__":
     end_at_once()
 
-from bench import Json, qualify, record, rounds, runs, tables
+from bench import Json, qualify, record, report, rounds, runs, tables
 from bench.begin import begin, describe
 from bench.plan import planned
 from bench.results import Progress
@@ -80,7 +80,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
             if whole:
                 content = qualify.run(bench, about, loaded.origins, stop, progress, folder)
             else:
-                plans = record.MODES[mode].plans(bench)
+                plans = report.MODES[mode].plans(bench)
                 content = rounds.measure(bench, plans, stop, progress, save)
                 content = record.complete({**about, **content})
         except Failure as e:
@@ -104,17 +104,17 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
 
 def show(content: Json) -> None:
     """Print the tables, each with a line that explains its headers, and the conclusions."""
-    print(record.title(content))
+    print(report.title(content))
     if "incomplete" in content:
         print(f"incomplete: {content['incomplete']}")
-    for name, value in record.facts(content).items():
+    for name, value in report.facts(content).items():
         if name not in ("command", "date", "commit", "device", "software"):
             print(f"{name}: {value}")
     if why := content.get("reference", {}).get("why"):
         print(f"no reference: {why}")
     if content["mode"] != "qualify":  # its tables are in the record
-        notes = {mode.TITLE: mode.NOTES for mode in record.MODES.values()}
-        for name, made in record.sections(content):
+        notes = {mode.TITLE: mode.NOTES for mode in report.MODES.values()}
+        for name, made in report.sections(content):
             print(f"\n{name}\n{tables.markdown(made)}")
             if name in notes:
                 print(f"\n{notes[name]}")

@@ -13,6 +13,7 @@ proof.py                  the tests of `python -m attention check`, as a stage o
 parts.py                  time of a step by its parts, next to its rooflines
 machine.py                memory, bandwidth, description
 record.py, verify.py      write a record; compute its figures again and compare
+report.py                 its text: facts, tables, conclusions
 board.py                  all records as docs/BOARD.md
 compare.py                finished runs of train.py side by side
 tables.py                 medians, noise, tables

@@ -15,7 +15,7 @@ import re
 import sys
 from pathlib import Path
 
-from bench import ROOT, Json, record, tables
+from bench import ROOT, Json, report, tables
 from bench.hf import model_of
 from bench.tables import Row
 from bench.verify import verify
@@ -137,7 +137,7 @@ def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], dic
         ours = bool({"rows", "stages"} & content.keys())
         if doubt := doubts(content) if ours else "other work":
             remarks[f"[{name}][{number}]"] = doubt
-        for part in record.sections_of(content) if ours else ():
+        for part in report.sections_of(content) if ours else ():
             link = f"[{part['date'][:10]}{'*' if doubt else ''}][{number}]"
             machine = machines.setdefault(part["machine"]["about"], f"M{len(machines) + 1}")
             for row in (r for r in part["rows"] if r["status"] == "ok"):
@@ -152,13 +152,13 @@ def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], dic
                 lines = [line for _, line in sorted(group, key=lambda one: one[0])]
                 head = [title for title in lines[0] if any(line[title] != "-" for line in lines)]
                 table = head, [[line[title] for title in head] for line in lines]
-                by_mode.setdefault(record.MODES[mode].TITLE, {})[what] = table
+                by_mode.setdefault(report.MODES[mode].TITLE, {})[what] = table
     return by_mode, machines, remarks
 
 
 def figures(row: Row, part: Part) -> Line:
     """Return the columns between "machine" and "record"."""
-    cells = dict(record.MODES[row["mode"]].COLUMNS)
+    cells = dict(report.MODES[row["mode"]].COLUMNS)
     made = {"kernel": f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")}
     for title in FIGURES[row["mode"]]:
         made[title] = cells[title](row).replace(" to ", "-").replace("noisy", "~")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import data
-from bench import ROOT, Json, converge, decode, kernel, proof, record, rounds, train
+from bench import ROOT, Json, converge, decode, kernel, proof, record, report, rounds, train
 from bench.job import LONGEST, Bench
 from bench.machine import busy
 from bench.results import Progress
@@ -236,7 +236,7 @@ def conclusions(content: Json) -> list[str]:
         found.append(f"Proof: every number right and nothing leaked: {names}.")
     if left := [f"{r['backend']} {r['not_reached']}" for r in rows if r["not_reached"]]:
         found.append(f"Proof: cases not reached in the time: {', '.join(left)}.")
-    doubts = [f"{r['backend']} is wrong in {record.failure(f)}"
+    doubts = [f"{r['backend']} is wrong in {report.failure(f)}"
               for r in rows for f in r["failures"][:3]]  # fmt: skip
     reached, peak = m.get("products_tflops"), m["peak_tflops"]
     if reached and reached < 0.6 * peak:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench import Json, record, tables
+from bench import Json, report, tables
 from bench.job import Bench
 from bench.tables import Row
 from bench.workers import Failure
@@ -66,7 +66,7 @@ def content_of(bench: Bench[Any], results: Iterable[Result], why: str) -> Json:
     why = why or ("the time limit was reached" if none else "")
     if not why:
         return {"rows": rows, "complete": True}
-    planned = record.planned(bench.mode, bench.config.flat())
+    planned = report.planned(bench.mode, bench.config.flat())
     few = sum(r["status"] == "ok" and len(r["rounds"]) < planned for r in rows)
     missing = [f"{none} of {len(rows)} rows were not measured"] if none else []
     missing += [f"{few} have fewer than {planned} rounds"] if few else []

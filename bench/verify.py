@@ -13,7 +13,8 @@ import torch
 
 from attention import is_code
 from bench import Json, converge, tables
-from bench.record import complete, digest, disagreeing, planned, sections_of
+from bench.record import complete, digest
+from bench.report import disagreeing, planned, sections_of
 from bench.tables import Row
 from core.gpus import datasheet_tflops
 from core.settings import UserError

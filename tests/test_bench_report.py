@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench import record
+from bench import report
 
 Row = dict[str, Any]
 
@@ -35,7 +35,7 @@ def content(rows: list[Row], **machine: Any) -> Row:
     here = {"dtype": "float32", "peak_tflops": 989.4, "peak_source": "datasheet"}
     made = {"mode": "train", "machine": here | machine, "settings": {}, "rows": rows,
             "reference": {"loss": 10.9}}
-    return made | {"answers": record.answers(made)}
+    return made | {"answers": report.answers(made)}
 
 
 SLOW, FAST = [100.0, 101, 99, 100, 102], [50.0, 50.5, 49.5, 50, 51]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bench import MODEL, run, small, write_tokens
 
-from bench import board, parts, record
+from bench import board, parts, record, report
 from bench.verify import RIVALS, verify
 from core import flops
 from core.gpus import datasheet_tflops
@@ -150,7 +150,7 @@ KEPT = {name: whole for name, whole in board.load(board.FOLDER)[0].items()
 
 def computed(row: Content, part: Content) -> Iterator[Path_]:
     """The places of the figures that follow from a row's rounds."""
-    found = record.MODES[row["mode"]].figures(row, part)
+    found = report.MODES[row["mode"]].figures(row, part)
     if profile := row.get("profile"):
         found["profile"] = parts.computed(profile, row, part)
     for path in leaves(found):
@@ -162,7 +162,7 @@ def computed(row: Content, part: Content) -> Iterator[Path_]:
 EDITABLE = st.deferred(lambda: st.sampled_from([
     (name, n, i, path)
     for name, whole in KEPT.items()
-    for n, part in enumerate(record.sections_of(whole))
+    for n, part in enumerate(report.sections_of(whole))
     for i, r in enumerate(part["rows"]) if r["status"] == "ok"
     for path in computed(r, part) if at(r, path)
 ]))
@@ -176,7 +176,7 @@ def test_an_edited_figure_of_an_older_record_is_refused_with_its_row(
     """They have no digest. Of the profile rooflines, ceilings, shares, ..."""
     name, n, i, (*path, figure) = where
     whole = copy.deepcopy(KEPT[name])
-    edited = record.sections_of(whole)[n]["rows"][i]
+    edited = report.sections_of(whole)[n]["rows"][i]
     at(edited, tuple(path))[figure] *= by
     assert any(why.startswith(f"{edited['mode']} {edited['backend']}") for why in verify(whole))
 

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 import attention
 import bench_mfu
 from bench.plan import scale
-from bench.plan.scale import Cluster, Job, Plan, Sent
+from bench.plan.cluster import SHARE, Cluster, Sent
+from bench.plan.scale import Job, Plan
 from core import parallel
 from core.distributed import DistInfo
 from core.flops import Peak
@@ -455,7 +456,7 @@ def test_a_part_of_a_name_is_the_usual_gpu_of_it(short: str, usual: str, gb: int
     (note,) = {*out.splitlines()} - {*whole.splitlines()} - {out.splitlines()[0]}
     assert repr(short) in note and usual in note
     (row,) = rows(f"--gpu={short}", *argv)
-    assert row["memory_bytes"] + row["left_bytes"] == pytest.approx(scale.SHARE * gb * 1e9)
+    assert row["memory_bytes"] + row["left_bytes"] == pytest.approx(SHARE * gb * 1e9)
 
 
 @pytest.mark.parametrize("argv, named", [

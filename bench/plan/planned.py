@@ -7,61 +7,14 @@ import math
 from collections.abc import Callable, Iterator
 
 from bench import ROOT, Json, tables
-from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan
+from bench.plan.cluster import SHARE, Cluster, cluster
+from bench.plan.scale import KINDS, Job, Plan
 from bench.settings import Plan as BenchConfig
 from bench.settings import vocabulary
 from core import flops
-from core.gpus import SERVERS, describe_rated
+from core.gpus import describe_rated
 from core.settings import UserError
 from model import GPTConfig
-
-
-def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
-    """Return the GPUs of --gpu, and lines about them. Raises UserError for an unknown rate."""
-    if config.gpu is None:
-        raise UserError("plan needs a GPU, such as --gpu=H200")
-    if config.peak_tflops == "measure":
-        raise UserError("--peak_tflops=measure: plan measures nothing, give a number")
-    try:
-        gpu, note = describe_rated(config.gpu)
-    except ValueError as e:
-        raise UserError(f"--gpu: {e}") from None
-    dtype: str = config.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if flops.datasheet_peak(gpu.name, "bfloat16") else "float16"
-    peak = flops.datasheet_peak(gpu.name, dtype, config.tf32)
-    if peak is None:
-        raise UserError(f"--gpu: no {dtype} rates known for {gpu.name!r}")
-    if config.peak_tflops:
-        peak = flops.Peak(config.peak_tflops, "--peak_tflops")
-    server = SERVERS.get(gpu.name) if "800" not in config.gpu else None  # A800, H800: less NVLink
-
-    def rate(of: str, option: str, unit: str) -> float:
-        found: float | None = getattr(config, option)
-        found = found or getattr(gpu, of, None) or getattr(server, of, None)
-        if found is None:
-            raise UserError(f"the {of} of {gpu.name!r} is unknown: give --{option}, in {unit}")
-        return found * 1e9
-
-    memory = rate("memory", "memory_gb", "GB")
-    bandwidth = rate("bandwidth", "bandwidth_gbs", "GB/s")
-    source = "--bandwidth_gbs" if config.bandwidth_gbs else f"datasheet: {gpu.source}"
-    several, between = max(config.gpus) > 1, max(config.gpus) > config.gpus_per_node
-    nvlink = rate("nvlink", "nvlink_gbs", "GB/s each way") if several else math.inf
-    network = rate("network", "network_gbs", "GB/s each way, a GPU") if between else math.inf
-    products, node = config.products_tflops or peak.tflops, config.gpus_per_node
-    at = Cluster(dtype, peak, products, bandwidth, memory, node, nvlink, network)
-    lines = [note] if note else []
-    lines += [
-        f"peak: {peak}",
-        f"memory: {memory / 1e9:,.4g} GB, to be filled to {SHARE:.0%}, at "
-        f"{bandwidth / 1e9:,.4g} GB/s ({source})",
-    ]
-    if several:
-        links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {node} GPUs"
-        links += f", network {network / 1e9:,.4g} GB/s a GPU" if between else ""
-        lines += [f"{links}, each way", f"       ({server.source})"] if server else [links]
-    return at, [*lines, f"computing: its roofline, with matmuls at {products:,.4g} TFLOP/s"]
 
 
 def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:

@@ -14,54 +14,12 @@ from functools import cache, cached_property
 import torch
 
 from bench import parts
-from core.flops import Peak
+from bench.plan.cluster import HOPS, Cluster, Sent, collective
 from core.loss import chunk_rows
 from core.parallel import BUCKET_MB
 from model import GPT, GPTConfig
 
-SHARE = 0.95  # of the memory that may be used
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "ring")  # ring: point to point
-# Latency of a message in seconds, over NVLink and over the network: NCCL's constants for rings of
-# protocol LL128 (src/graph/tuning.cc, hwLat).
-HOPS = 1.9e-6, 4.0e-6
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """GPUs, `node` of them in a server. Rates in bytes a second, links each way, per GPU."""
-
-    dtype: str  # of the matrix products
-    peak: Peak
-    products: float  # TFLOP/s of matmuls
-    bandwidth: float  # of the GPU's memory
-    memory: float  # bytes
-    node: int
-    nvlink: float
-    network: float
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Bytes that a rank sends in one collective, by link, and its seconds."""
-
-    nvlink: float = 0
-    network: float = 0
-    seconds: float = 0
-
-
-def collective(kind: str, size: float, ranks: int, servers: int, at: Cluster) -> Sent:
-    """Return the cost of a ring collective on a tensor of `size` bytes."""
-    if ranks == 1:
-        return Sent()
-    wire = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
-    here = ranks // servers  # in a server, each the last one of one ring
-    over = 0 if servers == 1 else wire / here
-    inside, between = HOPS
-    hops = (ranks - servers) * inside + (servers - 1) * between
-    if kind == "all-reduce":  # a tree sends as many bytes in fewer hops
-        tree = (here - 1) * inside + math.ceil(math.log2(servers)) * between
-        hops = 2 * min(hops, tree)
-    return Sent(wire - over, over, hops + max((wire - over) / at.nvlink, over / at.network))
 
 
 @dataclass(frozen=True)
@@ -112,6 +70,9 @@ class Plan:
         m, gpus, N = self.job.model, self.gpus, self.context
         by_way = {"ddp": 1, "fsdp": gpus, "hybrid": min(self.at.node, gpus)}
         self.shard = by_way[self.parallel]  # ranks that share one copy of the weights
+        self.copies = gpus // self.shard
+        servers = math.ceil(gpus / self.at.node)
+        self.group = (self.shard, 1) if self.parallel == "hybrid" else (gpus, servers)
         block, root = shapes(m)
         self.block = shard(block, self.shard)  # elements in a rank's shard
         self.root = shard(root, self.shard)  # outside the blocks
@@ -174,15 +135,11 @@ class Plan:
 
     def reduce(self, kind: str, size: float) -> Sent:
         """A collective within a copy of the weights; with "ddp" among all ranks."""
-        servers = math.ceil(self.gpus / self.at.node)
-        if self.parallel == "hybrid":
-            return collective(kind, size, self.shard, 1, self.at)
-        return collective(kind, size, self.gpus, servers, self.at)
+        return collective(kind, size, *self.group, self.at)
 
     def replicas(self, size: float) -> Sent:
         """The all-reduce between the copies of "hybrid", one in each server."""
-        copies = self.gpus // self.shard
-        return collective("all-reduce", size, copies, copies, self.at)
+        return collective("all-reduce", size, self.copies, self.copies, self.at)
 
     def passed(self, width: int) -> Sent:
         """K and V of a layer, or their gradients, sent to the next rank of the ring."""
@@ -212,31 +169,29 @@ class Plan:
     # --- time ---
 
     @cached_property
-    def computing(self) -> tuple[float, float, float, float, float]:
-        """Seconds of (a step, a block's forward and backward in a micro-batch, attention's part of
-        each)."""
+    def computing(self) -> tuple[float, float, float, float]:
+        """Seconds of (a step, a block's forward and backward in a micro-batch, its attention)."""
         job, at, L = self.job, self.at, self.job.model.n_layer
         sizes = job.model, self.sequences / self.context
         works = parts.work(*sizes, self.micro, at.dtype, job.clip)
-        ms = {name: w.ms(at.products, at.bandwidth) for name, w in works.items()}
+        s = {name: w.ms(at.products, at.bandwidth) / 1e3 for name, w in works.items()}
         # A rank updates only its shard.
-        update = parts.work(*sizes, 1, at.dtype, job.clip)["optimizer"].ms(1, at.bandwidth)
-        ms["optimizer"] -= update * (1 - self.kept / parameters(job.model))
-        # Forward: 1 of 3 matmuls, 2 of attention's 7, half of the norms' bytes.
+        update = parts.work(*sizes, 1, at.dtype, job.clip)["optimizer"].bytes / at.bandwidth
+        s["optimizer"] -= update * (1 - self.kept / parameters(job.model))
+        each = L * self.micro
         linear, scores, norms = (
-            ms[name] / 1e3 / (L * self.micro)
-            for name in ("linear", "attention", "norms and elementwise")
+            s[name] / each for name in ("linear", "attention", "norms and elementwise")
         )
+        # Forward: 1 of 3 matmuls, 2 of attention's 7, half of the norms' bytes.
         forward = linear / 3 + norms / 2 + scores * 2 / 7
         again = forward if job.checkpointing else 0.0
         backward = again + linear * 2 / 3 + norms / 2 + scores * 5 / 7
-        step = sum(ms.values()) / 1e3 + L * self.micro * again
-        return step, forward, backward, scores * 2 / 7, scores * 5 / 7
+        return sum(s.values()) + each * again, forward, backward, scores
 
     @property
     def exposed(self) -> float:
         """Seconds of communication that computing does not hide."""
-        _, forward, backward, scores, scores_backward = self.computing
+        _, forward, backward, scores = self.computing
         block, root, L, m = self.block, self.root, self.job.model.n_layer, self.micro
         if self.parallel == "ddp":  # the last bucket, the embeddings', is never hidden
             last = self.reduce("all-reduce", 4 * root).seconds
@@ -257,8 +212,8 @@ class Plan:
             return seconds
         # K and V overlap attention to the previous chunk; the last dK and dV overlap nothing.
         keys, gradients = self.passed(self.a).seconds, self.passed(4).seconds
-        ahead = (1 + self.job.checkpointing) * (N - 1) * max(0, keys - scores / N)
-        behind = (N - 1) * max(0, keys + gradients - scores_backward / N) + gradients
+        ahead = (1 + self.job.checkpointing) * (N - 1) * max(0, keys - scores * 2 / 7 / N)
+        behind = (N - 1) * max(0, keys + gradients - scores * 5 / 7 / N) + gradients
         return seconds + L * m * (ahead + behind)
 
     @property
