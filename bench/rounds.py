@@ -3,7 +3,7 @@
     a group: start, warm up, then a first round each (with a time limit two)
     all:     the rounds that are left, in turn, so that a drifting clock affects all alike
 
-A group is one candidate, on CUDA two: one compiles on the CPU's cores while the other warms up, and
+A group is one candidate, on CUDA three: one compiles on the CPU's cores while another warms up, and
 nothing else runs while a round is timed. If the sleeping processes do not fit into memory together,
 every round gets a new one ("fresh"); compiled candidates take all their rounds at once instead,
 because they compile only once. What fails is a row with its reason.
@@ -23,6 +23,7 @@ from bench.results import Progress, Result, content_of
 from bench.workers import Failure, Stop, Worker, once
 
 SHOWN = 2  # rounds from which a row is shown
+TOGETHER = 3  # candidates that warm up at the same time on CUDA
 
 
 class Turns:
@@ -40,7 +41,7 @@ class Turns:
         self.peak = 0  # the most bytes that any process needed
         self.crowded = False  # the sleeping processes do not fit into memory together
         self.fresh = False  # so every round had a new one
-        self.warm_up_s, self.round_s = 0.0, 0.0  # the longest ones
+        self.setup_s, self.warm_up_s, self.round_s = 0.0, 0.0, 0.0  # the longest ones
         self.told: set[str] = set()
         self.target = 0  # rounds of a row
 
@@ -80,7 +81,7 @@ class Turns:
         group: list[Result] = []
         for r in (r for r in results if not r.ended):
             alone = not self.bench.cuda or self.crowded or plan.request.get("auto")
-            if group and (alone or len(group) > 1 or r.name == group[0].name):
+            if len(group) == TOGETHER or (group and (alone or r.name in (g.name for g in group))):
                 yield group
                 group = []
             group.append(r)
@@ -158,7 +159,8 @@ class Turns:
                 worker = self.workers[r.name]
                 warm = self.seen(r, worker.receive())
                 warm.pop("peak_bytes", None)
-                self.warm_up_s = max(self.warm_up_s, worker.setup_s + worker.took_s)
+                self.setup_s = max(self.setup_s, worker.setup_s)
+                self.warm_up_s = max(self.warm_up_s, worker.took_s)
                 self.warm.setdefault(r.name, set()).add(str(r))
                 if "setup_s" not in r.about:
                     took = {"setup_s": worker.setup_s, "warm_up_s": worker.took_s}
@@ -180,7 +182,8 @@ class Turns:
         if not r.rounds and (why := plan.skip(r.name, r.point, rows)):
             raise Failure("skipped", why)
         need = self.warm_up_s + self.round_s * min(SHOWN, plan.rounds)
-        if not r.rounds and self.warm_up_s and self.stop.left < need:
+        need += self.setup_s if r.name not in self.workers else 0.0
+        if not r.rounds and self.setup_s and self.stop.left < need:
             left = max(self.stop.left, 0)
             raise Failure("stopped", f"it takes about {need:.0f} s, and {left:.0f} s were left")
         self.stop.check()

@@ -155,14 +155,13 @@ def test_rounds_are_interleaved_and_a_failure_ends_nothing_else(measured):
     ]
 
 
-def test_on_a_gpu_two_warm_up_together_and_none_while_a_round_is_timed(measured):
-    jobs = {"a": {}, "b": {}, "c": {}}
+def test_on_a_gpu_three_warm_up_together_and_none_while_a_round_is_timed(measured):
+    jobs = {"a": {}, "b": {}, "c": {}, "d": {}}
     _, _, log = measured(jobs, device="cuda", stop=Stop(time.monotonic() + 600))
-    each = [line.partition(" ")[2] for line in log]
-    assert log[:4] == ["a job", "a warm p", "b job", "b warm p"]
-    assert log[4:8] == ["a round p", "b round p"] * 2  # with a time limit a row has two rounds
-    assert log[8:12] == ["c job", "c warm p", "c round p", "c round p"]
-    assert log[12:] == ["a round p", "b round p", "c round p"] and "round p" not in each[:4]
+    assert log[:6] == [f"{name} {what}" for name in "abc" for what in ("job", "warm p")]
+    assert log[6:12] == ["a round p", "b round p", "c round p"] * 2  # a row has two rounds
+    assert log[12:16] == ["d job", "d warm p", "d round p", "d round p"]
+    assert log[16:] == [f"{name} round p" for name in "abcd"]
 
 
 def test_processes_that_do_not_fit_together_are_new_in_each_round(measured):
