@@ -30,7 +30,7 @@ from core.settings import Loaded, UserError, end_at_once, exit_on_user_error
 if __name__ == "__main__":
     end_at_once()
 
-from bench import Json, qualify, record, report, rounds, runs, tables
+from bench import Json, parts, qualify, record, report, rounds, runs, tables
 from bench.begin import begin, describe
 from bench.plan import planned
 from bench.results import Progress
@@ -116,8 +116,8 @@ def show(content: Json) -> None:
         notes = {mode.TITLE: mode.NOTES for mode in report.MODES.values()}
         for name, made in report.sections(content):
             print(f"\n{name}\n{tables.markdown(made)}")
-            if name in notes:
-                print(f"\n{notes[name]}")
+            if note := notes.get(name, parts.NOTES if name.startswith("A step of ") else ""):
+                print(f"\n{note}")
     print("", *content["answers"], sep="\n")
 
 
