@@ -125,7 +125,7 @@ class Report:
             counts = self.features.setdefault(row, dict.fromkeys(VERDICTS.values(), 0))
             counts[VERDICTS[item.verdict]] += 1
         self.refusals.update(why for why in item.why if isinstance(why, Refusal))
-        self.length = max(self.length, item.case.Tk)
+        self.length = max(self.length, item.case.Tk * (item.verdict != "refused"))
         if item.verdict == "wrong":
             self.failures.append({"what": item.name, "dtype": item.dtype, "device": item.device,
                                   "why": "; ".join(item.why)})
@@ -196,7 +196,7 @@ def check(
 def in_one_line(reasons: Sequence[str]) -> str:
     """As in "it takes a head_dim up to 64, not 72/80/128"."""
     words = [re.sub(r" \(got[^)]*\)", "", reason).split() for reason in reasons]
-    if len({len(of_one) for of_one in words}) > 1:
+    if len({(len(of_one), of_one[1]) for of_one in words}) > 1:
         return "; ".join(dict.fromkeys(map(" ".join, words)))
     return " ".join("/".join(dict.fromkeys(column)) for column in zip(*words))
 

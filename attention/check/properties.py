@@ -264,6 +264,7 @@ SIDES = ", window9, right5, window9-right5, window9-both, both"
 MASKS = "packed, window9-packed, window9-both-packed, both-packed"
 SOME = ", packed, sinks, both"
 ALL = ", window5, packed, sinks, scale-softcap4, both"
+CACHED = ", window9, both, sinks-scale-softcap4, alibi-window9"
 autocast = partial(surrounded, context=partial(torch.autocast, dtype=torch.bfloat16))
 inference = partial(surrounded, context=lambda device: torch.inference_mode())
 SAMPLE: list[Row] = [  # for --quick
@@ -281,7 +282,7 @@ SAMPLE: list[Row] = [  # for --quick
     ("the same mask again", "dropout", replay, "9x150-mqa-B1-D64-dropout.25"),
     ("one graph", "torch.compile", compiled, "65-gqa-compiled"),
     ("left padding", "caches", accuracy, "3x24-left-gqa-B3-dynamic"),
-    ("in a cache", "caches", probed, "64-gqa-static, 64-gqa-inference-page_size16", ", window9"),
+    ("in a cache", "caches", probed, "64-gqa-static, 64-gqa-inference-page_size16", CACHED),
     ("in parts, merged by L", "parts", probed, "50-mqa-lse", ", window9-packed"),
     ("log-sum-exp", "parts", log_sum_exp, "33-mqa-lse, 40x33-mqa-lse", ", right5"),
 ]
@@ -305,8 +306,7 @@ PROPERTIES = [*SAMPLE,
      "1x24-left-gqa-B3-dynamic, 3x24-gqa-dynamic", ", window6"),
     ("in a cache", "caches", probed,
      "64-gqa-static, 64-gqa-inference-page_size16, 300-gqa-inference-page_size256",
-     ", window9, window9-right5, window9-both, both, sinks-scale-softcap4, alibi-window9,"
-     "alibi-both"),
+     f"{CACHED}, window9-right5, window9-both, alibi-both"),
     ("in parts, merged by L", "parts", probed, "50-gqa-lse", ", window9, packed, window9-packed,"
      "scale-softcap4, alibi-packed"),
     ("log-sum-exp", "parts", log_sum_exp, "33-mqa-lse, 20x33-mqa-lse, 40x33-mqa-lse",
