@@ -81,7 +81,7 @@ def unseen(item: Item) -> None:
 
 # --- dropout ---
 
-CONTRACT = '(attention/spec.py: "dropout: float = 0.0  # on the attention probabilities")'
+CONTRACT = '(attention/spec.py: "dropout: float = 0.0 # on the attention probabilities")'
 
 
 def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
