@@ -20,14 +20,13 @@ from bench import ROOT, Json, converge, decode, kernel, proof, record, report, r
 from bench.job import LONGEST, Bench
 from bench.machine import busy
 from bench.results import Progress
-from bench.settings import CPU_CONFIG, MODES, Qualify, load_config, vocabulary
+from bench.settings import MODES, Qualify
 from bench.workers import Failure, Stop
 from core.settings import UserError
 from data.prepare import PrepareConfig
 
 MINUTES = 9.0
 GRAPHS = 120.0  # seconds, enough to compile the decode steps and record CUDA graphs
-POINTS, ALL_POINTS = 8, 20  # points of the grid; minutes from which all are measured
 VERDICTS = ("right", "wrong", "refused", "not_reached")
 # A model for converge that learns something in a minute.
 SMALL: Json = {
@@ -58,15 +57,13 @@ def grid(cuda: bool) -> list[Json]:
     A GPU has the width and tokens of the FlashAttention papers, others width 256 and one sequence.
     """
     lengths, widths = (1024, 4096, 16384, 512, 2048, 8192), (64, 128)
-    sizes: list[tuple[int, int, int | None, int]] = [
-        (T, D, None, 1) for T in lengths for D in widths
-    ]
-    sizes[4:4] = [(4096, 64, 1024, 1), (4096, 128, None, 4)]
+    sizes = [(T, D, None, 1) for T in lengths for D in widths]
+    more = [(4096, 64, 1024, 1), (4096, 128, None, 4), (16384, 128, 1024, 1)]
     made = []
-    for T, D, window, group in [*sizes, (16384, 128, 1024, 1)]:
-        H = (2048 if cuda else 256) // D
-        heads = {"H": H, "Hkv": max(1, H // group), "D": D}
-        made.append({"B": max(1, 16384 // T) if cuda else 1, "T": T, **heads, "window": window})
+    for T, D, window, group in [*sizes[:4], *more, *sizes[4:]]:
+        H, B = ((2048 if cuda else 256) // D, max(1, 16384 // T) if cuda else 1)
+        Hkv = max(1, H // group)
+        made.append({"B": B, "T": T, "H": H, "Hkv": Hkv, "D": D, "window": window})
     return made
 
 
@@ -88,13 +85,12 @@ def numbers(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
 
 
 def kernels(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
-    points = grid(bench.cuda)
-    if (bench.config.minutes or MINUTES) < ALL_POINTS:
-        points = points[:POINTS]
     # Without the slow ones but manual, which compares machines.
     names = [n for n in bench.backends if n == "manual" or n not in LONGEST]
     bench = replace(bench, backends=(*(names or bench.backends),))
-    return record.complete(rounds.measure(bench, kernel.plans(bench, points), stop, progress))
+    return record.complete(
+        rounds.measure(bench, kernel.plans(bench, grid(bench.cuda)), stop, progress)
+    )
 
 
 def training(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
@@ -140,18 +136,12 @@ STAGES = {
 
 
 def settled(bench: Bench[Qualify], given: Container[str]) -> Bench[Qualify]:
-    """Choose the model to train: the requested one; else GPT-2 124M without gradient accumulation;
-    on a small GPU the model of config/bench_cpu.py."""
+    """Without a given batch size train on a GPU without gradient accumulation, by its memory."""
     config, free = bench.config, bench.machine["free_memory"]
     if bench.cuda and "batch_size" not in given:
-        if free >= 22e9:
-            batch = 64 if free >= 70e9 else 16
-            config = replace(config, gradient_accumulation_steps=1, batch_size=batch)
-        else:
-            small = load_config([CPU_CONFIG]).settings
-            sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "batch_size")
-            config = replace(config, **{name: getattr(small, name) for name in sizes})
-    return replace(bench, config=config, vocab_size=vocabulary(config)[0])
+        batch = 64 if free >= 70e9 else 16 if free >= 22e9 else 4
+        config = replace(config, gradient_accumulation_steps=1, batch_size=batch)
+    return replace(bench, config=config)
 
 
 def run(
