@@ -11,7 +11,6 @@ import gc
 import os
 import platform
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +33,7 @@ PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "nu
 STATUS = Path("/proc/self/status")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # a container's limits
+DRIVER = Path("/proc/driver/nvidia/version")
 CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
 LARGEST_COPY = 2**30  # bytes, beyond the caches
 # Of oneDNN and C++ too.
@@ -151,6 +151,7 @@ class Description:
         self.about |= dict.fromkeys(("capability", "driver", "products_tflops"))
         self.about |= {
             "free_memory": free_memory(device),  # before the rates, whose memory PyTorch keeps
+            "busy": busy(device),
             "about": describe(device),
             "cuda": torch.version.cuda,
             "threads": torch.get_num_threads(),
@@ -170,8 +171,8 @@ class Description:
             products = flops.measured_tflops(device, getattr(torch, job.dtype))
             capability = list(torch.cuda.get_device_capability(device))
             self.about |= {"name": describe(device), "capability": capability}
-            self.about |= {"driver": next((gpu[0] for gpu in gpus()), None)}
-            self.about |= {"cudnn": torch.backends.cudnn.version(), "products_tflops": products}
+            self.about |= {"driver": driver(), "cudnn": torch.backends.cudnn.version()}
+            self.about["products_tflops"] = products
         rate, source = None, "not measured"
         if sent["bandwidth_gbs"]:
             rate, source = sent["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
@@ -183,27 +184,23 @@ class Description:
         reset_peak(device)
 
 
-def gpus() -> list[list[str]]:
-    """Return (driver, used MB, use in %) of each GPU by nvidia-smi; [] without it."""
-    query = "--query-gpu=driver_version,memory.used,utilization.gpu"
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.split(", ") for line in done.stdout.splitlines()] if not done.returncode else []
-
-
-def busy(device: str) -> list[str]:
-    """Return a line for each sign of other processes at work before the measurement."""
+def busy(device: torch.device) -> list[str]:
+    """Return a line for each sign of other processes at work."""
     found = []
-    for i, (_, mb, share) in enumerate(gpus() if device == "cuda" else ()):
-        numbers = [int(n) if n.isdecimal() else 0 for n in (mb, share)]  # "[N/A]" of a MIG slice
-        if numbers[0] > 1000 or numbers[1] > 10:
-            found.append(f"GPU {i} was in use before we began: {mb} MB, {share}%")
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if total - free > 2 * CONTEXT:
+            found.append(f"{(total - free) / 1e9:.1f} GB of the GPU were in use before we began")
     if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > (os.cpu_count() or 1) / 2:
         found.append(f"the CPU was busy before we began: a load of {load:.1f}")
     return found
+
+
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver."""
+    text = DRIVER.read_text(encoding="utf-8") if DRIVER.exists() else ""
+    found = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", text)
+    return found[1] if found else None
 
 
 # --- refusals ---

@@ -18,7 +18,6 @@ from typing import Any
 import data
 from bench import ROOT, Json, converge, decode, kernel, proof, record, report, rounds, train
 from bench.job import LONGEST, Bench
-from bench.machine import busy
 from bench.results import Progress
 from bench.settings import MODES, Qualify
 from bench.workers import Failure, Stop
@@ -71,7 +70,7 @@ def grid(cuda: bool) -> list[Json]:
 
 
 def machine(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
-    return {"about": bench.machine["about"], "busy": busy(bench.device.partition(":")[0])}
+    return {"about": bench.machine["about"], "busy": bench.machine["busy"]}
 
 
 def numbers(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
@@ -135,15 +134,6 @@ STAGES = {
 }
 
 
-def settled(bench: Bench[Qualify], given: Container[str]) -> Bench[Qualify]:
-    """Without a given batch size train on a GPU without gradient accumulation, by its memory."""
-    config, free = bench.config, bench.machine["free_memory"]
-    if bench.cuda and "batch_size" not in given:
-        batch = 64 if free >= 70e9 else 16 if free >= 22e9 else 4
-        config = replace(config, gradient_accumulation_steps=1, batch_size=batch)
-    return replace(bench, config=config)
-
-
 def run(
     bench: Bench[Qualify], about: Json, given: Container[str], stop: Stop, progress: Progress,
     folder: Callable[[], Path],
@@ -153,8 +143,11 @@ def run(
     `about` has the record's entries about the command, `given` the names of the user's settings;
     `folder` makes and returns the record's folder.
     """
-    bench = settled(bench, given)
-    config, names = bench.config, [*STAGES]
+    config, free, names = bench.config, bench.machine["free_memory"], [*STAGES]
+    if bench.cuda and "batch_size" not in given:  # as many sequences as fit, in one micro-batch
+        batch = 64 if free >= 70e9 else 16 if free >= 22e9 else 4
+        config = replace(config, gradient_accumulation_steps=1, batch_size=batch)
+        bench = replace(bench, config=config)
     end = time.monotonic() + 60 * (config.minutes or MINUTES)
     wanted = [names[n - 1] for n in sorted(set(config.stages))]
     content: Json = {**about, **bench.part, "stages": []}
