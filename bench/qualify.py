@@ -26,6 +26,8 @@ from data.prepare import PrepareConfig
 
 MINUTES = 9.0
 GRAPHS = 120.0  # seconds, enough to compile the decode steps and record CUDA graphs
+TRAINED = 4  # backends of the training stage
+POINTS, ALL_POINTS = 8, 20  # points of the grid; minutes from which all are measured
 VERDICTS = ("right", "wrong", "refused", "not_reached")
 # A model for converge that learns something in a minute.
 SMALL: Json = {
@@ -59,11 +61,16 @@ def grid(cuda: bool) -> list[Json]:
     sizes = [(T, D, None, 1) for T in lengths for D in widths]
     more = [(4096, 64, 1024, 1), (4096, 128, None, 4), (16384, 128, 1024, 1)]
     made = []
-    for T, D, window, group in [*sizes[:4], *more, *sizes[4:]]:
+    for T, D, window, group in [*sizes[:4], *more[:2], *sizes[4:], more[2]]:
         H, B = ((2048 if cuda else 256) // D, max(1, 16384 // T) if cuda else 1)
         Hkv = max(1, H // group)
         made.append({"B": B, "T": T, "H": H, "Hkv": Hkv, "D": D, "window": window})
     return made
+
+
+def fast(bench: Bench[Any]) -> tuple[str, ...]:
+    """Return the backends without the slow ones, if there are others."""
+    return tuple(n for n in bench.backends if n not in LONGEST) or bench.backends
 
 
 # --- the stages ---
@@ -84,15 +91,15 @@ def numbers(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
 
 
 def kernels(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
-    # Without the slow ones but manual, which compares machines.
-    names = [n for n in bench.backends if n == "manual" or n not in LONGEST]
-    bench = replace(bench, backends=(*(names or bench.backends),))
-    return record.complete(
-        rounds.measure(bench, kernel.plans(bench, grid(bench.cuda)), stop, progress)
-    )
+    points = grid(bench.cuda)[: POINTS if (bench.config.minutes or MINUTES) < ALL_POINTS else None]
+    # manual compares machines
+    names = tuple(n for n in bench.backends if n == "manual" or n in fast(bench))
+    bench = replace(bench, backends=names)
+    return record.complete(rounds.measure(bench, kernel.plans(bench, points), stop, progress))
 
 
 def training(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
+    bench = replace(bench, backends=fast(bench)[:TRAINED])
     return record.complete(rounds.measure(bench, train.plans(bench), stop, progress))
 
 
@@ -100,7 +107,7 @@ def decoding(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
     names = [n for n in bench.backends if n == "sdpa" or n.startswith("flash_attn")]
     if bench.cuda and stop.left >= GRAPHS:
         bench = replace(bench, config=replace(bench.config, compile=True))
-    bench = replace(bench, backends=(*(names or bench.backends[:1]), "paged"))
+    bench = replace(bench, backends=(*(names or fast(bench)[:1]), "paged"))
     return record.complete(rounds.measure(bench, decode.plans(bench), stop, progress))
 
 
@@ -118,7 +125,7 @@ def convergence(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
         how["n_layer"] = max(SMALL["n_layer"], len(bench.config.attention_window))
         if bench.cuda:  # float32 and bfloat16; on a CPU the fused kernels
             how |= {"paths": ("bfloat16",), "backends": ("all",)}
-        names = () if bench.cuda else bench.backends[:1]
+        names = () if bench.cuda else fast(bench)[:1]
         config = replace(bench.config, **how)
         bench = replace(bench, vocab_size=V, config=config, backends=names)
         return record.complete(rounds.measure(bench, converge.plans(bench), stop, progress))
