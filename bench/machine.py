@@ -144,35 +144,28 @@ class Description:
     """Describes what affects a measurement on this machine, as `about`."""
 
     def __init__(self, sent: Json) -> None:
-        self.job = job = Job(sent)
+        job = Job(sent)
         self.device = device = job.device
         wanted, name = job.config.peak_tflops, cpu_name() or platform.machine()
-        self.about: Json = {"device": str(device), "kind": device.type, "name": name, "cpu": name}
-        self.about |= dict.fromkeys(("capability", "driver", "products_tflops"))
-        self.about |= {
-            "free_memory": free_memory(device),  # before the rates, whose memory PyTorch keeps
-            "busy": busy(device),
-            "about": describe(device),
-            "cuda": torch.version.cuda,
-            "threads": torch.get_num_threads(),
-            "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(),
-            "packages": {},
-            "dtype": job.dtype,
-        }
+        here: Json = {"device": str(device), "kind": device.type, "name": name, "cpu": name}
+        here |= {"about": describe(device), "threads": torch.get_num_threads(), "packages": {}}
+        here |= {"system": f"{platform.system()} {platform.release()}", "dtype": job.dtype}
+        here |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+        # Before the rates, whose memory PyTorch keeps.
+        here |= {"free_memory": free_memory(device), "busy": busy(device)}
         for package in PACKAGES:
             with suppress(metadata.PackageNotFoundError):
-                self.about["packages"][package] = metadata.version(package)
+                here["packages"][package] = metadata.version(package)
         peak = flops.peak(device, job.dtype, wanted)
-        self.about |= {"peak_tflops": peak.tflops, "peak_source": peak.source}
-        self.about["peak_measured"] = peak.measured
+        here |= {"peak_tflops": peak.tflops, "peak_source": peak.source}
+        here |= {"peak_measured": peak.measured}
+        here |= dict.fromkeys(("capability", "driver", "products_tflops"))
         if device.type == "cuda":
+            here |= {"name": describe(device), "driver": driver()}
+            here["capability"] = list(torch.cuda.get_device_capability(device))
+            here["cudnn"] = torch.backends.cudnn.version()
             # What matmuls reach now, always below the datasheet's.
-            products = flops.measured_tflops(device, getattr(torch, job.dtype))
-            capability = list(torch.cuda.get_device_capability(device))
-            self.about |= {"name": describe(device), "capability": capability}
-            self.about |= {"driver": driver(), "cudnn": torch.backends.cudnn.version()}
-            self.about["products_tflops"] = products
+            here["products_tflops"] = flops.measured_tflops(device, getattr(torch, job.dtype))
         rate, source = None, "not measured"
         if sent["bandwidth_gbs"]:
             rate, source = sent["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
@@ -180,7 +173,7 @@ class Description:
             copies = lambda: bandwidth(device, sent["memory_limit"])  # noqa: E731
             rate, when = flops.kept_rate("bytes/s", device, copies, wanted == "measure")
             source = f"{when}: copies of up to {LARGEST_COPY / 1e9:.2g} GB"
-        self.about |= {"bandwidth": rate, "bandwidth_source": source}
+        self.about = here | {"bandwidth": rate, "bandwidth_source": source}
         reset_peak(device)
 
 

@@ -30,16 +30,8 @@ TRAINED = 4  # backends of the training stage
 POINTS, ALL_POINTS = 8, 20  # points of the grid; minutes from which all are measured
 VERDICTS = ("right", "wrong", "refused", "not_reached")
 # A model for converge that learns something in a minute.
-SMALL: Json = {
-    "n_layer": 4,
-    "n_head": 4,
-    "n_embd": 128,
-    "block_size": 64,
-    "n_kv_head": None,
-    "gradient_accumulation_steps": 1,
-    "dropout": 0.0,
-    "compile": False,
-}
+SMALL: Json = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "n_kv_head": None}
+SMALL |= {"gradient_accumulation_steps": 1, "dropout": 0.0, "compile": False}
 
 
 @dataclass(frozen=True)
