@@ -92,29 +92,26 @@ def work(row: Row, part: Part) -> Line:
 
 def heading(row: Row, part: Part) -> str:
     """Return the title of a row's table: sizes and dtype."""
-    m, p, s = model_of(part), row["point"], part["settings"]
+    m, p, s, dtype = model_of(part), row["point"], part["settings"], part["machine"]["dtype"]
     if row["mode"] == "kernel":
-        H, Hkv, window = p["H"], p["Hkv"], p["window"]
-        words = [f"{H} heads of {p['D']}"]
-    else:
-        H, Hkv = m.n_head, m.kv_heads
-        window = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
-        window = "" if window == "none" else window
-        words = [part["hf"]["name"]] if "hf" in part else []
-        words += [f"{m.n_layer} layers", f"{m.n_embd} wide", f"{H} heads"]
-    words[-1] += f" ({Hkv} for keys)" if Hkv != H else ""
-    more = {f"window {window}": window, part["machine"]["dtype"]: True}
-    if row["mode"] != "kernel":
-        more = {
-            f"vocabulary {m.vocab_size:,}": True,
-            **more,
-            "biases": m.bias,
-            f"dropout {m.dropout:g}": m.dropout,
-            "gradient checkpointing": s.get("gradient_checkpointing"),
-            "residual in autocast": s.get("residual_dtype") == "autocast",
-            f"{s.get('steps')} steps": row["mode"] == "converge",
-        }
-    return ", ".join(words + [name for name, on in more.items() if on])
+        shared = f" ({p['Hkv']} for keys)" if p["Hkv"] != p["H"] else ""
+        window = f", window {p['window']}" if p["window"] else ""
+        return f"{p['H']} heads of {p['D']}{shared}{window}, {dtype}"
+    windows = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
+    shared = f" ({m.kv_heads} for keys)" if m.kv_heads != m.n_head else ""
+    words = {
+        part.get("hf", {}).get("name", ""): "hf" in part,
+        f"{m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads{shared}": True,
+        f"vocabulary {m.vocab_size:,}": True,
+        f"window {windows}": windows != "none",
+        dtype: True,
+        "biases": m.bias,
+        f"dropout {m.dropout:g}": m.dropout,
+        "gradient checkpointing": s.get("gradient_checkpointing"),
+        "residual in autocast": s.get("residual_dtype") == "autocast",
+        f"{s.get('steps')} steps": row["mode"] == "converge",
+    }
+    return ", ".join(word for word, on in words.items() if on)
 
 
 def doubts(part: Part) -> str:

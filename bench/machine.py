@@ -11,7 +11,6 @@ import gc
 import os
 import platform
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +33,7 @@ PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "nu
 STATUS = Path("/proc/self/status")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # a container's limits
+DRIVER = Path("/proc/driver/nvidia/version")
 CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
 LARGEST_COPY = 2**30  # bytes, beyond the caches
 # Of oneDNN and C++ too.
@@ -144,34 +144,28 @@ class Description:
     """Describes what affects a measurement on this machine, as `about`."""
 
     def __init__(self, sent: Json) -> None:
-        self.job = job = Job(sent)
+        job = Job(sent)
         self.device = device = job.device
         wanted, name = job.config.peak_tflops, cpu_name() or platform.machine()
-        self.about: Json = {"device": str(device), "kind": device.type, "name": name, "cpu": name}
-        self.about |= dict.fromkeys(("capability", "driver", "products_tflops"))
-        self.about |= {
-            "free_memory": free_memory(device),  # before the rates, whose memory PyTorch keeps
-            "about": describe(device),
-            "cuda": torch.version.cuda,
-            "threads": torch.get_num_threads(),
-            "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(),
-            "packages": {},
-            "dtype": job.dtype,
-        }
+        here: Json = {"device": str(device), "kind": device.type, "name": name, "cpu": name}
+        here |= {"about": describe(device), "threads": torch.get_num_threads(), "packages": {}}
+        here |= {"system": f"{platform.system()} {platform.release()}", "dtype": job.dtype}
+        here |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+        # Before the rates, whose memory PyTorch keeps.
+        here |= {"free_memory": free_memory(device), "busy": busy(device)}
         for package in PACKAGES:
             with suppress(metadata.PackageNotFoundError):
-                self.about["packages"][package] = metadata.version(package)
+                here["packages"][package] = metadata.version(package)
         peak = flops.peak(device, job.dtype, wanted)
-        self.about |= {"peak_tflops": peak.tflops, "peak_source": peak.source}
-        self.about["peak_measured"] = peak.measured
+        here |= {"peak_tflops": peak.tflops, "peak_source": peak.source}
+        here |= {"peak_measured": peak.measured}
+        here |= dict.fromkeys(("capability", "driver", "products_tflops"))
         if device.type == "cuda":
+            here |= {"name": describe(device), "driver": driver()}
+            here["capability"] = list(torch.cuda.get_device_capability(device))
+            here["cudnn"] = torch.backends.cudnn.version()
             # What matmuls reach now, always below the datasheet's.
-            products = flops.measured_tflops(device, getattr(torch, job.dtype))
-            capability = list(torch.cuda.get_device_capability(device))
-            self.about |= {"name": describe(device), "capability": capability}
-            self.about |= {"driver": next((gpu[0] for gpu in gpus()), None)}
-            self.about |= {"cudnn": torch.backends.cudnn.version(), "products_tflops": products}
+            here["products_tflops"] = flops.measured_tflops(device, getattr(torch, job.dtype))
         rate, source = None, "not measured"
         if sent["bandwidth_gbs"]:
             rate, source = sent["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
@@ -179,31 +173,27 @@ class Description:
             copies = lambda: bandwidth(device, sent["memory_limit"])  # noqa: E731
             rate, when = flops.kept_rate("bytes/s", device, copies, wanted == "measure")
             source = f"{when}: copies of up to {LARGEST_COPY / 1e9:.2g} GB"
-        self.about |= {"bandwidth": rate, "bandwidth_source": source}
+        self.about = here | {"bandwidth": rate, "bandwidth_source": source}
         reset_peak(device)
 
 
-def gpus() -> list[list[str]]:
-    """Return (driver, used MB, use in %) of each GPU by nvidia-smi; [] without it."""
-    query = "--query-gpu=driver_version,memory.used,utilization.gpu"
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.split(", ") for line in done.stdout.splitlines()] if not done.returncode else []
-
-
-def busy(device: str) -> list[str]:
-    """Return a line for each sign of other processes at work before the measurement."""
+def busy(device: torch.device) -> list[str]:
+    """Return a line for each sign of other processes at work."""
     found = []
-    for i, (_, mb, share) in enumerate(gpus() if device == "cuda" else ()):
-        numbers = [int(n) if n.isdecimal() else 0 for n in (mb, share)]  # "[N/A]" of a MIG slice
-        if numbers[0] > 1000 or numbers[1] > 10:
-            found.append(f"GPU {i} was in use before we began: {mb} MB, {share}%")
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if total - free > 2 * CONTEXT:
+            found.append(f"{(total - free) / 1e9:.1f} GB of the GPU were in use before we began")
     if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > (os.cpu_count() or 1) / 2:
         found.append(f"the CPU was busy before we began: a load of {load:.1f}")
     return found
+
+
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver."""
+    text = DRIVER.read_text(encoding="utf-8") if DRIVER.exists() else ""
+    found = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", text)
+    return found[1] if found else None
 
 
 # --- refusals ---

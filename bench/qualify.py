@@ -18,28 +18,20 @@ from typing import Any
 import data
 from bench import ROOT, Json, converge, decode, kernel, proof, record, report, rounds, train
 from bench.job import LONGEST, Bench
-from bench.machine import busy
 from bench.results import Progress
-from bench.settings import CPU_CONFIG, MODES, Qualify, load_config, vocabulary
+from bench.settings import MODES, Qualify
 from bench.workers import Failure, Stop
 from core.settings import UserError
 from data.prepare import PrepareConfig
 
 MINUTES = 9.0
 GRAPHS = 120.0  # seconds, enough to compile the decode steps and record CUDA graphs
+TRAINED = 4  # backends of the training stage
 POINTS, ALL_POINTS = 8, 20  # points of the grid; minutes from which all are measured
 VERDICTS = ("right", "wrong", "refused", "not_reached")
 # A model for converge that learns something in a minute.
-SMALL: Json = {
-    "n_layer": 4,
-    "n_head": 4,
-    "n_embd": 128,
-    "block_size": 64,
-    "n_kv_head": None,
-    "gradient_accumulation_steps": 1,
-    "dropout": 0.0,
-    "compile": False,
-}
+SMALL: Json = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "n_kv_head": None}
+SMALL |= {"gradient_accumulation_steps": 1, "dropout": 0.0, "compile": False}
 
 
 @dataclass(frozen=True)
@@ -58,23 +50,26 @@ def grid(cuda: bool) -> list[Json]:
     A GPU has the width and tokens of the FlashAttention papers, others width 256 and one sequence.
     """
     lengths, widths = (1024, 4096, 16384, 512, 2048, 8192), (64, 128)
-    sizes: list[tuple[int, int, int | None, int]] = [
-        (T, D, None, 1) for T in lengths for D in widths
-    ]
-    sizes[4:4] = [(4096, 64, 1024, 1), (4096, 128, None, 4)]
+    sizes = [(T, D, None, 1) for T in lengths for D in widths]
+    more = [(4096, 64, 1024, 1), (4096, 128, None, 4), (16384, 128, 1024, 1)]
     made = []
-    for T, D, window, group in [*sizes, (16384, 128, 1024, 1)]:
-        H = (2048 if cuda else 256) // D
-        heads = {"H": H, "Hkv": max(1, H // group), "D": D}
-        made.append({"B": max(1, 16384 // T) if cuda else 1, "T": T, **heads, "window": window})
+    for T, D, window, group in [*sizes[:4], *more[:2], *sizes[4:], more[2]]:
+        H, B = ((2048 if cuda else 256) // D, max(1, 16384 // T) if cuda else 1)
+        Hkv = max(1, H // group)
+        made.append({"B": B, "T": T, "H": H, "Hkv": Hkv, "D": D, "window": window})
     return made
+
+
+def fast(bench: Bench[Any]) -> tuple[str, ...]:
+    """Return the backends without the slow ones, if there are others."""
+    return tuple(n for n in bench.backends if n not in LONGEST) or bench.backends
 
 
 # --- the stages ---
 
 
 def machine(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
-    return {"about": bench.machine["about"], "busy": busy(bench.device.partition(":")[0])}
+    return {"about": bench.machine["about"], "busy": bench.machine["busy"]}
 
 
 def numbers(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
@@ -88,16 +83,15 @@ def numbers(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
 
 
 def kernels(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
-    points = grid(bench.cuda)
-    if (bench.config.minutes or MINUTES) < ALL_POINTS:
-        points = points[:POINTS]
-    # Without the slow ones but manual, which compares machines.
-    names = [n for n in bench.backends if n == "manual" or n not in LONGEST]
-    bench = replace(bench, backends=(*(names or bench.backends),))
+    points = grid(bench.cuda)[: POINTS if (bench.config.minutes or MINUTES) < ALL_POINTS else None]
+    # manual compares machines
+    names = tuple(n for n in bench.backends if n == "manual" or n in fast(bench))
+    bench = replace(bench, backends=names)
     return record.complete(rounds.measure(bench, kernel.plans(bench, points), stop, progress))
 
 
 def training(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
+    bench = replace(bench, backends=fast(bench)[:TRAINED])
     return record.complete(rounds.measure(bench, train.plans(bench), stop, progress))
 
 
@@ -105,7 +99,7 @@ def decoding(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
     names = [n for n in bench.backends if n == "sdpa" or n.startswith("flash_attn")]
     if bench.cuda and stop.left >= GRAPHS:
         bench = replace(bench, config=replace(bench.config, compile=True))
-    bench = replace(bench, backends=(*(names or bench.backends[:1]), "paged"))
+    bench = replace(bench, backends=(*(names or fast(bench)[:1]), "paged"))
     return record.complete(rounds.measure(bench, decode.plans(bench), stop, progress))
 
 
@@ -123,7 +117,7 @@ def convergence(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
         how["n_layer"] = max(SMALL["n_layer"], len(bench.config.attention_window))
         if bench.cuda:  # float32 and bfloat16; on a CPU the fused kernels
             how |= {"paths": ("bfloat16",), "backends": ("all",)}
-        names = () if bench.cuda else bench.backends[:1]
+        names = () if bench.cuda else fast(bench)[:1]
         config = replace(bench.config, **how)
         bench = replace(bench, vocab_size=V, config=config, backends=names)
         return record.complete(rounds.measure(bench, converge.plans(bench), stop, progress))
@@ -139,21 +133,6 @@ STAGES = {
 }
 
 
-def settled(bench: Bench[Qualify], given: Container[str]) -> Bench[Qualify]:
-    """Choose the model to train: the requested one; else GPT-2 124M without gradient accumulation;
-    on a small GPU the model of config/bench_cpu.py."""
-    config, free = bench.config, bench.machine["free_memory"]
-    if bench.cuda and "batch_size" not in given:
-        if free >= 22e9:
-            batch = 64 if free >= 70e9 else 16
-            config = replace(config, gradient_accumulation_steps=1, batch_size=batch)
-        else:
-            small = load_config([CPU_CONFIG]).settings
-            sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "batch_size")
-            config = replace(config, **{name: getattr(small, name) for name in sizes})
-    return replace(bench, config=config, vocab_size=vocabulary(config)[0])
-
-
 def run(
     bench: Bench[Qualify], about: Json, given: Container[str], stop: Stop, progress: Progress,
     folder: Callable[[], Path],
@@ -163,8 +142,11 @@ def run(
     `about` has the record's entries about the command, `given` the names of the user's settings;
     `folder` makes and returns the record's folder.
     """
-    bench = settled(bench, given)
-    config, names = bench.config, [*STAGES]
+    config, free, names = bench.config, bench.machine["free_memory"], [*STAGES]
+    if bench.cuda and "batch_size" not in given:  # as many sequences as fit, in one micro-batch
+        batch = 64 if free >= 70e9 else 16 if free >= 22e9 else 4
+        config = replace(config, gradient_accumulation_steps=1, batch_size=batch)
+        bench = replace(bench, config=config)
     end = time.monotonic() + 60 * (config.minutes or MINUTES)
     wanted = [names[n - 1] for n in sorted(set(config.stages))]
     content: Json = {**about, **bench.part, "stages": []}

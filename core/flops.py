@@ -204,7 +204,8 @@ def kept_rate(
         except OSError as e:
             log.warning("a measured rate cannot be kept for later runs (%s)", e)
     when = f"measured {day}, {age} days ago" if age else f"measured {day}, today"
-    return rate, when + (", while other programs used these cores" if busy else "")
+    disturbed = ", while other programs used these cores (--peak_tflops=measure repeats it)"
+    return rate, when + (disturbed if busy else "")
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:

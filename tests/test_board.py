@@ -237,7 +237,7 @@ LIES: list[tuple[Callable[[Content], Any], str]] = [
     (lambda c: row(c, "sdpa").update(loss=99.0), "loss_difference is"),
     (lambda c: c["settings"].update(n_layer=3), "train sdpa: mfu is"),
     (lambda c: c["flops_per_token"].update(mfu=1.0), "flops_per_token mfu is 1.0"),
-    (lambda c: c.update(answers=["Fastest: train: manual"]), "'Fastest: train: sdpa"),
+    (lambda c: c.update(answers=[]), "its conclusions lack 'Fastest: train"),
     (lambda c: row(c, "sdpa_math").update(kernels=["flash (CPU)"]),
      "train sdpa_math: another kernel than sdpa_math's ran: flash (CPU)"),
     (lambda c: row(c, "sdpa").update(backend="flash_attn_9"), "'flash_attn_9'"),
