@@ -128,6 +128,7 @@ class Training:
         self.who = self.candidate(sent["rival"]).for_training(self.scaler)
         self.micro = self.config.gradient_accumulation_steps
         self.resize(self.config.batch_size)
+        self.step_ms = math.inf  # of the fastest steps so far
         self.about = {"title": self.who.title, "compiled": self.compiled, "dtype": job.dtype}
 
     def candidate(self, rival: str) -> candidates.Candidate:
