@@ -407,7 +407,8 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
     import torch
 
     if (isinstance(t, torch.Tensor) and t.dim() == len(shape) and t.device == on
-            and all(n in (-1, m) for n, m in zip(shape, t.shape)) and str(t.dtype)[6:] in dtypes):
+            and str(t.dtype)[6:] in dtypes
+            and all(n == -1 or n == m for n, m in zip(shape, t.shape))):  # `in` fails in a trace
         return
     raise ValueError(f"{name} must be {shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}")
 
