@@ -12,6 +12,7 @@ from collections import defaultdict, namedtuple
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable, Refusal, must_be, shape_of
 from ..function import attention, not_compiled
+from ..machine.apart import outside_a_trace
 from ..machine.system import devices
 from ..masks import kept, nothing, symbolic
 from ..names import BACKENDS, RULES, check_name, get
@@ -41,6 +43,7 @@ Request = namedtuple("Request", "n_head n_kv_head head_dim dtype window dropout 
 _spec = lru_cache(maxsize=4096)(Spec)
 # [True]: of dropout with the log-sum-exp, which few kernels have.
 _plans = {seeded: Plans("auto") for seeded in (False, True)}
+_traced = SimpleNamespace()  # kernels of calls that torch.compile has traced, by the call's repr
 _ran: defaultdict[Key, tuple[Any, int]] = defaultdict(lambda: (None, 0))  # choice or error, calls
 
 
@@ -151,7 +154,7 @@ def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequenc
 
 def tokens(pages: Tensor, rows: list[tuple[Tensor, int]], starts: Sequence[int]) -> list[Tensor]:
     """The tokens (n, Hkv, D) of rows of pages (pages, page_size, Hkv, D), from the first used."""
-    texts = (pages[int(used)] if len(used) == 1 else pages[used].flatten(0, 1) for used, _ in rows)
+    texts = (pages[used[0]] if len(used) == 1 else pages[used].flatten(0, 1) for used, _ in rows)
     return [text[a:n] for text, (_, n), a in zip(texts, rows, starts)]
 
 
@@ -179,6 +182,7 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
     check_name(backend)
     _plans.update({seeded: Plans(backend, policy) for seeded in _plans})
     _ran.clear()
+    vars(_traced).clear()
     return Choice(backend, policy)
 
 
@@ -207,9 +211,7 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
             wrong("dropout_p", "0 for the log-sum-exp while torch.compile traces", request.dropout)
         constants = bool, float, str, type(None)  # other sizes may be a tracer's
         fields = (n if isinstance(n, constants) else operator.index(n) for n in request)
-        traced = device, deterministic, *fields
-        plans.choose_in_trace(*traced)
-        call = plans.known[traced][0]
+        call = getattr(_traced, _choose_in_trace(device, deterministic, *fields))
         return call.chosen.backend, call.spec
     spec = _spec(*request)
     planned = _spec(*request._replace(dropout=0.0)) if seeded else spec
@@ -227,6 +229,17 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
         raise
     _ran[key] = chosen, _ran[key][1] + (not dry)
     return chosen.backend, spec
+
+
+@outside_a_trace
+def _choose_in_trace(*call: Any) -> str:
+    """The name in _traced of a call's kernel. A trace sees new attributes of an object, but no new
+    keys of a dict that it has read."""
+    plans = _plans[False]
+    plans.choose_in_trace(*call)
+    name = "of_" + repr(call).encode().hex()  # without dots
+    setattr(_traced, name, plans.known[call][0])
+    return name
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | None,
@@ -251,7 +264,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
 
 def _with_early_queries(q: Tensor, k: Tensor, v: Tensor, request: Request,
                         slopes: Tensor) -> tuple[Tensor, Tensor | None]:
-    """dense() with ALiBi where queries come before every key: one at p < 0 sees keys 0 .. p + right.
+    """dense() with ALiBi where queries come before every key: one at p < 0 sees keys to p + right.
 
     Some see all keys. Of the others the scores -m (j - p) are, but for a constant m right, those of
     causal attention with slopes of the other sign."""

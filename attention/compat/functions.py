@@ -61,7 +61,7 @@ def flash_attn_varlen_func(
         block_table: (N, pages of the longest) int32: pages of k, v (pages, page_size, Hkv, D).
         seqused_q, seqused_k: (N,) int32: tokens of each that count; other queries get zeros."""
     layout = "total_k Hkv D" if block_table is None else "pages page_size Hkv D"
-    sizes = {"N + 1": cu_seqlens_q.shape[0], "B": cu_seqlens_q.shape[0] - 1}
+    sizes = {"ends": cu_seqlens_q.shape[0], "B": cu_seqlens_q.shape[0] - 1}
     request = requested(
         sizes, q, "total_q H D", {"k": (k, layout), "v": (v, layout)}, dropout_p, softmax_scale,
         causal, window_size, softcap, alibi_slopes, return_attn_probs or return_softmax_lse, fa3,
@@ -123,13 +123,15 @@ def _options_of(function: Callable[..., Returned]) -> Callable[..., Any]:
 @_options_of(flash_attn_func)
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_func() with qkv (B, T, 3, H, D)."""
-    return flash_attn_func(*qkv.unbind(-3), *args, **options)
+    q, k, v = qkv.unbind(-3)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 @_options_of(flash_attn_func)
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Returned:
     """flash_attn_func() with kv (B, Tk, 2, Hkv, D)."""
-    return flash_attn_func(q, *kv.unbind(-3), *args, **options)
+    k, v = kv.unbind(-3)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 @_options_of(flash_attn_varlen_func)
@@ -137,8 +139,9 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Returned:
     """flash_attn_varlen_func() with qkv (total, 3, H, D)."""
-    ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*qkv.unbind(-3), *ends, *args, **options)
+    q, k, v = qkv.unbind(-3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
 
 
 @_options_of(flash_attn_varlen_func)
@@ -147,8 +150,9 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_k: int, *args: Any, **options: Any,
 ) -> Returned:
     """flash_attn_varlen_func() with kv (total_k, 2, Hkv, D)."""
-    ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_attn_varlen_func(q, *kv.unbind(-3), *ends, *args, **options)
+    k, v = kv.unbind(-3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **options)
 
 
 @torch.no_grad()
@@ -201,13 +205,13 @@ def flash_attn_with_kvcache(
         table = rows[:, None]
         if cache_batch_idx is None and sizes["rows"] < B:
             wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
-        if cache_batch_idx is not None and n_new and (chosen := calls.on_host(rows)):
-            if len(set(chosen)) < B:
-                wrong("cache_batch_idx", "of different rows, where k and v are written", chosen)
+        chosen = calls.on_host(rows) if n_new and cache_batch_idx is not None else None
+        if chosen and len(set(chosen)) < B:
+            wrong("cache_batch_idx", "of different rows, where k and v are written", chosen)
     # Values on the host, which waits for a device only if it must.
     wait = request.lse or cache_leftpad is not None
     before = size if cache_seqlens is None else cache_seqlens
-    lengths = [before] * B if seqlens is None else calls.on_host(seqlens, wait)
+    lengths: Any = [before] * B if seqlens is None else calls.on_host(seqlens, wait)
     starts = [0] * B if cache_leftpad is None or symbolic(q) else cache_leftpad.tolist()
     room = size * table.shape[1]
     for n, first in zip(lengths or (), starts):
@@ -243,7 +247,7 @@ def flash_attn_with_kvcache(
         cache = {"cache": "paged", "page_size": size} if paged else {"cache": "static"}
         backend, spec = kernel(q, size, request._replace(**cache))
         copies = backend.name == "paged" and (Tq > 1 or not q.is_cuda)  # rows of the table
-        if copies and not ends and not torch.cuda.is_current_stream_capturing():
+        if copies and not (ends or symbolic(q) or torch.cuda.is_current_stream_capturing()):
             ends = total.tolist()
     # As wide as the longest text may be, with -1 for an absent page.
     table = (table[:, : max(1, -(-max(ends) // size))] if ends else table).clamp(min=0)

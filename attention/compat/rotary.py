@@ -9,6 +9,8 @@ goes through the returned tensor alone."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -113,6 +115,8 @@ class RotaryEmbedding(torch.nn.Module):
     dim: 2 R. scale_base: xPos (Sun et al. 2022, arXiv 2212.10554), 512 is usual. pos_idx_in_fp32:
     an option of older releases, not read: positions are float32."""
 
+    inv_freq: Tensor
+
     def __init__(self, dim: int, base: float = 10000.0, interleaved: bool = False,
                  scale_base: float | None = None, device: torch.device | None = None, *,
                  pos_idx_in_fp32: bool = True) -> None:
@@ -168,8 +172,8 @@ class RotaryEmbedding(torch.nn.Module):
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         elif not isinstance(seqlen_offset, Tensor):
             self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
-        tables = self._cos_cached, self._sin_cached
-        of_k = tables if self.scale_base is None else (self._cos_k_cached, self._sin_k_cached)
+        tables: Any = self._cos_cached, self._sin_cached
+        of_k: Any = tables if self.scale_base is None else (self._cos_k_cached, self._sin_k_cached)
         options = self.interleaved, seqlen_offset
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, *tables, *of_k, *options, num_heads_q)
