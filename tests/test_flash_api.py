@@ -107,7 +107,7 @@ def test_a_window_may_be_any_integer(integer: Any) -> None:
     q = torch.randn(1, 9, 2, 16)
     out = nanoattn.flash_attn_func(q, q, q, window_size=(integer(3), integer(2)))
     assert torch.equal(out, nanoattn.flash_attn_func(q, q, q, window_size=(3, 2)))
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="window_size"):
         nanoattn.flash_attn_func(q, q, q, window_size=(3.5, 2))
 
 
@@ -117,21 +117,17 @@ X = torch.randn(2, 6, 2, 16)
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(TypeError, match="a_typo"):
         nanoattn.flash_attn_func(X, X, X, causal=True, a_typo=None)
+    with pytest.raises(TypeError, match="max_seqlen"):
+        nanoattn.flash_attn_varlen_qkvpacked_func(X, ints(0, 2))
     with pytest.raises(ValueError, match="k and v"):
         nanoattn.flash_attn_with_kvcache(X, X, X, X[:, :1], cache_seqlens=3, causal=True)
     with pytest.raises(ValueError, match="nonsense"):
         nanoattn.use("nonsense")
 
 
-def test_what_changes_nothing_is_accepted() -> None:
-    """A right side of 0 is causal; one query sees every key either way; tuning is a hint."""
-    want = nanoattn.flash_attn_func(X, X, X, causal=True, window_size=(2, 0))
-    got = nanoattn.flash_attn_func(X, X, X, window_size=(2, 0), num_splits=4, pack_gqa=True)
-    assert torch.equal(got, want)
-    got = nanoattn.flash_attn_func(X, X, X, causal=True, window_size=(2, 5))
-    assert torch.equal(got, want)  # causal sets the right side to 0
-    one = nanoattn.flash_attn_func(X[:, :1], X, X)
-    assert torch.equal(one, nanoattn.flash_attn_func(X[:, :1], X, X, causal=True))
+def test_hints_change_nothing() -> None:
+    want = nanoattn.flash_attn_func(X, X, X)
+    assert torch.equal(nanoattn.flash_attn_func(X, X, X, num_splits=4, pack_gqa=True), want)
 
 
 def test_a_longer_call_is_probed_at_its_length(tmp_path) -> None:
@@ -400,7 +396,7 @@ from flash_attn import bert_padding, flash_attn_varlen_qkvpacked_func
 from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn.flash_attn_interface import flash_attn_varlen_func
 assert int(flash_attn.__version__[0]) == 2 and importlib.util.find_spec("flash_attn")
-for name in ("flash_attn.layers.linear", "flash_attn.ops.triton.rotary", "flash_attn.cute"):
+for name in ("flash_attn.layers.linear", "flash_attn.ops.rms_norm", "flash_attn.cute"):
     try: __import__(name)
     except ModuleNotFoundError as e: assert name.startswith(e.name)
     else: raise SystemExit(name)

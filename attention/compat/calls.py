@@ -84,8 +84,8 @@ def requested(
     heads = sizes["H"], sizes["Hkv"], sizes["D"]
     if not all(heads) or heads[0] % heads[1]:
         wrong("q", f"of heads that are a multiple of the {heads[1]} key heads", q)
-    grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, *(t for t, _ in tensors.values())))
+    given = [q, *(t for t, _ in tensors.values() if t is not None)]
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if slopes is not None:
         axes = "B H" if slopes.dim() > 1 else "H"
         match(sizes, q.device, ("float32",), alibi_slopes=(slopes, axes))
@@ -188,9 +188,10 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
 
 def report() -> str:
     """Each kind of call since use(): the kernel that ran, how often, and what was refused."""
-    known = [(key, plan[0].chosen) for key, plan in _plans[False].known.items() if len(key) == 3]
+    known: Any = _plans[False].known
     found = [(key, f"{n} calls", chosen) for key, (chosen, n) in _ran.items() if n]
-    found += [(key, "traced, calls not counted", x) for key, x in known if x.traced]
+    found += [(key, "traced, calls not counted", plan[0].chosen) for key, plan in known.items()
+              if len(key) == 3 and plan[0].chosen.traced]
     lines = [f"{kind} on {device}, {n}:\n{chosen}" for (kind, device, _), n, chosen in found]
     return "\n".join(line.replace("\n", "\n  ") for line in lines) or "no call since use()"
 
@@ -251,8 +252,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
     limited = request.right or (request.right is None and request.window)
     if slopes is not None and limited and q.shape[1] > k.shape[1]:
         return _with_early_queries(q, k, v, request, slopes)
-    more = {"segments": segments, "alibi_slopes": slopes}
-    more = {name: t for name, t in more.items() if t is not None}
+    more = {} if segments is None else {"segments": segments}
+    more |= {} if slopes is None else {"alibi_slopes": slopes}
     backend, spec = kernel(q, k.shape[1], request._replace(segments=segments is not None))
     if not request.lse:
         return backend.compute(q, k, v, spec, **more), None

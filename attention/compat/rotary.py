@@ -130,18 +130,19 @@ class RotaryEmbedding(torch.nn.Module):
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         self._seq_len_cached = 0  # these five are written by subclasses too
-        self._cos_cached: Tensor | None = None
-        self._sin_cached: Tensor | None = None
-        self._cos_k_cached: Tensor | None = None
-        self._sin_k_cached: Tensor | None = None
+        self._cos_cached: Any = None
+        self._sin_cached: Any = None
+        self._cos_k_cached: Any = None
+        self._sin_k_cached: Any = None
 
     def _compute_inv_freq(self, device: torch.device | None = None) -> Tensor:
-        steps = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
-        return 1.0 / self.base ** (steps / self.dim)
+        return 1.0 / self.base ** self._fractions(device)
 
     def _compute_scale(self, device: torch.device | None = None) -> Tensor:
-        steps = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
-        return (steps / self.dim + 0.4) / 1.4
+        return (self._fractions(device) + 0.4) / 1.4
+
+    def _fractions(self, device: torch.device | None) -> Tensor:
+        return torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
 
     def _update_cos_sin_cache(self, seqlen: int, device: torch.device | None = None,
                               dtype: torch.dtype | None = None) -> None:
@@ -172,8 +173,8 @@ class RotaryEmbedding(torch.nn.Module):
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         elif not isinstance(seqlen_offset, Tensor):
             self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
-        tables: Any = self._cos_cached, self._sin_cached
-        of_k: Any = tables if self.scale_base is None else (self._cos_k_cached, self._sin_k_cached)
+        tables = self._cos_cached, self._sin_cached
+        of_k = tables if self.scale_base is None else (self._cos_k_cached, self._sin_k_cached)
         options = self.interleaved, seqlen_offset
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, *tables, *of_k, *options, num_heads_q)
