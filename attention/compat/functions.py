@@ -198,8 +198,7 @@ def flash_attn_with_kvcache(
     if shape_only(q):
         return returned(*dense(q, k_cache, v_cache, request, alibi_slopes))
     if paged and (cache_seqlens is None or not cache_batch_idx is cache_leftpad is None):
-        others = "cache_batch_idx and cache_leftpad"
-        raise ValueError(f"block_table needs cache_seqlens, and does not go with {others}")
+        raise ValueError("block_table needs cache_seqlens, not cache_batch_idx or cache_leftpad")
     if table is None:  # each row of the cache is a page
         rows = torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx
         table = rows[:, None]
@@ -235,9 +234,9 @@ def flash_attn_with_kvcache(
     by_row = wait or not (paged or q.is_cuda)
     ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
     even = not paged and cache_batch_idx is None and len({*zip(starts, ends)}) < 2
-    name = "block_table" if paged else "cache_batch_idx"
     used = []
     if ends and not even:
+        name = "block_table" if paged else "cache_batch_idx"
         used = calls.seen(name, table, k_cache, [Tq] * B, ends, request.window)
     read = {n - a for n, a in zip([n for _, n in used] or ends, starts)} - {0}
     if by_row and q.numel() and read:
