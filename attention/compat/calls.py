@@ -10,6 +10,7 @@ import math
 import operator
 from collections import defaultdict, namedtuple
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .. import manual, tiled
 from ..caps import Backend, BackendUnavailable, Refusal, must_be, shape_of
 from ..function import attention, not_compiled
 from ..machine.apart import outside_a_trace
@@ -40,6 +42,7 @@ Layouts = tuple[Tensor | None, str]  # a tensor and the names of its sizes, "B T
 # The fields of a Spec, in its order; a plain tuple, since torch.compile traces how it is made.
 Request = namedtuple("Request", "n_head n_kv_head head_dim dtype window dropout segments grad "
                      "cache compiled page_size scale softcap sinks lse right alibi")
+NO_MODE = nullcontext()
 _spec = lru_cache(maxsize=4096)(Spec)
 # [True]: of dropout with the log-sum-exp, which few kernels have.
 _plans = {seeded: Plans("auto") for seeded in (False, True)}
@@ -205,16 +208,19 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
     if request.right != 0:
         far = request.right is None or request.right >= Tq - 1
         request = request._replace(right=0 if Tq == 1 else None if far else request.right)
+    if request.compiled or type(Tq) is not int:  # sizes may be a tracer's
+        other = bool, float, str, type(None)
+        request = Request(*(n if isinstance(n, other) else operator.index(n) for n in request))
     seeded = bool(request.dropout and request.lse)
     plans, deterministic = _plans[seeded], torch.are_deterministic_algorithms_enabled()
     if request.compiled:
         if seeded:
             wrong("dropout_p", "0 for the log-sum-exp while torch.compile traces", request.dropout)
-        constants = bool, float, str, type(None)  # other sizes may be a tracer's
-        fields = (n if isinstance(n, constants) else operator.index(n) for n in request)
-        call = getattr(_traced, _choose_in_trace(device, deterministic, *fields))
+        call = getattr(_traced, _choose_in_trace(device, deterministic, *request))
         return call.chosen.backend, call.spec
     spec = _spec(*request)
+    if shape_only(q):
+        return (tiled if request.lse else manual).BACKEND, spec
     planned = _spec(*request._replace(dropout=0.0)) if seeded else spec
     key = planned.kind, device, deterministic
     if seeded and key not in plans.known:
@@ -246,7 +252,7 @@ def _choose_in_trace(*call: Any) -> str:
 def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | None,
           segments: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """out (B, Tq, H, D), and the log-sum-exp (B, H, Tq) float32 if requested."""
-    if shape_only(q) or not (q.numel() and k.numel()):
+    if not (q.numel() and k.numel()):
         out, L = nothing(q, k, v, None, lse=True)
         return out, L.float() if request.lse else None
     limited = request.right or (request.right is None and request.window)
@@ -255,12 +261,13 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
     more = {} if segments is None else {"segments": segments}
     more |= {} if slopes is None else {"alibi_slopes": slopes}
     backend, spec = kernel(q, k.shape[1], request._replace(segments=segments is not None))
-    if not request.lse:
-        return backend.compute(q, k, v, spec, **more), None
-    if spec.dropout:
-        more["seed"] = torch.randint(2**62, (1,), device=q.device)
-    out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
-    return out, L.float()
+    with getattr(q, "fake_mode", NO_MODE) if shape_only(q) else NO_MODE:
+        if not request.lse:
+            return backend.compute(q, k, v, spec, **more), None
+        if spec.dropout:
+            more["seed"] = torch.randint(2**62, (1,), device=q.device)
+        out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
+        return out, L.float()
 
 
 def _with_early_queries(q: Tensor, k: Tensor, v: Tensor, request: Request,

@@ -82,7 +82,8 @@ def flash_attn_varlen_func(
             joined = "cuda" in backend.varlen
     if joined:
         segments = None if shape_only(q) else _segments(cu_seqlens_q, q.shape[0])
-        out, L = dense(q[None], k[None], v[None], request, alibi_slopes, segments)
+        k, v = (t.flatten(0, -3)[None] for t in (k, v))
+        out, L = dense(q[None], k, v, request, alibi_slopes, segments)
         return returned(out[0], None if L is None else L[0], return_attn_probs)
     if block_table is None:
         ks, vs = ([text[:n] for text, n in zip(t.split(lengths_k), used_k)] for t in (k, v))
@@ -196,7 +197,8 @@ def flash_attn_with_kvcache(
     if (k is None) != (v is None):
         raise ValueError("k and v, the new tokens, are passed together")
     if shape_only(q):
-        return returned(*dense(q, k_cache, v_cache, request, alibi_slopes))
+        kv = k_cache.new_empty(B, size, *k_cache.shape[2:])
+        return returned(*dense(q, kv, kv, request, alibi_slopes))
     if paged and (cache_seqlens is None or not cache_batch_idx is cache_leftpad is None):
         raise ValueError("block_table needs cache_seqlens, not cache_batch_idx or cache_leftpad")
     if table is None:  # each row of the cache is a page
