@@ -33,7 +33,7 @@ from .machine.system import devices
 from .machine.timing import Row, measure, table
 from .names import BACKENDS, RULES, entry_points, packages
 from .plan import fastest
-from .select import Shape, admit, chosen_as_json, configuration, resolve, select
+from .select import Shape, admit, configuration, resolve, select
 from .spec import CACHES, DTYPES, Machine, Policy, Spec
 
 
@@ -152,16 +152,16 @@ def run(args: argparse.Namespace) -> None:
         head += "\nNothing was run: the backends declare this, all optional packages installed."
     if args.backend and args.machine:
         chosen = resolve(args.backend, spec, machine, policy)
-        output(chosen_as_json(chosen), f"{head}\n\n{chosen}")
+        output(chosen.as_json(), f"{head}\n\n{chosen}")
     elif args.backend == "fastest":
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
         chosen = fastest(spec, device, shape, policy)
-        output(chosen_as_json(chosen), str(replace(chosen, rejected={})))  # they were logged
+        output(chosen.as_json(), str(replace(chosen, rejected={})))  # they were logged
     elif args.backend:
         # Without a handler Python would print the refusals, too, bare.
         logging.getLogger("nanoattn").addHandler(logging.NullHandler())
         chosen = select(args.backend, spec, device, policy)
-        output(chosen_as_json(chosen), str(chosen))
+        output(chosen.as_json(), str(chosen))
     elif args.machine:
         rows = []
         for name in every:

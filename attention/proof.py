@@ -3,8 +3,7 @@ probe_long() at a call's own length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypedDict
@@ -15,12 +14,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .caps import Backend, DeviceLost, shape_of
 from .function import whole
-from .machine.system import KERNEL_ERRORS, first_line, loses_device, profiled, settings_stay
+from .machine.system import KERNEL_ERRORS, R, first_line, loses_device, profiled
 from .masks import filled_cache
 from .ring import Ring
 from .spec import Spec
 from .truth import Deviation, Inputs, Result, errors, plain, truth, wrong
 
+BUFFERS = ("static", "paged")  # caches that are read through a view
 SHORT = 64  # tokens in probe()
 LONG = 256  # a longer call is probed at its own length too
 ROWS = 32  # queries of it that are compared
@@ -54,25 +54,30 @@ def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
 
 
 @torch.no_grad()
-def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec) -> Result:
-    """The output through a cache: two chunks, then single tokens; rows of two lengths. If the Spec
-    has none, each row's chunk is a call with the keys up to its end."""
-    q, T, out = given.q, given.q.shape[1], torch.empty_like(given.q)
+def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
+               chunks: Sequence[Sequence[int]] | None = None) -> Result:
+    """The output through a cache, in chunks of so many queries of each row; None: two chunks, then
+    single tokens, of two rows. If the Spec has no cache, each row's chunk is a call with the keys
+    up to its end."""
+    q, out = given.q, torch.empty_like(given.q)
+    T, before = q.shape[1], given.k.shape[1] - q.shape[1]
     k, v, view = filled_cache(given.k, given.v, spec)
-    lengths = [0, 0]
-    for counts in ((T // 2, T // 3), (T - T // 2 - 3, T - T // 3 - 2), (1, 1), (1, 1), (1, 0)):
-        before, lengths = lengths, [n + m for n, m in zip(lengths, counts)]
-        spans = [slice(n, m) for n, m in zip(before, lengths)]
+    half, third = T // 2, T // 3
+    chunks = chunks or ((half, third), (T - half - 3, T - third - 2), (1, 1), (1, 1), (1, 0))
+    ends = [0 for _ in chunks[0]]
+    for counts in chunks:
+        begins, ends = ends, [n + m for n, m in zip(ends, counts)]
+        spans = [slice(n, m) for n, m in zip(begins, ends)]
         if spec.cache == "none":
             for b, at in enumerate(spans):
                 if at.start < at.stop:
-                    row = slice(b, b + 1)
-                    part = q[row, at], k[row, : at.stop], v[row, : at.stop]
+                    row, keys = slice(b, b + 1), slice(before + at.stop)
                     own = {n: t[row] if t.dim() > 1 else t for n, t in given.options.items()}
-                    out[b, at] = attend(*part, spec, **own)[0]
+                    out[b, at] = attend(q[row, at], k[row, keys], v[row, keys], spec, **own)[0]
             continue
         padded = pad_sequence([q[b, at] for b, at in enumerate(spans)], True)
-        got = attend(padded, k, v, spec, cache=view(before, counts), **given.options)
+        reads = view([before + n for n in begins], counts)
+        got = attend(padded, k, v, spec, cache=reads, **given.options)
         must_be_like(got, padded)
         for b, at in enumerate(spans):
             out[b, at] = got[b, : counts[b]]
@@ -137,7 +142,6 @@ class Probe:
 
     why: tuple[str, ...] = ()  # why it cannot be used; empty if it can
     kernels: tuple[str, ...] = ()  # short names: "flash", "math"
-    events: tuple[str, ...] = ()  # the profiler's own names, device kernels included
     proof: Proof | None = None  # None: no results
 
     @property
@@ -153,100 +157,121 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     With a cache the queries come in chunks, then one by one. Inference also continues a prefix,
     with fewer queries than keys. No earlier output may move when a later token is changed, unless
     the backend has its own mask, which is then the truth's."""
-    device = torch.device(device)
-    cached = spec.cache in ("static", "paged")
+    device, cached = torch.device(device), spec.cache in BUFFERS
     spec = clipped(replace(spec, grad=spec.grad and not cached), T)
-    way = partial(run_cached if cached else run, attend_of(backend, spec))
     shorter = T if spec.grad or cached or spec.lse else T // 3
-    other = other_numbers(spec)
-    draws = [(spec, T, 1.0), (spec, shorter, LARGE), *([(other, T, 1.0)] if other != spec else [])]
-    draw, events, why = torch.Generator().manual_seed(0), list[str](), list[str]()
-    ordinary: list[Deviation] = []
-    leak = 0.0
-    for case, Tq, size in draws:
-        given, quiet = draw_inputs(case, device, (2, Tq, T), draw, size), replace(case, dropout=0.0)
-        try:
-            with survives(backend, device):
-                got = way(given, quiet)
-                if not ordinary:
-                    with profiled(events):
-                        again = way(given, case)
-                    finite = all(bool(t.isfinite().all()) for t in again.tensors.values())
-                    if spec.dropout and not finite:
-                        raise FloatingPointError("not finite with dropout")
-                    ahead = None if backend.mods else 0 if cached else spec.right
-                    leak = leakage(way, given, quiet, ahead)
-        except KERNEL_ERRORS as e:
-            if isinstance(e, DeviceLost):
-                raise
-            return Probe((f"it failed in the probe ({type(e).__name__}: {first_line(e)})",))
-        uncached = replace(quiet, cache="none", page_size=None)
-        if cached and case.right != 0:
-            rough, want = by_chunks(given, case)
-        else:
-            rough, want = (of(given, uncached, mods=backend.mods) for of in (plain, truth))
-        found = errors(got, rough, want, given.q.dtype)
-        ordinary = ordinary or found
+    other, draw = other_numbers(spec), torch.Generator().manual_seed(0)
+    cases = [(spec, T, 1.0), (spec, shorter, LARGE), (other, T, 1.0)][: 2 + (other != spec)]
+    ordinary, why = list[Deviation](), list[str]()
+    for case, Tq, size in cases:
+        found, failed = trial(backend, case, device, (2, Tq, T), draw, size)
+        if failed:
+            return Probe((f"it failed in the probe ({failed})",))
         about = ", on large scores" * (size > 1) + f", with {case}" * (case != spec)
         why = why or [text + about for text in wrong(found)]
+        ordinary = ordinary or found
+    seen, failed = attempt(backend, device, partial(observe, backend, spec, device, T))
+    if seen is None:
+        return Probe((f"it failed in the probe ({failed})",))
+    kernels, leak = seen
     if not why and leak != 0:
         why = [f"a later token moves earlier outputs, by up to {leak:.2g}"]
+    reasons = [f"its numbers are wrong ({'; '.join(why)})"] if why else []
+    promised = backend.name.removeprefix("sdpa_")
+    others = {kernel.split()[0] for kernel in kernels} & {*PINNED} - {promised}  # "flash (CPU)"
+    if others and promised in PINNED and not why:
+        reasons = [f"it ran another kernel ({', '.join(sorted(others))})"]
     largest = [d for d in ordinary if d.where.startswith(" at") and d.size]
-    o = next(d for d in largest if d.name == "out")
-    g = max((d for d in largest if d.name[0] == "d"), key=lambda d: d.off / d.allowed, default=None)
-    proof: Proof = {
-        "error": o.off / o.size,
-        "allowed": o.allowed / o.size,
-        "grad_error": g and g.off / g.size,
-        "grad_allowed": g and g.allowed / g.size,
-        "canary": leak == 0,
-    }
-    kernels = kernels_of(events)
-    promised = backend.name[5:] if backend.name.startswith("sdpa_") else ""
-    ran = {kernel.split()[0] for kernel in kernels}  # "flash (CPU)" is flash
-    others = ran & {*PINNED} - {promised} if promised in PINNED else set()
-    reasons = [f"it ran another kernel ({', '.join(sorted(others))})"] if others else []
-    reasons = [f"its numbers are wrong ({'; '.join(why)})"] if why else reasons
-    return Probe(tuple(reasons), kernels, tuple(events), proof)
+    out = next(d for d in largest if d.name == "out")
+    grads = (d for d in largest if d.name != "out")
+    grad = max(grads, key=lambda d: d.off / d.allowed, default=None)
+    return Probe(tuple(reasons), kernels, {
+        "error": out.off / out.size, "allowed": out.allowed / out.size,
+        "grad_error": grad and grad.off / grad.size,
+        "grad_allowed": grad and grad.allowed / grad.size, "canary": leak == 0})
 
 
-def probe_long(
-    backend: Backend, spec: Spec, device: str | torch.device, shape: tuple[int, int, int]
-) -> tuple[str, ...]:
+def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
+               shape: tuple[int, int, int]) -> tuple[str, ...]:
     """The errors in one call of this shape, (B, Tq, Tk), of one sequence and the query heads of
     one key/value head; empty if there are none. Compares at most ROWS queries, and the gradients
     that flow from them: the truth costs O(ROWS * Tk). A cache holds Tk tokens before its last Tq.
     """
-    on, (_, Tq, Tk) = torch.device(device), shape
-    cached = spec.cache in ("static", "paged")
+    (_, Tq, Tk), cached = shape, spec.cache in BUFFERS
     Tq = min(Tq, ROWS) if cached else Tq
     group = spec.n_head // spec.n_kv_head
     spec = replace(spec, n_head=group, n_kv_head=1, dropout=0.0, grad=spec.grad and not cached)
-    given = draw_inputs(spec, on, (1, Tq, Tk), torch.Generator().manual_seed(0))
-    rows = torch.linspace(0, Tq - 1, min(Tq, ROWS), device=on).round().long()
-    chosen = torch.zeros(Tq, device=on, dtype=torch.bool)
-    chosen[rows] = True
-    given = given._replace(dout=given.dout * chosen[None, :, None, None])
-    try:
-        with survives(backend, on):
-            if cached:
-                k, v, view = filled_cache(given.k, given.v, spec)
-                reads = view([Tk - Tq], [Tq])
-                with torch.no_grad():
-                    out = backend.compute(given.q, k, v, spec, cache=reads, **given.options)
-                got = Result(out)
-            else:
-                got = run(whole(backend) if spec.lse else backend.compute, given, spec)
-    except KERNEL_ERRORS as e:
-        if isinstance(e, DeviceLost):
-            raise
-        return (f"it failed at {Tk:,} tokens ({type(e).__name__}: {first_line(e)})",)
-    dq = None if got.dq is None else got.dq[:, rows]
-    got = replace(got, out=got.out[:, rows], dq=dq)
-    uncached = replace(spec, cache="none", page_size=None)
-    rough, want = (of(given, uncached, rows, backend.mods) for of in (plain, truth))
-    found = errors(got, rough, want, given.q.dtype)
+    rows = torch.linspace(0, Tq - 1, min(Tq, ROWS)).round().long()
+    draw = torch.Generator().manual_seed(0)
+    found, failed = trial(backend, spec, torch.device(device), (1, Tq, Tk), draw, rows=rows)
+    if failed:
+        return (f"it failed at {Tk:,} tokens ({failed})",)
     return tuple(f"at {Tk:,} tokens {text}" for text in wrong(found))
+
+
+def trial(
+    backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, int, int],
+    draw: torch.Generator, size: float = 1.0, rows: Tensor | None = None,
+) -> tuple[list[Deviation], str]:
+    """A run of random inputs without dropout: its errors, and why it failed, or "". With `rows`
+    only these queries have a gradient and are compared, and a cache is read once."""
+    given, spec = draw_inputs(spec, device, shape, draw, size), replace(spec, dropout=0.0)
+    if rows is not None:
+        rows = rows.to(device)
+        hidden = torch.ones(shape[1], dtype=torch.bool, device=device).index_fill(0, rows, False)
+        given = given._replace(dout=given.dout.masked_fill(hidden[:, None, None], 0))
+    chunks = None if rows is None else [[shape[1]]]
+    got, failed = attempt(backend, device, partial(way_of(backend, spec, chunks), given, spec))
+    if got is None:
+        return [], failed
+    if rows is not None:
+        dq = None if got.dq is None else got.dq[:, rows]
+        got = replace(got, out=got.out[:, rows], dq=dq)
+    if rows is None and spec.cache in BUFFERS and spec.right != 0:
+        rough, want = by_chunks(given, spec)
+    else:
+        spec = replace(spec, cache="none", page_size=None)
+        rough, want = (of(given, spec, rows, backend.mods) for of in (plain, truth))
+    return errors(got, rough, want, given.q.dtype), ""
+
+
+def observe(backend: Backend, spec: Spec, device: torch.device,
+            T: int) -> tuple[tuple[str, ...], float]:
+    """The kernels of a run, with dropout, and leakage() without."""
+    given = draw_inputs(spec, device, (2, T, T), torch.Generator().manual_seed(0))
+    way, events = way_of(backend, spec), list[str]()
+    with profiled(events):
+        got = way(given, spec)
+    if spec.dropout and not all(bool(t.isfinite().all()) for t in got.tensors.values()):
+        raise FloatingPointError("not finite with dropout")
+    ahead = None if backend.mods else 0 if spec.cache in BUFFERS else spec.right
+    return kernels_of(events), leakage(way, given, replace(spec, dropout=0.0), ahead)
+
+
+def attempt(backend: Backend, device: torch.device, call: Callable[[], R]) -> tuple[R | None, str]:
+    """The result of a call that runs a kernel, or its error in words. The random state is restored.
+    Raises DeviceLost: it has lost the GPU, and what runs next would fail and be blamed instead."""
+    try:
+        cuda = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(cuda), torch.enable_grad():
+            return call(), ""
+    except KERNEL_ERRORS as e:
+        if not loses_device(e):
+            return None, f"{type(e).__name__}: {first_line(e)}"
+        other = backend.fallback or "manual"
+        raise DeviceLost(
+            f"{backend.name} has crashed on the GPU ({first_line(e)}), which this process cannot "
+            f"use any more; start again with another kernel: --attention_backend={other}"
+        ) from e
+
+
+def way_of(backend: Backend, spec: Spec,
+           chunks: Sequence[Sequence[int]] | None = None) -> Callable[..., Result]:
+    """run() of a backend, or run_cached() in these chunks."""
+    attend = attend_of(backend, spec)
+    if spec.cache in BUFFERS:
+        return partial(run_cached, attend, chunks=chunks)
+    return partial(run, attend)
 
 
 def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
@@ -270,24 +295,6 @@ def by_chunks(given: Inputs, spec: Spec) -> tuple[Result, Result]:
     found = run_cached(partial(by, truth), exact, wide)
     rough = run_cached(partial(by, plain), given, uncached)
     return rough, replace(found, condition={"out": torch.zeros(1)})
-
-
-@contextmanager
-def survives(backend: Backend, device: torch.device) -> Iterator[None]:
-    """Run a kernel with autograd, apart from the random state and PyTorch's settings. Raises
-    DeviceLost: it has lost the GPU, and what runs next would fail and be blamed instead."""
-    seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    try:
-        with seeds, torch.enable_grad(), settings_stay():
-            yield
-    except Exception as e:
-        if isinstance(e, DeviceLost) or not loses_device(e):
-            raise
-        other = backend.fallback or "manual"
-        raise DeviceLost(
-            f"{backend.name} has crashed on the GPU ({first_line(e)}), which this process cannot "
-            f"use any more; start again with another kernel: --attention_backend={other}"
-        ) from e
 
 
 def clipped(spec: Spec, T: int) -> Spec:

@@ -8,6 +8,7 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable
 from ..masks import filled_cache
-from ..proof import Inputs, attend_of, draw_inputs, probe, survives
+from ..proof import Inputs, attempt, attend_of, draw_inputs, probe
 from ..select import Shape, admit
 from ..spec import Machine, Policy, Spec
-from .system import KERNEL_ERRORS, first_line, loses_device, own_code, synchronize
+from .system import own_code, synchronize
 
 BUDGET_S = 0.5  # samples of each call, in all
 SAMPLE_S = 0.005  # a sample is as many calls as fill this time, 20 at most
@@ -44,34 +45,23 @@ Key = tuple[str, Spec]
 
 def measure(
     names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
-    device: torch.device, shape: Shape, too_slow: float = float("inf"),
-    show: Callable[[str], object] = lambda line: None,
+    device: torch.device, shape: Shape, show: Callable[[str], object] = lambda line: None,
 ) -> list[Row]:
     """Probe and time the backends. The random state is restored.
 
     Args:
         modes: without the backward pass, with it, or both in this order.
-        show: called with a line for each backend as soon as it has run once or is refused.
-        too_slow: skip a backend whose last mode is this many times slower than the best yet."""
+        show: called with a line for each backend as soon as it has run once or is refused."""
     rows: dict[str, Row] = {}
     calls: dict[Key, tuple[Call, float]] = {}
-    best = float("inf")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         drawn = draw(modes[-1], device, shape)
         for name in names:
             row, once = tried(name, modes, machine, policy, device, shape, drawn)
-            if row.why:
-                show(f"{name:14}  {row.why[0]}")
-            else:
-                s = [*once.values()][-1][1]
-                show(f"{name:14}  {1e3 * s:.4g} ms")
-                best = min(best, s)
-                if s > too_slow * best:
-                    ratio = f"{s * 1e3:.3g} ms, {s / best:.1f} times the best so far"
-                    row = replace(row, why=(ratio,))
-                else:
-                    calls |= {(name, spec): call for spec, call in once.items()}
+            text = row.why[0] if row.why else f"{1e3 * [*once.values()][-1][1]:.4g} ms"
+            show(f"{name:14}  {text}")
             rows[name] = row
+            calls |= {(name, spec): call for spec, call in once.items()}
         for (name, _), s in race(calls, device).items():
             rows[name] = replace(rows[name], ms=(*rows[name].ms, 1e3 * s))
     if device.type == "cuda":  # the run reports its own peak
@@ -100,15 +90,12 @@ def tried(
     seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
     row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
     once: dict[Spec, tuple[Call, float]] = {}
-    try:
-        for spec in () if row.why else able:
-            call = work(backend, spec, *drawn)
-            with survives(backend, device):
-                once[spec] = call, warmed_up(call, device)
-    except KERNEL_ERRORS as e:  # any failure, such as out of memory, is the reason
-        if loses_device(e):
-            raise
-        return replace(row, why=(f"at this shape: {first_line(e)}",)), {}
+    for spec in () if row.why else able:
+        call = work(backend, spec, *drawn)
+        seconds, failed = attempt(backend, device, partial(warmed_up, call, device))
+        if seconds is None:  # any failure, such as out of memory, is the reason
+            return replace(row, why=(f"at this shape: {failed}",)), {}
+        once[spec] = call, seconds
     return row, once
 
 
