@@ -303,9 +303,9 @@ def checked(name: str, compute: Callable[..., Tensor],
 
     def check_options(spec: Spec, device: str) -> None:
         rows = [c for c in caps if device in c.devices and spec.dtype in c.dtypes] or caps
-        lacks = ([w for w in c.lacks(spec) if w.kind not in ("lse", "grad")] for c in rows)
-        if why := min(lacks, key=len):
-            raise ValueError(f"{name} cannot do this: {', '.join(why)}")
+        lacks = [[w for w in c.lacks(spec) if w.kind not in ("lse", "grad")] for c in rows]
+        if all(lacks):
+            raise ValueError(f"{name} cannot do this: {', '.join(lacks[0])}")
 
     @wraps(compute)
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
@@ -328,40 +328,39 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
     """Raise ValueError if the arguments of attend() contradict the Spec or one another."""
     shape, kv_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+    buffers = cache is not None or spec.cache in ("static", "paged")
     if not (
         len(shape) == len(kv_shape) == 4 and shape[2] == H and kv_shape[2] == Hkv
-        and shape[3] == kv_shape[3] == D
+        and shape[3] == kv_shape[3] == D and kv_shape == v.shape
+        and (buffers or kv_shape[0] == shape[0])
         and dtype == k.dtype and dtype == v.dtype and str(dtype)[6:] == spec.dtype
+        and on == k.device and on == v.device
     ):
         swapped = len(shape) == 4 and shape[1] == H and shape[2] != H
         hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)"
         raise ValueError(
             f"q, k and v must be (batch, tokens, heads, head_dim) with {H}, {Hkv} and {Hkv} heads "
-            f"of {D} in {spec.dtype}, as the Spec says; got {shape_of(q)}, {shape_of(k)}, "
-            f"{shape_of(v)}{hint if swapped else ''}"
+            f"of {D} in {spec.dtype}, as the Spec says, of one batch on one device; got "
+            f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}{hint if swapped else ''}"
         )
-    if kv_shape != v.shape:
-        raise ValueError(f"v must have k's shape {tuple(kv_shape)}, got {shape_of(v)}")
-    if on != k.device or on != v.device:
-        raise ValueError(f"q, k and v must be on one device: {on}, {k.device} and {v.device}")
-    if cache is not None or spec.cache in ("static", "paged"):
+    if buffers:
         _check_cache(q, k, spec, segments, cache)
-    elif kv_shape[0] != shape[0]:
-        raise ValueError(f"k and v must have q's batch of {shape[0]}, got {shape_of(k)}")
-    options = ("segments", segments), ("sinks", sinks), ("alibi", alibi_slopes)
-    for name, t in options:
-        if (t is not None) is not getattr(spec, name):
-            expected = f"{name}={getattr(spec, name)} in the Spec"
-            raise ValueError(f"{name} must agree with {expected}, got {shape_of(t)}")
-    if sinks is not None:
-        must_be("sinks", sinks, (H,), on, DTYPES)
-    if alibi_slopes is not None:
-        size = (shape[0], H) if getattr(alibi_slopes, "ndim", 1) == 2 else (H,)
-        must_be("alibi_slopes", alibi_slopes, size, on, ("float32",))
-        if alibi_slopes.requires_grad:
-            raise ValueError("alibi_slopes have no gradient, got slopes with requires_grad=True")
+    if (segments is sinks is alibi_slopes is None  # as in nearly all calls
+            and not (spec.segments or spec.sinks or spec.alibi)):
+        return
+    by_row = getattr(alibi_slopes, "ndim", 1) == 2
+    for name, t, requested, size, dtypes in (
+        ("segments", segments, spec.segments, (shape[0], kv_shape[1]), INTEGERS),
+        ("sinks", sinks, spec.sinks, (H,), DTYPES),
+        ("alibi_slopes", alibi_slopes, spec.alibi, (shape[0], H) if by_row else (H,), ("float32",)),
+    ):
+        if (t is not None) != requested:
+            raise ValueError(f"{name} must agree with the Spec's {requested}, got {shape_of(t)}")
+        if t is not None:
+            must_be(name, t, size, on, dtypes)
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes have no gradient, got slopes with requires_grad=True")
     if segments is not None:
-        must_be("segments", segments, (shape[0], kv_shape[1]), on, INTEGERS)
         from .masks import in_pieces
 
         if in_pieces(segments):
@@ -392,7 +391,8 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
     import torch
 
     if (isinstance(t, torch.Tensor) and t.dim() == len(shape) and t.device == on
-            and all(n in (-1, m) for n, m in zip(shape, t.shape)) and str(t.dtype)[6:] in dtypes):
+            and str(t.dtype)[6:] in dtypes
+            and all(n == -1 or n == m for n, m in zip(shape, t.shape))):  # `in` fails in a trace
         return
     raise ValueError(f"{name} must be {shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}")
 

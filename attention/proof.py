@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TypedDict
 
 import torch
@@ -53,35 +54,42 @@ def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
     return Result(out.detach(), *map(found.get, ("q", "k", "v", "sinks")))
 
 
+def calls_of(T: int, ends: Sequence[Sequence[int]] = ()) -> list[list[slice]]:
+    """The queries of each row in each call through a cache: up to `ends`, or of two rows two chunks
+    and then single tokens."""
+    ends = ends or ((T // 2, T // 3), (T - 3, T - 2), (T - 2, T - 1), (T - 1, T), (T, T))
+    pairs = pairwise(([0] * len(ends[0]), *ends))
+    return [[slice(*span) for span in zip(*pair)] for pair in pairs]
+
+
 @torch.no_grad()
 def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
-               chunks: Sequence[Sequence[int]] | None = None) -> Result:
-    """The output through a cache, in chunks of so many queries of each row; None: two chunks, then
-    single tokens, of two rows. If the Spec has no cache, each row's chunk is a call with the keys
-    up to its end."""
-    q, out = given.q, torch.empty_like(given.q)
-    T, before = q.shape[1], given.k.shape[1] - q.shape[1]
+               ends: Sequence[Sequence[int]] = ()) -> Result:
+    """The output through a cache, by calls_of()."""
+    q, out, before = given.q, torch.empty_like(given.q), given.k.shape[1] - given.q.shape[1]
     k, v, view = filled_cache(given.k, given.v, spec)
-    half, third = T // 2, T // 3
-    chunks = chunks or ((half, third), (T - half - 3, T - third - 2), (1, 1), (1, 1), (1, 0))
-    ends = [0 for _ in chunks[0]]
-    for counts in chunks:
-        begins, ends = ends, [n + m for n, m in zip(ends, counts)]
-        spans = [slice(n, m) for n, m in zip(begins, ends)]
-        if spec.cache == "none":
-            for b, at in enumerate(spans):
-                if at.start < at.stop:
-                    row, keys = slice(b, b + 1), slice(before + at.stop)
-                    own = {n: t[row] if t.dim() > 1 else t for n, t in given.options.items()}
-                    out[b, at] = attend(q[row, at], k[row, keys], v[row, keys], spec, **own)[0]
-            continue
-        padded = pad_sequence([q[b, at] for b, at in enumerate(spans)], True)
-        reads = view([before + n for n in begins], counts)
-        got = attend(padded, k, v, spec, cache=reads, **given.options)
+    for at in calls_of(q.shape[1], ends):
+        start, count = [before + span.start for span in at], [s.stop - s.start for s in at]
+        padded = pad_sequence([q[b, span] for b, span in enumerate(at)], True)
+        got = attend(padded, k, v, spec, cache=view(start, count), **given.options)
         must_be_like(got, padded)
-        for b, at in enumerate(spans):
-            out[b, at] = got[b, : counts[b]]
+        for b, span in enumerate(at):
+            out[b, span] = got[b, : count[b]]
     return Result(out)
+
+
+def by_chunks(given: Inputs, spec: Spec) -> tuple[Result, Result]:
+    """plain() and truth() of what run_cached() computes if the Spec is not causal: a chunk's
+    queries see no key of a later chunk."""
+    spec = replace(spec, cache="none", page_size=None)
+    rough, exact = torch.empty_like(given.q), torch.empty_like(given.q, dtype=torch.float64)
+    for b, span in ((b, s) for at in calls_of(given.q.shape[1]) for b, s in enumerate(at)):
+        if span.start < span.stop:
+            row, q = slice(b, b + 1), given.q[b : b + 1, span]
+            own = {n: t[row] if t.dim() > 1 else t for n, t in given.options.items()}
+            one = Inputs(q, given.k[row, : span.stop], given.v[row, : span.stop], q, **own)
+            rough[b, span], exact[b, span] = (of(one, spec).out[0] for of in (plain, truth))
+    return Result(rough), Result(exact, condition={"out": torch.zeros(1)})
 
 
 def must_be_like(out: object, q: Tensor) -> None:
@@ -220,8 +228,8 @@ def trial(
         rows = rows.to(device)
         hidden = torch.ones(shape[1], dtype=torch.bool, device=device).index_fill(0, rows, False)
         given = given._replace(dout=given.dout.masked_fill(hidden[:, None, None], 0))
-    chunks = None if rows is None else [[shape[1]]]
-    got, failed = attempt(backend, device, partial(way_of(backend, spec, chunks), given, spec))
+    ends = () if rows is None else [[shape[1]]]
+    got, failed = attempt(backend, device, partial(way_of(backend, spec, ends), given, spec))
     if got is None:
         return [], failed
     if rows is not None:
@@ -266,12 +274,10 @@ def attempt(backend: Backend, device: torch.device, call: Callable[[], R]) -> tu
 
 
 def way_of(backend: Backend, spec: Spec,
-           chunks: Sequence[Sequence[int]] | None = None) -> Callable[..., Result]:
-    """run() of a backend, or run_cached() in these chunks."""
+           ends: Sequence[Sequence[int]] = ()) -> Callable[..., Result]:
+    """run() of a backend, or run_cached() by these calls."""
     attend = attend_of(backend, spec)
-    if spec.cache in BUFFERS:
-        return partial(run_cached, attend, chunks=chunks)
-    return partial(run, attend)
+    return partial(run_cached, attend, ends=ends) if spec.cache in BUFFERS else partial(run, attend)
 
 
 def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
@@ -279,22 +285,6 @@ def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
     if not spec.lse:
         return backend.compute
     return Ring().attend(backend) if spec.right == 0 else whole(backend)
-
-
-def by_chunks(given: Inputs, spec: Spec) -> tuple[Result, Result]:
-    """plain() and truth() of what run_cached() computes if the Spec is not causal: a chunk's
-    queries see no key of a later chunk."""
-    uncached = replace(spec, cache="none", page_size=None)
-
-    def by(of: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-           **options: Tensor) -> Tensor:
-        return of(Inputs(q, k, v, q, **options), spec).out.to(q.dtype)
-
-    exact = given._replace(q=given.q.double(), k=given.k.double(), v=given.v.double())
-    wide = replace(uncached, dtype="float64")
-    found = run_cached(partial(by, truth), exact, wide)
-    rough = run_cached(partial(by, plain), given, uncached)
-    return rough, replace(found, condition={"out": torch.zeros(1)})
 
 
 def clipped(spec: Spec, T: int) -> Spec:

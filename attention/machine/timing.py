@@ -3,11 +3,12 @@ order, after a warm-up; on CUDA by the device's clock."""
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -37,6 +38,12 @@ class Row:
     error: float | None = None  # max |out - float64| over max |float64|, from the probe
     kernels: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # why a mode was not timed
+
+
+    def as_json(self, modes: Sequence[Spec]) -> dict[str, Any]:
+        names = ["forward_backward" if spec.grad else "forward" for spec in modes]
+        error = self.error if math.isfinite(self.error or 0) else None  # JSON has no NaN
+        return asdict(self) | {"ms": dict(zip(names, self.ms)), "error": error}
 
 
 Call = Callable[[], None]
@@ -70,18 +77,24 @@ def measure(
     return list(rows.values())
 
 
+def declared(name: str, spec: Spec, machine: Machine,
+             policy: Policy) -> tuple[Row, Backend | None]:
+    """A backend by its Caps, which is None if it is other people's code that does not load."""
+    try:
+        backend, why = admit(name, spec, machine, policy)
+    except BackendUnavailable as e:
+        return Row(name, "", (str(e),)), None
+    return Row(name, backend.title, tuple(why)), backend
+
+
 def tried(
     name: str, modes: Sequence[Spec], machine: Machine, policy: Policy, device: torch.device,
     shape: Shape, drawn: tuple[Inputs, dict[str, Any]],
 ) -> tuple[Row, dict[Spec, tuple[Call, float]]]:
     """A backend's row, and its call in each mode with roughly the seconds; none if it cannot."""
-    try:
-        backend, refused = admit(name, modes[-1], machine, policy)
-    except BackendUnavailable as e:  # other people's code
-        return Row(name, "", (str(e),)), {}
-    able = [spec for spec in modes if not admit(name, spec, machine, policy)[1]]
-    row = Row(name, backend.title, tuple(refused))
-    if not able:
+    row, backend = declared(name, modes[-1], machine, policy)
+    able = [spec for spec in modes if not declared(name, spec, machine, policy)[0].why]
+    if backend is None or not able:
         return row, {}
     fit = [c for c in backend.caps if not c.why_not(able[-1], machine)]
     if fit and all(c.interpreted for c in fit):  # thousands of times slower than a GPU
