@@ -1,15 +1,10 @@
 """Plans: the kernel of each call, chosen before it is called.
 
-    attend / flash_attn_func / transformers          a layer of GPT
-         |  Plans.choose(spec, device, shape)             |  Plans.look_up(phase)
-         +-------------------->  known[key]  <------------+      key: kind of the call, device,
-                                     |  missing                  deterministic algorithms
-              +----------------------+---------------------+
-        eager: select() or fastest()             while torch.compile traces: resolve(),
-        in a thread of its own: proves it        or the stored fastest: nothing runs
-
-A kind (Spec.kind) has features, not values: a new scale, window or length makes no new plan. It is
-proved at most twice: short, and at the length of the first call with more than proof.LONG keys.
+The key is the kind of a call (Spec.kind), the device, and deterministic algorithms. A kind has
+features, not values: a new scale, window or length makes no new plan. It is proved at most twice:
+short, and at the length of the first call with more than proof.LONG keys. Eager, a missing plan is
+made by select() or fastest() in a thread of its own, which proves it; while torch.compile traces,
+by resolve() or the stored fastest: nothing runs.
 
 Commands plan a placed model before compiling it (GPT.plan), on all processes together, which take
 the first kernel that all accept. A late plan has no other processes, which may be elsewhere.

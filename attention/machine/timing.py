@@ -61,6 +61,7 @@ def measure(
         show: called with a line for each backend as soon as it has run once or is refused."""
     rows: dict[str, Row] = {}
     calls: dict[Key, tuple[Call, float]] = {}
+    machine = replace(machine, interpreted=False)  # thousands of times slower than a GPU
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         drawn = draw(modes[-1], device, shape)
         for name in names:
@@ -96,9 +97,6 @@ def tried(
     able = [spec for spec in modes if not declared(name, spec, machine, policy)[0].why]
     if backend is None or not able:
         return row, {}
-    fit = [c for c in backend.caps if not c.why_not(able[-1], machine)]
-    if fit and all(c.interpreted for c in fit):  # thousands of times slower than a GPU
-        return replace(row, why=("Triton's interpreter is for tests, not for speed",)), {}
     # The probe stores all scores in float64: only as long as needed to see the usual kernel.
     seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
     row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
