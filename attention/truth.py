@@ -107,9 +107,9 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
         dp_j  = dout . v_j                        0 for the sink
         ds_j  = p_j (dp_j - sum_l p_l dp_l)       the Jacobian of softmax: diag(p) - p p^T
         da   += -p_a sum_l p_l dp_l
-        dt_j  = ds_j (1 - (s_j / c)^2)            tanh' = 1 - tanh^2
-        dq    = tau sum_j dt_j k_j
-        dk_j += tau dt_j q
+        dt_j  = tau ds_j (1 - (s_j / c)^2)        of q . k_j; tanh' = 1 - tanh^2
+        dq    = sum_j dt_j k_j
+        dk_j += dt_j q
 
     `condition` holds for each tensor the rounding error to first order, in units of eps: (a) of
     each score s_j relative to its terms |q||k|, of a capped score and a sink relative to
@@ -150,7 +150,19 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
     dp = dO @ V.mT
     mean_dp = (p * dp).sum(3, keepdim=True)
     ds = p * (dp - mean_dp)
-    dt = ds * slope
+
+    def of_queries(t: Tensor) -> Tensor:  # (B, Hkv, M, D) -> (B, rows, H, D)
+        return t.unflatten(2, (-1, len(rows))).flatten(1, 2).transpose(1, 2)
+
+    def gradients(dt: Tensor, p: Tensor, da: Tensor, Q: Tensor, K: Tensor,
+                  dO: Tensor) -> dict[str, Tensor]:
+        by_head = da.unflatten(2, (-1, len(rows)))  # (B, Hkv, H / Hkv, rows, 1)
+        return {"dq": of_queries(dt @ K), "dk": (dt.mT @ Q).transpose(1, 2),
+                "dv": (p.mT @ dO).transpose(1, 2), "dsinks": by_head.sum((0, 3, 4)).flatten()}
+
+    exact = gradients(tau * ds * slope, p, -p_sink * mean_dp, Q, K, dO)
+    if given.sinks is None:
+        del exact["dsinks"]
 
     s_moves = Q.abs() @ K.abs().mT * tau * slope.abs()
     if c is not None or mods is not None:
@@ -168,33 +180,15 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
     if c is not None:
         dt_moves += ds.abs() * (1 + 2 * s.abs() * s_moves / c**2)
     da_moves = p_sink * (2 * rel * mean_dp.abs() + mean_moves)
+    condition = gradients(tau * dt_moves, p_moves, da_moves, Q.abs(), K.abs(), dO.abs())
+    condition["out"] = of_queries(rel * deviation)
+
     delta = (out * dO).square().sum(3, keepdim=True).sqrt()  # its errors add up
-    dt_round = p * slope * delta * tau
-
-    def by_head(t: Tensor) -> Tensor:  # (B, Hkv, M, 1) -> (H,)
-        return t.unflatten(2, (-1, len(rows))).sum((0, 3, 4)).flatten()
-
-    def of_queries(t: Tensor) -> Tensor:  # (B, Hkv, M, D) -> (B, rows, H, D)
-        return t.unflatten(2, (-1, len(rows))).flatten(1, 2).transpose(1, 2)
-
-    def of_keys(t: Tensor) -> Tensor:  # (B, Hkv, Tk, D) -> (B, Tk, Hkv, D)
-        return t.transpose(1, 2)
-
-    condition = {
-        "out": of_queries(rel * deviation), "dq": of_queries(dt_moves @ K.abs() * tau),
-        "dk": of_keys(dt_moves.mT @ Q.abs() * tau), "dv": of_keys(p_moves.mT @ dO.abs()),
-        "dsinks": by_head(da_moves),
-    }
-    rounded = {
-        "dq": of_queries((dt_round @ K).abs()),
-        "dk": of_keys((dt_round.square().mT @ Q.square()).sqrt()),
-        "dsinks": by_head((p_sink * delta).square()).sqrt(),
-    }
-    dsinks = None if given.sinks is None else by_head(-p_sink * mean_dp)
-    return Result(
-        of_queries(out), of_queries(dt @ K * tau), of_keys(dt.mT @ Q * tau), of_keys(p.mT @ dO),
-        dsinks, condition=condition, rounded=rounded,
-    )
+    dt, da = tau * p * slope * delta, p_sink * delta
+    squares = gradients(dt**2, p, da**2, Q**2, K, dO)  # the rows' errors are independent
+    rounded = {"dq": gradients(dt, p, da, Q, K, dO)["dq"].abs(),
+               "dk": squares["dk"].sqrt(), "dsinks": squares["dsinks"].sqrt()}
+    return Result(of_queries(out), **exact, condition=condition, rounded=rounded)
 
 
 @torch.enable_grad()
@@ -266,24 +260,22 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
     }
     found = []
     for name, tensor in got.tensors.items():
-        want = exact.tensors[name].cpu()
-        g, p = tensor.detach().cpu().double(), rough.tensors[name].cpu().double()
+        want, g, p = (x.cpu().double() for x in (exact.tensors[name], tensor, rough.tensors[name]))
         if g.shape != want.shape:
             raise AssertionError(f"{name} has shape {tuple(g.shape)}, not {tuple(want.shape)}")
         # Sinks have a dtype of their own.
         rounded_to = max(dtype, tensor.dtype, key=lambda d: torch.finfo(d).eps)
-        m, error = 2 if name == "out" else 3, (g - want).abs()
+        at = torch.unravel_index((g - want).abs().nan_to_num(torch.inf).argmax(), g.shape)
         for where, size in sizes.items():
             condition = size(exact.condition[name].cpu()) / 32
+            m = 2 if name == "out" else 3
             allowed = allowed_error(size(p - want), size(want), condition, rounded_to, m)
             if dtype == torch.float64:
                 allowed += allowed_error(0.0, size(want), condition, dtype)
             elif dtype != torch.float32 and name in exact.rounded:
                 allowed += torch.finfo(dtype).eps * size(exact.rounded[name].cpu())
             allowed *= ON_A_GPU if tensor.is_cuda else 1
-            if not where:
-                at = torch.unravel_index(error.nan_to_num(torch.inf).argmax(), error.shape)
-                where = f" at {[int(n) for n in at]}"
+            where = where or f" at {[int(n) for n in at]}"
             found.append(Deviation(name, where, size(g - want), allowed, size(want)))
     return found
 
