@@ -3,7 +3,8 @@ probe_long() at a call's own length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -15,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .caps import Backend, DeviceLost, shape_of
 from .function import whole
-from .machine.system import KERNEL_ERRORS, R, first_line, loses_device, profiled
+from .machine.system import KERNEL_ERRORS, first_line, loses_device, profiled
 from .masks import filled_cache
 from .ring import Ring
 from .spec import Spec
@@ -171,17 +172,15 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     other, draw = other_numbers(spec), torch.Generator().manual_seed(0)
     cases = [(spec, T, 1.0), (spec, shorter, LARGE), (other, T, 1.0)][: 2 + (other != spec)]
     ordinary, why = list[Deviation](), list[str]()
-    for case, Tq, size in cases:
-        found, failed = trial(backend, case, device, (2, Tq, T), draw, size)
-        if failed:
-            return Probe((f"it failed in the probe ({failed})",))
-        about = ", on large scores" * (size > 1) + f", with {case}" * (case != spec)
-        why = why or [text + about for text in wrong(found)]
-        ordinary = ordinary or found
-    seen, failed = attempt(backend, device, partial(observe, backend, spec, device, T))
-    if seen is None:
-        return Probe((f"it failed in the probe ({failed})",))
-    kernels, leak = seen
+    try:
+        for case, Tq, size in cases:
+            found = trial(backend, case, device, (2, Tq, T), draw, size)
+            about = ", on large scores" * (size > 1) + f", with {case}" * (case != spec)
+            why = why or [text + about for text in wrong(found)]
+            ordinary = ordinary or found
+        kernels, leak = observe(backend, spec, device, T)
+    except KernelFailed as e:
+        return Probe((f"it failed in the probe ({e})",))
     if not why and leak != 0:
         why = [f"a later token moves earlier outputs, by up to {leak:.2g}"]
     reasons = [f"its numbers are wrong ({'; '.join(why)})"] if why else []
@@ -211,18 +210,19 @@ def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
     spec = replace(spec, n_head=group, n_kv_head=1, dropout=0.0, grad=spec.grad and not cached)
     rows = torch.linspace(0, Tq - 1, min(Tq, ROWS)).round().long()
     draw = torch.Generator().manual_seed(0)
-    found, failed = trial(backend, spec, torch.device(device), (1, Tq, Tk), draw, rows=rows)
-    if failed:
-        return (f"it failed at {Tk:,} tokens ({failed})",)
+    try:
+        found = trial(backend, spec, torch.device(device), (1, Tq, Tk), draw, rows=rows)
+    except KernelFailed as e:
+        return (f"it failed at {Tk:,} tokens ({e})",)
     return tuple(f"at {Tk:,} tokens {text}" for text in wrong(found))
 
 
 def trial(
     backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, int, int],
     draw: torch.Generator, size: float = 1.0, rows: Tensor | None = None,
-) -> tuple[list[Deviation], str]:
-    """A run of random inputs without dropout: its errors, and why it failed, or "". With `rows`
-    only these queries have a gradient and are compared, and a cache is read once."""
+) -> list[Deviation]:
+    """The errors of a run of random inputs without dropout. With `rows` only these queries have a
+    gradient and are compared, and a cache is read once."""
     given, spec = draw_inputs(spec, device, shape, draw, size), replace(spec, dropout=0.0)
     Tq, ends = shape[1], [] if rows is None else [[shape[1]]]
     if rows is None and spec.cache in BUFFERS and spec.right != 0:
@@ -231,14 +231,13 @@ def trial(
     rows = torch.arange(Tq, device=device) if rows is None else rows.to(device)
     hidden = torch.ones(Tq, dtype=torch.bool, device=device).index_fill(0, rows, False)
     given = given._replace(dout=given.dout.masked_fill(hidden[:, None, None], 0))
-    got, failed = attempt(backend, device, partial(way_of(backend, spec, ends), given, spec))
-    if got is None:
-        return [], failed
+    with attempt(backend, device):
+        got = way_of(backend, spec, ends)(given, spec)
     dq = None if got.dq is None else got.dq[:, rows]
     got = replace(got, out=got.out[:, rows], dq=dq)
     spec = replace(spec, cache="none", page_size=None)
     rough, want = (of(given, spec, rows, backend.mods) for of in (plain, truth))
-    return errors(got, rough, want, given.q.dtype), ""
+    return errors(got, rough, want, given.q.dtype)
 
 
 def observe(backend: Backend, spec: Spec, device: torch.device,
@@ -246,24 +245,31 @@ def observe(backend: Backend, spec: Spec, device: torch.device,
     """The kernels of a run, with dropout, and leakage() without."""
     given = draw_inputs(spec, device, (2, T, T), torch.Generator().manual_seed(0))
     way, events = way_of(backend, spec), list[str]()
-    with profiled(events):
-        got = way(given, spec)
-    if spec.dropout and not all(bool(t.isfinite().all()) for t in got.tensors.values()):
-        raise FloatingPointError("not finite with dropout")
     ahead = None if backend.mods else 0 if spec.cache in BUFFERS else spec.right
-    return kernels_of(events), leakage(way, given, replace(spec, dropout=0.0), ahead)
+    with attempt(backend, device):
+        with profiled(events):
+            got = way(given, spec)
+        if spec.dropout and not all(bool(t.isfinite().all()) for t in got.tensors.values()):
+            raise FloatingPointError("not finite with dropout")
+        leak = leakage(way, given, replace(spec, dropout=0.0), ahead)
+    return kernels_of(events), leak
 
 
-def attempt(backend: Backend, device: torch.device, call: Callable[[], R]) -> tuple[R | None, str]:
-    """The result of a call that runs a kernel, or its error in words. The random state is restored.
-    Raises DeviceLost: it has lost the GPU, and what runs next would fail and be blamed instead."""
+class KernelFailed(RuntimeError):
+    """A kernel has raised an exception: its type and first line."""
+
+
+@contextmanager
+def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
+    """Run a kernel with autograd, apart from the random state. Raises KernelFailed, or DeviceLost:
+    it has lost the GPU, and what runs next would fail and be blamed instead."""
+    cuda = [device] if device.type == "cuda" else []
     try:
-        cuda = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(cuda), torch.enable_grad():
-            return call(), ""
+            yield
     except KERNEL_ERRORS as e:
         if not loses_device(e):
-            return None, f"{type(e).__name__}: {first_line(e)}"
+            raise KernelFailed(f"{type(e).__name__}: {first_line(e)}") from e
         other = backend.fallback or "manual"
         raise DeviceLost(
             f"{backend.name} has crashed on the GPU ({first_line(e)}), which this process cannot "

@@ -9,7 +9,6 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable
 from ..masks import filled_cache
-from ..proof import Inputs, attempt, attend_of, draw_inputs, probe
+from ..proof import Inputs, KernelFailed, attempt, attend_of, draw_inputs, probe
 from ..select import Shape, admit
 from ..spec import Machine, Policy, Spec
 from .system import own_code, synchronize
@@ -101,12 +100,13 @@ def tried(
     seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
     row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
     once: dict[Spec, tuple[Call, float]] = {}
-    for spec in () if row.why else able:
-        call = work(backend, spec, *drawn)
-        seconds, failed = attempt(backend, device, partial(warmed_up, call, device))
-        if seconds is None:  # any failure, such as out of memory, is the reason
-            return replace(row, why=(f"at this shape: {failed}",)), {}
-        once[spec] = call, seconds
+    try:
+        for spec in () if row.why else able:
+            call = work(backend, spec, *drawn)
+            with attempt(backend, device):
+                once[spec] = call, warmed_up(call, device)
+    except KernelFailed as e:  # such as out of memory
+        return replace(row, why=(f"at this shape: {e}",)), {}
     return row, once
 
 
