@@ -111,14 +111,21 @@ class Plans:
         is chosen now and announced, with `label` if it is for inference. All `ranks` choose now.
         Raises BackendUnavailable: refused, with no fallback left or allowed."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
+        return self._proved(key, shape, ranks) or self._choose(
+            key, spec, device, shape, label, ranks)
 
-        def known() -> Resolution | None:
-            chosen = self.known[key][0].chosen if key in self.known else None
-            usable = chosen and not chosen.traced and (shape[2] <= LONG or chosen.length)
-            return chosen if usable and ranks is None else None
+    def _proved(self, key: Key, shape: Shape, ranks: Ranks | None) -> Resolution | None:
+        """The kernel of a kind, if nothing is to be proved."""
+        plan = self.known.get(key)
+        if plan is None or ranks is not None:
+            return None
+        chosen = plan[0].chosen
+        return None if chosen.traced or (shape[2] > LONG and not chosen.length) else chosen
 
+    def _choose(self, key: Key, spec: Spec, device: str, shape: Shape, label: str,
+                ranks: Ranks | None) -> Resolution:
         def choose() -> Resolution:
-            if chosen := known():
+            if chosen := self._proved(key, shape, ranks):
                 return chosen  # another thread was quicker
             self.known.pop(key, None)  # if this raises, what was traced must not go on
             if self.name == "fastest":
@@ -133,7 +140,7 @@ class Plans:
             announce(chosen, chosen.info() + label * (not spec.grad))
             return chosen
 
-        return known() or apart(device, choose)
+        return apart(device, choose)
 
     @outside_a_trace
     def choose_in_trace(self, device: str, deterministic: bool, *fields: Any) -> None:
