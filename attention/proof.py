@@ -79,20 +79,6 @@ def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
     return Result(out)
 
 
-def by_chunks(given: Inputs, spec: Spec) -> tuple[Result, Result]:
-    """plain() and truth() of what run_cached() computes if the Spec is not causal: a chunk's
-    queries see no key of a later chunk."""
-    spec = replace(spec, cache="none", page_size=None)
-    rough, exact = torch.empty_like(given.q), torch.empty_like(given.q, dtype=torch.float64)
-    for b, span in ((b, s) for at in calls_of(given.q.shape[1]) for b, s in enumerate(at)):
-        if span.start < span.stop:
-            row, q = slice(b, b + 1), given.q[b : b + 1, span]
-            own = {n: t[row] if t.dim() > 1 else t for n, t in given.options.items()}
-            one = Inputs(q, given.k[row, : span.stop], given.v[row, : span.stop], q, **own)
-            rough[b, span], exact[b, span] = (of(one, spec).out[0] for of in (plain, truth))
-    return Result(rough), Result(exact, condition={"out": torch.zeros(1)})
-
-
 def must_be_like(out: object, q: Tensor) -> None:
     if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
         raise TypeError(f"it returned {shape_of(out)}, not {shape_of(q)}")
