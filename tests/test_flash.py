@@ -10,8 +10,6 @@ at the end of this file.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import itertools
 import sys
 from collections.abc import Iterator
@@ -560,7 +558,6 @@ def test_flash_attn_4_alone_is_no_flash_attn_2(tmp_path, monkeypatch) -> None:
     info = tmp_path / "flash_attn_4-4.0.0b13.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: flash-attn-4\nVersion: 4.0.0b13\n")
-    (info / "RECORD").write_text("flash_attn/cute/__init__.py,,\n")
     (info / "top_level.txt").write_text("flash_attn\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("flash_attn", "flash_attn.cute"):
@@ -576,17 +573,13 @@ def test_flash_attn_4_alone_is_no_flash_attn_2(tmp_path, monkeypatch) -> None:
 
 
 def install(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
-    """What pip leaves of a wheel: its files, over those of others, and their hashes."""
-    record = ""
+    """What pip leaves of a wheel: its files, over those of others."""
     for file, text in files.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text)
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        record += f"{file},sha256={digest.rstrip('=')},{len(text)}\n"
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n")
-    (info / "RECORD").write_text(record)
     (info / "top_level.txt").write_text("flash_attn\n")
 
 
