@@ -30,13 +30,13 @@ from core.settings import Loaded, UserError, end_at_once, exit_on_user_error
 if __name__ == "__main__":
     end_at_once()
 
-from bench import Json, qualify, record, report, rounds, runs, tables
-from bench.begin import begin, describe
+from bench import Json, parts, qualify, record, report, rounds, runs, tables
+from bench.begin import begin
 from bench.plan import planned
 from bench.results import Progress
 from bench.settings import MODES, load_config
 from bench.workers import Failure, Stop
-from core.runtime import StopSignal
+from core.runtime import StopSignal, pick_device
 
 MINUTES_ON_CUDA = 10.0
 
@@ -53,14 +53,10 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **record.git_state(),
     }
-    bench, limit = begin(mode, config), config.memory_gb
+    device = pick_device(config.device)
     files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != "command line"}
-    print(
-        f"settings: {', '.join(sorted(files)) or 'the defaults'}",
-        *loaded.notes,
-        sep="\n",
-        file=sys.stderr,
-    )
+    lines = [f"settings: {', '.join(sorted(files)) or 'the defaults'}", *loaded.notes]
+    print(*lines, sep="\n", file=sys.stderr)
 
     @cache
     def folder() -> Path:  # made when there is a result
@@ -71,12 +67,12 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
             record.write(folder(), record.complete({**about, **content}), whole=False)
 
     whole = mode == "qualify"  # each stage has a deadline of its own
-    minutes = config.minutes or (MINUTES_ON_CUDA if bench.cuda else 0)
+    minutes = config.minutes or (MINUTES_ON_CUDA if device.type == "cuda" else 0)
     stop = Stop(time.monotonic() + 60 * minutes if minutes and not whole else None)
     progress = Progress()
     with closing(StopSignal("stopping; keeping the results so far")) as stop.signals:
         try:
-            bench = describe(bench, stop, progress)
+            bench = begin(mode, config, device, stop, progress)
             if whole:
                 content = qualify.run(bench, about, loaded.origins, stop, progress, folder)
             else:
@@ -87,8 +83,8 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
             if e.kind == "stopped":
                 print(f"{e}; nothing was measured", file=sys.stderr)
                 return stop.code or 1
-            given = f" (--memory_gb={limit:g})" if limit and not bench.cuda else ""
-            raise UserError(f"nothing can be measured on {bench.device}{given}: {e}") from None
+            given = f" (--memory_gb={config.memory_gb:g})" if config.memory_gb else ""
+            raise UserError(f"nothing can be measured on {device}{given}: {e}") from None
         if recorded := whole or config.record is not None:
             record.write(folder(), content)
     show(content)
@@ -116,8 +112,8 @@ def show(content: Json) -> None:
         notes = {mode.TITLE: mode.NOTES for mode in report.MODES.values()}
         for name, made in report.sections(content):
             print(f"\n{name}\n{tables.markdown(made)}")
-            if name in notes:
-                print(f"\n{notes[name]}")
+            if note := notes.get(name, parts.NOTES if name.startswith("A step of ") else ""):
+                print(f"\n{note}")
     print("", *content["answers"], sep="\n")
 
 

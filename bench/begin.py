@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 import attention
 from bench import Json, hf
@@ -13,56 +14,49 @@ from bench.machine import free_memory
 from bench.results import Progress
 from bench.settings import Settings, vocabulary
 from bench.workers import Failure, Stop, once
-from core.runtime import pick_device
 from core.settings import UserError
 
 
-def begin(mode: str, config: Settings) -> Bench[Any]:
-    """Return what is known before anything runs. Raises UserError for a mistake."""
-    device, model = pick_device(config.device), getattr(config, "hf", None)
+def begin(
+    mode: str, config: Settings, device: torch.device, stop: Stop, progress: Progress
+) -> Bench[Any]:
+    """Describe the machine, and count the model of --hf. Raises UserError for a mistake."""
+    model, auto = getattr(config, "hf", None), config.batch_size == "auto"
     rivals(getattr(config, "rival", ()))
-    paths = getattr(config, "paths", ())
-    backends, left_out = ([], {}) if paths else names(config, device.type)
+    backends, left_out = names(config, device.type)
     vocab_size, source = vocabulary(config)
     found: Json = {}
     if model:
         found = {"name": model, "config": hf.read(model)}
         vocab_size, source = found["config"]["vocab_size"], f"--hf={model}"
-    print(f"vocabulary: {vocab_size:,} ({source})", file=sys.stderr)
+    progress.tell(f"vocabulary: {vocab_size:,} ({source})")
     limit = None
     if device.type == "cpu":
         limit = int(1e9 * config.memory_gb if config.memory_gb else 0.7 * free_memory(device))
     here = {"memory_limit": limit}
-    return Bench(mode, config, str(device), (*backends,), here, vocab_size, left_out, found)
-
-
-def describe(bench: Bench[Any], stop: Stop, progress: Progress) -> Bench[Any]:
-    """Return the same with the machine described, and the model of --hf counted."""
-    config, wait = bench.config, bench.config.timeout
-    progress.watch("the machine")
+    bench = Bench(mode, config, str(device), (*backends,), here, vocab_size, left_out, found)
     job = bench.job() | {"bandwidth_gbs": getattr(config, "bandwidth_gbs", None)}
-    wants = bench.mode in ("decode", "qualify") or getattr(config, "profile", False)
-    about = once("bench.machine:Description", job | {"wants_bandwidth": wants}, wait, stop)
-    limit = bench.machine["memory_limit"] or about["free_memory"]
-    bench = replace(bench, machine={**about, "memory_limit": limit})
-    if not bench.hf:
+    job["wants_bandwidth"] = mode in ("decode", "qualify") or getattr(config, "profile", False)
+    about = once("bench.machine:Description", job, config.timeout, stop)
+    bench = replace(bench, machine={**about, "memory_limit": limit or about["free_memory"]})
+    if not model:
         return bench
-    batch = 1
-    if bench.mode == "train" and config.batch_size != "auto":
-        batch = config.batch_size * config.gradient_accumulation_steps
+    counts = mode == "train" and not auto
+    batch = config.batch_size * config.gradient_accumulation_steps if counts else 1
     try:
-        reference = once("bench.reference:Reference", bench.job(batch_size=batch), wait, stop)
+        job = bench.job(batch_size=batch)
+        reference = once("bench.reference:Reference", job, config.timeout, stop)
     except Failure as e:
         if e.kind == "stopped":
             raise
-        raise UserError(f"--hf={config.hf}: {e}") from None
+        raise UserError(f"--hf={model}: {e}") from None
     counted = reference.pop("counted")
     return replace(bench, hf={**bench.hf, "counted": counted}, reference=reference)
 
 
 def names(config: Settings, device: str) -> tuple[list[str], dict[str, str]]:
     """Return the backends, and {name: reason} of those of "all" that are not to be measured."""
-    wanted = config.backends
+    wanted = config.backends if not getattr(config, "paths", ()) else ()
     if wanted == ("all",) and config.attention_backend != "auto":  # --attention_backend=sdpa
         wanted = (config.attention_backend,)
     named: dict[str, None] = {}

@@ -14,7 +14,7 @@ import data
 from bench import ROOT, Json
 from core.options import IGNORED, TrainConfig
 from core.runtime import pick_device
-from core.settings import Loaded, UserError, check_fields, gather, read
+from core.settings import Loaded, UserError, gather, read
 from model import GPTConfig
 
 C = TypeVar("C", bound="TrainConfig")
@@ -63,9 +63,8 @@ class Settings(TrainConfig):
             )
         super().__post_init__()
         GPTConfig.of(self, self.vocab_size or 1)  # checks the sizes
-        for name in ("kv_caches", "backends"):
-            if not getattr(self, name, True):
-                raise ValueError(f"{name} must name at least one")
+        if not self.backends or not getattr(self, "kv_caches", True):
+            raise ValueError("backends and kv_caches must name at least one each")
         if getattr(self, "hf", None) and (self.rival or getattr(self, "profile", False)):  # type: ignore[attr-defined]
             raise ValueError("--hf does not support --rival and --profile")
 
@@ -155,9 +154,6 @@ class Runs:
     compile: bool | None = None  # both; none: no
     device: Literal["auto", "cpu"] = "auto"  # cpu
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
 class Qualify(Settings):
@@ -215,10 +211,8 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
 
     Without a config file a CPU uses config/bench_cpu.py: GPT-2 124M takes half an hour there.
     """
-    mode = mode or "train"
-    kind = MODES[mode]
-    names = [w.lstrip("-").partition("=")[0].replace("-", "_") for w in argv if w[:1] == "-"]
-    for name in names:
+    kind = MODES[mode := mode or "train"]
+    for name in (w.lstrip("-").partition("=")[0].replace("-", "_") for w in argv if w[:1] == "-"):
         modes = [other for other, its in MODES.items() if name in shown(its)]
         if mode not in modes and (modes or name in RUN):
             raise UserError(f"--{name}: for {', '.join(modes) or 'train.py'} only, got mode {mode}")
@@ -229,13 +223,13 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     if here and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
     loaded = read(kind, argv, shown=shown(kind), **how)
+    settings = loaded.settings
     for name in CHANGING - shown(kind) & loaded.origins.keys():
-        if getattr(loaded.settings, name) != getattr(TrainConfig, name):
+        if getattr(settings, name) != getattr(TrainConfig, name):
             raise UserError(f"--{name}: not for mode {mode} ({loaded.origins[name]})")
-    if getattr(loaded.settings, "records_dir", "") == RECORDS:  # also from another folder
-        settings = replace(loaded.settings, records_dir=str(ROOT / RECORDS))
-        return Loaded(settings, loaded.origins, loaded.notes)
-    return loaded
+    if getattr(settings, "records_dir", "") == RECORDS:  # also from another folder
+        settings = replace(settings, records_dir=str(ROOT / RECORDS))
+    return Loaded(settings, loaded.origins, loaded.notes)
 
 
 def vocabulary(config: Settings) -> tuple[int, str]:

@@ -183,23 +183,26 @@ def per_sequence(row: Row, name: str) -> float:
     return row[name] / row.get("batch_size", 1)
 
 
-def fastest_of(rows: list[Row]) -> tuple[Row, list[Row]]:
+def fastest_of(rows: list[Row], old: bool = False) -> tuple[Row, list[Row]]:
     """Return the fastest row and those that are level with it."""
     best = min(rows, key=lambda row: per_sequence(row, "ms"))
     upper = per_sequence(best, "q3_ms")
-    others = [row for row in rows if row is not best and per_sequence(row, "q1_ms") <= upper]
-    return best, others
+
+    def level(row: Row) -> bool:
+        return not differ(best, row) if old else per_sequence(row, "q1_ms") <= upper
+
+    return best, [row for row in rows if row is not best and level(row)]
 
 
 def fastest(rows: list[Row], old: bool = False) -> list[str]:
     """Return the fastest backends; of attention alone by length. old: as in records of format 2,
     by ratios of neighbouring rounds."""
-    by_place: dict[str, list[tuple[str, int]]] = {}
-    for (place, T), group in sorted(groups(rows).items(), key=lambda item: item[0][1]):
-        by_place.setdefault(place, []).append((winner(group, old), T))
+    by_place: dict[str, list[tuple[str, int]]] = {place: [] for place, _ in groups(rows)}
+    for (place, T), group in sorted(groups(rows).items()):
+        by_place[place].append((winner(group, old), T))
     found = []
-    for place in dict.fromkeys(place for place, _ in groups(rows)):
-        firsts = [(name, next(run)[1]) for name, run in groupby(by_place[place], key=itemgetter(0))]
+    for place, wins in by_place.items():
+        firsts = [(name, next(run)[1]) for name, run in groupby(wins, key=itemgetter(0))]
         parts = [name + (f" from {T:,} tokens on" if T else "") for name, T in firsts]
         found.append(f"{place}: {', then '.join(parts)}")
     return found
@@ -207,15 +210,12 @@ def fastest(rows: list[Row], old: bool = False) -> list[str]:
 
 def winner(rows: list[Row], old: bool) -> str:
     """Return the fastest, and those that are level with it."""
-    best, level = fastest_of(rows)
+    best, level = fastest_of(rows, old)
     few = len(rows) > 1 and len(best["rounds"]) < ENOUGH
-    if old:
-        if few:
-            return f"{label(best)} (too few rounds)"
-        level = [row for row in rows if row is not best and not differ(best, row)]
+    if few and old:
+        return f"{label(best)} (too few rounds)"
     remarks = [count(len(best["rounds"]), "round")] if few else []
-    names = dict.fromkeys(label(row) for row in level)
-    remarks += [f"level: {', '.join(names)}"] if names else []
+    remarks += [f"level: {', '.join(dict.fromkeys(map(label, level)))}"] if level else []
     return label(best) + (f" ({'; '.join(remarks)})" if remarks else "")
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from attention import BACKENDS, BackendUnavailable, Machine, Policy, Spec, probe, resolve, visible
 from attention.check import matrix
-from attention.check.command import FEATURES, Item, fitted, items, judge
-from attention.check.matrix import CASES, SAMPLE
+from attention.check.command import fitted, items, judge
+from attention.check.matrix import CASES, SAMPLE, Item
 from attention.proof import Inputs
 from attention.spec import DTYPES
 
@@ -46,22 +46,21 @@ FEWER = {
     "flex": (),
     "triton": ("1", "2", "1x97", "64x17", "mqa-64x17", "window10-64x17", "packed-97x43", "k BHTD",
                "D80-mqa-window7-17x33", "scale-softcap-sinks-packed-window20-43x97",
-               "causality, decode, 4 heads over 2 of 32, w", "huge negative scores",
-               "causality, evaluation, 4 heads over 2 of 32, window 9, segments",
-               "no gradient to later tokens", "beyond the view", "left padding, 3 of 24"),
+               "negative-20", "causality, 1x33-gqa-inference-w", "causality, 33-gqa-window9-packed",
+               "beyond the view", "left padding, 3x24-left"),
 }
 # Cases of flex in make test-all; test_flex.py covers more shapes and dtypes.
 FLEX = ("1x97", "packed-window16-gqa", "softcap50-large-window16-packed", "beyond the view",
-        "causality, evaluation, 4 heads over 2 of 32, segments", "causality, long",
-        "causality, chunked prefill, 4 heads over 2 of 32, w", "huge negative scores, 7",
-        "left padding, 3 of 24", "one graph", "causality, decode, 4 heads over 2 of 32, w")
+        "causality, 33-gqa-inference-packed", "causality, 2049", "negative-7x20",
+        "causality, 20x33-gqa-inference-w", "left padding, 3x24", "one graph",
+        "causality, 1x33-gqa-inference-w")
 # Further cases of triton in float16 there.
-HALF = ("D128", "in parts, 4 heads over 2 of 32, seg", "the same mask again", "one graph",
-        "causality, training")
+HALF = ("D128", "in parts, 50-gqa-lse-packed", "the same mask again", "one graph",
+        "causality, 33-gqa")
 
 
 def _among(names: tuple[str, ...], item: Item) -> bool:
-    return item.name in names if item.case else item.name.startswith(names)
+    return item.name.startswith(names) if item.title else item.name in names
 
 
 def _left_to_check(name: str, item: Item, device: str) -> bool:
@@ -71,7 +70,7 @@ def _left_to_check(name: str, item: Item, device: str) -> bool:
         return False
     if name == "flex":
         return item.spec.dtype != "float32" or not _among(FLEX, item)
-    if "long text" in item.name:
+    if "causality, 2049" in item.name:
         return item.spec.dtype != "float32" or item.spec.grad
     if item.spec.dtype == "float32" and not _among((*FEW, *FEWER[name]), item):
         return zlib.crc32(item.name.encode()) % 3 > 0
@@ -87,12 +86,12 @@ def _long(name: str, item: Item) -> bool:
             return item.name != "long-600"
         if item.name.startswith("one graph"):
             return name != "sdpa"
-        return item.spec.page_size == 256 or ("long text" in item.name and item.spec.grad)
+        return item.spec.page_size == 256 or ("causality, 2049" in item.name and item.spec.grad)
     if name in ("sdpa", "sdpa_math") and item.spec.dtype != "float64":
         return True  # PyTorch's own numbers
-    heavy = item.name.startswith(("one graph", "causality, long")) or item.spec.page_size == 256
+    heavy = item.name.startswith(("one graph", "causality, 2049")) or item.spec.page_size == 256
     own = item.spec.dtype == "bfloat16" and not heavy
-    return item.name not in FEW if item.case else not own
+    return not own if item.title else item.name not in FEW
 
 
 @cache
@@ -142,7 +141,7 @@ def test_torchs_default_dtype_changes_nothing(name: str) -> None:
     spec = case.spec("float32")
     if why := BACKENDS[name].why_not(spec, _machine("cpu")):
         pytest.skip(why[0])
-    q, k, v, dout = matrix.draw(case, spec.dtype, "cpu")
+    q, k, v, dout, *_ = matrix.inputs(case, spec.dtype)
 
     def results() -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
@@ -180,7 +179,6 @@ def test_the_sample_has_every_feature_and_names_are_unique() -> None:
     assert {f for c in SAMPLE for f in c.features} == {f for c in CASES for f in c.features}
     assert max(min(c.Tq, c.Tk) for c in SAMPLE) > 512
     assert len({(item.name, item.spec.dtype) for item in ITEMS}) == len(ITEMS)
-    assert {f for item in ITEMS for f in item.features} | {"gradients"} == set(FEATURES)
 
 
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math"])

@@ -344,7 +344,8 @@ def test_every_case_of_the_matrix_against_the_oracle(case, monkeypatch) -> None:
         if name != only or (case.sinks and case.alibi):
             assert get(name).why_not(spec, H100)
             continue
-        inputs, seg = matrix.draw(case, dtype), matrix.segments(case)
+        inputs = matrix.inputs(case, dtype)
+        seg = inputs.segments
         plain, truth = matrix.plain(case, dtype), matrix.truth(case, dtype)
         module = make()
         monkeypatch.setattr(flash, "_loaded", {})
@@ -352,10 +353,10 @@ def test_every_case_of_the_matrix_against_the_oracle(case, monkeypatch) -> None:
         leaves = [t.detach().requires_grad_() for t in inputs[:3]]
         more: dict[str, Any] = {"segments": seg}
         if case.sinks:
-            more["sinks"] = matrix.sinks(case, dtype).requires_grad_()
+            more["sinks"] = inputs.sinks.detach().requires_grad_()
             leaves.append(more["sinks"])
         if case.alibi:
-            more["alibi_slopes"] = matrix.slopes(case)
+            more["alibi_slopes"] = inputs.alibi_slopes
         out = BACKENDS[name].attend(*leaves[:3], spec, **more)
         grads = torch.autograd.grad(out, leaves, inputs[3])
         oracle.check(oracle.Result(out.detach(), *grads), plain, truth, getattr(torch, dtype))

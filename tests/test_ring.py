@@ -21,8 +21,8 @@ from torch import Tensor
 
 from attention import BACKENDS, Machine, Partial, Ring, Spec, sdpa_flash, visible
 from attention.check import matrix
-from attention.check import properties as promises
-from attention.check.matrix import Case
+from attention.check.matrix import Case, Item
+from attention.check.properties import probed
 from inference.cache import DynamicCache
 from model import GPT, GPTConfig
 
@@ -92,10 +92,10 @@ def place(rank: int, n: int) -> Ring:
 def attention(ring: Ring, name: str, case: Case, inputs: Any, dtype: str, pad: float = 0) -> Any:
     """out, dq, dk, dv, as if there were no ring; `pad` fills up q, k and v."""
     q, k, v, dout = inputs
-    seg = matrix.segments(case)
+    *_, seg, _, slopes = matrix.inputs(case, dtype)
     leaves = [ring.shard(t, pad).detach().requires_grad_() for t in (q, k, v)]
     part = None if seg is None else ring.shard(seg, -1)
-    more = {"alibi_slopes": matrix.slopes(case)} if case.alibi else {}
+    more = {"alibi_slopes": slopes} if case.alibi else {}
     out = ring.attend(BACKENDS[name])(*leaves, case.spec(dtype, lse=True), segments=part, **more)
     grads = torch.autograd.grad(out, leaves, ring.shard(dout))
     return [ring.gather(t, case.Tq) for t in (out.detach(), *grads)]
@@ -110,7 +110,7 @@ def all_cases(ring: Ring, cases: list[Case] = CASES) -> Any:
     for name, case, dtype in itertools.product(INNER, cases, DTYPES):
         spec, here = case.spec(dtype, lse=True), Machine.here("cpu")
         assert not BACKENDS[name].why_not(spec, here)
-        inputs = matrix.draw(case, dtype)
+        inputs = matrix.inputs(case, dtype)[:4]
         got = attention(ring, name, case, inputs, dtype)
         again = attention(ring, name, case, inputs, dtype, pad=3.0)
         assert all(map(torch.equal, got, again)), f"not the same bits: {case.name}"
@@ -155,7 +155,7 @@ def borders(ring: Ring, T: int = 29) -> list[str]:
     rows = torch.arange(len(tokens))  # a row of the batch for each
     for name, window in itertools.product(INNER, (None, 5)):
         case = Case("canary", T, T, H=4, B=len(tokens), window=window)
-        q, k, v, dout = matrix.draw(case, "float32")
+        q, k, v, dout = matrix.inputs(case, "float32")[:4]
         before = attention(ring, name, case, (q, k, v, dout), "float32")[0]
         changed = [x.clone() for x in (q, k, v)]
         for x in changed:
@@ -341,7 +341,8 @@ def test_sdpa_flash_on_cuda_by_stand_ins_of_its_operators(monkeypatch) -> None:
 
     backend = replace(BACKENDS["sdpa_flash"], partial=Partial(forward, backward))
     for Hkv, D, scale in ((4, 32, None), (2, 20, None), (1, 64, 0.3)):
-        promises.in_parts(backend, Spec(4, Hkv, D, "float16", scale=scale, lse=True), "cpu")
+        case = Case("50", 50, 50, 4, Hkv, D, scale=scale, lse=True)
+        Item(case, "float16", probed, ()).ask(backend, case.spec("float16"), "cpu")
 
 
 # --- the model ---
@@ -389,7 +390,7 @@ def test_triton_in_a_ring_takes_packed_texts() -> None:
     case = next(c for c in CASES if c.name == "97-packed")
     if BACKENDS["triton"].why_not(case.spec("float32", lse=True), Machine.here("cpu")):
         pytest.skip("triton cannot run here")
-    inputs = matrix.draw(case, "float32")
+    inputs = matrix.inputs(case, "float32")[:4]
     got = oracle.Result(*attention(Ring(), "triton", case, inputs, "float32"))
     exact, rough = matrix.truth(case, "float32"), matrix.plain(case, "float32")
     oracle.check(got, rough, exact, torch.float32)

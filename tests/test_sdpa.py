@@ -159,9 +159,9 @@ MASKED = [c for c in CASES if (c.window or c.segments) and c.Tq <= c.Tk <= 250]
 def test_sdpa_flash_takes_windows_and_segments_on_cuda(case, monkeypatch) -> None:
     pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented)
-    *qkv, dout = (t.detach() for t in matrix.draw(case, "float16"))
+    *qkv, dout = (t.detach() for t in matrix.inputs(case, "float16")[:4])
     leaves = [t.requires_grad_() for t in qkv]
-    segments = matrix.segments(case)
+    segments = matrix.inputs(case, "float16").segments
     out = varlen(*leaves, case.spec("float16"), segments=segments)
     got = oracle.Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
     matrix.compare(got, case, "float16", "cpu")

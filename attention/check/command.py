@@ -7,23 +7,20 @@ Exit code: 1 if a test failed or a declared capability was not tested, 2 for a w
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from .. import hub
 from ..caps import LACKS, Backend, Caps, Refusal
-from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device, settings_stay
+from ..machine.system import devices, first_line
 from ..machine.timing import aligned
 from ..names import RULES, get
 from ..spec import DTYPES, Machine, Spec
@@ -31,98 +28,75 @@ from . import matrix
 from .matrix import Case, Item
 from .mistakes import named
 from .properties import properties
-from .script import of_case, of_property
+from .script import script
 
-# Rows of the table. A test counts in the rows of all its features.
-FEATURES = (
-    *("causality", "causal", "lengths", "masked rows"),
-    *("grouped heads", "window", "segments", "right", "scale", "softcap", "sinks", "alibi"),
-    *("large scores", "unusual scores", "strides"),
-    *("gradients", "long sequences", "repeated calls", "surroundings", "dropout", "determinism"),
-    *("torch.compile", "caches", "parts"),
-)
 VERDICTS = {"right": "passed", "wrong": "failed", "refused": "refused"}  # columns
+ORDER = "float32", "bfloat16", "float16", "float64"  # --quick runs most tests in the first alone
 
 
 def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
           caps: Sequence[Caps] = ()) -> Iterator[Item]:
-    """All tests: cases, the simple ones first (quick: matrix.SAMPLE), then properties()."""
-    cases = matrix.in_order()[: len(matrix.SAMPLE) if quick else None]
+    """All tests (quick: a sample): cases, the simple ones first, then properties()."""
     for dtype in dtypes:
-        for case in cases:
-            yield Item(case.name, case.features, case.spec(dtype), partial(_right, case), case=case)
-        yield from {item.name: item for item in properties(dtype, length, caps)}.values()
-
-
-def _right(case: Case, backend: Backend, spec: Spec, device: str) -> None:
-    case = replace(case, D=spec.head_dim)
-    matrix.check(backend, case, spec.dtype, device, grad=spec.grad)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The result of one test."""
-
-    verdict: str  # "right", "wrong" or "refused"
-    why: tuple[Refusal | str, ...]
-    spec: Spec  # with which it ran, or would have
-    failed: Spec | None = None  # of the run with wrong numbers
+        for case in matrix.in_order()[: len(matrix.SAMPLE) if quick else None]:
+            yield Item(case, dtype, matrix.accuracy, case.features)
+        yield from properties(dtype, length, caps, quick)
 
 
 def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequence[Refusal]]:
     """The item's Spec as the backend takes it (a case also without gradients; both at the nearest
     head_dim, page size and dropout), or why it does not."""
-    spec = item.spec
-    specs = [spec, replace(spec, grad=False)] if item.case else [spec]
-    for row in backend.caps if not item.case or item.case.D == Case.D else ():
-        D = -(-spec.head_dim // row.head_dim_multiple) * row.head_dim_multiple
+    specs = [item.spec]
+    for row in backend.caps if item.title or item.case.D == Case.D else ():
+        D = -(-item.spec.head_dim // row.head_dim_multiple) * row.head_dim_multiple
         sizes: dict[str, Any] = {"head_dim": min(D, row.head_dim_max or D)}
-        if spec.page_size:
-            sizes["page_size"] = -(-spec.page_size // row.page_multiple) * row.page_multiple
-        dropout = max(spec.dropout, row.dropout_step or 0) if spec.dropout else 0.0
-        specs += [replace(s, **sizes, dropout=dropout) for s in specs[: 2 if item.case else 1]]
-    why = [backend.why_not(s, machine) for s in specs]
+        if item.spec.page_size:
+            pages = -(-item.spec.page_size // row.page_multiple)
+            sizes["page_size"] = pages * row.page_multiple
+        if item.spec.dropout:
+            sizes["dropout"] = max(item.spec.dropout, row.dropout_step or 0)
+        specs.append(replace(item.spec, **sizes))
+    specs += [replace(spec, grad=False) for spec in specs if not item.title]
+    why = [backend.why_not(spec, machine) for spec in specs]
     at = next((n for n, reasons in enumerate(why) if not reasons), 0)
     return specs[at], why[at]
 
 
-def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Answer:
-    """Run one test. An exception of the kernel is not caught: CUDA may be unusable after it."""
+def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
+    """Run one test; returns it with `verdict` and `why`, and the sizes that the backend takes. An
+    exception means that the kernel has lost the device."""
     spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
+    asked = item.of(backend, spec, device)
     if why:
-        return Answer("refused", tuple(why), spec)
+        return replace(asked, verdict="refused", why=tuple(why))
     try:
         item.ask(backend, spec, device)
     except AssertionError as e:
-        return Answer("wrong", (str(e),), spec, e.spec if isinstance(e, matrix.Wrong) else None)
-    return Answer("right", (), spec)
+        return replace(asked, verdict="wrong", why=(str(e),))
+    return replace(asked, verdict="right")
 
 
-def untested(caps: Iterable[Caps], ran: Sequence[tuple[Spec, bool]], machine: Machine,
+def untested(caps: Iterable[Caps], ran: Iterable[Item], machine: Machine,
              dtypes: Sequence[str]) -> list[str]:
-    """What Caps declare for this machine and these dtypes, and no test used. `ran` has each test's
-    Spec, and True if it was deterministic."""
-    missing: dict[str, None] = {}
+    """What Caps declare for this machine and these dtypes, and no test used."""
+    declared: dict[str, None] = {}
     elsewhere = {"device", "torch", "interpreted", "packages", "capability"}
     for row in caps:
         refusals = row.why_not(Spec(1, 1, 64, row.dtypes[0]), machine)
-        tested = [dtype for dtype in row.dtypes if dtype in dtypes]
-        if not tested or elsewhere & {refusal.kind for refusal in refusals}:
-            continue
-        declared = [*tested, *(name for name in LACKS if getattr(row, name)),
-                    *(f"cache '{cache}'" for cache in row.caches),
-                    *[f"head_dim {row.head_dim_max}"] * bool(row.head_dim_max),
-                    *[f"page_size {row.page_multiple}"] * ("paged" in row.caches),
-                    *["deterministic"] * (row.deterministic and row.grad)]
-        used: set[str] = set()
-        for spec, deterministic in ran:
-            if not row.why_not(spec, replace(machine, deterministic=deterministic)):
-                used |= {name for name in LACKS if getattr(spec, name)}
-                used |= {spec.dtype, f"cache '{spec.cache}'", f"head_dim {spec.head_dim}",
-                         f"page_size {spec.page_size}", "deterministic" * deterministic,
-                         "right" * (spec.right is None)}
-        missing |= dict.fromkeys(name for name in declared if name not in used)
-    return [*missing]
+        here = [dtype for dtype in row.dtypes if dtype in dtypes]
+        if here and not elsewhere & {refusal.kind for refusal in refusals}:
+            options = [name for name in LACKS if getattr(row, name)]
+            options += ["deterministic"] * (row.deterministic and row.grad)
+            options += [f"cache '{cache}'" for cache in row.caches]
+            options += [f"head_dim {row.head_dim_max}"] * bool(row.head_dim_max)
+            declared |= dict.fromkeys([*here, *options])
+    used: set[str] = set()
+    for item in ran:
+        spec = item.spec
+        used |= {name for name in LACKS if getattr(spec, name)}
+        used |= {spec.dtype, f"cache '{spec.cache}'", f"head_dim {spec.head_dim}",
+                 "right" * (spec.right is None), "deterministic" * item.deterministic}
+    return [name for name in declared if name not in used]
 
 
 @dataclass
@@ -133,27 +107,28 @@ class Report:
     title: str
     machine: dict[str, str]  # device -> its name
     torch: str
-    quick: bool
-    length: int  # tokens of the longest sequence
     # "total", "float32, cpu", "window", ... -> number of tests "passed", "failed" and "refused"
     features: dict[str, dict[str, int]] = field(default_factory=dict)
     refusals: Counter[Refusal] = field(default_factory=Counter)  # number of tests
     failures: list[dict[str, str]] = field(default_factory=list)
     untested: list[str] = field(default_factory=list)  # declared capabilities that no test used
+    left_out: int = 0  # tests that did not run: --quick, --test, --first
+    length: int = 0  # tokens of the longest sequence
     script: str = ""  # reproduces the first failure
     mistake: list[str] = field(default_factory=list)  # that it shows, in lines of text
     seconds: float = 0.0
 
-    def add(self, item: Item, device: str, answer: Answer) -> None:
-        dtype, wrong = item.spec.dtype, answer.verdict == "wrong"
-        rows = ["total", *item.features, f"{dtype}, {device}"]
-        rows += ["gradients"] * (answer.verdict == "right" and bool(item.case and answer.spec.grad))
-        self.refusals.update(why for why in answer.why if isinstance(why, Refusal))
-        self.failures += [{"what": item.name, "dtype": dtype, "device": device,
-                           "why": "; ".join(answer.why)}] * wrong
+    def add(self, item: Item) -> None:
+        rows = [*item.features, f"{item.dtype}, {item.device}", "total"]
+        rows += ["gradients"] * (item.verdict == "right" and not item.title and item.spec.grad)
         for row in rows:
             counts = self.features.setdefault(row, dict.fromkeys(VERDICTS.values(), 0))
-            counts[VERDICTS[answer.verdict]] += 1
+            counts[VERDICTS[item.verdict]] += 1
+        self.refusals.update(why for why in item.why if isinstance(why, Refusal))
+        self.length = max(self.length, item.case.Tk * (item.verdict != "refused"))
+        if item.verdict == "wrong":
+            self.failures.append({"what": item.name, "dtype": item.dtype, "device": item.device,
+                                  "why": "; ".join(item.why)})
 
     @property
     def code(self) -> int:
@@ -166,8 +141,9 @@ def check(
     first: bool = False, length: int = 0, test: str = "",
     watch: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Report:
-    """Run every test (`test`: one, by its name; `first`: up to the first failure) on a backend,
-    given by its name, alias or file. `watch` hears of each: how many are done, of all, its name.
+    """Run every test (`quick`: a sample, most of it in one dtype; `test`: one, by its name;
+    `first`: up to the first failure) on a backend, given by its name, alias or file. `watch` hears
+    of each: how many are done, of all, its name.
     Raises ValueError: unknown backend or test, or a file that defines none."""
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
@@ -176,55 +152,51 @@ def check(
         raise ValueError(f"{name}: check takes no mask of one's own and no kernel of the hub; "
                          f"python -m attention {name} proves it")
     here = {device: Machine.here(device) for device in devices}
-    tests = items(dtypes, quick, length, backend.caps)
-    todo = [(d, i) for d, i in itertools.product(devices, tests) if test in ("", i.name)]
+    dtypes = sorted(dtypes, key=ORDER.index)
+    every, some = ([*items(dtypes, few, length, backend.caps)] for few in (False, quick))
+    todo = [(device, item) for device in devices for item in some if test in ("", item.name)]
     if not todo:
         raise ValueError(f"unknown test {test!r}")
-    report = Report(
-        backend.name, backend.title, {device: machine.name for device, machine in here.items()},
-        torch.__version__, quick or bool(test),
-        max([length, *(item.case.Tk for _, item in todo if item.case)]))
-    ran: dict[str, list[tuple[Spec, bool]]] = {device: [] for device in devices}
+    report = Report(backend.name, backend.title,
+                    {device: machine.name for device, machine in here.items()}, torch.__version__)
+    ran: list[Item] = []
+    done: set[tuple[str, str]] = set()
+    lost = False
     for n, (device, item) in enumerate(todo):
-        watch(n, len(todo), f"{item.name}, {item.spec.dtype}, {device}")
-        forked, lost = partial(torch.random.fork_rng, [device] * (device[:4] == "cuda")), False
+        if quick and (device, item.name) in done and item.name not in matrix.EACH_DTYPE:
+            continue
+        watch(n, len(todo), f"{item.name}, {item.dtype}, {device}")
         try:
-            with settings_stay(), forked():
-                answer = judge(backend, item, here[device], device)
-        except (*KERNEL_ERRORS, GeneratorExit) as e:  # its Caps declare the Spec
-            spec, lost = fitted(item, backend, here[device])[0], loses_device(e)
-            answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",), spec)
-        if answer.verdict == "wrong" and not report.script:
-            report.script = script(name, item, device, answer, length)
-            if not lost:
-                with forked():
-                    report.mistake = named(backend, item, answer.spec, device)
-        report.add(item, device, answer)
-        if answer.verdict != "refused":
-            ran[device].append((answer.spec, item.deterministic))
-        if lost or (first and report.failures):  # after a loss every later test would fail
+            item = judge(backend, item, here[device], device)
+        except RuntimeError as e:  # after it every later test would fail
+            spec, lost = fitted(item, backend, here[device])[0], True
+            why = f"{type(e).__name__}: {first_line(e)}"
+            item = replace(item.of(backend, spec, device), verdict="wrong", why=(why,))
+        report.add(item)
+        if item.verdict == "refused":
+            continue
+        ran.append(item)
+        done.add((device, item.name))
+        if report.failures and not report.script:
+            report.script = script(name, item, length)
+            report.mistake = [] if lost else named(item)
+        if lost or (first and report.failures):
             break
     else:
         report.untested = [
             f"{capability} on {device}" for device in ([] if test else devices)
-            for capability in untested(backend.caps, ran[device], here[device], dtypes)]
+            for capability in untested(backend.caps, [i for i in ran if i.device == device],
+                                       here[device], dtypes)]
     watch(len(todo), len(todo), "done")
+    report.left_out = len(every) * len(devices) - sum(report.features["total"].values())
     report.seconds = time.monotonic() - began
     return report
-
-
-def script(name: str, item: Item, device: str, answer: Answer, length: int) -> str:
-    name = os.path.abspath(name) if os.path.exists(name) else name
-    if item.case is None:
-        return of_property(name, item.name, item.spec.dtype, device, length)
-    case, spec = replace(item.case, D=answer.spec.head_dim), answer.failed or answer.spec
-    return f"# {item.name}: {'; '.join(answer.why)}\n{of_case(name, case, spec, device)}"
 
 
 def in_one_line(reasons: Sequence[str]) -> str:
     """As in "it takes a head_dim up to 64, not 72/80/128"."""
     words = [re.sub(r" \(got[^)]*\)", "", reason).split() for reason in reasons]
-    if len({len(of_one) for of_one in words}) > 1:
+    if len({(len(of_one), of_one[1]) for of_one in words}) > 1:
         return "; ".join(dict.fromkeys(map(" ".join, words)))
     return " ".join("/".join(dict.fromkeys(column)) for column in zip(*words))
 
@@ -232,9 +204,8 @@ def in_one_line(reasons: Sequence[str]) -> str:
 def text(report: Report) -> str:
     on = "; ".join(f"{device}: {name}" for device, name in report.machine.items())
     lines = [f"{report.backend} ({report.title})", f"{on}; torch {report.torch}", ""]
-    others = sorted({*report.features} - {*FEATURES, "total"})
-    cells = [[row, *(str(n or "-") for n in report.features[row].values())]
-             for row in (*FEATURES, *others, "total") if row in report.features]
+    rows = sorted(report.features, key=lambda row: (row == "total", ", " in row))
+    cells = [[row, *(str(n or "-") for n in report.features[row].values())] for row in rows]
     lines += [*aligned([["", *VERDICTS.values()], *cells], ">"), ""]
     refused: dict[str, list[Refusal]] = {}
     for why in report.refusals:
@@ -245,6 +216,9 @@ def text(report: Report) -> str:
     lines += [f"declared, not tested: {name}" for name in report.untested]
     failures, total = report.failures, report.features["total"]
     ran = total["passed"] + total["failed"]
+    every = report.left_out + sum(total.values())
+    lines += [f"Left out by --quick, --test or --first: {report.left_out:,} of {every:,} tests."
+              ] * bool(report.left_out)
     if not ran:
         lines += ["It refused every test."]
     elif failures:
@@ -254,7 +228,7 @@ def text(report: Report) -> str:
         lines += ["", *report.mistake, *[""] * bool(report.mistake)]
         lines += ["To repeat the first failure:", "", report.script]
     else:
-        right = f"A sample of {ran} cases passed." if report.quick else (
+        right = f"A sample of {ran} cases passed." if report.left_out else (
             "The rest is right." if report.untested else "Everything it declares is right.")
         lines += [f"{right} {report.seconds:.0f} s.",
                   f"(Up to {report.length:,} tokens; --length=N looks further.)"]
@@ -275,7 +249,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     add("--device", dest="devices", help="cpu, cuda, cuda:1 or mps (default: all that are here)")
     add("--dtype", dest="dtypes", type=lambda text: text.split(","), default=DTYPES,
         help=f"some of {','.join(DTYPES)} (default: all)")
-    add("--quick", action="store_true", help="run a sample of the cases")
+    add("--quick", action="store_true", help="run a sample of the tests, most of it in one dtype")
     add("--test", default="", help="run one test, by its name")
     add("--length", type=int, default=0, help="check sequences of N tokens too")
     add("--first", action="store_true", help="stop at the first failure")

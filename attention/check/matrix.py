@@ -1,9 +1,10 @@
-"""Cases in which every backend is compared with the float64 truth; `check()` runs one."""
+"""Cases in which a kernel is compared with the float64 truth: their table, and check() of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from .. import proof
 from ..caps import Backend
+from ..machine.system import KERNEL_ERRORS, first_line, loses_device, settings_stay
 from ..proof import Inputs, Result, run
 from ..spec import Spec
 
-OPTIONS = ("window", "right", "segments", "scale", "softcap", "sinks", "alibi")
-Fields = dict[str, Any]  # by name, of a Case or a Spec
+Fields = dict[str, Any]  # of a Case, by name
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,32 @@ class Case:
     softcap: float | None = None
     sinks: bool | str = False  # True: in q's dtype; or a dtype
     alibi: bool | str = False  # True: slopes (H,); "rows": (B, H)
-    kind: str = "noise"  # Gaussian; "equal": all keys equal; "dominant": one key takes all
+    # "noise": Gaussian; "equal": all keys equal; "dominant": one key takes all; "negative": all
+    # scores are equal and below -65,504, the largest that a mask in float16 can be
+    kind: str = "noise"
+    dropout: float = 0.0
+    cache: str = "none"
+    page_size: int | None = None
+    grad: bool = True
+    lse: bool = False
+    compiled: bool = False
 
     def spec(self, dtype: str, **options: Any) -> Spec:
-        options |= {name: getattr(self, name) for name in OPTIONS}
-        options |= {name: bool(options[name]) for name in ("segments", "sinks", "alibi")}
-        return Spec(self.H, self.Hkv, self.D, dtype, **options)
+        names = "window", "right", "scale", "softcap", "dropout", "page_size", "grad", "lse"
+        fields: Fields = {name: getattr(self, name) for name in names}
+        for name in ("segments", "sinks", "alibi", "compiled"):
+            fields[name] = bool(getattr(self, name))
+        cache = "paged" if self.page_size else self.cache
+        return Spec(self.H, self.Hkv, self.D, dtype, **{**fields, "cache": cache, **options})
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Rows of command.FEATURES in which the case counts."""
+        """Rows of the report in which the case counts."""
         has = {"lengths": self.Tq != self.Tk, "masked rows": self.masked > 0,
-               "grouped heads": self.Hkv < self.H, "large scores": self.size > 2,
-               "unusual scores": self.kind != "noise", "strides": self.layout != "contiguous",
-               **{name: getattr(self, name) for name in OPTIONS}, "right": self.right != 0}
+               "grouped heads": self.Hkv < self.H, "window": self.window, "right": self.right != 0,
+               "segments": self.segments, "scale": self.scale, "softcap": self.softcap,
+               "sinks": self.sinks, "alibi": self.alibi, "large scores": self.size > 2,
+               "unusual scores": self.kind != "noise", "strides": self.layout != "contiguous"}
         return tuple(name for name, there in has.items() if there) or ("causal",)
 
     @property
@@ -71,36 +84,57 @@ class Case:
 
 @dataclass(frozen=True)
 class Item:
-    """One test of a backend that supports `spec`; `ask` raises AssertionError if it fails."""
-
-    name: str
-    features: tuple[str, ...]  # rows of the table in command.py
-    spec: Spec
-    ask: Callable[[Backend, Spec, str], None]  # (backend, spec, device)
-    deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
-    case: Case | None = None  # None: a property
-
-
-class Wrong(AssertionError):
-    """The numbers of a run are wrong by more than is allowed; check() adds the run."""
-
-    def __init__(self, errors: Sequence[proof.Deviation]) -> None:
-        super().__init__("; ".join(proof.wrong(errors)))
-        self.errors = errors
+    """One test: a case, and a function that raises AssertionError if the kernel fails it."""
 
     case: Case
-    spec: Spec
-    got: Result
+    dtype: str
+    test: Callable[[Item], None]
+    features: tuple[str, ...]  # rows of the report
+    title: str = ""  # of a property; "": accuracy
+    deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
+    backend: Any = None  # the Backend that is tested, and on which device
+    device: str = "cpu"
+    verdict: str = ""  # afterwards: "right", "wrong" or "refused"
+    why: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.title}, {self.case.name}" if self.title else self.case.name
+
+    @property
+    def spec(self) -> Spec:
+        return self.case.spec(self.dtype)
+
+    @property
+    def given(self) -> Inputs:
+        return inputs(self.case, self.dtype, self.device)
+
+    def run(self, given: Inputs, spec: Spec, **options: Any) -> Result:
+        return run(self.backend.attend, given, spec, **options)
+
+    def compare(self, got: Result) -> None:
+        compare(got, self.case, self.dtype, self.device)
+
+    def of(self, backend: Backend, spec: Spec, device: str) -> Item:
+        """The test of this backend, with the sizes of a Spec."""
+        case = replace(self.case, D=spec.head_dim, page_size=spec.page_size,
+                       dropout=spec.dropout, grad=spec.grad)
+        return replace(self, case=case, backend=backend, device=device)
+
+    def ask(self, backend: Backend, spec: Spec, device: str) -> None:
+        """Run it. Raises AssertionError: the kernel fails, also by an error of its own, or another
+        exception: the device is lost."""
+        cuda = [device] if torch.device(device).type == "cuda" else []
+        try:
+            with torch.random.fork_rng(cuda), settings_stay():
+                self.test(self.of(backend, spec, device))
+        except (*KERNEL_ERRORS, GeneratorExit) as e:
+            if isinstance(e, AssertionError) or loses_device(e):
+                raise
+            raise AssertionError(f"{type(e).__name__}: {first_line(e)}") from e
 
 
-def case_of(spec: Spec, Tk: int, Tq: int | None = None, segments: str = "packed",
-            B: int = 2) -> Case:
-    """The case of a Spec; Tq None: as many queries as keys."""
-    options: Fields = {name: getattr(spec, name) for name in OPTIONS}
-    options["segments"] = segments if spec.segments else None
-    return Case(f"{Tk}", Tk if Tq is None else Tq, Tk, spec.n_head, spec.n_kv_head, spec.head_dim,
-                B, **options)
-
+# --- the table ---
 
 WAYS = ("BHTD", "sliced", "strided", "expanded")
 LAYOUTS = [f"{name} {way}" for name in ("q", "k", "v", "dout", "segments") for way in WAYS]
@@ -110,66 +144,76 @@ WORDS: dict[str, Fields] = {  # of a case's text
     "softcap": {"softcap": 4}, "sinks": {"sinks": True}, "large": {"size": 30},
     # q . k goes beyond 65,504, the largest float16; the scores, an eighth of it, do not.
     "overflow": {"size": 50}, "long": {"Hkv": 1, "D": 16},
-    "alibi": {"alibi": True}, "rows": {"alibi": "rows"},
+    "alibi": {"alibi": True}, "rows": {"alibi": "rows"}, "lse": {"lse": True},
+    "inference": {"grad": False}, "compiled": {"compiled": True},
+    **{word: {"cache": word, "grad": False} for word in ("dynamic", "static")},
     **{word: {"sinks": word} for word in ("bfloat16", "float32")},
     **{word: {"segments": word} for word in ("packed", "many", "padded", "left")},
     **{word: {"layout": word} for word in ("split", "BHTD")},
-    **{word: {"kind": word} for word in ("equal", "dominant")},
+    **{word: {"kind": word} for word in ("equal", "dominant", "negative")},
 }
 
 
-def cases(text: str) -> list[Case]:
-    """Cases from their texts: "window16-43x97 B1" has this name up to the space, a window of 16, 43
-    queries and 97 keys (97 of both if none are given), and batch 1."""
+def cases(*texts: str) -> list[Case]:
+    """Cases from their texts, or from each combination of several: "window16-43x97 B1" has this
+    name up to the space, a window of 16, 43 queries and 97 keys (97 of both if none are given),
+    and batch 1."""
     found = []
-    for one in text.split(","):
+    for words in itertools.product(*(text.split(",") for text in texts)):
+        text = "-".join(word.strip() for word in words if word.strip())
         fields: Fields = {"Tq": 97, "Tk": 97}
-        for word in one.replace("-", " ").split():
-            field = word.rstrip("x0123456789")
+        for word in text.replace("-", " ").split():
+            field = word.rstrip("x.0123456789")
             first, _, second = word.removeprefix(field).partition("x")
             if word in WORDS:
                 fields |= WORDS[word]
             elif field:
-                fields[field] = int(first)
+                fields[field] = float(first) if "." in first else int(first)
             else:
                 fields |= {"Tq": int(first), "Tk": int(second or first)}
-        found.append(Case(one.split()[0], **fields))
+        found.append(Case(text.split()[0], **fields))
     return found
 
 
 # For --quick: every feature and every kind of border.
 SAMPLE = [
-    *cases("""97, 1 B4, 2 B4, 17 B4, 64, 113x203, 1x97, 64x17, 63x64, long-600 B1, gqa 33 H16 B4,
-        mqa-64x17 H3, split 64 H4, window16, window64-113x203 B1, window10-64x17, packed B4,
-        packed-97x43, padded-43x97, packed-window16-gqa, BHTD-31x64-window20-packed H4, large D64,
-        large-gqa-window30-packed-43x97 D64, D17 33, D72 33, D128 33, D192 33, overflow D64,
-        D80-mqa-window7-17x33 H3, scale D20, softcap3 D64 size2, sinks-64x17 mqa H3 bfloat16,
-        softcap50-large-window16-packed D64, sinks-gqa-window16-padded, sinks-size4 D64,
-        scale-softcap-sinks-packed-window20-43x97 H4 split, equal, dominant, both, both-97x43 H4,
-        both-padded-43x97, both-packed-97x43, right16, right30-97x43 H4, window16-right16,
-        window20-right9-113x203 B1, window16-right7-packed-gqa,
-        scale-softcap-sinks-window20-right9-packed-43x97 H4 split, alibi, alibi-gqa-43x97,
-        alibi-113x97, rows-window16-packed-softcap3-43x97 H4, rows-both-97x43"""),
+    *cases("""97, 1 B4, 2 B4, 17 B4, 64, 113x203 B1, 1x97, 64x17, 63x64, long-600 B1 H1,
+        gqa 17 H16 B1, mqa-64x17 H3, split 64 H4, window16, window64-113x203 B1, window10-64x17,
+        packed, packed-97x43, padded-43x97, packed-window16-gqa, BHTD-31x64-window20-packed H4,
+        large D64, large-gqa-window30-packed-43x97 D64, D17 33, D72 33, D128 33, D192 33,
+        overflow D64, D80-mqa-window7-17x33 H3, scale D20, softcap3 D64 size2,
+        sinks-64x17 mqa H3 bfloat16, softcap50-large-window16-packed D64,
+        sinks-gqa-window16-padded, sinks-size4 D64,
+        scale-softcap-sinks-packed-window20-43x97 H4 split, equal, dominant, negative-20,
+        negative-window5-7x20, both, both-97x43 H4, both-padded-43x97, both-packed-97x43,
+        right16, right30-97x43 H4, window16-right16, window20-right9-113x203 B1,
+        window16-right7-packed-gqa, scale-softcap-sinks-window20-right9-packed-43x97 H4 split,
+        alibi, alibi-gqa-43x97, alibi-113x97, rows-window16-packed-softcap3-43x97 H4,
+        rows-both-97x43"""),
     *(Case(x, 17, 17, layout=x, segments="packed" if "segments" in x else None) for x in LAYOUTS),
     Case("beyond the view", 1, 33, layout="k v sliced"),  # NaN after the last key, as in a cache
     Case("sinks strided", 17, 17, layout="sinks strided", sinks="bfloat16"),
 ]
-CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 128x217, 2x97, 203x113, 97x1, 65x64, mqa 65 H8,
-    gqa-113x203 H6 Hkv3 B1, mqa-1x97 H8 B5, window1, window2, window64, window96, window97,
-    window98, window500, window16-113x203 B1, window113-113x203 B1, window203-113x203 B1,
-    window500-113x203 B1, window16-1x97, packed-43x97, packed-1x97, long-window100-600 B1,
-    long-window300-280x700, long-280x700 B1, long-packed-550x900, long-many-window40-520x600,
-    D20 33, D80 33, BHTD 64 H4, split-31x64-window20-packed H4, both-43x97 H4, both-1x97 H4,
-    both-2x97 H4, both-65x1 H4, right1, right64, right95, right96, right500,
-    right20-113x203 B1 H6 Hkv3, right1-97x43 H4, right54-97x43 H4, right80-97x43 H4,
-    window1-right1, window64-right5, window3-both, window500-right96, window20-right40-97x43,
-    window20-both-97x43, both-packed B4, both-left, long-window60-right100-280x700 B1,
-    long-window60-right100-600x300 B1, long-both-packed-550x900,
-    long-many-window40-right20-520x600, large-sinks-both size4 D64, sinks, sinks-1x97 float32,
-    scale-softcap-sinks-gqa-113x203 H6 Hkv3 B1, alibi-1x97 H8 B5, rows-gqa-packed, alibi-left,
-    rows-window60-right100-280x700 B1, rows-many-520x600, rows-scale-sinks-mqa-65 H8""")
-# Segment ids: in no order; some are equal as int8, int16 or float32.
-IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
+# Tests of it that --quick runs in every dtype; the others it runs in one.
+EACH_DTYPE = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window7-17x33", "large", "overflow",
+              "dominant", "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20-43x97",
+              "in a cache, 64-gqa-static", "in a cache, 64-gqa-inference-page_size16")
+CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203 H4 Hkv4, 128x217, 2x97, 203x113, 97x1,
+    65x64, gqa-33 H16, mqa 65 H8, gqa-113x203 H6 Hkv3 B1, mqa-1x97 H8 B5, window1, window2,
+    window64, window96, window97, window98, window500, window16-113x203 B1, window113-113x203 B1,
+    window203-113x203 B1, window500-113x203 B1, window16-1x97, packed-97 B4, packed-43x97,
+    packed-1x97, long-window100-600 B1, long-window300-280x700, long-280x700 B1,
+    long-packed-550x900, long-many-window40-520x600, D20 33, D80 33, BHTD 64 H4,
+    split-31x64-window20-packed H4, negative-7x20, negative-1x20, negative-window5-20,
+    negative-window5-1x20, both-43x97 H4, both-1x97 H4, both-2x97 H4, both-65x1 H4, right1,
+    right64, right95, right96, right500, right20-113x203 B1 H6 Hkv3, right1-97x43 H4,
+    right54-97x43 H4, right80-97x43 H4, window1-right1, window64-right5, window3-both,
+    window500-right96, window20-right40-97x43, window20-both-97x43, both-packed B4, both-left,
+    long-window60-right100-280x700 B1, long-window60-right100-600x300 B1,
+    long-both-packed-550x900, long-many-window40-right20-520x600, large-sinks-both size4 D64,
+    sinks, sinks-1x97 float32, scale-softcap-sinks-gqa-113x203 H6 Hkv3 B1, alibi-1x97 H8 B5,
+    rows-gqa-packed, alibi-left, rows-window60-right100-280x700 B1, rows-many-520x600,
+    rows-scale-sinks-mqa-65 H8""")
 
 
 def in_order() -> list[Case]:
@@ -178,17 +222,22 @@ def in_order() -> list[Case]:
         part, key=lambda case: len({*case.features} - {"causal"}))]
 
 
-def segments(case: Case, device: str = "cpu") -> Tensor | None:
-    """(B, Tk) int32, or None. Each row has its own borders and ids."""
-    if not case.segments:
-        return None
+# --- the tensors of a case ---
+
+# Segment ids: in no order; some are equal as int8, int16 or float32.
+IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
+
+
+def segments(case: Case) -> Tensor:
+    """(B, Tk) int32. Each row has its own borders and ids."""
     Tk, rows = case.Tk, []
     for b in range(case.B):
         starts = {"packed": [Tk // 3 + b, Tk // 2 + 3 * b], "left": [10 * b],
                   "many": range(30 + 7 * b, Tk, 30 + 7 * b), "padded": [Tk - 10 - 20 * b]}
-        run = torch.bucketize(torch.arange(Tk), torch.tensor([*starts[case.segments]]), right=True)
+        borders = torch.tensor([*starts[str(case.segments)]])
+        run = torch.bucketize(torch.arange(Tk), borders, right=True)
         rows.append(torch.tensor(IDS).roll(-b)[run])
-    return laid_out(torch.stack(rows).int().to(device), "segments", case)
+    return torch.stack(rows).int()
 
 
 def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
@@ -208,50 +257,48 @@ def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def draw(case: Case, dtype: str, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the gradient of out, laid out on the device: a copied view is contiguous."""
+def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
+    """The tensors of a case. Sinks are about as large as the log-sum-exp of the scores; in three
+    and more heads the first does not matter, and in four the second matters alone."""
     chance = torch.Generator().manual_seed(case.seed)
 
-    def tensor(name: str, T: int, H: int, size: float = 1.0) -> Tensor:
+    def noise(T: int, H: int, size: float) -> Tensor:
         x = torch.randn(case.B, T, H, case.D, generator=chance, dtype=torch.float64)
-        return laid_out((x * size).to(getattr(torch, dtype)).to(device), name, case)
+        return (x * size).to(getattr(torch, dtype))
 
-    q = tensor("q", max(case.Tq, case.Tk), case.H, case.size)
-    k, v = (tensor(name, case.Tk, case.Hkv, case.size) for name in "kv")
+    q = noise(max(case.Tq, case.Tk), case.H, case.size)
+    k, v = (noise(case.Tk, case.Hkv, case.size) for _ in "kv")
     if case.kind == "equal":
         k = k[:, :1].expand_as(k).contiguous()
     elif case.kind == "dominant":  # its scores are about 500, the others' about 10
         one = k[:, case.Tk // 2].mul_(10)  # (B, Hkv, D)
         q = q + one.repeat_interleave(case.H // case.Hkv, dim=1)[:, None]
+    elif case.kind == "negative":
+        q, k = torch.full_like(q, -12000), torch.ones_like(k)
     if case.layout == "split":
         q, k, v = torch.cat((q, k, v), dim=2).split((case.H, case.Hkv, case.Hkv), dim=2)
-    return q[:, -case.Tq :], k, v, tensor("dout", case.Tq, case.H)
+    found = {"q": q[:, -case.Tq :], "k": k, "v": v, "dout": noise(case.Tq, case.H, 1.0)}
+    chance.manual_seed(case.H)
+    if case.sinks:
+        sinks = (3 + 2 * torch.randn(case.H, generator=chance)) * case.size**2
+        if case.H > 2:
+            sinks[:2] = torch.tensor([-1e4, 100.0 if case.H > 3 else sinks[1]])
+        found["sinks"] = sinks.to(getattr(torch, dtype if case.sinks is True else case.sinks))
+    if case.alibi:  # slopes, 1/16 to 1
+        shape = (case.B, case.H) if case.alibi == "rows" else (case.H,)
+        found["alibi_slopes"] = torch.exp2(-4 * torch.rand(shape, generator=chance))
+    if case.segments:
+        found["segments"] = segments(case)
+    return Inputs(**{name: laid_out(t.to(device), name, case) for name, t in found.items()})
 
 
-def sinks(case: Case, dtype: str, device: str = "cpu") -> Tensor | None:
-    """(H,), or None; about as large as the log-sum-exp of the scores, but in three and more heads
-    the first does not matter, and in four the second matters alone."""
-    if not case.sinks:
-        return None
-    chance = torch.Generator().manual_seed(case.H)
-    found = (3 + 2 * torch.randn(case.H, generator=chance)) * case.size**2
-    if case.H > 2:
-        found[:2] = torch.tensor([-1e4, 100.0 if case.H > 3 else found[1]])
-    of = getattr(torch, dtype if case.sinks is True else str(case.sinks))
-    return laid_out(found.to(device, of), "sinks", case)
+# --- a kernel's numbers against the truth ---
 
 
-def slopes(case: Case, device: str = "cpu") -> Tensor | None:
-    """ALiBi's, 1/16 to 1: (H,) or (B, H) float32, or None."""
-    shape = (case.B, case.H) if case.alibi == "rows" else (case.H,)
-    chance = torch.Generator().manual_seed(case.H)
-    found = torch.exp2(-4 * torch.rand(shape, generator=chance)).to(device)
-    return found if case.alibi else None
-
-
-def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
-    more = segments(case, device), sinks(case, dtype, device), slopes(case, device)
-    return Inputs(*draw(case, dtype, device), *more)
+def require(ok: bool | Tensor, text: str) -> None:
+    """Assert, also under `python -O`."""
+    if not ok:
+        raise AssertionError(text)
 
 
 @lru_cache(maxsize=128)  # all cases of a dtype: the truth is slower than most kernels
@@ -264,53 +311,37 @@ def plain(case: Case, dtype: str, device: str = "cpu") -> Result:
     return proof.plain(inputs(case, dtype, device), case.spec(dtype))
 
 
+def agree(got: Result, rough: Result, exact: Result, dtype: str) -> None:
+    """Raise AssertionError with the errors that are larger than allowed (proof.errors)."""
+    why = proof.wrong(proof.errors(got, rough, exact, getattr(torch, dtype)))
+    require(not why, "; ".join(why))
+
+
 def compare(got: Result, case: Case, dtype: str, device: str) -> None:
     agree(got, plain(case, dtype, device), truth(case, dtype), dtype)
 
 
-def agree(got: Result, rough: Result, exact: Result, dtype: str) -> None:
-    """Raise AssertionError with the errors that are larger than allowed (proof.errors)."""
-    errors = proof.errors(got, rough, exact, getattr(torch, dtype))
-    if proof.wrong(errors):
-        raise Wrong(errors)
-
-
-def require(ok: bool | Tensor, text: str) -> None:
-    """Assert, also under `python -O`."""
-    if not ok:
-        raise AssertionError(text)
-
-
-def close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
-    """Require |got - want| <= tolerance * (1 + |want|)."""
-    got, want = got.detach().double(), want.detach().double()
-    off = (got - want).abs() - tolerance * want.abs()
-    wrong = off[~(off <= tolerance)].tolist()
-    require(not wrong, f"{what} is off by up to {max(wrong, default=0):.3g}")
-
-
-def check(
-    backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad: bool = True,
-    cache: str = "none", compiled: bool = False,
-) -> None:
+def check(backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad: bool = True,
+          attend: Callable[..., Tensor] | None = None) -> None:
     """Run the case with gradients (False: the backend has none), then without: a library may use
-    another kernel there. Raises AssertionError at wrong numbers, or an input that was overwritten
-    or returned."""
+    another kernel there; `attend` instead of the backend's. Raises AssertionError at wrong
+    numbers, or an input that was overwritten or returned."""
     given = inputs(case, dtype, device)
     before = {name: t.clone() for name, t in given._asdict().items() if t is not None}
-    for recorded in (True, False)[not grad :]:
-        spec = case.spec(dtype, grad=recorded, cache=cache, compiled=compiled)
-        got = run(backend.attend, given, spec)
-        try:
-            compare(got, case, dtype, device)
-        except Wrong as e:
-            e.case, e.spec, e.got = case, spec, got
-            raise
+    for recorded in (True, False)[not (grad and case.grad) :]:
+        spec = case.spec(dtype, grad=recorded)
+        got = run(attend or backend.attend, given, spec)
+        compare(got, case, dtype, device)
         zeros = not any(t is not None and t[:, : case.masked].any() for t in (got.out, got.dq))
         require(zeros, "a fully masked row must give zeros and a zero gradient")
         with torch.inference_mode():
             got.out.zero_()
         for name, was in before.items():
             if not getattr(given, name).equal(was):
-                draw.cache_clear()
+                inputs.cache_clear()
                 raise AssertionError(f"it wrote to its input {name}, or returned it")
+
+
+def accuracy(item: Item, attend: Callable[..., Tensor] | None = None) -> None:
+    """check() of the item's case."""
+    check(item.backend, item.case, item.dtype, item.device, attend=attend)

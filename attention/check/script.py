@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import shlex
-from itertools import groupby
 
-from torch import Tensor
-
-from ..spec import Spec
-from . import matrix
-from .matrix import Case
+from .matrix import Item
 
 PACKAGE = __name__.partition(".")[0]
 FOLDER = os.path.abspath(__file__).removesuffix(os.path.join(PACKAGE, "check", "script.py"))
 IMPORTS = "import nanoattn" if PACKAGE == "nanoattn" else (
     f"import sys\nsys.path.insert(0, {FOLDER!r})\nimport {PACKAGE} as nanoattn")
+KINDS = {  # of the values
+    "noise": "",
+    "equal": "k = k[:, :1].expand_as(k)",
+    "dominant": "q = q + k[:, {Tk} // 2].mul_(10).repeat_interleave({H} // {Hkv}, dim=1)[:, None]",
+    "negative": "q, k = torch.full_like(q, -12000), torch.ones_like(k)",
+}
 SCRIPT = """\
+# {what}
 from dataclasses import replace
 {IMPORTS}
 import torch
@@ -49,47 +51,43 @@ for name, t in inputs.items():
     print(name, tuple(t.shape), t.dtype)
 
 
-def run(kernel, device, dtype=None):
+def run(kernel, device, grad, dtype=None):
     x = {{n: t.detach().to(device, dtype if n in wrt else t.dtype) for n, t in inputs.items()}}
-    dout, leaves = x.pop("dout").to(x["q"].dtype), [x[n].requires_grad_() for n in wrt if spec.grad]
-    of_dtype = replace(spec, dtype=str(x["q"].dtype)[6:])
+    dout, leaves = x.pop("dout").to(x["q"].dtype), [x[n].requires_grad_() for n in wrt if grad]
+    of_dtype = replace(spec, dtype=str(x["q"].dtype)[6:], grad=grad)
     out = nanoattn.get(kernel).attend(**x, spec=of_dtype)
     return [out, *(torch.autograd.grad(out, leaves, dout) if leaves else ())]
 
 
 before = {{name: t.clone() for name, t in inputs.items()}}
-kernel, truth = run({name!r}, {device!r}), run("manual", "cpu", torch.float64)  # by the formula
-print("overwritten:", [name for name, t in inputs.items() if (t != before[name]).any()])
-for name, got, want in zip(["out", *(f"d{{n}}" for n in wrt)], kernel, truth):
-    error = (got.detach().cpu().double() - want).abs().nan_to_num(torch.inf)
-    at = [int(n) for n in torch.unravel_index(error.argmax(), error.shape)]
-    x, y = (t[tuple(at)].item() for t in (got, want))
-    print(f"{{name}} at {{at}}: the kernel {{x:.9g}}, the truth {{y:.9g}}")"""
-KINDS = {  # of the values
-    "noise": "",
-    "equal": "k = k[:, :1].expand_as(k)",
-    "dominant": "q = q + k[:, {Tk} // 2].mul_(10).repeat_interleave({H} // {Hkv}, dim=1)[:, None]",
-}
+for grad in (True, False)[not spec.grad:]:
+    print("with gradients" if grad else "without gradients")
+    kernel = run({name!r}, {device!r}, grad)
+    truth = run("manual", "cpu", grad, torch.float64)  # by the formula
+    for name, got, want in zip(["out", *(f"d{{n}}" for n in wrt)], kernel, truth):
+        error = (got.detach().cpu().double() - want).abs().nan_to_num(torch.inf)
+        at = [int(n) for n in torch.unravel_index(error.argmax(), error.shape)]
+        x, y = (t[tuple(at)].item() for t in (got, want))
+        print(f"{{name}} at {{at}}: the kernel {{x:.9g}}, the truth {{y:.9g}}")
+print("overwritten:", [name for name, t in inputs.items() if (t != before[name]).any()])"""
 
 
-def literal(t: Tensor) -> str:
-    """The values in Python, equal ones in a row as [x] * n."""
-    if t.dim() > 1:
-        return f"[{', '.join(map(literal, t))}]"
-    return " + ".join(f"[{x!r}] * {len([*same])}" for x, same in groupby(t.tolist()))
-
-
-def of_case(name: str, case: Case, spec: Spec, device: str) -> str:
-    given, T = matrix.inputs(case, spec.dtype, device), max(case.Tq, case.Tk)
-    options = "\n".join(f'inputs["{option}"] = torch.tensor({literal(t)}, dtype={t.dtype})'
+def script(name: str, item: Item, length: int) -> str:
+    """Code or a command that repeats the failure of an item that ran, of the backend that `name`
+    names."""
+    name = os.path.abspath(name) if os.path.exists(name) else name
+    if item.title:
+        go = "" if PACKAGE == "nanoattn" else f"cd {shlex.quote(FOLDER)} && "
+        options = f"--dtype={item.dtype} --device={item.device}"
+        options += f" --length={length}" if length else ""
+        test = f"--test={shlex.quote(item.name)}"
+        return f"{go}python -m {PACKAGE} check {shlex.quote(name)} {test} {options}"
+    case, given = item.case, item.given
+    options = "\n".join(f'inputs["{option}"] = torch.tensor({t.tolist()}, dtype={t.dtype})'
                         for option, t in given.options.items())
     places = {field: (t.stride(), t.storage_offset())
               for field, t in given._asdict().items() if t is not None}
-    return SCRIPT.format(IMPORTS=IMPORTS, kind=KINDS[case.kind].format_map(vars(case)), **locals())
-
-
-def of_property(name: str, test: str, dtype: str, device: str, length: int) -> str:
-    go = "" if PACKAGE == "nanoattn" else f"cd {shlex.quote(FOLDER)} && "
-    options = f"--dtype={dtype} --device={device}{f' --length={length}' * bool(length)}"
-    quoted = f"{shlex.quote(name)} --test={shlex.quote(test)}"
-    return f"{go}python -m {PACKAGE} check {quoted} {options}"
+    return SCRIPT.format(
+        what=f"{item.name}: {'; '.join(item.why)}", IMPORTS=IMPORTS, name=name, case=case,
+        spec=item.spec, device=item.device, places=places, options=options, T=max(case.Tq, case.Tk),
+        kind=KINDS[case.kind].format_map(vars(case)))
