@@ -69,9 +69,7 @@ class TasksConfig:
     """Write tasks for the harness, and text to train on: python -m bench.evaluate tasks FOLDER."""
 
     folder: str | None = None  # where to write
-    separator: Annotated[str, "may be empty"] = (
-        " "  # between symbols; empty for one token per character
-    )
+    separator: Annotated[str, "may be empty"] = " "  # between symbols; empty: one token for each
     keys: str = "abcdefghijklmnopqrstuvwxyz"  # symbols to copy, and the keys of recall
     values: str = "0123456789"  # values of recall
     pairs: PositiveInt = 4  # of recall, keys with a value each
@@ -145,19 +143,12 @@ def tasks(argv: list[str]) -> int:
         # A question begins a line, as in text.txt.
         rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in made]
         write_at_once(file, "".join(json.dumps(row) + "\n" for row in rows))
-        task = {
-            "task": f"nanoattn_{name}",
-            "tag": "nanoattn",
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(file)}},
-            "test_split": "test",
-            "output_type": "loglikelihood",
-            "doc_to_text": "{{context}}",
-            "doc_to_target": "{{answer}}",
-            "target_delimiter": "",
-            "fewshot_delimiter": "",
-            "metric_list": [{"metric": "acc"}],
-        }
+        task: dict[str, object] = {"task": f"nanoattn_{name}", "tag": "nanoattn"}
+        task["output_type"] = "loglikelihood"
+        task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
+        task |= {"test_split": "test", "metric_list": [{"metric": "acc"}]}
+        task |= {"doc_to_text": "{{context}}", "doc_to_target": "{{answer}}"}
+        task |= {"target_delimiter": "", "fewshot_delimiter": ""}
         write_at_once(folder / f"{name}.yaml", json.dumps(task, indent=1))  # JSON is YAML too
         print(f"{file}: {task['task']}")
     return 0

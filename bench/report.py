@@ -53,27 +53,23 @@ def facts(content: Json) -> dict[str, str]:
     m, s, mode = content["machine"], content["settings"], content["mode"]
     versions = {k: m[k] for k in ("driver", "cuda", "cudnn", "python") if m.get(k)}
     software = ", ".join(f"{k} {v}" for k, v in (m["packages"] | versions).items())
-    found = {
-        "command": content["command"],
-        "date": content["date"],
-        "commit": (content["commit"] or "none")[:10] + " (with changes)" * bool(content["dirty"]),
-        "device": m["about"],
-        "software": f"{software}, {m['system']}",
-        "model": f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
-        f"{content['vocab_size']:,}",
-        "peak": f"{m['peak_tflops']:,.4g} TFLOP/s ({m['peak_source']})",
-    }
+    found = {name: content[name] for name in ("command", "date")}
+    found["commit"] = (content["commit"] or "none")[:10] + " (with changes)" * bool(
+        content["dirty"]
+    )
+    found |= {"device": m["about"], "software": f"{software}, {m['system']}"}
+    model = f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
+    model += f"{content['vocab_size']:,}"
     if "hf" in content:
-        found["model"] = f"{content['hf']['name']}, random weights, "
-        found["model"] += f"{content['hf']['counted']['parameters']:,} parameters that a token uses"
-    found["model"] += f", {s['block_size']} tokens, batch {s['batch_size']}, {m['dtype']}"
-    if mode == "kernel":
-        del found["model"]
+        count = content["hf"]["counted"]["parameters"]
+        model = f"{content['hf']['name']}, random weights, {count:,} parameters that a token uses"
+    if mode != "kernel":
+        found["model"] = f"{model}, {s['block_size']} tokens, batch {s['batch_size']}, {m['dtype']}"
     if mode == "decode":
-        del found["peak"]
-        found["bandwidth"] = (
-            f"{m['bandwidth'] / 1e9:,.4g} GB/s ({m.get('bandwidth_source', 'measured')})"
-        )
+        source = m.get("bandwidth_source", "measured")
+        found["bandwidth"] = f"{m['bandwidth'] / 1e9:,.4g} GB/s ({source})"
+    else:
+        found["peak"] = f"{m['peak_tflops']:,.4g} TFLOP/s ({m['peak_source']})"
     if mode in ("train", "converge"):
         counts = dict(content["flops_per_token"])
         if "flops_per_token" in content["reference"]:
@@ -98,7 +94,7 @@ def sections(content: Json) -> list[tuple[str, Cells]]:
         found += [(mode.TITLE, made)] if made[1] else []
     for row in content["rows"]:
         p = row.get("profile", {})
-        if "ms" in p and row["status"] == "ok":  # else the run was stopped before its sums
+        if "rooflines" in p:  # not of older records, nor of a run that was stopped
             found.append((parts.title(row["backend"], p), parts.table(p, of)))
     if (made := tables.missing(content["rows"]))[1]:
         found.append(("Not measured", made))

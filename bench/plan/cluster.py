@@ -90,11 +90,8 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
     products, node = config.products_tflops or peak.tflops, config.gpus_per_node
     at = Cluster(dtype, peak, products, bandwidth, memory, node, nvlink, network)
     lines = [note] if note else []
-    lines += [
-        f"peak: {peak}",
-        f"memory: {memory / 1e9:,.4g} GB, to be filled to {SHARE:.0%}, at "
-        f"{bandwidth / 1e9:,.4g} GB/s ({source})",
-    ]
+    size = f"memory: {memory / 1e9:,.4g} GB, to be filled to {SHARE:.0%}"
+    lines += [f"peak: {peak}", f"{size}, at {bandwidth / 1e9:,.4g} GB/s ({source})"]
     if several:
         links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {node} GPUs"
         links += f", network {network / 1e9:,.4g} GB/s a GPU" if between else ""
