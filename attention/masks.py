@@ -15,7 +15,7 @@ squares, since a block ends where a long segment ends, and a whole segment needs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar, NamedTuple
@@ -76,16 +76,31 @@ def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | Non
     return "causal" if square and (window is None or window >= Tk) else ""
 
 
+def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = None,
+              alibi_slopes: Tensor | None = None) -> tuple[Tensor | None, bool]:
+    """attn_mask and is_causal of PyTorch's SDPA for q (B, Tq, H, D) and k (B, Tk, Hkv, D): None if
+    none is needed, bool (1 or B, 1, Tq, Tk), or with ALiBi the biases (1 or B, H, Tq, Tk)."""
+    Tq, Tk = q.shape[1], k.shape[1]
+    if segments is None and alibi_slopes is None:
+        if kind := maskless(Tq, Tk, spec.window, offset, spec.right):
+            return None, kind == "causal"
+    seen = mask(Tq, Tk, spec.window, segments, q.device, offset, spec.right)
+    return seen if alibi_slopes is None else biased(seen, q, alibi_slopes, offset), False
+
+
+def biased(seen: Tensor, q: Tensor, alibi_slopes: Tensor, offset: Numbers) -> Tensor:
+    """ALiBi's biases, and -inf where nothing is seen, for PyTorch's SDPA. On the CPU a float32 mask
+    goes with half precision; elsewhere a mask has q's dtype."""
+    dtype = torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
+    return alibi(alibi_slopes, *seen.shape[-2:], offset, dtype).masked_fill(~seen, -torch.inf)
+
+
 # --- any shape, any stride ---
 
 
 def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
-    """Make an attend() for 0 < Tq <= Tk and loadable tensors take all shapes and strides.
-
-    The first Tq - Tk queries come before every key. They see the first `right` keys at most, and
-    none with segments, which they do not have: a call of their own, of zeros if they see no key.
-    With `lse` attend() also returns the log-sum-exp (B, H, Tq), -inf where no key is seen.
-    """
+    """Make an attend() for 0 < Tq <= Tk and loadable tensors take all shapes and strides. With
+    `lse` it also returns the log-sum-exp (B, H, Tq), -inf where no key is seen."""
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
@@ -94,29 +109,34 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
             Tk = max(Tq, 1)
         if B == 0 or Tq == 0 or Tk == 0:
             return nothing(q, k, v, options.get("sinks"), lse)
-        if Tq <= Tk:
-            if q.is_cuda or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-                q, k, v = loadable(q), loadable(k), loadable(v)
-            return attend(q, k, v, spec, **options)
-        before, segments = Tq - Tk, options.get("segments")
-        if segments is None and sees_all(Tq, Tk, spec.window, -before, spec.right):
-            return attend(loadable(q), loadable(k), loadable(v), spec, **options)
-        n_seen = 0  # keys that the queries before all keys see
-        if segments is None:
-            n_seen = Tk if spec.right is None else min(spec.right, Tk)
-        if spec.alibi and n_seen:  # the call below would measure distances from another place
-            got = f"{Tq} queries, {Tk} keys, right={spec.right}"
-            raise ValueError(f"ALiBi with more queries than keys must be causal, got {got}")
-        early_right = None if spec.right is None else spec.right - n_seen
-        early = replace(spec, window=None, right=early_right)
-        alone = {**options, "segments": None}
-        first = wrapped(q[:, :before], k[:, :n_seen], v[:, :n_seen], early, **alone)
-        rest = wrapped(q[:, before:], k, v, spec, **options)
-        if lse:
-            return torch.cat((first[0], rest[0]), dim=1), torch.cat((first[1], rest[1]), dim=2)
-        return torch.cat((first, rest), dim=1)
+        if Tq > Tk and (options.get("segments") is not None
+                        or not sees_all(Tq, Tk, spec.window, Tk - Tq, spec.right)):
+            return queries_before_keys(wrapped, q, k, v, spec, options, lse)
+        if q.is_cuda or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = loadable(q), loadable(k), loadable(v)
+        return attend(q, k, v, spec, **options)
 
     return wrapped
+
+
+def queries_before_keys(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+                        options: dict[str, Any], lse: bool) -> Any:
+    """Two calls. The first Tq - Tk queries come before every key: they see the first `right` keys,
+    and none with segments, since no id is theirs. The rest are as many as the keys."""
+    n, Tk = q.shape[1] - k.shape[1], k.shape[1]
+    n_seen = Tk if spec.right is None else min(spec.right, Tk)
+    if options.get("segments") is not None:
+        n_seen = 0
+    if spec.alibi and n_seen:  # the first call would measure distances from another place
+        got = f"{q.shape[1]} queries, {Tk} keys, right={spec.right}"
+        raise ValueError(f"ALiBi with more queries than keys must be causal, got {got}")
+    early = replace(spec, window=None, right=None if spec.right is None else spec.right - n_seen)
+    alone = {**options, "segments": None}
+    first = attend(q[:, :n], k[:, :n_seen], v[:, :n_seen], early, **alone)
+    rest = attend(q[:, n:], k, v, spec, **options)
+    if lse:
+        return torch.cat((first[0], rest[0]), dim=1), torch.cat((first[1], rest[1]), dim=2)
+    return torch.cat((first, rest), dim=1)
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) -> Any:
@@ -191,7 +211,7 @@ def kept(make: Callable[..., R]) -> Callable[..., R]:
 
 
 def begins(segments: Tensor) -> Tensor:
-    """True (B, T) where a segment begins."""
+    """True (B, T) where a segment begins; its cumsum(1) numbers them from the left."""
     return F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
 
 
@@ -205,20 +225,25 @@ def in_pieces(segments: Tensor) -> bool:
 
 
 @kept
-def borders(segments: Tensor) -> list[tuple[int, ...]]:
+def borders(segments: Tensor) -> list[list[int]]:
     """Where the segments of each row of (B, T) begin. The host waits for the device, once per
     tensor."""
-    return [tuple(row.nonzero().flatten().tolist()) for row in begins(segments).cpu()]
+    return [row.nonzero().flatten().tolist() for row in begins(segments).cpu()]
 
 
 class Runs(NamedTuple):
-    """The segments that hold queries, as varlen functions take them: each is a sequence."""
+    """Segments that hold queries, as varlen functions take them: each is a sequence."""
 
     cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
     cu_k: Tensor  # (runs + 1,) int32: the same for its keys
     max_q: int  # the most queries in one
     max_k: int  # the most keys in one
     keys: Tensor | None  # indices of their keys among the B * Tk; None: all
+
+    def pack(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """q, k and v as (tokens, heads, head_dim)."""
+        packed = [t.flatten(0, 1) for t in (q, k, v)]
+        return packed if self.keys is None else [packed[0], *(t[self.keys] for t in packed[1:])]
 
 
 @kept
@@ -244,125 +269,104 @@ def runs(segments: Tensor, Tq: int) -> Runs:
 # --- blocks of queries ---
 
 
-class Piece(NamedTuple):
-    """Queries that are computed together, and the keys that they see."""
+class Block(NamedTuple):
+    """Queries that are computed together, and the keys that they see, by position: the first key of
+    a row is at 0, its first query at the offset."""
 
-    I: slice  # queries
-    J: slice  # keys
-    segments: bool  # several segments: they mask
-
-
-def ranges(
-    Tq: int, Tk: int, window: int | None, block: int, offset: int, segments: bool = False,
-    right: int | None = 0,
-) -> Iterator[Piece]:
-    """Blocks of queries with the keys that any of them sees, offset as in visible(). A block that
-    sees no key is left out."""
-    for a in range(0, Tq, block):
-        b = min(a + block, Tq)
-        first = 0 if window is None else max(0, a + offset - window + 1)
-        stop = Tk if right is None else min(Tk, b + offset + right)
-        if first < stop:
-            yield Piece(slice(a, b), slice(first, stop), segments)
+    b: slice  # rows of the batch
+    queries: slice
+    keys: slice
+    several: bool = False  # segments, whose ids mask
 
 
-def pieces(
-    Tq: int, Tk: int, window: int | None, starts: tuple[int, ...], block: int, right: int | None,
-    biased: bool = False,
-) -> list[Piece]:
-    """Cut the last Tq of Tk positions, one row whose segments begin at `starts`. Short neighbors
-    share a block; a segment that needs no mask, nor a bias, is one piece."""
-    found: list[Piece] = []
-    offset = Tk - Tq
-    for start, end in zip(starts, (*starts[1:], Tk)):
-        keys = end - start
-        queries = min(end - offset, keys)  # of this segment, its last positions
-        if queries <= 0:
-            continue
-        sides = window, keys - queries, right
-        size = queries if maskless(queries, keys, *sides) and not biased else block
-        first = end - queries - offset  # the segment's first query
-        for piece in ranges(queries, keys, window, size, keys - queries, right=right):
-            I = slice(piece.I.start + first, piece.I.stop + first)
-            J = slice(piece.J.start + start, piece.J.stop + start)
-            joint = bool(found) and I.stop - found[-1].I.start <= block
-            if joint:
-                last = found.pop()  # of an earlier segment
-                I, J = slice(last.I.start, I.stop), slice(last.J.start, J.stop)
-            found.append(Piece(I, J, joint))
+def block_size(q: Tensor) -> int:
+    return CUDA_BLOCK if q.is_cuda else BLOCK
+
+
+def blocks(queries: slice, keys: slice, spec: Spec, size: int,
+           masked: bool) -> list[tuple[slice, slice]]:
+    """Blocks of `size` queries with the keys that any of them sees; one block if neither the Spec
+    nor the caller (`masked`) has a mask. A block that sees no key is left out."""
+    n_queries, n_keys = queries.stop - queries.start, keys.stop - keys.start
+    offset = queries.start - keys.start
+    if not masked and maskless(n_queries, n_keys, spec.window, offset, spec.right):
+        return [(queries, keys)]
+    found = []
+    for start in range(queries.start, queries.stop, size):
+        stop = min(start + size, queries.stop)
+        first = keys.start if spec.window is None else max(keys.start, start - spec.window + 1)
+        last = keys.stop if spec.right is None else min(keys.stop, stop + spec.right)
+        if first < last:
+            found.append((slice(start, stop), slice(first, last)))
+    return found
+
+
+def blocks_of_segments(segments: Tensor, offset: int, spec: Spec, size: int) -> list[Block]:
+    """The same for each row of segments (B, Tk). Short neighbors share a block."""
+    starts, found = borders(segments), []
+    alike = all(row == starts[0] for row in starts)
+    for b, row in enumerate(starts[:1] if alike else starts):
+        rows = slice(None) if alike else slice(b, b + 1)
+        groups: list[tuple[int, int, bool]] = []  # begin, end, several segments
+        for begin, end in zip(row, [*row[1:], segments.shape[1]]):
+            if groups and end - max(groups[-1][0], offset) <= size:
+                groups[-1] = groups[-1][0], end, True
+            elif end > offset:  # it has queries
+                groups.append((begin, end, False))
+        for begin, end, several in groups:
+            queries, keys = slice(max(begin, offset), end), slice(begin, end)
+            parts = blocks(queries, keys, spec, size, spec.alibi)
+            found += [Block(rows, *part, several) for part in parts]
     return found
 
 
 def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-              segments: Tensor | None, cache: StaticView | None = None,
+              segments: Tensor | None = None, alibi_slopes: Tensor | None = None,
               **options: Any) -> Tensor:
-    """Call attend(q, k, v, spec, offset=, segments=), which masks, for blocks of queries and the
-    keys that they see. Segments are only masked in a call of one block and under torch.compile."""
-    block = CUDA_BLOCK if q.is_cuda else BLOCK
-    (B, Tq), Tk = q.shape[:2], k.shape[1]
-    sides = spec.window, Tk - Tq, spec.right
-    if cache is not None:  # where a row's queries are is on the device: the mask is in blocks
-        outs = []
-        for start in range(0, Tq, block):
-            part = replace(cache, start=cache.start + start, count=cache.count - start)
-            rows = q[:, start : start + block]
-            outs.append(attend(rows, k, v, spec, cache=part, **options))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-    if segments is None or Tq <= block or symbolic(segments):
-        whole = segments is None and maskless(Tq, Tk, *sides) and not spec.alibi
-        size, several = Tq if whole else block, segments is not None
-        found = list(ranges(Tq, Tk, spec.window, size, Tk - Tq, several, spec.right))
-        return _in_pieces(attend, q, k, v, spec, segments, found, options)
-    starts, outs, own, b = borders(segments), [], options, 0
-    while b < B:  # rows with the same segments go together
-        n = next((i for i in range(b, B) if starts[i] != starts[b]), B)
-        found = pieces(Tq, Tk, spec.window, starts[b], block, spec.right, spec.alibi)
-        Q, K, V = (t if n - b == B else t[b:n] for t in (q, k, v))
-        if spec.alibi and (slopes := options["alibi_slopes"]).dim() == 2:
-            own = {**options, "alibi_slopes": slopes[b:n]}
-        outs.append(_in_pieces(attend, Q, K, V, spec, segments[b:n], found, own))
-        b = n
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _in_pieces(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-               segments: Tensor | None, found: list[Piece], options: dict[str, object]) -> Tensor:
-    # Not split into one: its gradient would be a copy.
-    sizes = [piece.I.stop - piece.I.start for piece in found]
-    qs = q.split(sizes, dim=1) if len(found) > 1 else (q,)
-    ks, vs = (slices(t, [piece.J for piece in found]) for t in (k, v))
+    """Call attend(q, k, v, spec, offset=), which masks, for blocks of queries and the keys that they
+    see. Segments are only masked in a call of one block and under torch.compile."""
+    size = block_size(q)
+    (Tq, Tk), offset = (q.shape[1], k.shape[1]), k.shape[1] - q.shape[1]
+    if segments is None or Tq <= size or symbolic(segments):
+        masked = spec.alibi or segments is not None
+        parts = blocks(slice(offset, Tk), slice(0, Tk), spec, size, masked)
+        found = [Block(slice(None), *part, segments is not None) for part in parts]
+    else:
+        found = blocks_of_segments(segments, offset, spec, size)
+    qs = slices(q, [(b, slice(Q.start - offset, Q.stop - offset)) for b, Q, _, _ in found])
+    ks, vs = (slices(t, [(b, K) for b, _, K, _ in found]) for t in (k, v))
     outs = []
-    shift = k.shape[1] - q.shape[1]
-    for piece, *qkv in zip(found, qs, ks, vs):
-        I, J, pair = piece.I, piece.J, None
-        if segments is not None and piece.segments:
-            pair = segments[:, I.start + shift : I.stop + shift], segments[:, J]
-        offset = I.start + shift - J.start
-        outs.append(attend(*qkv, spec, offset=offset, segments=pair, **options))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    for (b, Q, K, several), *qkv in zip(found, qs, ks, vs):
+        if segments is not None:
+            options["segments"] = (segments[b, Q], segments[b, K]) if several else None
+        if alibi_slopes is not None:
+            options["alibi_slopes"] = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
+        outs.append(attend(*qkv, spec, offset=Q.start - K.start, **options))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1).view(q.shape)
 
 
-def slices(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
-    """t[:, J] for each J. Autograd of plain slices would make a gradient of t's size for each."""
+def slices(t: Tensor, at: list[tuple[slice, slice]]) -> tuple[Tensor, ...]:
+    """t[b, J] for each (b, J). Autograd of plain slices would make a gradient of t's size for
+    each."""
     if len(at) > 1 and t.requires_grad and not torch.compiler.is_compiling():
         return Slices.apply(t, at)
-    return tuple(t if slice(0, t.shape[1]) == J else t[:, J] for J in at)
+    return tuple(t if J == slice(0, t.shape[1]) and b == slice(None) else t[b, J] for b, J in at)
 
 
 class Slices(torch.autograd.Function):
     @staticmethod
-    def forward(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
-        return tuple(t[:, J] for J in at)
+    def forward(t: Tensor, at: list[tuple[slice, slice]]) -> tuple[Tensor, ...]:
+        return tuple(t[b, J] for b, J in at)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, list[slice]], output: object) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         ctx.shape, ctx.at = inputs[0].shape, inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].new_zeros(ctx.shape)
-        for J, grad in zip(ctx.at, grads):
-            total[:, J] += grad
+        for (b, J), grad in zip(ctx.at, grads):
+            total[b, J] += grad
         return total, None
 
 
