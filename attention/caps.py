@@ -18,7 +18,7 @@ from .spec import CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .mods import Mods
+    from .masks import Mods
 
 
 def version(text: str) -> tuple[int, ...]:

@@ -58,7 +58,8 @@ def whole(backend: Backend) -> Callable[..., Tensor]:
 
 
 def _run(f: Callable[..., Any], spec: Spec, offset: int, tensors: tuple[Tensor, ...],
-         sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None, *pair: Tensor) -> Any:
+         sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None,
+         *pair: Tensor | None) -> Any:
     """Call a function of Partial, without the arguments that the kernel may not have."""
     segments = None if pair[0] is None else pair
     more = () if sinks is None and seed is None else (sinks, seed)

@@ -1,17 +1,4 @@
-"""visible() as tensors, read-only views of caches, and masked attention in blocks of queries.
-
-A block of queries attends to the keys from the first to the last one that any of them sees. This is
-a smaller attention problem, with an offset of its own:
-
-             k0  k1  k2  k3  k4  k5  k6  k7
-        q2   x   x   x   .   .   .   .   .      window=3, blocks of 2 queries: each block needs
-        q3   .   x   x   x   .   .   .   .      4 keys, however long the sequence is
-        q4   .   .   x   x   x   .   .   .
-        q5   .   .   .   x   x   x   .   .
-
-A window W costs time in T * (W + right + BLOCK) and memory in T; segments cost the sum of their
-squares, since a block ends where a long segment ends, and a whole segment needs no mask.
-"""
+"""visible() as tensors, what depends on the values of segments, and read-only views of caches."""
 
 from __future__ import annotations
 
@@ -31,8 +18,6 @@ from .machine.system import R
 from .spec import Numbers, Spec, alibi_bias, visible
 
 Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
-BLOCK = 256  # queries; 128 is a little faster on a CPU, with twice the calls (docs/LOG.md)
-CUDA_BLOCK = 1024  # each block is a kernel launch; not measured
 
 
 def mask(
@@ -74,25 +59,6 @@ def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | Non
         return "full"
     square = Tq == Tk and offset == 0 and right == 0
     return "causal" if square and (window is None or window >= Tk) else ""
-
-
-def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = None,
-              alibi_slopes: Tensor | None = None) -> tuple[Tensor | None, bool]:
-    """attn_mask and is_causal of PyTorch's SDPA for q (B, Tq, H, D) and k (B, Tk, Hkv, D): None if
-    none is needed, bool (1 or B, 1, Tq, Tk), or with ALiBi the biases (1 or B, H, Tq, Tk)."""
-    Tq, Tk = q.shape[1], k.shape[1]
-    if segments is None and alibi_slopes is None:
-        if kind := maskless(Tq, Tk, spec.window, offset, spec.right):
-            return None, kind == "causal"
-    seen = mask(Tq, Tk, spec.window, segments, q.device, offset, spec.right)
-    return seen if alibi_slopes is None else biased(seen, q, alibi_slopes, offset), False
-
-
-def biased(seen: Tensor, q: Tensor, alibi_slopes: Tensor, offset: Numbers) -> Tensor:
-    """ALiBi's biases, and -inf where nothing is seen, for PyTorch's SDPA. On the CPU a float32 mask
-    goes with half precision; elsewhere a mask has q's dtype."""
-    dtype = torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
-    return alibi(alibi_slopes, *seen.shape[-2:], offset, dtype).masked_fill(~seen, -torch.inf)
 
 
 # --- any shape, any stride ---
@@ -240,6 +206,10 @@ class Runs(NamedTuple):
     max_k: int  # the most keys in one
     keys: Tensor | None  # indices of their keys among the B * Tk; None: all
 
+    @property
+    def ends(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.cu_q, self.cu_k, self.max_q, self.max_k
+
     def pack(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """q, k and v as (tokens, heads, head_dim)."""
         packed = [t.flatten(0, 1) for t in (q, k, v)]
@@ -264,110 +234,6 @@ def runs(segments: Tensor, Tq: int) -> Runs:
         cu_k = F.pad(lengths[with_queries].cumsum(0), (1, 0))
     max_q, max_k = torch.stack((cu_q.diff().max(), cu_k.diff().max())).tolist()
     return Runs(cu_q.int(), cu_k.int(), max_q, max_k, keys)
-
-
-# --- blocks of queries ---
-
-
-class Block(NamedTuple):
-    """Queries that are computed together, and the keys that they see, by position: the first key of
-    a row is at 0, its first query at the offset."""
-
-    b: slice  # rows of the batch
-    queries: slice
-    keys: slice
-    several: bool = False  # segments, whose ids mask
-
-
-def block_size(q: Tensor) -> int:
-    return CUDA_BLOCK if q.is_cuda else BLOCK
-
-
-def blocks(queries: slice, keys: slice, spec: Spec, size: int,
-           masked: bool) -> list[tuple[slice, slice]]:
-    """Blocks of `size` queries with the keys that any of them sees; one block if neither the Spec
-    nor the caller (`masked`) has a mask. A block that sees no key is left out."""
-    n_queries, n_keys = queries.stop - queries.start, keys.stop - keys.start
-    offset = queries.start - keys.start
-    if not masked and maskless(n_queries, n_keys, spec.window, offset, spec.right):
-        return [(queries, keys)]
-    found = []
-    for start in range(queries.start, queries.stop, size):
-        stop = min(start + size, queries.stop)
-        first = keys.start if spec.window is None else max(keys.start, start - spec.window + 1)
-        last = keys.stop if spec.right is None else min(keys.stop, stop + spec.right)
-        if first < last:
-            found.append((slice(start, stop), slice(first, last)))
-    return found
-
-
-def blocks_of_segments(segments: Tensor, offset: int, spec: Spec, size: int) -> list[Block]:
-    """The same for each row of segments (B, Tk). Short neighbors share a block."""
-    starts, found = borders(segments), []
-    alike = all(row == starts[0] for row in starts)
-    for b, row in enumerate(starts[:1] if alike else starts):
-        rows = slice(None) if alike else slice(b, b + 1)
-        groups: list[tuple[int, int, bool]] = []  # begin, end, several segments
-        for begin, end in zip(row, [*row[1:], segments.shape[1]]):
-            if groups and end - max(groups[-1][0], offset) <= size:
-                groups[-1] = groups[-1][0], end, True
-            elif end > offset:  # it has queries
-                groups.append((begin, end, False))
-        for begin, end, several in groups:
-            queries, keys = slice(max(begin, offset), end), slice(begin, end)
-            parts = blocks(queries, keys, spec, size, spec.alibi)
-            found += [Block(rows, *part, several) for part in parts]
-    return found
-
-
-def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-              segments: Tensor | None = None, alibi_slopes: Tensor | None = None,
-              **options: Any) -> Tensor:
-    """Call attend(q, k, v, spec, offset=), which masks, for blocks of queries and the keys that they
-    see. Segments are only masked in a call of one block and under torch.compile."""
-    size = block_size(q)
-    (Tq, Tk), offset = (q.shape[1], k.shape[1]), k.shape[1] - q.shape[1]
-    if segments is None or Tq <= size or symbolic(segments):
-        masked = spec.alibi or segments is not None
-        parts = blocks(slice(offset, Tk), slice(0, Tk), spec, size, masked)
-        found = [Block(slice(None), *part, segments is not None) for part in parts]
-    else:
-        found = blocks_of_segments(segments, offset, spec, size)
-    qs = slices(q, [(b, slice(Q.start - offset, Q.stop - offset)) for b, Q, _, _ in found])
-    ks, vs = (slices(t, [(b, K) for b, _, K, _ in found]) for t in (k, v))
-    outs = []
-    for (b, Q, K, several), *qkv in zip(found, qs, ks, vs):
-        if segments is not None:
-            options["segments"] = (segments[b, Q], segments[b, K]) if several else None
-        if alibi_slopes is not None:
-            options["alibi_slopes"] = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
-        outs.append(attend(*qkv, spec, offset=Q.start - K.start, **options))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1).view(q.shape)
-
-
-def slices(t: Tensor, at: list[tuple[slice, slice]]) -> tuple[Tensor, ...]:
-    """t[b, J] for each (b, J). Autograd of plain slices would make a gradient of t's size for
-    each."""
-    if len(at) > 1 and t.requires_grad and not torch.compiler.is_compiling():
-        return Slices.apply(t, at)
-    return tuple(t if J == slice(0, t.shape[1]) and b == slice(None) else t[b, J] for b, J in at)
-
-
-class Slices(torch.autograd.Function):
-    @staticmethod
-    def forward(t: Tensor, at: list[tuple[slice, slice]]) -> tuple[Tensor, ...]:
-        return tuple(t[b, J] for b, J in at)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.shape, ctx.at = inputs[0].shape, inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].new_zeros(ctx.shape)
-        for (b, J), grad in zip(ctx.at, grads):
-            total[b, J] += grad
-        return total, None
 
 
 # --- views of caches ---
@@ -442,3 +308,39 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Make
     for buffer, x in zip(pages, (k, v)):
         buffer[table] = F.pad(x, (0, 0, 0, 0, 0, n * size - T)).unflatten(1, (n, size))
     return pages[0], pages[1], view
+
+
+# --- a mask of one's own ---
+
+
+@dataclass(frozen=True, eq=False)
+class Mods:
+    """The functions of a file that flex:FILE.py names (mods.py), called with indices that broadcast
+    to (B, H, queries, keys): b, h, q_idx, kv_idx."""
+
+    mask_mod: Callable[..., Tensor]
+    score_mod: Callable[..., Tensor] | None = None
+
+    def seen(self, B: int, H: int, i: Tensor, Tk: int) -> Tensor:
+        """The mask, bool (B, H, len(i), Tk), of queries at the positions i."""
+        seen = self.mask_mod(*indices(B, H, i, Tk))
+        return torch.as_tensor(seen, device=i.device).bool().expand(B, H, len(i), Tk)
+
+    def scored(self, scores: Tensor, H: int, i: Tensor) -> Tensor:
+        """The scores (B, Hkv, H / Hkv * len(i), Tk) after score_mod."""
+        if self.score_mod is None:
+            return scores
+        B, Tk = len(scores), scores.shape[-1]
+        by_head = scores.reshape(B, H, len(i), Tk)
+        moved = self.score_mod(by_head, *indices(B, H, i, Tk))
+        return moved.expand_as(by_head).reshape(scores.shape)
+
+    def mean_keys(self, T: int, H: int, device: str | torch.device = "cpu") -> float:
+        """Keys that a query sees, the mean over T queries of H heads in one sequence."""
+        rows = torch.arange(T, device=device).split(128)
+        return sum(int(self.seen(1, H, i, T).sum()) for i in rows) / (H * T)
+
+
+def indices(B: int, H: int, i: Tensor, Tk: int) -> tuple[Tensor, ...]:
+    b, h, j = (torch.arange(n, device=i.device) for n in (B, H, Tk))
+    return b[:, None, None, None], h[:, None, None], i[:, None], j

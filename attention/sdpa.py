@@ -14,7 +14,7 @@ FLOPs   4 * Tq * Tk * D a head forward, about half where a causal kernel skips m
 Layout  (B, H, T, D) to PyTorch; these are transposed views.
 Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. Where every query
         sees every key, as a single one does: no mask. All else gets a bool mask, in blocks of
-        queries (masks.py), so a window costs T * W; pinned flash on CUDA takes none
+        queries (blocks.py), so a window costs T * W; pinned flash on CUDA takes none
         (sdpa_flash.py). ALiBi is a mask of numbers: the backward pass keeps H * Tq * Tk of them.
 Bits    On CUDA the backward of flash and efficient is deterministic only under
         torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
@@ -34,11 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .blocks import biased, block_size, in_blocks, sdpa_mask
 from .caps import Backend, Caps
 from .function import dense_gradient, not_compiled
-from .masks import (
-    Pair, StaticView, biased, block_size, for_any_shape, in_blocks, maskless, sdpa_mask,
-)
+from .masks import Pair, StaticView, for_any_shape, maskless
 from .sdpa_flash import PARTIAL, varlen
 from .spec import DROPOUT_STEP, Spec
 
@@ -58,9 +57,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Tq, Tk = q.shape[1], k.shape[1]
     if cache is not None:
         return from_cache(q, k, v, spec, cache, alibi_slopes, kernel)
-    if segments is None and alibi_slopes is None:
-        if kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right):
-            return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
+    bare = segments is None and alibi_slopes is None
+    if bare and (kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right)):
+        return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
     if q.is_cuda and kernel == SDPBackend.FLASH_ATTENTION:  # it takes no mask
         if segments is not None:
             return varlen_by_segments(q, k, v, spec, segments=segments)

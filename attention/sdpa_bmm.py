@@ -26,9 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .blocks import in_blocks, sdpa_mask
 from .caps import Backend, Caps, Partial
 from .function import attention
-from .masks import for_any_shape, in_blocks, mask, sdpa_mask
+from .masks import for_any_shape, mask
 from .spec import Spec
 
 ELEMENTS = 2**21  # of S at a time: 4 MB

@@ -16,16 +16,15 @@ Source  PyTorch's own context parallelism calls the same operators (torch/distri
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .blocks import BLOCK, blocks, sdpa_mask
 from .caps import Partial
 from .function import dense_gradient
-from .masks import BLOCK, Pair, Runs, blocks, loadable, runs, sdpa_mask, sees_all
+from .masks import Pair, Runs, loadable, runs, sees_all
 from .spec import Spec
 
 aten = torch.ops.aten
@@ -46,9 +45,9 @@ def varlen(
     left = -1 if spec.window is None else spec.window - 1
     right = -1 if spec.right is None else spec.right
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # else torch 2.14 may take cuDNN's kernel
-        out = varlen_attn(*found.pack(by_8(q), by_8(k), by_8(v)), *found[:4],
-                          scale=spec.softmax_scale, window_size=(left, right),
-                          enable_gqa=spec.n_head != spec.n_kv_head)
+        q_THD, k_THD, v_THD = found.pack(by_8(q), by_8(k), by_8(v))
+        out = varlen_attn(q_THD, k_THD, v_THD, *found.ends, scale=spec.softmax_scale,
+                          window_size=(left, right), enable_gqa=spec.n_head != spec.n_kv_head)
     out = dense_gradient(out)  # type: ignore[arg-type]
     return out.unflatten(0, (B, Tq))[..., :D]
 
@@ -79,17 +78,18 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
              alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
     L = L.masked_fill(L.isneginf(), 0)  # where no key is seen P is exp(-inf - L): 0, not NaN
     grads = [t.new_zeros(t.shape, dtype=L.dtype) for t in (q, k, v)]
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
     for I, J in rectangles(q, k, spec, offset, segments is not None):
         causal, masks = masking(q, k, spec, offset, segments, alibi_slopes, I, J)
         rows = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
         inputs = *map(BHTD, rows), L[..., I].contiguous()
-        if q.is_cuda:
-            more: Any = (None, None, I.stop - I.start, J.stop - J.start, 0.0, causal, seed, seed)
-            operator = aten._scaled_dot_product_flash_attention_backward
+        if q.is_cpu:
+            found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *inputs, 0.0, causal, scale=spec.softmax_scale, **masks)
         else:
-            more, operator = (0.0, causal), aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = operator(*inputs, *more, scale=spec.softmax_scale, **masks)
+            lengths = I.stop - I.start, J.stop - J.start
+            seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
+            found = aten._scaled_dot_product_flash_attention_backward(
+                *inputs, None, None, *lengths, 0.0, causal, seed, seed, scale=spec.softmax_scale)
         for total, at, grad in zip(grads, (I, J, J), found):
             total[:, at] += grad.transpose(1, 2)[..., : q.shape[3]]
     return tuple(grads)
