@@ -557,9 +557,9 @@ def test_flash_attn_4_alone_is_no_flash_attn_2(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "flash_attn" / "cute"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text('__version__ = "0.0.0"\n')  # as b13 says of itself
-    info = tmp_path / "flash_attn_4-4.0.0b13.dist-info"
+    info = tmp_path / "flash_attn_4-4.0.0b27.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: flash-attn-4\nVersion: 4.0.0b13\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: flash-attn-4\nVersion: 4.0.0b27\n")
     (info / "RECORD").write_text("flash_attn/cute/__init__.py,,\n")
     (info / "top_level.txt").write_text("flash_attn\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -567,7 +567,7 @@ def test_flash_attn_4_alone_is_no_flash_attn_2(tmp_path, monkeypatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
     import_version.cache_clear()
     there = replace(H100, packages=None)
-    assert there.version_of("flash_attn.cute") == "4.0.0b13"
+    assert there.version_of("flash_attn.cute") == "4.0.0b27"
     assert get("flash_attn_4").why_not(BF16, there) == []
     assert "flash_attn'" in get("flash_attn_2").why_not(BF16, there)[0]
     for name in ("flash_attn", "flash_attn.cute"):
