@@ -75,7 +75,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     sides = Tq, Tk, spec.window, spec.right, flash_rows(on) if flash else None
     # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch 2.13
     # generates C++ that does not compile.
-    numbers = scale and str(scale), spec.softcap and str(spec.softcap)
+    numbers = [None if n is None else str(n) for n in (scale, spec.softcap)]
     if torch.compiler.is_compiling():
         call, mask = flex, block_mask(segments, on, *sides)
     else:
@@ -215,12 +215,11 @@ def listed(some: Tensor, every: Tensor, lengths: tuple[int, int], rows: int,
     and every pair is visible."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    lists = []
-    for tiles in (some & ~every, every):  # how many of each row, and which
-        order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
-        lists += [tiles.sum(dim=-1, dtype=torch.int32), order.int()]
-    return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=(rows, TILE), mask_mod=mask_mod, seq_lengths=lengths)
+    tiles = torch.stack((some & ~every, every)).int()
+    partly, full = tiles.argsort(dim=-1, descending=True, stable=True).int()  # those of each row
+    n_partly, n_full = tiles.sum(dim=-1, dtype=torch.int32)  # and how many
+    return BlockMask.from_kv_blocks(n_partly, partly, n_full, full, BLOCK_SIZE=(rows, TILE),
+                                    mask_mod=mask_mod, seq_lengths=lengths)
 
 
 # Tensors made in inference mode cannot be used in training.
@@ -236,10 +235,8 @@ def _by_segments(segments: Tensor, Tq: int, Tk: int, *sides: Any) -> BlockMask:
 
 
 def room(segments: Tensor) -> tuple[int, int]:
-    """(B, the least 128 * 2^n >= Tk), to which segments are padded outside of a model's graph.
-
-    Of a symbolic size PyTorch 2.13 may generate C++ that does not compile, and Metal code never.
-    """
+    """(B, the least 128 * 2^n >= Tk), to which segments are padded outside of a model's graph: of a
+    symbolic size PyTorch 2.13 may generate C++ that does not compile, and Metal code never."""
     Tk = segments.shape[1]
     return len(segments), TILE << ((Tk - 1) // TILE).bit_length()
 

@@ -57,8 +57,9 @@ def backend_of(module: ModuleType, path: str) -> Backend:
     """flex with the functions of a module. Raises AttributeError: it has no mask_mod."""
     mods = Mods(module.mask_mod, getattr(module, "score_mod", None))
     attend = partial(flex.attend, own_mask=partial(block_mask, mods))
-    lacks = dict.fromkeys(("window", "segments", "softcap", "sinks", "alibi"), False)
-    rows = dict.fromkeys(replace(row, **lacks) for row in flex.BACKEND.caps)
+    rows = dict.fromkeys(
+        replace(row, window=False, segments=False, softcap=False, sinks=False, alibi=False)
+        for row in flex.BACKEND.caps)
     title = f"PyTorch flex_attention, mask of {path}"
     return Backend(PREFIX + os.path.basename(path), title, not_compiled(attend), tuple(rows),
                    fallback=None, fullgraph=False, mods=mods)
