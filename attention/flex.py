@@ -75,7 +75,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     sides = Tq, Tk, spec.window, spec.right, flash_rows(on) if flash else None
     # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch 2.13
     # generates C++ that does not compile.
-    numbers = [None if n is None else str(n) for n in (scale, spec.softcap)]
+    scale_text, softcap = (None if n is None else str(n) for n in (scale, spec.softcap))
     if torch.compiler.is_compiling():
         call, mask = flex, block_mask(segments, on, *sides)
     else:
@@ -86,7 +86,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
             mask = _by_shape(on, *sides) if segments is None else _by_segments(segments, *sides)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
     shift = torch.full((), Tk - Tq, device=on)  # a tensor, as in the mask
-    out_BHTD = call(q, k, v, mask, *numbers, sinks, flash, slopes, shift, score_mod)
+    out_BHTD = call(q, k, v, mask, scale_text, softcap, sinks, flash, slopes, shift, score_mod)
     return out_BHTD.transpose(1, 2)[..., :D]
 
 
