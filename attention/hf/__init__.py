@@ -152,14 +152,13 @@ def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) ->
     # With one query, no mask would mean all keys, including the free places of a static cache.
     skip = options.pop("allow_is_causal_skip", True) and Tq > 1
     seen = sdpa_mask(**options, allow_is_causal_skip=skip)
-    try:
-        if seen is not None:
-            real = _tokens(Tq, **options) if causal or Tq == Tk else None
+    proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
+    if seen is not None:
+        real = _tokens(Tq, **options) if causal or Tq == Tk else None
+        try:
             proof = prove(seen, window if causal else None, real, causal)
-        else:
-            proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
-    except ValueError as e:
-        raise BackendUnavailable(f"{name} refuses the mask: {e}") from None
+        except ValueError as e:
+            raise BackendUnavailable(f"{name} refuses the mask: {e}") from None
     return Mask.of(proof, name, (B, 1, Tq, Tk))
 
 
