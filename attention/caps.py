@@ -19,6 +19,8 @@ from .spec import CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .masks import Mods
+
 
 def version(text: str) -> tuple[int, ...]:
     """The leading numbers: "2.13.0+cpu" is (2, 13, 0). A beta sorts before its release:
@@ -237,7 +239,7 @@ class Backend:
     prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
     varlen: tuple[str, ...] = ()  # devices where it reads each segment as a sequence of its own:
     # NaN in one does not reach another. Elsewhere masked keys are multiplied by 0.
-    mods: Any = None  # mods.Mods: a mask of its own instead of visible(), which no other kernel has
+    mods: Mods | None = None  # a mask of its own instead of visible(), which no other kernel has
     compute: Callable[..., Tensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

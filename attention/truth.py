@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .mods import Mods
+from .masks import Mods
 from .spec import Spec, alibi_bias, visible
 
 # On a GPU exp2 and the reciprocal are approximations, and sums of parts end in any order.
