@@ -13,7 +13,7 @@ import pytest
 from test_bench import LIMITED, run, small
 
 from attention.check import matrix
-from bench import qualify, record
+from bench import qualify, report
 from bench.verify import verify
 
 TINY = [*small("qualify"), "--new_tokens=4", "--prompts=8", "--timeout=60"]
@@ -44,7 +44,7 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
     assert [(s["name"], s["status"]) for s in made["stages"]] == [
         (name, "done") for name in qualify.STAGES]
     assert verify(made) == []
-    assert {p["mode"] for p in record.sections_of(made)} == set(record.MODES)
+    assert {p["mode"] for p in report.sections_of(made)} == set(report.MODES)
     (folder,) = tmp_path.iterdir()
     page = (folder / "README.md").read_text(encoding="utf-8")
     for title in ("## Proof", "## Training steps", "## Generation", "\n| sdpa ", "## Final losses"):
