@@ -13,15 +13,13 @@ max|out - float64| / max|float64|, from the probe. On a described machine nothin
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import logging
-import math
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,10 +28,10 @@ import torch
 from .caps import BackendUnavailable, DeviceLost, dotted
 from .machine.gpus import describe
 from .machine.system import devices
-from .machine.timing import Row, measure, table
+from .machine.timing import declared, measure, table
 from .names import BACKENDS, RULES, entry_points, packages
 from .plan import fastest
-from .select import Shape, admit, chosen_as_json, configuration, resolve, select
+from .select import Shape, configuration, resolve, select
 from .spec import CACHES, DTYPES, Machine, Policy, Spec
 
 
@@ -94,29 +92,30 @@ def spec_of(args: argparse.Namespace, dtype: str) -> Spec:
     return Spec(**given | {"dtype": dtype, "cache": args.kv_cache, "grad": grad})
 
 
-def best_dtype(machine: Machine) -> str:
-    half = "bfloat16" if (machine.capability or (0, 0)) >= (8, 0) else "float16"
-    return half if machine.device == "cuda" else "float32"
+def machine_of(args: argparse.Namespace, needed: Sequence[str]) -> tuple[Machine, torch.device]:
+    """The described machine, or this one, and its device. Raises ValueError: there is none."""
+    if args.machine:
+        there = describe(args.machine, torch.__version__.partition("+")[0], needed)
+        return replace(there, deterministic=args.deterministic), torch.device("meta")
+    here = devices()
+    on = next(d for d in ("cuda", "mps", "cpu") if d in here)
+    on = on if args.device == "auto" else args.device
+    if on not in here:
+        raise ValueError(f"--device={on}: no such device here")
+    return Machine.here(on), torch.device(on)
 
 
 def heading(machine: Machine, spec: Spec, shape: Shape) -> str:
     B, Tq, Tk = shape
     has = f"compute capability {dotted(machine.capability)}, " if machine.capability else ""
-    request = f"batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}"
     more = ", deterministic" if machine.deterministic else ""
-    return f"{machine.name} ({machine.device}), {has}torch {machine.torch}\n{request}{more}"
-
-
-def as_json(rows: Sequence[Row], modes: Sequence[Spec]) -> list[dict[str, Any]]:
-    names = ["forward_backward" if spec.grad else "forward" for spec in modes]
-    finite = [row.error if math.isfinite(row.error or 0) else None for row in rows]  # no NaN
-    return [asdict(row) | {"ms": dict(zip(names, row.ms)), "error": error}
-            for row, error in zip(rows, finite)]
+    return (f"{machine.name} ({machine.device}), {has}torch {machine.torch}\n"
+            f"batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}{more}")
 
 
 def run(args: argparse.Namespace) -> None:
     """Explain one backend, or measure all. Raises ValueError for inconsistent options."""
-    if min(1 if args.batch_size is None else args.batch_size, args.seq_len) < 1:
+    if args.seq_len < 1 or (args.batch_size is not None and args.batch_size < 1):
         raise ValueError("--batch_size and --seq_len must be at least 1")
     if "" in (args.backend, args.machine):
         raise ValueError("a backend and --as cannot be empty")
@@ -125,21 +124,13 @@ def run(args: argparse.Namespace) -> None:
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
-    every = [*BACKENDS, *entry_points()]
-    needed = packages(args.backend or "")
-    if args.machine:
-        described = describe(args.machine, torch.__version__.partition("+")[0], needed)
-        machine = replace(described, deterministic=args.deterministic)
-    else:
-        here, on = devices(), args.device
-        if on == "auto":
-            on = next(d for d in ("cuda", "mps", "cpu") if d in here)
-        if on not in here:
-            raise ValueError(f"--device={on}: no such device here")
-        device, machine = torch.device(on), Machine.here(on)
-    spec = spec_of(args, args.dtype or best_dtype(machine))
-    batch_size = args.batch_size or (16 if machine.device == "cuda" else 1)
-    shape = batch_size, args.seq_len if spec.cache == "none" else 1, args.seq_len
+    needed, every = packages(args.backend or ""), [*BACKENDS, *entry_points()]
+    machine, device = machine_of(args, needed)
+    on_cuda, ampere = machine.device == "cuda", (machine.capability or (0, 0)) >= (8, 0)
+    half = "bfloat16" if ampere else "float16"
+    spec = spec_of(args, args.dtype or (half if on_cuda else "float32"))
+    Tq = args.seq_len if spec.cache == "none" else 1
+    shape = args.batch_size or (16 if on_cuda else 1), Tq, args.seq_len
     policy = Policy(hub_kernels=args.hub_kernels, mps_sdpa=args.allow_mps_sdpa)
     head = heading(machine, spec, shape)
     content = configuration(spec, machine, policy, needed)
@@ -152,36 +143,32 @@ def run(args: argparse.Namespace) -> None:
         head += "\nNothing was run: the backends declare this, all optional packages installed."
     if args.backend and args.machine:
         chosen = resolve(args.backend, spec, machine, policy)
-        output(chosen_as_json(chosen), f"{head}\n\n{chosen}")
+        output(chosen.as_json(), f"{head}\n\n{chosen}")
     elif args.backend == "fastest":
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
         chosen = fastest(spec, device, shape, policy)
-        output(chosen_as_json(chosen), str(replace(chosen, rejected={})))  # they were logged
+        output(chosen.as_json(), str(replace(chosen, rejected={})))  # they were logged
     elif args.backend:
         # Without a handler Python would print the refusals, too, bare.
         logging.getLogger("nanoattn").addHandler(logging.NullHandler())
         chosen = select(args.backend, spec, device, policy)
-        output(chosen_as_json(chosen), str(chosen))
+        output(chosen.as_json(), str(chosen))
     elif args.machine:
-        rows = []
-        for name in every:
-            try:
-                backend, why = admit(name, spec, machine, policy)
-                rows.append(Row(name, backend.title, tuple(why)))
-            except BackendUnavailable as e:  # other people's code
-                rows.append(Row(name, "", (str(e),)))
+        rows = [declared(name, spec, machine, policy)[0] for name in every]
         try:
             auto = f"auto takes {resolve('auto', spec, machine, policy).backend.name} there."
         except BackendUnavailable as e:
             auto = f"auto: {e}"
-        output({"backends": as_json(rows, [])}, f"{head}\n\n{table(rows, modes=[])}\n\n{auto}")
+        found = {"backends": [row.as_json([]) for row in rows]}
+        output(found, f"{head}\n\n{table(rows, modes=[])}\n\n{auto}")
     else:
         modes = [replace(spec, grad=False), spec][: 1 + spec.grad]
         if not args.json:
             print(head, flush=True)
         show = partial(print, file=sys.stderr, flush=True)
         rows = measure(every, modes, machine, policy, device, shape, show=show)
-        output({"backends": as_json(rows, modes)}, f"\n{table(rows, modes)}")
+        found = {"backends": [row.as_json(modes) for row in rows]}
+        output(found, f"\n{table(rows, modes)}")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -200,14 +187,6 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, lambda *_: os.write(2, b"\ninterrupted\n") and os._exit(130))
-    try:
-        main(sys.argv[1:])
-        sys.stdout.flush()
-    except OSError as e:  # as in core/settings.py: a closed pipe (... | head), or a full disk
-        if e.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more
-        if e.errno == errno.EPIPE:
-            sys.exit(1)
-        print(f"error: cannot write ({e})", file=sys.stderr)
-        sys.exit(2)
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ... | head
+    main(sys.argv[1:])

@@ -2,15 +2,16 @@
 
 Caps     what a backend supports on some devices, as data; why_not() gives the reasons
 Backend  a kernel: its function, its rows of Caps, and the check of its arguments
-"""
+
+It imports no kernel: they import it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
 from .spec import CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
@@ -18,7 +19,7 @@ from .spec import CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .mods import Mods
+    from .masks import Mods
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -33,6 +34,26 @@ def version(text: str) -> tuple[int, ...]:
 
 def dotted(capability: tuple[int, int] | None) -> str:
     return "{}.{}".format(*capability) if capability else "none"
+
+
+class Requirement(NamedTuple):
+    """A package by its import name, with its oldest version or "": "a>=2.1" in Caps.packages."""
+
+    package: str
+    least: str
+
+    def why_not(self, machine: Machine) -> str:
+        """Why it is not usable; "" if it is."""
+        found = machine.version_of(self.package)
+        if found is None:
+            return f"package '{self.package}' is not installed"
+        if found == UNKNOWN_VERSION:
+            return ""
+        if not version(found):
+            return f"package '{self.package}' is installed but does not import ({found})"
+        if self.least and version(found) < version(self.least):
+            return f"package '{self.package}' must be >= {self.least}, this is {found}"
+        return ""
 
 
 class Refusal(str):
@@ -90,7 +111,6 @@ class Caps:
     sinks: bool = False
     alibi: bool = False  # slopes (H,) and (B, H), in `partial` too
     lse: bool = False  # the backend has a `partial`, which takes no dropout, sinks or cache
-    lse_segments: bool = True  # `partial` takes segments
     grad: bool = True
     deterministic: bool = True  # the backward obeys use_deterministic_algorithms(True)
     caches: tuple[str, ...] = ("none", "dynamic")
@@ -109,17 +129,20 @@ class Caps:
             got = self.dropout_step
             raise ValueError(f"dropout_step must be {DROPOUT_STEP} or None, got {got}")
 
+    @cached_property
+    def requirements(self) -> list[Requirement]:
+        """`packages`, parsed."""
+        halves = (text.partition(">=") for text in self.packages)
+        return [Requirement(package, least) for package, _, least in halves]
+
     def lacks(self, spec: Spec) -> list[Refusal]:
         """The requested options that are not supported; attend() would silently leave them out."""
-        found = []
-        for name, text in LACKS.items():
-            requested = getattr(spec, name)
-            if name == "right":
-                requested = requested != 0
-            elif name == "window":  # a limit on either side; without `right` that is the reason
-                requested = requested or (spec.right and self.right)
-            if requested and not getattr(self, name):
-                found.append(Refusal(text.format(spec), name))
+        requested = {name: getattr(spec, name) for name in LACKS}
+        requested["right"] = spec.right != 0
+        # A limit on either side is a window; without `right` that is the reason.
+        requested["window"] = spec.window or (spec.right and self.right)
+        found = [Refusal(text.format(spec), name) for name, text in LACKS.items()
+                 if requested[name] and not getattr(self, name)]
         if spec.cache not in self.caches:
             text = f"it does not support the '{spec.cache}' cache"
             if spec.cache == "none":
@@ -129,70 +152,42 @@ class Caps:
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """Every reason why this cannot do `spec` on `machine`; empty if it can."""
-        why: list[Refusal] = []
-
-        def refuse(kind: str, text: str) -> None:
-            why.append(Refusal(text, kind))
-
-        if machine.device not in self.devices:
-            refuse("device", f"it runs on {' and '.join(self.devices)}, not on {machine.device}")
-        if self.min_torch and version(machine.torch) < version(self.min_torch):
-            refuse("torch", f"it needs torch >= {self.min_torch}, this is {machine.torch}")
-        if self.interpreted and not machine.interpreted:
-            text = "only in Triton's slow interpreter, for tests (TRITON_INTERPRET=1)"
-            refuse("interpreted", f"it runs on {machine.device} {text}")
-        for requirement in self.packages:
-            if text := missing(requirement, machine):
-                refuse("packages", text)
-        low, high, has = self.min_capability, self.max_capability, machine.capability or (0, 0)
-        if low and not low <= has <= (high or has):
-            need = f">= {dotted(low)}"
-            if high:
-                need = dotted(low) if high == low else f"{dotted(low)} to {dotted(high)}"
-            have = f"{machine.name} has {dotted(machine.capability)}"
-            refuse("capability", f"it needs compute capability {need}, {have}")
-        if spec.dtype not in self.dtypes:
-            takes = " and ".join(self.dtypes)
-            refuse("dtype", f"it takes {takes}, not {spec.dtype} (--dtype={self.dtypes[-1]})")
-        if self.head_dim_max and spec.head_dim > self.head_dim_max:
-            most = self.head_dim_max
-            refuse("head_dim", f"it takes a head_dim up to {most}, not {spec.head_dim}")
-        if spec.head_dim % self.head_dim_multiple:
-            multiple = self.head_dim_multiple
-            refuse("head_dim", f"head_dim must be a multiple of {multiple}, not {spec.head_dim}")
-        why += self.lacks(spec)
-        if self.dropout_step and spec.dropout % self.dropout_step:
-            step = self.dropout_step
-            refuse("dropout", f"dropout must be a multiple of {step:g}, not {spec.dropout:g}")
-        if spec.lse and self.lse:
-            clashes = {
-                "segments": spec.segments and self.segments and not self.lse_segments,
-                f"dropout (got {spec.dropout:g}; use --dropout=0)": spec.dropout and self.dropout,
-                "attention sinks": spec.sinks and self.sinks,
-                "a cache": spec.cache != "none",
-            }
-            for what in (what for what, clash in clashes.items() if clash):
-                refuse("lse", f"it does not support {what} when the sequence is split")
-        if spec.grad and machine.deterministic and not self.deterministic:
-            refuse("deterministic", "its backward is not deterministic (--deterministic=False)")
-        if spec.page_size and spec.page_size % self.page_multiple:
-            multiple = self.page_multiple
-            refuse("page_size", f"page_size must be a multiple of {multiple}, not {spec.page_size}")
-        return why
-
-
-def missing(requirement: str, machine: Machine) -> str:
-    """Why a package, "a" or "a>=2.1" by import name, is not usable; "" if it is."""
-    package, _, least = requirement.partition(">=")
-    found = machine.version_of(package)
-    if found is None:
-        return f"package '{package}' is not installed"
-    if not version(found):
-        broken = f"package '{package}' is installed but does not import ({found})"
-        return "" if found == UNKNOWN_VERSION else broken
-    if least and version(found) < version(least):
-        return f"package '{package}' must be >= {least}, this is {found}"
-    return ""
+        low, high = self.min_capability or (0, 0), self.max_capability or (99, 0)
+        need = f"{dotted(low)} to {dotted(high)}" if self.max_capability else f">= {dotted(low)}"
+        need = dotted(low) if low == high else need
+        have = f"{machine.name} has {dotted(machine.capability)}"
+        missing = [text for r in self.requirements if (text := r.why_not(machine))]
+        split = [f"dropout (got {spec.dropout:g})"] * bool(spec.dropout and self.dropout)
+        split += ["attention sinks"] * (spec.sinks and self.sinks)
+        split += ["a cache"] * (spec.cache != "none")
+        limits = [  # kind, refused, reason
+            ("device", machine.device not in self.devices,
+             f"it runs on {' and '.join(self.devices)}, not on {machine.device}"),
+            ("torch", self.min_torch and version(machine.torch) < version(self.min_torch),
+             f"it needs torch >= {self.min_torch}, this is {machine.torch}"),
+            ("interpreted", self.interpreted and not machine.interpreted,
+             f"it runs on {machine.device} only in Triton's slow interpreter, for tests "
+             "(TRITON_INTERPRET=1)"),
+            *(("packages", True, text) for text in missing),
+            ("capability", not low <= (machine.capability or (0, 0)) <= high,
+             f"it needs compute capability {need}, {have}"),
+            ("dtype", spec.dtype not in self.dtypes,
+             f"it takes {' and '.join(self.dtypes)}, not {spec.dtype} (--dtype={self.dtypes[-1]})"),
+            ("head_dim", spec.head_dim > (self.head_dim_max or spec.head_dim),
+             f"it takes a head_dim up to {self.head_dim_max}, not {spec.head_dim}"),
+            ("head_dim", spec.head_dim % self.head_dim_multiple,
+             f"head_dim must be a multiple of {self.head_dim_multiple}, not {spec.head_dim}"),
+            *((why.kind, True, why) for why in self.lacks(spec)),
+            ("dropout", self.dropout_step and spec.dropout % self.dropout_step,
+             f"dropout must be a multiple of {DROPOUT_STEP:g}, not {spec.dropout:g}"),
+            ("lse", spec.lse and self.lse and split,
+             f"it does not support {' or '.join(split)} when the sequence is split"),
+            ("deterministic", spec.grad and machine.deterministic and not self.deterministic,
+             "its backward is not deterministic (--deterministic=False)"),
+            ("page_size", (spec.page_size or 0) % self.page_multiple,
+             f"page_size must be a multiple of {self.page_multiple}, not {spec.page_size}"),
+        ]
+        return [Refusal(text, kind) for kind, refused, text in limits if refused]
 
 
 @dataclass(frozen=True)
@@ -244,7 +239,7 @@ class Backend:
     prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
     varlen: tuple[str, ...] = ()  # devices where it reads each segment as a sequence of its own:
     # NaN in one does not reach another. Elsewhere masked keys are multiplied by 0.
-    mods: Mods | None = None  # a mask of its own instead of visible(): no other kernel replaces it
+    mods: Mods | None = None  # a mask of its own instead of visible(), which no other kernel has
     compute: Callable[..., Tensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -309,14 +304,10 @@ def checked(name: str, compute: Callable[..., Tensor],
     admitted: dict[tuple[str, object], bool] = {}  # by kind and device
 
     def check_options(spec: Spec, device: str) -> None:
-        why = ""
-        of_device = [c for c in caps if device in c.devices and spec.dtype in c.dtypes]
-        for c in of_device or caps:
-            lacks = [text for text in c.lacks(spec) if text.kind not in ("lse", "grad")]
-            if not lacks:
-                return
-            why = why or ", ".join(lacks)
-        raise ValueError(f"{name} cannot do this: {why}")
+        rows = [c for c in caps if device in c.devices and spec.dtype in c.dtypes] or caps
+        lacks = [[w for w in c.lacks(spec) if w.kind not in ("lse", "grad")] for c in rows]
+        if all(lacks):
+            raise ValueError(f"{name} cannot do this: {', '.join(lacks[0])}")
 
     @wraps(compute)
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
@@ -339,44 +330,39 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
     """Raise ValueError if the arguments of attend() contradict the Spec or one another."""
     shape, kv_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+    buffers = cache is not None or spec.cache in ("static", "paged")
     if not (
         len(shape) == len(kv_shape) == 4 and shape[2] == H and kv_shape[2] == Hkv
-        and shape[3] == kv_shape[3] == D
+        and shape[3] == kv_shape[3] == D and kv_shape == v.shape
+        and (buffers or kv_shape[0] == shape[0])
         and dtype == k.dtype and dtype == v.dtype and str(dtype)[6:] == spec.dtype
+        and on == k.device and on == v.device
     ):
         swapped = len(shape) == 4 and shape[1] == H and shape[2] != H
         hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)"
         raise ValueError(
             f"q, k and v must be (batch, tokens, heads, head_dim) with {H}, {Hkv} and {Hkv} heads "
-            f"of {D} in {spec.dtype}, as the Spec says; got {shape_of(q)}, {shape_of(k)}, "
-            f"{shape_of(v)}{hint if swapped else ''}"
+            f"of {D} in {spec.dtype}, as the Spec says, of one batch on one device; got "
+            f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}{hint if swapped else ''}"
         )
-    if kv_shape != v.shape:
-        raise ValueError(f"v must have k's shape {tuple(kv_shape)}, got {shape_of(v)}")
-    if on != k.device or on != v.device:
-        raise ValueError(f"q, k and v must be on one device: {on}, {k.device} and {v.device}")
-    if cache is not None or spec.cache in ("static", "paged"):
+    if buffers:
         _check_cache(q, k, spec, segments, cache)
-    elif kv_shape[0] != shape[0]:
-        raise ValueError(f"k and v must have q's batch of {shape[0]}, got {shape_of(k)}")
-    if (segments is not None) != spec.segments:
-        expected = f"segments={spec.segments} in the Spec"
-        raise ValueError(f"segments must agree with {expected}, got {shape_of(segments)}")
-    if (sinks is not None) != spec.sinks:
-        expected = f"sinks={spec.sinks} in the Spec"
-        raise ValueError(f"sinks must agree with {expected}, got {shape_of(sinks)}")
-    if sinks is not None:
-        must_be("sinks", sinks, (H,), on, DTYPES)
-    if (alibi_slopes is not None) != spec.alibi:
-        expected = f"alibi={spec.alibi} in the Spec"
-        raise ValueError(f"alibi_slopes must agree with {expected}, got {shape_of(alibi_slopes)}")
-    if alibi_slopes is not None:
-        size = (shape[0], H) if getattr(alibi_slopes, "ndim", 1) == 2 else (H,)
-        must_be("alibi_slopes", alibi_slopes, size, on, ("float32",))
-        if alibi_slopes.requires_grad:
-            raise ValueError("alibi_slopes have no gradient, got slopes with requires_grad=True")
+    if (segments is sinks is alibi_slopes is None  # as in nearly all calls
+            and not (spec.segments or spec.sinks or spec.alibi)):
+        return
+    by_row = getattr(alibi_slopes, "ndim", 1) == 2
+    for name, t, requested, size, dtypes in (
+        ("segments", segments, spec.segments, (shape[0], kv_shape[1]), INTEGERS),
+        ("sinks", sinks, spec.sinks, (H,), DTYPES),
+        ("alibi_slopes", alibi_slopes, spec.alibi, (shape[0], H) if by_row else (H,), ("float32",)),
+    ):
+        if (t is not None) != requested:
+            raise ValueError(f"{name} must agree with the Spec's {requested}, got {shape_of(t)}")
+        if t is not None:
+            must_be(name, t, size, on, dtypes)
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes have no gradient, got slopes with requires_grad=True")
     if segments is not None:
-        must_be("segments", segments, (shape[0], kv_shape[1]), on, INTEGERS)
         from .masks import in_pieces
 
         if in_pieces(segments):
@@ -407,7 +393,8 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
     import torch
 
     if (isinstance(t, torch.Tensor) and t.dim() == len(shape) and t.device == on
-            and all(n in (-1, m) for n, m in zip(shape, t.shape)) and str(t.dtype)[6:] in dtypes):
+            and str(t.dtype)[6:] in dtypes
+            and all(n == -1 or n == m for n, m in zip(shape, t.shape))):  # `in` fails in a trace
         return
     raise ValueError(f"{name} must be {shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}")
 

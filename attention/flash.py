@@ -99,16 +99,13 @@ def _varlen(
     flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: dict[str, object]
 ) -> Tensor:
     found = runs(segments, q.shape[1])
-    q_THD, k_THD, v_THD = (t.flatten(0, 1) for t in (q, k, v))
-    if found.keys is not None:
-        k_THD, v_THD = k_THD[found.keys], v_THD[found.keys]
-    ends = {"cu_seqlens_q": found.cu_q, "cu_seqlens_k": found.cu_k}
-    longest = {"max_seqlen_q": found.max_q, "max_seqlen_k": found.max_k}
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    ends = dict(zip(names, found.ends))
     slopes = options.get("alibi_slopes")
     if isinstance(slopes, Tensor) and slopes.dim() == 2:  # of the row of each run
         row = found.cu_q[:-1] // q.shape[1]
         options = {**options, "alibi_slopes": slopes[row.long()]}
-    out = flash.flash_attn_varlen_func(q_THD, k_THD, v_THD, **ends, **longest, **options)
+    out = flash.flash_attn_varlen_func(*found.pack(q, k, v), **ends, **options)
     return dense_gradient(_tensor(out)).unflatten(0, q.shape[:2])
 
 
@@ -193,36 +190,30 @@ FA3_HUB_CAPS = (
     *FA3_CAPS, *(replace(c, min_capability=(8, 0), max_capability=(8, 0)) for c in FA3_CAPS)
 )
 
-# flash_attn/cute/interface.py of 4.0.0b13: Hopper and Blackwell, 11.0 as 10.x. head_dim to 128, on
-# Hopper to 256, multiples of 8. On Blackwell 256 has separate kernels, without window, and pages of
-# 128 only.
+# flash_attn/cute/interface.py of 4.0.0b27: Hopper and Blackwell, 11.0 as 10.x. head_dim to 128, on
+# Hopper to 256, multiples of 8. On Blackwell 256 has separate kernels, without window, softcap and
+# sinks, and pages of 128 only. Before b26 a sink's gradient was None (5579b121).
 _FA4 = Caps(("cuda",), HALF, (9, 0), (11, 0), right=True, head_dim_max=128, head_dim_multiple=8,
-            dropout=False, scale=True, grad=False, caches=CACHES,
-            packages=("flash_attn.cute>=4.0",))
+            dropout=False, scale=True, softcap=True, sinks=True, grad=False, caches=CACHES,
+            packages=("flash_attn.cute>=4.0.0b26",))
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 # Silently wrong gradients if head_dim is no multiple of 32: dQ at 72 and 104 on Hopper
 # (flash-attention pull request 2896), dK and dV on Blackwell (2698); and at 256 on Blackwell, where
-# random inputs do not show it (NVIDIA/TransformerEngine issue 3216).
-_FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32)
-# A sink's gradient came with b26 (5579b121; before, it was None), a softcap's backward for varlen
-# with b24 (b54df166). That backward hung on a GB200 (issue 2466, open): Hopper only. Blackwell's
-# kernels for 256 have neither.
-_B26 = ("flash_attn.cute>=4.0.0b26",)
+# random inputs do not show it (NVIDIA/TransformerEngine issue 3216). A softcap's backward hung on
+# a GB200 (issue 2466, open): Hopper only.
+_FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32, softcap=False)
 # 8.x and 12.x share a kernel without sinks, pages and, in the backward, a softcap or a fixed order;
-# only 12.x has a backward. Before b21 it did not compile for 12.x (6e646e00, issue 2453).
-_FA4_MMA = replace(_FA4, max_capability=(8, 9), min_capability=(8, 0), caches=("none", "dynamic"),
-                   packages=("flash_attn.cute>=4.0.0b21",))
+# only 12.x has a backward.
+_FA4_MMA = replace(_FA4, max_capability=(8, 9), min_capability=(8, 0), softcap=False, sinks=False,
+                   caches=("none", "dynamic"))
 _FA4_12 = replace(_FA4_MMA, min_capability=(12, 0), max_capability=(12, 1))
 FA4_CAPS = (
     _FA4,
     _FA4_GRAD,
+    replace(_FA4_GRAD, max_capability=(9, 0), softcap=True),
     replace(_FA4_WIDE, max_capability=(9, 0)),
     replace(_FA4_WIDE, min_capability=(10, 0), max_capability=(10, 3), head_dim_multiple=256,
-            window=False),
-    replace(_FA4, softcap=True, sinks=True, packages=_B26),
-    replace(_FA4_GRAD, sinks=True, packages=_B26),
-    replace(_FA4_GRAD, max_capability=(9, 0), softcap=True, sinks=True, packages=_B26),
-    replace(_FA4_WIDE, max_capability=(9, 0), softcap=True, sinks=True, packages=_B26),
+            window=False, softcap=False, sinks=False),
     _FA4_MMA,
     _FA4_12,
     replace(_FA4_12, grad=True, head_dim_multiple=32, deterministic=False),

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .machine.system import own_code
-from .masks import for_any_shape, kept
+from .masks import begins, for_any_shape, kept
 from .spec import Spec, alibi_bias, visible
 
 if TYPE_CHECKING:
@@ -64,57 +64,44 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
            flash: bool = False, own_mask: OwnMask | None = None) -> Tensor:
     """Attention by torch.nn.attention.flex_attention, compiled; shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
-    Tq, Tk = q.shape[1], k.shape[1]
-    score_mod = None
-    scale = spec.scale
+    (B, Tq, H, D), Tk, on = q.shape, k.shape[1], q.device
+    scale, score_mod = spec.scale, None
     if not torch.is_grad_enabled():  # on the CPU PyTorch refuses inputs that require gradients
         q, k, v = (t.detach() for t in (q, k, v))
-    if q.device.type == "cpu" and spec.head_dim in SPOILT:
-        scale = scale or spec.head_dim**-0.5
+    if on.type == "cpu" and D in SPOILT:
+        scale = scale or D**-0.5
         q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))
-    numbers: tuple[float | str | None, float | str | None] = (scale, spec.softcap)
-    rows = flash_rows(q.device) if flash else None
-    sides = Tq, Tk, spec.window
-    slopes = None if alibi_slopes is None else alibi_slopes.contiguous().view(-1, spec.n_head)
+    slopes = None if alibi_slopes is None else alibi_slopes.contiguous().view(-1, H)
+    sides = Tq, Tk, spec.window, spec.right, flash_rows(on) if flash else None
+    # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch 2.13
+    # generates C++ that does not compile.
+    scale_text, softcap = (None if n is None else str(n) for n in (scale, spec.softcap))
     if torch.compiler.is_compiling():
-        call, mask = flex, block_mask(*sides, segments, q.device, spec.right, rows)
+        call, mask = flex, block_mask(segments, on, *sides)
     else:
-        few = q.is_cuda and Tq <= FEW
-        kind: tuple[object, ...] = (q.shape[0] == 1, Tq == 1, few, Tq <= TILE, Tk <= TILE)
-        if spec.grad or flash:
-            kind = (q.shape[0], Tq, Tk)
-        if slopes is not None:  # a constant size, as of segments
-            kind = (*kind, -len(slopes))
-            torch._dynamo.mark_static(slopes)
-        size = None if segments is None else room(segments)
-        call = compiled(replace(spec, window=None, right=0), (*kind, own_mask), size, flash)
+        call = compiled(graph_of(q, Tk, spec, segments, slopes, flash, own_mask))
         if own_mask is not None:  # mods.py
-            mask, score_mod = own_mask(q.shape[0], spec.n_head, Tq, Tk, q.device)
-        elif segments is None:
-            mask = _by_shape(*sides, None, q.device, spec.right, rows)
+            mask, score_mod = own_mask(B, H, Tq, Tk, on)
         else:
-            mask = _by_segments(segments, *sides, spec.right, rows)
-        # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch
-        # 2.13 generates C++ that does not compile.
-        numbers = scale and str(scale), spec.softcap and str(spec.softcap)
+            mask = _by_shape(on, *sides) if segments is None else _by_segments(segments, *sides)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-    shift = torch.full((), Tk - Tq, device=q.device)  # a tensor, as in the mask
-    out_BHTD = call(q, k, v, mask, *numbers, sinks, flash, slopes, shift, score_mod)
-    return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
+    shift = torch.full((), Tk - Tq, device=on)  # a tensor, as in the mask
+    out_BHTD = call(q, k, v, mask, scale_text, softcap, sinks, flash, slopes, shift, score_mod)
+    return out_BHTD.transpose(1, 2)[..., :D]
 
 
-def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: float | str | None,
-         softcap: float | str | None, sinks: Tensor | None, flash: bool,
-         slopes: Tensor | None, shift: Tensor, own_score: Mod | None = None) -> Tensor:
+def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: str | None,
+         softcap: str | None, sinks: Tensor | None, flash: bool, slopes: Tensor | None,
+         shift: Tensor, own_score: Mod | None) -> Tensor:
     """flex_attention, and the weight that sinks (H,) leave. slopes: (1 or B, H)."""
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    asked: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
-    asked["enable_gqa"] = q_BHTD.shape[1] != k_BHTD.shape[1]
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
+    options["enable_gqa"] = q_BHTD.shape[1] != k_BHTD.shape[1]
     if flash:
-        asked["kernel_options"] = {"BACKEND": "FLASH"}
+        options["kernel_options"] = {"BACKEND": "FLASH"}
     elif q_BHTD.is_cuda and q_BHTD.shape[2] > FEW:
-        asked["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
+        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     c = softcap and float(softcap)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -124,32 +111,47 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
         return score
 
     if own_score is not None or c or slopes is not None:
-        asked["score_mod"] = own_score or score_mod
+        options["score_mod"] = own_score or score_mod
     if sinks is None:
-        return flex_attention(q_BHTD, k_BHTD, v_BHTD, **asked)
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    asked["return_aux"] = AuxRequest(lse=True)
-    out, aux = flex_attention(q_BHTD, k_BHTD, v_BHTD, **asked)
+        return flex_attention(q_BHTD, k_BHTD, v_BHTD, **options)
+    options["return_aux"] = AuxRequest(lse=True)
+    out, aux = flex_attention(q_BHTD, k_BHTD, v_BHTD, **options)
     left = torch.sigmoid(aux.lse - sinks[:, None])  # (B, H, Tq) float32; 0 where no key is seen
     return (out * left[..., None]).to(out.dtype)
 
 
-@lru_cache(maxsize=4096)
-def compiled(
-    spec: Spec, kind: tuple[object, ...], size: tuple[int, int] | None, flash: bool
-) -> Callable[..., Tensor]:
-    """flex(), compiled for one Spec and one kind of shape, or one shape.
+class Graph(NamedTuple):
+    """Each gets its own copy of flex(), which torch.compile would recompile at most 8 times."""
 
-    torch.compile recompiles a function at most 8 times, so each cause of a recompilation gets its
-    own copy of flex(): a Spec, a size of one (sequence, query or tile), padded segments.
-    """
+    spec: Spec  # without window and `right`, which are tensors
+    sizes: tuple[int, ...]  # of training; else which of them are one, one tile, or few queries
+    segments: tuple[int, int] | None  # padded
+    slopes: int  # rows
+    flash: bool
+    own_mask: OwnMask | None
+
+
+def graph_of(q: Tensor, Tk: int, spec: Spec, segments: Tensor | None, slopes: Tensor | None,
+             flash: bool, own_mask: OwnMask | None) -> Graph:
+    B, Tq = q.shape[:2]
+    sizes: tuple[int, ...] = B == 1, Tq == 1, q.is_cuda and Tq <= FEW, Tq <= TILE, Tk <= TILE
+    if spec.grad or flash:
+        sizes = B, Tq, Tk
+    if slopes is not None:  # a constant size, as of segments
+        torch._dynamo.mark_static(slopes)
+    padded = None if segments is None else room(segments)
+    rows = 0 if slopes is None else len(slopes)
+    return Graph(replace(spec, window=None, right=0), sizes, padded, rows, flash, own_mask)
+
+
+@lru_cache(maxsize=4096)
+def compiled(graph: Graph) -> Callable[..., Tensor]:
     # Sizes are remembered under the name.
-    own = own_code(flex, f"flex_{hash((spec, kind, size, flash)) & 0xFFFFFFFF:x}")
+    own = own_code(flex, f"flex_{hash(graph) & 0xFFFFFFFF:x}")
     # Training has few lengths, best compiled as constants: the kernel for a multiple of 128 checks
     # no bounds (IS_DIVISIBLE in torch/_inductor/kernel/flex). A function that they shared would
     # turn symbolic, and slower, at the second. Evaluation and sampling have many lengths.
-    return torch.compile(own, fullgraph=True, dynamic=not (spec.grad or flash))
+    return torch.compile(own, fullgraph=True, dynamic=not (graph.spec.grad or graph.flash))
 
 
 def flash_rows(device: torch.device) -> int:
@@ -158,10 +160,8 @@ def flash_rows(device: torch.device) -> int:
     return 2 * TILE if torch.cuda.get_device_properties(device).major >= 10 else TILE
 
 
-def block_mask(
-    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device,
-    right: int | None = 0, rows: int | None = None,
-) -> BlockMask:
+def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, window: int | None,
+               right: int | None = 0, rows: int | None = None) -> BlockMask:
     """The BlockMask of visible(), with segments for Tq <= Tk.
 
     Args:
@@ -171,29 +171,22 @@ def block_mask(
     Computed from the corners of the tiles, without a mask of Tq x Tk, since a segment is one run of
     positions. A tile in which nothing is visible may be listed as partial.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    def ends(T: int, size: int) -> tuple[Tensor, Tensor]:
-        first = torch.arange(0, T, size, device=device)
-        return first, (first + size).clamp(max=T) - 1
-
     # Without segments visible() depends on j - i alone: a tile is visible in part if the entry
     # nearest to the diagonal is, and in full if both extremes are.
     offset = Tk - Tq
-    (top, bottom), (first, last) = ends(Tq, rows or TILE), ends(Tk, TILE)
+    top, bottom = corners(Tq, rows or TILE, device)
+    first, last = corners(Tk, TILE, device)
     least, most = first - bottom[:, None], last - top[:, None]  # (tiles, tiles) each
-    nearest, *both = (
-        visible(0, distance, offset, window, right=right)[None]
-        for distance in (torch.minimum(most, least.clamp(min=offset)), least, most)
-    )
-    some, every = nearest, both[0] & both[1]
+    nearest = torch.minimum(most, least.clamp(min=offset))
+    some, lower, upper = (visible(0, distance, offset, window, right=right)[None]
+                          for distance in (nearest, least, most))
+    every = lower & upper
     if segments is not None:
-        begins = segments[:, 1:Tk] != segments[:, : Tk - 1]
-        run = F.pad(begins.cumsum(dim=1), (1, 0))  # (B, Tk), segments counted from the left
-        q_from, q_to = run[:, top + offset, None], run[:, bottom + offset, None]
-        k_from, k_to = run[:, None, first], run[:, None, last]
+        number = begins(segments[:, :Tk]).cumsum(dim=1)  # (B, Tk), of each segment
+        q_from, q_to = number[:, top + offset, None], number[:, bottom + offset, None]
+        k_from, k_to = number[:, None, first], number[:, None, last]
         some = some & (q_from <= k_to) & (k_from <= q_to)
-        # A tile whose queries and keys begin and end in one run lies in it.
+        # A tile whose queries and keys begin and end in one segment lies in it.
         every = every & (k_from == q_to) & (q_from == k_to)
 
     sides: tuple[Any, ...] = offset, window, right
@@ -207,37 +200,43 @@ def block_mask(
             return visible(i, j, shift, width, right=ahead)
         return visible(i, j, shift, width, segments[b, i + shift], segments[b, j], ahead)
 
-    return BlockMask.from_kv_blocks(
-        *listed((some & ~every)[:, None]), *listed(every[:, None]), BLOCK_SIZE=(rows or TILE, TILE),
-        mask_mod=mask_mod, seq_lengths=(Tq, Tk),
-    )
+    return listed(some[:, None], every[:, None], (Tq, Tk), rows or TILE, mask_mod)
 
 
-def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles of each row are in bool (B or 1, H or 1, tiles, tiles), and which."""
-    order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
-    return tiles.sum(dim=-1, dtype=torch.int32), order.int()
+def corners(T: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first and the last position in each tile."""
+    first = torch.arange(0, T, size, device=device)
+    return first, (first + size).clamp(max=T) - 1
+
+
+def listed(some: Tensor, every: Tensor, lengths: tuple[int, int], rows: int,
+           mask_mod: Mod) -> BlockMask:
+    """A BlockMask by tiles of `rows` queries, bool (1 or B, 1 or H, tiles, tiles): in which some
+    and every pair is visible."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tiles = torch.stack((some & ~every, every)).int()
+    partly, full = tiles.argsort(dim=-1, descending=True, stable=True).int()  # those of each row
+    n_partly, n_full = tiles.sum(dim=-1, dtype=torch.int32)  # and how many
+    return BlockMask.from_kv_blocks(n_partly, partly, n_full, full, BLOCK_SIZE=(rows, TILE),
+                                    mask_mod=mask_mod, seq_lengths=lengths)
 
 
 # Tensors made in inference mode cannot be used in training.
-_by_shape = lru_cache(maxsize=16)(torch.inference_mode(False)(block_mask))
+_by_shape = lru_cache(maxsize=16)(torch.inference_mode(False)(partial(block_mask, None)))
 
 
 @kept
-def _by_segments(
-    segments: Tensor, Tq: int, Tk: int, window: int | None, right: int | None, rows: int | None
-) -> BlockMask:
+def _by_segments(segments: Tensor, Tq: int, Tk: int, *sides: Any) -> BlockMask:
     # A copy: an entry that held on to its own key would never die.
     copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()
     torch._dynamo.mark_static(copy)
-    return block_mask(Tq, Tk, window, copy, segments.device, right, rows)
+    return block_mask(copy, segments.device, Tq, Tk, *sides)
 
 
 def room(segments: Tensor) -> tuple[int, int]:
-    """(B, the least 128 * 2^n >= Tk), to which segments are padded outside of a model's graph.
-
-    Of a symbolic size PyTorch 2.13 may generate C++ that does not compile, and Metal code never.
-    """
+    """(B, the least 128 * 2^n >= Tk), to which segments are padded outside of a model's graph: of a
+    symbolic size PyTorch 2.13 may generate C++ that does not compile, and Metal code never."""
     Tk = segments.shape[1]
     return len(segments), TILE << ((Tk - 1) // TILE).bit_length()
 

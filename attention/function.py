@@ -3,9 +3,9 @@
 A kernel is a pair of functions of plain tensors (caps.Partial). Only the inputs, out and L, the
 log-sum-exp, are saved, as tensors that torch.autograd.graph.saved_tensors_hooks may move.
 
-Second derivatives  Attention.backward() applies another Function, Gradient, to everything that the
-        gradient depends on. Its own backward raises RuntimeError, where once_differentiable would
-        leave a zero. torch.compile has no second derivatives.
+Second derivatives  A gradient is computed in another Function, Once, of everything that it depends
+        on. Its own backward raises RuntimeError, where once_differentiable would leave a zero.
+        torch.compile has no second derivatives.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attention(
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
     offset = k.shape[1] - q.shape[1] if offset is None else offset
     pair = (None, None) if segments is None else segments
-    inputs = kernel, spec, offset, sinks, seed, alibi_slopes, q, k, v, *pair
+    inputs = kernel, spec, offset, q, k, v, sinks, seed, alibi_slopes, *pair
     if not torch.is_grad_enabled():  # apply() would double the time of decoding
         return Attention.forward(*inputs)
     return Attention.apply(*inputs)
@@ -57,27 +57,27 @@ def whole(backend: Backend) -> Callable[..., Tensor]:
     return attend
 
 
-def _run(f: Callable[..., Any], tensors: tuple[Tensor, ...], spec: Spec, offset: int,
-         sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None, seg_q: Tensor | None,
-         seg_k: Tensor | None) -> Any:
+def _run(f: Callable[..., Any], spec: Spec, offset: int, tensors: tuple[Tensor, ...],
+         sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None,
+         *pair: Tensor | None) -> Any:
     """Call a function of Partial, without the arguments that the kernel may not have."""
-    pair = None if seg_q is None else (seg_q, seg_k)
+    segments = None if pair[0] is None else pair
     more = () if sinks is None and seed is None else (sinks, seed)
     slopes = {} if alibi is None else {"alibi_slopes": alibi}
     with autocast_off(tensors[0]):  # autograd calls the backward in whatever context
-        return f(*tensors, spec, offset, pair, *more, **slopes)
+        return f(*tensors, spec, offset, segments, *more, **slopes)
 
 
 class Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        kernel: Partial, spec: Spec, offset: int, sinks: Tensor | None, seed: Tensor | None,
-        alibi: Tensor | None, q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None,
+        kernel: Partial, spec: Spec, offset: int, q: Tensor, k: Tensor, v: Tensor,
+        sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None, seg_q: Tensor | None,
         seg_k: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         # No *args: torch.compile takes these parameters for one less than there are.
         options = sinks, seed, alibi, seg_q, seg_k
-        out, L = _run(kernel.forward, (q, k, v), spec, offset, *options)
+        out, L = _run(kernel.forward, spec, offset, (q, k, v), *options)
         out = out.to(q.dtype)
         # Dynamo of torch 2.11 returns every intermediate tensor too. `to` without a cast gives the
         # same tensor twice; dout goes to the other: dq, dk and dv are zeros.
@@ -85,34 +85,35 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.kernel = inputs[:3]
-        ctx.save_for_backward(*inputs[3:], *output)
+        ctx.call = inputs[:3]
+        ctx.save_for_backward(*output, *inputs[3:])
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradient: Callable[..., Any] = Gradient.apply
-        if torch.compiler.is_compiling():
-            gradient = Gradient.forward
-        dq, dk, dv, *dsinks = gradient(*ctx.kernel, dout, *ctx.saved_tensors)
-        dsink = dsinks[0] if dsinks else None
-        return None, None, None, dsink, None, None, dq, dk, dv, None, None
+        kernel, spec, offset = ctx.call
+        tensors = dout, *ctx.saved_tensors
+
+        def gradient(*tensors: Tensor) -> tuple[Tensor, ...]:
+            dout, out, L, q, k, v, *options = tensors
+            rows = loadable(dout), q, k, v, out, L
+            grads = _run(kernel.backward, spec, offset, rows, *options)
+            return tuple(g.to(t.dtype) for g, t in zip(grads, (q, k, v, options[0])))
+
+        compute = gradient if torch.compiler.is_compiling() else partial(Once.apply, gradient)
+        dq, dk, dv, *dsinks = compute(*tensors)
+        return None, None, None, dq, dk, dv, *(dsinks or [None]), None, None, None, None
 
 
-class Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        kernel: Partial, spec: Spec, offset: int, dout: Tensor, sinks: Tensor | None,
-        seed: Tensor | None, alibi: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-        seg_q: Tensor | None, seg_k: Tensor | None, out: Tensor, L: Tensor,
-    ) -> tuple[Tensor, ...]:
-        rows, options = (loadable(dout), q, k, v, out, L), (sinks, seed, alibi, seg_q, seg_k)
-        grads = _run(kernel.backward, rows, spec, offset, *options)
-        inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-        return tuple(g.to(t.dtype) for g, t in zip(grads, inputs))
+class Once(torch.autograd.Function):
+    """compute(*tensors), a gradient whose own derivative is an error."""
 
     @staticmethod
-    def setup_context(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
+    def forward(compute: Callable[..., Any], *tensors: Tensor | None) -> Any:
+        return compute(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: object) -> None:
         pass
 
     @staticmethod
@@ -122,19 +123,14 @@ class Gradient(torch.autograd.Function):
         )
 
 
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if t is None else t.view_as(t) for t in tensors[:n])
-
-    setup_context = Gradient.setup_context
-    backward = Gradient.backward
-
-
 def once(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The first n tensors, gradients that depend on all others: their own derivative raises
     RuntimeError. torch.compile has no second derivatives."""
-    return tensors[:n] if torch.compiler.is_compiling() else Once.apply(n, *tensors)
+
+    def first(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if t is None else t.view_as(t) for t in tensors[:n])
+
+    return tensors[:n] if torch.compiler.is_compiling() else Once.apply(first, *tensors)
 
 
 class Dense(torch.autograd.Function):
@@ -144,7 +140,7 @@ class Dense(torch.autograd.Function):
     def forward(out: Tensor) -> Tensor:
         return out.view_as(out)
 
-    setup_context = Gradient.setup_context
+    setup_context = Once.setup_context
 
     @staticmethod
     def backward(ctx: object, dout: Tensor) -> Tensor:

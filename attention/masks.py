@@ -1,21 +1,8 @@
-"""visible() as tensors, read-only views of caches, and masked attention in blocks of queries.
-
-A block of queries attends to the keys from the first to the last one that any of them sees. This is
-a smaller attention problem, with an offset of its own:
-
-             k0  k1  k2  k3  k4  k5  k6  k7
-        q2   x   x   x   .   .   .   .   .      window=3, blocks of 2 queries: each block needs
-        q3   .   x   x   x   .   .   .   .      4 keys, however long the sequence is
-        q4   .   .   x   x   x   .   .   .
-        q5   .   .   .   x   x   x   .   .
-
-A window W costs time in T * (W + right + BLOCK) and memory in T; segments cost the sum of their
-squares, since a block ends where a long segment ends, and a whole segment needs no mask.
-"""
+"""visible() as tensors, what depends on the values of segments, and read-only views of caches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar, NamedTuple
@@ -31,8 +18,6 @@ from .machine.system import R
 from .spec import Numbers, Spec, alibi_bias, visible
 
 Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
-BLOCK = 256  # queries; 128 is a little faster on a CPU, with twice the calls (docs/LOG.md)
-CUDA_BLOCK = 1024  # each block is a kernel launch; not measured
 
 
 def mask(
@@ -80,12 +65,8 @@ def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | Non
 
 
 def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
-    """Make an attend() for 0 < Tq <= Tk and loadable tensors take all shapes and strides.
-
-    The first Tq - Tk queries come before every key. They see the first `right` keys at most, and
-    none with segments, which they do not have: a call of their own, of zeros if they see no key.
-    With `lse` attend() also returns the log-sum-exp (B, H, Tq), -inf where no key is seen.
-    """
+    """Make an attend() for 0 < Tq <= Tk and loadable tensors take all shapes and strides. With
+    `lse` it also returns the log-sum-exp (B, H, Tq), -inf where no key is seen."""
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
@@ -94,29 +75,34 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
             Tk = max(Tq, 1)
         if B == 0 or Tq == 0 or Tk == 0:
             return nothing(q, k, v, options.get("sinks"), lse)
-        if Tq <= Tk:
-            if q.is_cuda or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-                q, k, v = loadable(q), loadable(k), loadable(v)
-            return attend(q, k, v, spec, **options)
-        before, segments = Tq - Tk, options.get("segments")
-        if segments is None and sees_all(Tq, Tk, spec.window, -before, spec.right):
-            return attend(loadable(q), loadable(k), loadable(v), spec, **options)
-        n_seen = 0  # keys that the queries before all keys see
-        if segments is None:
-            n_seen = Tk if spec.right is None else min(spec.right, Tk)
-        if spec.alibi and n_seen:  # the call below would measure distances from another place
-            got = f"{Tq} queries, {Tk} keys, right={spec.right}"
-            raise ValueError(f"ALiBi with more queries than keys must be causal, got {got}")
-        early_right = None if spec.right is None else spec.right - n_seen
-        early = replace(spec, window=None, right=early_right)
-        alone = {**options, "segments": None}
-        first = wrapped(q[:, :before], k[:, :n_seen], v[:, :n_seen], early, **alone)
-        rest = wrapped(q[:, before:], k, v, spec, **options)
-        if lse:
-            return torch.cat((first[0], rest[0]), dim=1), torch.cat((first[1], rest[1]), dim=2)
-        return torch.cat((first, rest), dim=1)
+        if Tq > Tk and (options.get("segments") is not None
+                        or not sees_all(Tq, Tk, spec.window, Tk - Tq, spec.right)):
+            return queries_before_keys(wrapped, q, k, v, spec, options, lse)
+        if q.is_cuda or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = loadable(q), loadable(k), loadable(v)
+        return attend(q, k, v, spec, **options)
 
     return wrapped
+
+
+def queries_before_keys(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+                        options: dict[str, Any], lse: bool) -> Any:
+    """Two calls. The first Tq - Tk queries come before every key: they see the first `right` keys,
+    and none with segments, since no id is theirs. The rest are as many as the keys."""
+    n, Tk = q.shape[1] - k.shape[1], k.shape[1]
+    n_seen = Tk if spec.right is None else min(spec.right, Tk)
+    if options.get("segments") is not None:
+        n_seen = 0
+    if spec.alibi and n_seen:  # the first call would measure distances from another place
+        got = f"{q.shape[1]} queries, {Tk} keys, right={spec.right}"
+        raise ValueError(f"ALiBi with more queries than keys must be causal, got {got}")
+    early = replace(spec, window=None, right=None if spec.right is None else spec.right - n_seen)
+    alone = {**options, "segments": None}
+    first = attend(q[:, :n], k[:, :n_seen], v[:, :n_seen], early, **alone)
+    rest = attend(q[:, n:], k, v, spec, **options)
+    if lse:
+        return torch.cat((first[0], rest[0]), dim=1), torch.cat((first[1], rest[1]), dim=2)
+    return torch.cat((first, rest), dim=1)
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) -> Any:
@@ -191,7 +177,7 @@ def kept(make: Callable[..., R]) -> Callable[..., R]:
 
 
 def begins(segments: Tensor) -> Tensor:
-    """True (B, T) where a segment begins."""
+    """True (B, T) where a segment begins; its cumsum(1) numbers them from the left."""
     return F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
 
 
@@ -205,20 +191,29 @@ def in_pieces(segments: Tensor) -> bool:
 
 
 @kept
-def borders(segments: Tensor) -> list[tuple[int, ...]]:
+def borders(segments: Tensor) -> list[list[int]]:
     """Where the segments of each row of (B, T) begin. The host waits for the device, once per
     tensor."""
-    return [tuple(row.nonzero().flatten().tolist()) for row in begins(segments).cpu()]
+    return [row.nonzero().flatten().tolist() for row in begins(segments).cpu()]
 
 
 class Runs(NamedTuple):
-    """The segments that hold queries, as varlen functions take them: each is a sequence."""
+    """Segments that hold queries, as varlen functions take them: each is a sequence."""
 
     cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
     cu_k: Tensor  # (runs + 1,) int32: the same for its keys
     max_q: int  # the most queries in one
     max_k: int  # the most keys in one
     keys: Tensor | None  # indices of their keys among the B * Tk; None: all
+
+    @property
+    def ends(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.cu_q, self.cu_k, self.max_q, self.max_k
+
+    def pack(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """q, k and v as (tokens, heads, head_dim)."""
+        packed = [t.flatten(0, 1) for t in (q, k, v)]
+        return packed if self.keys is None else [packed[0], *(t[self.keys] for t in packed[1:])]
 
 
 @kept
@@ -239,131 +234,6 @@ def runs(segments: Tensor, Tq: int) -> Runs:
         cu_k = F.pad(lengths[with_queries].cumsum(0), (1, 0))
     max_q, max_k = torch.stack((cu_q.diff().max(), cu_k.diff().max())).tolist()
     return Runs(cu_q.int(), cu_k.int(), max_q, max_k, keys)
-
-
-# --- blocks of queries ---
-
-
-class Piece(NamedTuple):
-    """Queries that are computed together, and the keys that they see."""
-
-    I: slice  # queries
-    J: slice  # keys
-    segments: bool  # several segments: they mask
-
-
-def ranges(
-    Tq: int, Tk: int, window: int | None, block: int, offset: int, segments: bool = False,
-    right: int | None = 0,
-) -> Iterator[Piece]:
-    """Blocks of queries with the keys that any of them sees, offset as in visible(). A block that
-    sees no key is left out."""
-    for a in range(0, Tq, block):
-        b = min(a + block, Tq)
-        first = 0 if window is None else max(0, a + offset - window + 1)
-        stop = Tk if right is None else min(Tk, b + offset + right)
-        if first < stop:
-            yield Piece(slice(a, b), slice(first, stop), segments)
-
-
-def pieces(
-    Tq: int, Tk: int, window: int | None, starts: tuple[int, ...], block: int, right: int | None,
-    biased: bool = False,
-) -> list[Piece]:
-    """Cut the last Tq of Tk positions, one row whose segments begin at `starts`. Short neighbors
-    share a block; a segment that needs no mask, nor a bias, is one piece."""
-    found: list[Piece] = []
-    offset = Tk - Tq
-    for start, end in zip(starts, (*starts[1:], Tk)):
-        keys = end - start
-        queries = min(end - offset, keys)  # of this segment, its last positions
-        if queries <= 0:
-            continue
-        sides = window, keys - queries, right
-        size = queries if maskless(queries, keys, *sides) and not biased else block
-        first = end - queries - offset  # the segment's first query
-        for piece in ranges(queries, keys, window, size, keys - queries, right=right):
-            I = slice(piece.I.start + first, piece.I.stop + first)
-            J = slice(piece.J.start + start, piece.J.stop + start)
-            joint = bool(found) and I.stop - found[-1].I.start <= block
-            if joint:
-                last = found.pop()  # of an earlier segment
-                I, J = slice(last.I.start, I.stop), slice(last.J.start, J.stop)
-            found.append(Piece(I, J, joint))
-    return found
-
-
-def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-              segments: Tensor | None, cache: StaticView | None = None,
-              **options: Any) -> Tensor:
-    """Call attend(q, k, v, spec, offset=, segments=), which masks, for blocks of queries and the
-    keys that they see. Segments are only masked in a call of one block and under torch.compile."""
-    block = CUDA_BLOCK if q.is_cuda else BLOCK
-    (B, Tq), Tk = q.shape[:2], k.shape[1]
-    sides = spec.window, Tk - Tq, spec.right
-    if cache is not None:  # where a row's queries are is on the device: the mask is in blocks
-        outs = []
-        for start in range(0, Tq, block):
-            part = replace(cache, start=cache.start + start, count=cache.count - start)
-            rows = q[:, start : start + block]
-            outs.append(attend(rows, k, v, spec, cache=part, **options))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-    if segments is None or Tq <= block or symbolic(segments):
-        whole = segments is None and maskless(Tq, Tk, *sides) and not spec.alibi
-        size, several = Tq if whole else block, segments is not None
-        found = list(ranges(Tq, Tk, spec.window, size, Tk - Tq, several, spec.right))
-        return _in_pieces(attend, q, k, v, spec, segments, found, options)
-    starts, outs, own, b = borders(segments), [], options, 0
-    while b < B:  # rows with the same segments go together
-        n = next((i for i in range(b, B) if starts[i] != starts[b]), B)
-        found = pieces(Tq, Tk, spec.window, starts[b], block, spec.right, spec.alibi)
-        Q, K, V = (t if n - b == B else t[b:n] for t in (q, k, v))
-        if spec.alibi and (slopes := options["alibi_slopes"]).dim() == 2:
-            own = {**options, "alibi_slopes": slopes[b:n]}
-        outs.append(_in_pieces(attend, Q, K, V, spec, segments[b:n], found, own))
-        b = n
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _in_pieces(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-               segments: Tensor | None, found: list[Piece], options: dict[str, object]) -> Tensor:
-    # Not split into one: its gradient would be a copy.
-    sizes = [piece.I.stop - piece.I.start for piece in found]
-    qs = q.split(sizes, dim=1) if len(found) > 1 else (q,)
-    ks, vs = (slices(t, [piece.J for piece in found]) for t in (k, v))
-    outs = []
-    shift = k.shape[1] - q.shape[1]
-    for piece, *qkv in zip(found, qs, ks, vs):
-        I, J, pair = piece.I, piece.J, None
-        if segments is not None and piece.segments:
-            pair = segments[:, I.start + shift : I.stop + shift], segments[:, J]
-        offset = I.start + shift - J.start
-        outs.append(attend(*qkv, spec, offset=offset, segments=pair, **options))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-
-
-def slices(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
-    """t[:, J] for each J. Autograd of plain slices would make a gradient of t's size for each."""
-    if len(at) > 1 and t.requires_grad and not torch.compiler.is_compiling():
-        return Slices.apply(t, at)
-    return tuple(t if slice(0, t.shape[1]) == J else t[:, J] for J in at)
-
-
-class Slices(torch.autograd.Function):
-    @staticmethod
-    def forward(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
-        return tuple(t[:, J] for J in at)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, list[slice]], output: object) -> None:
-        ctx.shape, ctx.at = inputs[0].shape, inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].new_zeros(ctx.shape)
-        for J, grad in zip(ctx.at, grads):
-            total[:, J] += grad
-        return total, None
 
 
 # --- views of caches ---
@@ -438,3 +308,39 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Make
     for buffer, x in zip(pages, (k, v)):
         buffer[table] = F.pad(x, (0, 0, 0, 0, 0, n * size - T)).unflatten(1, (n, size))
     return pages[0], pages[1], view
+
+
+# --- a mask of one's own ---
+
+
+@dataclass(frozen=True, eq=False)
+class Mods:
+    """The functions of a file that flex:FILE.py names (mods.py), called with indices that broadcast
+    to (B, H, queries, keys): b, h, q_idx, kv_idx."""
+
+    mask_mod: Callable[..., Tensor]
+    score_mod: Callable[..., Tensor] | None = None
+
+    def seen(self, B: int, H: int, i: Tensor, Tk: int) -> Tensor:
+        """The mask, bool (B, H, len(i), Tk), of queries at the positions i."""
+        seen = self.mask_mod(*indices(B, H, i, Tk))
+        return torch.as_tensor(seen, device=i.device).bool().expand(B, H, len(i), Tk)
+
+    def scored(self, scores: Tensor, H: int, i: Tensor) -> Tensor:
+        """The scores (B, Hkv, H / Hkv * len(i), Tk) after score_mod."""
+        if self.score_mod is None:
+            return scores
+        B, Tk = len(scores), scores.shape[-1]
+        by_head = scores.reshape(B, H, len(i), Tk)
+        moved = self.score_mod(by_head, *indices(B, H, i, Tk))
+        return moved.expand_as(by_head).reshape(scores.shape)
+
+    def mean_keys(self, T: int, H: int, device: str | torch.device = "cpu") -> float:
+        """Keys that a query sees, the mean over T queries of H heads in one sequence."""
+        rows = torch.arange(T, device=device).split(128)
+        return sum(int(self.seen(1, H, i, T).sum()) for i in rows) / (H * T)
+
+
+def indices(B: int, H: int, i: Tensor, Tk: int) -> tuple[Tensor, ...]:
+    b, h, j = (torch.arange(n, device=i.device) for n in (B, H, Tk))
+    return b[:, None, None, None], h[:, None, None], i[:, None], j

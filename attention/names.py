@@ -27,7 +27,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 from . import flash, flex, hub, manual, mods, paged, sdpa, sdpa_bmm, tiled, triton_flash
 from .caps import Backend, BackendUnavailable
-from .machine.system import KERNEL_ERRORS, first_line, settings_stay
+from .machine.system import KERNEL_ERRORS, first_line
 
 # A new kernel is a file with a BACKEND, imported above and listed here.
 BACKENDS: dict[str, Backend] = {b.name: b for b in (
@@ -120,8 +120,7 @@ def load(name: str) -> Backend:
     BackendUnavailable: it is missing or raises, or its backend is not valid."""
     path = name.removeprefix(mods.PREFIX)
     try:
-        with settings_stay():
-            backend = run(name, path)
+        backend = run(name, path)
         return valid(backend, [n for n, b in _BY_ANY_NAME.items() if b is not backend])
     except KERNEL_ERRORS as e:
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
@@ -153,4 +152,4 @@ def packages(*names: str) -> tuple[str, ...]:
     """The import names of all packages that the backends need, including other people's `names`."""
     backends = [*BACKENDS.values(), *(get(name) for name in names if is_code(name))]
     rows = (c for b in backends for c in (*b.caps, *(b.prebuilt.caps if b.prebuilt else ())))
-    return tuple(dict.fromkeys(p.partition(">=")[0] for c in rows for p in c.packages))
+    return tuple(dict.fromkeys(r.package for c in rows for r in c.requirements))

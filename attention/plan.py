@@ -1,15 +1,10 @@
 """Plans: the kernel of each call, chosen before it is called.
 
-    attend / flash_attn_func / transformers          a layer of GPT
-         |  Plans.choose(spec, device, shape)             |  Plans.look_up(phase)
-         +-------------------->  known[key]  <------------+      key: kind of the call, device,
-                                     |  missing                  deterministic algorithms
-              +----------------------+---------------------+
-        eager: select() or fastest()             while torch.compile traces: resolve(),
-        in a thread of its own: proves it        or the stored fastest: nothing runs
-
-A kind (Spec.kind) has features, not values: a new scale, window or length makes no new plan. It is
-proved at most twice: short, and at the length of the first call with more than proof.LONG keys.
+The key is the kind of a call (Spec.kind), the device, and deterministic algorithms. A kind has
+features, not values: a new scale, window or length makes no new plan. It is proved at most twice:
+short, and at the length of the first call with more than proof.LONG keys. Eager, a missing plan is
+made by select() or fastest() in a thread of its own, which proves it; while torch.compile traces,
+by resolve() or the stored fastest: nothing runs.
 
 Commands plan a placed model before compiling it (GPT.plan), on all processes together, which take
 the first kernel that all accept. A late plan has no other processes, which may be elsewhere.
@@ -22,10 +17,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -34,8 +31,8 @@ from torch import Tensor
 
 from .caps import BackendUnavailable
 from .machine.apart import apart, outside_a_trace
-from .machine.system import autocast_dtype, cache_folder, write_at_once
-from .machine.timing import Row, measure, table
+from .machine.system import autocast_dtype
+from .machine.timing import measure, table
 from .names import BACKENDS
 from .proof import LONG
 from .select import Ranks, Resolution, Shape, announce, debug, disabled, gather, resolve, select
@@ -45,7 +42,6 @@ log = logging.getLogger("nanoattn")
 
 PROBE_LEN = 2**14  # tokens: Llama permits more than a probe should take
 MARGIN = 0.02  # a backend must be this much faster than auto's choice
-TOO_SLOW = 5.0  # times the best so far: not timed further
 
 
 class Phase(NamedTuple):
@@ -109,37 +105,39 @@ class Plans:
 
     # --- a call ---
 
-    def choose(self, spec: Spec, device: str, shape: Shape, label: str = "") -> Resolution:
-        """The kernel of a call of this shape, chosen now if its kind is new."""
+    def choose(self, spec: Spec, device: str, shape: Shape, label: str = "",
+               ranks: Ranks | None = None) -> Resolution:
+        """The kernel of a call of this shape. If its kind is new, or longer than it was proved, it
+        is chosen now and announced, with `label` if it is for inference. All `ranks` choose now.
+        Raises BackendUnavailable: refused, with no fallback left or allowed."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
-        return self.found(key, shape) or self.make(key, spec, device, shape, label)
+        return self._proved(key, shape, ranks) or self._choose(
+            key, spec, device, shape, label, ranks)
 
-    def found(self, key: Key, shape: Shape) -> Resolution | None:
-        """The kernel of a kind, if it need not be proved at a greater length."""
+    def _proved(self, key: Key, shape: Shape, ranks: Ranks | None) -> Resolution | None:
+        """The kernel of a kind, if nothing is to be proved."""
         plan = self.known.get(key)
-        return plan[0].chosen if plan and (shape[2] <= LONG or plan[0].chosen.length) else None
+        if plan is None or ranks is not None:
+            return None
+        chosen = plan[0].chosen
+        return None if chosen.traced or (shape[2] > LONG and not chosen.length) else chosen
 
-    def make(self, key: Key, spec: Spec, device: str, shape: Shape, label: str = "",
-             ranks: Ranks | None = None) -> Resolution:
-        """Choose a kernel for a kind of call of this shape, announce it (with `label` if it is for
-        inference), and store it. All `ranks` do so now. Raises BackendUnavailable: refused, with no
-        fallback left or allowed."""
-
+    def _choose(self, key: Key, spec: Spec, device: str, shape: Shape, label: str,
+                ranks: Ranks | None) -> Resolution:
         def choose() -> Resolution:
-            chosen = self.found(key, shape)
-            if ranks is None and chosen and not chosen.traced:
+            if chosen := self._proved(key, shape, ranks):
                 return chosen  # another thread was quicker
             self.known.pop(key, None)  # if this raises, what was traced must not go on
-            failed = self.refused.setdefault(key, {})
-            if self.name == "fastest" and (shape[1] == shape[2] or not spec.grad):
+            if self.name == "fastest":
                 chosen = fastest(spec, device, shape, self.policy, ranks)
             else:
+                failed = self.refused.setdefault(key, {})
                 chosen = select(
                     self.name, spec, device, self.policy, shape=shape, ranks=ranks, failed=failed)
-            # Also where nothing had to be run at length: it is not looked at again.
+            # The length also where nothing had to be run: it is not looked at again.
             chosen = replace(chosen, length=shape[2] if shape[2] > LONG else 0)
             self.known[key] = (Call(chosen.backend.compute, spec, chosen),)
-            announce(chosen, "" if spec.grad else label)
+            announce(chosen, chosen.info() + label * (not spec.grad))
             return chosen
 
         return apart(device, choose)
@@ -148,25 +146,25 @@ class Plans:
     def choose_in_trace(self, device: str, deterministic: bool, *fields: Any) -> None:
         """Choose for Spec(*fields) while torch.compile traces."""
         spec = Spec(*fields)
-        chosen = self._traced(spec, device, deterministic)
+        chosen = self._traced(spec, device)
         call = device, deterministic, *fields
         self.known[call] = (Call(chosen.backend.compute, spec, chosen),)
 
-    def _traced(self, spec: Spec, device: str, deterministic: bool) -> Resolution:
+    def _traced(self, spec: Spec, device: str) -> Resolution:
         """By what is declared or stored: nothing runs, so nothing waits for the tracer."""
-        key = spec.kind, device, deterministic
+        key, *others = ((kind, device, torch.are_deterministic_algorithms_enabled())
+                        for kind in (spec.kind, replace(spec, compiled=False).kind))
         if key not in self.known:
             machine, name = Machine.here(device), self.name
             if name == "fastest":
                 known = (n for k, n in stored().items() if k.startswith(memory_key(spec, machine)))
                 name = next((n for n in known if n in BACKENDS), "auto")
-            eager = replace(spec, compiled=False).kind, device, deterministic
-            failed = {**self.refused.get(eager, {}), **self.refused.get(key, {})}
+            failed = {n: why for k in (*others, key) for n, why in self.refused.get(k, {}).items()}
             chosen = resolve(name, spec, machine, self.policy, failed=failed)
             chosen = replace(chosen, requested=self.name, traced=True)
             debug(chosen, spec, machine, self.policy)
             self.known[key] = (Call(chosen.backend.compute, spec, chosen),)
-            announce(chosen)
+            announce(chosen, chosen.info())
         return self.known[key][0].chosen
 
     # --- the layers of a model ---
@@ -181,8 +179,7 @@ class Plans:
     def plan_in_trace(self, *fields: Any) -> None:
         phase = Phase(*fields)
         if phase not in self.known:
-            where = phase.device, phase.deterministic
-            self.known[phase] = self._layers(phase, lambda spec: self._traced(spec, *where))
+            self.known[phase] = self._layers(phase, lambda spec: self._traced(spec, phase.device))
 
     def plan(self, phase: Phase, B: int = 1, ranks: Ranks | None = None) -> Plan:
         """Choose the kernels of a phase, and announce them; B sequences at a time."""
@@ -190,15 +187,11 @@ class Plans:
         T, cached = min(self.length, PROBE_LEN), phase.cache != "none"
         label = f" with the {phase.cache} cache" if cached else " without gradients"
         shape = B, 1 if cached else T, T
-
-        def choose(spec: Spec) -> Resolution:
-            key = spec.kind, phase.device, phase.deterministic
-            return self.make(key, spec, phase.device, shape, label, ranks)
-
         self.known.pop(phase, None)  # a compiled model that has it compiles again
         self.refused.clear()
-        found = self.known[phase] = self._layers(phase, choose)
-        return found
+        self.known[phase] = self._layers(
+            phase, lambda spec: self.choose(spec, phase.device, shape, label, ranks))
+        return self.known[phase]
 
     def _layers(self, phase: Phase, choose: Callable[[Spec], Resolution]) -> Plan:
         assert self.specs is not None
@@ -224,11 +217,34 @@ def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
     return replace(chosen, requested="fastest")
 
 
+def memory() -> Path:
+    """The file of remembered names. Raises OSError: the user has no home folder."""
+    if own := os.environ.get("NANOATTN_CACHE"):
+        return Path(own) / "fastest.json"
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as e:  # a user without a name, as in containers
+        raise OSError(f"{e}; set NANOATTN_CACHE to a folder that can be written") from None
+    return caches / "nanoattn" / "fastest.json"
+
+
 def stored() -> dict[str, str]:
     """The remembered names, by find_fastest()'s key; empty without a valid file."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
-        return dict(json.loads((cache_folder() / "fastest.json").read_text(encoding="utf-8")))
+        return dict(json.loads(memory().read_text(encoding="utf-8")))
     return {}
+
+
+def store(key: str, name: str) -> None:
+    """Remember a name. The file is replaced at once: other processes may read it."""
+    try:
+        file = memory()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+        partial.write_text(json.dumps({**stored(), key: name}, indent=1), encoding="utf-8")
+        partial.replace(file)
+    except OSError as e:
+        log.warning(f"fastest: cannot be remembered: {e}")
 
 
 def memory_key(spec: Spec, machine: Machine) -> str:
@@ -238,41 +254,30 @@ def memory_key(spec: Spec, machine: Machine) -> str:
 
 
 def find_fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy) -> str:
-    machine, file = Machine.here(str(device)), cache_folder() / "fastest.json"
+    """The name of the fastest backend: auto's choice, if no other is faster by MARGIN."""
+    machine = Machine.here(str(device))
     key = memory_key(spec, machine) + repr((shape, policy))
     name = stored().get(key)
     if isinstance(name, str) and name in BACKENDS:  # a file is never run from here
         try:
             select(name, spec, device, replace(policy, fallback=False), shape=shape)
-            log.info(f"fastest: {name}, remembered; delete {file} to measure again")
+            log.info(f"fastest: {name}, remembered; delete {memory()} to measure again")
             return name
         except BackendUnavailable as e:
-            log.warning(f"fastest: {name}, from {file}, cannot run now ({e}): measuring again")
+            log.warning(f"fastest: the remembered {name} cannot run now ({e}): measuring again")
     rule, began = select("auto", spec, device, policy, shape=shape).backend.name, perf_counter()
     names = dict.fromkeys((rule, *BACKENDS))
-    rows = measure(names, [spec], machine, policy, torch.device(device), shape, TOO_SLOW)
-    name, why = decide(rows, rule)
+    rows = measure(names, [spec], machine, policy, torch.device(device), shape)
+    ms = {row.name: row.ms[-1] for row in rows if row.ms}
+    name = min(ms, key=lambda name: ms[name], default=rule)
+    less = 1 - ms[name] / ms[rule] if rule in ms else 1.0
+    if less < MARGIN:
+        name = rule
     B, Tq, Tk = shape
     text = (f"fastest: batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}, {device} "
-            f"({perf_counter() - began:.1f} s)\n{table(rows, [spec])}\nchosen: {name} ({why})")
+            f"({perf_counter() - began:.1f} s)\n{table(rows, [spec])}\n"
+            f"chosen: {name}; auto's choice is {rule}, which another must beat by {MARGIN:.0%}")
     log.info(text.replace("\n", "\n      "))
-    if any(row.ms for row in rows):
-        try:
-            write_at_once(file, json.dumps({**stored(), key: name}, indent=1))
-        except OSError as e:
-            log.warning(f"fastest: cannot write {file}: {e}")
+    if ms:
+        store(key, name)
     return name
-
-
-def decide(rows: list[Row], rule: str) -> tuple[str, str]:
-    """The backend to take, and why; `rule` is auto's choice."""
-    ms = {row.name: row.ms[-1] for row in rows if row.ms}
-    if not ms:
-        return rule, "nothing could be measured; auto's choice"
-    best = min(ms, key=lambda name: ms[name])
-    if rule not in ms:
-        return best, f"auto's {rule} could not be measured"
-    less = 1 - ms[best] / ms[rule]
-    if less < MARGIN:
-        return rule, f"auto's choice, which no other beats by {MARGIN:.0%}"
-    return best, f"{less:.1%} less time than auto's {rule}"

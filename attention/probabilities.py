@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .caps import INTEGERS, check_call, must_be
+from .caps import check_call, must_be
 from .machine.system import autocast_off
-from .masks import symbolic
 from .spec import DTYPES, Spec, alibi_bias, visible
 
 
@@ -35,32 +34,27 @@ def weights(
         segments, sinks, alibi_slopes: as in attend().
 
     Raises:
-        ValueError: tensors that contradict the Spec or one another; a row that does not exist.
+        ValueError: tensors that contradict the Spec or one another. IndexError: no such row.
     """
-    B, Tq, H, _ = q.shape
+    (B, Tq, H, _), (Tk, Hkv) = q.shape, k.shape[1:3]
     check_call(q, k, k, spec, segments, None, sinks, alibi_slopes)
     if L is not None:
         must_be("L", L, (B, H, Tq), q.device, DTYPES)
-    at = torch.arange(Tq, device=q.device)
+    at = torch.arange(Tq)
     if rows is not None:
-        chosen = torch.as_tensor(rows, device=q.device)
-        if chosen.dtype == torch.bool and chosen.shape == (Tq,):
-            chosen = chosen.nonzero()[:, 0]
-        known = str(chosen.dtype)[6:] in INTEGERS or not chosen.numel()
-        chosen = chosen.long()  # int8 could not be compared with Tq
-        beyond = not symbolic(chosen) and bool(((chosen < -Tq) | (chosen >= Tq)).any())
-        if not known or chosen.dim() != 1 or beyond:
-            raise ValueError(f"rows must be indices of {Tq} queries, or a mask, got {rows}")
-        at = at[chosen]
-    Tk, Hkv = k.shape[1:3]
-    acc = torch.promote_types(q.dtype, torch.float32)
+        chosen = torch.as_tensor(rows, device="cpu")
+        mask = chosen.dtype == torch.bool
+        at = at[chosen if mask or (chosen.is_floating_point() and len(chosen)) else chosen.long()]
+    if at.dim() != 1:
+        raise ValueError(f"rows must be a list of indices or a mask, got {rows}")
+    at, acc = at.to(q.device), torch.promote_types(q.dtype, torch.float32)
     q_BGRTD = q[:, at].to(acc).transpose(1, 2).unflatten(1, (Hkv, H // Hkv))
+    k_BG1DT = k.to(acc).permute(0, 2, 3, 1)[:, :, None]
     with autocast_off(q):
-        S = (q_BGRTD * spec.softmax_scale @ k.to(acc).permute(0, 2, 3, 1)[:, :, None]).flatten(1, 2)
+        S = (q_BGRTD * spec.softmax_scale @ k_BG1DT).flatten(1, 2)
     if spec.softcap is not None:
         S = spec.softcap * torch.tanh(S / spec.softcap)
-    offset = Tk - Tq
-    i, j = at[:, None], torch.arange(Tk, device=q.device)
+    i, j, offset = at[:, None], torch.arange(Tk, device=q.device), Tk - Tq
     if alibi_slopes is not None:
         S = S + alibi_bias(alibi_slopes.to(acc).view(-1, H, 1, 1), i, j, offset)
     seen = visible(i, j, offset, spec.window, right=spec.right)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TypedDict
 
 import torch
@@ -15,12 +16,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .caps import Backend, DeviceLost, shape_of
 from .function import whole
-from .machine.system import KERNEL_ERRORS, first_line, loses_device, profiled, settings_stay
+from .machine.system import KERNEL_ERRORS, first_line, loses_device, profiled
 from .masks import filled_cache
 from .ring import Ring
 from .spec import Spec
 from .truth import Deviation, Inputs, Result, errors, plain, truth, wrong
 
+BUFFERS = ("static", "paged")  # caches that are read through a view
 SHORT = 64  # tokens in probe()
 LONG = 256  # a longer call is probed at its own length too
 ROWS = 32  # queries of it that are compared
@@ -53,29 +55,27 @@ def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
     return Result(out.detach(), *map(found.get, ("q", "k", "v", "sinks")))
 
 
+def calls_of(T: int, ends: Sequence[Sequence[int]] = ()) -> list[list[slice]]:
+    """The queries of each row in each call through a cache: up to `ends`, or of two rows two chunks
+    and then single tokens."""
+    ends = ends or ((T // 2, T // 3), (T - 3, T - 2), (T - 2, T - 1), (T - 1, T), (T, T))
+    pairs = pairwise(([0] * len(ends[0]), *ends))
+    return [[slice(*span) for span in zip(*pair)] for pair in pairs]
+
+
 @torch.no_grad()
-def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec) -> Result:
-    """The output through a cache: two chunks, then single tokens; rows of two lengths. If the Spec
-    has none, each row's chunk is a call with the keys up to its end."""
-    q, T, out = given.q, given.q.shape[1], torch.empty_like(given.q)
+def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
+               ends: Sequence[Sequence[int]] = ()) -> Result:
+    """The output through a cache, by calls_of()."""
+    q, out, before = given.q, torch.empty_like(given.q), given.k.shape[1] - given.q.shape[1]
     k, v, view = filled_cache(given.k, given.v, spec)
-    lengths = [0, 0]
-    for counts in ((T // 2, T // 3), (T - T // 2 - 3, T - T // 3 - 2), (1, 1), (1, 1), (1, 0)):
-        before, lengths = lengths, [n + m for n, m in zip(lengths, counts)]
-        spans = [slice(n, m) for n, m in zip(before, lengths)]
-        if spec.cache == "none":
-            for b, at in enumerate(spans):
-                if at.start < at.stop:
-                    row = slice(b, b + 1)
-                    part = q[row, at], k[row, : at.stop], v[row, : at.stop]
-                    own = {n: t[row] if t.dim() > 1 else t for n, t in given.options.items()}
-                    out[b, at] = attend(*part, spec, **own)[0]
-            continue
-        padded = pad_sequence([q[b, at] for b, at in enumerate(spans)], True)
-        got = attend(padded, k, v, spec, cache=view(before, counts), **given.options)
+    for at in calls_of(q.shape[1], ends):
+        start, count = [before + span.start for span in at], [s.stop - s.start for s in at]
+        padded = pad_sequence([q[b, span] for b, span in enumerate(at)], True)
+        got = attend(padded, k, v, spec, cache=view(start, count), **given.options)
         must_be_like(got, padded)
-        for b, at in enumerate(spans):
-            out[b, at] = got[b, : counts[b]]
+        for b, span in enumerate(at):
+            out[b, span] = got[b, : count[b]]
     return Result(out)
 
 
@@ -137,7 +137,6 @@ class Probe:
 
     why: tuple[str, ...] = ()  # why it cannot be used; empty if it can
     kernels: tuple[str, ...] = ()  # short names: "flash", "math"
-    events: tuple[str, ...] = ()  # the profiler's own names, device kernels included
     proof: Proof | None = None  # None: no results
 
     @property
@@ -153,100 +152,122 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     With a cache the queries come in chunks, then one by one. Inference also continues a prefix,
     with fewer queries than keys. No earlier output may move when a later token is changed, unless
     the backend has its own mask, which is then the truth's."""
-    device = torch.device(device)
-    cached = spec.cache in ("static", "paged")
+    device, cached = torch.device(device), spec.cache in BUFFERS
     spec = clipped(replace(spec, grad=spec.grad and not cached), T)
-    way = partial(run_cached if cached else run, attend_of(backend, spec))
     shorter = T if spec.grad or cached or spec.lse else T // 3
-    other = other_numbers(spec)
-    draws = [(spec, T, 1.0), (spec, shorter, LARGE), *([(other, T, 1.0)] if other != spec else [])]
-    draw, events, why = torch.Generator().manual_seed(0), list[str](), list[str]()
-    ordinary: list[Deviation] = []
-    leak = 0.0
-    for case, Tq, size in draws:
-        given, quiet = draw_inputs(case, device, (2, Tq, T), draw, size), replace(case, dropout=0.0)
-        try:
-            with survives(backend, device):
-                got = way(given, quiet)
-                if not ordinary:
-                    with profiled(events):
-                        again = way(given, case)
-                    finite = all(bool(t.isfinite().all()) for t in again.tensors.values())
-                    if spec.dropout and not finite:
-                        raise FloatingPointError("not finite with dropout")
-                    ahead = None if backend.mods else 0 if cached else spec.right
-                    leak = leakage(way, given, quiet, ahead)
-        except KERNEL_ERRORS as e:
-            if isinstance(e, DeviceLost):
-                raise
-            return Probe((f"it failed in the probe ({type(e).__name__}: {first_line(e)})",))
-        uncached = replace(quiet, cache="none", page_size=None)
-        if cached and case.right != 0:
-            rough, want = by_chunks(given, case)
-        else:
-            rough, want = (of(given, uncached, mods=backend.mods) for of in (plain, truth))
-        found = errors(got, rough, want, given.q.dtype)
-        ordinary = ordinary or found
-        about = ", on large scores" * (size > 1) + f", with {case}" * (case != spec)
-        why = why or [text + about for text in wrong(found)]
+    other, draw = other_numbers(spec), torch.Generator().manual_seed(0)
+    cases = [(spec, T, 1.0), (spec, shorter, LARGE), (other, T, 1.0)][: 2 + (other != spec)]
+    ordinary, why = list[Deviation](), list[str]()
+    try:
+        for case, Tq, size in cases:
+            found = trial(backend, case, device, (2, Tq, T), draw, size)
+            about = ", on large scores" * (size > 1) + f", with {case}" * (case != spec)
+            why = why or [text + about for text in wrong(found)]
+            ordinary = ordinary or found
+        kernels, leak = observe(backend, spec, device, T)
+    except KernelFailed as e:
+        return Probe((f"it failed in the probe ({e})",))
     if not why and leak != 0:
         why = [f"a later token moves earlier outputs, by up to {leak:.2g}"]
+    reasons = [f"its numbers are wrong ({'; '.join(why)})"] if why else []
+    promised = backend.name.removeprefix("sdpa_")
+    others = {kernel.split()[0] for kernel in kernels} & {*PINNED} - {promised}  # "flash (CPU)"
+    if others and promised in PINNED and not why:
+        reasons = [f"it ran another kernel ({', '.join(sorted(others))})"]
     largest = [d for d in ordinary if d.where.startswith(" at") and d.size]
-    o = next(d for d in largest if d.name == "out")
-    g = max((d for d in largest if d.name[0] == "d"), key=lambda d: d.off / d.allowed, default=None)
-    proof: Proof = {
-        "error": o.off / o.size,
-        "allowed": o.allowed / o.size,
-        "grad_error": g and g.off / g.size,
-        "grad_allowed": g and g.allowed / g.size,
-        "canary": leak == 0,
-    }
-    kernels = kernels_of(events)
-    promised = backend.name[5:] if backend.name.startswith("sdpa_") else ""
-    ran = {kernel.split()[0] for kernel in kernels}  # "flash (CPU)" is flash
-    others = ran & {*PINNED} - {promised} if promised in PINNED else set()
-    reasons = [f"it ran another kernel ({', '.join(sorted(others))})"] if others else []
-    reasons = [f"its numbers are wrong ({'; '.join(why)})"] if why else reasons
-    return Probe(tuple(reasons), kernels, tuple(events), proof)
+    out = next(d for d in largest if d.name == "out")
+    grads = (d for d in largest if d.name != "out")
+    grad = max(grads, key=lambda d: d.off / d.allowed, default=None)
+    return Probe(tuple(reasons), kernels, {
+        "error": out.off / out.size, "allowed": out.allowed / out.size,
+        "grad_error": grad and grad.off / grad.size,
+        "grad_allowed": grad and grad.allowed / grad.size, "canary": leak == 0})
 
 
-def probe_long(
-    backend: Backend, spec: Spec, device: str | torch.device, shape: tuple[int, int, int]
-) -> tuple[str, ...]:
+def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
+               shape: tuple[int, int, int]) -> tuple[str, ...]:
     """The errors in one call of this shape, (B, Tq, Tk), of one sequence and the query heads of
     one key/value head; empty if there are none. Compares at most ROWS queries, and the gradients
     that flow from them: the truth costs O(ROWS * Tk). A cache holds Tk tokens before its last Tq.
     """
-    on, (_, Tq, Tk) = torch.device(device), shape
-    cached = spec.cache in ("static", "paged")
+    (_, Tq, Tk), cached = shape, spec.cache in BUFFERS
     Tq = min(Tq, ROWS) if cached else Tq
     group = spec.n_head // spec.n_kv_head
     spec = replace(spec, n_head=group, n_kv_head=1, dropout=0.0, grad=spec.grad and not cached)
-    given = draw_inputs(spec, on, (1, Tq, Tk), torch.Generator().manual_seed(0))
-    rows = torch.linspace(0, Tq - 1, min(Tq, ROWS), device=on).round().long()
-    chosen = torch.zeros(Tq, device=on, dtype=torch.bool)
-    chosen[rows] = True
-    given = given._replace(dout=given.dout * chosen[None, :, None, None])
+    rows = torch.linspace(0, Tq - 1, min(Tq, ROWS)).round().long()
+    draw = torch.Generator().manual_seed(0)
     try:
-        with survives(backend, on):
-            if cached:
-                k, v, view = filled_cache(given.k, given.v, spec)
-                reads = view([Tk - Tq], [Tq])
-                with torch.no_grad():
-                    out = backend.compute(given.q, k, v, spec, cache=reads, **given.options)
-                got = Result(out)
-            else:
-                got = run(whole(backend) if spec.lse else backend.compute, given, spec)
-    except KERNEL_ERRORS as e:
-        if isinstance(e, DeviceLost):
-            raise
-        return (f"it failed at {Tk:,} tokens ({type(e).__name__}: {first_line(e)})",)
+        found = trial(backend, spec, torch.device(device), (1, Tq, Tk), draw, rows=rows)
+    except KernelFailed as e:
+        return (f"it failed at {Tk:,} tokens ({e})",)
+    return tuple(f"at {Tk:,} tokens {text}" for text in wrong(found))
+
+
+def trial(
+    backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, int, int],
+    draw: torch.Generator, size: float = 1.0, rows: Tensor | None = None,
+) -> list[Deviation]:
+    """The errors of a run of random inputs without dropout. With `rows` only these queries have a
+    gradient and are compared, and a cache is read once."""
+    given, spec = draw_inputs(spec, device, shape, draw, size), replace(spec, dropout=0.0)
+    Tq, ends = shape[1], [] if rows is None else [[shape[1]]]
+    if rows is None and spec.cache in BUFFERS and spec.right != 0:
+        # A chunk does not see later ones, as the truth does: the last call is compared.
+        rows, ends = torch.arange(Tq // 2, Tq), [[Tq // 3, Tq // 2], [Tq, Tq]]
+    rows = torch.arange(Tq, device=device) if rows is None else rows.to(device)
+    hidden = torch.ones(Tq, dtype=torch.bool, device=device).index_fill(0, rows, False)
+    given = given._replace(dout=given.dout.masked_fill(hidden[:, None, None], 0))
+    with attempt(backend, device):
+        got = way_of(backend, spec, ends)(given, spec)
     dq = None if got.dq is None else got.dq[:, rows]
     got = replace(got, out=got.out[:, rows], dq=dq)
-    uncached = replace(spec, cache="none", page_size=None)
-    rough, want = (of(given, uncached, rows, backend.mods) for of in (plain, truth))
-    found = errors(got, rough, want, given.q.dtype)
-    return tuple(f"at {Tk:,} tokens {text}" for text in wrong(found))
+    spec = replace(spec, cache="none", page_size=None)
+    rough, want = (of(given, spec, rows, backend.mods) for of in (plain, truth))
+    return errors(got, rough, want, given.q.dtype)
+
+
+def observe(backend: Backend, spec: Spec, device: torch.device,
+            T: int) -> tuple[tuple[str, ...], float]:
+    """The kernels of a run, with dropout, and leakage() without."""
+    given = draw_inputs(spec, device, (2, T, T), torch.Generator().manual_seed(0))
+    way, events = way_of(backend, spec), list[str]()
+    ahead = None if backend.mods else 0 if spec.cache in BUFFERS else spec.right
+    with attempt(backend, device):
+        with profiled(events):
+            got = way(given, spec)
+        if spec.dropout and not all(bool(t.isfinite().all()) for t in got.tensors.values()):
+            raise FloatingPointError("not finite with dropout")
+        leak = leakage(way, given, replace(spec, dropout=0.0), ahead)
+    return kernels_of(events), leak
+
+
+class KernelFailed(RuntimeError):
+    """A kernel has raised an exception: its type and first line."""
+
+
+@contextmanager
+def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
+    """Run a kernel with autograd, apart from the random state. Raises KernelFailed, or DeviceLost:
+    it has lost the GPU, and what runs next would fail and be blamed instead."""
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(cuda), torch.enable_grad():
+            yield
+    except KERNEL_ERRORS as e:
+        if not loses_device(e):
+            raise KernelFailed(f"{type(e).__name__}: {first_line(e)}") from e
+        other = backend.fallback or "manual"
+        raise DeviceLost(
+            f"{backend.name} has crashed on the GPU ({first_line(e)}), which this process cannot "
+            f"use any more; start again with another kernel: --attention_backend={other}"
+        ) from e
+
+
+def way_of(backend: Backend, spec: Spec,
+           ends: Sequence[Sequence[int]] = ()) -> Callable[..., Result]:
+    """run() of a backend, or run_cached() by these calls."""
+    attend = attend_of(backend, spec)
+    return partial(run_cached, attend, ends=ends) if spec.cache in BUFFERS else partial(run, attend)
 
 
 def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
@@ -254,40 +275,6 @@ def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
     if not spec.lse:
         return backend.compute
     return Ring().attend(backend) if spec.right == 0 else whole(backend)
-
-
-def by_chunks(given: Inputs, spec: Spec) -> tuple[Result, Result]:
-    """plain() and truth() of what run_cached() computes if the Spec is not causal: a chunk's
-    queries see no key of a later chunk."""
-    uncached = replace(spec, cache="none", page_size=None)
-
-    def by(of: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-           **options: Tensor) -> Tensor:
-        return of(Inputs(q, k, v, q, **options), spec).out.to(q.dtype)
-
-    exact = given._replace(q=given.q.double(), k=given.k.double(), v=given.v.double())
-    wide = replace(uncached, dtype="float64")
-    found = run_cached(partial(by, truth), exact, wide)
-    rough = run_cached(partial(by, plain), given, uncached)
-    return rough, replace(found, condition={"out": torch.zeros(1)})
-
-
-@contextmanager
-def survives(backend: Backend, device: torch.device) -> Iterator[None]:
-    """Run a kernel with autograd, apart from the random state and PyTorch's settings. Raises
-    DeviceLost: it has lost the GPU, and what runs next would fail and be blamed instead."""
-    seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    try:
-        with seeds, torch.enable_grad(), settings_stay():
-            yield
-    except Exception as e:
-        if isinstance(e, DeviceLost) or not loses_device(e):
-            raise
-        other = backend.fallback or "manual"
-        raise DeviceLost(
-            f"{backend.name} has crashed on the GPU ({first_line(e)}), which this process cannot "
-            f"use any more; start again with another kernel: --attention_backend={other}"
-        ) from e
 
 
 def clipped(spec: Spec, T: int) -> Spec:

@@ -14,7 +14,7 @@ FLOPs   4 * Tq * Tk * D a head forward, about half where a causal kernel skips m
 Layout  (B, H, T, D) to PyTorch; these are transposed views.
 Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. Where every query
         sees every key, as a single one does: no mask. All else gets a bool mask, in blocks of
-        queries (masks.py), so a window costs T * W; pinned flash on CUDA takes none
+        queries (blocks.py), so a window costs T * W; pinned flash on CUDA takes none
         (sdpa_flash.py). ALiBi is a mask of numbers: the backward pass keeps H * Tq * Tk of them.
 Bits    On CUDA the backward of flash and efficient is deterministic only under
         torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
@@ -27,19 +27,22 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .blocks import biased, block_size, in_blocks, sdpa_mask
 from .caps import Backend, Caps
 from .function import dense_gradient, not_compiled
-from .masks import Pair, StaticView, alibi, for_any_shape, in_blocks, mask, maskless
-from .sdpa_flash import PARTIAL, bias_dtype, varlen
+from .masks import Pair, StaticView, for_any_shape, maskless
+from .sdpa_flash import PARTIAL, varlen
 from .spec import DROPOUT_STEP, Spec
 
 HALF = ("float16", "bfloat16")
+varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
 
 
 @for_any_shape
@@ -52,35 +55,63 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         kernel: the only one that may run, else RuntimeError (PyTorch's words); None: its choice.
     """
     Tq, Tk = q.shape[1], k.shape[1]
-    plain = segments is None and cache is None and alibi_slopes is None
-    if plain and (kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right)):
+    if cache is not None:
+        return from_cache(q, k, v, spec, cache, alibi_slopes, kernel)
+    bare = segments is None and alibi_slopes is None
+    if bare and (kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right)):
         return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
-    return in_blocks(with_mask, q, k, v, spec, segments, cache, kernel=kernel,
-                     alibi_slopes=alibi_slopes)
+    if q.is_cuda and kernel == SDPBackend.FLASH_ATTENTION:  # it takes no mask
+        if segments is not None:
+            return varlen_by_segments(q, k, v, spec, segments=segments)
+        if spec.right or (spec.window or Tk) < Tk:
+            return varlen(q, k, v, spec)
+    return in_blocks(with_mask, q, k, v, spec, segments, alibi_slopes, kernel=kernel)
+
+
+def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int, segments: Pair = None,
+              alibi_slopes: Tensor | None = None, kernel: SDPBackend | None = None) -> Tensor:
+    """Attention of a block of queries, with the mask that it needs; it holds ALiBi's bias."""
+    attn_mask, is_causal = sdpa_mask(q, k, spec, offset, segments, alibi_slopes)
+    if attn_mask is not None and q.is_cuda and kernel == SDPBackend.FLASH_ATTENTION:
+        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1 s
+
+        attn_mask = causal_lower_right(q.shape[1], k.shape[1])  # no other mask comes here
+    return fused(q, k, v, spec, kernel, attn_mask, is_causal)
+
+
+def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
+               alibi_slopes: Tensor | None, kernel: SDPBackend | None) -> Tensor:
+    """Attention to a static cache. Only the device knows where a row's queries are: each block of
+    them has a mask of all keys."""
+    outs, size = [], block_size(q)
+    for a in range(0, q.shape[1], size):
+        part = replace(cache, start=cache.start + a, count=cache.count - a) if a else cache
+        rows = q[:, a : a + size]
+        attn_mask = part.seen(rows.shape[1], spec.window, spec.right)  # (B, 1, |rows|, Tk)
+        if alibi_slopes is not None:
+            attn_mask = biased(attn_mask, q, alibi_slopes, part.start[:, None, None, None])
+        outs.append(fused(rows, k, v, spec, kernel, attn_mask))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    grouped, kernels = spec.n_kv_head != spec.n_head, None if kernel is None else [kernel]
+    """F.scaled_dot_product_attention of (B, T, H, D), by the kernels that are safe here."""
+    kernels, grouped = None if kernel is None else [kernel], spec.n_kv_head != spec.n_head
     if kernel == SDPBackend.CUDNN_ATTENTION:
         if k.shape[1] == 1:
             return _only_key(q, k, v, spec)
-        if attn_mask is not None and spec.grad:
-            k, v = (F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % 128)) for t in (k, v))  # see permitted()
+        if attn_mask is not None and spec.grad:  # whole tiles: see permitted()
+            k, v = (F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % 128)) for t in (k, v))
             hidden = -torch.inf if attn_mask.is_floating_point() else False
             attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128), value=hidden)
     if q.is_cuda:
-        masked = attn_mask is not None
-        repeats = masked or kernel == SDPBackend.EFFICIENT_ATTENTION
-        if grouped and kernel is None:  # flash and cuDNN need half precision and 8.0
-            major = torch.cuda.get_device_properties(q.device).major
-            repeats |= spec.dtype not in HALF or major < 8
-        if grouped and repeats:
-            # Other kernels take no grouped heads, and PyTorch would fall back to the math kernel
-            # and its O(T^2) memory (transformers issue 48633, PyTorch issue 181528).
+        kernels = kernels or permitted(spec, attn_mask is not None)
+        if grouped and not _takes_groups(q, spec, kernel, attn_mask is not None):
+            # PyTorch would fall back to the math kernel and its O(T^2) memory (transformers issue
+            # 48633, PyTorch issue 181528).
             k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
             grouped = False
-        kernels = kernels or permitted(spec, masked)
     inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
     call = *inputs, attn_mask, spec.dropout, is_causal
     if not (kernels or grouped or spec.scale):  # one query: the context and the options cost 1 us
@@ -90,26 +121,12 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
     return dense_gradient(out.transpose(1, 2))
 
 
-def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int = 0,
-              segments: Pair = None, cache: StaticView | None = None,
-              alibi_slopes: Tensor | None = None, kernel: SDPBackend | None = None) -> Tensor:
-    """Attention of a block of queries, with the mask that it needs; it holds ALiBi's bias."""
-    (Tq, Tk), sides = (q.shape[1], k.shape[1]), (spec.window, offset, spec.right)
-    if cache is not None:
-        attn_mask = cache.seen(Tq, spec.window, spec.right)  # (B, 1, Tq, Tk)
-    elif segments is alibi_slopes is None and (kind := maskless(Tq, Tk, *sides)):
-        return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
-    elif segments is None and kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda:
-        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1 s
-
-        attn_mask = causal_lower_right(Tq, Tk)
-    else:
-        attn_mask = mask(Tq, Tk, spec.window, segments, q.device, offset, spec.right)
-    if alibi_slopes is not None:
-        at = offset if cache is None else cache.start[:, None, None, None]
-        bias = alibi(alibi_slopes, Tq, Tk, at, bias_dtype(q))
-        attn_mask = bias.masked_fill(~attn_mask, -torch.inf)
-    return fused(q, k, v, spec, kernel, attn_mask)
+def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool) -> bool:
+    """True if flash or cuDNN can run, which take grouped heads: half precision, from 8.0 on."""
+    if masked or kernel == SDPBackend.EFFICIENT_ATTENTION:
+        return False
+    major = torch.cuda.get_device_properties(q.device).major
+    return kernel is not None or (spec.dtype in HALF and major >= 8)
 
 
 def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
@@ -140,36 +157,18 @@ BACKEND = Backend(
 )
 
 
-varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
-
-
-@for_any_shape
-def flash(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-          cache: None = None, alibi_slopes: Tensor | None = None) -> Tensor:
-    """attend() by PyTorch's FlashAttention; on CUDA a window or segments by its varlen function."""
-    if q.is_cuda and segments is not None:
-        return varlen_by_segments(q, k, v, spec, segments=segments)
-    if q.is_cuda and (spec.right or (spec.window or k.shape[1]) < k.shape[1]):
-        return varlen(q, k, v, spec)
-    return attend(q, k, v, spec, segments=segments, alibi_slopes=alibi_slopes,
-                  kernel=SDPBackend.FLASH_ATTENTION)
-
-
-def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps) -> Backend:
-    return Backend(name, title, partial(attend, kernel=kernel), caps, fallback="sdpa")
+def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps, **more: Any) -> Backend:
+    return Backend(name, title, partial(attend, kernel=kernel), caps, fallback="sdpa", **more)
 
 
 _FLASH = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, scale=True)
-FLASH = Backend(
+FLASH = _pinned(
     "sdpa_flash",
     "PyTorch SDPA pinned to its FlashAttention kernel",
-    flash,
-    (
-        replace(_FLASH, window=False, segments=False, lse=True),
-        replace(_FLASH, min_torch="2.12", dropout=False),  # varlen_attn with a window
-        Caps(("cpu",), right=True, dropout=False, scale=True, alibi=True, lse=True),
-    ),
-    fallback="sdpa",
+    SDPBackend.FLASH_ATTENTION,
+    replace(_FLASH, window=False, segments=False, lse=True),
+    replace(_FLASH, min_torch="2.12", dropout=False),  # varlen_attn with a window
+    Caps(("cpu",), right=True, dropout=False, scale=True, alibi=True, lse=True),
     partial=PARTIAL,
     varlen=("cuda",),
 )

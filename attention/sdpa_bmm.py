@@ -26,9 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .blocks import in_blocks, sdpa_mask
 from .caps import Backend, Caps, Partial
 from .function import attention
-from .masks import for_any_shape, in_blocks, mask, maskless
+from .masks import for_any_shape, mask
 from .spec import Spec
 
 ELEMENTS = 2**21  # of S at a time: 4 MB
@@ -53,12 +54,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None
 ) -> tuple[Tensor, Tensor]:
     """Attention by PyTorch; L is empty, since backward() does not need it."""
-    (Tq, Tk), seen = (q.shape[1], k.shape[1]), None
-    if not (kind := maskless(Tq, Tk, spec.window, offset, spec.right)):
-        seen = mask(Tq, Tk, spec.window, None, q.device, offset, spec.right)  # (1, 1, Tq, Tk)
+    seen, is_causal = sdpa_mask(q, k, spec, offset)
     q_BHTD, k_BHTD, v_BHTD = (t.transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q_BHTD, k_BHTD, v_BHTD, seen, is_causal=kind == "causal", scale=spec.softmax_scale
+        q_BHTD, k_BHTD, v_BHTD, seen, is_causal=is_causal, scale=spec.softmax_scale
     )
     return out.transpose(1, 2), q.new_empty(q.shape[0], 0)
 

@@ -7,7 +7,7 @@ In parts (caps.Partial) the flash operators are called directly, since they retu
 out and L of the whole row, the gradients of its parts add up. The mask depends on the offset:
 
     CPU   is_causal is aligned top-left, which is offset 0; all else takes a mask, in blocks
-    CUDA  no mask; is_causal is aligned bottom-right: aligned() finds parts of that kind
+    CUDA  no mask; is_causal is aligned bottom-right: rectangles() are of that kind
 
 Numbers Each part's output and gradients are rounded to q's dtype, where tiled's are float32.
 Source  PyTorch's own context parallelism calls the same operators (torch/distributed/tensor/
@@ -16,16 +16,15 @@ Source  PyTorch's own context parallelism calls the same operators (torch/distri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .blocks import BLOCK, blocks, sdpa_mask
 from .caps import Partial
 from .function import dense_gradient
-from .masks import BLOCK, Pair, Runs, alibi, loadable, mask, maskless, ranges, runs
+from .masks import Pair, Runs, loadable, runs, sees_all
 from .spec import Spec
 
 aten = torch.ops.aten
@@ -43,15 +42,12 @@ def varlen(
         found = Runs(rows * Tq, rows * Tk, Tq, Tk, keys=None)
     else:
         found = runs(segments, Tq)
-    q_THD, k_THD, v_THD = (by_8(t).flatten(0, 1) for t in (q, k, v))
-    if found.keys is not None:
-        k_THD, v_THD = k_THD[found.keys], v_THD[found.keys]
-    lengths = found.cu_q, found.cu_k, found.max_q, found.max_k
-    sides = (-1 if spec.window is None else spec.window - 1,
-             -1 if spec.right is None else spec.right)
+    left = -1 if spec.window is None else spec.window - 1
+    right = -1 if spec.right is None else spec.right
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # else torch 2.14 may take cuDNN's kernel
-        out = varlen_attn(q_THD, k_THD, v_THD, *lengths, scale=spec.softmax_scale,
-                          window_size=sides, enable_gqa=spec.n_head != spec.n_kv_head)
+        q_THD, k_THD, v_THD = found.pack(by_8(q), by_8(k), by_8(v))
+        out = varlen_attn(q_THD, k_THD, v_THD, *found.ends, scale=spec.softmax_scale,
+                          window_size=(left, right), enable_gqa=spec.n_head != spec.n_kv_head)
     out = dense_gradient(out)  # type: ignore[arg-type]
     return out.unflatten(0, (B, Tq))[..., :D]
 
@@ -61,115 +57,79 @@ def varlen(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
             alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    if q.is_cuda:
-        return _cuda_forward(q, k, v, spec, offset)
-    acc = torch.promote_types(q.dtype, torch.float32)
+    (B, Tq, H, D), acc = q.shape, torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(q.shape, dtype=acc)
-    L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc)
-    for I, J, how, blind in _cpu_blocks(q, k, spec, offset, segments, alibi_slopes):
-        qkv = (_BHTD(t) for t in (q[:, I], k[:, J], v[:, J]))
-        part, L_I = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, scale=spec.scale, **how)
-        out[:, I] = part.transpose(1, 2)
-        L[:, :, I] = L_I if blind is None else L_I.masked_fill(blind, -torch.inf)
+    L = q.new_full((B, H, Tq), -torch.inf, dtype=acc)
+    operator = (aten._scaled_dot_product_flash_attention_for_cpu if q.is_cpu else
+                aten._scaled_dot_product_flash_attention)
+    for I, J in rectangles(q, k, spec, offset, segments is not None):
+        causal, masks = masking(q, k, spec, offset, segments, alibi_slopes, I, J)
+        inputs = map(BHTD, (q[:, I], k[:, J], v[:, J]))
+        O_I, L_I, *_ = operator(*inputs, 0.0, causal, scale=spec.softmax_scale, **masks)
+        out[:, I] = O_I.transpose(1, 2)[..., :D]
+        L[..., I] = L_I
+        for bias in masks.values():  # the operator's L is not -inf where no key is seen
+            L[..., I].masked_fill_(bias.isneginf().all(dim=-1), -torch.inf)
     return out, L
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
              spec: Spec, offset: int, segments: Pair = None,
              alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
-    if q.is_cuda:
-        return _cuda_backward(dout, q, k, v, out, L, spec, offset)
     L = L.masked_fill(L.isneginf(), 0)  # where no key is seen P is exp(-inf - L): 0, not NaN
-    dq, dk, dv = (t.new_zeros(t.shape, dtype=L.dtype) for t in (q, k, v))
-    for I, J, how, _ in _cpu_blocks(q, k, spec, offset, segments, alibi_slopes):
-        tensors = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_BHTD, tensors), L[:, :, I].contiguous(), 0.0,
-            how.pop("is_causal", False), scale=spec.scale, **how)
-        for total, at, grad in zip((dq, dk, dv), (I, J, J), grads):
-            total[:, at] += grad.transpose(1, 2)
-    return dq, dk, dv
-
-
-def _BHTD(t: Tensor) -> Tensor:
-    """The operators on the CPU suppose that the last stride is 1, and do not check it."""
-    return loadable(t).transpose(1, 2)
-
-
-def bias_dtype(q: Tensor) -> torch.dtype:
-    """The dtype of a mask with numbers. On the CPU a float32 mask goes with half precision (with
-    float64 the kernel would read it as float64); on CUDA a mask has q's dtype."""
-    return torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
-
-
-def _cpu_blocks(
-    q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair, slopes: Tensor | None
-) -> Iterator[tuple[slice, slice, dict[str, bool | Tensor], Tensor | None]]:
-    """Queries, their keys, the operator's mask, and which queries see no key, (B or 1, 1, |I|);
-    None: all do."""
-    (Tq, Tk), window, right = (q.shape[1], k.shape[1]), spec.window, spec.right
-    bare = segments is None and slopes is None
-    size = Tq if bare and maskless(Tq, Tk, window, offset, right) else BLOCK
-    for piece in ranges(Tq, Tk, window, size, offset, right=right):
-        I, J = piece.I, piece.J
-        sizes, at = (I.stop - I.start, J.stop - J.start), offset + I.start - J.start
-        pair = None if segments is None else (segments[0][:, I], segments[1][:, J])
-        if bare and (kind := maskless(*sizes, window, at, right)):
-            yield I, J, {"is_causal": True} if kind == "causal" else {}, None
-            continue
-        seen = mask(*sizes, window, pair, q.device, at, right)
-        if slopes is None:
-            bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+    grads = [t.new_zeros(t.shape, dtype=L.dtype) for t in (q, k, v)]
+    for I, J in rectangles(q, k, spec, offset, segments is not None):
+        causal, masks = masking(q, k, spec, offset, segments, alibi_slopes, I, J)
+        rows = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
+        inputs = *map(BHTD, rows), L[..., I].contiguous()
+        if q.is_cpu:
+            found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *inputs, 0.0, causal, scale=spec.softmax_scale, **masks)
         else:
-            bias = alibi(slopes, *sizes, at, bias_dtype(q))
-        yield I, J, {"attn_mask": bias.masked_fill(~seen, -torch.inf)}, ~seen.any(dim=-1)
+            lengths = I.stop - I.start, J.stop - J.start
+            seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
+            found = aten._scaled_dot_product_flash_attention_backward(
+                *inputs, None, None, *lengths, 0.0, causal, seed, seed, scale=spec.softmax_scale)
+        for total, at, grad in zip(grads, (I, J, J), found):
+            total[:, at] += grad.transpose(1, 2)[..., : q.shape[3]]
+    return tuple(grads)
 
 
-def aligned(
-    Tq: int, Tk: int, offset: int, right: int | None
-) -> Iterator[tuple[slice, slice, bool]]:
-    """Split the visible pairs into rectangles of queries and keys: causal to their bottom-right
-    corner (True), or not masked."""
-    if right is None:
-        yield slice(0, Tq), slice(0, Tk), False
-        return
+def rectangles(q: Tensor, k: Tensor, spec: Spec, offset: int,
+               segmented: bool) -> list[tuple[slice, slice]]:
+    """Queries and keys that hold the visible pairs, a call of the operator each."""
+    Tq, Tk = q.shape[1], k.shape[1]
+    if q.is_cpu:
+        masked = segmented or spec.alibi
+        found = blocks(slice(offset, offset + Tq), slice(0, Tk), spec, BLOCK, masked)
+        return [(slice(Q.start - offset, Q.stop - offset), J) for Q, J in found]
+    if spec.right is None:
+        return [(slice(0, Tq), slice(0, Tk))]
+    # Queries before all keys see none; those in line with the keys are causal; later ones see all.
     first, whole = min(max(-offset, 0), Tq), min(max(Tk - offset, 0), Tq)
-    if first < whole:
-        yield slice(first, whole), slice(0, whole + offset), True
-    if whole < Tq:
-        yield slice(whole, Tq), slice(0, Tk), False
+    both = (slice(first, whole), slice(0, whole + offset)), (slice(whole, Tq), slice(0, Tk))
+    return [(I, J) for I, J in both if I.start < I.stop]
 
 
-def _cuda_forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int
-) -> tuple[Tensor, Tensor]:
-    (B, Tq, H, D), Tk = q.shape, k.shape[1]
-    out = q.new_zeros(q.shape, dtype=torch.float32)
-    L = q.new_full((B, H, Tq), -torch.inf, dtype=torch.float32)
-    for I, J, causal in aligned(Tq, Tk, offset, spec.right):
-        qkv = (by_8(t).transpose(1, 2) for t in (q[:, I], k[:, J], v[:, J]))
-        got = aten._scaled_dot_product_flash_attention(
-            *qkv, 0.0, causal, False, scale=spec.softmax_scale
-        )
-        out[:, I], L[..., I] = got[0].transpose(1, 2)[..., :D], got[1]
-    return out, L
+def masking(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair, slopes: Tensor | None,
+            I: slice, J: slice) -> tuple[bool, dict[str, Tensor]]:
+    """is_causal of the operator, and any attn_mask, for a rectangle."""
+    at = offset + I.start - J.start
+    if not q.is_cpu:
+        return not sees_all(I.stop - I.start, J.stop, None, at, spec.right), {}
+    pair = None if segments is None else (segments[0][:, I], segments[1][:, J])
+    attn_mask, is_causal = sdpa_mask(q[:, I], k[:, J], spec, at, pair, slopes)
+    if attn_mask is None:
+        return is_causal, {}
+    if attn_mask.dtype == torch.bool:
+        bias = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device)
+        attn_mask = bias.masked_fill_(~attn_mask, -torch.inf)
+    return False, {"attn_mask": attn_mask}
 
 
-def _cuda_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec, offset: int
-) -> tuple[Tensor, ...]:
-    dq, dk, dv = (t.new_zeros(t.shape, dtype=L.dtype) for t in (q, k, v))
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
-    for I, J, causal in aligned(q.shape[1], k.shape[1], offset, spec.right):
-        tensors = (dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype))
-        given = (by_8(t).transpose(1, 2) for t in tensors)
-        lengths = I.stop - I.start, J.stop - J.start
-        grads = aten._scaled_dot_product_flash_attention_backward(
-            *given, L[..., I].contiguous(), None, None, *lengths, 0.0, causal, seed, seed,
-            scale=spec.softmax_scale)
-        for sum_, rows, grad in zip((dq, dk, dv), (I, J, J), grads, strict=True):
-            sum_[:, rows] += grad.transpose(1, 2)[..., : q.shape[3]]
-    return dq, dk, dv
+def BHTD(t: Tensor) -> Tensor:
+    """(B, H, T, D) for the operators, which do not check that the last stride is 1."""
+    return (by_8(t) if t.is_cuda else loadable(t)).transpose(1, 2)
 
 
 def by_8(x: Tensor) -> Tensor:

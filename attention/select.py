@@ -9,8 +9,8 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
@@ -29,7 +29,7 @@ T = TypeVar("T")
 Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
 
 DISABLE = "NANOATTN_DISABLE"
-SAID = ("metal", "disabled")  # kinds of refusals that are always reported
+ALWAYS = ("metal", "disabled")  # kinds of refusals that are always reported
 REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory, and no tiles: not probed at length
 
 
@@ -66,8 +66,13 @@ class Resolution:
         warned = ["WARNING: " + w.replace("\n", "\n         ") for w in self.warnings()]
         return "\n".join([*warned, "INFO: " + self.info()])
 
+    def as_json(self) -> dict[str, Any]:
+        names = "requested", "kernels", "proof", "note", "traced"
+        backend = {"backend": self.backend.name, "title": self.backend.title}
+        return backend | {n: getattr(self, n) for n in names} | {"rejected": dict(self.rejected)}
 
-# --- resolve: by what is declared ---
+
+# --- the candidates ---
 
 # The order in which "auto" tries the kernels of a device. A refused backend falls back to its
 # `fallback`, then to the first of these that can run. flex is not tried on a CPU, where it needs a
@@ -109,10 +114,20 @@ def preferred(spec: Spec, machine: Machine) -> list[str]:
     return order
 
 
+def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[str]:
+    """The backends to try, in order. Raises ValueError: unknown name, or no valid file."""
+    names = preferred(spec, machine)
+    if name in RULES:
+        return names
+    backend = get(name)
+    name = name if is_code(name) else backend.name
+    if backend.mods is not None or not policy.fallback:  # another kernel has another mask
+        return [name]
+    return [*dict.fromkeys([name, backend.fallback or name, *names])]
+
+
 def metal_bug(spec: Spec, machine: Machine) -> list[Refusal]:
     """The known bug of PyTorch's SDPA on Apple's Metal that this request meets, if any."""
-    if version(machine.torch) >= (2, 13):
-        return []
     bugs = {  # those of pytorch/pytorch that the probe may miss, or that depend on what ran before
         "half precision sees up to three later tokens (issue 195910)":
             spec.dtype in ("float16", "bfloat16"),
@@ -122,7 +137,7 @@ def metal_bug(spec: Spec, machine: Machine) -> list[Refusal]:
     }
     met = [f"on Apple's Metal torch {machine.torch} is wrong: {bug} (newer torch, or "
            "--allow_mps_sdpa=True)" for bug, is_met in bugs.items() if is_met]
-    return [Refusal(bug, "metal") for bug in met[:1]]
+    return [Refusal(bug, "metal") for bug in met[:1] if version(machine.torch) < (2, 13)]
 
 
 def disabled() -> set[str]:
@@ -147,55 +162,7 @@ def admit(name: str, spec: Spec, machine: Machine,
     return backend, why + metal_bug(spec, machine) if on_metal and not policy.mps_sdpa else why
 
 
-def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[str]:
-    """The backends to try, in order. Raises ValueError: unknown name, or no valid file."""
-    names = preferred(spec, machine)
-    if name in RULES:
-        return names
-    backend = get(name)
-    name = name if is_code(name) else backend.name
-    if backend.mods is not None or not policy.fallback:  # another kernel has another mask
-        return [name]
-    return [*dict.fromkeys([name, backend.fallback or name, *names])]
-
-
-def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
-            failed: Mapping[str, Sequence[str]] = {}) -> Resolution:
-    """Choose the backend that will run, by declared Caps alone. `name` is a backend's, an alias, a
-    file or one of RULES; `failed` are known not to run here, with the reasons. Raises
-    ValueError: unknown name. BackendUnavailable: refused, no fallback is left or allowed."""
-
-    def refusals(candidate: str) -> Sequence[str]:
-        backend, why = admit(candidate, spec, machine, policy)
-        return [*why, *failed.get(backend.name, ())]
-
-    chosen, rejected = first_of(name, candidates(name, spec, machine, policy), refusals)
-    return Resolution(name, admit(chosen, spec, machine, policy)[0], rejected)
-
-
-def first_of(name: str, names: Sequence[str],
-             refusals: Callable[[str], Sequence[str]]) -> tuple[str, dict[str, tuple[str, ...]]]:
-    """The first name without a refusal, and the refusals that a user should know of: of the named
-    one, and those of the probe alone."""
-    refused: dict[str, tuple[str, ...]] = {}
-    reported: dict[str, tuple[str, ...]] = {}
-    for candidate in names:
-        why = refusals(candidate)
-        if not why:
-            return candidate, reported
-        try:
-            title = get(candidate).name
-        except BackendUnavailable:  # a file that only other ranks can load
-            title = candidate
-        refused[title] = tuple(map(str, why))
-        declared = [w for w in why if isinstance(w, Refusal) and w.kind not in SAID]
-        if (candidate == names[0] and name not in RULES) or not declared:
-            reported[title] = refused[title]
-    reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in refused.items())
-    raise BackendUnavailable(f"attention backend {name!r} cannot run here. {reasons}")
-
-
-# --- select: by a run, on all ranks ---
+# --- the loop of proposals ---
 
 
 class Ranks(Protocol):
@@ -206,9 +173,71 @@ class Ranks(Protocol):
     def gather(self, value: T, /) -> list[T]: ...  # of every process, in order of rank
 
 
+def gather(ranks: Ranks | None, value: T) -> list[T]:
+    return [value] if ranks is None else ranks.gather(value)
+
+
+def first_accepted(
+    name: str, spec: Spec, machine: Machine, policy: Policy,
+    failed: MutableMapping[str, Sequence[str]],
+    prove: Callable[[Backend], Probe] = lambda backend: Probe(), ranks: Ranks | None = None,
+) -> Resolution:
+    """Rank 0 proposes a candidate, all ranks admit and prove it, and their reasons are gathered:
+    until there are none. What a user should know of is reported: the reasons against the named
+    backend, and those of a proof. `failed` receives the latter."""
+    names, error = list[str](), ""
+    try:
+        names = candidates(name, spec, machine, policy)
+    except BackendUnavailable as e:  # a file, which other ranks may be able to load
+        error = str(e)
+    proposals = next((n for n in gather(ranks, names) if n), None)
+    if proposals is None:
+        raise BackendUnavailable(error)
+    refused: dict[str, tuple[str, ...]] = {}
+    rejected: dict[str, tuple[str, ...]] = {}
+    for candidate in proposals:
+        title, why, proved = candidate, list[str](), Probe()
+        try:
+            backend, declared = admit(candidate, spec, machine, policy)
+            title, why = backend.name, [*declared, *failed.get(backend.name, ())]
+        except BackendUnavailable as e:
+            why = [str(e)]
+        if not why:
+            proved = prove(backend)
+            why = [*proved.why]
+            failed.update({title: proved.why} if why else {})
+        reasons = by_rank(gather(ranks, why))
+        if not reasons:
+            return Resolution(name, backend, rejected, proved.kernels, proved.proof)
+        refused[title] = tuple(map(str, reasons))
+        known = any(isinstance(why, Refusal) and why.kind not in ALWAYS for why in reasons)
+        if not known or (candidate == proposals[0] and name not in RULES):
+            rejected[title] = refused[title]
+    text = ". ".join(f"{n}: {'; '.join(reasons)}" for n, reasons in refused.items())
+    raise BackendUnavailable(f"attention backend {name!r} cannot run here. {text}")
+
+
+def by_rank(answers: Sequence[Sequence[str]]) -> list[str]:
+    """The reasons of all ranks, with the ranks that gave each, unless all did."""
+    who: dict[str, list[str]] = {}
+    for rank, reasons in enumerate(answers):
+        for reason in reasons:
+            who.setdefault(reason, []).append(str(rank))
+    return [reason if len(n) == len(answers) else f"rank {', '.join(n)}: {reason}"
+            for reason, n in who.items()]
+
+
+def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
+            failed: Mapping[str, Sequence[str]] = {}) -> Resolution:
+    """Choose the backend that will run, by declared Caps alone. `name` is a backend's, an alias, a
+    file or one of RULES; `failed` are known not to run here, with the reasons. Raises
+    ValueError: unknown name. BackendUnavailable: refused, no fallback is left or allowed."""
+    return first_accepted(name, spec, machine, policy, dict(failed))
+
+
 def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
            shape: Shape | None = None, ranks: Ranks | None = None,
-           failed: dict[str, Sequence[str]] | None = None) -> Resolution:
+           failed: MutableMapping[str, Sequence[str]] | None = None) -> Resolution:
     """The first backend for `name` that passes the probe on this machine.
 
     Args:
@@ -219,74 +248,41 @@ def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = P
     if torch.device(device).type == "meta":  # shapes only
         return Resolution(name, manual.BACKEND)
     failed = {} if failed is None else failed
+    long = shape if shape and shape[2] > LONG else None
+
+    def prove(backend: Backend) -> Probe:
+        proved = probe(backend, spec, device)
+        if long and not proved.why and backend.name not in REFERENCES:
+            return replace(proved, why=probe_long(backend, spec, device, long))
+        return proved
 
     def choose() -> Resolution:
-        machine, tried = Machine.here(str(device)), Probe()
-        long = shape if shape and shape[2] > LONG else None
-
-        def refusals(candidate: str) -> Sequence[str]:
-            """Every reason against the backend, of this process."""
-            nonlocal tried
-            try:
-                backend, why = admit(candidate, spec, machine, policy)
-            except BackendUnavailable as e:  # a file
-                return [str(e)]
-            if found := [*why, *failed.get(backend.name, ())]:
-                return found
-            tried = probe(backend, spec, device)
-            reasons = tried.why
-            if long and not reasons and backend.name not in REFERENCES:
-                reasons = probe_long(backend, spec, device, long)
-            if reasons:
-                failed[backend.name] = reasons
-            return reasons
-
-        names, error = list[str](), ""
-        try:
-            names = candidates(name, spec, machine, policy)
-        except BackendUnavailable as e:
-            error = str(e)
-        proposals = gather(ranks, (names, error))
-        if all(error for _, error in proposals):
-            raise BackendUnavailable(error)
-        names = next(names for names, error in proposals if not error)  # rank 0's, if it has any
-        found, rejected = first_of(name, names, lambda one: by_rank(gather(ranks, refusals(one))))
-        backend = admit(found, spec, machine, policy)[0]
-        note = math_note(backend, spec, shape) if "math" in tried.kernels else ""
-        for word in sorted(disabled()):
-            note += "" if is_backend(word) else f"\n{DISABLE} names {word!r}, which is no backend."
-        chosen = Resolution(name, backend, rejected, tried.kernels, tried.proof, note.strip(),
-                            length=long[2] if long else 0)
-        warn(chosen)
+        machine = Machine.here(str(device))
+        chosen = first_accepted(name, spec, machine, policy, failed, prove, ranks)
+        notes = [math_note(chosen, spec, shape)] if "math" in chosen.kernels else []
+        notes += [f"{DISABLE} names {word!r}, which is no backend."
+                  for word in sorted(disabled()) if not is_backend(word)]
+        note = "\n".join(filter(None, notes))
+        chosen = replace(chosen, note=note, length=long[2] if long else 0)
+        announce(chosen)
         debug(chosen, spec, machine, policy)
         return chosen
 
     return apart(device, choose)
 
 
-def gather(ranks: Ranks | None, value: T) -> list[T]:
-    return [value] if ranks is None else ranks.gather(value)
+# --- what a user sees ---
 
 
-def by_rank(answers: Sequence[Sequence[str]]) -> Sequence[str]:
-    """The reasons of all ranks, with the ranks that gave each, unless all did."""
-    who: dict[str, list[str]] = {}
-    for rank, reasons in enumerate(answers):
-        for reason in reasons:
-            who.setdefault(reason, []).append(str(rank))
-    return [reason if len(n) == len(answers) else f"rank {', '.join(n)}: {reason}"
-            for reason, n in who.items()]
-
-
-def math_note(backend: Backend, spec: Spec, shape: Shape | None) -> str:
+def math_note(chosen: Resolution, spec: Spec, shape: Shape | None) -> str:
     """A warning if PyTorch's math kernel would store more than 1 GB of scores; else empty."""
     B, Tq, Tk = shape or (0, 0, 0)  # scores and softmax, (B, H, Tq, Tk) each, at least float32
     size = 2 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * Tq * Tk
     if size <= 1e9:
         return ""
-    return (f"{backend.name} runs PyTorch's math kernel, which stores {size / 1e9:.1f} GB of "
-            f"scores in each layer at batch size {B} and {Tk:,} tokens.\npython -m attention lists "
-            "why fused kernels refuse; --attention_backend=tiled stores none.")
+    return (f"{chosen.backend.name} runs PyTorch's math kernel, which stores {size / 1e9:.1f} GB "
+            f"of scores in each layer at batch size {B} and {Tk:,} tokens.\npython -m attention "
+            "lists why fused kernels refuse; --attention_backend=tiled stores none.")
 
 
 def configuration(spec: Spec, machine: Machine, policy: Policy,
@@ -302,28 +298,17 @@ def configuration(spec: Spec, machine: Machine, policy: Policy,
         "policy": asdict(policy), DISABLE: sorted(disabled())}
 
 
-def chosen_as_json(chosen: Resolution) -> dict[str, Any]:
-    return {
-        "requested": chosen.requested, "backend": chosen.backend.name,
-        "title": chosen.backend.title, "kernels": chosen.kernels, "proof": chosen.proof,
-        "rejected": dict(chosen.rejected), "note": chosen.note, "traced": chosen.traced}
-
-
 def debug(chosen: Resolution, spec: Spec, machine: Machine, policy: Policy) -> None:
     """Log a choice and its whole configuration, one line of JSON, at the level DEBUG."""
     if log.isEnabledFor(logging.DEBUG):
-        needed = {p.partition(">=")[0]: None for caps in chosen.backend.caps for p in caps.packages}
-        content = chosen_as_json(chosen) | configuration(spec, machine, policy, [*needed])
+        needed = [r.package for caps in chosen.backend.caps for r in caps.requirements]
+        content = chosen.as_json() | configuration(spec, machine, policy, needed)
         log.debug("chosen: %s", json.dumps(content))
 
 
-def announce(chosen: Resolution, phase: str = "") -> None:
-    """Log the chosen backend and the refused ones, once per process, on rank 0 only."""
-    warn(chosen, chosen.info() + phase)
-
-
-def warn(chosen: Resolution, info: str = "") -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
+def announce(chosen: Resolution, info: str = "") -> None:
+    """Log the warnings of a choice, and `info`, once per process, on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
         for warning in chosen.warnings():
             _once(logging.WARNING, warning.replace("\n", "\n         "))
         if info:

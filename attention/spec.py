@@ -88,7 +88,7 @@ class Spec:
     """The attention that is requested.
 
     `kind` names its features without the values of numbers: "2 queries a key/value head of 64,
-    float32, window, own scale, training". One plan serves all calls of a kind (plan.py).
+    float32, window, scale, training". One plan serves all calls of a kind (plan.py).
 
     Raises:
         ValueError: an option is out of range.
@@ -128,12 +128,11 @@ class Spec:
             value = getattr(self, name)
             if value is not None and not above < value < math.inf:
                 raise ValueError(f"{name} must be finite and above {above:.2g}, got {value!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name, known in (("dtype", DTYPES), ("cache", CACHES)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
-        if self.cache not in CACHES:
-            raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {self.cache!r}")
         if (self.page_size is not None) != (self.cache == "paged"):
             got = f"page_size={self.page_size} and cache={self.cache!r}"
             raise ValueError(f"page_size belongs to the 'paged' cache, got {got}")
@@ -145,36 +144,29 @@ class Spec:
         default = 1 / math.sqrt(self.head_dim)
         if self.scale is not None and math.isclose(self.scale, default, rel_tol=1e-15):
             object.__setattr__(self, "scale", None)
-        object.__setattr__(self, "kind", self._kind())
-
-    def _kind(self) -> str:
-        group = self.n_head // self.n_kv_head
-        heads = f"{group} queries a key/value head" if group > 1 else "heads"
-        parts = [f"{heads} of {self.head_dim}", self.dtype, *self._features()]
-        parts += [name for name in ("window", "softcap") if getattr(self, name) is not None]
-        parts += ["own scale"] if self.scale is not None else []
-        parts += ["right"] if self.right else []
-        if self.dropout:
-            parts += ["dropout" if self.dropout % DROPOUT_STEP else "dropout in sixteenths"]
-        return ", ".join(parts)
-
-    def _features(self) -> list[str]:
-        """Features without a number, as words."""
-        words = ["not causal"] if self.right is None else []
-        names = "segments", "sinks", "alibi", "lse", "compiled"
-        words += [name for name in names if getattr(self, name)]
-        size = f" of {self.page_size}" if self.page_size else ""
-        words += [f"{self.cache} cache{size}"] if self.cache != "none" else []
-        return [*words, "training" if self.grad else "inference"]
+        object.__setattr__(self, "kind", self._words(numbers=False))
 
     def __str__(self) -> str:
         """The options that differ from the defaults: "4 heads over 2 of 32, float32, window 9"."""
-        groups = f" over {self.n_kv_head}" if self.n_kv_head != self.n_head else ""
-        parts = [f"{self.n_head} heads{groups} of {self.head_dim}", self.dtype]
+        return self._words(numbers=True)
+
+    def _words(self, numbers: bool) -> str:
+        group = self.n_head // self.n_kv_head
+        heads = f"{group} queries a key/value head" if group > 1 else "heads"
+        if numbers:
+            heads = f"{self.n_head} heads" + f" over {self.n_kv_head}" * (group > 1)
+        words = [f"{heads} of {self.head_dim}", self.dtype]
         for name in ("window", "right", "dropout", "scale", "softcap"):
             if value := getattr(self, name):
-                parts.append(f"{name} {value if isinstance(value, int) else format(value, 'g')}")
-        return ", ".join([*parts, *self._features()])
+                words.append(f"{name} {value:g}" if numbers else name)
+        if not numbers and self.dropout and not self.dropout % DROPOUT_STEP:
+            words.append("in sixteenths")
+        words += ["not causal"] if self.right is None else []
+        flags = "segments", "sinks", "alibi", "lse", "compiled"
+        words += [name for name in flags if getattr(self, name)]
+        size = f" of {self.page_size}" if self.page_size else ""
+        words += [f"{self.cache} cache{size}"] if self.cache != "none" else []
+        return ", ".join([*words, "training" if self.grad else "inference"])
 
     @property
     def softmax_scale(self) -> float:

@@ -33,12 +33,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Caps, Partial
 from .function import attention, not_compiled
-from .masks import Pair, alibi, mask, sees_all, symbolic
+from .masks import Pair, alibi, begins, mask, sees_all, symbolic
 from .spec import Spec, visible
 
 BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
@@ -165,22 +164,19 @@ def wholly_masked(
 def masked_tiles(
     rows: list[slice], cols: list[slice], offset: int, spec: Spec, segments: Pair
 ) -> list[list[bool]]:
-    """True for each tile in which no query sees a key."""
-    hidden = [[wholly_masked(I, J, offset, spec.window, spec.right) for J in cols] for I in rows]
+    """True for each tile in which no query sees a key: those that are skipped."""
+    masked = [[wholly_masked(I, J, offset, spec.window, spec.right) for J in cols] for I in rows]
     if segments is None or offset < 0 or offset != cols[-1].stop - rows[-1].stop:
-        return hidden  # the queries are not the last positions: ids say nothing of keys between
-    if symbolic(keys := segments[1]):
-        return hidden
-    run = F.pad((keys[:, 1:] != keys[:, :-1]).cumsum(dim=1), (1, 0)).cpu()  # (B, Tk), from the left
-    first_q, last_q = (
-        run[:, at, None]
-        for at in ([offset + I.start for I in rows], [offset + I.stop - 1 for I in rows])
-    )
-    first_k, last_k = (
-        run[:, None, at] for at in ([J.start for J in cols], [J.stop - 1 for J in cols])
-    )
+        return masked  # the queries are not the last positions: ids say nothing of keys between
+    if symbolic(segments[1]):
+        return masked
+    number = begins(segments[1]).cumsum(dim=1).cpu()  # (B, Tk), of each segment
+    first_q = number[:, [offset + I.start for I in rows], None]  # (B, rows, 1)
+    last_q = number[:, [offset + I.stop - 1 for I in rows], None]
+    first_k = number[:, None, [J.start for J in cols]]  # (B, 1, cols)
+    last_k = number[:, None, [J.stop - 1 for J in cols]]
     other_segment = ((last_k < first_q) | (last_q < first_k)).all(dim=0)
-    return (torch.tensor(hidden) | other_segment).tolist()
+    return (torch.tensor(masked, device="cpu") | other_segment).tolist()
 
 
 def masked(S_ij: Tensor, I: slice, J: slice, offset: int, spec: Spec, segments: Pair,

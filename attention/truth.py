@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .mods import Mods
+from .masks import Mods
 from .spec import Spec, alibi_bias, visible
 
 # On a GPU exp2 and the reciprocal are approximations, and sums of parts end in any order.
@@ -66,31 +66,30 @@ def grouped(t: Tensor, Hkv: int) -> Tensor:
     return t.transpose(1, 2).unflatten(1, (Hkv, -1)).flatten(2, 3)
 
 
-def seen_by(given: Inputs, spec: Spec, rows: Tensor, mods: Mods | None) -> Tensor:
-    """visible() as bool (B or 1, 1, H / Hkv * rows, Tk), for grouped() queries; (B, Hkv, ...) by a
-    mask_mod. With segments a query before all keys belongs to none."""
-    Tk, on = given.k.shape[1], rows.device
-    offset, j = Tk - given.q.shape[1], torch.arange(given.k.shape[1], device=on)
+def changed(raw: Tensor, given: Inputs, spec: Spec, rows: Tensor,
+            mods: Mods | None) -> tuple[Tensor, Tensor | float, Tensor]:
+    """The scores after the softcap and a score_mod, ALiBi's bias of them, and visible() or a
+    mask_mod as bool. All broadcast to `raw`, tau q . k: (B, Hkv, H / Hkv * rows, Tk), of grouped()
+    queries. With segments a query before all keys belongs to none."""
+    (B, Tq, H, _), (_, Tk, Hkv, _) = given.q.shape, given.k.shape
+    s = raw
+    bias: Tensor | float = 0.0
+    at, j = rows + Tk - Tq, torch.arange(Tk, device=rows.device)  # positions among the keys
+    if spec.softcap is not None:
+        s = spec.softcap * torch.tanh(s / spec.softcap)
+    if given.alibi_slopes is not None:
+        slopes = given.alibi_slopes.to(raw.device, torch.promote_types(raw.dtype, torch.float32))
+        slopes = slopes.reshape(-1, Hkv, H // Hkv, 1, 1)
+        bias = alibi_bias(slopes, at[:, None], j).flatten(2, 3).to(raw.dtype)
     if mods is not None:
-        seen = mods.seen(len(given.q), spec.n_head, rows + offset, Tk)
-        return seen.unflatten(1, (spec.n_kv_head, -1)).flatten(2, 3)
-    seen = visible(rows[:, None], j, offset, spec.window, right=spec.right)[None]
+        seen = mods.seen(B, H, at, Tk)
+        return mods.scored(s, H, at), bias, seen.unflatten(1, (Hkv, -1)).flatten(2, 3)
+    seen = visible(at[:, None], j, 0, spec.window, right=spec.right)[None]
     if given.segments is not None:
-        segments = given.segments.to(on)
-        own = segments[:, (rows + offset).clamp(min=0)]
-        seen = seen & (own[:, :, None] == segments[:, None]) & (rows[:, None] + offset >= 0)
-    return seen[:, None].repeat(1, 1, spec.n_head // spec.n_kv_head, 1)
-
-
-def bias_of(given: Inputs, spec: Spec, rows: Tensor, dtype: torch.dtype) -> Tensor | float:
-    """alibi_bias() as (B or 1, Hkv, H / Hkv * rows, Tk), for grouped() queries, or 0."""
-    if given.alibi_slopes is None:
-        return 0.0
-    Tq, Tk, Hkv = given.q.shape[1], given.k.shape[1], spec.n_kv_head
-    slopes = given.alibi_slopes.to(rows.device, dtype)
-    slopes = slopes.reshape(-1, Hkv, spec.n_head // Hkv, 1, 1)
-    j = torch.arange(Tk, device=rows.device)
-    return alibi_bias(slopes, rows[:, None], j, Tk - Tq).flatten(2, 3)
+        segments = given.segments.to(rows.device)
+        own = segments[:, at.clamp(min=0)]
+        seen = seen & (own[:, :, None] == segments[:, None]) & (at[:, None] >= 0)
+    return s, bias, seen[:, None].repeat(1, 1, H // Hkv, 1)
 
 
 @torch.no_grad()
@@ -108,9 +107,9 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
         dp_j  = dout . v_j                        0 for the sink
         ds_j  = p_j (dp_j - sum_l p_l dp_l)       the Jacobian of softmax: diag(p) - p p^T
         da   += -p_a sum_l p_l dp_l
-        dt_j  = ds_j (1 - (s_j / c)^2)            tanh' = 1 - tanh^2
-        dq    = tau sum_j dt_j k_j
-        dk_j += tau dt_j q
+        dt_j  = tau ds_j (1 - (s_j / c)^2)        of q . k_j; tanh' = 1 - tanh^2
+        dq    = sum_j dt_j k_j
+        dk_j += dt_j q
 
     `condition` holds for each tensor the rounding error to first order, in units of eps: (a) of
     each score s_j relative to its terms |q||k|, of a capped score and a sink relative to
@@ -128,26 +127,19 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
     tau, c = spec.softmax_scale, spec.softcap
     Q, dO = (grouped(t.to(on)[:, rows].double(), Hkv) for t in (given.q, given.dout))
     K, V = (t.to(on).double().transpose(1, 2) for t in (given.k, given.v))  # (B, Hkv, Tk, D)
-    seen = seen_by(given, spec, rows, mods)  # (B or 1, 1, M, Tk), for M = H / Hkv * rows
-    used = seen.any(2)[..., None]  # what no row sees may be NaN
+    with torch.enable_grad():
+        raw = (Q @ K.mT * tau).requires_grad_()  # (B, Hkv, M, Tk), for M = H / Hkv * rows
+        s, bias, seen = changed(raw, given, spec, rows, mods)
+        slope = torch.autograd.grad(s.sum() + 0 * raw.sum(), raw)[0]
+    # What no row sees may be NaN.
+    s, slope = s.detach().masked_fill(~seen, 0), slope.masked_fill(~seen, 0)
+    used = seen.any(2)[..., None]
     K, V = torch.where(used, K, 0), torch.where(used, V, 0)
     sink = torch.full((H,), -torch.inf, dtype=torch.float64, device=on)
     if given.sinks is not None:
         sink = given.sinks.detach().to(on).double()
     sink = sink.view(1, Hkv, -1, 1).expand(-1, -1, -1, len(rows)).flatten(2)[..., None]
 
-    s = Q @ K.mT * tau  # (B, Hkv, M, Tk), as are slope, p, dp, ds and dt
-    slope = torch.ones_like(s)
-    if c is not None:
-        s = c * torch.tanh(s / c)
-        slope = 1 - (s / c) ** 2
-    if mods is not None and mods.score_mod is not None:
-        with torch.enable_grad():
-            before = s.requires_grad_()
-            after = mods.scored(before, H, rows + given.k.shape[1] - Tq)
-            slope = torch.autograd.grad(after.sum() + 0 * before.sum(), before)[0]
-        s = after.detach()
-    bias = bias_of(given, spec, rows, torch.float64)
     visible_s = (s + bias).masked_fill(~seen, -torch.inf)
     row_max = torch.maximum(visible_s.amax(3, keepdim=True), sink).clamp(min=-1e300)
     e, e_sink = torch.exp(visible_s - row_max), torch.exp(sink - row_max)
@@ -158,7 +150,19 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
     dp = dO @ V.mT
     mean_dp = (p * dp).sum(3, keepdim=True)
     ds = p * (dp - mean_dp)
-    dt = ds * slope
+
+    def of_queries(t: Tensor) -> Tensor:  # (B, Hkv, M, D) -> (B, rows, H, D)
+        return t.unflatten(2, (-1, len(rows))).flatten(1, 2).transpose(1, 2)
+
+    def gradients(dt: Tensor, p: Tensor, da: Tensor, Q: Tensor, K: Tensor,
+                  dO: Tensor) -> dict[str, Tensor]:
+        by_head = da.unflatten(2, (-1, len(rows)))  # (B, Hkv, H / Hkv, rows, 1)
+        return {"dq": of_queries(dt @ K), "dk": (dt.mT @ Q).transpose(1, 2),
+                "dv": (p.mT @ dO).transpose(1, 2), "dsinks": by_head.sum((0, 3, 4)).flatten()}
+
+    exact = gradients(tau * ds * slope, p, -p_sink * mean_dp, Q, K, dO)
+    if given.sinks is None:
+        del exact["dsinks"]
 
     s_moves = Q.abs() @ K.abs().mT * tau * slope.abs()
     if c is not None or mods is not None:
@@ -176,33 +180,15 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
     if c is not None:
         dt_moves += ds.abs() * (1 + 2 * s.abs() * s_moves / c**2)
     da_moves = p_sink * (2 * rel * mean_dp.abs() + mean_moves)
+    condition = gradients(tau * dt_moves, p_moves, da_moves, Q.abs(), K.abs(), dO.abs())
+    condition["out"] = of_queries(rel * deviation)
+
     delta = (out * dO).square().sum(3, keepdim=True).sqrt()  # its errors add up
-    dt_round = p * slope * delta * tau
-
-    def by_head(t: Tensor) -> Tensor:  # (B, Hkv, M, 1) -> (H,)
-        return t.unflatten(2, (-1, len(rows))).sum((0, 3, 4)).flatten()
-
-    def of_queries(t: Tensor) -> Tensor:  # (B, Hkv, M, D) -> (B, rows, H, D)
-        return t.unflatten(2, (-1, len(rows))).flatten(1, 2).transpose(1, 2)
-
-    def of_keys(t: Tensor) -> Tensor:  # (B, Hkv, Tk, D) -> (B, Tk, Hkv, D)
-        return t.transpose(1, 2)
-
-    condition = {
-        "out": of_queries(rel * deviation), "dq": of_queries(dt_moves @ K.abs() * tau),
-        "dk": of_keys(dt_moves.mT @ Q.abs() * tau), "dv": of_keys(p_moves.mT @ dO.abs()),
-        "dsinks": by_head(da_moves),
-    }
-    rounded = {
-        "dq": of_queries((dt_round @ K).abs()),
-        "dk": of_keys((dt_round.square().mT @ Q.square()).sqrt()),
-        "dsinks": by_head((p_sink * delta).square()).sqrt(),
-    }
-    dsinks = None if given.sinks is None else by_head(-p_sink * mean_dp)
-    return Result(
-        of_queries(out), of_queries(dt @ K * tau), of_keys(dt.mT @ Q * tau), of_keys(p.mT @ dO),
-        dsinks, condition=condition, rounded=rounded,
-    )
+    dt, da = tau * p * slope * delta, p_sink * delta
+    squares = gradients(dt**2, p, da**2, Q**2, K, dO)  # the rows' errors are independent
+    rounded = {"dq": gradients(dt, p, da, Q, K, dO)["dq"].abs(),
+               "dk": squares["dk"].sqrt(), "dsinks": squares["dsinks"].sqrt()}
+    return Result(of_queries(out), **exact, condition=condition, rounded=rounded)
 
 
 @torch.enable_grad()
@@ -213,16 +199,9 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
     rows = torch.arange(given.q.shape[1], device=given.q.device) if rows is None else rows
     q, k, v = (t.detach().requires_grad_() for t in (given.q[:, rows], given.k, given.v))
     wide = torch.float32 if dtype == torch.float16 else dtype  # scores may be past 65,504
-    Q, K = grouped(q, Hkv).to(wide), k.to(wide).permute(0, 2, 3, 1)
-    scores = Q * spec.softmax_scale @ K  # (B, Hkv, M, Tk)
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if mods is not None:
-        scores = mods.scored(scores, H, rows + Tk - given.q.shape[1])
-    bias = bias_of(given, spec, rows, torch.promote_types(wide, torch.float32))
-    scores = scores + (bias.to(wide) if isinstance(bias, Tensor) else bias)
-    seen = seen_by(given, spec, rows, mods)
-    scores = scores.masked_fill(~seen, torch.finfo(wide).min)
+    raw = grouped(q, Hkv).to(wide) * spec.softmax_scale @ k.to(wide).permute(0, 2, 3, 1)
+    scores, bias, seen = changed(raw, given, spec, rows, mods)
+    scores = (scores + bias).masked_fill(~seen, torch.finfo(wide).min)
     leaves = [q, k, v]
     if given.sinks is not None:
         leaves.append(given.sinks.detach().requires_grad_())
@@ -281,24 +260,22 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
     }
     found = []
     for name, tensor in got.tensors.items():
-        want = exact.tensors[name].cpu()
-        g, p = tensor.detach().cpu().double(), rough.tensors[name].cpu().double()
+        want, g, p = (x.cpu().double() for x in (exact.tensors[name], tensor, rough.tensors[name]))
         if g.shape != want.shape:
             raise AssertionError(f"{name} has shape {tuple(g.shape)}, not {tuple(want.shape)}")
         # Sinks have a dtype of their own.
         rounded_to = max(dtype, tensor.dtype, key=lambda d: torch.finfo(d).eps)
-        m, error = 2 if name == "out" else 3, (g - want).abs()
+        at = torch.unravel_index((g - want).abs().nan_to_num(torch.inf).argmax(), g.shape)
         for where, size in sizes.items():
             condition = size(exact.condition[name].cpu()) / 32
+            m = 2 if name == "out" else 3
             allowed = allowed_error(size(p - want), size(want), condition, rounded_to, m)
             if dtype == torch.float64:
                 allowed += allowed_error(0.0, size(want), condition, dtype)
             elif dtype != torch.float32 and name in exact.rounded:
                 allowed += torch.finfo(dtype).eps * size(exact.rounded[name].cpu())
             allowed *= ON_A_GPU if tensor.is_cuda else 1
-            if not where:
-                at = torch.unravel_index(error.nan_to_num(torch.inf).argmax(), error.shape)
-                where = f" at {[int(n) for n in at]}"
+            where = where or f" at {[int(n) for n in at]}"
             found.append(Deviation(name, where, size(g - want), allowed, size(want)))
     return found
 

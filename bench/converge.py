@@ -101,16 +101,10 @@ def figures(row: Row, part: Json) -> Json:
     return found | {"final_losses": finals, "final_loss": statistics.fmean(finals)}
 
 
-def allowed(base: Row, tolerance: float) -> float:
-    """Return the allowed relative difference of final losses: `tolerance`, or with several seeds
-    the standard deviation of the baseline's final losses."""
-    finals = base["final_losses"]
-    return statistics.stdev(finals) / base["final_loss"] if len(finals) > 1 else tolerance
-
-
 def compare(rows: list[Row], settings: Json) -> None:
-    """Compare final losses with the baseline's, manual or plain, in place."""
-    parts = planned(settings)
+    """Compare final losses with the baseline's, manual or plain, in place. The allowed relative
+    difference is the tolerance, or with several seeds the baseline's standard deviation."""
+    parts, several = planned(settings), settings.get("seeds", 1) > 1
     for row in rows:
         if row["status"] == "ok" and len(row["rounds"]) < parts:
             row |= {"status": "stopped", "why": [f"{len(row['rounds'])} of {parts} parts"]}
@@ -121,9 +115,11 @@ def compare(rows: list[Row], settings: Json) -> None:
             row["verdict"] = "FAIL"
         elif row["status"] == "ok" and base is not None:
             row["difference"] = row["final_loss"] / base["final_loss"] - 1
-            if settings.get("seeds", 1) > 1:
+            allowed = settings["tolerance"]
+            if several:
                 row["seed_noise"] = statistics.stdev(base["final_losses"])
-            good = abs(row["difference"]) <= allowed(base, settings["tolerance"])
+                allowed = row["seed_noise"] / base["final_loss"]
+            good = abs(row["difference"]) <= allowed
             row["verdict"] = "baseline" if row is base else "ok" if good else "FAIL"
             row["time_saved"] = 1 - row["ms"] / base["ms"]
             if "memory_bytes" in row and "memory_bytes" in base:

@@ -100,7 +100,8 @@ def figures(row: Row, part: Json) -> Json:
     N = shape.get("parameters")
     N = N or (flops.n_params(model) if isinstance(model, GPTConfig) else model.parameters)
     size = 4 if m["dtype"] == "float32" else 2
-    bytes_read = weight_bytes(N, shape.get("int8_parameters", 0), size)
+    int8_bytes = shape.get("int8_parameters", 0)  # with int8 the head's, not the embedding's
+    bytes_read = (N - int8_bytes) * size + int8_bytes
     bytes_read += B * (point["P"] + new / 2) * token_numbers(model) * size
     found["tokens_per_s"] = B / (found["ms"] / 1e3)
     found["cache_bytes"] = max(r["cache_bytes"] for r in row["rounds"])
@@ -110,11 +111,6 @@ def figures(row: Row, part: Json) -> Json:
         why = f"above the memory's {rate:,.4g} GB/s: from a cache, or measured too low"
         found |= {"mbu": None, "mbu_why": why}
     return found
-
-
-def weight_bytes(parameters: int, int8_parameters: int, itemsize: int) -> int:
-    """Return the bytes of weights that a token reads; with int8 the head's, not the embedding's."""
-    return (parameters - int8_parameters) * itemsize + int8_parameters
 
 
 def token_numbers(sizes: GPTConfig | hf.Counted) -> int:

@@ -139,16 +139,6 @@ def specs(model: PreTrainedModel, x: torch.Tensor) -> list[Spec]:
     return found
 
 
-def counted(model: PreTrainedModel, specs: list[Spec], flops: float, config: TrainConfig,
-            vocab_size: int) -> Counted:  # fmt: skip
-    """Return the sizes. `flops`: FLOPs of a token with eager attention."""
-    T = config.block_size
-    squares = sum(12 * spec.n_head * spec.head_dim * T for spec in specs)
-    layers = [{name: getattr(spec, name) for name in FIELDS} for spec in specs]
-    sizes = (model.config.hidden_size, vocab_size, T, config.dropout)
-    return Counted(layers, parameters(model), flops - squares, *sizes)
-
-
 def parameters(model: PreTrainedModel) -> int:
     """Count the parameters, without embeddings that are only looked up."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}

@@ -54,5 +54,8 @@ class Reference:
             "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
         }
         if job.hf:
-            counted = hf.counted(who.model, specs, per_token, job.config, job.vocab_size)
-            self.about["counted"] = asdict(counted)
+            T, C = job.config.block_size, who.model.config.hidden_size
+            layers = [{name: getattr(spec, name) for name in hf.FIELDS} for spec in specs]
+            others = per_token - sum(12 * spec.n_head * spec.head_dim * T for spec in specs)
+            sizes = (who.parameters, others, C, job.vocab_size, T, job.config.dropout)
+            self.about["counted"] = asdict(hf.Counted(layers, *sizes))

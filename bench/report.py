@@ -75,7 +75,7 @@ def facts(content: Json) -> dict[str, str]:
         if "flops_per_token" in content["reference"]:
             counts["torch's counter"] = content["reference"]["flops_per_token"]
         found["MFLOP a token"] = ", ".join(f"{v / 1e6:,.2f} ({k})" for k, v in counts.items())
-    rounds = f"{s.get('rounds')} rounds{WARM_UP.get(mode, '')}"
+    rounds = tables.count(s.get("rounds", 0), "round") + WARM_UP.get(mode, "")
     if mode == "converge":  # without warm-up: every step counts
         rounds = f"{s['steps']} steps, seeds: {s.get('seeds', 1)}"
     fresh = ", each in new processes" if content.get("fresh_rounds") else ""

@@ -211,7 +211,7 @@ def fastest(rows: list[Row], old: bool = False) -> list[str]:
 def winner(rows: list[Row], old: bool) -> str:
     """Return the fastest, and those that are level with it."""
     best, level = fastest_of(rows, old)
-    few = len(rows) > 1 and len(best["rounds"]) < ENOUGH
+    few = len(best["rounds"]) < ENOUGH and (len(rows) > 1 or not old)
     if few and old:
         return f"{label(best)} (too few rounds)"
     remarks = [count(len(best["rounds"]), "round")] if few else []

@@ -128,6 +128,7 @@ class Training:
         self.who = self.candidate(sent["rival"]).for_training(self.scaler)
         self.micro = self.config.gradient_accumulation_steps
         self.resize(self.config.batch_size)
+        self.step_ms = math.inf  # of the fastest steps so far
         self.about = {"title": self.who.title, "compiled": self.compiled, "dtype": job.dtype}
 
     def candidate(self, rival: str) -> candidates.Candidate:
@@ -168,10 +169,10 @@ class Training:
             return self.warm_up(request)
         if "profile" in request:
             return {"profile": self.profile(request["profile"])}
-        # Not timed: memory was freed, and a GPU's clock may be low.
-        first, _ = self.timed([self.batch])
-        steps = max(1, round(1e3 * request["seconds"] / first["ms"]))
+        self.step(*self.batch)  # memory was freed, and a GPU's clock may be low
+        steps = max(1, round(1e3 * request["seconds"] / self.step_ms))
         answer, _ = self.timed([self.batch] * steps)
+        self.step_ms = min(self.step_ms, answer["ms"])  # others warmed up at the same time
         return {**answer, "peak_bytes": machine.memory(self.device)}
 
     def warm_up(self, request: Json) -> Json:
@@ -194,8 +195,7 @@ class Training:
             answer["loss"] = float(first)
         answer["first_step_s"] = time.perf_counter() - began
         machine.reset_peak(self.device)
-        for _ in range(1 + request["warm_up_steps"]):
-            self.step(*self.batch)
+        self.step_ms = self.timed([self.batch] * (1 + request["warm_up_steps"]))[0]["ms"]
         answer["peak_bytes"] = machine.memory(self.device)
         with kineto(self.device.type) as watched:
             self.step(*self.batch)

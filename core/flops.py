@@ -33,8 +33,9 @@ from typing import Any, Literal
 import torch
 
 from attention import Backend, visible
-from attention.machine.system import cache_folder, write_at_once
+from attention.plan import memory
 from core.cpu import matmul as cpu_matmul
+from core.files import write_at_once
 from core.gpus import datasheet_bandwidth as datasheet_bandwidth
 from core.gpus import datasheet_tflops
 from core.runtime import describe, synchronize
@@ -186,7 +187,7 @@ def kept_rate(
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
     today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
     try:
-        file = cache_folder() / "rates.json"
+        file = memory().with_name("rates.json")
         known = dict(json.loads(file.read_text(encoding="utf-8")))
         rate, day, busy = known[key]
         age = (today - date.fromisoformat(day)).days
@@ -199,8 +200,9 @@ def kept_rate(
         passed, used = time.perf_counter() - began, time.thread_time() - used
         busy = device.type == "cpu" and used < ALONE * passed
         try:
-            write_at_once(cache_folder() / "rates.json",
-                          json.dumps({**known, key: [rate, day, busy]}, indent=1))  # fmt: skip
+            file = memory().with_name("rates.json")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_at_once(file, json.dumps({**known, key: [rate, day, busy]}, indent=1))
         except OSError as e:
             log.warning("a measured rate cannot be kept for later runs (%s)", e)
     when = f"measured {day}, {age} days ago" if age else f"measured {day}, today"

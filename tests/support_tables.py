@@ -102,7 +102,7 @@ def abilities(caps: Caps) -> dict[str, str]:
         "scores": ", ".join(n for n in SCORES if getattr(caps, n)) or "-",
         "dropout": f"multiples of {step:g}" if step else yes[caps.dropout],
         "backward": yes[caps.grad] + (", not deterministic" if unordered else ""),
-        "parts": "yes" if caps.lse and caps.lse_segments else "no segments" if caps.lse else "-",
+        "parts": "yes" if caps.lse else "-",
         "caches": caches if "none" in caps.caches else f"only {caches}",
     }
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_right import allowed, cases
 
 import checkpoint
 from attention import BACKENDS, Machine, Ring, Spec, get, resolve, select
@@ -27,40 +27,6 @@ from viewer.maps import maps, scores, watched, weights
 HERE = Machine.here("cpu")
 
 
-@st.composite
-def cases(draw: Any, longest: int = 70) -> Case:
-    Hkv, R = draw(st.sampled_from([(2, 1), (1, 3), (2, 2)]))
-    right = draw(st.sampled_from([0, 0, 0, None, 3, 30]))
-    Tq, Tk = draw(st.integers(1, longest)), draw(st.integers(1, longest))
-    window = draw(st.sampled_from([None, None, 1, 7, 40]))
-    # With more queries than keys only causal calls and those without any mask.
-    Tq = Tq if right == 0 or (right is None and window is None) else min(Tq, Tk)
-    segments = draw(st.sampled_from([None, None, "packed", "many", "left"]))
-    if right != 0 and segments:
-        Tq = min(Tq, Tk)
-    return Case(
-        "random", Tq, Tk, Hkv * R, Hkv, D=16, B=draw(st.integers(1, 3)), window=window, right=right,
-        segments=segments, softcap=draw(st.sampled_from([None, None, 3.0])),
-        scale=draw(st.sampled_from([None, 0.5])), sinks=draw(st.booleans()),
-        alibi=draw(st.sampled_from([True, "rows"])),
-    )
-
-
-def allowed(name: str, case: Case, dtype: str) -> Case:
-    """The case without what the backend does not declare, which are other tests."""
-    why = {w.kind for w in BACKENDS[name].why_not(case.spec(dtype), HERE)}
-    assert "alibi" not in why
-    changes: dict[str, Any] = {"softcap": None, "sinks": False, "segments": None}
-    return replace(case, **{n: x for n, x in changes.items() if n in why})
-
-
-@pytest.mark.parametrize("name", few(["tiled", "sdpa", "sdpa_flash", "manual", "sdpa_math"], 3))
-@settings(max_examples=20, deadline=None)
-@given(cases(), st.sampled_from(["float32", "bfloat16", "float64"]))
-def test_random_calls_by_every_backend(name: str, case: Case, dtype: str) -> None:
-    matrix.check(BACKENDS[name], allowed(name, case, dtype), dtype)
-
-
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_flash", "tiled"])
 def test_blocks_of_long_texts(name: str) -> None:
     """Rows with segments of their own are computed apart, each with its slopes."""
@@ -69,22 +35,9 @@ def test_blocks_of_long_texts(name: str) -> None:
         matrix.check(BACKENDS[name], case, "float32")
 
 
-@pytest.mark.parametrize("examples", [3, pytest.param(60, marks=pytest.mark.slow)])
-def test_random_calls_by_our_triton_kernels(examples: int) -> None:
-    if why := BACKENDS["triton"].why_not(Spec(2, 2, 16, "float32", alibi=True), HERE):
-        pytest.skip(why[0])
-
-    @settings(max_examples=examples, deadline=None)
-    @given(cases())
-    def check(case: Case) -> None:
-        matrix.check(BACKENDS["triton"], case, "float32")
-
-    check()
-
-
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
-@given(cases(longest=40))
+@given(cases(40, (True, "rows")))
 def test_random_calls_by_flex(case: Case) -> None:
     spec = replace(allowed("flex", case, "float32").spec("float32"), grad=False)
     if why := BACKENDS["flex"].why_not(spec, HERE):
@@ -183,7 +136,7 @@ def test_slopes_that_contradict_the_call_are_refused() -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(cases(longest=30), st.lists(st.integers(0, 30), min_size=3, max_size=3),
+@given(cases(30, (True, "rows")), st.lists(st.integers(0, 30), min_size=3, max_size=3),
        st.lists(st.integers(1, 30), min_size=3, max_size=3),
        st.sampled_from([("manual", None), ("sdpa", None), ("paged", 8)]))
 def test_views_of_a_cache(case: Case, start: list[int], count: list[int], by: Any) -> None:

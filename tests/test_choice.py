@@ -188,7 +188,6 @@ PAGED = replace(ANY, cache="paged", page_size=128)
     ({"min_torch": "2.13"}, {"min_torch": "2.14"}, ANY),
     ({"softcap": True}, {}, replace(ANY, softcap=5)), ({"scale": True}, {}, replace(ANY, scale=2)),
     ({"sinks": True}, {}, replace(ANY, sinks=True)), ({"lse": True}, {}, replace(ANY, lse=True)),
-    ({"lse": True}, {"lse": True, "lse_segments": False}, replace(PACKED, lse=True)),
     ({"head_dim_max": 64}, {"head_dim_max": 63}, ANY), ({}, {"segments": False}, PACKED),
     ({"head_dim_multiple": 32}, {"head_dim_multiple": 24}, ANY), ({}, {"grad": False}, ANY),
     ({}, {"window": False}, replace(ANY, window=4)), ({"right": True}, {}, replace(ANY, right=3)),

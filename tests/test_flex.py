@@ -193,7 +193,7 @@ def test_the_lists_are_those_of_visible(window, rows) -> None:
             continue
         i, j = torch.arange(Tq)[:, None], torch.arange(Tk)
         for segments in (None, packed(2, Tk), packed(2, Tk) * 0, torch.stack((j, j)) // 64):
-            mask = block_mask(Tq, Tk, window, segments, CPU, rows=rows)
+            mask = block_mask(segments, CPU, Tq, Tk, window, rows=rows)
             seen = visible(i, j, Tk - Tq, window)[None]
             if segments is not None:
                 seg_i = segments[:, -Tq:, None]

@@ -20,7 +20,7 @@ import attention
 from attention import BACKENDS, Backend, BackendUnavailable, Caps, Policy, Spec, get, select
 from attention.__main__ import main
 from attention.machine.system import import_version
-from attention.mods import Mods
+from attention.masks import Mods
 from attention.proof import Inputs, truth
 from model import GPTConfig
 

@@ -341,7 +341,7 @@ def test_a_planned_model_is_copied_pickled_moved_and_exported() -> None:
     assert model.to("meta")(IDX.to("meta"))[0].shape == want.shape
 
 
-# --- threads, forks, Ctrl-C ---
+# --- threads, Ctrl-C ---
 
 
 def test_threads_choose_once_and_get_the_same(tmp_path: Path) -> None:
@@ -372,27 +372,6 @@ class Waits(kernels.Recorder):
             self.begun.set()
             self.end.wait(60)
         return super().__call__(*args, **options)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork with threads
-def test_a_fork_chooses_while_another_thread_does(tmp_path: Path) -> None:
-    mine, want = Waits(), alone(windowed, "manual")
-    fa.use(kernels.as_file(tmp_path, mine))
-    choosing = threading.Thread(target=windowed, args=(Q,))
-    choosing.start()
-    mine.begun.wait()
-    if (child := os.fork()) == 0:
-        code = 1
-        try:
-            signal.alarm(30)
-            fa.use("manual")
-            code = 7 if torch.equal(windowed(Q), want) else 2
-        finally:
-            os._exit(code)
-    mine.end.set()
-    choosing.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 @pytest.fixture

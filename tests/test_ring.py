@@ -301,7 +301,7 @@ def test_every_visible_pair_is_computed_once_and_no_hidden_tile_at_all(n, window
 # --- sdpa_flash on CUDA: its operators' documented masks, in float64 ---
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, debug: bool, *,
+def _flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, debug: bool = False, *,
            scale: float) -> Any:
     """aten._scaled_dot_product_flash_attention: (B, H, T, D), causal to the bottom-right corner."""
     assert q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and not (p or debug)
@@ -318,7 +318,7 @@ def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
                     seed: Tensor, offset: Tensor, *, scale: float) -> Any:
     assert (max_q, max_k) == (q.shape[2], k.shape[2]) and out.dtype == dout.dtype == q.dtype
     assert L.dtype == torch.float32 and L.is_contiguous() and L.shape == q.shape[:3]
-    S, values, keys = _flash(q, k, v, p, causal, False, scale=scale)[2:]
+    S, values, keys = _flash(q, k, v, p, causal, scale=scale)[2:]
     P = (S - L[..., None]).exp()
     D = (dout.double() * out.double()).sum(dim=-1, keepdim=True)
     dS = P * (dout.double() @ values.mT - D)
@@ -333,11 +333,18 @@ def test_sdpa_flash_on_cuda_by_stand_ins_of_its_operators(monkeypatch) -> None:
         _scaled_dot_product_flash_attention=_flash,
         _scaled_dot_product_flash_attention_backward=_flash_backward))
 
+    class OnCuda(Tensor):
+        is_cuda, is_cpu = True, False
+
+    def moved(args: Any) -> Any:
+        return [x.as_subclass(OnCuda) if isinstance(x, Tensor) else x for x in args]
+
     def forward(*args: Any) -> Any:
-        return sdpa_flash._cuda_forward(*args[:5])
+        out, L = sdpa_flash.PARTIAL.forward(*moved(args))
+        return out.as_subclass(Tensor), L.as_subclass(Tensor)
 
     def backward(*args: Any) -> Any:
-        return sdpa_flash._cuda_backward(*args[:8])
+        return [t.as_subclass(Tensor) for t in sdpa_flash.PARTIAL.backward(*moved(args))]
 
     backend = replace(BACKENDS["sdpa_flash"], partial=Partial(forward, backward))
     for Hkv, D, scale in ((4, 32, None), (2, 20, None), (1, 64, 0.3)):

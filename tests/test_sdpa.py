@@ -15,7 +15,7 @@ from test_flash import varlen as varlen_stand_in
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import BACKENDS, Spec, sdpa
+from attention import BACKENDS, Spec, blocks
 from attention.caps import Partial
 from attention.check import matrix
 from attention.check.matrix import CASES
@@ -34,7 +34,7 @@ def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: 
         return q
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    monkeypatch.setattr(sdpa, "mask", lambda Tq, Tk, *_: torch.empty(Tq, Tk, dtype=torch.bool))
+    monkeypatch.setattr(blocks, "mask", lambda Tq, Tk, *_: torch.empty(Tq, Tk, dtype=torch.bool))
     on_card(monkeypatch, 9)
     with FakeTensorMode():
         q, k = (torch.empty(2, T, h, spec.head_dim, device="cuda", dtype=torch.bfloat16)

@@ -17,8 +17,9 @@ from . import bert_padding, functions, rotary
 def as_flash_attn() -> None:
     """Let a program's later `import flash_attn` find these functions until the process ends.
 
-    It has the public functions of flash_attn_interface, bert_padding and layers.rotary. All others
-    raise ImportError, as in a build without them; so does this call where flash-attn is installed.
+    It has the public functions of flash_attn_interface, bert_padding and layers.rotary, and
+    ops.triton.rotary.apply_rotary. All others raise ImportError, as in a build without them; so
+    does this call where flash-attn is installed.
     """
     known = sys.modules.get("flash_attn")
     if getattr(known, "flash_attn_func", None) is functions.flash_attn_func:
@@ -27,15 +28,18 @@ def as_flash_attn() -> None:
         hint = "pip uninstall flash-attn, or import nanoattn's functions by name"
         raise ImportError(f"flash-attn is installed: as_flash_attn() would hide it ({hint})")
     public = {name: f for name, f in vars(functions).items() if name.startswith("flash_attn_")}
-    made = {name: ModuleType(name, "nanoattn's functions under flash-attn's name.")
-            for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.layers")}
-    for name, module in made.items():
+    packages = {"flash_attn": public | {"__version__": "2.8.3"},
+                "flash_attn.flash_attn_interface": public, "flash_attn.layers": {},
+                "flash_attn.ops": {}, "flash_attn.ops.triton": {}}
+    made = {"flash_attn.bert_padding": bert_padding, "flash_attn.layers.rotary": rotary,
+            "flash_attn.ops.triton.rotary": rotary}
+    for name, content in packages.items():
+        made[name] = ModuleType(name, "nanoattn's functions under flash-attn's name.")
         # A spec without a loader: find_spec() works, and import_version() finds nothing installed.
-        vars(module).update({} if name == "flash_attn.layers" else public, __path__=[],
-                            __spec__=ModuleSpec(name, None, is_package=True))
-    made["flash_attn"].__version__ = "2.8.3"  # type: ignore[attr-defined]
-    made |= {"flash_attn.bert_padding": bert_padding, "flash_attn.layers.rotary": rotary}
+        spec = ModuleSpec(name, None, is_package=True)
+        vars(made[name]).update(content, __path__=[], __spec__=spec)
     sys.modules.update(made)
-    for name in [*made][1:]:
+    for name, module in made.items():
         parent, _, last = name.rpartition(".")
-        setattr(made[parent], last, made[name])
+        if parent:
+            setattr(made[parent], last, module)

@@ -11,17 +11,18 @@ import operator
 from collections import defaultdict, namedtuple
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import manual, tiled
-from ..caps import INTEGERS, Backend, BackendUnavailable, Refusal, must_be, shape_of
+from ..caps import Backend, BackendUnavailable, Refusal, must_be, shape_of
 from ..function import attention, not_compiled
+from ..machine.apart import outside_a_trace
 from ..machine.system import devices
 from ..masks import kept, nothing, symbolic
 from ..names import BACKENDS, RULES, check_name, get
@@ -36,24 +37,43 @@ REFUSED = {  # and what to do instead
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "multiply q, k and v by it"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k_new"), "flash_attn_varlen_func reads pages too"),
 }
-NAMES = {getattr(torch, name): name for name in DTYPES}
 Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
-NO_MODE, PLAIN = nullcontext(), (bool, float, str, type(None))
+Layouts = tuple[Tensor | None, str]  # a tensor and the names of its sizes, "B T H D"
+# The fields of a Spec, in its order; a plain tuple, since torch.compile traces how it is made.
+Request = namedtuple("Request", "n_head n_kv_head head_dim dtype window dropout segments grad "
+                     "cache compiled page_size scale softcap sinks lse right alibi")
+NO_MODE = nullcontext()
 _spec = lru_cache(maxsize=4096)(Spec)
-_plans = Plans("auto")
-_seeded = Plans("auto")  # of the log-sum-exp with dropout, which few kernels have
+# [True]: of dropout with the log-sum-exp, which few kernels have.
+_plans = {seeded: Plans("auto") for seeded in (False, True)}
+_traced = SimpleNamespace()  # kernels of calls that torch.compile has traced, by the call's repr
 _ran: defaultdict[Key, tuple[Any, int]] = defaultdict(lambda: (None, 0))  # choice or error, calls
 
 
-# The options that all functions share. Spec checks the ranges of the numbers.
-Request = namedtuple("Request", "dropout scale window right softcap lse grad slopes")
+# --- arguments ---
+
+
+def wrong(name: str, expected: str, got: object) -> NoReturn:
+    raise ValueError(f"{name} must be {expected}, got {shape_of(got)}")
+
+
+def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors: Layouts) -> None:
+    """Raise ValueError unless each tensor that is given has its layout, one of the dtypes, and is
+    `on` this device. `sizes` are those of one call, by the names in its layouts."""
+    for name, (t, layout) in tensors.items():
+        if t is not None:
+            axes = layout.split()
+            must_be(name, t, tuple(sizes.get(axis, -1) for axis in axes), on, dtypes)
+            sizes.update(zip(axes, t.shape))
 
 
 def requested(
-    q: Tensor, k: Tensor, v: Tensor, B: int, dropout: Any, scale: Any, causal: bool, window: Any,
-    softcap: Any, slopes: Tensor | None, lse: bool, others: Any, deterministic: bool = False,
+    sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, Layouts], dropout: Any,
+    scale: Any, causal: bool, window: Any, softcap: Any, slopes: Tensor | None, lse: bool,
+    others: dict[str, object], deterministic: bool = False,
 ) -> Request:
-    """`others` are HINTS, or REFUSED unless None, False or 0. B: sequences."""
+    """The options that all functions share; a Spec checks their ranges. `tensors`: k, v and others
+    of q's dtype. `others`: HINTS, or REFUSED unless None, False or 0."""
     for name, value in others.items():
         if name not in REFUSED and name not in HINTS:
             raise TypeError(f"unexpected keyword argument {name!r}")
@@ -61,46 +81,39 @@ def requested(
             raise ValueError(f"{name} is not supported; instead: {REFUSED[name]}")
     if deterministic:
         check_deterministic(q)
+    dtype = str(q.dtype).removeprefix("torch.")
+    match(sizes, q.device, DTYPES, q=(q, layout))
+    match(sizes, q.device, (dtype,), **tensors)
+    heads = sizes["H"], sizes["Hkv"], sizes["D"]
+    if not all(heads) or heads[0] % heads[1]:
+        wrong("q", f"of heads that are a multiple of the {heads[1]} key heads", q)
+    given = [q, *(t for t, _ in tensors.values() if t is not None)]
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if slopes is not None:
-        must_be("alibi_slopes", slopes, (B, q.shape[-2])[-slopes.dim() :], q.device, ("float32",))
+        axes = "B H" if slopes.dim() > 1 else "H"
+        match(sizes, q.device, ("float32",), alibi_slopes=(slopes, axes))
         if slopes.requires_grad:
             raise ValueError("alibi_slopes must not require gradients: they get none")
-    sides = [n if isinstance(n, int) else operator.index(n) for n in window]  # or NumPy's, a tensor
+    try:  # NumPy's integers and tensors too
+        sides = [n if isinstance(n, int) else operator.index(n) for n in window]
+    except TypeError:
+        raise TypeError(f"window_size must be two integers, got {window!r}") from None
     left, right = [n if 0 <= n < NO_LIMIT else None for n in sides]
     traced = torch.compiler.is_compiling()  # then a constant, not the symbol of any float
     number = (lambda x: math.ldexp(*math.frexp(float(x)))) if traced else float
-    grad = q.requires_grad or k.requires_grad or v.requires_grad
-    return Request(number(dropout), None if scale is None else number(scale),
-                   None if left is None else left + 1, 0 if causal else right,
-                   number(softcap or 0) or None, lse, grad and torch.is_grad_enabled(), slopes)
+    return Request(
+        *heads, dtype, None if left is None else left + 1, number(dropout), False, grad, "none",
+        traced, None, None if scale is None else number(scale), number(softcap or 0) or None,
+        False, lse, 0 if causal else right, slopes is not None)
 
 
-def wrong(name: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{name} must be {expected}, got {shape_of(got)}")
-
-
-def integers(on: object, *shape: int, **given: Tensor | None) -> None:
-    """Those that are given have this shape; -1: any size."""
-    for name, t in given.items():
-        if t is not None:
-            must_be(name, t, shape, on, INTEGERS)
+def check_deterministic(q: Tensor) -> None:
+    if q.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True) here")
 
 
 def on_host(t: Tensor, wait: bool = False) -> list[Any] | None:
     return None if symbolic(t) or not (wait or t.device.type == "cpu") else t.tolist()
-
-
-def check(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *,
-          dims: int = 4, paged: bool = False) -> None:
-    """q of so many dimensions, k and v too or pages; heads that divide q's; the rest alike."""
-    if q.dim() != dims or q.dtype not in NAMES or not (q.shape[-1] and q.shape[-2]):
-        layout = "total tokens" if dims == 3 else "batch, tokens"
-        wrong("q", f"({layout}, heads, head_dim) of {' or '.join(DTYPES)}", q)
-    Hkv, alike = k.shape[-2], (q.device, (NAMES[q.dtype],))
-    must_be(names[0], k, (*[-1] * (2 if paged else dims - 2), Hkv, q.shape[-1]), *alike)
-    must_be(names[1], v, k.shape, *alike)
-    if not Hkv or q.shape[-2] % Hkv:
-        wrong(names[0], f"of heads that divide q's {q.shape[-2]}", k)
 
 
 @not_compiled
@@ -122,30 +135,33 @@ def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
     return lengths, found
 
 
-def pages_seen(table: Tensor, pages: Tensor, lengths_q: list[int], lengths_k: list[int],
-               window: int | None) -> list[Tensor]:
-    """Each row's pages from the first one that its queries see: -1 marks an absent page."""
+def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequence[int],
+         window: int | None) -> list[tuple[Tensor, int]]:
+    """Of each row of a table its pages from the first one that its queries see, since earlier ones
+    may be absent (-1), and their tokens. Without pages each row of a cache is one."""
     n_pages, size = pages.shape[:2]
+    columns = -(-max(Tk, default=0) // size)
+    if columns > table.shape[1]:
+        most = table.shape[1] * size
+        wrong("cu_seqlens_k", f"of at most {most} tokens a row of block_table", max(Tk))
+    known = on_host(table[:, :columns])
     rows = []
-    for row, Tq, Tk in zip(table, lengths_q, lengths_k, strict=True):
-        first = 0 if window is None else max(0, Tk - Tq - window + 1) // size
-        rows.append(row[first : -(-Tk // size)])
-        if -(-Tk // size) > len(row):
-            wrong("cu_seqlens_k", f"of at most {len(row) * size} tokens a row of block_table", Tk)
-        if not all(0 <= page < n_pages for page in on_host(rows[-1]) or ()):
-            wrong("block_table", f"pages of 0 .. {n_pages - 1} where there are tokens", row)
+    for i, (row, queries, keys) in enumerate(zip(table, Tq, Tk, strict=True)):
+        first = 0 if window is None else max(0, keys - queries - window + 1) // size
+        used = slice(first, -(-keys // size))
+        if known and not all(0 <= page < n_pages for page in known[i][used]):
+            wrong(name, f"in 0 .. {n_pages - 1} where there are tokens", known[i])
+        rows.append((row[used], keys - first * size))
     return rows
 
 
-def tokens(pages: Tensor, used: list[Tensor], lengths: list[int]) -> list[Tensor]:
-    """The tokens (n, Hkv, D) in each row's used pages, of pages (pages, page_size, Hkv, D)."""
-    size = pages.shape[1]
-    return [pages[u].flatten(0, 1)[: len(u) * size - -n % size] for u, n in zip(used, lengths)]
+def tokens(pages: Tensor, rows: list[tuple[Tensor, int]], starts: Sequence[int]) -> list[Tensor]:
+    """The tokens (n, Hkv, D) of rows of pages (pages, page_size, Hkv, D), from the first used."""
+    texts = (pages[used[0]] if len(used) == 1 else pages[used].flatten(0, 1) for used, _ in rows)
+    return [text[a:n] for text, (_, n), a in zip(texts, rows, starts)]
 
 
-def check_deterministic(q: Tensor) -> None:
-    if q.is_cuda and not torch.are_deterministic_algorithms_enabled():
-        raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True) here")
+# --- the kernel ---
 
 
 class Choice(NamedTuple):
@@ -166,93 +182,85 @@ class Choice(NamedTuple):
 def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
     """Choose the backend of all later calls: a name, an alias, "auto", "fastest" or a file, else
     ValueError. print(use(...)) tries it."""
-    global _plans, _seeded
     check_name(backend)
-    _plans, _seeded = Plans(backend, policy), Plans(backend, policy)
+    _plans.update({seeded: Plans(backend, policy) for seeded in _plans})
     _ran.clear()
+    vars(_traced).clear()
     return Choice(backend, policy)
 
 
 def report() -> str:
     """Each kind of call since use(): the kernel that ran, how often, and what was refused."""
-    known: dict[Any, Any] = {key: (plan[0].chosen, 0) for key, plan in _plans.known.items()}
-    lines = []
-    for key, (chosen, n) in (known | _ran).items():
-        if not n and (len(key) > 3 or not chosen.traced):  # or the values of a traced call
-            continue
-        calls = f"{n} calls" if n else "traced by torch.compile, calls not counted"
-        if isinstance(chosen, str):
-            ran = f"{calls} refused: {chosen}"
-        else:
-            kernels = ", ".join(chosen.kernels) or "plain operators"
-            lost = [f"; {x} refused: {'; '.join(why)}" for x, why in chosen.rejected.items()]
-            ran = f"{chosen.backend.name} (kernel: {kernels}), {calls}{''.join(lost)}"
-        lines.append(f"{key[0]} on {key[1]}: {ran}")
-    return "\n".join(lines) or "no call since use()"
+    known: Any = _plans[False].known
+    found = [(key, f"{n} calls", chosen) for key, (chosen, n) in _ran.items() if n]
+    found += [(key, "traced, calls not counted", plan[0].chosen) for key, plan in known.items()
+              if len(key) == 3 and plan[0].chosen.traced]
+    lines = [f"{kind} on {device}, {n}:\n{chosen}" for (kind, device, _), n, chosen in found]
+    return "\n".join(line.replace("\n", "\n  ") for line in lines) or "no call since use()"
 
 
-def kernel(
-    q: Tensor, Tk: int, Hkv: int, request: Request, *, segments: bool = False, cache: str = "none",
-    page_size: int | None = None, dry: bool = False,
-) -> tuple[Backend, Spec]:
-    """The kernel and the Spec of a call with Tk keys of Hkv heads; `dry`: it may not be run."""
-    B, Tq, H, D = q.shape
-    compiled, alibi = torch.compiler.is_compiling(), request.slopes is not None
+def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Backend, Spec]:
+    """The kernel and the Spec of a call of q (B, Tq, H, D) with Tk keys; `dry`: it may not run."""
+    (B, Tq), device = q.shape[:2], str(q.device)
     # A side that hides nothing is none: more kernels have that.
-    window = request.window if cache == "paged" or (request.window or Tk) < Tk else None
-    right, dropout, plans = request.right, request.dropout, _plans
-    if right != 0:
-        right = 0 if Tq == 1 else None if right is None or right >= Tq - 1 else right
-    if alibi and cache == "none" and Tq > Tk and right != 0 and (window or right):
-        wrong("alibi_slopes", f"None, or causal=True, for {Tq} queries, {Tk} keys", request.slopes)
-    if dropout and request.lse:
-        dropout, plans = 0.0, _seeded
-        if compiled:
+    if request.cache != "paged" and (request.window or 0) >= Tk:
+        request = request._replace(window=None)
+    if request.right != 0:
+        far = request.right is None or request.right >= Tq - 1
+        request = request._replace(right=0 if Tq == 1 else None if far else request.right)
+    if request.compiled or type(Tq) is not int:  # sizes may be a tracer's
+        other = bool, float, str, type(None)
+        request = Request(*(n if isinstance(n, other) else operator.index(n) for n in request))
+    seeded = bool(request.dropout and request.lse)
+    plans, deterministic = _plans[seeded], torch.are_deterministic_algorithms_enabled()
+    if request.compiled:
+        if seeded:
             wrong("dropout_p", "0 for the log-sum-exp while torch.compile traces", request.dropout)
-    fields: tuple[Any, ...] = (  # in the order of Spec's
-        H, Hkv, D, NAMES[q.dtype], window, dropout, segments, request.grad, cache, compiled,
-        page_size, request.scale, request.softcap, False, request.lse, right, alibi,
-    )
-    if compiled or type(Tq) is not int:  # sizes may be a tracer's
-        fields = tuple(n if type(n) in PLAIN else operator.index(n) for n in fields)
-    device, deterministic = str(q.device), torch.are_deterministic_algorithms_enabled()
-    if compiled:
-        traced = device, deterministic, *fields
-        plans.choose_in_trace(*traced)
-        call = plans.known[traced][0]
+        call = getattr(_traced, _choose_in_trace(device, deterministic, *request))
         return call.chosen.backend, call.spec
-    spec = _spec(*fields)
+    spec = _spec(*request)
     if shape_only(q):
         return (tiled if request.lse else manual).BACKEND, spec
-    key = spec.kind, device, deterministic
-    if plans is _seeded and key not in plans.known:
+    planned = _spec(*request._replace(dropout=0.0)) if seeded else spec
+    key = planned.kind, device, deterministic
+    if seeded and key not in plans.known:
         why = Refusal("dropout_p must be 0 for the log-sum-exp (return_attn_probs)", "dropout")
         known = [*BACKENDS.values(), *([] if plans.name in RULES else [get(plans.name)])]
         lacking = {b.name: (why,) for b in known if b.partial and not b.partial.dropout}
         plans.refused.setdefault(key, {}).update(lacking)
+    key = spec.kind, device, deterministic
     try:
-        chosen = plans.choose(spec, device, (B, Tq, Tk), " (flash_attn functions)")
+        chosen = plans.choose(planned, device, (B, Tq, Tk), " (flash_attn functions)")
     except BackendUnavailable as e:
-        _ran[key] = str(e), _ran[key][1] + 1
+        _ran[key] = f"ERROR: {e}", _ran[key][1] + 1
         raise
-    if plans is _seeded:
-        spec = replace(spec, dropout=request.dropout)
-        key = spec.kind, device, deterministic
     _ran[key] = chosen, _ran[key][1] + (not dry)
     return chosen.backend, spec
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, request: Request, segments: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+@outside_a_trace
+def _choose_in_trace(*call: Any) -> str:
+    """The name in _traced of a call's kernel. A trace sees new attributes of an object, but no new
+    keys of a dict that it has read."""
+    plans = _plans[False]
+    plans.choose_in_trace(*call)
+    name = "of_" + repr(call).encode().hex()  # without dots
+    setattr(_traced, name, plans.known[call][0])
+    return name
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | None,
+          segments: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """out (B, Tq, H, D), and the log-sum-exp (B, H, Tq) float32 if requested."""
     if not (q.numel() and k.numel()):
         out, L = nothing(q, k, v, None, lse=True)
         return out, L.float() if request.lse else None
-    more: dict[str, Any] = {} if segments is None else {"segments": segments}
-    if request.slopes is not None:
-        more["alibi_slopes"] = request.slopes
-    backend, spec = kernel(q, k.shape[1], k.shape[2], request, segments=segments is not None)
+    limited = request.right or (request.right is None and request.window)
+    if slopes is not None and limited and q.shape[1] > k.shape[1]:
+        return _with_early_queries(q, k, v, request, slopes)
+    more = {} if segments is None else {"segments": segments}
+    more |= {} if slopes is None else {"alibi_slopes": slopes}
+    backend, spec = kernel(q, k.shape[1], request._replace(segments=segments is not None))
     with getattr(q, "fake_mode", NO_MODE) if shape_only(q) else NO_MODE:
         if not request.lse:
             return backend.compute(q, k, v, spec, **more), None
@@ -262,21 +270,39 @@ def dense(
         return out, L.float()
 
 
-def texts(
-    qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request
-) -> tuple[list[Tensor], list[Tensor]]:
+def _with_early_queries(q: Tensor, k: Tensor, v: Tensor, request: Request,
+                        slopes: Tensor) -> tuple[Tensor, Tensor | None]:
+    """dense() with ALiBi where queries come before every key: one at p < 0 sees keys to p + right.
+
+    Some see all keys. Of the others the scores -m (j - p) are, but for a constant m right, those of
+    causal attention with slopes of the other sign."""
+    early, Tk, right = q.shape[1] - k.shape[1], k.shape[1], request.right
+    see_all = early if right is None else min(early, max(0, right - Tk + 1))
+    a, keys = early - see_all, min(right or 0, Tk - 1)
+    causal, full = request._replace(window=None, right=0), request._replace(window=None, right=None)
+    out, L = dense(q[:, :a], k[:, :keys], v[:, :keys], causal, -slopes)
+    out_all, L_all = dense(q[:, a:], k, v, full, slopes)
+    out_late, L_late = dense(q[:, early:], k, v, request, slopes)
+    out = torch.cat((out, out_all[:, :see_all], out_late), dim=1)
+    if L is None or L_all is None or L_late is None:
+        return out, None
+    L = L - slopes.reshape(-1, slopes.shape[-1], 1) * (right or 0)
+    return out, torch.cat((L, L_all[:, :, :see_all], L_late), dim=2)
+
+
+def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request,
+          slopes: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     """out (Tq, H, D) of each text, and its log-sum-exp (H, Tq) if requested. Texts of one length
     are a batch. NaN in one text reaches no other, as it does through a masked key."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, (q, k) in enumerate(zip(qs, ks)):
         alike.setdefault((len(q), len(k)), []).append(i)
-    outs, Ls, slopes = [*qs], [*qs], request.slopes
+    outs, Ls = [*qs], [*qs]
     for group in alike.values():
         q, k, v = (torch.stack([t[i] for i in group]) if len(group) > 1 else t[group[0]][None]
                    for t in (qs, ks, vs))
-        if slopes is not None and slopes.dim() == 2:
-            request = request._replace(slopes=slopes[group])
-        out, L = dense(q, k, v, request)
+        own = slopes if slopes is None or slopes.dim() == 1 else slopes[group]
+        out, L = dense(q, k, v, request, own)
         for i, row, L_row in zip(group, out, out if L is None else L):
             outs[i], Ls[i] = row, L_row
     return outs, Ls

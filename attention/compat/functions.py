@@ -6,17 +6,17 @@ floating dtypes run. Meta and fake tensors give results of the right shape."""
 
 from __future__ import annotations
 
-from inspect import Parameter, Signature, signature
+from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..caps import must_be
+from ..caps import INTEGERS
 from ..masks import PagedView, StaticView, kept, symbolic
 from . import calls
-from .calls import NAMES, Returned, dense, kernel, returned, shape_only, texts, wrong
+from .calls import Returned, dense, kernel, match, requested, returned, shape_only, texts, wrong
 from .rotary import rotate
 
 
@@ -36,13 +36,11 @@ def flash_attn_func(
         return_attn_probs: return (out, softmax_lse, None), the log-sum-exp (B, H, Tq) float32;
             return_softmax_lse, as FlashAttention-3: (out, softmax_lse).
     Raises ValueError for arguments that are not supported or contradict one another."""
-    calls.check(q, k, v)
-    if k.shape[0] != q.shape[0]:  # len() would be a constant in torch.export
-        wrong("k", f"of q's batch of {q.shape[0]}", k)
-    request = calls.requested(
-        q, k, v, q.shape[0], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+    request = requested(
+        {}, q, "B Tq H D", {"k": (k, "B Tk Hkv D"), "v": (v, "B Tk Hkv D")}, dropout_p,
+        softmax_scale, causal, window_size, softcap, alibi_slopes,
         return_attn_probs or return_softmax_lse, fa3, deterministic)
-    return returned(*dense(q, k, v, request), return_attn_probs)
+    return returned(*dense(q, k, v, request, alibi_slopes), return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -62,42 +60,43 @@ def flash_attn_varlen_func(
             and max_seqlen_k are not read.
         block_table: (N, pages of the longest) int32: pages of k, v (pages, page_size, Hkv, D).
         seqused_q, seqused_k: (N,) int32: tokens of each that count; other queries get zeros."""
-    calls.check(q, k, v, dims=3, paged=block_table is not None)
-    n, on = cu_seqlens_q.shape[0], q.device
-    calls.integers(on, n, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    calls.integers(on, n - 1, seqused_q=seqused_q, seqused_k=seqused_k)
-    calls.integers(on, n - 1, -1, block_table=block_table)
-    request = calls.requested(
-        q, k, v, n - 1, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        return_attn_probs or return_softmax_lse, fa3, deterministic)
-    one_call = seqused_q is seqused_k is None and (alibi_slopes is None or alibi_slopes.dim() == 1)
-    one_call &= block_table is None
-    square = one_call and cu_seqlens_q is cu_seqlens_k
-    joined = shape_only(q) or (square and torch.compiler.is_compiling())
+    layout = "total_k Hkv D" if block_table is None else "pages page_size Hkv D"
+    sizes = {"ends": cu_seqlens_q.shape[0], "B": cu_seqlens_q.shape[0] - 1}
+    request = requested(
+        sizes, q, "total_q H D", {"k": (k, layout), "v": (v, layout)}, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, return_attn_probs or return_softmax_lse, fa3,
+        deterministic)
+    match(sizes, q.device, INTEGERS, cu_seqlens_q=(cu_seqlens_q, "ends"),
+          cu_seqlens_k=(cu_seqlens_k, "ends"), seqused_q=(seqused_q, "B"),
+          seqused_k=(seqused_k, "B"), block_table=(block_table, "B columns"))
+    one_call = seqused_q is seqused_k is block_table is None
+    one_call &= alibi_slopes is None or alibi_slopes.dim() == 1
+    joined = shape_only(q)
+    joined |= one_call and cu_seqlens_q is cu_seqlens_k and torch.compiler.is_compiling()
     if not joined:
         total = len(k) if block_table is None else None
         lengths_q, used_q = calls.lengths_of("cu_seqlens_q", cu_seqlens_q, len(q), seqused_q)
         lengths_k, used_k = calls.lengths_of("cu_seqlens_k", cu_seqlens_k, total, seqused_k)
         if one_call and lengths_q == lengths_k and q.is_cuda and not request.lse:
-            backend, _ = kernel(q[None], len(k), k.shape[1], request, segments=True, dry=True)
-            square = joined = "cuda" in backend.varlen
+            backend, _ = kernel(q[None], len(k), request._replace(segments=True), dry=True)
+            joined = "cuda" in backend.varlen
     if joined:
-        segments = _segments(cu_seqlens_q, q.shape[0]) if square else None
+        segments = None if shape_only(q) else _segments(cu_seqlens_q, q.shape[0])
         k, v = (t.flatten(0, -3)[None] for t in (k, v))
-        out, L = dense(q[None], k, v, request, segments)
+        out, L = dense(q[None], k, v, request, alibi_slopes, segments)
         return returned(out[0], None if L is None else L[0], return_attn_probs)
     if block_table is None:
-        ks, vs = (_first(t.split(lengths_k), used_k) for t in (k, v))
+        ks, vs = ([text[:n] for text, n in zip(t.split(lengths_k), used_k)] for t in (k, v))
     else:
-        used = calls.pages_seen(block_table, k, used_q, used_k, request.window)
-        ks, vs = (calls.tokens(t, used, used_k) for t in (k, v))
-    outs, Ls = texts(_first(q.split(lengths_q), used_q), ks, vs, request)
-    rest = [a - b for a, b in zip(lengths_q, used_q)]  # queries that are not used
-    outs = [F.pad(t, (0, 0, 0, 0, 0, n)) if n else t for t, n in zip(outs, rest)]
-    L = None
-    if request.lse:
-        Ls = [F.pad(t, (0, n), value=-torch.inf) if n else t for t, n in zip(Ls, rest)]
-        L = torch.cat([q.new_empty(q.shape[1], 0).float(), *Ls], dim=1)
+        rows = calls.seen("block_table", block_table, k, used_q, used_k, request.window)
+        ks, vs = (calls.tokens(t, rows, [0] * len(rows)) for t in (k, v))
+    if seqused_q is not None:  # queries that are not used are texts of their own, without keys
+        lengths_q = [n for used, length in zip(used_q, lengths_q) for n in (used, length - used)]
+        ks, vs = ([part for text in ts for part in (text, text[:0])] for ts in (ks, vs))
+        if alibi_slopes is not None and alibi_slopes.dim() == 2:
+            alibi_slopes = alibi_slopes.repeat_interleave(2, dim=0)
+    outs, Ls = texts(q.split(lengths_q), ks, vs, request, alibi_slopes)
+    L = torch.cat([q.new_empty(q.shape[1], 0).float(), *Ls], dim=1) if request.lse else None
     return returned(torch.cat([q[:0], *outs]), L, return_attn_probs)
 
 
@@ -108,36 +107,53 @@ def _segments(cu_seqlens: Tensor, total: int) -> Tensor:
     return numbers.repeat_interleave(cu_seqlens.diff(), output_size=total)[None]
 
 
-def _first(parts: tuple[Tensor, ...], used: list[int]) -> list[Tensor]:
-    return [t if len(t) == n else t[:n] for t, n in zip(parts, used)]
+def _options_of(function: Callable[..., Returned]) -> Callable[..., Any]:
+    """Show in a packed function's signature the options that it passes on to `function`."""
+
+    def show(packed: Any) -> Any:
+        shown = signature(packed)
+        own = [p for p in shown.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        options = [p for p in signature(function).parameters.values() if p.name != "block_table"
+                   and (p.default is not p.empty or p.kind is Parameter.VAR_KEYWORD)]
+        packed.__signature__ = shown.replace(parameters=[*own, *options])
+        return packed
+
+    return show
 
 
-def _packed(function: Any, names: str, layout: str) -> Any:
-    """`function` of these names, of which q, k and v are one tensor or two, and of its options."""
-    first = names.split()
-    n, at = len(first), int(first[0] == "q")
-
-    def packed(*args: Any, **more: Any) -> Returned:
-        own = [*args[:n], *(more.pop(name) for name in first[len(args) :])]
-        ends = own[2:] if at else [x for x in own[1:] for _ in range(2)]  # of q and of k
-        return function(*own[:at], *own[at].unbind(-3), *ends, *args[n:], **more)
-
-    shown = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in first]
-    shown += [p for p in signature(function).parameters.values() if p.name != "block_table"
-              and (p.default is not p.empty or p.kind is p.VAR_KEYWORD)]
-    packed.__signature__ = Signature(shown)  # type: ignore[attr-defined]
-    packed.__name__ = function.__name__.replace("func", f"{first[at]}packed_func")
-    packed.__doc__ = f"{function.__name__}() with {layout}."
-    return packed
+@_options_of(flash_attn_func)
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Returned:
+    """flash_attn_func() with qkv (B, T, 3, H, D)."""
+    q, k, v = qkv.unbind(-3)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
-flash_attn_kvpacked_func = _packed(flash_attn_func, "q kv", "kv (B, Tk, 2, Hkv, D)")
-flash_attn_qkvpacked_func = _packed(flash_attn_func, "qkv", "qkv (B, T, 3, H, D)")
-flash_attn_varlen_kvpacked_func = _packed(
-    flash_attn_varlen_func, "q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
-    "kv (total_k, 2, Hkv, D)")
-flash_attn_varlen_qkvpacked_func = _packed(
-    flash_attn_varlen_func, "qkv cu_seqlens max_seqlen", "qkv (total, 3, H, D)")
+@_options_of(flash_attn_func)
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Returned:
+    """flash_attn_func() with kv (B, Tk, 2, Hkv, D)."""
+    k, v = kv.unbind(-3)
+    return flash_attn_func(q, k, v, *args, **options)
+
+
+@_options_of(flash_attn_varlen_func)
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
+) -> Returned:
+    """flash_attn_varlen_func() with qkv (total, 3, H, D)."""
+    q, k, v = qkv.unbind(-3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
+
+
+@_options_of(flash_attn_varlen_func)
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *args: Any, **options: Any,
+) -> Returned:
+    """flash_attn_varlen_func() with kv (total_k, 2, Hkv, D)."""
+    k, v = kv.unbind(-3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **options)
 
 
 @torch.no_grad()
@@ -165,100 +181,99 @@ def flash_attn_with_kvcache(
         block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
     Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
     After a ValueError, as in flash_attn_func(), the cache is as it was."""
-    if block_table is not None and page_table is not None:
-        raise ValueError("page_table is block_table's other name: pass one of them")
     table = page_table if block_table is None else block_table
-    calls.check(q, k_cache, v_cache, ("k_cache", "v_cache"), paged=table is not None)
-    B, Tq, size, Hkv, on = q.shape[0], q.shape[1], k_cache.shape[1], k_cache.shape[2], q.device
-    request = calls.requested(q, k_cache, v_cache, B, 0.0, softmax_scale, causal, window_size,
-                              softcap, alibi_slopes, return_softmax_lse, fa3)
-    if table is not None and (cache_seqlens is None or cache_batch_idx is not None):
-        raise ValueError("block_table needs cache_seqlens, and excludes cache_batch_idx")
+    paged = table is not None
+    sizes: dict[str, int] = {}
+    request = requested(
+        sizes, q, "B Tq H D",
+        {"k_cache": (k_cache, "rows S Hkv D"), "v_cache": (v_cache, "rows S Hkv D"),
+         "k": (k, "B T_new Hkv D"), "v": (v, "B T_new Hkv D")},
+        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse, fa3)
+    seqlens = cache_seqlens if isinstance(cache_seqlens, Tensor) else None
+    match(sizes, q.device, INTEGERS, block_table=(table, "B columns"), cache_seqlens=(seqlens, "B"),
+          cache_batch_idx=(cache_batch_idx, "B"), cache_leftpad=(cache_leftpad, "B"),
+          rotary_seqlens=(rotary_seqlens, "B"))
+    B, Tq, size, n_new = sizes["B"], sizes["Tq"], sizes["S"], sizes.get("T_new", 0)
     if (k is None) != (v is None):
         raise ValueError("k and v, the new tokens, are passed together")
-    n_new = 0 if k is None else k.shape[1]
-    for name, t in (("k", k), ("v", v)):
-        if t is not None:
-            must_be(name, t, (B, n_new, Hkv, q.shape[3]), on, (NAMES[q.dtype],))
-    seqlens = cache_seqlens if isinstance(cache_seqlens, Tensor) else None
-    calls.integers(on, B, -1, block_table=table)
-    calls.integers(on, B, cache_seqlens=seqlens, cache_batch_idx=cache_batch_idx,
-                   cache_leftpad=cache_leftpad, rotary_seqlens=rotary_seqlens)
+    if shape_only(q):
+        kv = k_cache.new_empty(B, size, *k_cache.shape[2:])
+        return returned(*dense(q, kv, kv, request, alibi_slopes))
+    if paged and (cache_seqlens is None or not cache_batch_idx is cache_leftpad is None):
+        raise ValueError("block_table needs cache_seqlens, not cache_batch_idx or cache_leftpad")
+    if table is None:  # each row of the cache is a page
+        rows = torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx
+        table = rows[:, None]
+        if cache_batch_idx is None and sizes["rows"] < B:
+            wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
+        chosen = calls.on_host(rows) if n_new and cache_batch_idx is not None else None
+        if chosen and len(set(chosen)) < B:
+            wrong("cache_batch_idx", "of different rows, where k and v are written", chosen)
+    # Values on the host, which waits for a device only if it must.
     wait = request.lse or cache_leftpad is not None
     before = size if cache_seqlens is None else cache_seqlens
-    room, rows = size if table is None else size * table.shape[1], cache_batch_idx
-    if table is None and rows is None and len(k_cache) < B:
-        wrong("k_cache", f"of q's batch of {B}, or more", k_cache)
-    chosen = [] if rows is None else calls.on_host(rows) or []
-    twice = n_new > 0 and len(set(chosen)) < len(chosen)
-    if twice or not all(0 <= row < len(k_cache) for row in chosen):
-        expected = f"in 0 .. {len(k_cache) - 1}, and different where k and v are written"
-        wrong("cache_batch_idx", expected, chosen)
     lengths: Any = [before] * B if seqlens is None else calls.on_host(seqlens, wait)
-    for n in lengths or ():  # None: they are on a device, and the host does not wait for it
+    starts = [0] * B if cache_leftpad is None or symbolic(q) else cache_leftpad.tolist()
+    room = size * table.shape[1]
+    for n, first in zip(lengths or (), starts):
         if not 0 <= n <= room - n_new:
             wrong("cache_seqlens", f"in 0 .. {room} tokens, less {n_new} new ones", n)
-    starts = [0] * B if cache_leftpad is None or symbolic(q) else cache_leftpad.tolist()
-    beyond = any(not 0 <= a <= n for a, n in zip(starts, lengths or ()))
-    if beyond or (cache_leftpad is not None and table is not None):
-        wrong("cache_leftpad", "in 0 .. cache_seqlens, and None with block_table", starts)
-    if shape_only(q):
-        kv = k_cache.new_empty(B, size, Hkv, q.shape[3])
-        return returned(*dense(q, kv, kv, request))
-    start = torch.as_tensor(before, dtype=torch.int32, device=on).expand(B)
+        if not 0 <= first <= n:
+            wrong("cache_leftpad", f"in 0 .. cache_seqlens ({n})", first)
+    start = torch.as_tensor(before, dtype=torch.int32, device=q.device).expand(B)
     total = start + n_new
-    slot = start[:, None] + torch.arange(max(n_new, Tq), device=on)  # (B, T)
+    slot = start[:, None] + torch.arange(max(n_new, Tq), device=q.device)  # (B, T)
     if rotary_cos is not None or rotary_sin is not None or rotary_seqlens is not None:
         if k is None or rotary_cos is None or rotary_sin is None:
             raise ValueError("rotary embeddings need rotary_cos, rotary_sin, and new k and v")
         at = slot if rotary_seqlens is None else slot - slot[:, :1] + rotary_seqlens[:, None]
-        moves = causal or request.window is not None or request.right is not None
+        moves = request.window is not None or request.right is not None  # causal too
         of_q = at[:, :Tq] if moves else at[:, :1].expand(B, Tq)
         q = rotate(q, rotary_cos, rotary_sin, of_q, rotary_interleaved)
         k = rotate(k, rotary_cos, rotary_sin, at[:, :n_new], rotary_interleaved)
 
-    by_row = wait or not (table is not None or q.is_cuda)
-    ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
-    read, used = [n - a for a, n in zip(starts, ends)], None
-    if table is not None and ends:
-        used = calls.pages_seen(table, k_cache, [Tq] * B, ends, request.window)
-        read = [len(pages) * size - -n % size for pages, n in zip(used, ends)]
-    by_row |= not q.numel() or (lengths is not None and not any(ends))
     # The kernel is chosen before anything is written: it may be refused.
-    if by_row and q.numel() and any(read):
-        for n in {min(filter(None, read)), max(read)}:
-            kernel(q, n, Hkv, request, dry=True)
+    by_row = wait or not (paged or q.is_cuda)
+    ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
+    even = not paged and cache_batch_idx is None and len({*zip(starts, ends)}) < 2
+    used = []
+    if ends and not even:
+        name = "block_table" if paged else "cache_batch_idx"
+        used = calls.seen(name, table, k_cache, [Tq] * B, ends, request.window)
+    read = {n - a for n, a in zip([n for _, n in used] or ends, starts)} - {0}
+    if by_row and q.numel() and read:
+        for n in {min(read), max(read)}:
+            kernel(q, n, request, dry=True)
     if not by_row:
-        cache, pages = ("static", None) if table is None else ("paged", size)
-        backend, spec = kernel(q, size, Hkv, request, cache=cache, page_size=pages)
+        cache = {"cache": "paged", "page_size": size} if paged else {"cache": "static"}
+        backend, spec = kernel(q, size, request._replace(**cache))
         copies = backend.name == "paged" and (Tq > 1 or not q.is_cuda)  # rows of the table
-        if copies and not ends and not torch.cuda.is_current_stream_capturing():
+        if copies and not (ends or symbolic(q) or torch.cuda.is_current_stream_capturing()):
             ends = total.tolist()
-
-    if table is not None:  # as wide as the longest text may be, with -1 for an absent page
-        table = (table[:, : max(1, -(-max(ends) // size))] if ends else table).clamp(min=0)
+    # As wide as the longest text may be, with -1 for an absent page.
+    table = (table[:, : max(1, -(-max(ends) // size))] if ends else table).clamp(min=0)
     if k is not None and v is not None:
-        slot, row = slot[:, :n_new], (torch.arange(B, device=on) if rows is None else rows)[:, None]
-        if table is not None:
-            row, slot = table.gather(1, (slot // size).long()), slot % size
-        k_cache[row.long(), slot.long()] = k
-        v_cache[row.long(), slot.long()] = v
-    if table is None:
-        these = slice(B) if rows is None else rows
-        k_cache, v_cache = k_cache[these], v_cache[these]
-    if by_row and used is None and len({*zip(starts, ends)}) < 2:
+        at = slot[:, :n_new]
+        page = table.gather(1, (at // size).long()).long()
+        k_cache[page, at % size] = k
+        v_cache[page, at % size] = v
+    if by_row and (even or not q.numel()):
         J = slice(*next(zip(starts, ends), (0, 0)))
-        return returned(*dense(q, k_cache[:, J], v_cache[:, J], request))
+        return returned(*dense(q, k_cache[:B, J], v_cache[:B, J], request, alibi_slopes))
     if by_row:
-        ks, vs = (calls.tokens(t, used, ends) if used else
-                  [row[a:n] for row, a, n in zip(t, starts, ends)] for t in (k_cache, v_cache))
-        outs, Ls = texts(q.unbind(), ks, vs, request)
+        ks, vs = (calls.tokens(t, used, starts) for t in (k_cache, v_cache))
+        outs, Ls = texts(q.unbind(), ks, vs, request, alibi_slopes)
         return returned(torch.stack(outs), torch.stack(Ls) if request.lse else None)
-    start, count = total - Tq, torch.full_like(total, Tq)
+    count = torch.full_like(total, Tq)
+    start = total - count
+    view: Any = PagedView(table, start, count)
+    if not paged:
+        view = StaticView(start, count, size)
+        these = slice(B) if cache_batch_idx is None else cache_batch_idx
+        k_cache, v_cache = k_cache[these], v_cache[these]
+    slopes = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
+    out = backend.compute(q, k_cache, v_cache, spec, cache=view, **slopes)
     # Queries before every key; of these `right` lets the last ones see some.
     ahead = Tq if request.right is None else request.right
-    blind = (start[:, None] + torch.arange(Tq, device=on) + ahead < 0) | (total == 0)[:, None]
-    view = StaticView(start, count, size) if table is None else PagedView(table, start, count)
-    slopes = {} if request.slopes is None else {"alibi_slopes": request.slopes}
-    out = backend.compute(q, k_cache, v_cache, spec, cache=view, **slopes)
-    return out.masked_fill(blind[..., None, None], 0)
+    blind = start[:, None] + torch.arange(Tq, device=q.device) + ahead < 0
+    return out.masked_fill((blind | (total == 0)[:, None])[..., None, None], 0)

@@ -1,28 +1,34 @@
-"""flash_attn.layers.rotary: rotary position embeddings (Su et al. 2021, arXiv 2104.09864).
+"""flash_attn.layers.rotary and ops.triton.rotary: rotary position embeddings (Su et al. 2021, arXiv
+2104.09864).
 
 Pair n of a head, (x_a, x_b), becomes (x_a cos - x_b sin, x_a sin + x_b cos) with row t, column n of
 cos and sin, for the token at position t: a and b are n and n + R, or interleaved 2 n and 2 n + 1.
-"""
+
+In place is past autograd, as in flash-attn: also a leaf, and a part of a split tensor. The gradient
+goes through the returned tensor alone."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..caps import DTYPES, must_be
+from ..caps import DTYPES, INTEGERS
 from ..masks import symbolic
-from .calls import integers, lengths_of, wrong
+from .calls import lengths_of, match, wrong
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
-    """x (..., T, H, D), its first 2 R dimensions rotated by the rows `at` (..., T) of cos and sin
-    (n, R). Computes in float32 or better; the result has x's dtype."""
-    n, R = cos.shape
+    """x (..., T, H, D), its first 2 R dimensions rotated by the rows `at` (T,) or (..., T) of cos
+    and sin (n, R). Computes in float32 or better; the result has x's dtype."""
+    sizes: dict[str, int] = {}
+    match(sizes, x.device, DTYPES, rotary_cos=(cos, "n R"), rotary_sin=(sin, "n R"))
+    n, R = sizes.values()
     if not 0 < 2 * R <= x.shape[-1]:
         wrong("rotary_cos", f"(positions, at most {x.shape[-1] // 2})", cos)
-    must_be("rotary_sin", sin, (n, R), x.device, DTYPES)
-    host = at.numel() and at.device.type == "cpu" and not symbolic(at)
-    if host and not 0 <= at.min() <= at.max() < n:
+    on_host = at.device.type == "cpu" and not symbolic(at)
+    if on_host and at.numel() and not 0 <= at.min() <= at.max() < n:
         wrong("rotary_cos", f"rows for the positions {int(at.min())} to {int(at.max())}", cos)
     acc = torch.promote_types(x.dtype, torch.float32)
     c, s = (table[at][..., None, :].to(acc) for table in (cos, sin))
@@ -33,6 +39,38 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -
     return torch.cat((new.to(x.dtype), x[..., 2 * R :]), dim=-1)
 
 
+def positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Of the tokens of x: (T,) or (B, T); with cu_seqlens (B + 1,) (total,)."""
+    at = torch.arange(x.shape[-3], device=x.device)
+    B, row = x.shape[0], None
+    if cu_seqlens is not None:
+        B = cu_seqlens.shape[0] - 1
+        if not symbolic(cu_seqlens):
+            lengths_of("cu_seqlens", cu_seqlens, x.shape[0])
+        row = torch.bucketize(at, cu_seqlens[1:], right=True)
+        at = at - cu_seqlens[row]
+    if isinstance(seqlen_offsets, Tensor):
+        match({"B": B}, x.device, INTEGERS, seqlen_offsets=(seqlen_offsets, "B"))
+        seqlen_offsets = seqlen_offsets[:, None] if row is None else seqlen_offsets[row]
+    return at + seqlen_offsets
+
+
+def in_place(x: Tensor, new: Tensor) -> Tensor:
+    x.data.copy_(new.detach())
+    return new if new.requires_grad else x
+
+
+def apply_rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, interleaved: bool = False,
+    inplace: bool = False, conjugate: bool = False,
+) -> Tensor:
+    """apply_rotary_emb(); conjugate: backwards."""
+    at = positions(x, seqlen_offsets, cu_seqlens)
+    new = rotate(x, cos, -sin if conjugate else sin, at, interleaved)
+    return in_place(x, new) if inplace else new
+
+
 def apply_rotary_emb(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
     seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
@@ -41,23 +79,9 @@ def apply_rotary_emb(
     """x (B, T, H, D), or with cu_seqlens (B + 1,) int32 (total, H, D), rotated.
 
     cos, sin: (positions, R), R at most D / 2; what is beyond 2 R dimensions stays. inplace: write
-    to x, and return it. seqlen_offsets: each sequence's first position, one number or (B,)
-    integers. max_seqlen is not read."""
-    B = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
-    first = torch.as_tensor(seqlen_offsets, device=x.device)
-    integers(x.device, B, seqlen_offsets=first if first.dim() else None)
-    if cu_seqlens is None:
-        _, T, _, _ = x.shape
-        at = torch.arange(T, device=x.device) + first.reshape(-1, 1)
-    else:
-        T, _, _ = x.shape
-        if not symbolic(cu_seqlens):
-            lengths_of("cu_seqlens", cu_seqlens, T)
-        at = torch.arange(T, device=x.device)
-        row = torch.bucketize(at, cu_seqlens[1:], right=True)
-        at = at - cu_seqlens[row] + first.expand(B)[row]
-    out = rotate(x, cos, sin, at, interleaved)
-    return x.copy_(out) if inplace else out
+    to x too. seqlen_offsets: each sequence's first position, one number or (B,) integers.
+    max_seqlen is not read."""
+    return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -68,18 +92,91 @@ def apply_rotary_emb_qkv_(
     interleaved: bool = False, seqlen_offsets: int | Tensor = 0, num_heads_q: int | None = None,
 ) -> Tensor:
     """Rotate q and k in qkv, (B, T, 3, H, D) or (B, T, num_heads_q + 2 Hkv, D), in place."""
-    if num_heads_q is None:
-        q, k = qkv[:, :, 0], qkv[:, :, 1]
-    else:
-        q, k, _ = qkv.tensor_split((num_heads_q, (qkv.shape[2] + num_heads_q) // 2), dim=2)
-    tables = (cos, sin), (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
-    for t, table in zip((q, k), tables):
-        apply_rotary_emb(t, *table, interleaved, True, seqlen_offsets)
-    return qkv
+    heads = qkv.flatten(2, -2)
+    H = qkv.shape[3] if qkv.dim() == 5 else num_heads_q
+    k, v = heads[:, :, H:].unflatten(2, (2, -1)).unbind(2)
+    at = positions(heads, seqlen_offsets)
+    q = rotate(heads[:, :, :H], cos, sin, at, interleaved)
+    k = rotate(k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k, at, interleaved)
+    return in_place(qkv, torch.cat((q, k, v), dim=2).view(qkv.shape))
 
 
 def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
                          seqlen_offsets: int | Tensor = 0) -> Tensor:
     """Rotate k in kv (B, T, 2, Hkv, D), in place."""
-    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
-    return kv
+    k, v = kv.unbind(2)
+    k = rotate(k, cos, sin, positions(k, seqlen_offsets), interleaved)
+    return in_place(kv, torch.stack((k, v), dim=2))
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotation of q and k by tables that grow with the sequences.
+
+    dim: 2 R. scale_base: xPos (Sun et al. 2022, arXiv 2212.10554), 512 is usual. pos_idx_in_fp32:
+    an option of older releases, not read: positions are float32."""
+
+    inv_freq: Tensor
+
+    def __init__(self, dim: int, base: float = 10000.0, interleaved: bool = False,
+                 scale_base: float | None = None, device: torch.device | None = None, *,
+                 pos_idx_in_fp32: bool = True) -> None:
+        super().__init__()
+        self.dim = dim
+        self.base = float(base)
+        self.interleaved = interleaved
+        self.scale_base = scale_base
+        self.pos_idx_in_fp32 = pos_idx_in_fp32
+        scale = None if scale_base is None else self._compute_scale(device)
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+        self._seq_len_cached = 0  # these five are written by subclasses too
+        self._cos_cached: Any = None
+        self._sin_cached: Any = None
+        self._cos_k_cached: Any = None
+        self._sin_k_cached: Any = None
+
+    def _compute_inv_freq(self, device: torch.device | None = None) -> Tensor:
+        return 1.0 / self.base ** self._fractions(device)
+
+    def _compute_scale(self, device: torch.device | None = None) -> Tensor:
+        return (self._fractions(device) + 0.4) / 1.4
+
+    def _fractions(self, device: torch.device | None) -> Tensor:
+        return torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
+
+    def _update_cos_sin_cache(self, seqlen: int, device: torch.device | None = None,
+                              dtype: torch.dtype | None = None) -> None:
+        cos = self._cos_cached
+        if cos is not None and seqlen <= self._seq_len_cached:
+            stale = self.training and cos.is_inference()
+            if not stale and (cos.device, cos.dtype) == (device, dtype):
+                return
+        self._seq_len_cached = seqlen
+        cast = self.inv_freq.dtype != torch.float32  # with the model: too rough
+        t = torch.arange(seqlen, device=device, dtype=torch.float32)
+        angles = torch.outer(t, self._compute_inv_freq(device) if cast else self.inv_freq)
+        scale = torch.ones_like(angles)
+        if self.scale_base is not None:
+            scale = self._compute_scale(device) ** ((t - seqlen // 2) / self.scale_base)[:, None]
+        self._cos_cached = (angles.cos() * scale).to(dtype)
+        self._sin_cached = (angles.sin() * scale).to(dtype)
+        self._cos_k_cached = (angles.cos() / scale).to(dtype)
+        self._sin_k_cached = (angles.sin() / scale).to(dtype)
+
+    def forward(
+        self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None, num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotate in place and return qkv, of apply_rotary_emb_qkv_(), or q (B, T, H, D) and kv (B,
+        T, 2, Hkv, D). seqlen_offset: one number, or (B,) with max_seqlen, the tables' length."""
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
+        elif not isinstance(seqlen_offset, Tensor):
+            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
+        tables = self._cos_cached, self._sin_cached
+        of_k = tables if self.scale_base is None else (self._cos_k_cached, self._sin_k_cached)
+        options = self.interleaved, seqlen_offset
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, *tables, *of_k, *options, num_heads_q)
+        q = apply_rotary_emb(qkv, *tables, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, *of_k, *options)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 from warnings import warn
 from weakref import WeakKeyDictionary
 
@@ -131,10 +130,10 @@ def _find_when_named() -> None:
 def _drop_code(config: dict[str, Any]) -> None:
     """Remove other people's kernels from a config that was read, and from its parts."""
     for key, value in [*config.items()]:
-        if key in ("attn_implementation", "_attn_implementation"):
-            words = [*value.values()] if isinstance(value, dict) else [value]
-            names = [w[len(PREFIX) :] for w in map(str, words) if w.lower().startswith(PREFIX)]
-            if any(map(is_code, names)):
+        if key.endswith("attn_implementation"):
+            words = value.values() if isinstance(value, dict) else [value]
+            ours = [str(word) for word in words if str(word).lower().startswith(PREFIX)]
+            if any(is_code(name[len(PREFIX) :]) for name in ours):
                 ignored = f"{key}={value!r} of the model's config is ignored"
                 warn(f"{ignored}: name it yourself to run it", stacklevel=2)
                 del config[key]
@@ -153,14 +152,13 @@ def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) ->
     # With one query, no mask would mean all keys, including the free places of a static cache.
     skip = options.pop("allow_is_causal_skip", True) and Tq > 1
     seen = sdpa_mask(**options, allow_is_causal_skip=skip)
-    try:
-        if seen is not None:
-            real = _tokens(Tq, **options) if causal or Tq == Tk else None
+    proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
+    if seen is not None:
+        real = _tokens(Tq, **options) if causal or Tq == Tk else None
+        try:
             proof = prove(seen, window if causal else None, real, causal)
-        else:
-            proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
-    except ValueError as e:
-        raise BackendUnavailable(f"{name} refuses the mask: {e}") from None
+        except ValueError as e:
+            raise BackendUnavailable(f"{name} refuses the mask: {e}") from None
     return Mask.of(proof, name, (B, 1, Tq, Tk))
 
 
@@ -295,15 +293,11 @@ def _attend(
 # --- the report ---
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """An attention layer and the kernels that ran in it."""
 
     name: str  # "model.layers.0.self_attn"
     ran: tuple[tuple[Spec, Resolution, int], ...]  # and the number of calls
-
-    def __str__(self) -> str:
-        return str(Report([self]))
 
     def lines(self) -> tuple[str, ...]:
         """A text for each kind of call."""
@@ -311,8 +305,8 @@ class Layer:
         for spec, chosen, calls in self.ran:
             kernels = ", ".join(chosen.kernels) or "plain operators"
             lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
-            asked, _, _ = str(spec).rpartition(", ")  # the last word is training or inference
-            found.append(f"{chosen.backend.name} (kernel: {kernels}), {calls} calls, {asked}, "
+            options, _, _ = str(spec).rpartition(", ")  # the last word is training or inference
+            found.append(f"{chosen.backend.name} (kernel: {kernels}), {calls} calls, {options}, "
                          f"gradients {'on' if spec.grad else 'off'}{lost}")
         return tuple(found) or ("NOT CALLED",)
 
@@ -321,15 +315,15 @@ class Report(tuple[Layer, ...]):
     """The attention layers of a model; equal ones are printed once."""
 
     def __str__(self) -> str:
+        number = re.compile(r"(?<=\.)\d+(?=\.|$)")
         alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
         for layer in self:  # "model.layers.*.self_attn" for each number
-            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.name)
-            alike.setdefault((pattern, layer.lines()), []).append(layer.name)
+            alike.setdefault((number.sub("*", layer.name), layer.lines()), []).append(layer.name)
         found = []
         for (pattern, lines), names in alike.items():
-            numbers = ", ".join(".".join(re.findall(r"(?<=\.)\d+(?=\.|$)", n)) for n in names)
-            name = names[0] if len(names) == 1 else f"{pattern} ({len(names)} layers: {numbers})"
-            found += [f"{name}: {line}" for line in lines]
+            numbers = ", ".join(".".join(number.findall(name)) for name in names)
+            title = names[0] if len(names) == 1 else f"{pattern} ({len(names)} layers: {numbers})"
+            found += [f"{title}: {line}" for line in lines]
         return "\n".join(found)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import BackendUnavailable
-from ..masks import mask as rebuilt
+from ..masks import mask as visible_mask
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,21 @@ def prove(
         causal: the model's request; False: the queries may not be the keys' tokens.
     Raises ValueError: the mask is not of these forms; names the entry."""
     seen = _entries(mask)  # (B, Tq, Tk)
-    why = "not causal, and not a window to both sides or one run of keys in each row"
+    tokens = seen.any(-1) if real is None else real
+    why = ValueError("not causal, and not a window to both sides or one run of keys in each row")
     if causal:
         try:
-            return _causal(seen, window, seen.any(-1) if real is None else real)
+            return _band(seen, tokens, window, causal=True)
         except ValueError as e:
-            why = str(e)
-    proof = _same_keys(seen) or _two_sided(seen, real)
-    if proof is None or (causal and proof.right == 0):
-        raise ValueError(why)
+            why = e
+    if proof := _same_keys(seen):
+        return proof
+    try:
+        proof = _band(seen, tokens, None, causal=False)
+    except ValueError:
+        raise why from None
+    if causal and proof.right == 0:
+        raise why
     return proof
 
 
@@ -115,70 +121,50 @@ def _same_keys(seen: Tensor) -> Proof | None:
     return Proof(Tq, Tk, right=None, runs=() if [*rows] == [(0, Tk)] else runs)
 
 
-def _two_sided(seen: Tensor, real: Tensor | None) -> Proof | None:
-    """The proof of a window to both sides, and segments, of as many queries as keys."""
-    T, Tk = seen.shape[1:]
-    if Tk != T:
-        return None
-    real = seen.any(-1) if real is None else real
-    i = torch.arange(T, device=seen.device)
-    first, last = (x.to(torch.uint8).argmax(-1) for x in (seen, seen.flip(-1)))
-    rows = real & seen.any(-1)
-    left = int(torch.where(rows, i - first, 0).amax().clamp(min=0))
-    right = int(torch.where(rows, T - 1 - last - i, 0).amax().clamp(min=0))
-    joined = seen.diagonal(-1, 1, 2) | seen.diagonal(1, 1, 2) | ~real[:, 1:]
-    joined = joined & (real[:, 1:] == real[:, :-1])  # neither token to padding nor to other texts
-    ids = (1 + F.pad(~joined, (1, 0)).cumsum(1)).int()
-    texts = torch.where(real, ids, 0)
-    for segments in (None, ids):
-        proof = Proof(T, T, left + 1, segments, texts, right)
-        if not bool(_differs(proof, seen, real).any()):
-            return proof
-    return None
-
-
-def _differs(proof: Proof, seen: Tensor, real: Tensor) -> Tensor:
-    """Bool (B, Tq, end), True where a row of `real` tokens has another entry than the proof."""
-    sizes, on = (proof.queries, proof.end, proof.window), seen.device
-    again = rebuilt(*sizes, proof.segments, on, right=proof.right)
-    return (again[:, 0] != seen) & real[:, :, None]
-
-
-def _causal(seen: Tensor, window: int | None, real: Tensor) -> Proof:
-    """The proof of a causal mask, perhaps with a window and segments."""
+def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof:
+    """The proof of a mask that is causal, or of a window to both sides for as many queries as keys,
+    perhaps with segments. Compares the rows of `real` tokens, (B, Tq)."""
     Tq, Tk = seen.shape[1:]
-    # Query i is at the position of key i + offset: the last key that it sees.
+    if Tq != Tk and not causal:
+        raise ValueError(f"not causal, with {Tq} queries and {Tk} keys")
+    i = torch.arange(Tq, device=seen.device)
+    sees = real & seen.any(-1)
+    first = seen.to(torch.uint8).argmax(-1)
     last = Tk - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
-    ahead = torch.where(real & seen.any(-1), last, -1) - torch.arange(Tq, device=seen.device)
-    offset = max(0, int(ahead.amax()))
-    end = offset + Tq
+    # Query i is at the position of key i + offset: causal, that is the last key that it sees.
+    ahead = torch.where(sees, last, -1) - i
+    offset = max(0, int(ahead.amax())) if causal else 0
+    end, right = offset + Tq, 0 if causal else max(0, int(ahead.amax()))
     if end > Tk:
-        i = int(ahead.amax(0).argmax())
-        raise ValueError(f"not causal: query {i} of {Tq} sees key {i + offset} of {Tk}")
+        n = int(ahead.amax(0).argmax())
+        raise ValueError(f"not causal: query {n} of {Tq} sees key {n + offset} of {Tk}")
 
     seen = seen[:, :, :end]
-    beside = seen.diagonal(offset - 1, 1, 2)  # the key before its own is visible
-    beside = F.pad(beside, (Tq - beside.shape[1], 0))  # position 0 has no key before it
-    # True where a text begins, or the padding behind one.
-    begins = torch.where(real, ~beside, F.pad(real[:, :-1], (1, 0)))
-    ids = torch.where(real.cumsum(1) > 0, 1 + begins.cumsum(1), 0)
+    # Neighbors are of one text if one of them sees the other, and of one padding.
+    sees_last = seen.diagonal(offset - 1, 1, 2)
+    joined = F.pad(sees_last, (Tq - sees_last.shape[1], 0))[:, 1:]  # position 0 has no neighbor
+    if not causal:
+        joined = joined | (seen.diagonal(1, 1, 2) & real[:, :-1])
+    joined = torch.where(real[:, 1:], joined, ~real[:, :-1])
+    ids = (1 + F.pad(~joined, (1, 0)).cumsum(1)).int()
     earlier = torch.where(seen[:, 0, :offset], ids[:, :1], 0)  # keys before the first query
-    texts = torch.cat([earlier, torch.where(real, ids, 0)], dim=1).int()
-    ids = torch.cat([earlier, ids], dim=1).int()  # (B, end)
+    texts = torch.cat([earlier, torch.where(real, ids, 0)], dim=1)
+    ids = torch.cat([earlier, ids], dim=1)  # (B, end)
 
-    windows: list[int | None] = [window]
-    if window is None:  # the most keys that a token sees: a window, or a segment's length
-        windows.append(max(1, int((seen & real[:, :, None]).sum(-1).amax())))
-    for proof in (Proof(Tq, end, w, ids_, texts) for w in windows for ids_ in (None, ids)):
-        differs = _differs(proof, seen, real)
+    windows = [window]
+    if window is None:  # the most keys up to its own that a token sees, by a window or a segment
+        windows.append(1 + max(0, int(torch.where(sees, i + offset - first, 0).amax())))
+    for proof in (Proof(Tq, end, w, ids_, texts, right) for w in windows for ids_ in (None, ids)):
+        rebuilt = visible_mask(Tq, end, proof.window, proof.segments, seen.device, right=right)
+        differs = (rebuilt[:, 0] != seen) & real[:, :, None]
         if not bool(differs.any()):
             broken = (earlier[:, :-1] != 0) & (earlier[:, 1:] == 0)  # padding follows a token
             if proof.segments is not None and bool(broken.any()):
                 raise ValueError("padding between tokens: a segment must be one run")
             return proof
-    b, i, j = differs.nonzero()[0].tolist()
-    sees, known = "sees" if seen[b, i, j] else "misses", f"window {window}" if window else "causal"
-    raise ValueError(f"not just {known} and segments: query {i} of row {b} {sees} key {j}")
+    b, i_, j = differs.nonzero()[0].tolist()
+    word, known = "sees" if seen[b, i_, j] else "misses", f"window {window}" if window else "causal"
+    raise ValueError(f"not just {known} and segments: query {i_} of row {b} {word} key {j}")
 
 
 def _entries(mask: Tensor) -> Tensor:

@@ -5,14 +5,11 @@ device, inference mode, tracers, profilers). A new thread begins without any of 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
-
-from .system import start_profiler
 
 if TYPE_CHECKING:
     import torch
@@ -25,15 +22,6 @@ _lock = threading.Lock()  # one choice at a time
 PATIENCE = 600  # seconds: a kernel that waits for this thread must not wait for ever
 
 
-def _in_a_fork() -> None:
-    global _lock
-    _lock = threading.Lock()  # the thread that held it is not in the child
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_a_fork)
-
-
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     """Return function() from a new thread. Others wait; Ctrl-C lets them go on.
     Raises RuntimeError: a CUDA graph is being captured, which would break, or another choice does
@@ -43,13 +31,11 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     if getattr(_inside, "now", False):  # a kernel that calls attention, too
         return function()
     on = torch.device(device)
-    if on.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "no kernel was chosen before this CUDA graph is captured: call model.plan(), or "
-                "the function once with these shapes, before the capture"
-            )
-        start_profiler()
+    if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "no kernel was chosen before this CUDA graph is captured: call model.plan(), or "
+            "the function once with these shapes, before the capture"
+        )
     result: Future[T] = Future()
 
     def run() -> None:
@@ -65,7 +51,7 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     lock = threading.Lock() if in_backward else _lock
     if not lock.acquire(timeout=PATIENCE):
         raise RuntimeError(f"another thread has been choosing a kernel for {PATIENCE:,} s")
-    try:  # the lock is free before the caller goes on, and may fork
+    try:
         threading.Thread(target=run, daemon=True).start()
         return result.result()
     finally:

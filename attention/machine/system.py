@@ -60,6 +60,7 @@ def devices() -> list[str]:
 @cache
 def import_version(package: str) -> str | None:
     """Import a package; return its version, its import error, or None if it is missing."""
+    top = package.partition(".")[0]
     try:
         found = importlib.util.find_spec(package)
         if found is None or (found.origin is None and found.submodule_search_locations is not None):
@@ -68,50 +69,25 @@ def import_version(package: str) -> str | None:
     except Exception as e:  # a broken binary can raise anything
         if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
             return None  # "a.b" where a is missing
-        owners = [f"{name} {metadata.version(name)}" for name in _distributions(package)]
-        mixed = f"; {' and '.join(owners)} have both installed it: reinstall the one "
-        mixed += "that you need, with pip install --force-reinstall --no-deps"
-        return f"{type(e).__name__}: {e}" + mixed * (len(owners) > 1)
+        why = f"{type(e).__name__}: {e}"
+        # As flash-attn 2.8, whose wheel has an old flash_attn/cute, and flash-attn-4.
+        owners = {name: metadata.version(name) for name in _distributions(top)}
+        if len(owners) > 1:
+            both = " and ".join(f"{name} {version}" for name, version in owners.items())
+            why += f"; {both} install into one folder: reinstall the one that you need, with pip "
+            why += "install --force-reinstall --no-deps"
+        return why
     version = str(getattr(module, "__version__", ""))
     if re.match(r"[\d.]*[1-9]", version):
         return version
     # No version, or 0.0.0 from a package that looks itself up under its former name.
-    known = [metadata.version(name) for name in _distributions(package)]
-    numbers = [[int(n) for n in re.findall(r"\d+", text)] for text in known]
-    return max(zip(numbers, known))[1] if known else UNKNOWN_VERSION
+    known = [metadata.version(name) for name in _distributions(top)]
+    numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]  # noqa: E731
+    return max(known, key=numbers, default=UNKNOWN_VERSION)
 
 
-def _distributions(package: str) -> list[str]:
-    """The distributions that installed a package's files: the wheel of flash-attn 2.8 has an old
-    flash_attn/cute, flash-attn-4's the new one."""
-    path = package.replace(".", "/")
-    files = {f"{path}.py", f"{path}/__init__.py"}
-    names = metadata.packages_distributions().get(package.partition(".")[0], ())
-    return [n for n in dict.fromkeys(names) if files & {*map(str, metadata.files(n) or ())}]
-
-
-def cache_folder() -> Path:
-    """Return $NANOATTN_CACHE, else the folder nanoattn in the user's cache folder.
-    Raises OSError: the user has no home folder."""
-    if own := os.environ.get("NANOATTN_CACHE"):
-        return Path(own)
-    try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as e:  # a user without a name, as in containers
-        raise OSError(f"{e}; set NANOATTN_CACHE to a folder that can be written") from None
-    return caches / "nanoattn"
-
-
-def write_at_once(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+def _distributions(top: str) -> set[str]:
+    return {*metadata.packages_distributions().get(top, ())}
 
 
 def first_line(e: BaseException) -> str:
@@ -189,21 +165,13 @@ def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
 
 @contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
-    """Append to `names` the operators and device kernels that this thread runs in the block.
-    PyTorch has one profiler with device kernels in a process. If it is in use, or without CUDA,
-    only operators are recorded, by the one of each thread."""
-    import torch
-    from torch.autograd import profiler, profiler_legacy
+    """Append to `names` the operators that this thread runs in the block. This profiler is one of
+    each thread: it does not disturb a running torch.profiler, of which a process has one."""
+    from torch.autograd import profiler_legacy
 
-    if not torch.cuda.is_available() or profiler._is_profiler_enabled:
-        with profiler_legacy.profile() as legacy:
-            yield
-        names += dict.fromkeys(e.name for e in legacy.function_events or ())
-        return
-    with kineto("cuda") as profile:
+    with profiler_legacy.profile() as profile:
         yield
-        torch.cuda.synchronize()
-    names += [e.key for e in profile.key_averages()]
+    names += dict.fromkeys(event.name for event in profile.function_events or ())
 
 
 def kineto(device_type: str) -> torch.profiler.profile:
@@ -215,14 +183,3 @@ def kineto(device_type: str) -> torch.profiler.profile:
     activity = torch.profiler.ProfilerActivity
     activities = [activity.CPU, *([activity.CUDA] if device_type == "cuda" else [])]
     return torch.profiler.profile(activities=activities, acc_events=True)  # else 2.11 warns
-
-
-@cache
-def start_profiler() -> None:
-    """Profile nothing, once: in another thread than the one that imported PyTorch, the first
-    profile with CUDA prints an error."""
-    from torch.autograd import profiler
-
-    if not profiler._is_profiler_enabled:
-        with kineto("cuda"):
-            pass

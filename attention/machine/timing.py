@@ -3,11 +3,12 @@ order, after a warm-up; on CUDA by the device's clock."""
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable
 from ..masks import filled_cache
-from ..proof import Inputs, attend_of, draw_inputs, probe, survives
+from ..proof import Inputs, KernelFailed, attempt, attend_of, draw_inputs, probe
 from ..select import Shape, admit
 from ..spec import Machine, Policy, Spec
-from .system import KERNEL_ERRORS, first_line, loses_device, own_code, synchronize
+from .system import own_code, synchronize
 
 BUDGET_S = 0.5  # samples of each call, in all
 SAMPLE_S = 0.005  # a sample is as many calls as fill this time, 20 at most
@@ -38,40 +39,36 @@ class Row:
     notes: tuple[str, ...] = ()  # why a mode was not timed
 
 
+    def as_json(self, modes: Sequence[Spec]) -> dict[str, Any]:
+        names = ["forward_backward" if spec.grad else "forward" for spec in modes]
+        error = self.error if math.isfinite(self.error or 0) else None  # JSON has no NaN
+        return asdict(self) | {"ms": dict(zip(names, self.ms)), "error": error}
+
+
 Call = Callable[[], None]
 Key = tuple[str, Spec]
 
 
 def measure(
     names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
-    device: torch.device, shape: Shape, too_slow: float = float("inf"),
-    show: Callable[[str], object] = lambda line: None,
+    device: torch.device, shape: Shape, show: Callable[[str], object] = lambda line: None,
 ) -> list[Row]:
     """Probe and time the backends. The random state is restored.
 
     Args:
         modes: without the backward pass, with it, or both in this order.
-        show: called with a line for each backend as soon as it has run once or is refused.
-        too_slow: skip a backend whose last mode is this many times slower than the best yet."""
+        show: called with a line for each backend as soon as it has run once or is refused."""
     rows: dict[str, Row] = {}
     calls: dict[Key, tuple[Call, float]] = {}
-    best = float("inf")
+    machine = replace(machine, interpreted=False)  # thousands of times slower than a GPU
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         drawn = draw(modes[-1], device, shape)
         for name in names:
             row, once = tried(name, modes, machine, policy, device, shape, drawn)
-            if row.why:
-                show(f"{name:14}  {row.why[0]}")
-            else:
-                s = [*once.values()][-1][1]
-                show(f"{name:14}  {1e3 * s:.4g} ms")
-                best = min(best, s)
-                if s > too_slow * best:
-                    ratio = f"{s * 1e3:.3g} ms, {s / best:.1f} times the best so far"
-                    row = replace(row, why=(ratio,))
-                else:
-                    calls |= {(name, spec): call for spec, call in once.items()}
+            text = row.why[0] if row.why else f"{1e3 * [*once.values()][-1][1]:.4g} ms"
+            show(f"{name:14}  {text}")
             rows[name] = row
+            calls |= {(name, spec): call for spec, call in once.items()}
         for (name, _), s in race(calls, device).items():
             rows[name] = replace(rows[name], ms=(*rows[name].ms, 1e3 * s))
     if device.type == "cuda":  # the run reports its own peak
@@ -80,22 +77,25 @@ def measure(
     return list(rows.values())
 
 
+def declared(name: str, spec: Spec, machine: Machine,
+             policy: Policy) -> tuple[Row, Backend | None]:
+    """A backend by its Caps, which is None if it is other people's code that does not load."""
+    try:
+        backend, why = admit(name, spec, machine, policy)
+    except BackendUnavailable as e:
+        return Row(name, "", (str(e),)), None
+    return Row(name, backend.title, tuple(why)), backend
+
+
 def tried(
     name: str, modes: Sequence[Spec], machine: Machine, policy: Policy, device: torch.device,
     shape: Shape, drawn: tuple[Inputs, dict[str, Any]],
 ) -> tuple[Row, dict[Spec, tuple[Call, float]]]:
     """A backend's row, and its call in each mode with roughly the seconds; none if it cannot."""
-    try:
-        backend, refused = admit(name, modes[-1], machine, policy)
-    except BackendUnavailable as e:  # other people's code
-        return Row(name, "", (str(e),)), {}
-    able = [spec for spec in modes if not admit(name, spec, machine, policy)[1]]
-    row = Row(name, backend.title, tuple(refused))
-    if not able:
+    row, backend = declared(name, modes[-1], machine, policy)
+    able = [spec for spec in modes if not declared(name, spec, machine, policy)[0].why]
+    if backend is None or not able:
         return row, {}
-    fit = [c for c in backend.caps if not c.why_not(able[-1], machine)]
-    if fit and all(c.interpreted for c in fit):  # thousands of times slower than a GPU
-        return replace(row, why=("Triton's interpreter is for tests, not for speed",)), {}
     # The probe stores all scores in float64: only as long as needed to see the usual kernel.
     seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
     row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
@@ -103,12 +103,10 @@ def tried(
     try:
         for spec in () if row.why else able:
             call = work(backend, spec, *drawn)
-            with survives(backend, device):
+            with attempt(backend, device):
                 once[spec] = call, warmed_up(call, device)
-    except KERNEL_ERRORS as e:  # any failure, such as out of memory, is the reason
-        if loses_device(e):
-            raise
-        return replace(row, why=(f"at this shape: {first_line(e)}",)), {}
+    except KernelFailed as e:  # such as out of memory
+        return replace(row, why=(f"at this shape: {e}",)), {}
     return row, once
 
 
