@@ -146,8 +146,6 @@ def answers(content: Json) -> list[str]:
                 unknown[name, row[f"{of}_why"]].append(row["backend"])
     for (name, why), names in unknown.items():
         found.append(f"Peak: {name} not known of {', '.join(dict.fromkeys(names))}: {why}.")
-    if content["mode"] != "decode" and (doubt := content["machine"].get("peak_doubt")):
-        found.append(f"Peak: {doubt}.")  # of older records
     found += [f"Agreement: {why}." for why in disagreeing(rows, content)]
     if content["mode"] == "converge":
         found.append(f"Agreement: {verdict(content)}")
