@@ -6,7 +6,6 @@
     python bench_mfu.py converge --steps=200               the same training with each backend
     python bench_mfu.py runs --rival=nanogpt=../nanoGPT    whole runs of both train.py
     python bench_mfu.py qualify                            all of these on a new machine
-    python bench_mfu.py plan --gpu="NVIDIA H200"           a step on many GPUs: docs/PLAN.md
     python bench_mfu.py MODE --help                        every option of a mode
 
 The model's options and config files are train.py's. See docs/MEASURE.md.

@@ -1,7 +1,6 @@
 """Candidates: our model with one backend, and rivals of the same size in the same rounds.
 
-In the mode decode each uses its own generate(). transformers' GPT-2 always has biases; its MFU uses
-the same FLOPs as all others.
+transformers' GPT-2 always has biases; its MFU uses the same FLOPs as all others.
 """
 
 from __future__ import annotations

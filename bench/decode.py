@@ -102,7 +102,10 @@ def figures(row: Row, part: Json) -> Json:
     size = 4 if m["dtype"] == "float32" else 2
     int8_bytes = shape.get("int8_parameters", 0)  # with int8 the head's, not the embedding's
     bytes_read = (N - int8_bytes) * size + int8_bytes
-    bytes_read += B * (point["P"] + new / 2) * token_numbers(model) * size
+    heads = [{"n_kv_head": model.kv_heads, "head_dim": model.head_dim}] * model.n_layer
+    layers = model.layers if isinstance(model, hf.Counted) else heads
+    numbers = 2 * sum(layer["n_kv_head"] * layer["head_dim"] for layer in layers)
+    bytes_read += B * (point["P"] + new / 2) * numbers * size
     found["tokens_per_s"] = B / (found["ms"] / 1e3)
     found["cache_bytes"] = max(r["cache_bytes"] for r in row["rounds"])
     found["mbu"] = bytes_read / (found["ms"] / 1e3) / m["bandwidth"]
@@ -111,13 +114,6 @@ def figures(row: Row, part: Json) -> Json:
         why = f"above the memory's {rate:,.4g} GB/s: from a cache, or measured too low"
         found |= {"mbu": None, "mbu_why": why}
     return found
-
-
-def token_numbers(sizes: GPTConfig | hf.Counted) -> int:
-    """Return the numbers in the keys and values of a token, all layers."""
-    if isinstance(sizes, hf.Counted):
-        return 2 * sum(layer["n_kv_head"] * layer["head_dim"] for layer in sizes.layers)
-    return 2 * sizes.n_layer * sizes.kv_heads * sizes.head_dim
 
 
 # --- in the worker ---

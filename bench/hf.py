@@ -1,7 +1,6 @@
 """--hf=FOLDER_OR_NAME: benchmark a causal language model of transformers with random weights.
 
-It runs with every backend and, as rivals, with transformers' eager and sdpa attention. FLOPs are
-counted by FlopCounterMode; those of attention are core/flops.py's, with each layer's window.
+FLOPs are counted by FlopCounterMode; those of attention are core/flops.py's, by layer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Jobs: Bench and Plan say what is measured, before anything runs; Job is a job in its worker.
-
-Bench   settings, machine and candidates, from which a mode makes its plans
-Plan    a worker's class, its jobs by candidate, the points and requests of their rounds
-Job     settings, device and model in the process of a candidate
-"""
+"""Bench and Plan say what is measured, before anything runs; Job is a job in its process."""
 
 from __future__ import annotations
 

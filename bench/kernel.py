@@ -133,20 +133,17 @@ class Kernels:
         self.about = {"title": attention.get(self.name).title, "dtype": self.job.dtype}
         self.kernels: dict[Spec, Json] = {}  # what ran, and how exact it was
 
-    def tensors(self, point: Json) -> list[Tensor]:
-        """Return q, k, v and the output's gradient, (B, T, H or Hkv, D), equal for all backends."""
-        B, T, H, Hkv, D = (point[name] for name in ("B", "T", "H", "Hkv", "D"))
-        draw = torch.Generator(self.device).manual_seed(self.job.config.seed)
-        made = [
-            torch.randn(B, T, h, D, generator=draw, device=self.device).to(self.job.setup.dtype)
-            for h in (H, Hkv, Hkv, H)
-        ]
-        return [*(t.requires_grad_() for t in made[:3]), made[3]]
-
     def round(self, request: Json) -> Json:
         heads = request["H"], request["Hkv"], request["D"]
         spec = Spec(*heads, self.job.dtype, window=request["window"])
-        q, k, v, dout = self.tensors(request)
+        draw = torch.Generator(self.device).manual_seed(self.job.config.seed)  # of all backends
+        q, k, v, dout = (
+            torch.randn(request["B"], request["T"], h, spec.head_dim, generator=draw,
+                        device=self.device).to(self.job.setup.dtype)
+            for h in (spec.n_head, spec.n_kv_head, spec.n_kv_head, spec.n_head)
+        )  # fmt: skip
+        for t in (q, k, v):
+            t.requires_grad_()
         clock, chosen = self.clock, select(self.name, spec, self.device, self.job.config.policy)
         backend = chosen.backend  # a prebuilt one, if that is allowed
 

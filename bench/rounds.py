@@ -205,10 +205,9 @@ class Turns:
 
     def refer(self, job: Json) -> None:
         """Compute the reference."""
+        work, timeout = "bench.reference:Reference", self.bench.config.timeout
         try:
-            self.reference = once(
-                "bench.reference:Reference", job, self.bench.config.timeout, self.stop
-            )
+            self.reference = once(work, job, timeout, self.stop)
         except Failure as e:
             self.reference = {"why": str(e)}
 
@@ -250,13 +249,8 @@ class Turns:
         return known | content_of(self.bench, self.results.values(), self.stop.why or why)
 
 
-def measure(
-    bench: Bench[Any],
-    plans: Sequence[Plan],
-    stop: Stop,
-    progress: Progress,
-    save: Callable[[Json], object] = lambda content: None,
-) -> Json:
+def measure(bench: Bench[Any], plans: Sequence[Plan], stop: Stop, progress: Progress,
+            save: Callable[[Json], object] = lambda content: None) -> Json:  # fmt: skip
     """Measure the plans of a mode. Return the content of the record, without its figures.
 
     `save` receives the content after every round.

@@ -1,13 +1,8 @@
 """A process for each candidate: it builds, warms up, and measures a round for each request.
 
-The first request also builds the candidate. Answers are JSON:
-
-    {"ok": {"ms": ...}, "about": {...}, "took_s": ..., "held_bytes": ...}
-    {"unavailable": reason, "built": ...}    it cannot run
-    {"failed": error, "built": ...}          of a kernel; "broken": the process is of no more use
-
-What libraries print goes to a file. A process ends with all that it started when its parent closes
-it or dies.
+The first request also builds the candidate. Answers are JSON: {"ok": {"ms": ...}, ...}, or
+{"unavailable": reason}, or {"failed": error}. What libraries print goes to a file. A process ends
+with all that it started when its parent closes it or dies.
 """
 
 from __future__ import annotations
