@@ -167,10 +167,9 @@ def run(
         stop.why = stop.why or (its.why if its.code else "")
         done = {s["name"] for s in content["stages"] if s["status"] == "done"}
         missing = [name for name in names if name not in done]
-        content |= {"complete": not missing, "incomplete": f"not done: {', '.join(missing)}"}
-        content["answers"] = conclusions(content)
-        if not missing:
-            del content["incomplete"]
+        content |= {"complete": not missing, "answers": conclusions(content)}
+        content.pop("incomplete", None)
+        content |= {"incomplete": f"not done: {', '.join(missing)}"} if missing else {}
         content = record.sealed(content)
         record.write(folder(), content, whole=False)
     return content
