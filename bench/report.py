@@ -159,9 +159,9 @@ def verdict(content: Json) -> str:
         names[r.get("verdict", "") if r["status"] == "ok" else r["status"]].append(r["backend"])
     if not names["baseline"]:
         return "no verdict, for the baseline did not end."
-    noise = next((r["seed_noise"] for r in content["rows"] if "seed_noise" in r), None)
-    within = f"{noise:.4f}, as far as the seeds scatter," if noise else ""
-    within = within or f"{content['settings']['tolerance']:.2%}"
+    within = f"{content['settings']['tolerance']:.2%}"
+    if noise := next((r["seed_noise"] for r in content["rows"] if "seed_noise" in r), None):
+        within = f"{noise:.4f}, as far as the seeds scatter,"
     if bad := names["FAIL"]:
         return f"FAIL: {', '.join(bad)} ended further than {within} from {names['baseline'][0]}."
     if lost := [*names["failed"], *names["stopped"]]:

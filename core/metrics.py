@@ -178,8 +178,7 @@ class Meter:
             self.metrics.log(**row)
 
     def _busy(self) -> bool:
-        """True if this process waited for a core since the last call, and the peak is a measured
-        one: MFU would be that of the programs that share the cores."""
+        """True if the peak was measured, and others had this process's core since the last call."""
         (since, before), self.since = self.since, (time.perf_counter(), waited())
         share = (self.since[1] - before) / (self.since[0] - since)
         return self.peak.measured and share > 1 - ALONE
