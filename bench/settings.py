@@ -80,17 +80,23 @@ class Settings(TrainConfig):
 
 
 @dataclass(frozen=True)
-class Train(Settings):
+class Rivals:
+    """Options of the modes that measure other models too."""
+
+    batch_size: BatchSize = 12  # of a micro-batch in training; auto: the most that fit
+    rival: tuple[str, ...] = ()  # in the same rounds: nanogpt=PATH, hf
+    hf: str | None = None  # a transformers model instead of ours: folder or name
+    bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
+    rounds: PositiveInt = 5  # of each backend, interleaved
+
+
+@dataclass(frozen=True)
+class Train(Rivals, Settings):
     """Training steps of every backend: speed, MFU, memory."""
 
     without: ClassVar[tuple[str, ...]] = (*Settings.without, *RATES)
-    batch_size: BatchSize = 12  # type: ignore[assignment]  # of a micro-batch; auto: most that fit
-    rival: tuple[str, ...] = ()  # in the same rounds: nanogpt=PATH, hf
-    hf: str | None = None  # a transformers model instead of ours: folder or name
     profile: bool = False  # kernels of a step by class, with rooflines
     products_tflops: PositiveFloat | None = None  # rate of large matmuls; none: measured
-    bandwidth_gbs: PositiveFloat | None = None  # GB/s, for rooflines; none: measured
-    rounds: PositiveInt = 5  # of each backend, interleaved
     seconds: PositiveFloat = 1.0  # per round, at least one step
     warm_up_steps: PositiveInt = 2  # steps before the first round
 
@@ -109,21 +115,16 @@ class Kernel(Settings):
 
 
 @dataclass(frozen=True)
-class Decode(Settings):
+class Decode(Rivals, Settings):
     """Generation: tokens a second, first token, memory bandwidth."""
 
     without: ClassVar[tuple[str, ...]] = (*Settings.without, *RATES, *OPTIMIZER, *STEP)
-    batch_size: BatchSize = 12  # type: ignore[assignment]  # auto: the most that fit; else unused
-    rival: tuple[str, ...] = ()  # in the same rounds: nanogpt=PATH, hf
-    hf: str | None = None  # a transformers model instead of ours: folder or name
     batch_sizes: tuple[PositiveInt, ...] = ()  # sequences; none: 1 and 4, on CUDA 1 and 8
     prompts: tuple[PositiveInt, ...] = ()  # tokens; none: about block_size / 2
     new_tokens: NewTokens | None = None  # none: 16, on CUDA 128
-    kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")
+    kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")  # each of them
     constraint: tuple[Constraint | None, ...] = (None,)  # a logits processor, or a regex
     weights: Literal["dtype", "int8"] = "dtype"  # of our linear layers and head
-    bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU; none: measured
-    rounds: PositiveInt = 5  # of each backend, interleaved
 
 
 @dataclass(frozen=True)
