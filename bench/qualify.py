@@ -145,8 +145,6 @@ def run(
     end = time.monotonic() + 60 * (config.minutes or MINUTES)
     wanted = [names[n - 1] for n in sorted(set(config.stages))]
     content: Json = {**about, **bench.part, "stages": []}
-    sizes = f"{config.n_layer} layers, {config.n_embd} wide, batch {config.batch_size}"
-    progress.tell(f"training: {sizes}, {config.block_size} tokens")
     for i, name in enumerate(wanted):
         stage, now = STAGES[name], time.monotonic()
         box = (end - now) * stage.share / sum(STAGES[later].share for later in wanted[i:])

@@ -113,9 +113,8 @@ class Meter:
         self.max_iters, self.dtype = max_iters, dtype
         self.peak = peak(distributed.device, dtype, peak_tflops)
         self.checked = False  # the peak was measured a second time
-        # Tokens a second of each logged interval, and of those without other programs.
-        self.rates: list[float] = []
-        self.quiet: list[float] = []
+        self.rates: list[float] = []  # tokens a second, of each logged interval
+        self.quiet: list[float] = []  # of those without other programs
         self.told: set[str] = set()  # reasons why MFU is not known
         self.since = time.perf_counter(), waited()
         self.metrics: Metrics | None = None  # the main process's

@@ -35,7 +35,6 @@ def run(config: BenchConfig) -> int:
     vocab_size, source = vocabulary(config)
     model = GPTConfig.of(config, vocab_size)
     residual = 2 if config.residual_dtype == "autocast" and at.dtype != "float32" else 4
-    assert config.batch_size != "auto"
     sequences = config.batch_size * config.gradient_accumulation_steps
     checkpointing, clip = config.gradient_checkpointing, bool(config.grad_clip)
     job = Job(model, sequences, config.batch_size, checkpointing, clip, residual)
