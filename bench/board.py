@@ -118,10 +118,7 @@ def doubts(part: Part) -> str:
     if part["format"] == 1:
         return "old: causality not tested"
     found = [] if part.get("complete", True) else ["incomplete"]
-    if part["dirty"]:
-        found.append("uncommitted code")
-    elif not part["commit"]:
-        found.append("no commit")
+    found += ["uncommitted code"] if part["dirty"] else ["no commit"] * (not part["commit"])
     return ", ".join(found)
 
 

@@ -36,7 +36,6 @@ CGROUP = Path("/sys/fs/cgroup")  # a container's limits
 DRIVER = Path("/proc/driver/nvidia/version")
 CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
 LARGEST_COPY = 2**30  # bytes, beyond the caches
-# Of oneDNN and C++ too.
 NO_MEMORY = re.compile(f"bad_alloc|could not create a (primitive|memory)|{OUT_OF_MEMORY.pattern}")
 
 

@@ -28,7 +28,6 @@ MINUTES = 9.0
 GRAPHS = 120.0  # seconds, enough to compile the decode steps and record CUDA graphs
 TRAINED = 4  # backends of the training stage
 POINTS, ALL_POINTS = 8, 20  # points of the grid; minutes from which all are measured
-VERDICTS = ("right", "wrong", "refused", "not_reached")
 # A model for converge that learns something in a minute.
 SMALL: Json = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "n_kv_head": None}
 SMALL |= {"gradient_accumulation_steps": 1, "dropout": 0.0, "compile": False}
@@ -75,11 +74,7 @@ def machine(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
 def numbers(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
     others = ("bfloat16", "float16", "float32") if bench.cuda else ("float32",)
     dtypes = list(dict.fromkeys((bench.machine["dtype"], *others)))
-    rows = proof.prove(bench, dtypes, stop, progress)
-    for row in rows:
-        counts = (f"{row[name]} {name.replace('_', ' ')}" for name in VERDICTS)
-        progress.tell(f"{row['backend']}: {', '.join(counts)}")
-    return {"dtypes": dtypes, "rows": rows}
+    return {"dtypes": dtypes, "rows": proof.prove(bench, dtypes, stop, progress)}
 
 
 def kernels(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
@@ -150,8 +145,6 @@ def run(
     end = time.monotonic() + 60 * (config.minutes or MINUTES)
     wanted = [names[n - 1] for n in sorted(set(config.stages))]
     content: Json = {**about, **bench.part, "stages": []}
-    sizes = f"{config.n_layer} layers, {config.n_embd} wide, batch {config.batch_size}"
-    progress.tell(f"training: {sizes}, {config.block_size} tokens")
     for i, name in enumerate(wanted):
         stage, now = STAGES[name], time.monotonic()
         box = (end - now) * stage.share / sum(STAGES[later].share for later in wanted[i:])
@@ -167,10 +160,9 @@ def run(
         stop.why = stop.why or (its.why if its.code else "")
         done = {s["name"] for s in content["stages"] if s["status"] == "done"}
         missing = [name for name in names if name not in done]
-        content |= {"complete": not missing, "incomplete": f"not done: {', '.join(missing)}"}
-        content["answers"] = conclusions(content)
-        if not missing:
-            del content["incomplete"]
+        content |= {"complete": not missing, "answers": conclusions(content)}
+        content.pop("incomplete", None)
+        content |= {"incomplete": f"not done: {', '.join(missing)}"} if missing else {}
         content = record.sealed(content)
         record.write(folder(), content, whole=False)
     return content

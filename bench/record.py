@@ -73,8 +73,8 @@ def sealed(content: Json) -> Json:
 
 def new_folder(records_dir: str | Path, slug: str, machine: Json) -> Path:
     """Make and return DATE_DEVICE_SLUG, or with -2, -3, ...; UserError if it cannot be made."""
-    name = re.sub(r"^(NVIDIA|AMD)\s+(GeForce\s+)?", "", machine["name"])
-    device = "cpu" if machine["kind"] == "cpu" else name
+    device = "cpu" if machine["kind"] == "cpu" else machine["name"]
+    device = re.sub(r"^(NVIDIA|AMD)\s+(GeForce\s+)?", "", device)
     device = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     first = Path(records_dir) / f"{date.today()}_{device}_{slug}"
     folder, n = first, 1

@@ -71,9 +71,8 @@ def facts(content: Json) -> dict[str, str]:
     else:
         found["peak"] = f"{m['peak_tflops']:,.4g} TFLOP/s ({m['peak_source']})"
     if mode in ("train", "converge"):
-        counts = dict(content["flops_per_token"])
-        if "flops_per_token" in content["reference"]:
-            counts["torch's counter"] = content["reference"]["flops_per_token"]
+        counts, by_torch = content["flops_per_token"], content["reference"].get("flops_per_token")
+        counts = counts | ({"torch's counter": by_torch} if by_torch else {})
         found["MFLOP a token"] = ", ".join(f"{v / 1e6:,.2f} ({k})" for k, v in counts.items())
     rounds = tables.count(s.get("rounds", 0), "round") + WARM_UP.get(mode, "")
     if mode == "converge":  # without warm-up: every step counts
@@ -159,9 +158,9 @@ def verdict(content: Json) -> str:
         names[r.get("verdict", "") if r["status"] == "ok" else r["status"]].append(r["backend"])
     if not names["baseline"]:
         return "no verdict, for the baseline did not end."
-    noise = next((r["seed_noise"] for r in content["rows"] if "seed_noise" in r), None)
-    within = f"{noise:.4f}, as far as the seeds scatter," if noise else ""
-    within = within or f"{content['settings']['tolerance']:.2%}"
+    within = f"{content['settings']['tolerance']:.2%}"
+    if noise := next((r["seed_noise"] for r in content["rows"] if "seed_noise" in r), None):
+        within = f"{noise:.4f}, as far as the seeds scatter,"
     if bad := names["FAIL"]:
         return f"FAIL: {', '.join(bad)} ended further than {within} from {names['baseline'][0]}."
     if lost := [*names["failed"], *names["stopped"]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -19,7 +20,6 @@ from bench.tables import Row
 from core.gpus import datasheet_tflops
 from core.settings import UserError
 
-SEALED = 3  # the first format with a digest; 2 has sizes in its rounds, proofs and conclusions
 # Kernels by backend: a pattern of the short names (KERNELS in attention/proof.py; empty: none of
 # them), and one of the names on a GPU (empty: not checked).
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
@@ -58,7 +58,7 @@ def verify(content: Json) -> list[str]:
 
 
 def _problems(content: Json) -> Iterator[str]:
-    sealed = content["format"] >= SEALED or "digest" in content
+    sealed = content["format"] > 2 or "digest" in content
     if sealed and content.get("digest") != digest(content):
         yield "its digest is another one: a field was edited"
     for part in sections_of(content):
@@ -89,7 +89,7 @@ def _problems(content: Json) -> Iterator[str]:
             yield f"its tolerance is {wide:.0%}, at most {TOLERANCE:.0%} is allowed"
 
 
-def differences(got: object, want: object, name: str) -> Iterator[str]:
+def differences(got: Any, want: Any, name: str) -> Iterator[str]:
     """Yield a sentence for each value that differs; the last digits of floats may, between
     processors."""
     if isinstance(want, dict) and isinstance(got, dict):
@@ -98,11 +98,10 @@ def differences(got: object, want: object, name: str) -> Iterator[str]:
     elif isinstance(want, list) and isinstance(got, list) and len(got) == len(want):
         for one, other in zip(got, want):
             yield from differences(one, other, name)
-    elif isinstance(want, (int, float)) and isinstance(got, (int, float)):
-        if not math.isclose(got, want, rel_tol=1e-9, abs_tol=1e-15):
+    else:
+        numbers = isinstance(want, (int, float)) and isinstance(got, (int, float))
+        if not (math.isclose(got, want, rel_tol=1e-9, abs_tol=1e-15) if numbers else got == want):
             yield f"{name} is {got}, but its rounds and sizes give {want}"
-    elif got != want:
-        yield f"{name} is {got}, but its rounds and sizes give {want}"
 
 
 def _row(row: Row, again: Row, part: Json) -> Iterator[str]:

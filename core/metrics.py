@@ -113,9 +113,8 @@ class Meter:
         self.max_iters, self.dtype = max_iters, dtype
         self.peak = peak(distributed.device, dtype, peak_tflops)
         self.checked = False  # the peak was measured a second time
-        # Tokens a second of each logged interval, and of those without other programs.
-        self.rates: list[float] = []
-        self.quiet: list[float] = []
+        self.rates: list[float] = []  # tokens a second, of each logged interval
+        self.quiet: list[float] = []  # of those without other programs
         self.told: set[str] = set()  # reasons why MFU is not known
         self.since = time.perf_counter(), waited()
         self.metrics: Metrics | None = None  # the main process's
@@ -178,8 +177,7 @@ class Meter:
             self.metrics.log(**row)
 
     def _busy(self) -> bool:
-        """True if this process waited for a core since the last call, and the peak is a measured
-        one: MFU would be that of the programs that share the cores."""
+        """True if the peak was measured, and others had this process's core since the last call."""
         (since, before), self.since = self.since, (time.perf_counter(), waited())
         share = (self.since[1] - before) / (self.since[0] - since)
         return self.peak.measured and share > 1 - ALONE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from bench import ROOT, Json, tables
 from bench.plan.cluster import SHARE, Cluster, cluster
@@ -35,7 +35,6 @@ def run(config: BenchConfig) -> int:
     vocab_size, source = vocabulary(config)
     model = GPTConfig.of(config, vocab_size)
     residual = 2 if config.residual_dtype == "autocast" and at.dtype != "float32" else 4
-    assert config.batch_size != "auto"
     sequences = config.batch_size * config.gradient_accumulation_steps
     checkpointing, clip = config.gradient_checkpointing, bool(config.grad_clip)
     job = Job(model, sequences, config.batch_size, checkpointing, clip, residual)
@@ -48,15 +47,14 @@ def run(config: BenchConfig) -> int:
     )
     print(*lines, "formulas, and what they leave out: docs/PLAN.md", sep="\n")
     for n, made in every.items():
-        bad = [r for r in made if "why" in r]
-        for i, r in enumerate(bad):
+        for r in (r for r in made if "why" in r):
             where = f"{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}"
-            print("" if i else "\n", f"{where}: {r['why']}", sep="")
+            print(f"\n{where}: {r['why']}")
         good = [r for r in made if "why" not in r]
         for title, cells in sections(good, flops.given(at.peak.source)) if good else ():
             print(f"\n{n:,} GPU{'s' if n > 1 else ''}, planned: {title}\n{tables.markdown(cells)}")
-        if good and (text := nearest(at, config.gpu or "", n)):
-            print(f"A lower bound. {text}")
+        if good:
+            print(f"A lower bound. {nearest(at, config.gpu or '', n)}")
     if config.json:
         content = [r for made in every.values() for r in made]
         print(json.dumps({"mode": "plan", "planned": True, "gpu": config.gpu, "rows": content}))
@@ -127,30 +125,22 @@ def sections(rows: list[Json], given: str = "") -> list[tuple[str, tables.Cells]
     ]
 
 
-# --- what others measured ---
-
-
-def anchors() -> Iterator[Json]:
-    """Yield the rows of docs/MEASURE.md's table of published figures; of GPT-2's size."""
-    page = (ROOT / "docs" / "MEASURE.md").read_text(encoding="utf-8")
-    table = [s for s in page.partition("## MFU anchors")[2].splitlines() if s.startswith("|")]
-    head, _, *lines = ([cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table)
-    for line in lines:
-        yield dict(zip(head, line, strict=True))
-
-
 def nearest(at: Cluster, gpu: str, gpus: int) -> str:
-    """Return the measured step on the GPUs next to these in name, peak rate and number."""
+    """Return the published step of docs/MEASURE.md on the GPUs next to these in name, peak rate
+    and number; of GPT-2's size."""
+    page = (ROOT / "docs" / "MEASURE.md").read_text(encoding="utf-8").partition("## MFU anchors")[2]
+    lines = (line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|"))
+    head, _, *anchors = [[cell.strip(" `") for cell in line] for line in lines]
+    known = describe_rated(gpu)[0]
+    half = flops.datasheet_peak(known.name, "bfloat16") or at.peak
 
     def distance(anchor: Json) -> tuple[bool, float, float]:
         count, _, name = anchor["GPUs"].partition(" x ")
-        peak = float(anchor["peak, TFLOP/s"].replace(",", ""))
-        known = describe_rated(gpu)[0]
-        half = flops.datasheet_peak(known.name, "bfloat16") or at.peak
-        off = abs(math.log(peak / half.tflops))
-        return not known.short.startswith(name), off, abs(math.log(int(count) / gpus))
+        off = math.log(float(anchor["peak, TFLOP/s"].replace(",", "")) / half.tflops)
+        return not known.short.startswith(name), abs(off), abs(math.log(int(count) / gpus))
 
-    best = min((a for a in anchors() if a["ms a step"] != "-"), key=distance)
+    rows = (dict(zip(head, anchor)) for anchor in anchors)
+    best = min((row for row in rows if row["ms a step"] != "-"), key=distance)
     return (
         f"Others measured on {best['GPUs']}: {best['ms a step']} ms, mfu {best['mfu']} "
         f"({best['code']}; GPT-2 124M, {best['tokens a step']} tokens a step: docs/MEASURE.md)"
