@@ -34,6 +34,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from attention.machine.system import kineto, synchronize
 from core.files import replacing
+from core.settings import UserError
 
 CLASSES = ("products", "attention", "elementwise", "loss", "optimizer", "communication", "other")
 UPDATE = "optimizer step"  # the range around core.optimizer.update()
@@ -74,6 +75,7 @@ class StepProfile:
     """Milliseconds and calls of each kernel, by class."""
 
     of: str  # "kernels", or "operators" on the CPU
+    trace: Path | None = None  # a file that Perfetto and chrome://tracing open
     ms: float = 0.0  # of the step under the profiler
     busy_ms: float = 0.0  # while the device, or on the CPU an operator, did anything
     kernels: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
@@ -121,7 +123,7 @@ def profiled(device: torch.device, steps: int = 1,
     profiler does not support."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the profiler supports cpu and cuda, not {device.type}")
-    found = StepProfile("kernels" if device.type == "cuda" else "operators")
+    found = StepProfile("kernels" if device.type == "cuda" else "operators", trace)
     synchronize(device)
     with kineto(device.type) as watched:
         began = time.perf_counter()
@@ -132,6 +134,13 @@ def profiled(device: torch.device, steps: int = 1,
     if trace is not None:
         with replacing(trace) as file:
             watched.export_chrome_trace(str(file))
+
+
+def prepare(device: torch.device) -> None:
+    """Call this before torch.compile compiles, to see its kernels. UserError: no profiler."""
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--profile_step: expected cpu or cuda, got --device={device}")
+    name_cpu_kernels()
 
 
 def name_cpu_kernels() -> None:
