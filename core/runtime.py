@@ -207,7 +207,7 @@ def decide_onednn(wanted: bool | None, device: torch.device, dtype: torch.dtype)
         return Decision(False, "--onednn=False")
     if device.type != "cpu" or dtype != torch.float32:
         return Decision(False, f"not for {dtype_name(dtype)} on {device.type}")
-    why = None if wanted else cpu_matmul.why_not()
+    why = cpu_matmul.why_missing() if wanted else cpu_matmul.why_not()
     return Decision(why is None, why or "")
 
 
