@@ -174,10 +174,10 @@ def pieces(n: int, size: int | None) -> list[slice]:
 def chunk_rows(
     N: int, V: int, device: str, dtype: torch.dtype = torch.float32, memory: float | None = None
 ) -> int:
-    """Rows of logits at a time: as many as may fill 1/16 of a GPU's memory; on a CPU few enough
-    for its caches. memory: the GPU's in bytes; None: of the current one."""
+    """Rows of logits at a time: as many as fit into 1/16 of a GPU's memory, 4 GB at most; on a CPU
+    few enough for its caches. memory: the GPU's in bytes; None: of the current one."""
     if device != "cpu":  # 8 bytes an element: logits, their float32 values, their gradient
-        budget = min(int(memory or gpu_memory()) // 128, 2**31 - 1)
+        budget = min(int(memory or gpu_memory()) // 128, 2**29)
     else:
         budget = 2**26 if dtype == torch.bfloat16 else 2**24  # 128 MB, 64 MB
     most = max(1, min(N, budget // V))
