@@ -103,7 +103,8 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     decided: Any = {"dtype": runtime.dtype_name(setup.dtype), "residual_dtype": setup.residual}
     config = replace(config, block_size=T, **decided)  # a resumed run keeps them
     if config.profile_step:
-        profile.prepare(device)
+        profile.check(device)
+        profile.name_cpu_kernels()  # of a compiled step
     if config.parallel == "fsdp":
         parallel.shard(model, distributed, setup, config.shard_size)
     model = setup.place(model)
@@ -170,9 +171,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         evaluate(run)
         return 0
     if run.step >= config.max_iters and run.evaluated:
-        distributed.say(
-            f"nothing to do: all {config.max_iters} steps are done; --max_iters sets more"
-        )
+        distributed.say(f"nothing to do: all {config.max_iters} steps (--max_iters) are done")
         return 0
     distributed.gather(None)  # every process is ready: an earlier run may be moved aside now
     if distributed.main:
