@@ -37,7 +37,6 @@ from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
 from core.optimizer import about, build_optimizer, schedule_warnings, set_learning_rate, update
-from core.profile import profiled
 from core.runtime import Setup
 from inference.engine import generate
 from model import GPT, GPTConfig
@@ -209,7 +208,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         watching: Any = nullcontext()
         profiling = run.step + 1 == config.profile_step
         if profiling and distributed.main:
-            watching = profiled(device, trace=Path(config.out_dir) / "profile.json")
+            watching = profile.profiled(device, trace=Path(config.out_dir) / "profile.json")
         try:
             with watching as seen:
                 loss = train_step(
@@ -291,12 +290,11 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None,
     config = run.config
     distributed = run.distributed
     size = config.block_size, batches or config.eval_iters, config.batch_size
-    shard = *distributed.data, run.setup.device
-    losses = {}
+    losses: dict[str, float] = {}
     run.model.eval()
     try:
         for split, tokens in run.splits.items():
-            each = data.eval_batches(tokens, *size, *shard, run.borders)
+            each = data.eval_batches(tokens, *size, *distributed.data, run.setup.device, run.borders)
             sums = parallel.summed_loss(run.module, run.model.ring, each, run.setup.autocast, stop)
             summed, n_targets = distributed.sum([*sums])
             losses[split] = summed / n_targets if n_targets else math.nan

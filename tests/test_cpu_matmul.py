@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from core.cpu import matmul as cpu_matmul
-from core.loss import linear_cross_entropy
 from model import GPT, GPTConfig
 
 # On processors with bfloat16 matrix units the switch means bfloat16: there nothing of this is used,
@@ -138,33 +137,6 @@ def test_a_model_gives_the_same_loss_and_gradients() -> None:
     assert len(fast_grads) == len(plain_grads) > 0
     for got, expected in zip(fast_grads, plain_grads, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
-
-
-@needs_switch
-def test_products_go_through_the_switch_only_where_they_are_asked_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    entered: list[bool] = []
-    enter = cpu_matmul.onednn.__enter__
-
-    def count(self: cpu_matmul.onednn) -> None:
-        entered.append(True)
-        enter(self)
-
-    monkeypatch.setattr(cpu_matmul.onednn, "__enter__", count)
-    model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=1, n_embd=8))
-    idx = torch.zeros(1, 8, dtype=torch.long)
-    model(idx, idx)
-    assert True not in entered
-    cpu_matmul.convert(model)
-    model(idx, idx)
-    assert entered.count(True) == 1  # the head with the loss; layers need no switch forward
-    entered.clear()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(idx, idx)
-    assert True not in entered  # bfloat16 products are not float32's business
-    linear_cross_entropy(torch.ones(2, 8), torch.ones(3, 8), torch.zeros(2, dtype=torch.long))
-    assert True not in entered
 
 
 @pytest.mark.parametrize("T", [1, 3])
