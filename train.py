@@ -182,7 +182,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     val_loss = None if run.evaluated else evaluate(run, meter.metrics)
 
     stop = Stop(distributed)
-    lost = ""  # the part of a step that a signal interrupted
+    lost = ""  # the part of a step that a signal cut off
     saved_step = run.step
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
@@ -289,12 +289,12 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None,
     """Print and log the splits' losses; returns val's, None: stopped. batches: only try so many."""
     config = run.config
     distributed = run.distributed
-    size = config.block_size, batches or config.eval_iters, config.batch_size
+    sizes = config.block_size, batches or config.eval_iters, config.batch_size, *distributed.data
     losses: dict[str, float] = {}
     run.model.eval()
     try:
         for split, tokens in run.splits.items():
-            each = data.eval_batches(tokens, *size, *distributed.data, run.setup.device, run.borders)
+            each = data.eval_batches(tokens, *sizes, run.setup.device, run.borders)
             sums = parallel.summed_loss(run.module, run.model.ring, each, run.setup.autocast, stop)
             summed, n_targets = distributed.sum([*sums])
             losses[split] = summed / n_targets if n_targets else math.nan
