@@ -50,20 +50,9 @@ TEXT = "".join(
     )
 )
 TINY: dict[str, Any] = {
-    "n_layer": 1,
-    "n_head": 2,
-    "n_embd": 16,
-    "block_size": 16,
-    "batch_size": 4,
-    "max_iters": 8,
-    "eval_interval": 100,
-    "eval_iters": 2,
-    "log_interval": 1,
-    "warmup_iters": 2,
-    "learning_rate": 1e-2,
-    "device": "cpu",
-    "peak_tflops": 1.0,
-    "onednn": False,
+    "n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4, "max_iters": 8,
+    "eval_interval": 100, "eval_iters": 2, "log_interval": 1, "warmup_iters": 2,
+    "learning_rate": 1e-2, "device": "cpu", "peak_tflops": 1.0, "onednn": False,
 }
 
 
@@ -335,14 +324,8 @@ def test_a_compiled_run_gives_the_same_losses(data_dir, tmp_path):
 
 def test_an_evaluation_uses_the_same_windows_and_no_dropout(data_dir, tmp_path):
     """Weights that stay: each evaluation gives the same bits, while the training loss moves."""
-    r = run(
-        data_dir,
-        tmp_path / "out",
-        learning_rate=1e-30,
-        dropout=0.3,
-        eval_interval=2,
-        eval_on_start=True,
-    )
+    r = run(data_dir, tmp_path / "out", learning_rate=1e-30, dropout=0.3, eval_interval=2,
+            eval_on_start=True)
     found = r.evaluations()
     assert list(found) == [0, 2, 4, 6, 8]
     assert len(set(found.values())) == 1
@@ -376,7 +359,6 @@ def test_eval_only_evaluates_and_touches_nothing(data_dir, tmp_path):
 
 
 # --- what a run says and leaves behind ---
-
 
 def test_a_sample_at_the_end(data_dir, tmp_path):
     """The same each time; also of a text without line breaks."""
@@ -458,9 +440,8 @@ def test_from_a_folder_of_transformers(data_dir, tmp_path):
     with torch.no_grad():
         logits = theirs(x).logits
     want = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))
-    loss = first_loss(
-        data_dir, tmp_path / "out", init_from=tmp_path / "hf", n_layer=2, bias=True, gelu="tanh"
-    )
+    loss = first_loss(data_dir, tmp_path / "out", init_from=tmp_path / "hf", n_layer=2, bias=True,
+                      gelu="tanh")
     assert loss == pytest.approx(want, rel=1e-5)
 
     size.vocab_size = len(set(TEXT)) - 1
@@ -529,44 +510,22 @@ def finite(out: Path) -> None:
 
 
 @pytest.mark.parametrize("log_interval", few([4, 1]))
-@pytest.mark.parametrize(
-    "how, dtype",
-    few(
-        [
-            ("both", "float16"),
-            ("both", "float32"),
-            ("loss", "float32"),
-            ("gradient", "float32"),
-            ("loss", "float16"),
-        ]
-    ),
-)
+@pytest.mark.parametrize("how, dtype", few([
+    ("both", "float16"), ("both", "float32"), ("loss", "float32"), ("gradient", "float32"),
+    ("loss", "float16")]))
 def test_a_loss_that_is_not_finite_stops_the_run(
     how, dtype, log_interval, data_dir, tmp_path, monkeypatch
 ):
     """With float16 a gradient that overflows is daily bread: its step is left out, no more."""
     out = tmp_path / "out"
     spoiled = Spoiled(monkeypatch, 6, how)
-    r = run(
-        data_dir,
-        out,
-        max_iters=20,
-        eval_interval=3,
-        log_interval=log_interval,
-        dtype=dtype,
-        attention_backend="sdpa",
-    )
+    r = run(data_dir, out, max_iters=20, eval_interval=3, log_interval=log_interval, dtype=dtype,
+            attention_backend="sdpa")
     assert r.code == 1
     (line,) = [x for x in r.err.splitlines() if x.startswith("error: ")]
     lr = learning_rate(5, config(max_iters=20))
-    for words in (
-        "step 6",
-        f"lr {lr:.2e}",
-        "backend sdpa",
-        "--attention_backend=manual",
-        "--init_from=resume",
-        f"{out / 'step-00000003'} ",
-    ):
+    for words in ("step 6", f"lr {lr:.2e}", "backend sdpa", "--attention_backend=manual",
+                  "--init_from=resume", f"{out / 'step-00000003'} "):
         assert words in line
     value = r"\d\.\d+" if how == "gradient" else "nan"
     assert re.search(rf"\(loss {value}, lr ", line), line
@@ -656,13 +615,8 @@ def test_out_of_memory_is_one_sentence(data_dir, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "cuda, mps, wanted, device",
-    [
-        (True, False, "auto", "cuda"),
-        (False, True, "auto", "mps"),
-        (False, False, "auto", "cpu"),
-        (True, True, "cpu", "cpu"),
-        (True, False, "cuda:1", "cuda:1"),
-    ],
+    [(True, False, "auto", "cuda"), (False, True, "auto", "mps"), (False, False, "auto", "cpu"),
+     (True, True, "cpu", "cpu"), (True, False, "cuda:1", "cuda:1")],
 )
 def test_the_device_that_is_picked(cuda, mps, wanted, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
@@ -681,16 +635,8 @@ def test_a_loaded_models_sizes_decide_not_the_default_ones(data_dir, tmp_path, m
     assert run(data_dir, model, max_iters=1, n_embd=16, n_head=4).code == 0
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
     monkeypatch.setattr(cpu_matmul, "LEAST_WIDTH", {"AMX": 64})
-    line = [
-        f"--dataset={data_dir / 'tiny'}",
-        f"--out_dir={out}",
-        "--device=cpu",
-        "--eval_iters=2",
-        "--max_iters=1",
-        "--warmup_iters=0",
-        f"--init_from={model}",
-        "--peak_tflops=0.05",
-    ]
+    line = [f"--dataset={data_dir / 'tiny'}", f"--out_dir={out}", "--device=cpu", "--eval_iters=2",
+            "--max_iters=1", "--warmup_iters=0", f"--init_from={model}", "--peak_tflops=0.05"]
     for more in ([], ["--n_embd=16"], ["--n_kv_head=4", "--n_layer=1"]):
         r = run_line([*line, *more], out)
         assert r.code == 0 and "dtype: float32" in r.out, r.err
@@ -739,28 +685,17 @@ for _ in range(20):
     torch.ones(2**24)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            cwd=Path(train.__file__).parent,
-        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                              cwd=Path(train.__file__).parent)
         return int(done.stdout)
 
     assert faults(keep=True) < faults(keep=False) / 4
 
 
-@pytest.mark.parametrize(
-    "mode, device, micro_steps, refused",
-    [
-        ("reduce-overhead", "cuda", 2, True),
-        ("max-autotune", "cuda", 40, True),
-        ("reduce-overhead", "cuda", 1, False),
-        ("max-autotune-no-cudagraphs", "cuda", 40, False),
-        ("default", "cuda", 40, False),
-        ("reduce-overhead", "cpu", 40, False),
-    ],
-)
+@pytest.mark.parametrize("mode, device, micro_steps, refused", [
+    ("reduce-overhead", "cuda", 2, True), ("max-autotune", "cuda", 40, True),
+    ("reduce-overhead", "cuda", 1, False), ("max-autotune-no-cudagraphs", "cuda", 40, False),
+    ("default", "cuda", 40, False), ("reduce-overhead", "cpu", 40, False)])
 def test_cuda_graphs_are_refused_under_gradient_accumulation(
     mode, device, micro_steps, refused
 ) -> None:
