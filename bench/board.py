@@ -20,6 +20,7 @@ from bench.hf import model_of
 from bench.record import MODES
 from bench.tables import Row
 from bench.verify import verify
+from core.runtime import decide_residual
 
 FOLDER = ROOT / "bench" / "records"
 PAGE = ROOT / "docs" / "BOARD.md"
@@ -82,13 +83,16 @@ def heading(row: Row, part: Part) -> str:
     words[-1] += f" ({Hkv} for keys)" if Hkv != H else ""
     more = {f"window {window}": window, part["machine"]["dtype"]: True}
     if row["mode"] != "kernel":
+        at = part["machine"]
+        wanted = s.get("residual_dtype", "float32")
+        between = decide_residual(wanted, at["kind"], at["dtype"])
         more = {
             f"vocabulary {m.vocab_size:,}": True,
             **more,
             "biases": m.bias,
             f"dropout {m.dropout:g}": m.dropout,
             "gradient checkpointing": s.get("gradient_checkpointing"),
-            "residual in autocast": s.get("residual_dtype") == "autocast",
+            "residual in autocast": between == "autocast",
             f"{s.get('steps')} steps": row["mode"] == "converge",
         }
     return ", ".join(words + [name for name, on in more.items() if on])

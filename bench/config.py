@@ -114,9 +114,9 @@ OF_TRAIN = fields(TrainConfig)
 # Options of train.py for a run, which have no effect here.
 OF_A_RUN = (
     "out_dir", "init_from", "eval_interval", "eval_iters", "eval_on_start", "eval_only",
-    "log_interval", "keep_checkpoints", "sample_tokens", "wandb_log", "wandb_project",
-    "wandb_run_name", "max_iters", "warmup_iters", "lr_decay_iters", "parallel", "shard_size",
-    "async_checkpoint", "hang_timeout", "attention_fallback",
+    "log_interval", "profile_step", "keep_checkpoints", "sample_tokens", "wandb_log",
+    "wandb_project", "wandb_run_name", "max_iters", "warmup_iters", "lr_decay_iters", "parallel",
+    "shard_size", "async_checkpoint", "hang_timeout", "attention_fallback",
 )  # fmt: skip
 TRAINING = ("train", "converge", "qualify")
 MEASURED = (*TRAINING, "kernel", "decode")

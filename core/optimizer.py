@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.profiler import record_function
 
+from core import profile
 from core.cpu.matmul import why_not_bfloat16
 from core.parallel import copies, deal, held, local, whole
 from core.settings import UserError
@@ -272,6 +274,7 @@ def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
 # ----------------------------------------------------------------------------- the update
 
 
+@record_function(profile.UPDATE)
 def update(
     optimizer: torch.optim.AdamW,
     scaler: torch.amp.GradScaler,

@@ -11,6 +11,7 @@ from bench.config import BenchConfig, vocabulary
 from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan
 from core import flops
 from core.gpus import SERVERS, describe_rated
+from core.runtime import decide_residual
 from core.settings import UserError
 from model import GPTConfig
 
@@ -90,7 +91,8 @@ def run(config: BenchConfig) -> int:
     at, said = cluster(config)
     vocab_size, source = vocabulary(config)
     model = GPTConfig.of(config, vocab_size)
-    residual = 2 if config.residual_dtype == "autocast" and at.dtype != "float32" else 4
+    between = decide_residual(config.residual_dtype, "cuda", at.dtype)
+    residual = 2 if between == "autocast" and at.dtype != "float32" else 4
     assert config.batch_size != "auto"
     sequences = config.batch_size * config.gradient_accumulation_steps
     checkpointing, clip = config.gradient_checkpointing, bool(config.grad_clip)

@@ -191,7 +191,7 @@ class Plan:
         m, a, r, n = self.job.model, self.a, self.job.residual, self.tokens
         C, V, L, half = m.n_embd, m.vocab_size, m.n_layer, a < 4
         block, root = self.numbers
-        rows = chunk_rows(n, V, "cuda", getattr(torch, self.at.dtype))
+        rows = chunk_rows(n, V, "cuda", getattr(torch, self.at.dtype), self.at.memory)
         added = parameters(m) if self.shard > 1 and self.micro > 1 else 0  # unsharded gradients
         if self.shard > 1:  # root, two blocks in both dtypes, a block's gradients
             gathered = 4 * root * self.shard + (4 * a + a * half + 4) * block * self.shard

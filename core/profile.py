@@ -1,0 +1,207 @@
+"""Time of a training step by classes of kernels, from PyTorch's profiler.
+
+The step is the one that runs, compiled or not. On CUDA the times are of kernels, on the CPU of
+operators without those inside them and of Inductor's kernels; the rest of the step (Python,
+autograd, waiting) is `gaps`. Kernels of several streams overlap: the classes' sum may exceed the
+step.
+
+    products        matrix products, of the head too
+    attention       attention kernels; batched products and a softmax without log, of manual
+    elementwise     norms, GELU, additions, casts, copies: all other operators and fused kernels
+    loss            cross entropy, without the products
+    optimizer       clipping, update, adding gradients over micro-batches
+    communication   NCCL, Gloo, FSDP's copies
+    other           kernels with unknown names; copies from the host
+
+A kernel's class follows from its name and from the names of the operators and ranges around it. A
+CUDA graph has no operators around its kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+
+from attention.machine.system import kineto, synchronize
+from core.files import replacing
+from core.settings import UserError
+
+log = logging.getLogger("nanoattn")
+
+CLASSES = ("products", "attention", "elementwise", "loss", "optimizer", "communication", "other")
+UPDATE = "optimizer step"  # the range around core.optimizer.update()
+USER_SCOPE = 7  # at::RecordScope of record_function
+
+# In order: the first pattern that matches a kernel or anything around it.
+PATTERNS = {
+    "communication": r"nccl|gloo:|c10d|FSDP::|all_?reduce|all_?gather|reduce_?scatter",
+    "optimizer": rf"{UPDATE}|Optimizer\.|AccumulateGrad|multi_tensor_apply|_foreach_|_fused_adam",
+    "attention": r"flash|fmha|sdpa|attention|attn_|flex|^forward_kernel|dq_kernel|dkdv"
+                 r"|cudnn::fusion|aten::(badd)?bmm|(?-i:(?<!log)_softmax(?!_online))",
+    "products": r"aten::(add)?mm_?$|nanoattn::linear|mkl|gemm|gemv|nvjet|cutlass|xmma|cublas"
+                r"|splitk|triton_(tem|mm)",
+    "loss": r"cross_?entropy|nll_?loss|log_?softmax|softmax_online|logsumexp",
+}  # fmt: skip
+RULES = {name: re.compile(text, re.IGNORECASE | re.MULTILINE) for name, text in PATTERNS.items()}
+# Inductor names a fused kernel after its operators and after those that it takes views of.
+FUSED = re.compile(r"(triton_(poi|red|per)|cpp)_fused_(?P<operators>.*)")
+SOFTMAX = re.compile(r"(?<!log)_softmax(?!_online)")  # manual's
+OPERATOR = re.compile(r"^\w+::\w+$|at::native|elementwise|Memcpy DtoD|Memset")
+
+
+def class_of(name: str, around: Iterable[str] = ()) -> str:
+    """Return the class of a kernel or operator; `around`: the names of what it ran in."""
+    names = "\n".join([name, *around])
+    fused = FUSED.search(name)
+    for kind, pattern in RULES.items():
+        if fused and kind in ("attention", "products"):
+            if kind == "attention" and SOFTMAX.search(fused["operators"]):
+                return kind
+        elif pattern.search(names):
+            return kind
+    return "elementwise" if fused or OPERATOR.search(name) else "other"
+
+
+@dataclass
+class StepProfile:
+    """Milliseconds and calls of each kernel, by class."""
+
+    of: str  # "kernels", or "operators" on the CPU
+    trace: Path | None = None  # a file that Perfetto and chrome://tracing open
+    ms: float = 0.0  # of the step under the profiler
+    busy_ms: float = 0.0  # while the device, or on the CPU an operator, did anything
+    kernels: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
+
+    @property
+    def classes(self) -> dict[str, float]:
+        """Milliseconds by class and of the gaps, the largest first."""
+        times = {c: sum(ms for ms, _ in k.values()) for c, k in self.kernels.items()}
+        times["gaps"] = max(0.0, self.ms - self.busy_ms)
+        return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+    def largest(self, kind: str, n: int = 3) -> list[tuple[str, float, int]]:
+        """Return name, milliseconds and calls of the longest kernels of a class."""
+        found = sorted(self.kernels.get(kind, {}).items(), key=lambda item: -item[1][0])
+        return [(name, ms, calls) for name, (ms, calls) in found[:n]]
+
+    def row(self) -> dict[str, Any]:
+        """Return the profile as JSON for a record."""
+        largest = {kind: self.largest(kind, 8) for kind in self.kernels}
+        return {"of": self.of, "ms": self.ms, "busy_ms": self.busy_ms, "classes": self.classes,
+                "names": largest}  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """Return the table to print: classes, and the three longest kernels of each."""
+        lines = [f"{'class':40} {'ms':>9} {'share':>7} {'calls':>6}"]
+        for kind, ms in self.classes.items():
+            calls = sum(n for _, n in self.kernels.get(kind, {}).values())
+            lines.append(f"{kind:40} {ms:9.3f} {ms / self.ms:7.1%} {calls or '-':>6}")
+            for name, ms, calls in self.largest(kind):
+                lines.append(f"  {short(name):38} {ms:9.3f} {ms / self.ms:7.1%} {calls:6}")
+        return lines
+
+
+def short(name: str, width: int = 38) -> str:
+    """Shorten a C++ or Inductor name to its beginning and its end."""
+    name = re.sub(r"^void |\(anonymous namespace\)::|at::native::", "", name)
+    return name if len(name) <= width else f"{name[: width - 13]}..{name[-11:]}"
+
+
+@contextmanager
+def profiled(device: torch.device, steps: int = 1,
+             trace: Path | None = None) -> Iterator[StepProfile]:  # fmt: skip
+    """Profile the block, which runs `steps` steps; afterwards the yielded profile holds the figures
+    of one. trace: a Chrome trace file to write. Raises UserError as check()."""
+    check(device)
+    found = StepProfile("kernels" if device.type == "cuda" else "operators", trace)
+    synchronize(device)
+    with kineto(device.type) as watched:
+        began = time.perf_counter()
+        yield found
+        synchronize(device)
+        found.ms = 1e3 * (time.perf_counter() - began) / steps
+    add_events(found, watched.events() or (), steps)
+    try:
+        if trace is not None:
+            with replacing(trace) as file:
+                watched.export_chrome_trace(str(file))
+    except OSError as e:  # a full disk ends no training
+        log.warning("%s could not be written (%s)", trace, e)
+        found.trace = None
+
+
+def check(device: torch.device) -> None:
+    """Raise UserError for a device that PyTorch's profiler does not support."""
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"the profiler supports cpu and cuda, not {device.type}")
+
+
+def name_cpu_kernels() -> None:
+    """Let the kernels that Inductor compiles for the CPU from now on appear in a profile."""
+    import torch._inductor.config as inductor
+
+    inductor.cpp.enable_kernel_profile = True
+
+
+def add_events(found: StepProfile, events: Iterable[FunctionEvent], steps: int) -> None:
+    """Add the profiler's events, of several steps, to the profile of one."""
+    samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))  # us
+
+    def add(name: str, around: Iterable[str], microseconds: float) -> None:
+        samples[class_of(name, around)][name].append(microseconds)
+
+    events = list(events)
+    on_host = [e for e in events if e.device_type == DeviceType.CPU]
+    if found.of == "operators":
+        for e in on_host:  # the rest is Python's and autograd's own
+            if e.is_async and RULES["communication"].search(e.name):  # in a thread of Gloo
+                add(e.name, (), e.time_range.elapsed_us())
+            elif FUSED.search(e.name) or OPERATOR.search(e.name):
+                add(e.name, parents(e), e.self_cpu_time_total)
+        busy = sum(sum(us) for names in samples.values() for us in names.values())
+    else:
+        # A range appears on the device too, from its first kernel to its last.
+        ranges = {e.name for e in on_host if e.scope == USER_SCOPE}
+        kernels = [e for e in events if e.device_type != DeviceType.CPU and e.name not in ranges]
+        launched = [(k, e) for e in on_host for k in e.kernels if k.name not in ranges]
+        for k, e in launched:
+            add(k.name, [e.name, *parents(e)], k.duration)
+        alone = Counter(e.name for e in kernels) - Counter(k.name for k, _ in launched)
+        for e in kernels:  # without an operator: in a CUDA graph
+            if alone[e.name] > 0:
+                alone[e.name] -= 1
+                add(e.name, (), e.time_range.elapsed_us())
+        busy = union((e.time_range.start, e.time_range.end) for e in kernels)
+    found.busy_ms = busy / 1e3 / steps
+    for kind, names in samples.items():
+        found.kernels[kind] = {
+            name: (sum(us) / 1e3 / steps, len(us) // steps) for name, us in names.items()
+        }
+
+
+def parents(event: FunctionEvent) -> Iterator[str]:
+    """Yield the names of the operators and ranges around an event, the innermost first."""
+    around = event.cpu_parent
+    while around is not None:
+        yield around.name
+        around = around.cpu_parent
+
+
+def union(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of all spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
