@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import Phase, Plan, Plans, Policy, Ranks, Ring, Spec, check_name
-from attention.machine.system import autocast_dtype
+from attention.machine.system import autocast_dtype, autocast_off
 from core.loss import Head
 from core.options import ModelOptions
 from core.settings import Size, check_fields
@@ -40,10 +39,7 @@ Cache = Any  # one step of a KV cache, or a layer of it: inference/cache.py
 
 @dataclass(frozen=True)
 class GPTConfig(ModelOptions):
-    """Model sizes and attention settings: core/options.py's ModelOptions, and what few models need.
-
-    Raises ValueError if they are inconsistent.
-    """
+    """ModelOptions and what few models need. Raises ValueError if they are inconsistent."""
 
     vocab_size: Size = 50304  # GPT-2's 50257, rounded up to a multiple of 64 for speed
     bias: bool | Literal["qkv"] = True  # as GPT-2's checkpoints; train.py's default is False
@@ -57,18 +53,19 @@ class GPTConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        C, H, several = self.n_embd, self.n_head, self.attention_window
-        if self.head_size is None and C % H:
-            raise ValueError(f"n_embd must be a multiple of n_head, got n_embd={C}, n_head={H}")
+        if self.head_size is None and self.n_embd % self.n_head:
+            got = f"n_embd={self.n_embd}, n_head={self.n_head}"
+            raise ValueError(f"n_embd must be a multiple of n_head, got {got}")
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"position=rope needs heads of an even width, got {self.head_dim}")
         if (scaling := self.rope_scaling) and not 0 <= scaling[1] < scaling[2]:
             raise ValueError(f"rope_scaling: expected 0 <= low < high, got {scaling}")
         check_name(self.attention_backend)  # runs no code: a saved config may name some
-        if isinstance(several, tuple) and not 1 <= (n := len(several)) <= self.n_layer:
-            raise ValueError(f"attention_window: expected 1 to n_layer={self.n_layer}, got {n}")
-        if isinstance(several, tuple) and len(several) == 1:  # equal models have equal configs
-            object.__setattr__(self, "attention_window", several[0])
+        if isinstance(windows := self.attention_window, tuple):
+            if not 1 <= (n := len(windows)) <= self.n_layer:
+                raise ValueError(f"attention_window: expected 1 to n_layer={self.n_layer}, got {n}")
+            if n == 1:  # equal models have equal configs
+                object.__setattr__(self, "attention_window", windows[0])
         self.specs(Phase("cpu", "float32"))  # checks n_kv_head, attention_window and dropout
 
     @classmethod
@@ -112,15 +109,16 @@ class Norm(nn.Module):
 
     def __init__(self, config: GPTConfig, width: int, rms: bool) -> None:
         super().__init__()
-        self.rms, self.eps, biased = rms, config.norm_eps, config.bias is True and not rms
+        self.rms = rms
+        self.eps = config.norm_eps
+        biased = config.bias is True and not rms
         self.weight: Tensor = nn.Parameter(torch.ones(width))
         self.bias: Tensor | None = nn.Parameter(torch.zeros(width)) if biased else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias, same = self.weight, self.bias, x.dtype == self.weight.dtype
-        if not same:  # autocast would cast x to float32 on CUDA
-            weight, bias = weight.to(x.dtype), bias if bias is None else bias.to(x.dtype)
-        with nullcontext() if same else torch.autocast(x.device.type, enabled=False):
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        with autocast_off(x):  # on CUDA it would cast x to float32
             if self.rms:
                 return F.rms_norm(x, weight.shape, weight, self.eps)
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
@@ -161,7 +159,9 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         C, D = config.n_embd, config.head_dim
-        self.head_dim, self.q_size, self.kv_size = D, config.n_head * D, config.kv_heads * D
+        self.head_dim = D
+        self.q_size = config.n_head * D
+        self.kv_size = config.kv_heads * D
         self.c_attn = nn.Linear(C, self.q_size + 2 * self.kv_size, bias=bool(config.bias))
         self.c_proj = nn.Linear(self.q_size, C, bias=config.bias is True)
         self.q_norm = Norm(config, D, rms=True) if config.qk_norm else nn.Identity()
@@ -285,12 +285,12 @@ class GPT(nn.Module):
         for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):
             if spec.lse and self.ring:
                 attend = self.ring.attend(chosen.backend)
+            layer = None if cache is None else cache.layer(i)
+            given = attend, spec, segments, rope, layer, *slopes
             if self.gradient_checkpointing and self.training and cache is None:
-                given = attend, spec, segments, rope, None, *slopes
                 x = checkpoint(block, x, *given, use_reentrant=False)
             else:
-                layer = None if cache is None else cache.layer(i)
-                x = block(x, attend, spec, segments, rope, layer, *slopes)
+                x = block(x, *given)
         return self.transformer.ln_f(x)
 
     def positions(self, idx: Tensor) -> Tensor:
@@ -304,7 +304,8 @@ class GPT(nn.Module):
 
     def embed(self, idx: Tensor, pos: Tensor) -> tuple[Tensor, Rope]:
         """Embeddings (B, T, C), and with RoPE the angles of each position and pair of channels."""
-        x, rope = self.transformer.wte(idx), None
+        rope: Rope = None
+        x = self.transformer.wte(idx)
         if self.config.position == "learned":
             x = x + self.transformer.wpe(pos)
         elif self.config.position == "rope":  # (T, 1, D / 2) or (B, T, 1, D / 2)
@@ -359,10 +360,12 @@ class GPT(nn.Module):
 
     def get_num_params(self, non_embedding: bool = True) -> int:
         """The number of parameters; non_embedding=True: without those that are only looked up."""
-        t, learned = self.transformer, self.config.position == "learned"
-        looked_up = [*([t.wpe] if learned else []), *([] if self.config.tied else [t.wte])]
         n = sum(p.numel() for p in self.parameters())
-        return n - sum(e.weight.numel() for e in looked_up) if non_embedding else n
+        if non_embedding and self.config.position == "learned":
+            n -= self.transformer.wpe.weight.numel()
+        if non_embedding and not self.config.tied:
+            n -= self.transformer.wte.weight.numel()
+        return n
 
     def crop_block_size(self, block_size: int) -> None:
         """Keep only the first `block_size` positions. Raises ValueError if there are fewer."""

@@ -13,10 +13,11 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from core.options import ALIASES, IGNORED, TrainConfig
 from core.settings import Loaded, exit_on_user_error, read, read_early
@@ -31,7 +32,7 @@ from torch import Tensor
 import checkpoint
 import data
 from attention import Resolution
-from core import flops, parallel, runtime
+from core import flops, parallel, profile, runtime
 from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
@@ -87,46 +88,56 @@ def create_model(loaded: Loaded[TrainConfig], meta: data.tokenizer.Json) -> GPT:
 
 def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     """Create data, model, optimizer and kernel, and print what will run."""
-    config, device, say = loaded.settings, distributed.device, distributed.say
+    config = loaded.settings
+    device = distributed.device
     micro_steps = distributed.micro_steps(config.batch_size, config.gradient_accumulation_steps)
     if device.type == "cpu":
         runtime.keep_freed_memory()
     torch.manual_seed(config.seed)
-    meta = data.read_meta(folder := data.find(config.dataset, config.data_dir))
+    folder = data.find(config.dataset, config.data_dir)
+    meta = data.read_meta(folder)
     model = create_model(loaded, meta)
     setup = config.setup(device, model.config.n_embd)
-    T, dtype = model.config.block_size, runtime.dtype_name(setup.dtype)
-    config = replace(config, block_size=T, dtype=dtype)  # type: ignore[arg-type]
+    T = model.config.block_size
+    decided: Any = {"dtype": runtime.dtype_name(setup.dtype), "residual_dtype": setup.residual}
+    config = replace(config, block_size=T, **decided)  # a resumed run keeps them
+    if config.profile_step:
+        profile.check(device)
+        profile.name_cpu_kernels()  # of a compiled step
     if config.parallel == "fsdp":
         parallel.shard(model, distributed, setup, config.shard_size)
     model = setup.place(model)
     model.ring = parallel.ring(distributed, T)
     model.gradient_checkpointing = config.gradient_checkpointing
-    model.residual_autocast = config.residual_dtype == "autocast"
+    model.residual_autocast = setup.residual == "autocast"
     model.packed = config.document_mask
     borders = data.loader.Documents.of(folder, meta) if model.packed else None
     optimizer = build_optimizer(model, config, device, distributed.world_size)
     torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
     windows = data.loader.fingerprint(splits["val"], T, config.eval_iters, config.batch_size)
-    done, scaler = checkpoint.Progress(evaluated=not config.eval_on_start), setup.scaler()
+    scaler = setup.scaler()
+    done = checkpoint.Progress(evaluated=not config.eval_on_start)
     if config.init_from == "resume":
         done = checkpoint.restore_run(config, model, optimizer, scaler, distributed, windows)
-    ddp = config.parallel == "ddp"  # FSDP has changed the model in place, and compiles its blocks
-    compiled = bool(setup.compile)
-    phase = {"dtype": config.dtype, "compiled": compiled, "segments": model.packed}
+    phase = {"dtype": config.dtype, "compiled": bool(setup.compile), "segments": model.packed}
     kernel = model.plan(config.batch_size, distributed, **phase)[0].chosen
     model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
-    module = parallel.replicate(setup.compiled(model, micro_steps), distributed) if ddp else model
-    say("\n".join([*setup.report(distributed.world_size), *about(model, optimizer)]))
-    N, tokenizer = model.get_num_params(non_embedding=False), meta["tokenizer"]["name"]
-    say(f"model: {N:,} parameters{flops.uncounted(model.config)}; dataset {folder}, tokenizer "
-        f"{tokenizer}, vocabulary {meta['vocab_size']:,}")  # fmt: skip
+    module: nn.Module = model  # FSDP has changed it in place, and compiles its blocks
+    if config.parallel == "ddp":
+        module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
+    N = model.get_num_params(non_embedding=False)
+    distributed.say("\n".join([
+        *setup.report(distributed.world_size), *about(model, optimizer),
+        f"model: {N:,} parameters{flops.uncounted(model.config)}; dataset {folder}, tokenizer "
+        f"{meta['tokenizer']['name']}, vocabulary {meta['vocab_size']:,}"]))  # fmt: skip
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, *done.best, windows)  # fmt: skip
-    return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, borders,
-               kernel, micro_steps, saver,
-               done.step, done.sequences_seen, done.evaluated)  # fmt: skip
+    return Run(
+        config=config, distributed=distributed, setup=setup, meta=meta, model=model, module=module,
+        optimizer=optimizer, scaler=scaler, splits=splits, borders=borders, attention=kernel,
+        micro_steps=micro_steps, saver=saver, step=done.step, sequences_seen=done.sequences_seen,
+        evaluated=done.evaluated)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -148,7 +159,9 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     """Train as the settings say; returns the exit code."""
     distributed.say("\n".join([*loaded.report(), *schedule_warnings(loaded.settings)]))
     run = set_up(loaded, distributed)
-    config, T, device, say = run.config, run.config.block_size, distributed.device, distributed.say
+    config = run.config
+    T = config.block_size
+    device = distributed.device
     meter = Meter(distributed, run.model.config, T, run.global_batch * T, config.max_iters,
                   config.dtype, config.peak_tflops)  # fmt: skip
     meter.keys = flops.keys_of(run.attention.backend, T, run.model.config.n_head, device)
@@ -157,18 +170,20 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         evaluate(run)
         return 0
     if run.step >= config.max_iters and run.evaluated:
-        say(f"nothing to do: all {config.max_iters} steps are done; --max_iters sets more")
+        distributed.say(f"nothing to do: all {config.max_iters} steps (--max_iters) are done")
         return 0
     distributed.gather(None)  # every process is ready: an earlier run may be moved aside now
     if distributed.main:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
-            say(f"an earlier run's checkpoints and metrics are now in {moved}")
+            distributed.say(f"an earlier run's checkpoints and metrics are now in {moved}")
         wandb = {"project": config.wandb_project, "name": config.wandb_run_name,
                  "config": asdict(config)} if config.wandb_log else None  # fmt: skip
         meter.metrics = Metrics(Path(config.out_dir), run.step, wandb, run.evaluated)
     val_loss = None if run.evaluated else evaluate(run, meter.metrics)
 
-    stop, kernel, lost, saved_step = Stop(distributed), run.attention, "", run.step
+    stop = Stop(distributed)
+    lost = ""  # the part of a step that a signal cut off
+    saved_step = run.step
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device,
@@ -177,32 +192,45 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     def save(val_loss: float | None) -> None:
         run.saver.save(run.model, run.optimizer, run.scaler, asdict(config), run.meta["tokenizer"],
                        step=run.step, val_loss=val_loss, sequences_seen=run.sequences_seen,
-                       attention_backend=kernel.backend.name,
-                       attention_kernels=list(kernel.kernels))  # fmt: skip
+                       attention_backend=run.attention.backend.name,
+                       attention_kernels=list(run.attention.kernels))  # fmt: skip
 
     runtime.settle(device)
-    stopping, began, began_step = False, runtime.now(device), run.step
+    stopping: bool = False
+    began = runtime.now(device)  # of the steps that the next line counts
+    began_step = run.step
     for batch in batches.prefetch(run.step, config.max_iters, *distributed.data):
         # --- one step ---
         lr = set_learning_rate(run.optimizer, run.step, config)
         meter.count(*batch[2:])
         x, y, *segments = parallel.shard_batch(run.model.ring, *batch)
         random = runtime.random_state(device)
+        watching: Any = nullcontext()
+        profiling = run.step + 1 == config.profile_step
+        if profiling and distributed.main:
+            watching = profile.profiled(device, trace=Path(config.out_dir) / "profile.json")
         try:
-            loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
-                              run.micro_steps, config.grad_clip, found_inf, stop.mark,
-                              *segments)  # fmt: skip
+            with watching as seen:
+                loss = train_step(
+                    run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
+                    micro_steps=run.micro_steps, clip=config.grad_clip, found_inf=found_inf,
+                    mark=stop.mark, segments=segments)  # fmt: skip
         except Stopped:
             runtime.set_random_state(random, device)
-            stopping, lost = True, f", {stop.micro_batches}/{run.micro_steps} of the next is lost"
+            stopping = True
+            lost = f", {stop.micro_batches}/{run.micro_steps} of the next is lost"
             break
         run.step += 1
         run.sequences_seen += run.global_batch
+        if seen:
+            distributed.say("\n".join([f"step {run.step}:", *seen.lines(), f"trace: {seen.trace}"]))
         if run.step == warm:
             if distributed.control:
                 evaluate(run, batches=1)  # the first one compiles
             distributed.limit(config.hang_timeout)  # until here it was half an hour, to compile
-            began, began_step = runtime.now(device), run.step
+        if run.step == warm or profiling:  # neither is a usual step
+            began = runtime.now(device)
+            began_step = run.step
             meter.counted.clear()
 
         # --- all processes agree: stop? log? (found_inf: on a GPU it would wait) ---
@@ -218,14 +246,15 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         # --- evaluation, logging ---
         total, any_inf = distributed.sum([float(loss), float(found_inf)])
         mean_loss = total / distributed.world_size
-        passed, steps, val_loss = time.perf_counter() - began, run.step - began_step, None
-        seconds = passed / steps if run.step > warm else None
+        steps = run.step - began_step
+        seconds = (time.perf_counter() - began) / steps if steps and run.step > warm else None
+        val_loss = None
         if evaluating and not (any_inf or stopping):
             val_loss = evaluate(run, meter.metrics, stop)
             stopping = val_loss is None
         value = mean_loss if val_loss is None else val_loss
         if any_inf or not math.isfinite(value):
-            meter.not_finite(run.step, value, lr, kernel, run.saver.last_good())
+            meter.not_finite(run.step, value, lr, run.attention, run.saver.last_good())
             run.saver.wait()
             return 1
         if logging_now:
@@ -235,7 +264,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         if evaluating:
             save(val_loss)
             saved_step = run.step
-        began, began_step = runtime.now(device), run.step
+        began = runtime.now(device)
+        began_step = run.step
 
     if stopping and run.step > saved_step:
         save(None)
@@ -245,7 +275,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     meter.close()  # from here on no process waits for the main one, which may take long
     stop.request.close()
     if stopping:
-        say(f"stopped after step {run.step}{lost}; {run.saver.last_good()}")
+        distributed.say(f"stopped after step {run.step}{lost}; {run.saver.last_good()}")
         return 128 + (stop.request.signal or signal.SIGTERM)
     meter.end(val_loss, run.meta.get("baselines", {}))
     if alone and distributed.main:
@@ -257,12 +287,14 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
 def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None,
              batches: int | None = None) -> float | None:  # fmt: skip
     """Print and log the splits' losses; returns val's, None: stopped. batches: only try so many."""
-    config, distributed, device, losses = run.config, run.distributed, run.setup.device, {}
-    size = config.block_size, batches or config.eval_iters, config.batch_size
+    config = run.config
+    distributed = run.distributed
+    sizes = config.block_size, batches or config.eval_iters, config.batch_size, *distributed.data
+    losses: dict[str, float] = {}
     run.model.eval()
     try:
         for split, tokens in run.splits.items():
-            each = data.eval_batches(tokens, *size, *distributed.data, device, run.borders)
+            each = data.eval_batches(tokens, *sizes, run.setup.device, run.borders)
             sums = parallel.summed_loss(run.module, run.model.ring, each, run.setup.autocast, stop)
             summed, n_targets = distributed.sum([*sums])
             losses[split] = summed / n_targets if n_targets else math.nan
@@ -302,30 +334,34 @@ def sample(run: Run, alone: GPT) -> None:
 def train_step(
     module: nn.Module, optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler,
     autocast: torch.autocast, x: Tensor, y: Tensor, micro_steps: int, clip: float,
-    found_inf: Tensor, mark: Callable[[str], None] = lambda part: None, *segments: Tensor,
+    found_inf: Tensor, mark: Callable[[str], None] = lambda part: None,
+    segments: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """One step of training: forward and backward of each micro-batch, clip, update.
 
     Args:
         module: the model: plain, compiled, DDP or FSDP.
         x, y: (micro_steps * B, T) int64, token ids and their successors (IGNORE: no target).
+        clip, found_inf: as in core.optimizer.update().
         mark: called with "forward", "backward", "update" and "end" (benchmarks).
-        segments: (micro_steps * B, T) int32, or none: a token sees all before it.
+        segments: one (micro_steps * B, T) int32, or none: a token sees all before it.
 
     Returns:
         loss in nats per token, float32 (): its average over processes is the mean over all targets
         of the step. On a GPU nothing here waits for the device.
     """
     loss = torch.zeros((), device=x.device)
-    parts = [*zip(*(t.tensor_split(micro_steps) for t in (x, y, *segments)), strict=True)]
-    weights = parallel.loss_weights(module, torch.stack([(p[1] != IGNORE).sum() for p in parts]))
-    for i, (batch, weight) in enumerate(zip(parts, weights, strict=True)):
+    parts = [t.tensor_split(micro_steps) for t in (x, y, *segments)]
+    targets = torch.stack([(part != IGNORE).sum() for part in parts[1]])
+    weights = parallel.loss_weights(module, targets)
+    for i, weight in enumerate(weights):
+        micro_batch = [part[i] for part in parts]
         # Processes average their gradients once, in the backward pass of the last micro-step.
         with parallel.no_sync(module) if i < micro_steps - 1 else nullcontext():
             mark("forward")
             with autocast:
                 # Without targets the mean is NaN.
-                part = torch.where(weight == 0, 0.0, module(*batch)[1] * weight)
+                part = torch.where(weight == 0, 0.0, module(*micro_batch)[1] * weight)
                 # A loss that is not finite makes the gradients NaN: every process sees it.
                 part = part * torch.where(part.isfinite(), 1.0, torch.nan)
             mark("backward")

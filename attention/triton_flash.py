@@ -74,14 +74,15 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
              offset: int, segments: Pair = None, sinks: Tensor | None = None,
              seed: Tensor | None = None, alibi_slopes: Tensor | None = None,
              *, whole: bool = False) -> tuple[Tensor, ...]:
-    from .triton.flash_kernels import LOWEST, flash_backward
+    from .triton.flash_kernels import LOWEST, flash_backward, unpack
 
     if not whole:  # -inf, where no key is seen, would give NaN
         out, L = out.contiguous(), (L / math.log(2)).clamp(min=LOWEST.value).contiguous()
     runs, numbers = _given(k, spec, offset, segments, seed, whole)
-    *grads, delta = flash_backward(dout, q, k, v, out, L, *runs, seed, alibi_slopes, *numbers)
+    packed, delta = flash_backward(dout, q, k, v, out, L, *runs, seed, alibi_slopes, *numbers)
+    grads = unpack(packed, q, k)
     if sinks is None:
-        return tuple(grads)
+        return grads
     P_sink = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - L)  # (B, H, Tq)
     return *grads, -(P_sink * delta).sum(dim=(0, 2))
 

@@ -19,6 +19,7 @@ from bench import ROOT, Json, report, tables
 from bench.hf import model_of
 from bench.tables import Row
 from bench.verify import verify
+from core.runtime import decide_residual
 
 FOLDER = ROOT / "bench" / "records"
 PAGE = ROOT / "docs" / "BOARD.md"
@@ -99,6 +100,8 @@ def heading(row: Row, part: Part) -> str:
         return f"{p['H']} heads of {p['D']}{shared}{window}, {dtype}"
     windows = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
     shared = f" ({m.kv_heads} for keys)" if m.kv_heads != m.n_head else ""
+    wanted, kind = s.get("residual_dtype", "float32"), part["machine"]["kind"]
+    residual = decide_residual(wanted, kind, dtype)
     words = {
         part.get("hf", {}).get("name", ""): "hf" in part,
         f"{m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads{shared}": True,
@@ -108,7 +111,7 @@ def heading(row: Row, part: Part) -> str:
         "biases": m.bias,
         f"dropout {m.dropout:g}": m.dropout,
         "gradient checkpointing": s.get("gradient_checkpointing"),
-        "residual in autocast": s.get("residual_dtype") == "autocast",
+        "residual in autocast": residual == "autocast",
         f"{s.get('steps')} steps": row["mode"] == "converge",
     }
     return ", ".join(word for word, on in words.items() if on)

@@ -26,7 +26,7 @@ TITLE = "Final losses and the baseline's"
 ROUNDS = 10  # parts of a training, interleaved
 PATHS: dict[str, Json] = {  # of --paths
     "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16": {"dtype": "bfloat16", "residual_dtype": "float32"},
     "bfloat16-residual": {"dtype": "bfloat16", "residual_dtype": "autocast"},
 }
 COLUMNS: list[Column] = [

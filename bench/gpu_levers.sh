@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import core.loss
+from attention.triton import flash_kernels
 from bench import candidates
 from bench.job import Job
 from bench.reference import gradient_norm
@@ -92,24 +93,47 @@ def one_chunk(N, V, *_):
     return min(N, -(-N // (128 * chunks)) * 128)
 
 
+def half_chunks(N, V, *about):
+    """Return half of the rows that core.loss takes."""
+    return max(128, chunk_rows(N, V, *about) // 256 * 128)
+
+
+def with_tiles(dq=None, dkdv=None):
+    """Return the Triton kernels' tiles with others for the backward pass at head_dim 64."""
+    here = (9, 0) if TINY else torch.cuda.get_device_capability()
+    row = max(c for c in flash_kernels.TILES if c <= here)
+    forward, *backward = flash_kernels.TILES[row][flash_kernels.HALF, 64]
+    backward = [new or old for new, old in zip((dq, dkdv), backward)]
+    own = {**flash_kernels.TILES[row], (flash_kernels.HALF, 64): (forward, *backward)}
+    return {(flash_kernels, "TILES"): {**flash_kernels.TILES, row: own}}
+
+
+chunk_rows = core.loss.chunk_rows
 RESIDUAL = {"residual_dtype": "autocast"}
-VARIANTS = {  # options of train.py, functions of core.loss, options of Inductor
+TRITON = {**RESIDUAL, "attention_backend": "triton"}
+SMALL_TILE, LARGE_TILE = (64, 64, 4, 3), (128, 64, 8, 3)  # queries, keys, warps, stages
+VARIANTS = {  # options of train.py, replaced names of modules, options of Inductor
     "base": ({}, {}, {}),
     "residual": (RESIDUAL, {}, {}),
-    "one chunk": ({}, {"chunk_rows": one_chunk}, {}),
-    "full logits": ({}, {"linear_cross_entropy": full_logits}, {}),
+    "one chunk": ({}, {(core.loss, "chunk_rows"): one_chunk}, {}),
+    "half chunks": ({}, {(core.loss, "chunk_rows"): half_chunks}, {}),
+    "full logits": ({}, {(core.loss, "linear_cross_entropy"): full_logits}, {}),
     "nomix": ({}, {}, {"triton.mix_order_reduction": False}),
     "triton": ({"attention_backend": "triton"}, {}, {}),
     "sdpa_flash": ({"attention_backend": "sdpa_flash"}, {}, {}),
-    "residual+triton": ({**RESIDUAL, "attention_backend": "triton"}, {}, {}),
+    "residual+triton": (TRITON, {}, {}),
+    "triton dkdv small": (TRITON, with_tiles(dkdv=SMALL_TILE), {}),
+    "triton dkdv large": (TRITON, with_tiles(dkdv=LARGE_TILE), {}),
+    "triton dq large": (TRITON, with_tiles(dq=LARGE_TILE), {}),
     "residual+batch 64": ({**RESIDUAL, "batch_size": 64}, {}, {}),
     "graphs": ({"compile_mode": "reduce-overhead"}, {}, {}),
     "tuned": ({"compile_mode": "max-autotune-no-cudagraphs"}, {}, {}),
 }
 if path := os.environ.get("CE"):
-    loss = {"linear_cross_entropy": runpy.run_path(path)["loss"]}
+    loss = {(core.loss, "linear_cross_entropy"): runpy.run_path(path)["loss"]}
     VARIANTS |= {"ce": ({}, loss, {}), "residual+ce": (RESIDUAL, loss, {})}
 BASE = {"attention_backend": "sdpa_cudnn", "batch_size": 32, "gradient_accumulation_steps": 1}
+BASE |= {"residual_dtype": "float32"}
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": C, "block_size": 64, "batch_size": 4}
 SMALL |= {"attention_backend": "sdpa", "compile": False, "onednn": False}
 # All variants share the code of GPT.forward.
@@ -121,7 +145,7 @@ class Variant:
     """A model with its compiled step, and the times of its rounds."""
 
     def __init__(self, name):
-        options, self.functions, inductor = VARIANTS[name]
+        options, self.replaced, inductor = VARIANTS[name]
         options = {**BASE, **options, **(SMALL if TINY else {})}
         config = settings.to(TrainConfig, **options, attention_fallback=False)
         sent = {"train": dataclasses.asdict(config), "vocab_size": V, "hf": None}
@@ -147,12 +171,14 @@ class Variant:
 
     def step(self, mark=lambda part: None):
         # In place at each step: Dynamo guards them, and would compile the old ones again.
-        before = {name: getattr(core.loss, name) for name in self.functions}
-        vars(core.loss).update(self.functions)
+        before = {(module, name): getattr(module, name) for module, name in self.replaced}
+        for (module, name), value in self.replaced.items():
+            setattr(module, name, value)
         try:
             return self.who.step(*self.batch, 1, mark)
         finally:
-            vars(core.loss).update(before)
+            for (module, name), value in before.items():
+                setattr(module, name, value)
 
     def round(self):
         self.times.append(milliseconds(self.step, 8))

@@ -150,7 +150,7 @@ class Job:
         config = self.config
         model = self.setup.place(GPT(GPTConfig.of(config, self.vocab_size), config.policy), cast)
         model.gradient_checkpointing = config.gradient_checkpointing
-        model.residual_autocast = config.residual_dtype == "autocast"
+        model.residual_autocast = self.setup.residual == "autocast"
         return model
 
     def random_tokens(self, n: int) -> tuple[Tensor, Tensor]:

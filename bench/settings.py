@@ -31,9 +31,9 @@ OTHERS = {name: why for name, why in IGNORED.items() if name not in ALIASES}
 # Options of train.py, by what they have an effect on.
 RUN = (
     "out_dir", "init_from", "eval_interval", "eval_iters", "eval_on_start", "eval_only",
-    "log_interval", "keep_checkpoints", "sample_tokens", "wandb_log", "wandb_project",
-    "wandb_run_name", "max_iters", "warmup_iters", "lr_decay_iters", "parallel", "shard_size",
-    "async_checkpoint", "hang_timeout", "attention_fallback", "document_mask",
+    "log_interval", "profile_step", "keep_checkpoints", "sample_tokens", "wandb_log",
+    "wandb_project", "wandb_run_name", "max_iters", "warmup_iters", "lr_decay_iters", "parallel",
+    "shard_size", "async_checkpoint", "hang_timeout", "attention_fallback", "document_mask",
 )  # fmt: skip
 RATES = ("learning_rate", "min_lr", "decay_lr", "muon_rates")
 OPTIMIZER = ("optimizer", "weight_decay", "beta1", "beta2", "dropout", "compile_mode")

@@ -171,11 +171,15 @@ def pieces(n: int, size: int | None) -> list[slice]:
     return [slice(a, min(a + size, n)) for a in range(0, n, size)]
 
 
-def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32) -> int:
-    """Rows of logits at a time: enough for an efficient product, few enough for memory."""
-    budget = 2**24 if device == "cpu" else 2**28  # elements: 64 MB and 1 GB of float32
-    if device == "cpu" and dtype == torch.bfloat16:  # wants more rows in the gradient's product
-        budget = 2**26  # 128 MB
+def chunk_rows(
+    N: int, V: int, device: str, dtype: torch.dtype = torch.float32, memory: float | None = None
+) -> int:
+    """Rows of logits at a time: as many as fit into 1/16 of a GPU's memory, 4 GB at most; on a CPU
+    few enough for its caches. memory: the GPU's in bytes; None: of the current one."""
+    if device != "cpu":  # 8 bytes an element: logits, their float32 values, their gradient
+        budget = min(int(memory or gpu_memory()) // 128, 2**29)
+    else:
+        budget = 2**26 if dtype == torch.bfloat16 else 2**24  # 128 MB, 64 MB
     most = max(1, min(N, budget // V))
     if dtype == torch.float16:  # a sum over more rows, all of one token, could pass 65504
         most = min(most, 4096)
@@ -185,3 +189,11 @@ def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32) 
     least = -(-N // (most - most % 128))
     parts = next((n for n in range(least, 2 * least) if N % (128 * n) == 0), least)
     return -(-N // (128 * parts)) * 128
+
+
+@torch.compiler.assume_constant_result
+def gpu_memory() -> int:
+    """Bytes of the current GPU, all of them: what is free would differ from run to run."""
+    if not torch.cuda.is_available():
+        return 2**35
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

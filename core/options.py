@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from attention import Policy
     from core.runtime import Setup
 
+ResidualDtype = Literal["auto", "float32", "autocast"]  # autocast: --dtype
 VocabSize = Annotated[int, Field(ge=1, le=2**32)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -62,6 +63,7 @@ class TrainConfig(ModelOptions):
     eval_on_start: bool = False  # evaluate before the first step too
     eval_only: bool = False  # evaluate, print, and stop
     log_interval: PositiveInt = 10  # steps between log lines
+    profile_step: PositiveInt | None = None  # step to profile: a table, and a trace in out_dir
     keep_checkpoints: PositiveInt = 2  # newest checkpoints to keep, in addition to the best
     sample_tokens: NonNegativeInt = 0  # tokens of text to generate and print at the end
     wandb_log: bool = False  # log to Weights & Biases too (pip install wandb)
@@ -75,7 +77,7 @@ class TrainConfig(ModelOptions):
     document_mask: bool = False  # no token sees another document of its sequence
     # --- model ---
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
-    residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
+    residual_dtype: ResidualDtype = "auto"  # between blocks; auto: autocast in bfloat16 on CUDA
     # --- attention ---
     attention_window: tuple[PositiveInt | None, ...] = (None,)  # keys per query; A,B: by layer
     attention_fallback: bool = True  # False: an unavailable backend is an error
@@ -115,6 +117,9 @@ class TrainConfig(ModelOptions):
         check_fields(self)
         if self.shard_size is not None and self.parallel != "fsdp":
             raise ValueError(f"shard_size={self.shard_size} needs --parallel=fsdp")
+        if (self.profile_step or 0) > self.max_iters:
+            step = f"profile_step={self.profile_step}"
+            raise ValueError(f"{step}: expected at most max_iters={self.max_iters}")
 
     @property
     def policy(self) -> Policy:
@@ -125,5 +130,6 @@ class TrainConfig(ModelOptions):
     def setup(self, device: torch.device, width: int | None = None) -> Setup:
         from core.runtime import Setup
 
-        names = ("dtype", "tf32", "compile", "compile_mode", "onednn", "deterministic")
+        names = ("dtype", "residual_dtype", "tf32", "compile", "compile_mode", "onednn",
+                 "deterministic")  # fmt: skip
         return Setup.of(device, n_embd=width or self.n_embd, **{n: getattr(self, n) for n in names})

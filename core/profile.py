@@ -19,6 +19,7 @@ CUDA graph has no operators around its kernels.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import Counter, defaultdict
@@ -34,6 +35,9 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from attention.machine.system import kineto, synchronize
 from core.files import replacing
+from core.settings import UserError
+
+log = logging.getLogger("nanoattn")
 
 CLASSES = ("products", "attention", "elementwise", "loss", "optimizer", "communication", "other")
 UPDATE = "optimizer step"  # the range around core.optimizer.update()
@@ -41,7 +45,7 @@ USER_SCOPE = 7  # at::RecordScope of record_function
 
 # In order: the first pattern that matches a kernel or anything around it.
 PATTERNS = {
-    "communication": r"nccl|gloo:|c10d::|FSDP::|all_?reduce|all_?gather|reduce_?scatter",
+    "communication": r"nccl|gloo:|c10d|FSDP::|all_?reduce|all_?gather|reduce_?scatter",
     "optimizer": rf"{UPDATE}|Optimizer\.|AccumulateGrad|multi_tensor_apply|_foreach_|_fused_adam",
     "attention": r"flash|fmha|sdpa|attention|attn_|flex|^forward_kernel|dq_kernel|dkdv"
                  r"|cudnn::fusion|aten::(badd)?bmm|(?-i:(?<!log)_softmax(?!_online))",
@@ -52,7 +56,7 @@ PATTERNS = {
 RULES = {name: re.compile(text, re.IGNORECASE | re.MULTILINE) for name, text in PATTERNS.items()}
 # Inductor names a fused kernel after its operators and after those that it takes views of.
 FUSED = re.compile(r"(triton_(poi|red|per)|cpp)_fused_(?P<operators>.*)")
-SOFTMAX = re.compile(r"(?<!log)_softmax(?!_online)")
+SOFTMAX = re.compile(r"(?<!log)_softmax(?!_online)")  # manual's
 OPERATOR = re.compile(r"^\w+::\w+$|at::native|elementwise|Memcpy DtoD|Memset")
 
 
@@ -74,6 +78,7 @@ class StepProfile:
     """Milliseconds and calls of each kernel, by class."""
 
     of: str  # "kernels", or "operators" on the CPU
+    trace: Path | None = None  # a file that Perfetto and chrome://tracing open
     ms: float = 0.0  # of the step under the profiler
     busy_ms: float = 0.0  # while the device, or on the CPU an operator, did anything
     kernels: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
@@ -117,11 +122,9 @@ def short(name: str, width: int = 38) -> str:
 def profiled(device: torch.device, steps: int = 1,
              trace: Path | None = None) -> Iterator[StepProfile]:  # fmt: skip
     """Profile the block, which runs `steps` steps; afterwards the yielded profile holds the figures
-    of one. trace: a Chrome trace file to write. Raises ValueError for a device that PyTorch's
-    profiler does not support."""
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"the profiler supports cpu and cuda, not {device.type}")
-    found = StepProfile("kernels" if device.type == "cuda" else "operators")
+    of one. trace: a Chrome trace file to write. Raises UserError as check()."""
+    check(device)
+    found = StepProfile("kernels" if device.type == "cuda" else "operators", trace)
     synchronize(device)
     with kineto(device.type) as watched:
         began = time.perf_counter()
@@ -129,9 +132,19 @@ def profiled(device: torch.device, steps: int = 1,
         synchronize(device)
         found.ms = 1e3 * (time.perf_counter() - began) / steps
     add_events(found, watched.events() or (), steps)
-    if trace is not None:
-        with replacing(trace) as file:
-            watched.export_chrome_trace(str(file))
+    try:
+        if trace is not None:
+            with replacing(trace) as file:
+                watched.export_chrome_trace(str(file))
+    except OSError as e:  # a full disk ends no training
+        log.warning("%s could not be written (%s)", trace, e)
+        found.trace = None
+
+
+def check(device: torch.device) -> None:
+    """Raise UserError for a device that PyTorch's profiler does not support."""
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"the profiler supports cpu and cuda, not {device.type}")
 
 
 def name_cpu_kernels() -> None:

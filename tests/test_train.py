@@ -784,3 +784,28 @@ def test_a_busy_machine_leaves_mfu_out_of_the_lines_and_says_why_once(
     assert r.out.count("mfu is left out") == (not shown)
     timed = [row for row in r.rows if "mfu" in row]
     assert len(timed) == 6 and all((row["mfu"] is not None) == shown for row in timed)
+
+
+def test_a_step_is_profiled_as_it_runs(data_dir: Path, tmp_path: Path) -> None:
+    """A table by classes and a trace; the losses stay the same."""
+    plain, seen = (run(data_dir, tmp_path / str(n), profile_step=n) for n in (None, 4))
+    assert seen.code == 0 and seen.losses() == plain.losses()
+    lines = seen.out.splitlines()
+    classes = {line.split()[0] for line in lines[lines.index("step 4:") :] if line[:1].isalpha()}
+    assert {"products", "attention", "elementwise", "loss", "optimizer", "gaps"} <= classes
+    assert "step 4:" not in plain.out.splitlines()
+    trace = json.loads((tmp_path / "4" / "profile.json").read_text(encoding="utf-8"))
+    assert any(e["name"] == "aten::_fused_adamw_" for e in trace["traceEvents"])
+
+
+def test_a_step_to_profile_that_never_comes_is_an_error(data_dir: Path, tmp_path: Path) -> None:
+    found = refusal(run(data_dir, tmp_path, profile_step=9))
+    assert "profile_step=9" in found and "max_iters=8" in found
+
+
+@pytest.mark.parametrize("wanted, saved", [("auto", "float32"), ("autocast", "autocast")])
+def test_the_residual_stream_s_dtype_is_decided_once(data_dir, tmp_path, wanted, saved) -> None:
+    """auto is float32 on a CPU. The checkpoint has the decision, which a resumed run keeps."""
+    run(data_dir, tmp_path, dtype="bfloat16", residual_dtype=wanted)
+    settings = json.loads((tmp_path / "step-00000008/settings.json").read_text(encoding="utf-8"))
+    assert settings["train"]["residual_dtype"] == saved

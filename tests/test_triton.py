@@ -209,15 +209,25 @@ def test_borders_of_segments_by_hand() -> None:
     assert found.dtype == torch.int32 and found.is_contiguous()
 
 
-def test_the_same_bits_each_time_and_contiguous_in_the_layout_of_the_inputs() -> None:
+def test_the_same_bits_each_time_in_any_layout_of_the_inputs() -> None:
     (q, k, v, dout), _, spec = draw("square")
     q, dout = (t.transpose(1, 3).contiguous().transpose(1, 3) for t in (q, dout))  # D strided
     assert q.stride(3) != 1
     first, second = (both_passes([q, k, v, dout], None, spec) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert all(t.is_contiguous() for t in first)
     plain = both_passes([t.contiguous() for t in (q, k, v, dout)], None, spec)
     assert all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))
+
+
+def test_the_gradients_are_the_projections_gradient_in_its_layout() -> None:
+    """q, k and v are views of one tensor; so are their gradients, which need no concatenation."""
+    qkv = torch.randn(2, 40, 6 * 16, device=DEVICE, requires_grad=True)
+    rows = [t.unflatten(2, (-1, 16)) for t in qkv.split([64, 16, 16], dim=2)]
+    out = attend(*rows, Spec(4, 1, 16, "float32"))
+    grads = torch.autograd.grad(out, rows, torch.randn_like(out))
+    assert len({t.untyped_storage().data_ptr() for t in grads}) == 1
+    assert [t.stride()[:2] for t in grads] == [t.stride()[:2] for t in rows]
+    assert [t.storage_offset() for t in grads] == [t.storage_offset() for t in rows]
 
 
 def test_offsets_beyond_32_bits() -> None:

@@ -198,7 +198,7 @@ SAMPLE = [
 EACH_DTYPE = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window7-17x33", "large", "overflow",
               "dominant", "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20-43x97",
               "in a cache, 64-gqa-static", "in a cache, 64-gqa-inference-page_size16")
-CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203 H4 Hkv4, 128x217, 2x97, 203x113, 97x1,
+CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203-H4 Hkv4, 128x217, 2x97, 203x113, 97x1,
     65x64, gqa-33 H16, mqa 65 H8, gqa-113x203 H6 Hkv3 B1, mqa-1x97 H8 B5, window1, window2,
     window64, window96, window97, window98, window500, window16-113x203 B1, window113-113x203 B1,
     window203-113x203 B1, window500-113x203 B1, window16-1x97, packed-97 B4, packed-43x97,

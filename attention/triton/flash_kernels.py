@@ -296,7 +296,7 @@ def forward_kernel(
 @triton.jit
 def dq_kernel(
     Q, K, V, O, dO, L, Delta, dQ, Run, Seed, Slopes,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, d_b, d_t,
     Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -308,7 +308,7 @@ def dq_kernel(
     V += b * v_b + h // GROUP * v_h
     dO += b * do_b + h * do_h
     O += (b * Tq * H + h) * HEAD_DIM
-    dQ += (b * Tq * H + h) * HEAD_DIM
+    dQ += b * d_b + h * HEAD_DIM
     L += bh.to(tl.int64) * Tq
     Delta += bh.to(tl.int64) * Tq
     if Run is not None:
@@ -361,13 +361,13 @@ def dq_kernel(
                 dP_ij = tl.where(kept, dP_ij / keep, 0.0)
             dS_ij = P_ij * (dP_ij - delta_i[:, None])
             dQ_i = tl.dot(dS_ij.to(K_j.dtype), K_j, dQ_i, input_precision="ieee")
-    store_rows(dQ, dQ_i * tau, i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D)
+    store_rows(dQ, dQ_i * tau, i0, Tq, d_t, BLOCK_M, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def dkdv_kernel(
     Q, K, V, dO, L, Delta, dK, dV, Run, Seed, Slopes,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, d_b, d_t,
     Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -383,8 +383,8 @@ def dkdv_kernel(
     b, g = (bg // Hkv).to(tl.int64), (bg % Hkv).to(tl.int64)
     K += b * k_b + g * k_h
     V += b * v_b + g * v_h
-    dK += (b * Tk * Hkv + g) * HEAD_DIM
-    dV += (b * Tk * Hkv + g) * HEAD_DIM
+    dK += b * d_b + g * HEAD_DIM
+    dV += b * d_b + g * HEAD_DIM
     if Run is not None:
         Run += b * 2 * Tk
     if Seed is not None:
@@ -460,8 +460,8 @@ def dkdv_kernel(
                     dP_T = tl.where(kept, dP_T / keep, 0.0)
                 dS_T = P_T * (dP_T - delta_i[None, :])
                 dK_j = tl.dot(dS_T.to(Q_i.dtype), Q_i, dK_j, input_precision="ieee")
-    store_rows(dV, dV_j / keep, j0, Tk, Hkv * HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D)
-    store_rows(dK, dK_j * tau, j0, Tk, Hkv * HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D)
+    store_rows(dV, dV_j / keep, j0, Tk, d_t, BLOCK_N, HEAD_DIM, BLOCK_D)
+    store_rows(dK, dK_j * tau, j0, Tk, d_t, BLOCK_N, HEAD_DIM, BLOCK_D)
 
 
 # --- Tile sizes ---
@@ -592,7 +592,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
     """
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
-    out = _result(q, offset)
+    out = _result(q.shape, q, offset)
     L = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
     _launch(
         "forward", B * H, Tq, q, k, v, out, L, run_q, seed, sinks, by_row(slopes, B),
@@ -601,9 +601,10 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
     return out, L
 
 
-def _result(x: Tensor, offset: int | None) -> Tensor:
-    """Return a contiguous tensor like x; float32 with an offset, since parts are summed."""
-    return torch.empty(x.shape, dtype=x.dtype if offset is None else torch.float32, device=x.device)
+def _result(shape: tuple[int, ...], q: Tensor, offset: int | None) -> Tensor:
+    """Return an uninitialized tensor in q's dtype; float32 with an offset, since parts are
+    summed."""
+    return torch.empty(shape, dtype=q.dtype if offset is None else torch.float32, device=q.device)
 
 
 @torch.library.custom_op("nanoattn::flash_backward", mutates_args=())
@@ -611,29 +612,53 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    run_q: Tensor | None, run_k: Tensor | None, seed: Tensor | None,
                    slopes: Tensor | None, window: int | None, right: int | None, dropout: float,
                    scale: float, softcap: float | None,
-                   offset: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, contiguous, and delta (B, H, Tq) float32, the row sums of
-    dO * O. `out` and `L` are flash_forward's."""
+                   offset: int | None) -> tuple[Tensor, Tensor]:
+    """Return the gradients, to unpack(), and delta (B, H, Tq) float32, the row sums of dO * O.
+    `out` and `L` are flash_forward's."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
-    dq, dk, dv = (_result(t, offset) for t in (q, k, v))
+    grads = _packed(q, k, offset)
+    dq, dk, dv = unpack(grads, q, k)
     delta = torch.empty_like(L)
-    asked = window, right, dropout, scale, softcap, offset
-    numbers = seed, by_row(slopes, B), *_strides(q, k, v, dout), *_numbers(q, k, *asked)
-    _launch("dq", B * H, Tq, q, k, v, out, dout, L, delta, dq, run_q, *numbers)
+    before = seed, by_row(slopes, B), *_strides(q, k, v, dout)
+    numbers = _numbers(q, k, window, right, dropout, scale, softcap, offset)
+    _launch("dq", B * H, Tq, q, k, v, out, dout, L, delta, dq, run_q, *before, *dq.stride()[:2],
+            *numbers)  # fmt: skip
     # After dq: it reads delta.
-    _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, delta, dk, dv, run_k, *numbers)
-    return dq, dk, dv, delta
+    _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, delta, dk, dv, run_k, *before, *dk.stride()[:2],
+            *numbers)  # fmt: skip
+    return grads, delta
+
+
+def _packed(q: Tensor, k: Tensor, offset: int | None) -> Tensor:
+    """Return an uninitialized tensor for the gradients of q, k and v."""
+    (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
+    flat = (B * (Tq * H + 2 * Tk * Hkv) * D,)
+    return _result((B, Tq, (H + 2 * Hkv) * D) if Tq == Tk else flat, q, offset)
+
+
+def unpack(grads: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v, views of flash_backward()'s.
+
+    Of one length they lie next to each other in each row, as q, k and v in the output of their
+    projection: torch.compile then has nothing to concatenate for its gradient.
+    """
+    (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
+    if Tq == Tk:
+        found = grads.split([H * D, Hkv * D, Hkv * D], dim=2)
+        return tuple(g.unflatten(2, (-1, D)) for g in found)
+    found = grads.split([B * Tq * H * D, *[B * Tk * Hkv * D] * 2])
+    return found[0].view(q.shape), *(g.view(k.shape) for g in found[1:])
 
 
 @flash_forward.register_fake
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     B, Tq, H, _D = q.shape
-    return _result(q, rest[-1]), q.new_empty((B, H, Tq), dtype=torch.float32)
+    return _result(q.shape, q, rest[-1]), q.new_empty((B, H, Tq), dtype=torch.float32)
 
 
 @flash_backward.register_fake
-def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, L: Tensor,
-      *rest: Any) -> tuple[Tensor, ...]:
-    return *(_result(t, rest[-1]) for t in (q, k, v)), torch.empty_like(L)
+def _(_dout: Tensor, q: Tensor, k: Tensor, _v: Tensor, _out: Tensor, L: Tensor,
+      *rest: Any) -> tuple[Tensor, Tensor]:
+    return _packed(q, k, rest[-1]), torch.empty_like(L)

@@ -13,6 +13,7 @@ from bench.settings import Plan as BenchConfig
 from bench.settings import vocabulary
 from core import flops
 from core.gpus import describe_rated
+from core.runtime import decide_residual
 from core.settings import UserError
 from model import GPTConfig
 
@@ -34,7 +35,8 @@ def run(config: BenchConfig) -> int:
     at, lines = cluster(config)
     vocab_size, source = vocabulary(config)
     model = GPTConfig.of(config, vocab_size)
-    residual = 2 if config.residual_dtype == "autocast" and at.dtype != "float32" else 4
+    between = decide_residual(config.residual_dtype, "cuda", at.dtype)
+    residual = 2 if between == "autocast" and at.dtype != "float32" else 4
     sequences = config.batch_size * config.gradient_accumulation_steps
     checkpointing, clip = config.gradient_checkpointing, bool(config.grad_clip)
     job = Job(model, sequences, config.batch_size, checkpointing, clip, residual)

@@ -110,7 +110,7 @@ class Plan:
         saved = L * layer + ends
         if self.job.checkpointing:  # the layers' inputs, and one layer
             saved = L * r * C + layer + ends
-        rows = chunk_rows(n, V, "cuda", getattr(torch, self.at.dtype))
+        rows = chunk_rows(n, V, "cuda", getattr(torch, self.at.dtype), self.at.memory)
         added = parameters(m) if self.shard > 1 and self.micro > 1 else 0  # unsharded gradients
         if self.shard > 1:  # root, two blocks in both dtypes, a block's gradients
             gathered = 4 * root * self.shard + (4 * a + a * half + 4) * block * self.shard

@@ -4,8 +4,10 @@ PyTorch gives float32 products to MKL, which on many AMD processors with AVX-512
 rate of oneDNN (docs/LOG.md). The public switch, set_float32_matmul_precision("medium"), permits
 rounding to bfloat16; oneDNN does that only on processors with bfloat16 units (AMX).
 
-The switch is set around single products: it would slow PyTorch's CPU attention down. It is used if
-its error on this machine is float32's; speed is not measured: a resumed run must decide the same.
+The switch is set around single products: it would slow PyTorch's CPU attention down. A layer's
+forward pass needs none: Inductor's operator for linear layers calls oneDNN, and is the fastest at
+every number of rows (docs/LOG.md). oneDNN is used if its error on this machine is float32's; speed
+is not measured: a resumed run must decide the same.
 """
 
 from __future__ import annotations
@@ -113,13 +115,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _compiling():
         return torch.ops.nanoattn.linear(x, weight, bias)
-    shape = *x.shape[:-1], weight.shape[0]
-    if x.dtype == torch.float32 and x.numel() == x.shape[-1]:
-        return gemv(x, weight, bias).view(shape)
-    y = _product(x.reshape(-1, x.shape[-1]), weight.t())
+    if x.dtype == torch.float32:
+        return product(x, weight, bias)
+    y = half_product(x.reshape(-1, x.shape[-1]), weight.t())
     if bias is not None:
         y += bias
-    return y.view(shape)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear by oneDNN, float32, without gradients; x (..., K), weight (N, K) -> (..., N)."""
+    bias = None if bias is None else bias.contiguous()  # the operator ignores its stride
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
@@ -171,32 +178,12 @@ _LIBRARY.impl("linear", _linear, "CPU")
 _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), "Meta")
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., K), one row, times weight.T, (N, K), and the bias, float32 -> (N,).
-
-    A batch of a product per thread: MKL's single thread does not reach the memory bandwidth.
-    """
-    (N, K), parts = weight.shape, torch.get_num_threads()
-    plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
-    if parts == 1 or N % parts or not plain:
-        x = x.reshape(1, K)
-        y = x @ weight.t() if parts == 1 else matmul(x, weight.t())
-        return y if bias is None else y + bias
-    n = N // parts
-    w = weight.as_strided((parts, K, n), (n * K, 1, K))
-    rows = x.contiguous().as_strided((parts, 1, K), (0, K, 1))
-    if bias is None:
-        return torch.bmm(rows, w)
-    return torch.baddbmm(bias.as_strided((parts, 1, n), (n, n, 1)), rows, w)
-
-
 # --- a few rows, without gradients: a decode step of several texts ---
 
 
 def for_inference(model: nn.Module) -> None:
     """Give layers that convert() has not swapped the fastest product of a few rows (decoding)."""
-    known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    if not known or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if why_missing() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -223,7 +210,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     few = x.numel() < 4 * x.shape[-1] or _plain(x) or torch.is_grad_enabled()
     if few or torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product(x, weight, bias)
 
 
 @cache
@@ -232,8 +219,14 @@ def exact() -> bool:
     own = torch.Generator().manual_seed(0)
     a, b = torch.randn(256, 1024, generator=own), torch.randn(1024, 512, generator=own)
     truth = a.double() @ b.double()
-    ours, plain = ((product(a, b) - truth).abs().max() for product in (matmul, torch.mm))
+    ours, plain = ((mm(a, b) - truth).abs().max() for mm in (matmul, torch.mm))
     return bool(ours <= 8 * plain)
+
+
+def why_missing() -> str | None:
+    """The reason why this build of PyTorch cannot use oneDNN, or None."""
+    known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return None if known else "this PyTorch has no oneDNN"
 
 
 def _amd() -> bool:
@@ -243,6 +236,8 @@ def _amd() -> bool:
 
 def why_not() -> str | None:
     """The reason not to use oneDNN on this machine, or None."""
+    if missing := why_missing():
+        return missing
     if not _amd():
         return "it is faster on AMD's processors only"
     if torch.backends.cpu.get_cpu_capability() != "AVX512":

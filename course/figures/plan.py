@@ -17,7 +17,7 @@ WAYS = [("ddp", 1), ("fsdp", 1), ("hybrid", 1), ("fsdp", 8)]
 def plan(what: int = 1, T: int = 8192, gpus: int = 16) -> str:
     """docs/PLAN.md: 1 memory, 2 bytes sent, 3 time, of GPT-2 124M on H200s."""
     model = GPTConfig(block_size=T, bias=False)
-    plans = [Plan(Job(model, 4 * gpus, 4), H200, way, gpus, N) for way, N in WAYS]
+    plans = [Plan(Job(model, 4 * gpus, 4, residual=2), H200, way, gpus, N) for way, N in WAYS]
     rows = [planned.row(p) for p in plans]
     return tables.markdown(planned.sections(rows)[what - 1][1])
 
@@ -25,11 +25,11 @@ def plan(what: int = 1, T: int = 8192, gpus: int = 16) -> str:
 def saved(T: int = 8192) -> str:
     """docs/PLAN.md: bytes that a token of GPT-2 124M leaves for the backward pass."""
     made = []
-    for dtype in ("float32", "bfloat16"):
-        job = Job(GPTConfig(block_size=T, bias=False), 4, 4)
+    for dtype, residual in (("float32", 4), ("bfloat16", 2)):
+        job = Job(GPTConfig(block_size=T, bias=False), 4, 4, residual=residual)
         p = Plan(job, Cluster(dtype, H200.peak, 1, 1, 1, 8, 1, 1), "ddp", 1, 1)
         layer, ends = p.per_token
-        sizes = (layer, ends, 12 * layer + ends, 12 * 4 * 768 + layer + ends)
+        sizes = (layer, ends, 12 * layer + ends, 12 * residual * 768 + layer + ends)
         made.append([dtype, *(f"{n:,}" for n in sizes)])
     titles = ["dtype", "a layer", "around them", "of 12 layers", "with gradient checkpointing"]
     return table(titles, made)
