@@ -89,6 +89,8 @@ class Worker:
         self.pipe, theirs = SPAWN.Pipe()
         args = (theirs, work, job, self.errors.name)
         self.process = SPAWN.Process(target=serve, args=args)
+        # Python removes the semaphores of compilers that close() kills, with a warning.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # else it runs the user's script again
         # Until it has a process group of its own Ctrl-C reaches it too.
