@@ -439,11 +439,9 @@ class PagedCache(BufferCache):
         if self._send(rows, width) or last is None:
             tables = {w: t[:, :width].index_select(0, index) for w, t in self.tables.items()}
         else:
-            tables = last.page_tables
+            tables = dict(last.page_tables)
         after = [n + m for n, m in zip(lengths, counts, strict=True)]
-        self.last = PagedStep(
-            start, count, self, step, after, index, tables, self.pool.page_size
-        )
+        self.last = PagedStep(start, count, self, step, after, index, tables, self.pool.page_size)
         return self.last
 
     def _send(self, rows: Sequence[int], width: int) -> bool:
@@ -473,7 +471,11 @@ class PagedStep(RowsStep):
     kind: ClassVar[str] = "paged"
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        k_pages, v_pages, window = self.cache.k[layer], self.cache.v[layer], self.cache.windows[layer]
+        k_pages, v_pages, window = (
+            self.cache.k[layer],
+            self.cache.v[layer],
+            self.cache.windows[layer],
+        )
         at = self.slots(window, k.shape[1])
         _write(k_pages, at, k)
         _write(v_pages, at, v)

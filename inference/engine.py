@@ -29,9 +29,7 @@ Prompts = Tensor | Sequence[Prompt] | str | Sequence[str]
 
 
 @torch.no_grad()
-def generate(
-    model: GPT, idx: Prompts, max_new_tokens: int, **options: Any
-) -> Tensor | list[Tensor] | str | list[str]:
+def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Any:
     """Append up to `max_new_tokens` tokens to each prompt; arguments as in stream().
 
     Returns (B, T + n) int64 for a tensor, where rows that ended early repeat their last token, and
@@ -58,9 +56,7 @@ def generate(
 
 
 @torch.no_grad()
-def stream(
-    model: GPT, idx: Prompts, max_new_tokens: int, **options: Any
-) -> Iterator[Tensor]:
+def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
     """Sample tokens one at a time.
 
     Args:
@@ -109,7 +105,7 @@ def _scheduler(
     stop: Any = None,
     **options: Any,
 ) -> Scheduler:
-    prompts: Sequence[Any] = _texts(idx) or idx
+    prompts: Any = idx
     if texts := _texts(idx):
         if (tokenizer := model.tokenizer) is None:
             raise ValueError(f"the prompt {texts[0]!r:.60} needs a model with a tokenizer, as of "
@@ -122,7 +118,10 @@ def _scheduler(
         if isinstance(given, Sequence) and len(given) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many {name}, got {len(given)}")
     if kv_cache == "paged":
-        new, size = in_range("max_new_tokens", max_new_tokens, 0), in_range("page_size", page_size, 1)
+        new, size = (
+            in_range("max_new_tokens", max_new_tokens, 0),
+            in_range("page_size", page_size, 1),
+        )
         lengths = [len(prompt) for prompt in prompts]
         options["n_pages"] = serve.enough_pages(model, lengths, new, len(prompts), size)
     how = {"kv_cache": kv_cache, "page_size": page_size, "generator": generator, "stop": stop}

@@ -65,14 +65,16 @@ def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticC
             torch._dynamo.mark_static_address(t, guard=False)  # a CUDA graph writes there
     else:
         plan = model.plans.look_up(phase, B)
-    reads_bounds = device.type == "cuda" and {call.chosen.backend.name for call in plan} == {"paged"}
+    reads_bounds = device.type == "cuda" and {call.chosen.backend.name for call in plan} == {
+        "paged"
+    }
     static.in_buckets = not reads_bounds
     return static
 
 
 def give_back(model: GPT, static: StaticCache) -> None:
     idle = _idle.setdefault(model, {})
-    idle[static.key] = static
+    idle[cast(CacheKey, static.key)] = static
     for key in [key for key in idle if key[-1] == "captured"][:-MOST_IDLE]:
         del idle[key]
 
@@ -102,7 +104,8 @@ def compiled(function: F, device: str) -> F:
 def captured(model: GPT, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """function(*args), a decode step or a part of it, by a graph: the first call of its kind runs
     without one, the second is captured. Tensors of the result are those of the graph."""
-    graphs, kind = _captured.setdefault(model, OrderedDict()), key(function, args)
+    graphs: OrderedDict[Hashable, Graph] = _captured.setdefault(model, OrderedDict())
+    kind = key(function, args)
     if kind not in graphs:
         graphs[kind] = Graph(args)
         while len(graphs) > MOST:
@@ -174,7 +177,11 @@ class Graph:
         buffers = iter(self.inputs)
         # A copy of the step: its tensors would be the graph's.
         fixed = [
-            next(buffers) if isinstance(x, Tensor) else replace(x) if isinstance(x, StaticStep) else x
+            next(buffers)
+            if isinstance(x, Tensor)
+            else replace(x)
+            if isinstance(x, StaticStep)
+            else x
             for x in leaves
         ]
 

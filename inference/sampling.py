@@ -74,8 +74,6 @@ class Options:
         for name in ("top_k", "vocab_size"):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, in_range(name, value, 1))
-        if not callable(self.stop):
-            self.stop = each(self.stop)
         given = self.constraint
         for c in given if isinstance(given, list | tuple) else [given]:
             if not isinstance(c, Automaton | None):
@@ -86,11 +84,11 @@ class Options:
         self.unused = _ids("unused", self.unused, min(vocab_size, self.vocab_size or vocab_size))
         if callable(self.stop):
             return self.stop, []
-        strings = [item for item in self.stop or [] if isinstance(item, str)]
+        given = each(self.stop)
+        strings = [item for item in given if isinstance(item, str)]
         if "" in strings:
             raise ValueError("stop: expected strings of at least one character, got ''")
-        others = [item for item in self.stop or [] if not isinstance(item, str)]
-        ids = {*_ids("stop", others, vocab_size)}
+        ids = {*_ids("stop", [i for i in given if not isinstance(i, str)], vocab_size)}
         return lambda row, new: new[-1] in ids, strings
 
 

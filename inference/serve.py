@@ -38,16 +38,8 @@ from core.settings import UserError
 from inference import graphs
 from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, Step, bucket
 from inference.constrain import combined
-from inference.decode import (
-    Drawn,
-    Texts,
-    next_logits,
-    next_token,
-    process_rows,
-    sample_step,
-    to_host,
-)
-from inference.pages import pages_for
+from inference.decode import Texts, next_logits, next_token, process_rows, sample_step, to_host
+from inference.pages import PagePool, pages_for
 from inference.sampling import (
     ENDED,
     INVALID,
@@ -118,6 +110,7 @@ class Row:
     slot: int = -1  # of the cache, once admitted
     ended: bool = False  # known to the host
     stored: int = 0  # the most tokens that are in a cache of pages
+    slides: bool = False  # may exceed block_size
     names: list[bytes] = field(default_factory=list)  # of the prompt's full pages
 
     @property
@@ -173,9 +166,12 @@ class Scheduler:
         called = getattr(self.processor, "forward", self.processor)
         self.in_step = called is not None and "lengths" in inspect.signature(called).parameters
         slots, page_size = in_range("slots", slots, 1), in_range("page_size", page_size, 1)
-        self.slots, self.stats, self.cache = slots, self.options.stats, Cache()
+        self.slots, self.stats = slots, self.options.stats
+        self.pool: PagePool | None = None  # of a cache of pages
+        self.cache = Cache()
         if self.kv_cache == "paged":
-            self.cache = self.pages(n_pages, page_size)
+            self.cache = paged = self.pages(n_pages, page_size)
+            self.pool = paged.pool
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
         self.coming = self.new_rows(prompts, max_new_tokens, generator)
         self.waiting: list[Row] = []  # until there is room for them
@@ -284,14 +280,14 @@ class Scheduler:
             uniform = Uniform(self.device, random) if sampled else None
             stops = StopStrings(self.tokenizer, strings, ids) if strings else None
             row = Row(index, ids, in_range("max_new_tokens", new, 0), uniform, stops)
-            if isinstance(self.cache, PagedCache):
-                self.count_pages(row, self.cache)
+            if self.pool is not None:
+                self.count_pages(row, self.pool)
             yield row
 
     def admit(self) -> None:
         """Start the texts for which there is room, in order."""
-        if isinstance(self.cache, PagedCache):
-            self.admit_to_pages(self.cache)
+        if self.pool is not None:
+            self.admit_to_pages(self.pool)
         elif self.waiting and not self.rows:
             rows, self.waiting = self.waiting, []
             for slot, row in enumerate(rows):
@@ -318,7 +314,7 @@ class Scheduler:
         """A cache for rows that begin together."""
         config, lengths = self.model.config, [len(row.prompt) for row in rows]
         T, room = max(lengths), max(row.room for row in rows)
-        if self.kv_cache == "none" or room == 1 or T >= self.block_size:
+        if self.kv_cache == "none" or room == 1 or self.block_size <= T:
             return Cache()
         if self.kv_cache == "dynamic":
             how = {"max_len": self.block_size, "windows": config.windows, "device": self.device}
@@ -356,24 +352,24 @@ class Scheduler:
         self.stats.all_pages = sum(n - 1 for n in sizes.values())
         return cache
 
-    def count_pages(self, row: Row, cache: PagedCache) -> None:
+    def count_pages(self, row: Row, pool: PagePool) -> None:
         """Note what the row will store. Raises UserError: more than the pool has."""
         stored = len(row.prompt) + row.room - 1  # the last token is never read
         row.stored = min(stored, self.block_size)
         row.slides = stored > self.block_size
-        row.names = [] if row.slides else cache.pool.names(row.prompt)
-        for window, n in cache.pool.n_pages.items():
-            if (most := self.most_pages(row, window, cache)) > n - 1:
+        row.names = [] if row.slides else pool.names(row.prompt)
+        for window, n in pool.n_pages.items():
+            if (most := self.most_pages(row, window, pool)) > n - 1:
                 raise UserError(
                     f"prompt {row.index} ({len(row.prompt)} tokens, {row.room} new ones) needs "
                     f"{most} pages, the pool has {n - 1}: raise n_pages"
                 )
 
-    def admit_to_pages(self, cache: PagedCache) -> None:
-        pool, admitted = cache.pool, list[Row]()
+    def admit_to_pages(self, pool: PagePool) -> None:
+        admitted: list[Row] = []
         for row in [*self.waiting]:
             row.slot = pool.new(() if row.slides else row.prompt, row.names)
-            if not self.fits([*self.rows, row], cache):
+            if not self.fits([*self.rows, row], pool):
                 pool.free(row.slot)
                 break
             # Does a prompt admitted just now compute a page that this one can share?
@@ -387,20 +383,19 @@ class Scheduler:
             admitted.append(row)
             self.stats.shared_pages += pool.length(row.slot) // pool.page_size
 
-    def fits(self, rows: Sequence[Row], cache: PagedCache) -> bool:
+    def fits(self, rows: Sequence[Row], pool: PagePool) -> bool:
         """True if the pool has all pages that these rows may come to hold."""
-        pool = cache.pool
         for window, n in pool.n_pages.items():
             room = n - 1
             if window is None:  # a shared page is held to the end
                 room = pool.n_free() + sum(len(pool.pages(row.slot)) for row in rows)
-            if sum(self.most_pages(row, window, cache) for row in rows) > room:
+            if sum(self.most_pages(row, window, pool) for row in rows) > room:
                 return False
         return True
 
-    def most_pages(self, row: Row, window: int | None, cache: PagedCache) -> int:
+    def most_pages(self, row: Row, window: int | None, pool: PagePool) -> int:
         """The most pages that the row may hold from now on in the layers with this window."""
-        size = cache.pool.page_size
+        size = pool.page_size
         # A text that slides is read again in each step.
         prefill = row.stored if row.slides else 0 if row.launched else len(row.prompt)
         return max(pages_for(row.stored, size, window), pages_for(prefill, size))
@@ -476,16 +471,15 @@ class Scheduler:
             at = begin + torch.arange(T, device=self.device)
             idx = self.texts[slot, at.clamp(0, self.texts.shape[1] - 1)]
             last = None if left or min(counts) == T else last
-        if isinstance(self.cache, PagedCache):
-            for row in rows:
-                if row.n > self.block_size:
-                    self.cache.free(row.slot)
-                    row.slot = self.cache.pool.new()  # the same one again
+        for row in rows:
+            if self.pool is not None and row.n > self.block_size:
+                self.pool.free(row.slot)
+                row.slot = self.pool.new()  # the same one again
         step = self.cache.reserve(T, counts, [row.slot for row in rows])
         read = self.model, idx, last, step, self.options.vocab_size
         made = self.run(function, read, *args)
-        if isinstance(self.cache, PagedCache):
-            used = sum(map(self.cache.pool.n_used, self.cache.pool.n_pages))
+        if self.pool is not None:
+            used = sum(map(self.pool.n_used, self.pool.n_pages))
             self.stats.pages = max(self.stats.pages, used)
         if step is not None:
             step.advance()

@@ -23,6 +23,7 @@ from attention import BACKENDS, Phase
 from inference import engine
 from inference.cache import DynamicCache, PagedCache, StaticCache
 from inference.engine import KV_CACHES
+from inference.graphs import compiled
 from inference.sampling import ENDED, Stats
 from model import GPT
 
@@ -152,7 +153,7 @@ def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
     sizes |= {"n_pages": n_pages, "windows": config.windows, "page_size": 4}
     paged = PagedCache(config.n_layer, *heads, **sizes)
     rows = [paged.pool.new() for _ in range(B)]
-    return lambda T: paged.reserve(rows, [T] * B)
+    return lambda T: paged.reserve(T, [T] * B, rows)
 
 
 CHUNKS = {"prefill": [16], "chunked prefill, decode": [4, 5, 2, *[1] * 5]}
@@ -412,10 +413,10 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return torch_compile(function, fullgraph=True, dynamic=False, backend=backend)
 
     monkeypatch.setattr(torch, "compile", compile)
-    engine.compiled.cache_clear()
+    compiled.cache_clear()
     torch._dynamo.reset()
     yield graphs
-    engine.compiled.cache_clear()
+    compiled.cache_clear()
     torch._dynamo.reset()
 
 
@@ -444,7 +445,7 @@ def test_prompts_of_any_lengths_through_the_graph(eager_graphs) -> None:
 def test_the_compiler_gives_the_same_tokens() -> None:
     """inductor itself, on a small model."""
     torch._dynamo.reset()
-    engine.compiled.cache_clear()
+    compiled.cache_clear()
     model = lively(n_layer=1, attention_window=6)
 
     def text(**how: Any) -> Tensor:

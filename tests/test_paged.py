@@ -106,7 +106,7 @@ def run_step(run: Attend, spec: Spec, cache: PagedCache, rows: Sequence[int],
     Padding on the right is pad[0] in q, and pad[1] in k and v; `nan` allows NaN in the output.
     """
     counts = [len(q) for q, _, _ in new]
-    step = cache.reserve(rows, counts)
+    step = cache.reserve(max(counts), counts, rows)
     device, padded = cache.k[0].device, []
     for n, value in enumerate((pad[0], pad[1], pad[1])):
         shape = (len(rows), max(counts), *new[0][n].shape[1:])

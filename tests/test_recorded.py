@@ -92,7 +92,9 @@ def prompts_of(kind: str) -> list[Tensor]:
     if kind == "shared":  # pages of 4: two full ones are common, one more to two of them
         begin = tokens(1, 11, seed=3)[0]
         ends = [[1], [1, 2, 3, 4], [1, 2, 3, 5], [6]]
-        return [torch.cat([begin[: 11 - 2 * (b == 3)], torch.tensor(e)]) for b, e in enumerate(ends)]
+        return [
+            torch.cat([begin[: 11 - 2 * (b == 3)], torch.tensor(e)]) for b, e in enumerate(ends)
+        ]
     return [tokens(1, T, seed=T)[0] for T in (20, 3, 16)] if kind == "long" else ragged()
 
 
