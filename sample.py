@@ -69,7 +69,9 @@ class SampleConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         attention.check_name(self.attention_backend)
-        Options(self.temperature, self.top_k, self.top_p, stop=self.stop).ends(1)
+        Options(self.temperature, self.top_k, self.top_p)
+        if "" in self.stop:
+            raise ValueError("stop: expected strings of at least one character, got ''")
         if self.compile and self.kv_cache != "static":
             raise ValueError(f"compile needs kv_cache=static, got {self.kv_cache}")
         if self.n_pages is not None and self.kv_cache != "paged":

@@ -17,9 +17,9 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -271,7 +271,7 @@ class StaticCache(BufferCache):
     in_order: a kernel needs the distances of tokens (ALiBi): those of a window are copied.
     """
 
-    key: Hashable = None  # of inference/graphs.py
+    key: tuple[Any, ...] | None = None  # of inference/graphs.py
     in_buckets = True  # False: the kernel reads bounds on the device, not all keys of a bucket
 
     def __init__(

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inference import serve
+from inference.graphs import KV_CACHES as KV_CACHES
 from inference.sampling import ENDED, Prompt, each, in_range
-from inference.serve import KV_CACHES as KV_CACHES
-from inference.serve import Scheduler
+from inference.serve import Scheduler, enough_pages
 from inference.texts import encode, pieces, until
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ def _scheduler(
             in_range("page_size", page_size, 1),
         )
         lengths = [len(prompt) for prompt in prompts]
-        options["n_pages"] = serve.enough_pages(model, lengths, new, len(prompts), size)
+        options["n_pages"] = enough_pages(model, lengths, new, len(prompts), size)
     how = {"kv_cache": kv_cache, "page_size": page_size, "generator": generator, "stop": stop}
     return Scheduler(model, prompts, max_new_tokens, slots=len(prompts), **how, **options)
 

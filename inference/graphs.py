@@ -2,12 +2,12 @@
 
     compiled    torch.compile, on CUDA with CUDA graphs: the fastest step, half a minute to make
     captured    the eager step as a CUDA graph (torch.cuda.CUDAGraph): the same kernels, launched
-                at once; made in a step
+                at once; made in the first step of its kind
 
-A captured graph has the addresses of weights, buffers and cache, and keeps numbers as constants.
-So it is found by all of these (key()). Tensors that change, as the tokens and the random numbers,
-are copied into buffers of the graph before each replay. These, its results, weights and caches lie
-outside the pool of memory that all graphs share; the pool frees nothing until its last graph goes.
+A captured graph holds the addresses of weights and cache, and numbers as constants: key() has them
+all. Tensors that change in each step, as tokens and random numbers, are copied into buffers of the
+graph before it is replayed. These, results, weights and caches lie outside the pool of memory that
+the graphs share, which frees nothing until its last graph goes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache as memoize
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,30 +26,59 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from inference.cache import StaticCache, StaticStep
+from inference.cache import Cache, StaticCache, StaticStep
 from model import GPT
 
 log = logging.getLogger("nanoattn")
 
 F = TypeVar("F", bound=Callable[..., Any])
-CacheKey = tuple[int, int, torch.dtype, torch.device, str | None]
+KV_CACHES = ("none", "dynamic", "static", "paged")
 MOST = 8  # captured graphs of a model
-MOST_IDLE = 2  # static caches of a model for captured graphs, not in use
+MOST_IDLE = 2  # their caches that are not in use
 
-# A compiled CUDA graph is never freed: a new cache for each call would mean a new graph.
-_idle: WeakKeyDictionary[GPT, dict[CacheKey, StaticCache]] = WeakKeyDictionary()
-_captured: WeakKeyDictionary[GPT, OrderedDict[Hashable, Graph]] = WeakKeyDictionary()
+
+def choose(model: GPT, kv_cache: str, compile: bool) -> tuple[str, str | None]:
+    """The cache, and the kind of graph of its decode steps. Raises ValueError."""
+    if kv_cache == "auto" and not compile:
+        # Hooks are Python, which a graph would leave out.
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        captured = possible(model.transformer.wte.weight.device) and not hooked
+        return ("static", "captured") if captured else ("dynamic", None)
+    if kv_cache not in ("auto", *KV_CACHES):
+        raise ValueError(f"kv_cache must be one of auto, {', '.join(KV_CACHES)}, got {kv_cache!r}")
+    if compile and kv_cache != "static":
+        raise ValueError(f"compile needs kv_cache=static, got {kv_cache}")
+    return kv_cache, "compiled" if compile else None
+
+
+def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """function(*args), a decode step or a part of it, by a graph of that kind."""
+    if kind is None:
+        return function(*args)
+    if kind == "compiled":
+        return compiled(function, model.transformer.wte.weight.device.type)(*args)
+    graphs = _captured.setdefault(model, OrderedDict())
+    found = graphs.get(at := key(function, args))
+    if found is None:
+        graphs[at] = found = Captured()
+        while len(graphs) > MOST:
+            graphs.popitem(last=False)
+    graphs.move_to_end(at)
+    return found(function, args)
 
 
 # --- static caches ---
 
+# A graph holds the addresses of its cache: a new cache for each call would mean a new graph.
+_idle: WeakKeyDictionary[GPT, dict[tuple[Any, ...] | None, StaticCache]] = WeakKeyDictionary()
+
 
 def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticCache:
-    """An empty static cache; for graphs of an earlier call, if there is one."""
+    """An empty static cache; for graphs that of an earlier call, if there is one."""
     config, phase = model.config, model.phase()._replace(cache="static")
     device, dtype = model.transformer.wte.weight.device, getattr(torch, phase.dtype)
-    key = B, max_len, dtype, device, graph
-    static = _idle.setdefault(model, {}).pop(key, None) if graph else None
+    key = None if graph is None else (graph, B, max_len, dtype, device)
+    static = _idle.get(model, {}).pop(key, None)
     if static is not None:
         static.reset()
         return static
@@ -65,18 +94,18 @@ def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticC
             torch._dynamo.mark_static_address(t, guard=False)  # a CUDA graph writes there
     else:
         plan = model.plans.look_up(phase, B)
-    reads_bounds = device.type == "cuda" and {call.chosen.backend.name for call in plan} == {
-        "paged"
-    }
-    static.in_buckets = not reads_bounds
+    kernels = {call.chosen.backend.name for call in plan}
+    static.in_buckets = device.type != "cuda" or kernels != {"paged"}
     return static
 
 
-def give_back(model: GPT, static: StaticCache) -> None:
-    idle = _idle.setdefault(model, {})
-    idle[cast(CacheKey, static.key)] = static
-    for key in [key for key in idle if key[-1] == "captured"][:-MOST_IDLE]:
-        del idle[key]
+def give_back(model: GPT, cache: Cache) -> None:
+    """Keep a static cache, of captured graphs the last few."""
+    if isinstance(cache, StaticCache) and cache.key:
+        idle = _idle.setdefault(model, {})
+        idle[cache.key] = cache
+        for key in [key for key in idle if "captured" in key][:-MOST_IDLE]:
+            del idle[key]
 
 
 # --- compiled ---
@@ -89,41 +118,20 @@ def compiled(function: F, device: str) -> F:
     mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs
     graph = torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
 
-    def run(*args: object) -> object:
+    def run(*args: object) -> Any:
         if device == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        copied: object = tree_map_only(Tensor, Tensor.clone, graph(*args))
-        return copied
+        return tree_map_only(Tensor, Tensor.clone, graph(*args))
 
-    return cast(F, run)
+    return run  # type: ignore[return-value]
 
 
 # --- captured ---
 
 
-def captured(model: GPT, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """function(*args), a decode step or a part of it, by a graph: the first call of its kind runs
-    without one, the second is captured. Tensors of the result are those of the graph."""
-    graphs: OrderedDict[Hashable, Graph] = _captured.setdefault(model, OrderedDict())
-    kind = key(function, args)
-    if kind not in graphs:
-        graphs[kind] = Graph(args)
-        while len(graphs) > MOST:
-            graphs.popitem(last=False)
-    graphs.move_to_end(kind)
-    return graphs[kind](function, args)
-
-
-def forget(model: GPT, processor: object) -> None:
-    """Drop the graphs with this logits processor, which may have other numbers now."""
-    graphs = _captured.get(model, {})
-    for kind in [kind for kind, graph in graphs.items() if processor in graph.values]:
-        del graphs[kind]
-
-
 def key(function: Callable[..., Any], args: tuple[Any, ...]) -> Hashable:
     """All that a captured call depends on: shapes of tensors, addresses of modules and of the
-    cache, kernels, and values of other arguments."""
+    cache, kernels, and other values."""
     return function, *map(_of_leaf, tree_flatten(args)[0])
 
 
@@ -138,75 +146,69 @@ def _of_leaf(x: Any) -> Hashable:
     if not isinstance(x, GPT):
         return id(x), *at
     phase = x.phase()._replace(cache="static")
-    return id(x), phase, *(call[:2] for call in x.plans.look_up(phase, 1)), *at
+    return id(x), phase, *(call[:2] for call in x.plans.look_up(phase)), *at
 
 
 def _place(t: Tensor | None) -> Hashable:
     return None if t is None else (t.data_ptr(), t.shape, t.dtype)
 
 
-class Graph:
-    """A captured call. It holds neither the model nor the cache."""
+class Captured:
+    """A call by a CUDA graph. It refers neither to the model nor to the cache."""
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        leaves = tree_flatten(args)[0]
-        self.values = [x for x in leaves if not isinstance(x, Tensor | StaticStep | GPT)]
+    def __init__(self) -> None:
+        self.values: list[Any] = []  # their addresses are in the key
         self.inputs: list[Tensor] = []
         self.outputs: Any = None
         self.replay: Callable[[], None] | None = None
-        self.fails = False
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        new = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
-        if self.outputs is None:  # the warm-up compiles kernels and allocates workspaces
-            with side_stream(new[0].device):
-                found = function(*args)
-            self.outputs = tree_map_only(Tensor, torch.empty_like, found)
-            return found
-        if self.replay is None and not self.fails:
-            self.capture(function, args)
+        """function(*args); the tensors of the result are the graph's."""
+        if self.outputs is None:  # the first call prepares the kernels, then it is captured
+            return self.capture(function, args)
         if self.replay is None:
             return function(*args)
-        torch._foreach_copy_(self.inputs, new)
+        torch._foreach_copy_(
+            self.inputs, [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
+        )
         self.replay()
         return self.outputs
 
-    def capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         leaves, tree = tree_flatten(args)
+        self.values = [x for x in leaves if not isinstance(x, Tensor | StaticStep | GPT)]
         self.inputs = [x.clone() for x in leaves if isinstance(x, Tensor)]
         buffers = iter(self.inputs)
-        # A copy of the step: its tensors would be the graph's.
-        fixed = [
-            next(buffers)
-            if isinstance(x, Tensor)
-            else replace(x)
-            if isinstance(x, StaticStep)
-            else x
-            for x in leaves
-        ]
+        fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
+        # What a step notes would be the graph's.
+        fixed = [replace(x) if isinstance(x, StaticStep) else x for x in fixed]
+        device = self.inputs[0].device
+        with side_stream(device):
+            found = function(*args)
+        self.outputs = tree_map_only(Tensor, torch.empty_like, found)
 
-        def run() -> None:
-            found = function(*tree_unflatten(fixed, tree))
-            for buffer, t in zip(tree_flatten(self.outputs)[0], tree_flatten(found)[0]):
+        def step() -> None:
+            made = function(*tree_unflatten(fixed, tree))
+            for buffer, t in zip(tree_flatten(self.outputs)[0], tree_flatten(made)[0]):
                 if isinstance(t, Tensor):
                     buffer.copy_(t)
 
         try:
-            self.replay = record(run, self.inputs[0].device)
+            self.replay = record(step, device)
         except Exception as e:
-            self.fails = True
-            _warn(_first(e))
-
-
-def _first(e: BaseException) -> str:
-    while e.__context__ is not None:  # the end of a failed capture raises another error
-        e = e.__context__
-    return f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
+            why: BaseException = e
+            while why.__context__ is not None:  # the end of a failed capture raises another error
+                why = why.__context__
+            _warn(f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0])
+        return found
 
 
 @memoize
 def _warn(reason: str) -> None:
-    log.warning(f"a decode step cannot be a CUDA graph ({reason}); it runs without one: slower")
+    log.warning(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
+
+
+_captured: WeakKeyDictionary[GPT, OrderedDict[Hashable, Captured]] = WeakKeyDictionary()
 
 
 # --- the device's part ---
@@ -216,20 +218,15 @@ def possible(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def hooked(model: nn.Module) -> bool:
-    """True if a module has hooks: Python, which a graph would leave out."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
 @memoize
 def _side(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
-    """The stream of warm-ups and captures, and the pool of all graphs."""
+    """The stream of first calls and captures, and the pool of all graphs."""
     return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Run on another stream than the current one, as a capture does."""
+    """Run on the stream of captures."""
     if device.type != "cuda":
         yield
         return
@@ -240,9 +237,9 @@ def side_stream(device: torch.device) -> Iterator[None]:
     current.wait_stream(stream)
 
 
-def record(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture what run() launches; returns a function that launches it."""
+def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Capture what step() launches; returns a function that launches it."""
     graph, (stream, pool) = torch.cuda.CUDAGraph(), _side(device)
     with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-        run()
+        step()
     return graph.replay

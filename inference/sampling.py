@@ -11,13 +11,16 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from core.runtime import to_device
 from inference.constrain import Automaton
+
+if TYPE_CHECKING:
+    from model import GPT
 
 ENDED = -1  # in place of a token: the text has ended
 INVALID = -2  # of sample_token(): the logits are NaN, or all are -inf
@@ -79,13 +82,20 @@ class Options:
             if not isinstance(c, Automaton | None):
                 raise ValueError(f"constraint: expected regex(pattern, tokenizer), got {c!r:.60}")
 
-    def ends(self, vocab_size: int) -> tuple[Callable[[int, list[int]], bool], list[str]]:
-        """`stop` as a function, and its strings. Raises ValueError if it or `unused` is invalid."""
+    def ends(self, model: GPT) -> tuple[Callable[[int, list[int]], bool], list[str]]:
+        """`stop` as a function, and its strings; of a model with a tokenizer only ids with a token
+        are sampled. Raises ValueError if `stop` or `unused` is invalid."""
+        vocab_size, tokenizer = model.config.vocab_size, model.tokenizer
+        if tokenizer is not None and self.vocab_size is None:
+            self.vocab_size, self.unused = tokenizer.vocab_size, [*self.unused, *tokenizer.unused]
         self.unused = _ids("unused", self.unused, min(vocab_size, self.vocab_size or vocab_size))
         if callable(self.stop):
             return self.stop, []
         given = each(self.stop)
         strings = [item for item in given if isinstance(item, str)]
+        if strings and tokenizer is None:
+            why = "needs a model with a tokenizer, as inference.load() returns"
+            raise ValueError(f"stop: {strings[0]!r} {why}")
         if "" in strings:
             raise ValueError("stop: expected strings of at least one character, got ''")
         ids = {*_ids("stop", [i for i in given if not isinstance(i, str)], vocab_size)}
