@@ -1,4 +1,5 @@
-"""paged: attention over keys and values in pages, through a page table. Inference only.
+"""paged: attention over keys and values in pages, through a page table, or in a static cache, which
+is one page a row. Inference only.
 
     j-th key of row b = k_pages[page_table[b, j // page_size], j % page_size]
 
@@ -7,8 +8,8 @@ Otherwise the formula of manual.py. Rows of one call can differ in length (Kwon 
 
     decode   one query a row, on CUDA with Triton, float16, bfloat16 or float32: the kernels of
              triton/paged_kernels.py read the visible pages in place (nanoattn::paged_decode).
-    gather   everything else: the row's tokens are copied into one tensor, then PyTorch's SDPA on
-             the CPU; elsewhere, and with softcap, sinks or ALiBi, the formula (aten::index_select).
+    gather   everything else: the row's tokens are copied into one tensor, then PyTorch's SDPA
+             with a mask; with softcap, sinks or ALiBi the formula (aten::index_select).
 
 Memory  gather, for at most BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and
         with SDPA a mask of B * H / Hkv * Tq * Tk, else B * H * Tq * Tk scores. Tk is max_pages *
@@ -18,18 +19,22 @@ FLOPs   gather: 4 * Tq * Tk * D a head; decode: 4 * D for each visible key.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
 Masks   visible(), with an offset for each row. Past a row's end its own last token is copied, and
         masked: unwritten slots and other sequences' pages may hold NaN.
-Refuses calls without a paged cache, so training falls back; segments and dropout.
+Refuses calls without such a cache, so training falls back; segments and dropout.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .caps import Backend, Caps
 from .machine.apart import outside_a_trace
-from .masks import PagedView, alibi, for_any_shape
+from .masks import PagedView, StaticView, alibi, for_any_shape
 from .spec import Spec, visible
 
 BLOCK = 256  # queries that gather() takes at a time
@@ -37,13 +42,15 @@ BLOCK = 256  # queries that gather() takes at a time
 
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
-           cache: PagedView | None = None, sinks: Tensor | None = None,
+           cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attend to the tokens in the pages k and v that cache.page_table lists.
+    """Attend to the tokens in the pages k and v that cache.page_table lists, or in buffers k and v
+    (B, length, Hkv, D).
 
     Queries from cache.count on are padding: their outputs are finite but meaningless.
     """
     assert cache is not None, "paged reads a cache"
+    cache = as_pages(k, cache)
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
         from .triton.paged_kernels import decode
 
@@ -59,6 +66,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
         part = PagedView(cache.page_table, start, (end - start).clamp(max=BLOCK + ahead))
         outs.append(gather(q[:, a : a + BLOCK], k, v, spec, part, sinks, alibi_slopes))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+def as_pages(k: Tensor, cache: PagedView | StaticView) -> PagedView:
+    """The view of a static cache's buffers k (B, length, Hkv, D) as one page for each row."""
+    if isinstance(cache, PagedView):
+        return cache
+    rows = torch.arange(len(k), dtype=torch.int32, device=k.device)
+    return PagedView(rows[:, None], cache.start, cache.count)
 
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
@@ -89,7 +104,7 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
         offset = (cache.start[:, None] - j[:, :1])[..., None, None]
         bias = alibi(alibi_slopes, Tq, j.shape[1], offset, wide).unflatten(1, (Hkv, -1))
     bare = spec.softcap is None and sinks is None and bias is None
-    run = _sdpa if bare and q.device.type == "cpu" else _formula
+    run = _sdpa if bare and q.device.type != "mps" else _formula
     out = run(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks, bias)
     out = out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
     return out.masked_fill((end == 0)[:, :, None, None], 0.0)  # a row without tokens
@@ -124,9 +139,11 @@ def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: S
     """_formula() by PyTorch's SDPA: the query heads of a key/value head are rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
-    out = F.scaled_dot_product_attention(
-        q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, attn_mask=mask, scale=spec.scale
-    )
+    call = q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, mask
+    # cuDNN would build a plan for each new length: slow.
+    kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(kernels) if mask.is_cuda else nullcontext():
+        out = F.scaled_dot_product_attention(*call, scale=spec.scale)
     return out.unflatten(2, (R, Tq))
 
 
@@ -144,12 +161,17 @@ def _triton_capability() -> tuple[int, int]:
     return (0, 0) if find_spec("triton") is None else torch.cuda.get_device_capability(None)
 
 
+_PAGED = Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
+              alibi=True, grad=False, caches=("paged",))
+# On CUDA the decode kernel: gathered, a static cache would be copied in each step.
+_STATIC = replace(_PAGED, devices=("cuda",), dtypes=("float16", "float32"), min_capability=(7, 5),
+                  head_dim_max=256, caches=("static",), packages=("triton",))
 BACKEND = Backend(
     name="paged",
     title="attention over a page table",
     attend=attend,
-    caps=(Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
-               alibi=True, grad=False, caches=("paged",)),),
+    caps=(_PAGED, _STATIC, replace(_STATIC, dtypes=("bfloat16",), min_capability=(8, 0)),
+          replace(_PAGED, devices=("cpu",), caches=("static",))),
     fallback="sdpa",
     aliases=("paged_attention",),
 )

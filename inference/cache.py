@@ -355,9 +355,10 @@ class StaticStep(RowsStep):
     def _slots(self, kind: int | None, T: int) -> Tensor:
         assert kind is not None
         at, real = self.columns(T)
-        kept = real & (at >= (self.start + self.count)[:, None] - kind)
-        row = torch.arange(len(at), device=at.device)[:, None]
-        return row * (kind + 1) + torch.where(kept, at % kind, kind)
+        if T > kind:  # later tokens replace the first ones
+            real &= at >= (self.start + self.count)[:, None] - kind
+        first = torch.arange(0, len(at) * (kind + 1), kind + 1, device=at.device)
+        return first[:, None] + torch.where(real, at % kind, kind)
 
     def _in_order(self, buffer: Tensor, new: Tensor, start: Tensor) -> Tensor:
         """The last start[b] tokens of each row, then its new ones: (B, slots - 1 + T, Hkv, D)."""
