@@ -180,15 +180,15 @@ class Captured:
         self.inputs = [x.clone() for x in leaves if isinstance(x, Tensor)]
         buffers = iter(self.inputs)
         fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
-        # What a step notes would be the graph's.
-        fixed = [replace(x) if isinstance(x, StaticStep) else x for x in fixed]
         device = self.inputs[0].device
         with side_stream(device):
             found = function(*args)
         self.outputs = tree_map_only(Tensor, torch.empty_like, found)
 
         def step() -> None:
-            made = function(*tree_unflatten(fixed, tree))
+            # A copy of the cache's step: it notes tensors, which would be the graph's.
+            new = [replace(x) if isinstance(x, StaticStep) else x for x in fixed]
+            made = function(*tree_unflatten(new, tree))
             for buffer, t in zip(tree_flatten(self.outputs)[0], tree_flatten(made)[0]):
                 if isinstance(t, Tensor):
                     buffer.copy_(t)
