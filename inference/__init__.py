@@ -7,6 +7,7 @@ print(engine.generate(model, "ROMEO:", 40))
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.settings import UserError
@@ -20,7 +21,7 @@ log = logging.getLogger("nanoattn")
 
 
 def load(
-    source: str,
+    source: str | Path,
     *,
     which: str = "latest",
     dataset: str | None = None,
@@ -47,7 +48,7 @@ def load(
     from core.cpu import int8
     from core.runtime import Setup, pick_device
 
-    setup = Setup.of(pick_device(device), dtype)
+    source, setup = str(source), Setup.of(pick_device(device), dtype)
     if checkpoint.folders(source):  # a run
         folder = checkpoint.latest(source)
         if which == "best" and (best := checkpoint.best_folder(source)):

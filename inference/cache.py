@@ -355,7 +355,7 @@ class StaticStep(RowsStep):
     def _slots(self, kind: int | None, T: int) -> Tensor:
         assert kind is not None
         at, real = self.columns(T)
-        if T > kind:  # later tokens replace the first ones
+        if kind < T:  # later tokens replace the first ones
             real &= at >= (self.start + self.count)[:, None] - kind
         first = torch.arange(0, len(at) * (kind + 1), kind + 1, device=at.device)
         return first[:, None] + torch.where(real, at % kind, kind)

@@ -104,7 +104,7 @@ def give_back(model: GPT, cache: Cache) -> None:
     if isinstance(cache, StaticCache) and cache.key:
         idle = _idle.setdefault(model, {})
         idle[cache.key] = cache
-        for key in [key for key in idle if "captured" in key][:-MOST_IDLE]:
+        for key in [key for key in idle if key and "captured" in key][:-MOST_IDLE]:
             del idle[key]
 
 

@@ -128,13 +128,14 @@ def test_hooks_run_in_every_step(recorded) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"top_k": 5, "top_p": 0.9}, {"unused": [3]}])
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"top_k": 5, "top_p": 0.9, "unused": 3}])
 def test_a_step_waits_for_nothing(shape, sampling) -> None:
     """Traced without data: an operator that reads values would be an error, or is listed."""
     model = lively(**SHAPES[shape])
     config = model.config
     constraint = constrain.regex("[ab]{3}.*", Vocabulary(TOKENS, ENDS))
-    cache = StaticCache(config.n_layer, 2, 16, config.kv_heads, config.head_dim, windows=config.windows)
+    heads = config.kv_heads, config.head_dim
+    cache = StaticCache(config.n_layer, 2, 16, *heads, windows=config.windows)
     cache.reserve(3).advance()
     params = SamplingParams.on(torch.device("cpu"), Options(**sampling))
     u = None if sampling.get("temperature") == 0 else torch.rand(2, dtype=torch.float64)
