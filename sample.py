@@ -199,10 +199,8 @@ class Writer:
         options = vars(self.options) | {
             "generator": [torch.Generator(device).manual_seed(seed) for seed in seeds],
             "slots": size, "kv_cache": config.kv_cache, "compile": config.compile,
+            "n_pages": config.n_pages,
         }  # fmt: skip
-        if config.kv_cache == "paged":
-            enough = serve.enough_pages(model, map(len, ids), most, size)
-            options["n_pages"] = config.n_pages or enough
         begin = time.perf_counter()
         try:
             for index, token in serve.stream(model, ids, most, **options):

@@ -29,6 +29,7 @@ from attention.masks import PagedView, StaticView
 from core.runtime import to_device
 from inference.pages import PagePool
 
+Numbers = Sequence[int] | None
 Appended = tuple[Tensor, Tensor, StaticView | PagedView | None]  # keys, values, view of them
 
 
@@ -38,12 +39,6 @@ class Step:
     segments: Tensor | None = None
     page_size: int | None = None
 
-    def layer(self, layer: int) -> LayerCache | DynamicLayer:
-        return LayerCache(self, layer)
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        raise NotImplementedError
-
     def advance(self) -> None:
         """Count the tokens of the step as stored."""
         raise NotImplementedError
@@ -51,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True)
 class LayerCache:
-    step: Step
+    step: RowsStep
     layer: int
 
     def append(self, k: Tensor, v: Tensor) -> Appended:
@@ -61,17 +56,20 @@ class LayerCache:
 class Cache:
     """Keys and values of the texts in some rows. This one stores none."""
 
-    together: ClassVar[bool] = True  # its rows begin and end together
+    together = True  # its rows begin and end together
+    k: Sequence[Tensor] = ()  # the buffers of every layer, if they are allocated once
+    v: Sequence[Tensor] = ()
 
     @property
     def nbytes(self) -> int:
-        return 0
+        return sum(t.nbytes for t in (*self.k, *self.v))
 
-    def reserve(
-        self, T: int, counts: Sequence[int] | None = None, rows: Sequence[int] | None = None
-    ) -> Step | None:
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Step | None:
         """Begin a step of T columns: counts[b] tokens of row b, 0 to T, then padding (None: T).
-        `rows` are the rows of the step (None: all; only a paged cache takes some)."""
+        `rows` are the rows of the step (None: all; only a paged cache takes some).
+
+        Raises ValueError: a text would exceed the cache.
+        """
         return None
 
     def length(self, row: int) -> int:
@@ -163,13 +161,8 @@ class DynamicCache(Cache):
     def length(self, row: int) -> int:
         return self.stored - self.pads[row] if self.pads and self.stored else self.stored
 
-    def reserve(
-        self, T: int, counts: Sequence[int] | None = None, rows: Sequence[int] | None = None
-    ) -> DynamicStep:
-        """Begin a step of T tokens in each row; counts[b] is 0 for a row that has ended.
-
-        Raises ValueError: a text would exceed max_len.
-        """
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> DynamicStep:
+        """As Cache, but T tokens in each row; counts[b] is 0 for a row that has ended."""
         pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
         _check_fit(self.stored + T - min(pads, default=0), self.max_len)
         for layer in self.layers:
@@ -205,17 +198,6 @@ class DynamicStep(Step):
 # --- static and paged: rows of their own lengths ---
 
 
-class BufferCache(Cache):
-    """Buffers of every layer, allocated once."""
-
-    k: list[Tensor]
-    v: list[Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.k, *self.v))
-
-
 @dataclass(frozen=True)
 class RowsStep(Step):
     """A step in which the rows have their own lengths."""
@@ -223,6 +205,12 @@ class RowsStep(Step):
     start: Tensor  # (B,) int32, tokens of each row stored before this step
     count: Tensor  # (B,) int32, tokens of each row in this step; the rest is padding
     known: dict[int | None, Tensor] = field(default_factory=dict, init=False)
+
+    def layer(self, layer: int) -> LayerCache:
+        return LayerCache(self, layer)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        raise NotImplementedError
 
     def columns(self, T: int) -> tuple[Tensor, Tensor]:
         """Position (B, T) int64, and bool (B, T), False for padding."""
@@ -257,7 +245,7 @@ def bucket(n: int, limit: int) -> int:
     return min(limit, max(128, 1 << (n - 1).bit_length()))
 
 
-class StaticCache(BufferCache):
+class StaticCache(Cache):
     """Buffers for `max_len` tokens of each row, allocated once.
 
     The lengths are on the device, for CUDA graphs, and on the host, for bucket(). The last slot of
@@ -289,31 +277,24 @@ class StaticCache(BufferCache):
     ) -> None:
         self.max_len, self.in_order = max_len, in_order
         self.slots = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
-        self.k = [
-            torch.empty(batch, slots + 1, n_kv_head, head_dim, dtype=dtype, device=device)
-            for slots in self.slots
-        ]
+        shapes = [(batch, slots + 1, n_kv_head, head_dim) for slots in self.slots]
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.empty_like(k) for k in self.k]
         self.start = torch.empty(batch, dtype=torch.int32, device=device)
-        self.count = torch.empty(batch, dtype=torch.int32, device=device)
+        self.count = torch.empty_like(self.start)
         self.reset()
 
     def reset(self) -> None:
         """Empty the cache in place: a CUDA graph has its addresses."""
         # Masked slots must be finite: 0 * NaN is NaN.
-        torch._foreach_zero_([*self.k, *self.v])
-        self.start.zero_()
-        self.count.zero_()
+        torch._foreach_zero_([*self.k, *self.v, self.start, self.count])
         self.lengths = [0] * len(self.start)  # `start`, on the host
         self.counts = (0,) * len(self.start)  # `count`, on the host
 
     def length(self, row: int) -> int:
         return self.lengths[row]
 
-    def reserve(
-        self, T: int, counts: Sequence[int] | None = None, rows: Sequence[int] | None = None
-    ) -> StaticStep:
-        """Begin a step, as Cache. Raises ValueError: a row would exceed max_len."""
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> StaticStep:
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
         after = [n + m for n, m in zip(self.lengths, counts, strict=True)]
         longest = max((n for n, m in zip(after, counts, strict=True) if m), default=1)
@@ -375,7 +356,7 @@ class StaticStep(RowsStep):
         c.lengths = [n + m for n, m in zip(c.lengths, c.counts, strict=True)]
 
 
-class PagedCache(BufferCache):
+class PagedCache(Cache):
     """Pages of `page_size` tokens, and page tables on the device (inference/pages.py).
 
     A row is a sequence of the pool. A page number is one page in every layer that has the same
@@ -405,11 +386,8 @@ class PagedCache(BufferCache):
     ) -> None:
         self.pool = PagePool(n_pages, page_size)
         self.windows = tuple(windows) or (None,) * n_layer
-        shape = (page_size, n_kv_head, head_dim)
-        self.k = [
-            torch.zeros(n_pages[window], *shape, dtype=dtype, device=device)
-            for window in self.windows
-        ]
+        shapes = [(n_pages[window], page_size, n_kv_head, head_dim) for window in self.windows]
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.zeros_like(k) for k in self.k]
         table = torch.zeros(0, 0, dtype=torch.int32, device=device)  # (sequences, pages)
         self.tables = dict.fromkeys(self.pool.n_pages, table)
@@ -421,11 +399,8 @@ class PagedCache(BufferCache):
     def free(self, row: int) -> None:
         self.pool.free(row)
 
-    def reserve(
-        self, T: int, counts: Sequence[int] | None = None, rows: Sequence[int] | None = None
-    ) -> PagedStep:
-        """Begin a step, as Cache. Raises OutOfPages, with nothing changed, or ValueError: no such
-        sequence."""
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> PagedStep:
+        """As Cache. Raises OutOfPages, with nothing changed, or ValueError: no such sequence."""
         assert rows and len(set(rows)) == len(rows), "a sequence twice"
         counts = (T,) * len(rows) if counts is None else counts
         step, last = dict(zip(rows, counts, strict=True)), self.last
@@ -450,9 +425,9 @@ class PagedCache(BufferCache):
         sent = False
         for window, table in self.tables.items():
             missing = max(rows) + 1 - table.shape[0], width - table.shape[1]
-            if max(missing) > 0:  # twice as many columns: few copies
-                more = [max(0, missing[0]), max(0, missing[1], table.shape[1])]
-                self.tables[window] = table = F.pad(table, (0, more[1], 0, more[0]))
+            if max(missing) > 0:
+                columns = missing[1] + 31 if missing[1] > 0 else 0  # few copies
+                self.tables[window] = table = F.pad(table, (0, columns, 0, max(0, missing[0])))
             new = [(r, *page) for r in rows for page in self.pool.new_pages(r, window)]
             if new:
                 row, column, page = to_device(torch.tensor(new), table.device).unbind(1)

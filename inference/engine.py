@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from inference.graphs import KV_CACHES as KV_CACHES
-from inference.sampling import ENDED, Prompt, each, in_range
-from inference.serve import Scheduler, enough_pages
+from inference.sampling import ENDED, Prompt, each
+from inference.serve import Scheduler
 from inference.texts import encode, pieces, until
 
 if TYPE_CHECKING:
@@ -94,21 +94,14 @@ def _texts(idx: Prompts) -> list[str]:
 
 
 def _scheduler(
-    model: GPT,
-    idx: Prompts,
-    max_new_tokens: int,
-    *,
-    generator: torch.Generator | Sequence[torch.Generator] | None = None,
-    kv_cache: str = "auto",
-    page_size: int = 16,
-    stop: Any = None,
-    **options: Any,
-) -> Scheduler:
+    model: GPT, idx: Prompts, max_new_tokens: int, *, generator: Any = None, stop: Any = None,
+    kv_cache: str = "auto", **options: Any,
+) -> Scheduler:  # fmt: skip
     prompts: Any = idx
     if texts := _texts(idx):
         if (tokenizer := model.tokenizer) is None:
-            raise ValueError(f"the prompt {texts[0]!r:.60} needs a model with a tokenizer, as of "
-                             "inference.load()")  # fmt: skip
+            why = "needs a model with a tokenizer, as inference.load() returns"
+            raise ValueError(f"the prompt {texts[0]!r:.60} {why}")
         prompts = [encode(text, tokenizer, model.config.block_size) for text in texts]
         stop = _or_ends(stop, tokenizer.ends)
     if not len(prompts):
@@ -116,15 +109,8 @@ def _scheduler(
     for name, given in (("generators", generator), ("constraints", options.get("constraint"))):
         if isinstance(given, Sequence) and len(given) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many {name}, got {len(given)}")
-    if kv_cache == "paged":
-        new, size = (
-            in_range("max_new_tokens", max_new_tokens, 0),
-            in_range("page_size", page_size, 1),
-        )
-        lengths = [len(prompt) for prompt in prompts]
-        options["n_pages"] = enough_pages(model, lengths, new, len(prompts), size)
-    how = {"kv_cache": kv_cache, "page_size": page_size, "generator": generator, "stop": stop}
-    return Scheduler(model, prompts, max_new_tokens, slots=len(prompts), **how, **options)
+    options |= {"generator": generator, "stop": stop, "kv_cache": kv_cache, "slots": len(prompts)}
+    return Scheduler(model, prompts, max_new_tokens, **options)
 
 
 def _or_ends(stop: Any, ends: Sequence[int]) -> Any:

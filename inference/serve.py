@@ -69,9 +69,9 @@ def stream(
         max_new_tokens: for all prompts, or one for each; likewise generator.
         slots: most texts in progress.
         kv_cache: "paged" by default, or as in engine.stream().
-        n_pages: size of the pool; page 0 is not used; None: enough for `slots` full contexts.
-            Layers with a window have pools of their own, not larger, with room for the windows of
-            `slots` texts and a prefill.
+        n_pages: size of the pool; page 0 is not used; None: enough that no prompt of a list waits,
+            of others for `slots` full contexts. Layers with a window have pools of their own, not
+            larger, with room for the windows of `slots` texts and a prefill.
         page_size, compile: as in engine.stream().
         options: as sampling.Options.
 
@@ -81,15 +81,6 @@ def stream(
     with closing(Scheduler(model, prompts, max_new_tokens, **options).tokens()) as tokens:
         for row, token in tokens:
             yield row.index, token
-
-
-def enough_pages(
-    model: GPT, lengths: Iterable[int], max_new_tokens: int, slots: int, page_size: int = 16
-) -> int:
-    """The least n_pages with which prompts of these lengths never wait for layers without a
-    window."""
-    longest = (min(T + max(0, max_new_tokens - 1), model.config.block_size) for T in lengths)
-    return 1 + sum(pages_for(n, page_size) for n in sorted(longest)[-slots:])
 
 
 @dataclass(eq=False)
@@ -165,6 +156,8 @@ class Scheduler:
         self.stats, self.cache = self.options.stats, Cache()
         self.pool: PagePool | None = None
         if self.kv_cache == "paged":
+            if n_pages is None:
+                n_pages = self._enough_pages(prompts, max_new_tokens, page_size)
             self.cache = paged = self._pages(n_pages, page_size)
             self.pool = paged.pool
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
@@ -304,10 +297,16 @@ class Scheduler:
         self.texts = self.texts.new_zeros(len(rows), 1)
         self._begin(rows)
 
-    def _pages(self, n_pages: int | None, page_size: int) -> PagedCache:
+    def _enough_pages(self, prompts: Iterable[Prompt], new: Any, page_size: int) -> int:
+        """The least n_pages with which no prompt waits for layers without a window."""
+        longest = [self.block_size] * self.slots
+        if isinstance(prompts, Sequence | Tensor) and not isinstance(new, Iterable):
+            most = max(0, in_range("max_new_tokens", new, 0) - 1)
+            longest = [min(len(prompt) + most, self.block_size) for prompt in prompts]
+        return 1 + sum(pages_for(n, page_size) for n in sorted(longest)[-self.slots :])
+
+    def _pages(self, n_pages: int, page_size: int) -> PagedCache:
         config, slots = self.model.config, self.slots
-        if n_pages is None:
-            n_pages = enough_pages(self.model, [self.block_size] * slots, 0, slots, page_size)
         sizes = {window: n_pages for window in config.windows}
         for window in sizes:
             if window is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import every, few
+from conftest import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_model import HERE, SHAPES, TINY, build, tokens
@@ -90,25 +90,6 @@ def test_the_texts_that_are_compared_are_lively() -> None:
     for changes in SHAPES.values():
         for row in greedy(lively(**changes), tokens(T=5), 14)[:, 5:]:
             assert len(row.unique()) > 3
-
-
-@pytest.mark.parametrize("shape, kv", every(3, list(itertools.product(SHAPES, KV_CACHES))))
-def test_prompts_of_any_lengths_continue_as_alone(shape, kv) -> None:
-    model, prompts = lively(**SHAPES[shape]), ragged()
-
-    def generator(row: int) -> torch.Generator:
-        return torch.Generator().manual_seed(row)
-
-    for sampling in ({"temperature": 0.0}, {"top_p": 0.9, "temperature": 0.8}):
-        both = {**sampling, "kv_cache": kv}
-        four = engine.generate(
-            model, prompts, 14, generator=[generator(b) for b in range(4)], **both
-        )
-        assert [len(text) for text in four] == [19, 15, 23, 19]
-        for b, prompt in enumerate(prompts):
-            (alone,) = engine.generate(model, [prompt], 14, generator=[generator(b)], **both)
-            assert torch.equal(four[b], alone)
-            assert torch.equal(alone[: len(prompt)], prompt)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 4}, {"temperature": 0.7, "top_k": 11}], ids=str)
@@ -270,19 +251,6 @@ def test_ids_without_a_token_are_never_drawn(unused, vocab_size, kv, sampling) -
     (text,) = engine.generate(model, [[known[0]]], 12, vocab_size=vocab_size, unused=unused, **how)
     assert {*text.tolist()} <= {*known}
     assert len(others) < 10 or not {*free.tolist()} <= {*known}
-
-
-@pytest.mark.parametrize("kv", CACHES)
-@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}])
-def test_a_seed_gives_the_tokens_of_no_cache(sampling, kv) -> None:
-    model = lively()
-
-    def text(kv: str, n: int = 20) -> Tensor:
-        generator = torch.Generator().manual_seed(3)
-        return engine.generate(model, tokens(T=5), n, kv_cache=kv, generator=generator, **sampling)
-
-    assert torch.equal(text(kv), text("none"))
-    assert torch.equal(text(kv)[:, :13], text(kv, 8))  # a longer text begins like a shorter one
 
 
 def test_invalid_options_are_named() -> None:
