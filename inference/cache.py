@@ -138,15 +138,8 @@ class DynamicCache(Cache):
         pad: padding on the left of each row.
     """
 
-    def __init__(
-        self,
-        n_layer: int,
-        *,
-        max_len: int,
-        windows: Sequence[int | None] = (),
-        pad: Sequence[int] | None = None,
-        device: str | torch.device = "cpu",
-    ) -> None:
+    def __init__(self, n_layer: int, *, max_len: int, windows: Sequence[int | None] = (),
+                 pad: Numbers = None, device: str | torch.device = "cpu") -> None:  # fmt: skip
         kept = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
         self.max_len, self.widest, self.device = max_len, max(kept), device
         self.layers = [DynamicLayer(window, max_len) for window in kept]
@@ -262,19 +255,10 @@ class StaticCache(Cache):
     key: tuple[Any, ...] | None = None  # of inference/graphs.py
     in_buckets = True  # False: the kernel reads bounds on the device, not all keys of a bucket
 
-    def __init__(
-        self,
-        n_layer: int,
-        batch: int,
-        max_len: int,
-        n_kv_head: int,
-        head_dim: int,
-        *,
-        windows: Sequence[int | None] = (),
-        in_order: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-    ) -> None:
+    def __init__(self, n_layer: int, batch: int, max_len: int, n_kv_head: int, head_dim: int, *,
+                 windows: Sequence[int | None] = (), in_order: bool = False,
+                 dtype: torch.dtype = torch.float32,
+                 device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.max_len, self.in_order = max_len, in_order
         self.slots = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
         shapes = [(batch, slots + 1, n_kv_head, head_dim) for slots in self.slots]
@@ -372,18 +356,10 @@ class PagedCache(Cache):
 
     together = False
 
-    def __init__(
-        self,
-        n_layer: int,
-        n_kv_head: int,
-        head_dim: int,
-        *,
-        n_pages: Mapping[int | None, int],
-        page_size: int,
-        windows: Sequence[int | None] = (),
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-    ) -> None:
+    def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
+                 n_pages: Mapping[int | None, int], page_size: int,
+                 windows: Sequence[int | None] = (), dtype: torch.dtype = torch.float32,
+                 device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.pool = PagePool(n_pages, page_size)
         self.windows = tuple(windows) or (None,) * n_layer
         shapes = [(n_pages[window], page_size, n_kv_head, head_dim) for window in self.windows]

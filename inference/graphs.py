@@ -7,7 +7,7 @@
 A captured graph holds the addresses of weights and cache, and numbers as constants: key() has them
 all. Tensors that change in each step, as tokens and random numbers, are copied into buffers of the
 graph before it is replayed. These, results, weights and caches lie outside the pool of memory that
-the graphs share, which frees nothing until its last graph goes.
+the graphs share, which frees nothing until its last graph goes. So they run in one stream only.
 """
 
 from __future__ import annotations
@@ -177,13 +177,14 @@ class Captured:
     def capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         leaves, tree = tree_flatten(args)
         self.values = [x for x in leaves if not isinstance(x, Tensor | StaticStep | GPT)]
-        self.inputs = [x.clone() for x in leaves if isinstance(x, Tensor)]
-        buffers = iter(self.inputs)
-        fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
-        device = self.inputs[0].device
+        device = next(x.device for x in leaves if isinstance(x, Tensor))
         with side_stream(device):
             found = function(*args)
-        self.outputs = tree_map_only(Tensor, torch.empty_like, found)
+        with torch.inference_mode(False):  # later calls may be outside it
+            self.inputs = [x.clone() for x in leaves if isinstance(x, Tensor)]
+            self.outputs = tree_map_only(Tensor, torch.empty_like, found)
+        buffers = iter(self.inputs)
+        fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
 
         def step() -> None:
             # A copy of the cache's step: it notes tensors, which would be the graph's.
@@ -240,6 +241,9 @@ def side_stream(device: torch.device) -> Iterator[None]:
 def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Capture what step() launches; returns a function that launches it."""
     graph, (stream, pool) = torch.cuda.CUDAGraph(), _side(device)
-    with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+    with (
+        torch.cuda.device(device),
+        torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+    ):
         step()
     return graph.replay

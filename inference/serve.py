@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, repeat
+from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -35,20 +35,11 @@ from torch import Tensor
 
 from core.runtime import to_device
 from core.settings import UserError
-from inference import decode, graphs
+from inference import decode, graphs, sampling
 from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, bucket
 from inference.constrain import combined
 from inference.pages import PagePool, pages_for
-from inference.sampling import (
-    ENDED,
-    INVALID,
-    Options,
-    Prompt,
-    SamplingParams,
-    Uniform,
-    check_prompt,
-    in_range,
-)
+from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, Uniform, in_range
 from inference.texts import StopStrings
 
 if TYPE_CHECKING:
@@ -121,20 +112,11 @@ Launched = tuple[Sequence[Row], Callable[[], list[list[int]]] | None]
 class Scheduler:
     """One call of stream(). A loop: admit rows, run a step, sample, end rows."""
 
-    def __init__(
-        self,
-        model: GPT,
-        prompts: Iterable[Prompt],
-        max_new_tokens: int | Iterable[int],
-        *,
-        generator: torch.Generator | Iterable[torch.Generator] | None = None,
-        slots: int = 8,
-        kv_cache: str = "paged",
-        compile: bool = False,
-        n_pages: int | None = None,
-        page_size: int = 16,
-        **options: Any,
-    ) -> None:
+    def __init__(self, model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int],
+                 *, generator: torch.Generator | Iterable[torch.Generator] | None = None,
+                 slots: int = 8, kv_cache: str = "paged", compile: bool = False,
+                 n_pages: int | None = None, page_size: int = 16,
+                 **options: Any) -> None:  # fmt: skip
         self.model, self.options = model, Options(**options)
         self.device = model.transformer.wte.weight.device
         self.block_size = model.config.block_size
@@ -161,7 +143,8 @@ class Scheduler:
             self.cache = paged = self._pages(n_pages, page_size)
             self.pool = paged.pool
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
-        self.coming = self._new_rows(prompts, max_new_tokens, generator)
+        rooms, generators = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
+        self.coming = map(self._new_row, count(), prompts, rooms, generators)
         self.waiting: list[Row] = []  # until there is room for them
         self.rows: list[Row] = []  # in progress
         self.texts = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
@@ -246,23 +229,17 @@ class Scheduler:
 
     # --- admission ---
 
-    def _new_rows(
-        self,
-        prompts: Iterable[Prompt],
-        max_new_tokens: int | Iterable[int],
-        generator: torch.Generator | Iterable[torch.Generator] | None,
-    ) -> Iterator[Row]:
-        each = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
-        for index, (prompt, new, random) in enumerate(zip(prompts, *each)):
-            ids = check_prompt(index, prompt, self.model.config.vocab_size)
-            uniform = Uniform(self.device, random) if self.options.temperature else None
-            stops = None
-            if self.stop_strings:
-                stops = StopStrings(self.model.tokenizer, self.stop_strings, ids)
-            row = Row(index, ids, in_range("max_new_tokens", new, 0), uniform, stops)
-            if self.pool is not None:
-                self._check_pages(row, self.pool)
-            yield row
+    def _new_row(
+        self, index: int, prompt: Prompt, new: int, generator: torch.Generator | None
+    ) -> Row:
+        ids = sampling.check_prompt(index, prompt, self.model.config.vocab_size)
+        uniform = Uniform(self.device, generator) if self.options.temperature else None
+        strings, tokenizer = self.stop_strings, self.model.tokenizer
+        stops = StopStrings(tokenizer, strings, ids) if strings else None
+        row = Row(index, ids, in_range("max_new_tokens", new, 0), uniform, stops)
+        if self.pool is not None:
+            self._check_pages(row, self.pool)
+        return row
 
     def _begin(self, rows: Sequence[Row]) -> None:
         width = max(len(row.prompt) + row.room for row in rows)

@@ -65,6 +65,14 @@ def test_captured_tokens_are_those_of_the_eager_static_cache(shape, how, recorde
     assert len(recorded) == (2 * n if how == "in step" else n)  # its numbers may have changed
 
 
+def test_calls_in_inference_mode_share_the_graphs(recorded) -> None:
+    model = lively()
+    want = text(model, kv_cache="static")
+    with torch.inference_mode():
+        assert text(model) == want
+    assert text(model) == want and len(recorded) == 1
+
+
 def test_weights_that_moved_are_captured_again(recorded) -> None:
     model, other = lively(), lively(n_head=2)
     before = text(model, temperature=0)
