@@ -1,24 +1,22 @@
-"""paged: attention over keys and values in pages, through a page table, or in a static cache, which
-is one page a row. Inference only.
+"""paged: attention over pages, also a static cache, which is one page a row. Inference only.
 
     j-th key of row b = k_pages[page_table[b, j // page_size], j % page_size]
 
 Otherwise the formula of manual.py. Rows of one call can differ in length (Kwon et al. 2023, arXiv
 2309.06180). Two paths:
 
-    decode   one query a row, on CUDA with Triton, float16, bfloat16 or float32: the kernels of
-             triton/paged_kernels.py read the visible pages in place (nanoattn::paged_decode).
-    gather   everything else: the row's tokens are copied into one tensor, then PyTorch's SDPA
-             with a mask; with softcap, sinks or ALiBi the formula (aten::index_select).
+    decode   one query a row on CUDA, not float64: triton/paged_kernels.py reads the visible pages
+             in place (nanoattn::paged_decode).
+    gather   else: the tokens are copied, then PyTorch's SDPA with a mask, or with softcap, sinks or
+             ALiBi the formula (aten::index_select).
 
-Memory  gather, for at most BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and
-        with SDPA a mask of B * H / Hkv * Tq * Tk, else B * H * Tq * Tk scores. Tk is max_pages *
-        page_size, or window + Tq - 1.
+Memory  gather, BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and a mask of
+        B * H / Hkv * Tq * Tk, or B * H * Tq * Tk scores. Tk: max_pages * page_size, or window + Tq - 1.
         decode: B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
 FLOPs   gather: 4 * Tq * Tk * D a head; decode: 4 * D for each visible key.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
-Masks   visible(), with an offset for each row. Past a row's end its own last token is copied, and
-        masked: unwritten slots and other sequences' pages may hold NaN.
+Masks   visible(), with an offset for each row. Past a row's end its last token is copied, masked:
+        unwritten slots and other sequences' pages may hold NaN.
 Refuses calls without such a cache, so training falls back; segments and dropout.
 """
 
@@ -37,6 +35,8 @@ from .machine.apart import outside_a_trace
 from .masks import PagedView, StaticView, alibi, for_any_shape
 from .spec import Spec, visible
 
+# On CUDA: not cuDNN, which builds a plan for each new length.
+KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 BLOCK = 256  # queries that gather() takes at a time
 
 
@@ -44,13 +44,12 @@ BLOCK = 256  # queries that gather() takes at a time
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attend to the tokens in the pages k and v that cache.page_table lists, or in buffers k and v
-    (B, length, Hkv, D).
+    """Attend to the tokens in the pages, or in the static cache's buffers, k and v.
 
     Queries from cache.count on are padding: their outputs are finite but meaningless.
     """
     assert cache is not None, "paged reads a cache"
-    cache = as_pages(k, cache)
+    cache = cache.as_pages() if isinstance(cache, StaticView) else cache
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
         from .triton.paged_kernels import decode
 
@@ -66,14 +65,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
         part = PagedView(cache.page_table, start, (end - start).clamp(max=BLOCK + ahead))
         outs.append(gather(q[:, a : a + BLOCK], k, v, spec, part, sinks, alibi_slopes))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-
-
-def as_pages(k: Tensor, cache: PagedView | StaticView) -> PagedView:
-    """The view of a static cache's buffers k (B, length, Hkv, D) as one page for each row."""
-    if isinstance(cache, PagedView):
-        return cache
-    rows = torch.arange(len(k), dtype=torch.int32, device=k.device)
-    return PagedView(rows[:, None], cache.start, cache.count)
 
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
@@ -111,7 +102,6 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
 
 
 def _take(pages: Tensor, slot: Tensor) -> Tensor:
-    """pages at slot (B, Tk) int64: (B, Tk, Hkv, D)."""
     taken = pages.flatten(2).flatten(0, 1).index_select(0, slot.flatten())
     return taken.view(*slot.shape, *pages.shape[2:])
 
@@ -140,15 +130,12 @@ def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: S
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
     call = q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, mask
-    # cuDNN would build a plan for each new length: slow.
-    kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(kernels) if mask.is_cuda else nullcontext():
+    with sdpa_kernel(KERNELS) if mask.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(*call, scale=spec.scale)
     return out.unflatten(2, (R, Tq))
 
 
 def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
-    """True if the decode kernel supports this on the current CUDA device."""
     least = (8, 0) if dtype == torch.bfloat16 else (7, 5)  # what Triton compiles for
     return dtype != torch.float64 and head_dim <= 256 and _triton_capability() >= least
 
@@ -163,15 +150,14 @@ def _triton_capability() -> tuple[int, int]:
 
 _PAGED = Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
               alibi=True, grad=False, caches=("paged",))
-# On CUDA the decode kernel: gathered, a static cache would be copied in each step.
-_STATIC = replace(_PAGED, devices=("cuda",), dtypes=("float16", "float32"), min_capability=(7, 5),
-                  head_dim_max=256, caches=("static",), packages=("triton",))
+# On CUDA by the decode kernel only: gather() would copy the whole cache.
+_STATIC = replace(_PAGED, devices=("cuda",), dtypes=("float16", "bfloat16", "float32"),
+                  min_capability=(8, 0), head_dim_max=256, caches=("static",), packages=("triton",))
 BACKEND = Backend(
     name="paged",
     title="attention over a page table",
     attend=attend,
-    caps=(_PAGED, _STATIC, replace(_STATIC, dtypes=("bfloat16",), min_capability=(8, 0)),
-          replace(_PAGED, devices=("cpu",), caches=("static",))),
+    caps=(_PAGED, _STATIC, replace(_PAGED, devices=("cpu",), caches=("static",))),
     fallback="sdpa",
     aliases=("paged_attention",),
 )

@@ -278,8 +278,9 @@ class Scheduler:
         """The least n_pages with which no prompt waits for layers without a window."""
         longest = [self.block_size] * self.slots
         if isinstance(prompts, Sequence | Tensor) and not isinstance(new, Iterable):
-            most = max(0, in_range("max_new_tokens", new, 0) - 1)
-            longest = [min(len(prompt) + most, self.block_size) for prompt in prompts]
+            most, V = max(0, in_range("max_new_tokens", new, 0) - 1), self.model.config.vocab_size
+            ids = [sampling.check_prompt(index, prompt, V) for index, prompt in enumerate(prompts)]
+            longest = [min(len(prompt) + most, self.block_size) for prompt in ids]
         return 1 + sum(pages_for(n, page_size) for n in sorted(longest)[-self.slots :])
 
     def _pages(self, n_pages: int, page_size: int) -> PagedCache:

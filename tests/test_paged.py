@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attention import Spec
 from attention import paged as kernels
-from attention.masks import filled_cache
+from attention.masks import StaticView, filled_cache
 from attention.spec import DTYPES
 from inference.cache import PagedCache, StaticCache
 
@@ -50,7 +50,7 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, splits
     from attention.triton.paged_kernels import decode
 
     k_pages, v_pages, view = cache.append(k, v)
-    view = kernels.as_pages(k_pages, view)
+    view = view.as_pages() if isinstance(view, StaticView) else view
     table = (view.page_table, view.start, view.count)
     slopes = None if alibi_slopes is None else alibi_slopes.expand(len(q), -1).contiguous()
     return decode(q, k_pages, v_pages, *table, sinks, slopes, spec.window or 0, spec.softmax_scale,
