@@ -5,18 +5,16 @@
 Otherwise the formula of manual.py. Rows of one call can differ in length (Kwon et al. 2023, arXiv
 2309.06180). Two paths:
 
-    decode   one query a row on CUDA, not float64: triton/paged_kernels.py reads the visible pages
-             in place (nanoattn::paged_decode).
+    decode   one query a row on CUDA: triton/paged_kernels.py reads pages in place, not in float64.
     gather   else: the tokens are copied, then PyTorch's SDPA with a mask, or with softcap, sinks or
              ALiBi the formula (aten::index_select).
 
-Memory  gather, BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and a mask of
-        B * H / Hkv * Tq * Tk, or B * H * Tq * Tk scores. Tk: max_pages * page_size, or window + Tq - 1.
+Memory  gather, BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and a mask or
+        scores of B * H * Tq * Tk. Tk is max_pages * page_size, or window + Tq - 1.
         decode: B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
 FLOPs   gather: 4 * Tq * Tk * D a head; decode: 4 * D for each visible key.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
-Masks   visible(), with an offset for each row. Past a row's end its last token is copied, masked:
-        unwritten slots and other sequences' pages may hold NaN.
+Masks   visible(), with an offset for each row. Past a row's end its last token is copied: NaN there.
 Refuses calls without such a cache, so training falls back; segments and dropout.
 """
 
@@ -35,8 +33,7 @@ from .machine.apart import outside_a_trace
 from .masks import PagedView, StaticView, alibi, for_any_shape
 from .spec import Spec, visible
 
-# On CUDA: not cuDNN, which builds a plan for each new length.
-KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans each new length
 BLOCK = 256  # queries that gather() takes at a time
 
 
@@ -142,7 +139,7 @@ def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
 
 @outside_a_trace  # torch 2.13 cannot pass it a Spec's integers: no arguments
 def _triton_capability() -> tuple[int, int]:
-    """Compute capability of the current CUDA device; (0, 0) without Triton."""
+    """Of the current CUDA device; (0, 0) without Triton."""
     from importlib.util import find_spec
 
     return (0, 0) if find_spec("triton") is None else torch.cuda.get_device_capability(None)

@@ -36,7 +36,8 @@ SLOW = {"flex", "triton"}  # compiled or interpreted here: one shape of model is
 def can_decode(name: str, kv: str) -> bool:
     page_size = 16 if kv == "paged" else None
     spec = TINY.specs(Phase("cpu", "float32", False, False, False, kv, page_size))[0]
-    return not BACKENDS[name].why_not(spec, HERE)
+    # paged reads caches only, and the prompt of a static cache is plain attention.
+    return not BACKENDS[name].why_not(spec, HERE) and (name, kv) != ("paged", "static")
 
 
 PAIRS = [(name, kv) for kv in CACHES for name in BACKENDS if can_decode(name, kv)]
