@@ -114,9 +114,6 @@ def load(config: SampleConfig, **changes: object) -> tuple[GPT, data.Tokenizer]:
         source, which=config.checkpoint, dataset=config.dataset, device=config.device,
         dtype=config.dtype, weights=config.weights, policy=attention.Policy(*permitted), **changes,
     )  # fmt: skip
-    if config.weights == "int8" and device.type == "cuda" and config.batch_size > 1:
-        log.warning("--weights=int8 with several texts at a time is slower on CUDA than "
-                    "--dtype=bfloat16; it saves memory")  # fmt: skip
     # Logs the kernel before any text.
     kind = config.kv_cache
     if kind == "auto":

@@ -14,7 +14,7 @@ Memory  gather, BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements
         decode: B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
 FLOPs   gather: 4 * Tq * Tk * D a head; decode: 4 * D for each visible key.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
-Masks   visible(), with an offset for each row. Past a row's end its last token is copied: NaN there.
+Masks   visible(), with an offset for each row. Past a row's end its last token is repeated.
 Refuses calls without such a cache, so training falls back; segments and dropout.
 """
 

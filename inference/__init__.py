@@ -56,8 +56,8 @@ def load(
         elif which == "best":
             log.warning(f"--checkpoint=best: none of {source} was evaluated; using {folder.name}")
         source = str(folder)
-    elif which == "best":
-        raise UserError(f"--checkpoint=best: expected a run of train.py, got {source}")
+    elif which != "latest":
+        raise UserError(f"--checkpoint={which}: expected a run of train.py, got {source}")
     model = checkpoint.init_model(source, policy or Policy(), **changes)
     model = setup.place(model, cast=True).eval()
     if weights == "int8":

@@ -26,6 +26,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from core.cpu import int8
 from inference.cache import Cache, StaticCache, StaticStep
 from model import GPT
 
@@ -49,6 +50,13 @@ def choose(model: GPT, kv_cache: str, compile: bool) -> tuple[str, str | None]:
     if compile and kv_cache != "static":
         raise ValueError(f"compile needs kv_cache=static, got {kv_cache}")
     return kv_cache, "compiled" if compile else None
+
+
+def check_int8(model: GPT, rows: int) -> None:
+    """Warn of int8 weights where they are slow."""
+    on_cuda = model.transformer.wte.weight.device.type == "cuda"
+    if on_cuda and rows > 1 and int8.parameters(model):
+        _warn("int8 weights with several texts at a time on CUDA save memory, but are slow")
 
 
 def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -200,13 +208,14 @@ class Captured:
             why: BaseException = e
             while why.__context__ is not None:  # the end of a failed capture raises another error
                 why = why.__context__
-            _warn(f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0])
+            reason = f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0]
+            _warn(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
         return found
 
 
 @memoize
-def _warn(reason: str) -> None:
-    log.warning(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
+def _warn(text: str) -> None:
+    log.warning(text)
 
 
 _captured: WeakKeyDictionary[GPT, OrderedDict[Hashable, Captured]] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ batch. A text longer than block_size slides as in nanoGPT: the model reads its l
 tokens, which moves every position, so nothing can be cached.
 
 **Admission.** A prompt waits, and all behind it, until the pool has pages for its longest text and
-for those in progress. So no text stops for lack of pages. A prompt that can never fit is an error.
+those in progress: no text stops for lack of pages. A prompt that can never fit is an error.
 
 **Sharing.** A prompt takes the full pages of a prefix in the pool. If another new prompt computes
 them in this step, it waits for the next one. Texts that may slide share nothing.
@@ -59,11 +59,10 @@ def stream(
         prompts: (T,) token ids each; taken when there is room for one.
         max_new_tokens: for all prompts, or one for each; likewise generator.
         slots: most texts in progress.
-        kv_cache: "paged" by default, or as in engine.stream().
+        kv_cache: "paged" by default, or as in engine.stream(); likewise page_size and compile.
         n_pages: size of the pool; page 0 is not used; None: enough that no prompt of a list waits,
             of others for `slots` full contexts. Layers with a window have pools of their own, not
             larger, with room for the windows of `slots` texts and a prefill.
-        page_size, compile: as in engine.stream().
         options: as sampling.Options.
 
     Yields the number of a prompt, and its next token; ENDED (-1) when its text has ended.
@@ -96,7 +95,7 @@ class Row:
 
     @property
     def most(self) -> int:
-        """Tokens that the model may read; the last one never is."""
+        """Tokens that the model may read: all but the last one."""
         return len(self.prompt) + self.room - 1
 
     @property
@@ -122,8 +121,7 @@ class Scheduler:
         self.block_size = model.config.block_size
         self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile)
         self.stop, self.stop_strings = self.options.ends(model)
-        self.params = SamplingParams.on(self.device, self.options)
-        given = self.options.constraint
+        self.params, given = SamplingParams.on(self.device, self.options), self.options.constraint
         self.constraint = combined(given) if isinstance(given, Sequence) else given
         if self.constraint is not None:
             self.constraint.to(self.device)
@@ -135,6 +133,7 @@ class Scheduler:
         called = getattr(self.options.logits_processor, "forward", self.options.logits_processor)
         self.in_step = called is not None and "lengths" in inspect.signature(called).parameters
         self.slots, page_size = in_range("slots", slots, 1), in_range("page_size", page_size, 1)
+        graphs.check_int8(model, slots)
         self.stats, self.cache = self.options.stats, Cache()
         self.pool: PagePool | None = None
         if self.kv_cache == "paged":
@@ -285,12 +284,10 @@ class Scheduler:
 
     def _pages(self, n_pages: int, page_size: int) -> PagedCache:
         config, slots = self.model.config, self.slots
-        sizes = {window: n_pages for window in config.windows}
-        for window in sizes:
-            if window is not None:
-                kept = slots * pages_for(self.block_size, page_size, window)
-                prefill = pages_for(max(PREFILL, self.block_size), page_size)
-                sizes[window] = min(n_pages, 1 + kept + prefill)
+        sizes, prefill = {}, pages_for(max(PREFILL, self.block_size), page_size)
+        for window in config.windows:
+            kept = slots * pages_for(self.block_size, page_size, window)
+            sizes[window] = n_pages if window is None else min(n_pages, 1 + kept + prefill)
         self.stats.all_pages = sum(n - 1 for n in sizes.values())
         return PagedCache(
             config.n_layer, config.kv_heads, config.head_dim, n_pages=sizes, page_size=page_size,

@@ -432,7 +432,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 
 @pytest.mark.gpu
 @cuda
-@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("kv", [*CACHES, "auto"])
 def test_on_a_gpu_every_cache_gives_the_tokens_of_no_cache(kv) -> None:
     model, prompts = lively(block_size=64).cuda(), [p.cuda() for p in ragged()]
     want = engine.generate(model, prompts, 50, temperature=0, kv_cache="none")
@@ -444,7 +444,7 @@ def test_on_a_gpu_every_cache_gives_the_tokens_of_no_cache(kv) -> None:
 
 @pytest.mark.gpu
 @cuda
-@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("kv", [*CACHES, "auto"])
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
 def test_on_a_gpu_decoding_never_synchronizes(kv, on) -> None:
     """With generators on either device, which draw 64 steps at a time."""
