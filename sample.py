@@ -94,7 +94,7 @@ from attention.machine.system import synchronize
 from core.files import open_output
 from core.runtime import decide_compile, explained, pick_device, show_log
 from data.tokenizer import well_formed
-from inference import constrain, serve
+from inference import constrain, graphs, serve
 from inference.sampling import ENDED, Options
 from inference.texts import encode, pieces, until
 from model import GPT
@@ -115,9 +115,7 @@ def load(config: SampleConfig, **changes: object) -> tuple[GPT, data.Tokenizer]:
         dtype=config.dtype, weights=config.weights, policy=attention.Policy(*permitted), **changes,
     )  # fmt: skip
     # Logs the kernel before any text.
-    kind = config.kv_cache
-    if kind == "auto":
-        kind = "static" if device.type == "cuda" else "dynamic"
+    kind, _ = graphs.choose(model, config.kv_cache, config.compile)
     model.plan(grad=False, cache=kind, page_size=16 if kind == "paged" else None)
     return model, tokenizer
 
@@ -226,13 +224,15 @@ class Writer:
     def report(self) -> str:
         texts = sum(text.finish != "waiting" for text in self.texts)
         n, s = sum(len(text.new) for text in self.texts), self.options.stats
+        found = graphs.choose(self.model, self.config.kv_cache, self.config.compile)
+        kind = ", ".join(filter(None, found))  # "static, captured"
         cache = f"{s.cache_bytes / 1e6:.1f} MB" if s.cache_bytes else "not used"
         if s.pages:
             cache += f", {s.pages} of {s.all_pages} pages used, {s.shared_pages} shared"
         return (
             f"{texts} texts, {n} tokens in {self.seconds:.2f} s: "
             f"{n / max(self.seconds, 1e-9):.1f} tokens/s, first token after "
-            f"{1e3 * self.first:.0f} ms; KV cache ({self.config.kv_cache}): {cache}"
+            f"{1e3 * self.first:.0f} ms; KV cache ({kind}): {cache}"
         )
 
 
