@@ -24,7 +24,7 @@ RECORDS = "bench/records"
 ALIASES = {"attn_implementation": "attention_backend", "backend": "backends"}
 OTHERS = {name: why for name, why in IGNORED.items() if name not in ALIASES}
 TrainingPath = Literal["float32", "bfloat16", "bfloat16-residual"]
-KVCache = Literal["none", "dynamic", "static", "paged"]
+KVCache = Literal["auto", "none", "dynamic", "static", "paged"]
 Constraint = Literal["tensor", "python", "regex"]
 BatchSize = PositiveInt | Literal["auto"]
 

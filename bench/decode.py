@@ -72,7 +72,8 @@ def texts(run: Run) -> list[Json]:
 
 def specs(run: Run) -> list[Json]:
     """Return fields of the Specs; a backend that supports none is not started."""
-    caches = dict.fromkeys(point["cache"] for point in texts(run))
+    of = {"auto": "static" if run.cuda else "dynamic"}
+    caches = dict.fromkeys(of.get(point["cache"], point["cache"]) for point in texts(run))
     wanted = [{**run.layer, "grad": False, "cache": cache} for cache in caches]
     return [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in wanted]
 
