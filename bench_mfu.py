@@ -6,7 +6,6 @@
     python bench_mfu.py converge --steps=200               the same training with each backend
     python bench_mfu.py runs --rival=nanogpt=../nanoGPT    whole runs of both train.py
     python bench_mfu.py qualify                            all of these on a new machine
-    python bench_mfu.py plan --gpu="NVIDIA H200"           a step on many GPUs: docs/PLAN.md
     python bench_mfu.py MODE --help                        every option of a mode
 
 The model's options and config files are train.py's. See docs/MEASURE.md.
@@ -23,79 +22,67 @@ from contextlib import closing
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from core.settings import Loaded, UserError, end_at_once, exit_on_user_error
 
 if __name__ == "__main__":
     end_at_once()
 
-from bench import Json, candidates, hf, qualify, record, rounds, runs, tables
-from bench.config import MODES, BenchConfig, load_config, names, vocabulary
-from bench.machine import free_memory
+from bench import Json, parts, qualify, record, report, rounds, runs, tables
+from bench.begin import begin
 from bench.plan import planned
-from bench.process import Failure, Stop
-from bench.rounds import Run
+from bench.results import Progress
+from bench.settings import MODES, load_config
+from bench.workers import Failure, Stop
 from core.runtime import StopSignal, pick_device
 
 MINUTES_ON_CUDA = 10.0
 
 
-def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
+def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     """Measure in one of the modes. Returns the exit code."""
-    config, state = loaded.settings, record.git_state()
+    config = loaded.settings
     if config.record is not None and not re.fullmatch(r"[\w.-]+", config.record):
         slug = repr(config.record)
         raise UserError(f"--record must be letters, digits, '-', '_' and '.', got {slug}")
-    candidates.rivals(config.rival)
-    device = pick_device(config.device)
-    backends, left_out = ([], {}) if config.paths else names(config, device.type)
-    vocab_size, source = vocabulary(config)
-    part: Json = {"reference": {}, "rows": []}
-    if config.hf:
-        part["hf"] = {"name": config.hf, "config": hf.read(config.hf)}
-        vocab_size, source = part["hf"]["config"]["vocab_size"], f"--hf={config.hf}"
-    part["vocab_size"], limit = vocab_size, None
-    if device.type == "cpu":
-        limit = int(1e9 * config.memory_gb if config.memory_gb else 0.7 * free_memory(device))
-    files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != "command line"}
-    print(f"settings: {', '.join(sorted(files)) or 'the defaults'}", file=sys.stderr)
-    print(f"vocabulary: {vocab_size:,} ({source})", file=sys.stderr)
     about = {
         "format": record.FORMAT,
         "command": shlex.join(["python", "bench_mfu.py", mode, *argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **state,
+        **record.git_state(),
     }
+    device = pick_device(config.device)
+    files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != "command line"}
+    lines = [f"settings: {', '.join(sorted(files)) or 'the defaults'}", *loaded.notes]
+    print(*lines, sep="\n", file=sys.stderr)
 
     @cache
     def folder() -> Path:  # made when there is a result
-        return record.new_folder(config.records_dir, config.record or "qualify", part["machine"])
+        return record.new_folder(config.records_dir, config.record or "qualify", bench.machine)
 
-    def content_of(run: Run, why: str = "") -> Json:
-        return record.complete({**about, **run.content(why)})
-
-    def save(run: Run) -> None:
+    def save(content: Json) -> None:
         if config.record is not None:
-            record.write(folder(), content_of(run, "the run had not ended"), whole=False)
+            record.write(folder(), record.complete({**about, **content}), whole=False)
 
     whole = mode == "qualify"  # each stage has a deadline of its own
     minutes = config.minutes or (MINUTES_ON_CUDA if device.type == "cuda" else 0)
     stop = Stop(time.monotonic() + 60 * minutes if minutes and not whole else None)
+    progress = Progress()
     with closing(StopSignal("stopping; keeping the results so far")) as stop.signals:
-        run = Run(mode, config, str(device), backends, left_out, part, stop, save=save)
         try:
-            rounds.begin(run, limit)
+            bench = begin(mode, config, device, stop, progress)
             if whole:
-                content = qualify.run(run, about, loaded.origins, folder)
+                content = qualify.run(bench, about, loaded.origins, stop, progress, folder)
             else:
-                run.refuse(record.MODES[mode].specs(run))
-                record.MODES[mode].measure(run)
-                content = content_of(run)
+                plans = report.MODES[mode].plans(bench)
+                content = rounds.measure(bench, plans, stop, progress, save)
+                content = record.complete({**about, **content})
         except Failure as e:
             if e.kind == "stopped":
                 print(f"{e}; nothing was measured", file=sys.stderr)
                 return stop.code or 1
-            given = f" (--memory_gb={config.memory_gb:g})" if limit and config.memory_gb else ""
+            given = f" (--memory_gb={config.memory_gb:g})" if config.memory_gb else ""
             raise UserError(f"nothing can be measured on {device}{given}: {e}") from None
         if recorded := whole or config.record is not None:
             record.write(folder(), content)
@@ -111,18 +98,21 @@ def measure(mode: str, argv: list[str], loaded: Loaded[BenchConfig]) -> int:
 
 
 def show(content: Json) -> None:
-    """Print the tables and the conclusions."""
-    print(record.title(content))
+    """Print the tables, each with a line that explains its headers, and the conclusions."""
+    print(report.title(content))
     if "incomplete" in content:
         print(f"incomplete: {content['incomplete']}")
-    for name, value in record.facts(content).items():
+    for name, value in report.facts(content).items():
         if name not in ("command", "date", "commit", "device", "software"):
             print(f"{name}: {value}")
     if why := content.get("reference", {}).get("why"):
         print(f"no reference: {why}")
     if content["mode"] != "qualify":  # its tables are in the record
-        for name, made in record.sections(content):
+        notes = {mode.TITLE: mode.NOTES for mode in report.MODES.values()}
+        for name, made in report.sections(content):
             print(f"\n{name}\n{tables.markdown(made)}")
+            if note := notes.get(name, parts.NOTES if name.startswith("A step of ") else ""):
+                print(f"\n{note}")
     print("", *content["answers"], sep="\n")
 
 
@@ -134,7 +124,7 @@ def main(argv: list[str]) -> int:
             raise UserError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
     if mode is None and {"-h", "--help"} & {*rest}:
         print("python bench_mfu.py MODE, with MODE one of (MODE --help: its options)")
-        print(*(f"  {name:<9} {what}" for name, what in MODES.items()), "", sep="\n")
+        print(*(f"  {name:<9} {kind.__doc__}" for name, kind in MODES.items()), "", sep="\n")
     loaded = load_config(rest, mode)
     if mode in ("plan", "runs"):
         return (planned if mode == "plan" else runs).run(loaded.settings)

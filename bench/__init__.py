@@ -1,22 +1,23 @@
 """The benchmark behind bench_mfu.py: one process a candidate, interleaved rounds, records.
 
-    bench_mfu.py -> a mode -> rounds.py -> worker.py, one process a candidate -> rounds as JSON
-                              rounds.py -> rows -> record.py: figures, tables, the record
+    bench_mfu.py -> a mode: its plans -> rounds.py -> workers.py, one process a candidate
+                    rounds as JSON -> rows -> record.py: figures, report.py: tables
 
-config.py                 options
-rounds.py, process.py     starts workers, interleaves their rounds, keeps what failed as a row
-worker.py, job.py         the process: a job in, then a round for each request
-candidates.py, hf.py      what is measured: our model, nanoGPT's, transformers'
+settings.py               options, a dataclass a mode
+job.py, begin.py          what is measured, on which machine, by which candidates
 train.py, kernel.py, decode.py, converge.py   a mode each: what is timed, its figures, its columns
+candidates.py, hf.py      what is measured: our model, nanoGPT's, transformers'
+workers.py, rounds.py, results.py   processes, their turns, a result a row
 runs.py, qualify.py       whole runs of train.py against nanoGPT's; all modes on a new machine
 proof.py                  the tests of `python -m attention check`, as a stage of qualify
-parts.py                  time of a step by its parts, next to its rooflines
+reference.py, parts.py    the first step in float32; rooflines of a step
 machine.py                memory, bandwidth, description
 record.py, verify.py      write a record; compute its figures again and compare
+report.py, tables.py      facts, tables, conclusions; medians, noise
 board.py                  all records as docs/BOARD.md
 compare.py                finished runs of train.py side by side
-tables.py                 medians, noise, tables
 plan/                     estimates for other machines
+evaluate.py               lm-evaluation-harness with our kernels
 """
 
 from pathlib import Path

@@ -15,9 +15,8 @@ import re
 import sys
 from pathlib import Path
 
-from bench import ROOT, Json, record, tables
+from bench import ROOT, Json, report, tables
 from bench.hf import model_of
-from bench.record import MODES
 from bench.tables import Row
 from bench.verify import verify
 from core.runtime import decide_residual
@@ -30,6 +29,7 @@ compare the same work where heading and columns left of "machine" are equal. "~"
 a remark below. A column "peak" names the source of a peak that was not measured there."""
 Part = Json  # a record, or a stage of one
 Table = dict[str, tables.Cells]  # by what is done
+Line = dict[str, str]  # a cell by its column
 
 
 def main(argv: list[str]) -> int:
@@ -65,60 +65,9 @@ def load(folder: Path) -> tuple[dict[str, Part], list[str]]:
     return found, problems
 
 
-# ----------------------------------------------------------------------------- the tables
+# --- the tables ---
 
-
-def heading(row: Row, part: Part) -> str:
-    """Return the title of a row's table: sizes and dtype."""
-    m, p, s = model_of(part), row["point"], part["settings"]
-    if row["mode"] == "kernel":
-        H, Hkv, window = p["H"], p["Hkv"], p["window"]
-        words = [f"{H} heads of {p['D']}"]
-    else:
-        H, Hkv = m.n_head, m.kv_heads
-        window = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
-        window = "" if window == "none" else window
-        words = [part["hf"]["name"]] if "hf" in part else []
-        words += [f"{m.n_layer} layers", f"{m.n_embd} wide", f"{H} heads"]
-    words[-1] += f" ({Hkv} for keys)" if Hkv != H else ""
-    more = {f"window {window}": window, part["machine"]["dtype"]: True}
-    if row["mode"] != "kernel":
-        at = part["machine"]
-        wanted = s.get("residual_dtype", "float32")
-        between = decide_residual(wanted, at["kind"], at["dtype"])
-        more = {
-            f"vocabulary {m.vocab_size:,}": True,
-            **more,
-            "biases": m.bias,
-            f"dropout {m.dropout:g}": m.dropout,
-            "gradient checkpointing": s.get("gradient_checkpointing"),
-            "residual in autocast": between == "autocast",
-            f"{s.get('steps')} steps": row["mode"] == "converge",
-        }
-    return ", ".join(words + [name for name, on in more.items() if on])
-
-
-def work(row: Row, part: Part) -> list[str]:
-    """The cells under WORK."""
-    mode, p, s = row["mode"], row["point"], part["settings"]
-    compiled = "yes" if row.get("compiled", s.get("compile") is True) else "no"
-    if mode == "kernel":
-        return [f"{p['T']:,}", str(p["B"])]
-    if mode == "decode":
-        return [str(p["P"]), str(p["new_tokens"]), str(p["B"]), tables.cache(row), compiled]
-    sequences = row.get("batch_size", s["batch_size"]) * s["gradient_accumulation_steps"]
-    made = [f"{s['block_size']:,}", str(sequences)]
-    return [*made, compiled] if mode == "train" else made
-
-
-# Columns left of "machine", which with the title define the work.
-WORK = {
-    "train": ("tokens", "sequences", "compiled"),
-    "kernel": ("tokens", "sequences"),
-    "decode": ("prompt", "new", "sequences", "cache", "compiled"),
-    "converge": ("tokens", "sequences"),
-}
-# Columns right of it, of the records' own tables.
+# Columns right of "machine", of the records' own tables.
 FIGURES = {
     "train": ("tok/s", "ms/step", "quartiles", "mfu", "causal"),
     "kernel": ("TFLOP/s", "of peak", "both ms", "quartiles"),
@@ -127,20 +76,52 @@ FIGURES = {
 }
 
 
-def trust(row: Row, part: Part) -> list[str]:
-    """Return the source of the peak, and the error."""
-    source = part["machine"]["peak_source"]
-    peak = re.sub("^measured,?", "-", re.split("[: ]", source)[0])
-    return [peak, tables.error(row.get("error_out", (row.get("proof") or {}).get("error")))]
+def work(row: Row, part: Part) -> Line:
+    """Return the columns left of "machine", which with the heading define the work."""
+    mode, p, s = row["mode"], row["point"], part["settings"]
+    compiled = "yes" if row.get("compiled", s.get("compile") is True) else "no"
+    if mode == "kernel":
+        return {"tokens": f"{p['T']:,}", "sequences": str(p["B"])}
+    if mode == "decode":
+        sizes = {"prompt": str(p["P"]), "new": str(p["new_tokens"])}
+        sizes |= {"sequences": str(row.get("batch_size", p["B"]))}
+        return {**sizes, "cache": tables.cache(row), "compiled": compiled}
+    sequences = row.get("batch_size", s["batch_size"]) * s["gradient_accumulation_steps"]
+    sizes = {"tokens": f"{s['block_size']:,}", "sequences": str(sequences)}
+    return {**sizes, "compiled": compiled} if mode == "train" else sizes
+
+
+def heading(row: Row, part: Part) -> str:
+    """Return the title of a row's table: sizes and dtype."""
+    m, p, s, dtype = model_of(part), row["point"], part["settings"], part["machine"]["dtype"]
+    if row["mode"] == "kernel":
+        shared = f" ({p['Hkv']} for keys)" if p["Hkv"] != p["H"] else ""
+        window = f", window {p['window']}" if p["window"] else ""
+        return f"{p['H']} heads of {p['D']}{shared}{window}, {dtype}"
+    windows = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
+    shared = f" ({m.kv_heads} for keys)" if m.kv_heads != m.n_head else ""
+    wanted, kind = s.get("residual_dtype", "float32"), part["machine"]["kind"]
+    residual = decide_residual(wanted, kind, dtype)
+    words = {
+        part.get("hf", {}).get("name", ""): "hf" in part,
+        f"{m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads{shared}": True,
+        f"vocabulary {m.vocab_size:,}": True,
+        f"window {windows}": windows != "none",
+        dtype: True,
+        "biases": m.bias,
+        f"dropout {m.dropout:g}": m.dropout,
+        "gradient checkpointing": s.get("gradient_checkpointing"),
+        "residual in autocast": residual == "autocast",
+        f"{s.get('steps')} steps": row["mode"] == "converge",
+    }
+    return ", ".join(word for word, on in words.items() if on)
 
 
 def doubts(part: Part) -> str:
-    if part["format"] != record.FORMAT:
+    if part["format"] == 1:
         return "old: causality not tested"
-    found = ["incomplete"] if not part.get("complete", True) else []
-    found += (["uncommitted code"] if part["dirty"] else []) or (
-        ["no commit"] if not part["commit"] else []
-    )
+    found = [] if part.get("complete", True) else ["incomplete"]
+    found += ["uncommitted code"] if part["dirty"] else ["no commit"] * (not part["commit"])
     return ", ".join(found)
 
 
@@ -148,42 +129,39 @@ def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], dic
     """Return the tables by mode and work, the machines by short name, and remarks on records."""
     machines: dict[str, str] = {}
     remarks: dict[str, str] = {}
-    lines: dict[tuple[str, str], list[tuple[tuple[object, ...], list[str]]]] = {}
+    groups: dict[tuple[str, str], list[tuple[tuple[object, ...], Line]]] = {}
     for number, (name, content) in enumerate(found.items(), 1):
-        if not {"rows", "stages"} & content.keys():
-            remarks[f"[{name}][{number}]"] = "other work"
-            continue
-        if doubt := doubts(content):
+        ours = bool({"rows", "stages"} & content.keys())
+        if doubt := doubts(content) if ours else "other work":
             remarks[f"[{name}][{number}]"] = doubt
-        for part in record.sections_of(content):
-            about = part["machine"]["about"]
+        for part in report.sections_of(content) if ours else ():
             link = f"[{part['date'][:10]}{'*' if doubt else ''}][{number}]"
-            machine = machines.setdefault(about, f"M{len(machines) + 1}")
+            machine = machines.setdefault(part["machine"]["about"], f"M{len(machines) + 1}")
             for row in (r for r in part["rows"] if r["status"] == "ok"):
-                mode, at = row["mode"], work(row, part)
-                seen = f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")
-                columns = dict(MODES[mode].COLUMNS)
-                made = [
-                    columns[title](row).replace(" to ", "-").replace("noisy", "~")
-                    for title in FIGURES[mode]
-                ]
-                order = ([by_value(cell) for cell in at], machine, row["ms"])
-                line = [*at, machine, seen, *made, *trust(row, part), link]
-                lines.setdefault((mode, heading(row, part)), []).append((order, line))
+                done = work(row, part)
+                order = ([by_value(cell) for cell in done.values()], machine, row["ms"])
+                made = {**done, "machine": machine, **figures(row, part), "record": link}
+                groups.setdefault((row["mode"], heading(row, part)), []).append((order, made))
     by_mode: dict[str, Table] = {}
-    for mode, titles in WORK.items():
-        head = [*titles, "machine", "kernel", *FIGURES[mode], "peak", "error", "record"]
-        for (of_mode, what), group in sorted(lines.items()):
+    for mode in FIGURES:
+        for (of_mode, what), group in sorted(groups.items()):
             if of_mode == mode:
-                sorted_ = [cells for _, cells in sorted(group, key=lambda one: one[0])]
-                by_mode.setdefault(MODES[mode].TITLE, {})[what] = with_content(head, sorted_)
+                lines = [line for _, line in sorted(group, key=lambda one: one[0])]
+                head = [title for title in lines[0] if any(line[title] != "-" for line in lines)]
+                table = head, [[line[title] for title in head] for line in lines]
+                by_mode.setdefault(report.MODES[mode].TITLE, {})[what] = table
     return by_mode, machines, remarks
 
 
-def with_content(head: list[str], lines: list[list[str]]) -> tables.Cells:
-    """Return a table without the columns that are empty in all lines."""
-    full = [i for i in range(len(head)) if any(line[i] != "-" for line in lines)]
-    return [head[i] for i in full], [[line[i] for i in full] for line in lines]
+def figures(row: Row, part: Part) -> Line:
+    """Return the columns between "machine" and "record"."""
+    cells = dict(report.MODES[row["mode"]].COLUMNS)
+    made = {"kernel": f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")}
+    for title in FIGURES[row["mode"]]:
+        made[title] = cells[title](row).replace(" to ", "-").replace("noisy", "~")
+    source = re.split("[: ]", part["machine"]["peak_source"])[0]
+    error = row.get("error_out", (row.get("proof") or {}).get("error"))
+    return made | {"peak": re.sub("^measured,?", "-", source), "error": tables.error(error)}
 
 
 def by_value(cell: str) -> tuple[float, str]:

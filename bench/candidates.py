@@ -1,10 +1,6 @@
 """Candidates: our model with one backend, and rivals of the same size in the same rounds.
 
-    --rival nanogpt=PATH    model.py of a nanoGPT checkout
-    --rival hf              the same model in transformers: hf_eager, hf_sdpa, hf_flash_attention_2
-
-In the mode decode each uses its own generate(); nanoGPT's has no cache. transformers' GPT-2 always
-has biases; its MFU uses the same FLOPs as all others.
+transformers' GPT-2 always has biases; its MFU uses the same FLOPs as all others.
 """
 
 from __future__ import annotations
@@ -13,12 +9,10 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import attention
@@ -35,36 +29,8 @@ from inference import engine
 from inference.sampling import Stats
 from model import GPTConfig
 
-if TYPE_CHECKING:
-    from bench.rounds import Run
-
-HF = ("eager", "sdpa", "flash_attention_2")
 Mark = Callable[[str], None]
 Times = tuple[float, float, int]  # of Candidate.write()
-
-
-def everyone(run: Run, implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """Return {row: argument of build()} of the backends, "", and of the rivals."""
-    if "hf" in run.part:
-        return hf.rows_of(run.backends)
-    return dict.fromkeys(run.backends, "") | rivals(run.config.rival, implementations)
-
-
-def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """Return {name of the row: argument of build()} for the values of --rival."""
-    found: dict[str, str] = {}
-    for word in words:
-        name, _, path = word.partition("=")
-        if name == "nanogpt" and path:
-            model = Path(path).expanduser().resolve() / "model.py"
-            if not model.is_file():
-                raise UserError(f"{path} is not a nanoGPT checkout (model.py not found)")
-            found["nanogpt"] = f"nanogpt={model}"
-        elif word == "hf":
-            found |= {f"hf_{a}": f"hf={a}" for a in implementations}
-        else:
-            raise UserError(f"--rival must be nanogpt=PATH or hf, got {word!r}")
-    return found
 
 
 def build(rival: str, job: Job) -> Candidate:
@@ -72,8 +38,6 @@ def build(rival: str, job: Job) -> Candidate:
     name, _, what = rival.partition("=")
     if not name:
         return Ours(job)
-    if name == "plain":
-        return Plain(job)
     config = job.config
     wanted = {"gradient_checkpointing": config.gradient_checkpointing}
     if name == "nanogpt":
@@ -85,21 +49,6 @@ def build(rival: str, job: Job) -> Candidate:
     if lacks := [k for k, v in wanted.items() if v]:
         raise UserError(f"it does not support {' and '.join(lacks)}")
     return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
-
-
-def evidence(chosen: list[Resolution]) -> Json:
-    """Return the kernels of a model's layers, and the proof with the largest relative error."""
-    proofs = [c.proof for c in chosen if c.proof]
-    kernels = list(dict.fromkeys(name for c in chosen for name in c.kernels))
-    worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
-    return {"kernels": kernels, "proof": worst}
-
-
-def parameters(who: Candidate) -> int:
-    """Return N of core/flops.py: the parameters without the position embeddings."""
-    if who.job.hf:
-        return hf.parameters(who.model)
-    return sum(p.numel() for name, p in who.model.named_parameters() if "wpe" not in name)
 
 
 class Candidate:
@@ -134,20 +83,33 @@ class Candidate:
         """Return the kernels chosen for its layers, with a cache or in training; [] if unknown."""
         return []
 
+    def evidence(self, cache: str | None = None) -> Json:
+        """Return the kernels of its layers, and the proof with the largest relative error."""
+        chosen = self.chosen(cache)
+        proofs = [c.proof for c in chosen if c.proof]
+        worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
+        return {"kernels": [*dict.fromkeys(k for c in chosen for k in c.kernels)], "proof": worst}
+
+    @property
+    def parameters(self) -> int:
+        """N of core/flops.py: without the position embeddings."""
+        if self.job.hf:
+            return hf.parameters(self.model)
+        return sum(p.numel() for name, p in self.model.named_parameters() if "wpe" not in name)
+
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
         """Continue `prompt`, (B, T) int64, by `new` tokens; more: options of our engine.
 
         Returns the times of first and last token (time.perf_counter), and the cache's bytes.
         """
-        raise UserError("it does not generate text")
+        raise NotImplementedError
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
         """Run one step of its own training loop, with the marks of train.train_step."""
-        scaler = self.scaler
-        loss = torch.zeros((), device=x.device)
+        loss, scaler = torch.zeros((), device=x.device), self.scaler
         for mx, my in zip(x.chunk(micro), y.chunk(micro), strict=True):
             mark("forward")
             with self.setup.autocast:
@@ -177,7 +139,7 @@ class Ours(Candidate):
         self.optimizer = build_optimizer(self.model, config, device)
         with self.setup.autocast:
             plan = self.model.plan(config.batch_size, compiled=bool(self.setup.compile))
-            self.to_train = plan[0].chosen
+        self.to_train = plan[0].chosen
         self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
         self.found_inf = torch.zeros((), device=device)  # 1 at a gradient that is not finite
         self.title = self.to_train.backend.title
@@ -206,31 +168,12 @@ class Ours(Candidate):
         return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
-        stats, compile = Stats(), self.compile and cache == "static"
-        how: Json = {"temperature": 0.0, "kv_cache": cache, "compile": compile, **more}
-        texts = engine.stream(self.model, prompt, new, stats=stats, **how)
-        times = [time.perf_counter() for _ in texts]
+        stats = Stats()
+        how: Json = {"temperature": 0.0, "kv_cache": cache, "stats": stats, **more}
+        how["compile"] = self.compile and cache == "static"
+        times = [time.perf_counter() for _ in engine.stream(self.model, prompt, new, **how)]
         assert len(times) == new, (len(times), new)
         return times[0], times[-1], stats.cache_bytes
-
-
-class Plain(Candidate):
-    """Our weights in a plain PyTorch training step: all logits at once, nothing fused."""
-
-    title = "plain PyTorch, float32"
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.model = job.model()
-
-    def make_optimizer(self) -> torch.optim.AdamW:
-        ours = build_optimizer(self.model, self.config, self.setup.device)
-        groups = [{k: g[k] for k in ("params", "weight_decay")} for g in ours.param_groups]
-        betas = (self.config.beta1, self.config.beta2)
-        return torch.optim.AdamW(groups, betas=betas, foreach=False, fused=False)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.run(x)[0].flatten(0, 1), y.flatten())
 
 
 class NanoGPT(Candidate):
@@ -287,33 +230,27 @@ class HuggingFace(Candidate):
         import transformers
 
         self.title, self.as_reference = f"transformers {transformers.__version__}", bool(job.hf)
-        config, device = self.config, job.device
-        if job.hf:
-            self.model = hf.build(job, job.hf, implementation)
-            return
-        if implementation == "flash_attention_2" and device.type != "cuda":
-            raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
-        same = families.write_config(GPTConfig.of(config, job.vocab_size))
+        if implementation == "flash_attention_2" and job.device.type != "cuda":
+            raise UserError(f"flash_attention_2 runs on cuda, not on {job.device.type}")
+        same = families.write_config(GPTConfig.of(self.config, job.vocab_size))
         same |= {"bos_token_id": None, "eos_token_id": None}
-        self.model = hf.build(job, same, implementation)
+        self.model = hf.build(job.hf or same, implementation, self.config).to(job.device)
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         return hf.ran(self.model)
 
     def make_optimizer(self) -> torch.optim.AdamW:
         c, fused = self.config, self.setup.device.type in ("cuda", "cpu")
-        how = {"lr": c.learning_rate, "betas": (c.beta1, c.beta2), "weight_decay": c.weight_decay}
-        return torch.optim.AdamW(self.model.parameters(), fused=fused, **how)  # type: ignore[arg-type]
+        how: Json = {"lr": c.learning_rate, "betas": (c.beta1, c.beta2), "fused": fused}
+        return torch.optim.AdamW(self.model.parameters(), weight_decay=c.weight_decay, **how)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         # It shifts the labels itself and ignores the last position.
         return self.run(input_ids=x, labels=x, use_cache=False).loss
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
-        if cache not in ("dynamic", "static") or more:
-            raise UserError(
-                f"it has the caches dynamic and static and no --constraint, not {cache}"
-            )
+        if cache not in hf.CACHES or more:
+            raise UserError("it has the caches dynamic and static, and no --constraint")
         times: list[float] = []
         note = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
         how: Json = {"max_new_tokens": new, "do_sample": False, "use_cache": True}

@@ -1,25 +1,30 @@
 """The same training with every backend or precision: the mode converge.
 
 The learning rate decays over the steps; a candidate whose final loss is further from the baseline's
-than the tolerance fails, a lower loss too. The workers are bench/train.py's.
+than the tolerance fails, a lower loss too.
 """
 
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import data
-from bench import Json, tables, train
+from bench import Json, candidates, machine, tables, train
+from bench.job import Bench, Job, Plan
+from bench.settings import Converge
 from bench.tables import MEMORY, QUARTILES, Column, Row, number, percent
+from core.optimizer import build_optimizer, set_learning_rate
 
-if TYPE_CHECKING:
-    from bench.rounds import Run
-
-specs = train.specs
 TITLE = "Final losses and the baseline's"
 ROUNDS = 10  # parts of a training, interleaved
-PATHS = {  # of --paths
+PATHS: dict[str, Json] = {  # of --paths
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "residual_dtype": "float32"},
     "bfloat16-residual": {"dtype": "bfloat16", "residual_dtype": "autocast"},
@@ -36,35 +41,38 @@ COLUMNS: list[Column] = [
     ("memory saved", lambda r: percent(r.get("memory_saved"))),
     ("kernel", tables.kernel_names),
 ]
+NOTES = (
+    f"final loss: mean of the last tenth of the steps; off: from the baseline's; saved: share of "
+    f"the baseline's; {tables.EXPLAINED}"
+)
 
 
-def measure(run: Run) -> None:
+def plans(bench: Bench[Converge]) -> list[Plan]:
     """The same training with every backend or path, for every seed."""
-    config, batch = run.config, run.config.batch_size
-    assert batch != "auto"
+    config = bench.config
     folder = data.find(config.dataset, config.data_dir)
-    data.load(folder, "train", run.model.block_size, run.part["vocab_size"])  # or raise UserError
-    schedule: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps}
-    schedule["warmup_iters"] = config.steps // 10
+    data.load(folder, "train", bench.model.block_size, bench.vocab_size)  # or raise UserError
+    found = []
     for seed in range(config.seed, config.seed + config.seeds):
-        changes: Json = {**schedule, "seed": seed}
+        changes: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps, "seed": seed}
+        changes |= {"warmup_iters": config.steps // 10, "batch_size": config.batch_size}
+        names = dict.fromkeys(["manual", *bench.backends])
+        jobs = {name: bench.job(name, **changes) for name in names}
         if config.paths:
-            exact = {"dtype": "float32", "tf32": False, "attention_backend": "manual"}
-            plain = {**changes, **exact, "compile": False, "residual_dtype": "float32"}
-            jobs = {"plain": run.job("converge", "plain", batch, "plain", **plain)}
-            own = {"attention_backend": config.attention_backend}
-            for path in config.paths:
-                jobs[path] = run.job("converge", path, batch, **changes, **own, **PATHS[path])
-        else:
-            names = dict.fromkeys(["manual", *run.backends])
-            jobs = {name: run.job("converge", name, batch, **changes) for name in names}
-        # Not fresh: a training is one process.
-        how: Json = {"rounds": ROUNDS, "fresh": False, "skip": lambda name, _: too_long(run, name)}
-        run.measure(jobs, request={"steps": config.steps // ROUNDS}, **how)
+            exact = {"dtype": "float32", "tf32": False, "residual_dtype": "float32"}
+            plain: Json = {**changes, **exact, "attention_backend": "manual", "compile": False}
+            jobs = {"plain": bench.job("plain", rival="plain", **plain)}
+            changes["attention_backend"] = config.attention_backend
+            jobs |= {path: bench.job(path, **changes | PATHS[path]) for path in config.paths}
+        request, work = {"steps": config.steps // ROUNDS}, "bench.converge:Converging"
+        plan = Plan(work, jobs, ROUNDS, train.specs(bench), request=request)
+        how: Json = {"skip": partial(too_long, bench), "compiled": train.compiled(bench)}
+        found.append(replace(plan, fresh=False, **how))  # a training is one process
+    return found
 
 
-def too_long(run: Run, name: str) -> str:
-    return "" if name == "manual" else train.too_long(run, name)
+def too_long(bench: Bench[Converge], name: str, point: Json, rows: Sequence[Row]) -> str:
+    return "" if name == "manual" else train.too_long(bench, name, point, rows)
 
 
 def planned(settings: Json) -> int:
@@ -93,16 +101,10 @@ def figures(row: Row, part: Json) -> Json:
     return found | {"final_losses": finals, "final_loss": statistics.fmean(finals)}
 
 
-def allowed(base: Row, tolerance: float) -> float:
-    """Return the allowed relative difference of final losses: `tolerance`, or with several seeds
-    the standard deviation of the baseline's final losses."""
-    finals = base["final_losses"]
-    return statistics.stdev(finals) / base["final_loss"] if len(finals) > 1 else tolerance
-
-
 def compare(rows: list[Row], settings: Json) -> None:
-    """Compare final losses with the baseline's, manual or plain, in place."""
-    parts = planned(settings)
+    """Compare final losses with the baseline's, manual or plain, in place. The allowed relative
+    difference is the tolerance, or with several seeds the baseline's standard deviation."""
+    parts, several = planned(settings), settings.get("seeds", 1) > 1
     for row in rows:
         if row["status"] == "ok" and len(row["rounds"]) < parts:
             row |= {"status": "stopped", "why": [f"{len(row['rounds'])} of {parts} parts"]}
@@ -113,10 +115,71 @@ def compare(rows: list[Row], settings: Json) -> None:
             row["verdict"] = "FAIL"
         elif row["status"] == "ok" and base is not None:
             row["difference"] = row["final_loss"] / base["final_loss"] - 1
-            if settings.get("seeds", 1) > 1:
+            allowed = settings["tolerance"]
+            if several:
                 row["seed_noise"] = statistics.stdev(base["final_losses"])
-            good = abs(row["difference"]) <= allowed(base, settings["tolerance"])
+                allowed = row["seed_noise"] / base["final_loss"]
+            good = abs(row["difference"]) <= allowed
             row["verdict"] = "baseline" if row is base else "ok" if good else "FAIL"
             row["time_saved"] = 1 - row["ms"] / base["ms"]
             if "memory_bytes" in row and "memory_bytes" in base:
                 row["memory_saved"] = 1 - row["memory_bytes"] / base["memory_bytes"]
+
+
+# --- in the worker ---
+
+
+class Plain(candidates.Candidate):
+    """Our weights in a plain PyTorch training step: all logits at once, nothing fused."""
+
+    title = "plain PyTorch, float32"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.model = job.model()
+
+    def make_optimizer(self) -> torch.optim.AdamW:
+        ours = build_optimizer(self.model, self.config, self.setup.device)
+        groups = [{k: g[k] for k in ("params", "weight_decay")} for g in ours.param_groups]
+        betas = (self.config.beta1, self.config.beta2)
+        return torch.optim.AdamW(groups, betas=betas, foreach=False, fused=False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.run(x)[0].flatten(0, 1), y.flatten())
+
+
+class Converging(train.Training):
+    """The steps of a training on a dataset, some in each round."""
+
+    def __init__(self, sent: Json) -> None:
+        super().__init__(sent)
+        job, config, self.done = self.job, self.config, 0
+        folder = data.find(config.dataset, config.data_dir)
+        tokens = data.load(folder, "train", config.block_size, job.vocab_size)
+        n = config.batch_size * self.micro
+        self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
+
+    def candidate(self, rival: str) -> candidates.Candidate:
+        return Plain(self.job) if rival == "plain" else super().candidate(rival)
+
+    def round(self, request: Json) -> Json:
+        if request.get("warm_up"):
+            return self.warm_up(request)
+        numbers = range(self.done, self.done + request["steps"])
+        answer, losses = self.timed([(x, y) for x, y, *_ in map(self.batches.get, numbers)])
+        answer["losses"] = [float(loss) for loss in losses]
+        return {**answer, "peak_bytes": machine.memory(self.device)}
+
+    def warm_up(self, request: Json) -> Json:
+        """Compile without an update: every step counts."""
+        if self.compiled:
+            with self.setup.autocast:
+                self.who.loss(*self.batches.get(0)).backward()
+            self.who.optimizer.zero_grad(set_to_none=True)
+        answer: Json = {"batch_size": self.batch_size, "peak_bytes": machine.memory(self.device)}
+        return answer | self.who.evidence()
+
+    def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
+        set_learning_rate(self.who.optimizer, self.done, self.config)
+        self.done += 1
+        return super().step(x, y, mark)

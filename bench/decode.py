@@ -13,10 +13,10 @@ with context the mean length of the text.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -24,17 +24,14 @@ from torch import Tensor
 import data
 from attention.machine.system import kineto, synchronize
 from bench import Json, candidates, hf, machine, parts, tables
-from bench.job import Job
+from bench.job import LONGEST, Bench, Job, Plan
+from bench.settings import Decode
 from bench.tables import MEMORY, QUARTILES, Column, Row, bytes_, number, percent
-from bench.train import LONGEST
 from core import flops
 from core.cpu import int8
 from core.settings import UserError
 from inference import constrain
 from model import GPTConfig
-
-if TYPE_CHECKING:
-    from bench.rounds import Run
 
 TITLE = "Generation"
 MOST = 1024  # sequences that --batch_size=auto tries
@@ -51,44 +48,49 @@ COLUMNS: list[Column] = [
     ("mbu", lambda r: percent(r["mbu"])),
     ("kernel", tables.kernel_names),
 ]
+NOTES = (
+    f"ms/token: after the first; first ms: from the call to the first token; mbu: bytes of weights "
+    f"and cache read a second, over the memory's bandwidth; {tables.EXPLAINED}"
+)
 
 
-def texts(run: Run) -> list[Json]:
+def plans(bench: Bench[Decode]) -> list[Plan]:
+    """Generation of every backend and rival over texts()."""
+    config, points = bench.config, texts(bench)
+    auto = config.batch_size == "auto"
+    jobs = {
+        name: bench.job(name, rival=rival) | {"weights": config.weights}
+        for name, rival in bench.candidates(("sdpa",)).items()
+    }
+    of = {"auto": "static" if bench.cuda else "dynamic"}
+    caches = dict.fromkeys(of.get(point["cache"], point["cache"]) for point in points)
+    wanted: list[Json] = [{**bench.layer, "grad": False, "cache": cache} for cache in caches]
+    specs = [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in wanted]
+    how: Json = {"request": {"auto": auto}, "compiled": config.compile is True}
+    how["skip"] = partial(too_slow, bench)
+    return [Plan("bench.decode:Decoding", jobs, config.rounds, specs, points, **how)]
+
+
+def too_slow(bench: Bench[Decode], name: str, point: Json, rows: Sequence[Row]) -> str:
+    slow = name in LONGEST and bench.cuda and not bench.named(name)
+    return "too slow on a GPU; name it in --backends" if slow else ""
+
+
+def texts(bench: Bench[Decode]) -> list[Json]:
     """Return the points."""
-    config, T = run.config, run.model.block_size
-    new = config.new_tokens or (128 if run.cuda else 16)  # three record the CUDA graph
-    sizes: tuple[object, ...] = config.batch_sizes or ((1, 8) if run.cuda else (1, 4))
+    config, T = bench.config, bench.model.block_size
+    new = config.new_tokens or (128 if bench.cuda else 16)  # three record the CUDA graph
+    sizes: tuple[object, ...] = config.batch_sizes or ((1, 8) if bench.cuda else (1, 4))
     sizes = ("auto",) if config.batch_size == "auto" else sizes
     prompts = config.prompts or (max(1, T // 2 - new),)
-    if max(prompts) + new > T or min(prompts) < 1:
+    if max(prompts) + new > T:
         raise UserError(
-            f"--prompts, --new_tokens: {max(*prompts, 1)} + {new} tokens exceed --block_size={T}"
+            f"--prompts, --new_tokens: {max(prompts)} + {new} tokens exceed --block_size={T}"
         )
-    caches = [c for c in config.kv_caches if "hf" not in run.part or c in hf.CACHES]
+    caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
     shapes = itertools.product(sizes, prompts, caches, config.constraint)
     keys = ("B", "P", "cache", "constraint")
     return [{**dict(zip(keys, shape)), "new_tokens": new} for shape in shapes]
-
-
-def specs(run: Run) -> list[Json]:
-    """Return fields of the Specs; a backend that supports none is not started."""
-    of = {"auto": "static" if run.cuda else "dynamic"}
-    caches = dict.fromkeys(of.get(point["cache"], point["cache"]) for point in texts(run))
-    wanted = [{**run.layer, "grad": False, "cache": cache} for cache in caches]
-    return [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in wanted]
-
-
-def measure(run: Run) -> None:
-    """Generation of every backend and rival over texts()."""
-    everyone = candidates.everyone(run, ("sdpa",))
-    jobs = {name: run.job("decode", name, rival=rival) for name, rival in everyone.items()}
-    auto = run.config.batch_size == "auto"
-    run.measure(jobs, texts(run), {"auto": auto}, skip=lambda name, _: too_long(run, name))
-
-
-def too_long(run: Run, name: str) -> str:
-    slow = name in LONGEST and run.cuda and name not in run.config.backends
-    return "too slow on a GPU; name it in --backends" if slow else ""
 
 
 def figures(row: Row, part: Json) -> Json:
@@ -99,8 +101,12 @@ def figures(row: Row, part: Json) -> Json:
     N = shape.get("parameters")
     N = N or (flops.n_params(model) if isinstance(model, GPTConfig) else model.parameters)
     size = 4 if m["dtype"] == "float32" else 2
-    bytes_read = weight_bytes(N, shape.get("int8_parameters", 0), size)
-    bytes_read += B * (point["P"] + new / 2) * token_numbers(model) * size
+    int8_bytes = shape.get("int8_parameters", 0)  # with int8 the head's, not the embedding's
+    bytes_read = (N - int8_bytes) * size + int8_bytes
+    heads = [{"n_kv_head": model.kv_heads, "head_dim": model.head_dim}] * model.n_layer
+    layers = model.layers if isinstance(model, hf.Counted) else heads
+    numbers = 2 * sum(layer["n_kv_head"] * layer["head_dim"] for layer in layers)
+    bytes_read += B * (point["P"] + new / 2) * numbers * size
     found["tokens_per_s"] = B / (found["ms"] / 1e3)
     found["cache_bytes"] = max(r["cache_bytes"] for r in row["rounds"])
     found["mbu"] = bytes_read / (found["ms"] / 1e3) / m["bandwidth"]
@@ -109,18 +115,6 @@ def figures(row: Row, part: Json) -> Json:
         why = f"above the memory's {rate:,.4g} GB/s: from a cache, or measured too low"
         found |= {"mbu": None, "mbu_why": why}
     return found
-
-
-def weight_bytes(parameters: int, int8_parameters: int, itemsize: int) -> int:
-    """Return the bytes of weights that a token reads; with int8 the head's, not the embedding's."""
-    return (parameters - int8_parameters) * itemsize + int8_parameters
-
-
-def token_numbers(sizes: GPTConfig | hf.Counted) -> int:
-    """Return the numbers in the keys and values of a token, all layers."""
-    if isinstance(sizes, hf.Counted):
-        return 2 * sum(layer["n_kv_head"] * layer["head_dim"] for layer in sizes.layers)
-    return 2 * sizes.n_layer * sizes.kv_heads * sizes.head_dim
 
 
 # --- in the worker ---
@@ -137,21 +131,34 @@ class Decoding:
         self.device = job.device
         candidate = candidates.build(sent["rival"], job)
         self.who = who = candidate.for_decoding(compile, sent["weights"])
-        self.parameters, self.int8 = candidates.parameters(who), int8.parameters(who.model)
+        self.parameters, self.int8 = who.parameters, int8.parameters(who.model)
         self.about = {"title": who.title, "dtype": job.dtype}
 
     def round(self, request: Json) -> Json:
-        how = constrained(request["constraint"], self.job.vocab_size)
-        write = functools.partial(self.write, request, how)
+        how, new = constrained(request["constraint"], self.job.vocab_size), request["new_tokens"]
+        B = request["batch_size"] if request["auto"] else request["B"]
+
+        def write(B: int, new: int = new) -> candidates.Times:
+            draw = torch.Generator().manual_seed(request["P"])
+            prompt = torch.randint(self.job.vocab_size, (B, request["P"]), generator=draw)
+            return self.who.write(prompt.to(self.device), new, request["cache"], **how)
+
         if request.get("largest"):
             return {"batch_size": machine.largest(write, self.device, MOST)}
-        B = request["batch_size"] if request["auto"] else request["B"]
         if request.get("warm_up"):
-            return self.warm_up(request, B, how)
+            machine.reset_peak(self.device)
+            write(B)
+            answer: Json = {"peak_bytes": machine.memory(self.device)}
+            if self.who.chosen(request["cache"]):
+                return answer | self.who.evidence(request["cache"])
+            # The kernels that torch chose, from the profiler, in two tokens.
+            with kineto(self.device.type) as watched:
+                write(B, 2)
+                synchronize(self.device)
+            return answer | {"kernels": parts.kernels_of(watched)["kernels"], "proof": None}
         synchronize(self.device)
         start = time.perf_counter()
         first, last, cache_bytes = write(B)
-        new = request["new_tokens"]
         shape = {"B": B, "P": request["P"], "new_tokens": new, "parameters": self.parameters}
         return {
             "first_ms": (first - start) * 1e3,
@@ -160,29 +167,8 @@ class Decoding:
             "shape": shape | ({"int8_parameters": self.int8} if self.int8 else {}),
         }
 
-    def write(
-        self, request: Json, how: Json, B: int, new: int | None = None
-    ) -> tuple[float, float, int]:
-        draw = torch.Generator().manual_seed(request["P"])
-        prompt = torch.randint(self.job.vocab_size, (B, request["P"]), generator=draw)
-        new = new or request["new_tokens"]
-        return self.who.write(prompt.to(self.device), new, request["cache"], **how)
 
-    def warm_up(self, request: Json, B: int, how: Json) -> Json:
-        machine.reset_peak(self.device)
-        self.write(request, how, B)
-        peak = machine.memory(self.device)
-        if chosen := self.who.chosen(request["cache"]):
-            return {**candidates.evidence(chosen), "peak_bytes": peak}
-        # The kernels that torch chose, from the profiler, in two tokens.
-        with kineto(self.device.type) as watched:
-            self.write(request, how, B, 2)
-            synchronize(self.device)
-        kernels = parts.kernels_of(watched)["kernels"]
-        return {"kernels": kernels, "proof": None, "peak_bytes": peak}
-
-
-@functools.cache
+@cache
 def constrained(how: str | None, V: int) -> Json:
     """Return the options of engine.stream() for --constraint; with "regex" texts never end."""
     if how == "regex":

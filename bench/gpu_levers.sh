@@ -36,10 +36,11 @@ from torch.profiler import ProfilerActivity, profile
 import core.loss
 from attention.triton import flash_kernels
 from bench import candidates
-from bench.config import load_config
 from bench.job import Job
-from bench.train import gradient_norm
+from bench.reference import gradient_norm
+from bench.settings import load_config
 from core import flops
+from core.options import TrainConfig
 
 END = time.time() + float(os.environ["LIMIT"])
 TINY = bool(os.environ.get("TINY"))
@@ -146,7 +147,7 @@ class Variant:
     def __init__(self, name):
         options, self.replaced, inductor = VARIANTS[name]
         options = {**BASE, **options, **(SMALL if TINY else {})}
-        config = settings.training(**options, attention_fallback=False)
+        config = settings.to(TrainConfig, **options, attention_fallback=False)
         sent = {"train": dataclasses.asdict(config), "vocab_size": V, "hf": None}
         job = Job({**sent, "device": str(device)})
         self.name, self.times = name, []

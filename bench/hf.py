@@ -1,13 +1,12 @@
 """--hf=FOLDER_OR_NAME: benchmark a causal language model of transformers with random weights.
 
-It runs with every backend and, as rivals, with transformers' eager and sdpa attention. FLOPs are
-counted by FlopCounterMode; those of attention are core/flops.py's, with each layer's window.
+FLOPs are counted by FlopCounterMode; those of attention are core/flops.py's, by layer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +16,6 @@ import torch
 from attention import Resolution, Spec
 from attention import hf as bridge
 from bench import Json
-from bench.job import Job
-from bench.process import Failure
 from core.flops import Sizes, flops_per_token, mean_keys
 from core.hub import why_not_hub
 from core.options import TrainConfig
@@ -28,9 +25,7 @@ from model import GPTConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from bench.rounds import Run
-
-IMPLEMENTATIONS = ("eager", "sdpa")  # of transformers, as rivals
+RIVALS = {"hf_eager": "hf=eager", "hf_sdpa": "hf=sdpa"}  # transformers' own attention
 CACHES = ("dynamic", "static")  # of its generate()
 FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sinks")  # of a layer
 
@@ -91,36 +86,35 @@ def read(name: str) -> Json:
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def rows_of(backends: list[str]) -> dict[str, str]:
-    """Return row name -> name for candidates.build()."""
-    ours = {name: f"hf={bridge.implementation(name)}" for name in backends}
-    return ours | {f"hf_{name}": f"hf={name}" for name in IMPLEMENTATIONS}
+def rows_of(backends: Iterable[str]) -> dict[str, str]:
+    """Return {row: argument of candidates.build()} of our backends."""
+    return {name: f"hf={bridge.implementation(name)}" for name in backends}
 
 
-def build(job: Job, config: Json, implementation: str) -> torch.nn.Module:
-    """Return the model with random float32 weights on the job's device.
+def build(sizes: Json, implementation: str, config: TrainConfig) -> torch.nn.Module:
+    """Return the model of a config with random float32 weights.
 
     Raises UserError if transformers cannot build it, or it has fewer positions than block_size.
     """
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    given = dict(config)
+    given = dict(sizes)
     for name in given:  # the name depends on the architecture
         if name.endswith(("dropout", "pdrop")) and isinstance(given[name], (int, float)):
-            given[name] = job.config.dropout
-    sizes = CONFIG_MAPPING[given["model_type"]].from_dict(given)
-    longest = getattr(sizes, "max_position_embeddings", None)
-    if longest and longest < job.config.block_size:
-        raise UserError(f"--block_size={job.config.block_size}: the model has {longest} positions")
+            given[name] = config.dropout
+    made = CONFIG_MAPPING[given["model_type"]].from_dict(given)
+    longest = getattr(made, "max_position_embeddings", None)
+    if longest and longest < config.block_size:
+        raise UserError(f"--block_size={config.block_size}: the model has {longest} positions")
     if implementation.startswith(bridge.PREFIX):
-        bridge.register(policy=job.config.policy)  # no fallback: rounds.Run.job()
+        bridge.register(policy=config.policy)  # no fallback: job.Bench.job()
     try:
-        make: Callable[..., torch.nn.Module] = AutoModelForCausalLM.from_config
-        model = make(sizes, attn_implementation=implementation, trust_remote_code=False)
+        new: Callable[..., torch.nn.Module] = AutoModelForCausalLM.from_config
+        model = new(made, attn_implementation=implementation, trust_remote_code=False)
     except (ValueError, ImportError) as e:
         raise UserError(" ".join(str(e).split()).partition(". ")[0]) from e
-    return model.to(job.device, torch.float32)  # lower precision by autocast
+    return model.float()  # lower precision by autocast
 
 
 def ran(model: PreTrainedModel) -> list[Resolution]:
@@ -144,33 +138,9 @@ def specs(model: PreTrainedModel, x: torch.Tensor) -> list[Spec]:
     return found
 
 
-def counted(job: Job, model: PreTrainedModel, specs: list[Spec], flops: float) -> Counted:
-    """Return the sizes. `flops`: FLOPs of a token with eager attention."""
-    T = job.config.block_size
-    squares = sum(12 * spec.n_head * spec.head_dim * T for spec in specs)
-    layers = [{name: getattr(spec, name) for name in FIELDS} for spec in specs]
-    sizes = (model.config.hidden_size, job.vocab_size, T, job.config.dropout)
-    return Counted(layers, parameters(model), flops - squares, *sizes)
-
-
 def parameters(model: PreTrainedModel) -> int:
     """Count the parameters, without embeddings that are only looked up."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= {id(head.weight)} if head is not None else set()
     return sum(p.numel() for p in model.parameters() if id(p) not in looked_up)
-
-
-def count(run: Run) -> None:
-    """Count the model of --hf, and compute its loss with eager attention in float32."""
-    config = run.config
-    batch = config.batch_size if config.batch_size != "auto" else 1
-    batch = batch * config.gradient_accumulation_steps if run.mode == "train" else 1
-    try:
-        reference = run.ask_once("reference", batch)
-    except Failure as e:
-        if e.kind == "stopped":
-            raise
-        raise UserError(f"--hf={config.hf}: {e}") from None
-    run.part["hf"]["counted"] = reference.pop("counted")
-    run.part["reference"] = reference

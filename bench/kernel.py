@@ -7,46 +7,39 @@ FLOPs of a call at (B, T, H, D):
 
 with pairs = the visible pairs of query and key ("causal"), or T * T ("full"). Caches are warm: a
 round repeats the call on the same tensors. The error is max|x - x64| / max|x64| of the output and
-of the worst gradient, with x64 from manual in float64 on the same rounded inputs, for the first
-sequence and the first key/value head.
+of the worst gradient, with the truth x64 of the first sequence and key/value head.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import attention
-from attention import Resolution, manual
 from attention.machine.system import kineto, synchronize
 from attention.machine.timing import Clock, Stamp, time_call
 from attention.select import select
 from attention.spec import Spec
+from attention.truth import Inputs, truth
 from bench import Json, machine, parts, tables
-from bench.job import Job
+from bench.job import LONGEST, Bench, Job, Plan
+from bench.settings import Kernel
 from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
-from bench.train import LONGEST
 from core.flops import Peak, mean_keys
-
-if TYPE_CHECKING:
-    from bench.rounds import Run
 
 Call = Callable[[list[Stamp]], tuple[Tensor, ...]]
 TITLE = "Attention alone, forward and backward"
-LONGEST_CHECKED = 8192  # float64 scores of one head of one sequence: 0.5 GB, several times
+LONGEST_CHECKED = 8192  # the truth's scores of one head of one sequence: 0.5 GB, several times
 SURE = 0.1  # seconds above which a call is bound by its work, not by launches
 MOST_CALLS = 1000  # of a round
 COLUMNS: list[Column] = [
-    ("B", lambda r: str(r["point"]["B"])),
-    ("T", lambda r: str(r["point"]["T"])),
-    ("H", lambda r: str(r["point"]["H"])),
-    ("D", lambda r: str(r["point"]["D"])),
+    *((name, lambda r, name=name: str(r["point"][name])) for name in ("B", "T", "H", "D")),
     ("window", lambda r: str(r["point"]["window"] or "-")),
     *PASSES,
     ("both ms", lambda r: number(r["ms"])),
@@ -58,14 +51,31 @@ COLUMNS: list[Column] = [
     ("err out", lambda r: error(r.get("error_out"))),
     ("err grad", lambda r: error(r.get("error_grad"))),
 ]
+NOTES = (
+    f"TFLOP/s: of the visible pairs; full: of all pairs; err: largest error over the largest "
+    f"value, against float64; {tables.EXPLAINED}"
+)
 
 
-def grid(run: Run) -> list[Json]:
+def plans(bench: Bench[Kernel], points: Sequence[Json] = ()) -> list[Plan]:
+    """Attention alone over a grid, or at `points`."""
+    points = points or grid(bench)
+    specs = [
+        {"n_head": p["H"], "n_kv_head": p["Hkv"], "head_dim": p["D"], "window": p["window"]}
+        for p in points
+    ]
+    jobs = {name: bench.job(name) for name in bench.candidates()}
+    request = {"seconds": bench.config.seconds / 5}
+    skip, work = partial(too_long, bench), "bench.kernel:Kernels"
+    return [Plan(work, jobs, bench.config.rounds, specs, points, request, skip)]
+
+
+def grid(bench: Bench[Kernel]) -> list[Json]:
     """Return the points."""
-    config, model = run.config, run.model
-    usual = tuple(512 * 2**i for i in range(7)) if run.cuda else (128, 512, 2048)
+    config, model = bench.config, bench.model
+    usual = tuple(512 * 2**i for i in range(7)) if bench.cuda else (128, 512, 2048)
     lengths = config.lengths or usual
-    sizes = config.batch_sizes or (1, 8 if run.cuda else 4)
+    sizes = config.batch_sizes or (1, 8 if bench.cuda else 4)
     windows = config.windows or tuple(dict.fromkeys(model.windows))
     heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
     # Without the corner of large batches and long sequences, which takes most of the time.
@@ -77,36 +87,17 @@ def grid(run: Run) -> list[Json]:
     ]
 
 
-def specs(run: Run, points: list[Json] | None = None) -> list[Json]:
-    """Return fields of the Specs; a backend that supports none is not started."""
-    return [
-        {"n_head": p["H"], "n_kv_head": p["Hkv"], "head_dim": p["D"], "window": p["window"]}
-        for p in points or grid(run)
-    ]
-
-
-def measure(run: Run, points: list[Json] | None = None) -> None:
-    """Attention alone over a grid."""
-    jobs = {name: run.job("kernel", name) for name in run.backends}
-    request = {"seconds": run.config.seconds / 5}
-    run.measure(jobs, points or grid(run), request, skip=lambda *pair: too_long(run, *pair))
-
-
-def work(point: Json) -> int:
-    """Return a number proportional to the time of a call."""
-    heads = point["B"] * point["H"] * point["D"]
-    return heads * point["T"] * min(point["T"], point["window"] or point["T"])
-
-
-def too_long(run: Run, name: str, point: Json) -> str:
+def too_long(bench: Bench[Kernel], name: str, point: Json, rows: Sequence[Row]) -> str:
     """Return why a backend is not measured at a point, or ""; from its calls at other points."""
-    config, longest = run.config, LONGEST.get(name, point["T"])
-    if longest < point["T"] and not (name in config.backends and config.lengths):
+    longest = LONGEST.get(name, point["T"])
+    if longest < point["T"] and not (bench.named(name) and bench.config.lengths):
         return f"left out beyond {longest:,} tokens: name it in --backends, and --lengths"
-    for row in run.part["rows"]:
-        took, at = row.get("call_s", 0.0), row["point"]
-        alike = row["backend"] == name and bool(at["window"]) == bool(point["window"])
-        if alike and took >= SURE and (wait := took * work(point) / work(at)) > config.slowest_step:
+    for row in rows:
+        took, at = min((r["ms"] / 1e3 for r in row["rounds"]), default=0.0), row["point"]
+        if row["backend"] != name or bool(at["window"]) != bool(point["window"]):
+            continue
+        wait = took * flops_of(point, True) / flops_of(at, True)
+        if took >= SURE and wait > bench.config.slowest_step:
             at_text = tables.where(at)
             return f"a call would take about {wait:.2g} s, as at {at_text} (--slowest_step)"
     return ""
@@ -138,28 +129,22 @@ class Kernels:
 
     def __init__(self, sent: Json) -> None:
         self.job, self.name = Job(sent), sent["name"]
-        self.config, self.device = self.job.config, self.job.device
-        self.clock = Clock(self.device)
+        self.device, self.clock = self.job.device, Clock(self.job.device)
         self.about = {"title": attention.get(self.name).title, "dtype": self.job.dtype}
         self.kernels: dict[Spec, Json] = {}  # what ran, and how exact it was
 
-    def tensors(self, point: Json) -> list[Tensor]:
-        """Return q, k, v and the output's gradient, (B, T, H or Hkv, D), equal for all backends."""
-        B, T, H, Hkv, D = (point[name] for name in ("B", "T", "H", "Hkv", "D"))
-        draw = torch.Generator(self.device).manual_seed(self.config.seed)
-        made = [
-            torch.randn(B, T, h, D, generator=draw, device=self.device).to(self.job.setup.dtype)
-            for h in (H, Hkv, Hkv, H)
-        ]
-        for t in made[:3]:
-            t.requires_grad_()
-        return made
-
     def round(self, request: Json) -> Json:
-        heads = (request["H"], request["Hkv"], request["D"])
+        heads = request["H"], request["Hkv"], request["D"]
         spec = Spec(*heads, self.job.dtype, window=request["window"])
-        q, k, v, dout = self.tensors(request)
-        clock, chosen = self.clock, select(self.name, spec, self.device, self.config.policy)
+        draw = torch.Generator(self.device).manual_seed(self.job.config.seed)  # of all backends
+        q, k, v, dout = (
+            torch.randn(request["B"], request["T"], h, spec.head_dim, generator=draw,
+                        device=self.device).to(self.job.setup.dtype)
+            for h in (spec.n_head, spec.n_kv_head, spec.n_kv_head, spec.n_head)
+        )  # fmt: skip
+        for t in (q, k, v):
+            t.requires_grad_()
+        clock, chosen = self.clock, select(self.name, spec, self.device, self.job.config.policy)
         backend = chosen.backend  # a prebuilt one, if that is allowed
 
         def call(stamps: list[Stamp]) -> tuple[Tensor, ...]:
@@ -171,8 +156,16 @@ class Kernels:
             return out.detach(), *grads
 
         if request.get("warm_up"):
-            return self.warm_up(request, spec, chosen, (q, k, v, dout), call)
-        calls = self.fill(call, request["seconds"])
+            if spec not in self.kernels:
+                with kineto(self.device.type) as watched:
+                    call([])
+                    synchronize(self.device)
+                proof = {"kernels": list(chosen.kernels), "proof": chosen.proof}
+                self.kernels[spec] = parts.kernels_of(watched) | proof
+            return self.kernels[spec] | self.warm_up(call, Inputs(q, k, v, dout), spec)
+        call([])  # allocates memory
+        took = time_call(lambda: call([]), self.device)
+        calls = min(max(round(request["seconds"] / max(took, 1e-6)), 1), MOST_CALLS)
         stamps: list[Stamp] = []
         start = clock.start()
         for _ in range(calls):
@@ -186,56 +179,31 @@ class Kernels:
             answer["backward_ms"] = ms - answer["forward_ms"]
         return answer
 
-    def fill(self, call: Call, seconds: float) -> int:
-        """Return the number of calls that fill the time.
-
-        On CUDA the first call allocates memory: slow, so time others, for a tenth of the time.
-        """
-        n, took = 1, time_call(lambda: call([]), self.device)
-        if took < seconds:
-            took = time_call(lambda: call([]), self.device)
-            while took * n < seconds / 10 and n < MOST_CALLS:
-                n *= 2
-                took = time_call(lambda: call([]), self.device, n)
-        return min(max(round(seconds / max(took, 1e-6)), 1), MOST_CALLS)
-
-    def warm_up(
-        self, point: Json, spec: Spec, chosen: Resolution, inputs: tuple[Tensor, ...], call: Call
-    ) -> Json:
-        if spec not in self.kernels:
-            with kineto(self.device.type) as watched:
-                call([])
-                synchronize(self.device)
-            proof = {"kernels": list(chosen.kernels), "proof": chosen.proof}
-            self.kernels[spec] = parts.kernels_of(watched) | proof
+    def warm_up(self, call: Call, given: Inputs, spec: Spec) -> Json:
+        """Return the errors of a call, and the memory that it takes."""
+        answer: Json = {}
         got = call([])
-        answer: Json = dict(self.kernels[spec])
-        if point["T"] <= LONGEST_CHECKED:
-            answer["error_out"], answer["error_grad"] = errors(got, inputs, spec)
+        if given.q.shape[1] <= LONGEST_CHECKED:
+            answer["error_out"], answer["error_grad"] = errors(got, given, spec)
         del got
         known = machine.reset_peak(self.device)
         before = machine.memory(self.device, peak=False)
-        answer["call_s"] = time_call(lambda: call([]), self.device)  # for too_long()
+        call([])
+        synchronize(self.device)
         if known:
             answer["memory_bytes"] = max(0, machine.memory(self.device) - before)
         return answer
 
 
-def errors(got: tuple[Tensor, ...], inputs: tuple[Tensor, ...], spec: Spec) -> tuple[float, float]:
+def errors(got: Sequence[Tensor], given: Inputs, spec: Spec) -> tuple[float, float]:
     """Return the errors of the output and of the worst gradient."""
     group = spec.n_head // spec.n_kv_head
     heads = (group, 1, 1, group)  # of the first key/value head: q, k, v, dout
-    on = torch.device("cpu") if inputs[0].device.type == "mps" else inputs[0].device
-    q, k, v, dout = (
-        t.detach()[:1, :, :h].to(on).double().requires_grad_()
-        for t, h in zip(inputs, heads, strict=True)
-    )
-    exact = replace(spec, n_head=group, n_kv_head=1, dtype="float64")
-    out = manual.attend(q, k, v, exact)
-    truth = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+    first = Inputs(*(t.detach()[:1, :, :h] for t, h in zip(given[:4], heads, strict=True)))
+    exact = truth(first, replace(spec, n_head=group, n_kv_head=1)).tensors.values()
     off = []
-    for mine, true, h in zip(got, truth, (group, group, 1, 1), strict=True):
-        difference = mine[:1, :, :h].to(on).double() - true
+    for mine, true in zip(got, exact, strict=True):
+        difference = mine[:1, :, : true.shape[2]].to(true.device).double() - true
         off.append(float(difference.abs().max() / true.abs().max()))
         if not math.isfinite(off[-1]):
             raise FloatingPointError("its output or gradient is not finite")

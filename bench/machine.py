@@ -1,4 +1,4 @@
-"""Memory, bandwidth, description and disturbances of the machine; the job "machine".
+"""Memory, bandwidth and description of this machine; bench.machine:Description is a worker's job.
 
 Memory: on CUDA the peak of PyTorch's allocator, on the CPU the peak resident size of the
 process, which Linux can reset. Bandwidth: bytes read and written per second by copies of 1 GB.
@@ -17,12 +17,11 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 import attention
-from attention.machine.system import R, cpu_name
+from attention.machine.system import cpu_name
 from attention.machine.timing import Clock
 from attention.spec import Machine, Policy, Spec
 from bench import Json
@@ -34,8 +33,10 @@ PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "nu
 STATUS = Path("/proc/self/status")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # a container's limits
+DRIVER = Path("/proc/driver/nvidia/version")
 CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
 LARGEST_COPY = 2**30  # bytes, beyond the caches
+NO_MEMORY = re.compile(f"bad_alloc|could not create a (primitive|memory)|{OUT_OF_MEMORY.pattern}")
 
 
 # --- memory ---
@@ -60,11 +61,9 @@ def memory(device: torch.device, peak: bool = True) -> int:
     if device.type == "cuda":
         read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
         return read(device)
-    name = "VmHWM" if peak else "VmRSS"
     text = STATUS.read_text(encoding="utf-8") if STATUS.exists() else ""
-    if found := re.search(rf"{name}:\s+(\d+) kB", text):
-        return int(found[1]) * 1024
-    return peak_memory(device)
+    found = re.search(rf"{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB", text)
+    return int(found[1]) * 1024 if found else peak_memory(device)
 
 
 def empty_cache(device: torch.device, keep: bool = False) -> int:
@@ -79,10 +78,8 @@ def empty_cache(device: torch.device, keep: bool = False) -> int:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    found = re.search("bad_alloc|could not create a (primitive|memory)", str(error))  # oneDNN's
-    return found is not None or OUT_OF_MEMORY.search(str(error)) is not None
+    kinds = MemoryError, torch.OutOfMemoryError
+    return isinstance(error, kinds) or NO_MEMORY.search(str(error)) is not None
 
 
 def first_line(error: BaseException) -> str:
@@ -96,22 +93,17 @@ def largest(run: Callable[[int], object], device: torch.device, most: int) -> in
 
     By doubling, then by halving the difference until it is an eighth. Raises the error of run(1).
     """
-
-    def fits(n: int) -> bool:
-        try:
-            run(n)
-        except Exception as e:
-            if n == 1 or not out_of_memory(e):
-                raise
-            return False
-        finally:
-            reset_peak(device)
-        return True
-
     good, bad = 0, most + 1
     while bad - good > max(1, good // 8):
         n = min(max(1, 2 * good), most) if bad > most else (good + bad) // 2
-        good, bad = (n, bad) if fits(n) else (good, n)
+        try:
+            run(n)
+            good = n
+        except Exception as e:
+            if n == 1 or not out_of_memory(e):
+                raise
+            bad = n
+        reset_peak(device)
     return good
 
 
@@ -130,14 +122,13 @@ def free_memory(device: torch.device) -> int:
     return free
 
 
-# --- bandwidth ---
+# --- description ---
 
 
-def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, str]:
-    """Return the memory bandwidth in bytes/s, the best of several copies, and its source."""
+def bandwidth(device: torch.device, limit: int | None) -> float:
+    """Return the memory bandwidth in bytes/s, the best of several copies."""
     free = min(f for f in (free_memory(device), limit, 2**50) if f)
-    size = min(LARGEST_COPY, free // 4)
-    a = torch.ones(size // 4, device=device)  # float32
+    a = torch.ones(min(LARGEST_COPY, free // 4) // 4, device=device)  # float32
     b = torch.ones_like(a)
     clock, rates, began = Clock(device), list[float](), time.perf_counter()
     least = 0.5 if device.type == "cuda" else 0.0  # seconds in which a GPU raises its clocks
@@ -145,27 +136,66 @@ def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, st
         start = clock.start()
         b.copy_(a)
         rates.append(2 * a.nbytes / (clock.ms(start, clock.stop()) / 1e3))
-    del a, b
-    reset_peak(device)
-    return max(rates), f"measured: copies of {size / 1e9:.2g} GB"
-
-
-# --- description ---
+    return max(rates)
 
 
 class Description:
-    """Describes this machine."""
+    """Describes what affects a measurement on this machine, as `about`."""
 
     def __init__(self, sent: Json) -> None:
-        self.job = job = Job(sent)
-        self.device = job.device
-        self.about = look(job)
+        job = Job(sent)
+        self.device = device = job.device
+        wanted, name = job.config.peak_tflops, cpu_name() or platform.machine()
+        here: Json = {"device": str(device), "kind": device.type, "name": name, "cpu": name}
+        here |= {"about": describe(device), "threads": torch.get_num_threads(), "packages": {}}
+        here |= {"system": f"{platform.system()} {platform.release()}", "dtype": job.dtype}
+        here |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+        # Before the rates, whose memory PyTorch keeps.
+        here |= {"free_memory": free_memory(device), "busy": busy(device)}
+        for package in PACKAGES:
+            with suppress(metadata.PackageNotFoundError):
+                here["packages"][package] = metadata.version(package)
+        peak = flops.peak(device, job.dtype, wanted)
+        here |= {"peak_tflops": peak.tflops, "peak_source": peak.source}
+        here |= {"peak_measured": peak.measured}
+        here |= dict.fromkeys(("capability", "driver", "products_tflops"))
+        if device.type == "cuda":
+            here |= {"name": describe(device), "driver": driver()}
+            here["capability"] = list(torch.cuda.get_device_capability(device))
+            here["cudnn"] = torch.backends.cudnn.version()
+            # What matmuls reach now, always below the datasheet's.
+            here["products_tflops"] = flops.measured_tflops(device, getattr(torch, job.dtype))
         rate, source = None, "not measured"
         if sent["bandwidth_gbs"]:
             rate, source = sent["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
         elif sent["wants_bandwidth"]:  # takes seconds
-            rate, source = bandwidth(self.device, sent["memory_limit"])
-        self.about |= {"bandwidth": rate, "bandwidth_source": source}
+            copies = lambda: bandwidth(device, sent["memory_limit"])  # noqa: E731
+            rate, when = flops.kept_rate("bytes/s", device, copies, wanted == "measure")
+            source = f"{when}: copies of up to {LARGEST_COPY / 1e9:.2g} GB"
+        self.about = here | {"bandwidth": rate, "bandwidth_source": source}
+        reset_peak(device)
+
+
+def busy(device: torch.device) -> list[str]:
+    """Return a line for each sign of other processes at work."""
+    found = []
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if total - free > 2 * CONTEXT:
+            found.append(f"{(total - free) / 1e9:.1f} GB of the GPU were in use before we began")
+    if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > (os.cpu_count() or 1) / 2:
+        found.append(f"the CPU was busy before we began: a load of {load:.1f}")
+    return found
+
+
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver."""
+    text = DRIVER.read_text(encoding="utf-8") if DRIVER.exists() else ""
+    found = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", text)
+    return found[1] if found else None
+
+
+# --- refusals ---
 
 
 def refused(
@@ -192,76 +222,3 @@ def refused(
 def reason(error: ValueError) -> str:
     """Return REASON of "attention backend 'x' cannot run here. x: REASON", or the message."""
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
-
-
-def look(job: Job) -> Json:
-    """Describe what affects a measurement on this machine."""
-    device, name = job.device, cpu_name() or platform.machine()
-    packages = {}
-    for package in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            packages[package] = metadata.version(package)
-    free = free_memory(device)  # before the peak is measured, whose memory PyTorch keeps
-    peak = flops.peak(device, job.dtype, job.config.peak_tflops)
-    own: Json = dict.fromkeys(("capability", "driver", "products_tflops"))
-    if device.type == "cuda":
-        own = {
-            "name": torch.cuda.get_device_name(device),
-            "capability": list(torch.cuda.get_device_capability(device)),
-            "driver": driver(),
-            "cudnn": torch.backends.cudnn.version(),
-            # the rate that matmuls reach: always below the datasheet's
-            "products_tflops": flops.best_peak(device, job.dtype).tflops,
-        }
-    return {
-        "device": str(device),
-        "kind": device.type,
-        "name": name,
-        **own,
-        "about": describe(device),
-        "cuda": torch.version.cuda,
-        "threads": torch.get_num_threads(),
-        "cpu": name,
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "packages": packages,
-        "dtype": job.dtype,
-        "free_memory": free,
-        "peak_tflops": peak.tflops,
-        "peak_source": peak.source,
-        "peak_measured": peak.measured,
-    }
-
-
-def nvml(ask: Callable[[ModuleType, object], R]) -> list[R]:
-    """Return the answer for each GPU by NVIDIA's library; [] without the package nvidia-ml-py."""
-    try:
-        import pynvml
-    except ImportError:
-        return []
-    try:
-        pynvml.nvmlInit()
-        gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [ask(pynvml, gpu) for gpu in gpus]
-    except pynvml.NVMLError:  # no driver, or a GPU that has fallen off the bus
-        return []
-
-
-def driver() -> str | None:
-    found: list[str] = nvml(lambda lib, _: lib.nvmlSystemGetDriverVersion())
-    return found[0] if found else None
-
-
-def busy(device: str) -> list[str]:
-    """Return a line for each sign of other processes at work before the measurement."""
-    found = []
-    if device == "cuda":
-        used = nvml(lambda lib, gpu: lib.nvmlDeviceGetMemoryInfo(gpu).used / 1e6)
-        shares = nvml(lambda lib, gpu: lib.nvmlDeviceGetUtilizationRates(gpu).gpu)
-        for i, (mb, share) in enumerate(zip(used, shares)):
-            if mb > 1000 or share > 10:
-                what = f"{mb:,.0f} MB, {share:.0f}%"
-                found.append(f"GPU {i} was in use before we began: {what}")
-    if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > (os.cpu_count() or 1) / 2:
-        found.append(f"the CPU was busy before we began: a load of {load:.1f}")
-    return found

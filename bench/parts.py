@@ -1,12 +1,4 @@
-"""Time of a training step by its parts, from PyTorch's profiler, next to their rooflines.
-
-Hooks put a record_function range around each module; an operator belongs to the innermost range. A
-backward operator is linked to its forward one by autograd's sequence number, so the profiled steps
-run without torch.compile. Adding gradients over micro-batches counts as optimizer. The rest is the
-row "unattributed".
-
-On CUDA the times are of kernels, and `gaps` is the rest of a step without the profiler, which slows
-down only the host. On the CPU they are of operators without children; `gaps` is Python's own.
+"""Rooflines of a training step, next to the time of its kernels (core/profile.py).
 
 The roofline is the larger of the time of the FLOPs at peak rate and of the bytes at full bandwidth
 (Williams, Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels. Only a step that
@@ -24,7 +16,6 @@ inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro
     norms and elementwise  -               8 a N C (2 L + 1)
     embedding              -               N C (4 + 2 a) + 8 C min(N, V)
     optimizer              -               28 P, to clip 4 P more, to accumulate 12 P (m - 1) more
-    data, gaps             -               -
 
 - linear, head: one matmul forward and two backward. Logits stay on the chip; GELU, biases fused.
 - attention: QK^T and PV forward; dV, dP, dQ, dK and QK^T again backward, of 2 C FLOPs per visible
@@ -35,31 +26,32 @@ inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn as nn
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import record_function
 
 from attention.proof import KERNELS
-from bench import Json, tables
-from core import flops
+from bench import Json, hf, tables
+from bench.tables import Cells, Row, number, percent
+from core import flops, profile
 from model import GPTConfig
 
-if TYPE_CHECKING:
-    from bench.rounds import Run
-
-# --- rooflines ---
-
-ROOFED = ("linear", "head and loss", "attention", "norms and elementwise", "embedding", "optimizer")
-PARTS = (*ROOFED, "data", "gaps", "unattributed")
+PARTS = ("linear", "head and loss", "attention", "norms and elementwise", "embedding", "optimizer",
+         "data", "gaps", "unattributed")  # fmt: skip  # the last three only in older records
+OF_CLASS = {  # the parts that a class of kernels computes
+    "products": ("linear", "head and loss"),
+    "attention": ("attention",),
+    "elementwise": ("norms and elementwise", "embedding"),
+    "optimizer": ("optimizer",),
+}
+LARGEST = 5  # kernels by name
+NOTES = (
+    "share: of the step, with its gaps between the kernels; times: how often the time at the "
+    "roofline; products of manual's attention count as attention on the CPU only"
+)
 
 
 @dataclass(frozen=True)
@@ -116,219 +108,81 @@ def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflop
     return {"ms": ms, **flops.Speed(config, T, sequences * T / (ms / 1e3), of).row()}
 
 
-def beside_roofline(run: Run, found: Json, batch: int, micro: int) -> Json:
-    """Add rooflines to a worker's profile of one micro-batch and the update, the largest gap
-    first."""
-    config, m = run.config, run.part["machine"]
-    works = work(run.model, batch, 1, m["dtype"], bool(config.grad_clip))
-    known = None if config.bandwidth_gbs else flops.datasheet_bandwidth(m["name"])
+# --- a profile of a record ---
+
+
+def computed(found: Json, row: Row, part: Json) -> Json:
+    """Return the entries of a row's profile that follow from its times and the record: rooflines,
+    shares, and the step at its roofline. Older records have `parts` of one micro-batch."""
+    model, settings, m = hf.model_of(part), part["settings"], part["machine"]
+    old, micro = "parts" in found, settings["gradient_accumulation_steps"]
+    batch, micro = (row["batch_size"], 1) if old else (row["batch_size"] * micro, micro)
+    works = work(model, batch, micro, m["dtype"], bool(settings["grad_clip"]))
+    given = settings.get("bandwidth_gbs")
+    known = None if given else flops.datasheet_bandwidth(m["name"])
     bandwidth, source = known or (m["bandwidth"], m["bandwidth_source"])
-    products, peak = config.products_tflops or m["products_tflops"], m["peak_tflops"]
-    total = sum(found["parts"].values())
-    lines = []
-    for part, w in works.items():
-        ms, least = found["parts"].get(part, 0.0), w.ms(peak, bandwidth)
-        if ms or least:
-            line = {"part": part, "ms": ms, "share": ms / total, "roofline_ms": least}
-            # Less than its roofline: attributed to another part, or read from a cache.
-            line |= {"times": ms / least if least and ms >= least else None, "over_ms": ms - least}
-            line["limit"] = w.limit(peak, bandwidth)
-            lines.append({**line, "names": found["names"].get(part, [])})
-    lines.sort(key=lambda line: -line["over_ms"])
-    made = {k: v for k, v in found.items() if k != "names"} | {"parts": lines, "ms": total}
-    made |= {"bandwidth": bandwidth, "bandwidth_source": source, "products_tflops": products}
+    peak = m["peak_tflops"]
+    products = settings.get("products_tflops") or m["products_tflops"]
+
+    def line(ms: float, total: float, works: Sequence[Work]) -> Json:
+        least = sum(w.ms(peak, bandwidth) for w in works)
+        whole = Work(sum(w.flops for w in works), sum(w.bytes for w in works))
+        beside: Json = {"ms": ms, "share": ms / total, "roofline_ms": least}
+        # Less than its roofline: attributed to another part, or read from a cache.
+        beside["times"] = ms / least if least and ms >= least else None
+        return {**beside, "limit": whole.limit(peak, bandwidth)}
+
+    made: Json = {"bandwidth": bandwidth, "bandwidth_source": source, "products_tflops": products}
+    if old:
+        total = made["ms"] = sum(p["ms"] for p in found["parts"])
+        lines = [{**p, **line(p["ms"], total, [works[p["part"]]])} for p in found["parts"]]
+        made["parts"] = [{**p, "over_ms": p["ms"] - p["roofline_ms"]} for p in lines]
+    else:
+        times, total = found["classes"], sum(found["classes"].values())
+        of_class = {c: [works[p] for p in OF_CLASS.get(c, ())] for c in times}
+        made["rooflines"] = {c: line(ms, total, of_class[c]) for c, ms in times.items()}
     for name, rate in (("ceiling", peak), ("reachable", products)):
         if rate:
-            made[name] = at_roofline(works, run.model, batch, rate, bandwidth, peak)
-    return made | {"micro_batches": micro}
+            made[name] = at_roofline(works, model, batch, rate, bandwidth, peak)
+    return made
 
 
 def title(backend: str, found: Json) -> str:
-    of = found.get("micro_batches", 1)
-    whole = f"One of {of} micro-batches, and the update," if of > 1 else "A step"
     return (
-        f"{whole} of {backend} by parts, from {found['by']} ({found['seen_ms']:,.4g} ms under the "
-        f"profiler, {found['plain_ms']:,.4g} without)"
+        f"A step of {backend} by {found['of']}: {found['plain_ms']:,.4g} ms "
+        f"({found['ms']:,.4g} under the profiler), at its roofline "
+        f"{flops.in_words(found['ceiling'])}"
     )
 
 
-def table(found: Json, of: str = "") -> tables.Cells:
-    """Return the parts of a step and their sum; `of` as in tables.cells()."""
-    head = ["part", "ms", "share", "roofline ms", "times", "over ms", "limit"]
-    number, lines = tables.number, []
-    for i, p in enumerate(found["parts"]):
-        cells = [p["part"], number(p["ms"]), tables.percent(p["share"]), number(p["roofline_ms"])]
-        over = number(p["over_ms"]) + (" (largest gap)" if i == 0 else "")
-        lines.append([*cells, number(p["times"]), over, p["limit"]])
+def table(found: Json, of: str = "") -> Cells:
+    """Return classes of a step, their sum and its longest kernels; `of` as in tables.cells()."""
+    head = ["kernels", "ms", "share", "calls", "roofline ms", "times", "limit"]
+    names = [(ms, c, name, n) for c, of_c in found["names"].items() for name, ms, n in of_c]
+    total = sum(found["classes"].values())
+    lines = []
+    for c, p in found["rooflines"].items():
+        least = number(p["roofline_ms"]) if p["roofline_ms"] else "-"
+        cells = [c, number(p["ms"]), percent(p["share"]), "-", least]
+        lines.append([*cells, number(p["times"]), p["limit"]])
     sums = [("the step", "ceiling")]
     if "reachable" in found:
-        sums.append((f"with matmuls at {found['products_tflops']:,.4g} TFLOP/s", "reachable"))
+        sums.append((f"with products at {found['products_tflops']:,.4g} TFLOP/s", "reachable"))
     for name, rate in sums:
-        least, ms = found[rate]["ms"], found["ms"]
-        times = number(ms / least if ms >= least else None)
-        at_best = f"at best {flops.in_words(found[rate])}"
-        numbers = [number(ms), "100.0%", number(least), times, number(ms - least)]
-        lines.append([name, *numbers, at_best])
+        least_ms = found[rate]["ms"]
+        times = number(total / least_ms if total >= least_ms else None)
+        lines.append([name, number(total), "100.0%", "-", number(least_ms), times, "-"])
+    for ms, c, name, n in sorted(names, reverse=True)[:LARGEST]:
+        share = percent(ms / total)
+        lines.append([f"{c}: {profile.short(name, 60)}", number(ms), share, str(n), "-", "-", "-"])
     return [tables.marked(name, of) for name in head], lines
 
 
-# --- the profile ---
-
-# In the names of attention kernels: flash_fwd_kernel, fmha_cutlassF_bf16,
-# cudnn_generated_fort_native_sdpa, triton_tem_fused_flex_attention,
-# nanoattn::flash_forward, dkdv_kernel
-ATTENTION = re.compile(r"flash|fmha|sdpa|attention|attn|flex|dq_kernel|dkdv", re.I)
-RANGE = "part of a step: "
-ENGINE = "autograd::engine::evaluate_function: "
-BACKWARD, USER = 1, 7  # at::RecordScope
-
-
 def kernels_of(watched: torch.profiler.profile) -> dict[str, list[str]]:
-    """Return the attention kernels that ran: short names, operators, device kernels."""
-    ran = watched.key_averages()
-    named = [e for e in ran if ATTENTION.search(e.key) and not e.key.startswith("autograd::")]
+    """Return the attention kernels that ran: short names, and names on the device."""
+    ran: Any = watched.key_averages()
+    on_device = [e.key for e in ran if e.device_type != DeviceType.CPU]
     return {
         "kernels": list(dict.fromkeys(KERNELS[e.key] for e in ran if e.key in KERNELS)),
-        "device_kernels": [e.key for e in named if e.device_type != DeviceType.CPU],
+        "device_kernels": [name for name in on_device if profile.class_of(name) == "attention"],
     }
-
-
-@dataclass
-class Found:
-    """Milliseconds of all steps together."""
-
-    names: dict[str, dict[str, float]] = field(default_factory=dict)  # part -> kernel -> ms
-    busy_ms: float = 0.0  # in which the device did anything
-
-    def add(self, part: str | None, name: str, microseconds: float) -> None:
-        times = self.names.setdefault(part or "unattributed", {})
-        times[name] = times.get(name, 0.0) + microseconds / 1e3
-
-    @property
-    def ms(self) -> dict[str, float]:
-        return {part: sum(names.values()) for part, names in self.names.items()}
-
-
-class Scopes:
-    """record_function ranges around a model's modules and the parts of a step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.open: list[record_function] = []
-
-    def enter(self, part: str) -> None:
-        self.open.append(record_function(RANGE + part).__enter__())
-
-    def leave(self, *_: object) -> None:
-        self.open.pop().__exit__(None, None, None)
-
-    def mark(self, part: str) -> None:
-        """The callback of train.train_step."""
-        if part == "update":
-            self.enter("optimizer")
-        elif part == "end":
-            self.leave()
-
-    @contextmanager
-    def modules(self) -> Iterator[None]:
-        """Within this context every call of a module is in the range of its part."""
-
-        def enters(part: str) -> Callable[..., None]:
-            return lambda *_: self.enter(part)
-
-        handles = []
-        for name, module in self.model.named_modules():
-            # The model itself does embeddings before its last norm, and the loss after it.
-            if part := part_of(name, module) if name else "embedding":
-                handles.append(module.register_forward_pre_hook(enters(part)))
-                handles.append(module.register_forward_hook(self.leave, always_call=True))
-            if name.rpartition(".")[2] == "ln_f":
-                handles.append(module.register_forward_hook(enters("head and loss")))
-                handles.append(self.model.register_forward_hook(self.leave))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def part_of(name: str, module: nn.Module) -> str | None:
-    """Return the part of a module of a GPT (ours, nanoGPT's, transformers'); None: a container."""
-    kind = type(module).__name__
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    if isinstance(module, nn.Linear) or kind == "Conv1D":
-        return "head and loss" if "head" in name else "linear"
-    if "Attention" in kind:
-        return "attention"
-    contains_embedding = any(isinstance(m, nn.Embedding) for m in module.modules())
-    if contains_embedding or isinstance(module, nn.ModuleList):
-        return None
-    return "norms and elementwise"  # norms, GELU, dropout, and what MLPs and blocks add
-
-
-def read(events: Iterable[FunctionEvent], device: str) -> Found:
-    """Attribute the profiler's events. On "cuda" times are of kernels, else of operators."""
-    events = list(events)
-    on_host = [e for e in events if e.device_type == DeviceType.CPU and not e.is_async]
-    # The operator that makes an autograd node is the last one to begin with its number.
-    forward = {
-        (e.thread, e.sequence_nr): e
-        for e in sorted(on_host, key=lambda e: e.time_range.start)
-        if e.sequence_nr >= 0 and not is_node(e)
-    }
-    found = Found()
-    if device != "cuda":
-        for e in on_host:
-            if e.scope != USER or e.name == RANGE + "data":
-                found.add(part_of_event(e, forward), e.name, e.self_cpu_time_total)
-        found.busy_ms = sum(found.ms.values())
-        return found
-    # A range also appears on the device, from its first kernel to its last.
-    ranges = {e.name for e in on_host if e.scope == USER}
-    kernels = [e for e in events if e.device_type != DeviceType.CPU and e.name not in ranges]
-    left: dict[str, float] = defaultdict(float)  # microseconds without an operator of this thread
-    for kernel in kernels:
-        left[kernel.name] += kernel.time_range.end - kernel.time_range.start
-    for e in on_host:
-        for launched in e.kernels:
-            if launched.name not in ranges:
-                found.add(part_of_event(e, forward), launched.name, launched.duration)
-                left[launched.name] -= launched.duration
-    for name, microseconds in left.items():
-        if microseconds > 0.5:
-            found.add("data" if "Memcpy HtoD" in name else None, name, microseconds)
-    found.busy_ms = union((e.time_range.start, e.time_range.end) for e in kernels) / 1e3
-    return found
-
-
-def union(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of all spans."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
-Forward = dict[tuple[int, int], FunctionEvent]  # thread, sequence number -> operator
-
-
-def part_of_event(event: FunctionEvent | None, forward: Forward) -> str | None:
-    """Return the part of the innermost range around an operator or around its forward."""
-    while event is not None:
-        if event.name.startswith(RANGE):
-            return event.name.removeprefix(RANGE)
-        if is_node(event):
-            if "AccumulateGrad" in event.name:
-                return "optimizer"
-            if made_by := forward.get((event.fwd_thread or 0, event.sequence_nr)):
-                return part_of_event(made_by, forward)
-            if "GraphRoot" not in event.name:
-                return None
-        event = event.cpu_parent
-    return None
-
-
-def is_node(event: FunctionEvent) -> bool:
-    return event.scope == BACKWARD or event.name.startswith(ENGINE)

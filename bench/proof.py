@@ -1,4 +1,4 @@
-"""The tests of `python -m attention check` on this machine: the job "proof", one item a request.
+"""The tests of `python -m attention check` on this machine, one item a request.
 
 All backends share one process and the references; after a crash a new process continues.
 """
@@ -6,32 +6,29 @@ All backends share one process and the references; after a crash a new process c
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 import attention
 from attention.check import command as check
 from attention.spec import DTYPES, Machine
 from bench import Json
-from bench.job import Job
-from bench.process import Failure
-
-if TYPE_CHECKING:
-    from bench.rounds import Run
+from bench.job import Bench, Job
+from bench.results import Progress
+from bench.workers import Failure, Stop, Worker
 
 Item = dict[str, str]  # a case or a property, its feature, and a dtype
 
 
 class Proof:
+    """The worker. Errors of a kernel are not caught here, since they may break the process."""
+
     def __init__(self, sent: Json) -> None:
         self.device = Job(sent).device
         self.items = {(item.name, item.spec.dtype): item for item in check.items(DTYPES)}
         self.about: Json = {}
 
     def round(self, request: Json) -> Json:
-        """Return {"verdict": "right", "refused" or "wrong", "why": ...}.
-
-        Errors of a kernel are not caught here, since they may break the process.
-        """
+        """Return {"verdict": "right", "refused" or "wrong", "why": ...}."""
         name, item = request["backend"], self.items[request["what"], request["dtype"]]
         here = Machine.here(str(self.device))
         answer = check.judge(attention.get(name), item, here, str(self.device))
@@ -50,34 +47,33 @@ def items(dtypes: list[str]) -> list[Item]:
     ]
 
 
-def prove(run: Run, dtypes: list[str]) -> list[Json]:
+def prove(bench: Bench[Any], dtypes: list[str], stop: Stop, progress: Progress) -> list[Json]:
     """Test until the time is up, always the backend that has used the least; return their rows."""
-    wanted, job = items(dtypes), run.job("proof")
-    backends = [name for name in run.backends if name not in run.left_out]
+    wanted, job, timeout = items(dtypes), bench.job(), bench.config.timeout
+    backends = [name for name in bench.backends if name not in bench.left_out]
     answers: dict[str, list[Json]] = {name: [] for name in backends}
-    spent = dict.fromkeys(backends, 0.0)
-    worker = None
+    spent, worker = dict.fromkeys(backends, 0.0), None
     try:
         while waiting := [name for name in backends if len(answers[name]) < len(wanted)]:
-            run.stop.check()
+            stop.check()
             name = min(waiting, key=spent.__getitem__)
             item, began = wanted[len(answers[name])], time.monotonic()
-            run.progress.watch(f"proof: {name}, {item['what']}, {item['dtype']}")
-            worker = worker or run.worker(job)
+            progress.watch(f"proof: {name}, {item['what']}, {item['dtype']}")
             try:
+                if worker is None:
+                    worker = Worker("bench.proof:Proof", job, timeout, stop)
                 answer = worker.ask({"backend": name, **item})
             except Failure as e:
                 if e.kind == "stopped":
-                    raise
+                    break
                 answer = {"verdict": "wrong", "why": str(e)}
-                if e.kind == "died":
+                if e.kind == "died" and worker is not None:
                     worker.close()
                     worker = None
             answers[name].append({**item, **answer})
             spent[name] += time.monotonic() - began
-    except Failure as e:
-        if e.kind != "stopped":
-            raise
+    except Failure:  # the bench was stopped
+        pass
     finally:
         if worker is not None:
             worker.close()

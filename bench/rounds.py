@@ -1,325 +1,261 @@
-"""Candidates in turn: A B C A B C, each in its own process (bench/worker.py).
+"""Candidates in turn, A B C A B C, each in its own process.
 
-A candidate's first turn is set-up, warm-up and a round; a drifting clock affects all alike. If the
-sleeping workers do not fit into memory together, every round gets a new process ("fresh"). What
-fails is a row with its reason.
+    a group: start, warm up, then a first round each (with a time limit two)
+    all:     the rounds that are left, in turn, so that a drifting clock affects all alike
+
+A group is one candidate, on CUDA three: one compiles on the CPU's cores while another warms up, and
+nothing else runs while a round is timed. If the sleeping processes do not fit into memory together,
+every round gets a new one ("fresh"); compiled candidates take all their rounds at once instead,
+because they compile only once. What fails is a row with its reason.
 """
 
 from __future__ import annotations
 
-import itertools
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from attention import Spec
-from bench import Json, hf, record, tables
-from bench.config import BenchConfig
-from bench.machine import refused
-from bench.process import Failure, Stop, Worker
-from bench.tables import Row
-from core import flops
+from bench import Json, machine, tables
+from bench.job import Bench, Plan
+from bench.results import Progress, Result, content_of
+from bench.workers import Failure, Stop, Worker, once
 
-Skip = Callable[[str, Json], str]  # of a name and a point: why it is not measured, or ""
-FIRST = 0.65  # share of the time until a deadline after which no candidate begins
-
-
-class Progress:
-    """Plain lines on stderr, with the seconds since the start."""
-
-    def __init__(self) -> None:
-        self.began = self.last = time.monotonic()
-
-    def tell(self, line: str) -> None:
-        print(f"[{time.monotonic() - self.began:4.0f} s] {line}", file=sys.stderr, flush=True)
-
-    def watch(self, what: str) -> None:
-        """Print at most every two seconds."""
-        if time.monotonic() - self.last >= 2:
-            self.last = time.monotonic()
-            self.tell(what)
-
-
-@dataclass
-class Run:
-    """A run of one mode, or a stage of qualify."""
-
-    mode: str
-    config: BenchConfig
-    device: str
-    backends: list[str]
-    left_out: dict[str, str]  # of them, not to be measured: reasons
-    part: Json  # what a record says: machine, vocab_size, hf, reference, rows
-    stop: Stop = field(default_factory=Stop)
-    progress: Progress = field(default_factory=Progress)
-    save: Callable[[Run], object] = lambda run: None  # after each round
-    refused: dict[str, list[str]] = field(default_factory=dict)  # backends, with reasons
-    looked_again: set[str] = field(default_factory=set)  # at the peak, at the bandwidth
-    began: float = field(default_factory=time.perf_counter)
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.startswith("cuda")
-
-    @property
-    def model(self) -> flops.Sizes:
-        """GPTConfig, or the sizes of the model of --hf."""
-        return hf.model_of(self.content())
-
-    @property
-    def layer(self) -> Json:
-        """Return the fields of the first attention layer's Spec."""
-        model = self.model
-        own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
-        return own | (model.layers[0] if "hf" in self.part else {"window": model.windows[0]})
-
-    def refuse(self, fields: list[Json]) -> None:
-        """Note the backends that support none of the Specs with these fields; they are not
-        started."""
-        m, policy = self.part["machine"], replace(self.config.policy, fallback=False)
-        specs = [Spec(**{"dtype": m["dtype"], **spec}) for spec in fields]
-        self.refused = refused(self.backends, specs, m, policy)
-        self.refused |= {name: [why] for name, why in self.left_out.items()}
-
-    def content(self, why: str = "") -> Json:
-        """Return the content of the record so far; `why`: the reason if it is incomplete."""
-        rows = self.part["rows"]
-        none = sum(r["status"] == "stopped" for r in rows)
-        why = why or self.stop.why or ("the time limit was reached" if none else "")
-        content = {**self.part, "mode": self.mode, "settings": self.config.flat()}
-        content |= {"seconds": time.perf_counter() - self.began, "complete": not why}
-        content["machine"] = dict(self.part["machine"])  # look_again() changes it
-        if why:
-            planned = record.planned(self.mode, content["settings"])
-            few = sum(r["status"] == "ok" and len(r["rounds"]) < planned for r in rows)
-            missing = [f"{none} of {len(rows)} rows were not measured"] if none else []
-            missing += [f"{few} have fewer than {planned} rounds"] if few else []
-            content["incomplete"] = "; ".join([why, *missing])
-        return content
-
-    def job(
-        self, kind: str, name: str = "", batch_size: int = 1, rival: str = "", **changes: object
-    ) -> Json:
-        """Return a worker's job: `kind` is one of bench/worker.py's WORK.
-
-        `name` is the row, without a rival also the attention backend; `rival` an argument of
-        candidates.build(); `changes` are of train.py's settings.
-        """
-        ours = {"attention_backend": name} if name and not rival else {}
-        changes = {**ours, "attention_fallback": False, **changes}
-        limit = self.part["machine"].get("memory_limit")
-        return {
-            "job": kind,
-            "name": name,
-            "rival": rival,
-            "train": asdict(self.config.training(batch_size=batch_size, **changes)),
-            "device": self.device,
-            "vocab_size": self.part["vocab_size"],
-            "hf": self.part.get("hf", {}).get("config"),
-            "weights": self.config.weights,
-            "memory_limit": None if self.cuda else limit,
-            "bandwidth_gbs": self.config.bandwidth_gbs,
-            "wants_bandwidth": self.mode in ("decode", "qualify") or self.config.profile,
-        }
-
-    def ask_once(self, kind: str, batch_size: int = 1) -> Json:
-        """Set up a job in a worker and return its answer."""
-        self.progress.watch(f"the {kind}")
-        worker = self.worker(self.job(kind, batch_size=batch_size))
-        worker.close()
-        return worker.about
-
-    def worker(self, job: Json) -> Worker:
-        return Worker(job, self.config.timeout, self.stop)
-
-    def look_again(self) -> None:
-        """Measure peak or bandwidth again, once a run; keep the better: busy machines are slow."""
-        m, decode = self.part["machine"], self.mode == "decode"
-        measured = not self.config.bandwidth_gbs if decode else m["peak_measured"]
-        what = "bandwidth" if decode else "peak"
-        if what in self.looked_again or self.stop.why or not measured:
-            return
-        again = self.ask_once("machine")
-        self.looked_again.add(what)
-        if m["peak_measured"] and again["peak_tflops"] and not decode:
-            before, after = (flops.Peak(x["peak_tflops"], x["peak_source"]) for x in (m, again))
-            m["peak_doubt"] = flops.differ(before, after)
-        for rate, source in (("peak_tflops", "peak_source"), ("bandwidth", "bandwidth_source")):
-            if m[rate] and (again[rate] or 0) > m[rate]:  # not every mode measures both
-                m |= {rate: again[rate], source: again[source]}
-
-    def measure(
-        self,
-        jobs: Mapping[str, Json],
-        points: Sequence[Json] = ({},),
-        request: Mapping[str, object] = {},
-        *,
-        rounds: int = 0,
-        fresh: bool | None = None,
-        skip: Skip = lambda name, point: "",
-    ) -> list[Row]:
-        """Measure every job at every point; return the rows, also in part["rows"].
-
-        Rows that are there already get further rounds.
-
-        Args:
-            jobs: name of the row -> the worker's job; points: what differs between rows.
-            request: what all rounds ask besides the point; rounds: instead of --rounds.
-            fresh: new processes in every round; None: only if they do not all fit into memory.
-            skip: returns why a pair is not measured, or "".
-        """
-        turns = Turns(self, jobs, dict(request), fresh, skip)
-        rounds = rounds or self.config.rounds
-        pairs = list(itertools.product(points, jobs))
-        for point, name in pairs:
-            row = turns.row(name, point)
-            if name in self.refused:
-                row |= {"status": "unavailable", "why": self.refused[name]}
-            if row["status"] not in ("ok", "stopped"):
-                turns.ended.add((name, str(point)))
-        try:
-            for round_ in range(rounds):
-                for n, (point, name) in enumerate(pairs, 1):
-                    doing = f"round {round_ + 1} of {rounds}" if round_ else "the first round"
-                    what = tables.where(point, name)
-                    self.progress.watch(f"{doing}: {what} ({n} of {len(pairs)})")
-                    turns.take(name, point, round_)
-                if not self.stop.why:
-                    self.save(self)
-        finally:
-            turns.drop(*turns.workers)
-        self.part["fresh_rounds"] = self.part.get("fresh_rounds", False) or bool(turns.fresh)
-        with suppress(Failure):  # the bench was stopped
-            self.look_again()
-        return self.part["rows"]
+SHOWN = 2  # rounds from which a row is shown
+TOGETHER = 3  # candidates that warm up at the same time on CUDA
 
 
 class Turns:
-    """The workers of a measurement."""
+    """The results and processes of a run."""
 
     def __init__(
-        self, run: Run, jobs: Mapping[str, Json], request: Json, fresh: bool | None, skip: Skip
+        self, bench: Bench[Any], stop: Stop, progress: Progress, save: Callable[[Json], object]
     ) -> None:
-        self.run, self.jobs, self.request, self.fresh, self.skip = run, jobs, request, fresh, skip
+        self.bench, self.stop, self.progress, self.save = bench, stop, progress, save
+        self.began, self.reference = time.perf_counter(), bench.reference
+        self.results: dict[str, Result] = {}
         self.workers: dict[str, Worker] = {}
-        self.held: dict[str, int] = {}  # bytes of a sleeping worker
-        self.peak = 0  # the most that any worker needed
-        self.warm: set[tuple[str, str]] = set()  # pairs that their worker has warmed up
-        self.ended: set[tuple[str, str]] = set()  # pairs without further rounds
+        self.warm: dict[str, set[str]] = {}  # candidate -> results that its process has warmed up
+        self.refused: dict[str, Failure] = {}  # candidates that cannot be built
+        self.peak = 0  # the most bytes that any process needed
+        self.crowded = False  # the sleeping processes do not fit into memory together
+        self.fresh = False  # so every round had a new one
+        self.setup_s, self.warm_up_s, self.round_s = 0.0, 0.0, 0.0  # the longest ones
         self.told: set[str] = set()
-        deadline = run.stop.deadline
-        now = time.monotonic()
-        self.begin_by = None if deadline is None else now + FIRST * (deadline - now)
+        self.target = 0  # rounds of a row
 
-    def row(self, name: str, point: Json) -> Row:
-        """Return the row of a pair; a new one was not measured yet."""
-        rows = self.run.part["rows"]
-        for row in rows:
-            if row["backend"] == name and row["point"] == point:
-                return row
-        why = ["no round was measured yet"]
-        rows.append(
-            {
-                "mode": self.run.mode,
-                "backend": name,
-                "point": point,
-                "status": "stopped",
-                "why": why,
-                "rounds": [],
-            }
-        )
-        return rows[-1]
-
-    def drop(self, *names: str) -> None:
-        for name in [*names]:
-            if name in self.workers:
-                self.workers.pop(name).close()
-            self.held.pop(name, None)
-            self.warm = {pair for pair in self.warm if pair[0] != name}
-
-    def take(self, name: str, point: Json, round_: int) -> None:
-        """Let a candidate measure its next round, or note in its row why it does not."""
-        pair, row, what = (name, str(point)), self.row(name, point), tables.where(point, name)
-        if pair in self.ended:
-            return
+    def run(self, plan: Plan) -> None:
+        """Measure a plan; rows that are there already get further rounds."""
+        made = [Result(name, point) for point in plan.points for name in plan.jobs]
+        results = [self.results.setdefault(str(r), r) for r in made]
+        self.refuse(plan, results)
+        done = max((len(r.rounds) for r in results), default=0)
+        self.target = done + plan.rounds
+        first = min(plan.rounds, SHOWN if self.stop.deadline else 1)
         try:
-            self.run.stop.check()
-            self._round(name, point, row, round_)
-            row["status"] = "ok"
-            row.pop("why", None)
-            if round_ == 0:
-                self.run.progress.tell(f"{what}: {row['rounds'][-1]['ms']:.4g} ms")
-        except Failure as e:
-            n = 1 if row["rounds"] else row.get("batch_size", 1)
-            if self.request.get("auto") and "out of memory" in str(e) and n > 1:
-                row["batch_size"] = n * 3 // 4  # several steps need more than one
-                self.drop(name)
-                return self.take(name, point, round_)
-            no_size = bool(self.request.get("auto")) and e.kind == "failed"  # at this point
-            lives = name in self.workers or e.kind == "skipped" or no_size
-            others = [p for p in self.run.part["rows"] if p["backend"] == name and not p["rounds"]]
-            # A job that cannot begin has no other points.
-            for other in [row] if lives or row["rounds"] else others:
-                self.ended.add((name, str(other["point"])))
-                if e.kind != "stopped" or other["status"] != "ok":  # its rounds so far count
-                    kind = "failed" if e.kind == "died" else e.kind
-                    other |= {"status": kind, "why": list(e.why)}
-            if e.kind == "died":
-                self.drop(name)
-            if e.kind != "stopped" and str(e) not in self.told:
-                self.told.add(str(e))
-                self.run.progress.tell(f"{what}: {e.kind}: {e}")
-        limit = 0.9 * self.run.part["machine"]["memory_limit"]
-        if self.fresh is None and limit and sum(self.held.values()) + self.peak > limit:
-            self.fresh = True
-        if self.fresh:
+            if plan.reference and "why" in plan.reference:
+                self.reference = plan.reference
+            elif plan.reference and not self.bench.cuda:
+                self.refer(plan.reference)
+            for group in self.groups(plan, results):
+                self.prepare(plan, group)
+                self.turns(plan, group, done + first)
+            self.turns(plan, results, self.target)
+        finally:
             self.drop(*self.workers)
 
-    def _round(self, name: str, point: Json, row: Row, round_: int) -> None:
-        if round_ == 0 and (why := self.skip(name, point)):
-            raise Failure("skipped", [why])
-        begun = any(other["rounds"] for other in self.run.part["rows"])
-        if round_ == 0 and begun and self.begin_by and time.monotonic() > self.begin_by:
-            raise Failure("stopped", ["its warm-up would have left no time for the rounds"])
-        asked = {**point, **self.request}
-        if asked.get("auto") and "batch_size" not in row:
-            # In a process of its own, whose memory is in pieces afterwards.
-            finder = self.run.worker(self.jobs[name])
+    def refuse(self, plan: Plan, results: list[Result]) -> None:
+        """End the results of backends that support none of the plan's Specs."""
+        bench, here = self.bench, self.bench.machine
+        specs = [Spec(**{"dtype": here["dtype"], **spec}) for spec in plan.specs]
+        policy = replace(bench.config.policy, fallback=False)
+        refused = machine.refused([*bench.backends], specs, here, policy)
+        refused |= {name: [why] for name, why in bench.left_out.items()}
+        for r in results:
+            if r.name in refused:
+                r.fail(Failure("unavailable", refused[r.name][0]))
+
+    def groups(self, plan: Plan, results: list[Result]) -> Iterator[list[Result]]:
+        """Yield the results that are warmed up at the same time, of different candidates."""
+        group: list[Result] = []
+        for r in (r for r in results if not r.ended):
+            alone = not self.bench.cuda or self.crowded or plan.request.get("auto")
+            if len(group) == TOGETHER or (group and (alone or r.name in (g.name for g in group))):
+                yield group
+                group = []
+            group.append(r)
+        if group:
+            yield group
+
+    def turns(self, plan: Plan, results: Sequence[Result], rounds: int) -> None:
+        """Let each take its turn until it has `rounds` rounds."""
+        for n in range(1, rounds + 1):
+            waiting = [r for r in results if not r.ended and len(r.rounds) < n]
+            for r in waiting:
+                self.progress.watch(f"round {n}: {r}")
+                if not self.is_warm(r):
+                    self.prepare(plan, [r])
+                self.round(plan, r)
+                self.make_room(plan)
+            if waiting and not self.stop.why:
+                self.save(self.content("the run had not ended"))
+
+    def is_warm(self, r: Result) -> bool:
+        return not r.ended and str(r) in self.warm.get(r.name, ())
+
+    def round(self, plan: Plan, r: Result) -> None:
+        """Measure the next round of a candidate that is warm."""
+        if not self.is_warm(r):
+            return
+        worker, began = self.workers[r.name], time.perf_counter()
+        try:
+            if r.rounds:  # else its warm-up would be lost: ask() allows some seconds more
+                self.stop.check()
+            if plan.profile and "profile" not in r.about:
+                r.about |= worker.ask({"profile": plan.profile})
+            r.rounds.append(self.seen(r, worker.ask(self.request(plan, r))))
+        except Failure as e:
+            self.failed(plan, r, e)
+            return
+        self.round_s = max(self.round_s, time.perf_counter() - began)
+        if len(r.rounds) == min(SHOWN, plan.rounds):
+            ms = tables.medians({"rounds": r.rounds})["ms"]
+            self.progress.tell(f"{r}: {ms:.4g} ms ({tables.count(len(r.rounds), 'round')})")
+
+    def make_room(self, plan: Plan) -> None:
+        """End the processes if they do not fit, compiled ones after all their rounds."""
+        held = sum(w.held_bytes for w in self.workers.values()) + self.peak
+        self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
+        if not self.crowded or plan.fresh is False:
+            return
+        self.fresh |= not plan.compiled
+        for r in self.results.values() if plan.compiled else ():
+            while self.is_warm(r) and len(r.rounds) < self.target:
+                self.round(plan, r)
+        self.drop(*self.workers)
+
+    # --- start and warm up ---
+
+    def prepare(self, plan: Plan, group: list[Result]) -> None:
+        """Start and warm up the candidates of a group at the same time."""
+        self.progress.watch(f"warm-up: {', '.join(map(str, group))}")
+        started, again = [], []
+        for r in group:
             try:
-                row["batch_size"] = finder.ask({**asked, "largest": True})["batch_size"]
-            finally:
-                finder.close()
-        if name not in self.workers:
-            self.workers[name] = self.run.worker(self.jobs[name])
-        worker = self.workers[name]
-        asked["batch_size"] = row.get("batch_size")
-        if (name, str(point)) not in self.warm:
-            self.warm.add((name, str(point)))
-            began = time.perf_counter()
-            warm = worker.ask({**asked, "warm_up": True, "again": bool(row["rounds"])})
-            if round_ == 0 and not row["rounds"]:
-                row |= {**worker.about, **warm, "setup_s": worker.setup_s}
-                row["warm_up_s"] = time.perf_counter() - began
-            self._seen(name, row, warm)
-        answer = worker.ask(asked)
-        self._seen(name, row, answer)
-        row["rounds"].append(answer)
+                self.may_begin(plan, r)
+                if plan.request.get("auto") and "batch_size" not in r.about:
+                    r.about["batch_size"] = self.largest(plan, r)
+                if r.name not in self.workers:
+                    self.workers[r.name] = self.start(plan.work, plan.jobs[r.name])
+                self.workers[r.name].send({**self.request(plan, r), "warm_up": True})
+                started.append(r)
+            except Failure as e:
+                self.failed(plan, r, e)
+        if plan.reference and not self.reference:
+            self.refer(plan.reference)  # meanwhile
+        for r in started:
+            try:
+                worker = self.workers[r.name]
+                warm = self.seen(r, worker.receive())
+                warm.pop("peak_bytes", None)
+                self.setup_s = max(self.setup_s, worker.setup_s)
+                self.warm_up_s = max(self.warm_up_s, worker.took_s)
+                self.warm.setdefault(r.name, set()).add(str(r))
+                if "setup_s" not in r.about:
+                    took = {"setup_s": worker.setup_s, "warm_up_s": worker.took_s}
+                    r.about |= {**worker.about, **warm, **took}
+            except Failure as e:
+                if len(started) > 1 and "out of memory" in str(e):  # of both together
+                    self.drop(r.name)
+                    again.append(r)
+                else:
+                    self.failed(plan, r, e)
+        for r in again:
+            self.prepare(plan, [r])
 
-    def _seen(self, name: str, row: Row, answer: Json) -> None:
-        """Note the memory of an answer."""
-        self.held[name] = answer.pop("held_bytes", 0)
-        if "peak_bytes" in answer:
-            row["memory_bytes"] = max(row.get("memory_bytes", 0), answer["peak_bytes"])
-            self.peak = max(self.peak, answer["peak_bytes"])
-        row.pop("held_bytes", None), row.pop("peak_bytes", None)
+    def may_begin(self, plan: Plan, r: Result) -> None:
+        """Raises Failure for a result that is not worth a process, or has no time left."""
+        if not r.rounds and r.name in self.refused:
+            raise self.refused[r.name]
+        rows = [other.row("") for other in self.results.values()]
+        if not r.rounds and (why := plan.skip(r.name, r.point, rows)):
+            raise Failure("skipped", why)
+        need = self.warm_up_s + self.round_s * min(SHOWN, plan.rounds)
+        need += self.setup_s if r.name not in self.workers else 0.0
+        if not r.rounds and self.setup_s and self.stop.left < need:
+            left = max(self.stop.left, 0)
+            raise Failure("stopped", f"it takes about {need:.0f} s, and {left:.0f} s were left")
+        self.stop.check()
+
+    def start(self, work: str, job: Json) -> Worker:
+        return Worker(work, job, self.bench.config.timeout, self.stop)
+
+    def largest(self, plan: Plan, r: Result) -> int:
+        """Return the batch size that fits, by a process that ends: its memory is in pieces."""
+        worker = self.start(plan.work, plan.jobs[r.name])
+        try:
+            found: int = worker.ask({**self.request(plan, r), "largest": True})["batch_size"]
+        finally:
+            worker.close()
+        return found
+
+    def request(self, plan: Plan, r: Result) -> Json:
+        return {**r.point, **plan.request, "batch_size": r.about.get("batch_size")}
+
+    def refer(self, job: Json) -> None:
+        """Compute the reference."""
+        work, timeout = "bench.reference:Reference", self.bench.config.timeout
+        try:
+            self.reference = once(work, job, timeout, self.stop)
+        except Failure as e:
+            self.reference = {"why": str(e)}
+
+    # --- what comes back ---
+
+    def seen(self, r: Result, answer: Json) -> Json:
+        """Note the memory of an answer, and return it."""
+        peak = answer.get("peak_bytes", 0)
+        r.memory, self.peak = max(r.memory, peak), max(self.peak, peak)
+        return answer
+
+    def failed(self, plan: Plan, r: Result, e: Failure) -> None:
+        """Note why a result has no further rounds; with --batch_size=auto try a smaller one."""
+        if e.kind == "died" or not e.built:
+            self.drop(r.name)
+        if not e.built:
+            self.refused[r.name] = e
+        n = r.about.get("batch_size", 1)
+        if plan.request.get("auto") and n > 1 and not r.rounds and "out of memory" in str(e):
+            r.about = {"batch_size": n * 3 // 4}  # several steps need more memory than one
+            self.drop(r.name)
+            self.prepare(plan, [r])
+            return
+        r.fail(e)
+        if e.kind != "stopped" and str(e) not in self.told:
+            self.told.add(str(e))
+            self.progress.tell(f"{r}: {e.kind}: {e}")
+
+    def drop(self, *names: str) -> None:
+        for name in names:
+            self.warm.pop(name, None)
+            if worker := self.workers.pop(name, None):
+                worker.close()
+
+    def content(self, why: str = "") -> Json:
+        """Return the content of the record so far; `why`: the reason if it is incomplete."""
+        known: Json = {**self.bench.part, "reference": self.reference, "fresh_rounds": self.fresh}
+        known["seconds"] = time.perf_counter() - self.began
+        return known | content_of(self.bench, self.results.values(), self.stop.why or why)
 
 
-def begin(run: Run, memory_limit: int | None) -> None:
-    """Describe the machine, and count the model of --hf."""
-    run.part["machine"] = {"memory_limit": memory_limit}
-    machine = run.ask_once("machine")
-    run.part["machine"] = {**machine, "memory_limit": memory_limit or machine["free_memory"]}
-    if "hf" in run.part:
-        hf.count(run)
+def measure(bench: Bench[Any], plans: Sequence[Plan], stop: Stop, progress: Progress,
+            save: Callable[[Json], object] = lambda content: None) -> Json:  # fmt: skip
+    """Measure the plans of a mode. Return the content of the record, without its figures.
+
+    `save` receives the content after every round.
+    """
+    turns = Turns(bench, stop, progress, save)
+    for plan in plans:
+        turns.run(plan)
+    return turns.content()

@@ -13,50 +13,39 @@ import os
 import pickle
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean, median
 
 import torch
 
 from attention.machine.system import cpu_name
-from bench import ROOT, candidates
-from bench.config import BenchConfig
+from bench import ROOT, job
+from bench.settings import Runs
 from bench.tables import markdown
 from core.settings import UserError
 
 Pair = tuple[tuple[float, int], tuple[float, int]]  # (s a step, bytes) of ours, of nanoGPT
 SKIP = 3  # first steps of each run, not counted
-
-
-@dataclass(frozen=True)
-class Size:
-    """A row of the table."""
-
-    n_layer: int
-    n_head: int
-    n_embd: int
-    block_size: int
-    batch_size: int
-    dataset: str = "shakespeare_char"
-
-
-SIZES = {  # and the steps that are counted in a run
-    "a": (Size(4, 4, 128, 64, 12), 400),
-    "b": (Size(6, 6, 384, 256, 16), 15),
-    "c": (Size(12, 12, 768, 512, 2, "shakespeare"), 6),  # GPT-2 124M
+NAMES = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
+SIZES: dict[
+    str, tuple[int, int, int, int, int, str, int]
+] = {  # values of NAMES, and the steps that are counted in a run
+    "a": (4, 4, 128, 64, 12, "shakespeare_char", 400),
+    "b": (6, 6, 384, 256, 16, "shakespeare_char", 15),
+    "c": (12, 12, 768, 512, 2, "shakespeare", 6),  # GPT-2 124M
 }
+HEAD = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nanoGPT GB", "ours GB"]
 
 
-def settings(name: str, config: BenchConfig) -> list[str]:
+def settings(name: str, config: Runs) -> list[str]:
     """Return the options that both train.py share."""
-    size, steps = SIZES[name]
-    both = {**asdict(size), "max_iters": SKIP + steps, "device": "cpu"}
-    both["compile"] = config.compile is True
-    both |= {"dropout": 0.0, "bias": False, "gradient_accumulation_steps": 1, "warmup_iters": 10}
+    *size, steps = SIZES[name]
+    both = {**dict(zip(NAMES, size)), "max_iters": SKIP + steps, "device": "cpu"}
+    both |= {"compile": config.compile is True, "dropout": 0.0, "bias": False}
+    both |= {"gradient_accumulation_steps": 1, "warmup_iters": 10}
     both |= {"eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1}
     return [f"--{name}={value}" for name, value in both.items()]
 
@@ -79,26 +68,24 @@ def ended(command: list[str], cwd: Path) -> tuple[str, int]:
     return text, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def ours(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
+def ours(size: str, config: Runs, work: Path) -> tuple[float, int]:
     """Return mean seconds per step, and bytes, of this project's loop."""
     command = [sys.executable, str(ROOT / "train.py"), *settings(size, config)]
     command += [f"--data_dir={work / 'data'}", f"--out_dir={work / 'ours'}", "--peak_tflops=1"]
-    command.append(f"--attention_backend={config.attention_backend}")
-    command.append(f"--dtype={config.dtype}")
+    command += [f"--attention_backend={config.attention_backend}", f"--dtype={config.dtype}"]
     _, memory = ended(command, work)
     with (work / "ours" / "metrics.jsonl").open(encoding="utf-8") as rows:
         times = [r["ms"] / 1e3 for r in map(json.loads, rows) if "ms" in r and r["iter"] > SKIP]
-    return statistics.mean(times), memory
+    return mean(times), memory
 
 
-def theirs(size: str, config: BenchConfig, checkout: Path, work: Path) -> tuple[float, int]:
+def theirs(size: str, config: Runs, checkout: Path, work: Path) -> tuple[float, int]:
     """Return the same for nanoGPT's loop."""
-    command = [sys.executable, str(checkout / "train.py")]
-    command += [*settings(size, config), f"--out_dir={work / 'theirs'}"]
-    command += ["--always_save_checkpoint=False"]
+    command = [sys.executable, str(checkout / "train.py"), *settings(size, config)]
+    command += [f"--out_dir={work / 'theirs'}", "--always_save_checkpoint=False"]
     text, memory = ended(command, work)
     times = [float(t) / 1e3 for t in re.findall(r"^iter \d+: loss .*, time ([\d.]+)ms", text, re.M)]
-    return statistics.mean(times[SKIP + 1 :]), memory
+    return mean(times[SKIP + 1 :]), memory
 
 
 def prepare(sizes: tuple[str, ...], checkout: Path, work: Path) -> None:
@@ -108,7 +95,7 @@ def prepare(sizes: tuple[str, ...], checkout: Path, work: Path) -> None:
             raise UserError(f"{checkout} is not a nanoGPT checkout ({name} not found)")
     # It reads configurator.py and data/ from the working directory.
     (work / "configurator.py").symlink_to(checkout / "configurator.py")
-    for dataset in {SIZES[s][0].dataset for s in sizes}:
+    for dataset in {SIZES[s][5] for s in sizes}:
         folder = work / "data" / dataset
         ended([sys.executable, "-m", "data", dataset, f"--out_dir={folder}"], ROOT)
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -116,20 +103,25 @@ def prepare(sizes: tuple[str, ...], checkout: Path, work: Path) -> None:
             (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": meta["vocab_size"]}))
 
 
-def row(size: Size, pairs: list[Pair]) -> list[str]:
-    tokens = size.batch_size * size.block_size
+def row(name: str, pairs: list[Pair]) -> list[str]:
+    n_layer, _, n_embd, block_size, batch_size, *_ = SIZES[name]
+    tokens = block_size * batch_size
     speed = [[tokens / seconds for seconds, _ in side] for side in zip(*pairs, strict=True)]
-    memory = [statistics.median(m for _, m in side) / 1e9 for side in zip(*pairs, strict=True)]
+    memory = [f"{median(m for _, m in side) / 1e9:.2f}" for side in zip(*pairs, strict=True)]
     ratios = sorted(a / b for a, b in zip(*speed, strict=True))
-    mine, other = (f"{statistics.median(s):,.0f}" for s in speed)
-    model = f"{size.n_layer} layers, {size.n_embd} wide" if size.n_embd < 768 else "GPT-2 124M"
-    ratio = f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-    sizes = (f"{memory[1]:.2f}", f"{memory[0]:.2f}")
-    title = f"{model}, block {size.block_size}, batch {size.batch_size}"
-    return [title, other, mine, ratio, *sizes]
+    mine, other = (f"{median(s):,.0f}" for s in speed)
+    model = f"{n_layer} layers, {n_embd} wide" if n_embd < 768 else "GPT-2 124M"
+    ratio = f"**{median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    title = f"{model}, block {block_size}, batch {batch_size}"
+    return [title, other, mine, ratio, memory[1], memory[0]]
 
 
-def run_pairs(config: BenchConfig, checkout: Path) -> dict[str, list[Pair]]:
+def run(config: Runs) -> int:
+    """Run both commands and print the table. Returns the exit code."""
+    rivals = job.rivals(config.rival)
+    if [*rivals] != ["nanogpt"]:
+        raise UserError("runs needs --rival=nanogpt=PATH, a nanoGPT checkout")
+    checkout = Path(rivals["nanogpt"].partition("=")[2]).parent
     results: dict[str, list[Pair]] = {s: [] for s in config.sizes}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -138,22 +130,10 @@ def run_pairs(config: BenchConfig, checkout: Path) -> dict[str, list[Pair]]:
             for s, pairs in results.items():
                 print(f"round {n + 1} of {config.rounds}, size {s}", file=sys.stderr)
                 pairs.append((ours(s, config, work), theirs(s, config, checkout, work)))
-    return results
-
-
-def run(config: BenchConfig) -> int:
-    """Run both commands and print the table. Returns the exit code."""
-    rivals = candidates.rivals(config.rival)
-    if [*rivals] != ["nanogpt"]:
-        raise UserError("runs needs --rival=nanogpt=PATH, a nanoGPT checkout")
-    checkout = Path(rivals["nanogpt"].partition("=")[2]).parent
-    results = run_pairs(config, checkout)
     print(
         f"{cpu_name() or platform.machine()}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, {config.rounds} rounds, ours in {config.dtype}, "
         f"{'compiled' if config.compile else 'not compiled'}\n"
     )
-    head = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nanoGPT GB"]
-    lines = [row(SIZES[s][0], pairs) for s, pairs in results.items()]
-    print(markdown(([*head, "ours GB"], lines)))
+    print(markdown((HEAD, [row(s, pairs) for s, pairs in results.items()])))
     return 0

@@ -3,8 +3,8 @@
 A row is a dict as in a record: `mode`, `backend`, `point`, `status` (ok, or unavailable, failed,
 skipped, stopped with `why`), every round, and the figures that its mode computes from them.
 
-The spread is the distance between the quartiles over the median. A disturbance affects all backends
-of a run, so two differ by the ratios of neighbouring rounds: |log ratio| > spread(ratio).
+The spread is the distance between the quartiles over the median. Two rows are level if their
+quartiles overlap.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from operator import itemgetter
 
 from bench import Json
 
@@ -20,7 +21,7 @@ Row = Json
 Cells = tuple[list[str], list[list[str]]]  # the head, the lines
 Column = tuple[str, Callable[[Row], str]]
 NOISY = 0.05  # a figure with a wider spread is doubtful
-ENOUGH = 3  # rounds: the quartiles of two are the two
+ENOUGH = 3  # rounds, with fewer their number stands next to the fastest
 TIMES = ("ms", "forward_ms", "backward_ms", "optimizer_ms", "first_ms")
 
 
@@ -53,13 +54,6 @@ def medians(row: Row) -> Json:
     return {**found, "spread": spread, "noisy": spread is not None and spread > NOISY}
 
 
-def differ(a: Sequence[float], b: Sequence[float]) -> bool | None:
-    """Return True if two backends of one run differ, round by round; None: spread unknown."""
-    ratios = [x / y for x, y in zip(a, b)]
-    spread = spread_of(ratios)
-    return None if spread is None else abs(math.log(quartiles(ratios)[1])) > spread
-
-
 # --- cells ---
 
 
@@ -80,6 +74,11 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def count(n: int, noun: str) -> str:
+    """Return "1 round" or "3 rounds"."""
+    return f"{n} {noun}" + ("s" if n != 1 else "")
 
 
 def percent(value: float | None) -> str:
@@ -114,11 +113,23 @@ PASSES: list[Column] = [
     ("bwd ms", lambda r: number(r.get("backward_ms"))),
 ]
 MEMORY: Column = ("memory", lambda r: bytes_(r.get("memory_bytes")))
+EXPLAINED = (
+    "quartiles: half of the rounds lie between; noisy: more than 5 % apart; level: they overlap "
+    "the fastest row's"
+)
 
 
 def cells(columns: list[Column], rows: list[Row], of: str = "") -> Cells:
     """Return the table of the measured rows; `of` marks columns that use a given peak."""
-    lines = [[r["backend"], *(cell(r) for _, cell in columns)] for r in rows if r["status"] == "ok"]
+    rows = [row for row in rows if row["status"] == "ok"]
+    timed = groups(rows).values() if "quartiles" in dict(columns) else ()
+    level = [id(row) for group in timed for row in fastest_of(group)[1]]
+    lines = []
+    for row in rows:
+        made = {title: cell(row) for title, cell in columns}
+        if id(row) in level:
+            made["quartiles"] += " level"
+        lines.append([row["backend"], *made.values()])
     return ["backend", *(marked(title, of) for title, _ in columns)], lines
 
 
@@ -158,33 +169,63 @@ def markdown(content: Cells) -> str:
 # --- the fastest ---
 
 
-def fastest(rows: list[Row]) -> list[str]:
-    """Return the fastest backends; of attention alone by length."""
-    groups: dict[str, dict[int, list[Row]]] = {}
-    for r in rows:
-        at = {k: r["point"].get(k) for k in ("B", "P", "H", "D", "window")}
-        groups.setdefault(where(at, r["mode"]), {}).setdefault(r["point"].get("T", 0), []).append(r)
-    found = []
-    for of, by_length in groups.items():
-        wins = [(winner(by_length[T]), T) for T in sorted(by_length)]
-        firsts = [(name, next(run)[1]) for name, run in groupby(wins, key=lambda win: win[0])]
-        parts = [name + (f" from {T:,} tokens on" if T else "") for name, T in firsts]
-        found.append(f"{of}: {', then '.join(parts)}")
+def groups(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
+    """Return the rows that compete, by mode and point, and length of attention alone."""
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        at = {name: row["point"].get(name) for name in ("B", "P", "H", "D", "window")}
+        found.setdefault((where(at, row["mode"]), row["point"].get("T", 0)), []).append(row)
     return found
 
 
-def winner(rows: list[Row]) -> str:
-    """Return the fastest per token, and those within its noise."""
+def per_sequence(row: Row, name: str) -> float:
+    """Return a time of a row; with --batch_size=auto each has its own number of sequences."""
+    return row[name] / row.get("batch_size", 1)
 
-    def ms(row: Row) -> list[float]:
-        return [r["ms"] / row.get("batch_size", 1) for r in row["rounds"]]
 
-    def name(row: Row) -> str:
-        return row["backend"] + (f" with cache {cache(row)}" if "cache" in row["point"] else "")
+def fastest_of(rows: list[Row], old: bool = False) -> tuple[Row, list[Row]]:
+    """Return the fastest row and those that are level with it."""
+    best = min(rows, key=lambda row: per_sequence(row, "ms"))
+    upper = per_sequence(best, "q3_ms")
 
-    best = min(rows, key=lambda r: r["ms"] / r.get("batch_size", 1))
-    if len(rows) > 1 and len(best["rounds"]) < ENOUGH:
-        return f"{name(best)} (too few rounds)"
-    level = (name(r) for r in rows if r is not best and differ(ms(best), ms(r)) is False)
-    others = ", ".join(dict.fromkeys(level))
-    return name(best) + (f" (level: {others})" if others else "")
+    def level(row: Row) -> bool:
+        return not differ(best, row) if old else per_sequence(row, "q1_ms") <= upper
+
+    return best, [row for row in rows if row is not best and level(row)]
+
+
+def fastest(rows: list[Row], old: bool = False) -> list[str]:
+    """Return the fastest backends; of attention alone by length. old: as in records of format 2,
+    by ratios of neighbouring rounds."""
+    by_place: dict[str, list[tuple[str, int]]] = {place: [] for place, _ in groups(rows)}
+    for (place, T), group in sorted(groups(rows).items()):
+        by_place[place].append((winner(group, old), T))
+    found = []
+    for place, wins in by_place.items():
+        firsts = [(name, next(run)[1]) for name, run in groupby(wins, key=itemgetter(0))]
+        parts = [name + (f" from {T:,} tokens on" if T else "") for name, T in firsts]
+        found.append(f"{place}: {', then '.join(parts)}")
+    return found
+
+
+def winner(rows: list[Row], old: bool) -> str:
+    """Return the fastest, and those that are level with it."""
+    best, level = fastest_of(rows, old)
+    few = len(best["rounds"]) < ENOUGH and (len(rows) > 1 or not old)
+    if few and old:
+        return f"{label(best)} (too few rounds)"
+    remarks = [count(len(best["rounds"]), "round")] if few else []
+    remarks += [f"level: {', '.join(dict.fromkeys(map(label, level)))}"] if level else []
+    return label(best) + (f" ({'; '.join(remarks)})" if remarks else "")
+
+
+def label(row: Row) -> str:
+    return row["backend"] + (f" with cache {cache(row)}" if "cache" in row["point"] else "")
+
+
+def differ(a: Row, b: Row) -> bool:
+    """Return True if two rows differ by more than the ratios of their rounds scatter."""
+    times = [[r["ms"] / row.get("batch_size", 1) for r in row["rounds"]] for row in (a, b)]
+    ratios = [x / y for x, y in zip(*times)]
+    spread = spread_of(ratios)
+    return spread is None or abs(math.log(quartiles(ratios)[1])) > spread

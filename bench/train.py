@@ -1,46 +1,34 @@
-"""Training steps, timed: the mode train, and the workers of converge.
+"""Training steps, timed: the mode train.
 
-A step is train.train_step; a rival has the step of its own loop. Tokens are random, in converge the
-dataset's. Our model computes the gradients of head and loss in the forward pass: compare only whole
-steps with other models.
+A step is train.train_step; a rival has the step of its own loop. Tokens are random. Our model
+computes the gradients of head and loss in the forward pass: compare only whole steps with other
+models.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
-from torch.profiler import record_function
-from torch.utils.flop_counter import FlopCounterMode
 
-import data
 from attention.machine.system import kineto, synchronize
 from attention.machine.timing import Clock, Stamp
 from bench import Json, candidates, hf, machine, parts, tables
-from bench.job import Job
-from bench.process import Failure
+from bench.job import LONGEST, Bench, Job, Plan
+from bench.reference import gradient_norm
+from bench.settings import Train
 from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
-from core import flops
-from core.optimizer import set_learning_rate
+from core import flops, profile
 from core.runtime import keep_freed_memory
-
-if TYPE_CHECKING:
-    from bench.rounds import Run
 
 TITLE = "Training steps"
 PROFILED_STEPS = 3
 MOST = 4096  # sequences that --batch_size=auto tries
-# Longest sequences of a backend that is not named: the scores fill the memory (manual, math), or a
-# loop over tiles launches 10,000 kernels (tiled).
-LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
 COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}  # in a compiled step: minutes of compiling
 COLUMNS: list[Column] = [
     ("batch", lambda r: str(r["batch_size"])),
@@ -56,44 +44,45 @@ COLUMNS: list[Column] = [
     ("compile s", lambda r: f"{r['compile_s']:.1f}" if "compile_s" in r else "-"),
     ("kernel", tables.kernel_names),
 ]
+NOTES = (
+    f"mfu: 6 N + 12 L H Q T FLOPs a token over the peak; causal: visible pairs only; loss diff: "
+    f"from manual in float32; {tables.EXPLAINED}"
+)
 
 
-def specs(run: Run) -> list[Json]:
-    """Return fields of the Specs; a backend that supports none is not started."""
-    return [{**run.layer, "dropout": run.model.dropout}]
-
-
-def measure(run: Run) -> None:
+def plans(bench: Bench[Train]) -> list[Plan]:
     """Training steps of every backend and rival."""
-    config, micro = run.config, run.config.gradient_accumulation_steps
-    auto = config.batch_size == "auto"
+    config, micro = bench.config, bench.config.gradient_accumulation_steps
     batch = 1 if config.batch_size == "auto" else config.batch_size
-    if auto:
-        run.part["reference"] = {"why": "each backend has a batch of its own (--batch_size=auto)"}
-    elif not run.part["reference"]:
-        try:
-            run.part["reference"] = run.ask_once("reference", batch * micro)
-        except Failure as e:
-            run.part["reference"] = {"why": str(e)}
-    everyone = candidates.everyone(run)
-    jobs = {name: run.job("train", name, batch, rival) for name, rival in everyone.items()}
+    profiled = PROFILED_STEPS if config.profile else 0
+    jobs = {
+        name: bench.job(name, batch, rival) | {"profile": profiled}
+        for name, rival in bench.candidates().items()
+    }
+    reference = None if bench.reference else bench.job(batch_size=batch * micro)
+    if auto := config.batch_size == "auto":
+        reference = {"why": "each backend has a batch of its own (--batch_size=auto)"}
     request = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps, "auto": auto}
-    request["profile"] = PROFILED_STEPS if config.profile else 0
-    run.measure(jobs, request=request, skip=lambda name, _: too_long(run, name))
-    for row in run.part["rows"]:
-        if "by" in (found := row.get("profile", {})) and row["status"] == "ok":
-            row["profile"] = parts.beside_roofline(run, found, row["batch_size"], micro)
+    plan = Plan("bench.train:Training", jobs, config.rounds, specs(bench), request=request)
+    how: Json = {"compiled": compiled(bench), "skip": partial(too_long, bench)}
+    return [replace(plan, profile=profiled, reference=reference, **how)]
 
 
-def too_long(run: Run, name: str) -> str:
+def specs(bench: Bench[Any]) -> list[Json]:
+    return [{**bench.layer, "dropout": bench.model.dropout}]
+
+
+def compiled(bench: Bench[Any]) -> bool:
+    return bench.cuda if bench.config.compile is None else bench.config.compile
+
+
+def too_long(bench: Bench[Any], name: str, point: Json, rows: Sequence[Row]) -> str:
     """Return why a backend is not measured, or ""."""
-    config = run.config
-    compiled = run.cuda if config.compile is None else config.compile
-    longest = (COMPILED if compiled else LONGEST).get(name, config.block_size)
-    if name in config.backends or config.block_size <= longest:
+    how, longest = ("as a compiled step ", COMPILED) if compiled(bench) else ("", LONGEST)
+    most, T = longest.get(name, math.inf), bench.config.block_size
+    if bench.named(name) or most >= T:
         return ""
-    how = "as a compiled step " if compiled else ""
-    return f"left out {how}beyond {longest:,} tokens: name it in --backends"
+    return f"left out {how}beyond {most:,} tokens: name it in --backends"
 
 
 def figures(row: Row, part: Json) -> Json:
@@ -119,99 +108,51 @@ def figures(row: Row, part: Json) -> Json:
 # --- in the worker ---
 
 
-def gradient_norm(params: Iterable[Tensor]) -> float:
-    grads = [p.grad for p in params if p.grad is not None]
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).float()))
-
-
 def finite(loss: Tensor) -> None:
     if not math.isfinite(float(loss)):
         raise FloatingPointError(f"the loss became {float(loss)}")
-
-
-class Reference:
-    """Loss, gradient norm and counted FLOPs of the first batch by manual (--hf: eager) in float32,
-    one sequence at a time to save memory."""
-
-    def __init__(self, sent: Json) -> None:
-        exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
-        job = Job(sent, attention_backend="manual", gradient_checkpointing=False, **exact)
-        what = hf.rows_of(["manual"])["manual"] if job.hf else ""
-        who = candidates.build(what, job).for_training(job.setup.scaler())
-        params = list(who.model.parameters())
-        x, y = job.random_tokens(job.config.batch_size)
-        specs = hf.specs(who.model, x[:1]) if job.hf else []
-        who.loss(x[:1], y[:1])  # probes the backend, which must not be counted
-
-        def addmm(out: object, a: torch.Size, b: torch.Size, out_shape: object, **_: object) -> int:
-            return 2 * a[0] * a[1] * b[1]  # of shapes
-
-        # torch does not count addmm_, with which the loss adds up the head's gradient
-        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm})
-        total = 0.0
-        for i in range(len(x)):
-            with counter if i == 0 else nullcontext():
-                loss = who.loss(x[i : i + 1], y[i : i + 1]) / len(x)
-                loss.backward()
-            total += float(loss.detach())
-        counted = counter.get_total_flops() / job.config.block_size
-        self.about = {
-            "loss": total,
-            "gradient_norm": gradient_norm(params),
-            "flops_per_token": counted,
-            # counted by the formula (6 N), but not by torch, which counts matmuls only
-            "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
-        }
-        if job.hf:
-            self.about["counted"] = asdict(hf.counted(job, who.model, specs, counted))
 
 
 class Training:
     """Training steps of one backend or rival."""
 
     def __init__(self, sent: Json) -> None:
-        self.converge, rival = sent["job"] == "converge", sent["rival"]
         job = self.job = Job(sent)
-        self.config = config = job.config
-        self.device, self.setup = job.device, job.setup
-        self.clock = Clock(self.device)
-        if self.device.type == "cpu" and not rival:  # as train.py does
+        self.config, self.device, self.setup = job.config, job.device, job.setup
+        self.clock, self.compiled = Clock(self.device), bool(job.setup.compile)
+        if self.device.type == "cpu" and not sent["rival"]:  # as train.py does
             keep_freed_memory()
-        self.compiled = bool(job.setup.compile)
-        scaler = self.scaler = job.setup.scaler()
-        self.who = candidates.build(rival, job).for_training(scaler)
-        self.micro = config.gradient_accumulation_steps
-        self.batch_size = config.batch_size
-        n = config.batch_size * self.micro
-        self.done = 0  # steps
-        if self.converge:
-            folder = data.find(config.dataset, config.data_dir)
-            tokens = data.load(folder, "train", config.block_size, job.vocab_size)
-            self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
-        else:
-            self.batch = job.random_tokens(n)
+        if sent.get("profile") and self.compiled and self.device.type == "cpu":
+            profile.name_cpu_kernels()
+        self.scaler = job.setup.scaler()
+        self.who = self.candidate(sent["rival"]).for_training(self.scaler)
+        self.micro = self.config.gradient_accumulation_steps
+        self.resize(self.config.batch_size)
+        self.step_ms = math.inf  # of the fastest steps so far
         self.about = {"title": self.who.title, "compiled": self.compiled, "dtype": job.dtype}
+
+    def candidate(self, rival: str) -> candidates.Candidate:
+        return candidates.build(rival, self.job)
+
+    def resize(self, batch_size: int) -> None:
+        """Draw the batch of all steps."""
+        self.batch_size = batch_size
+        self.batch = self.job.random_tokens(batch_size * self.micro)
 
     def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
         return self.who.step(x, y, self.micro, mark)
 
-    def timed(self, steps: int) -> Json:
-        """Return the mean milliseconds of `steps` steps and of their parts, and the losses."""
-        numbers = range(self.done, self.done + steps)
-        batches = [self.batches.get(n) for n in numbers] if self.converge else [self.batch] * steps
-        self.done += steps
+    def timed(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Json, list[Tensor]]:
+        """Return the mean milliseconds of a step on each batch and of its parts, and the losses."""
         stamps: list[list[Stamp]] = []  # of a step: each forward, backward, update, end
-        losses = []
+        losses, steps, ms = [], len(batches), self.clock.ms
         start = self.clock.start()
-        for n, (x, y) in zip(numbers, batches, strict=True):
-            if self.converge:
-                set_learning_rate(self.who.optimizer, n, self.config)
+        for x, y in batches:
             stamps.append([])
             losses.append(self.step(x, y, lambda _: stamps[-1].append(self.clock.stamp())))
-        ms = self.clock.ms
         answer: Json = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
-        N, (B, T) = candidates.parameters(self.who), x.shape
-        answer["shape"] = {"B": B, "T": T, "parameters": N}  # as executed
+        B, T = batches[-1][0].shape
+        answer["shape"] = {"B": B, "T": T, "parameters": self.who.parameters}
         if self.clock.apart:
             last = 2 * self.micro
             spans_of = {"forward": range(0, last, 2), "backward": range(1, last, 2)}
@@ -219,36 +160,26 @@ class Training:
                 spans = (ms(s[i], s[i + 1]) for s in stamps for i in places)
                 answer[f"{name}_ms"] = sum(spans) / steps
         finite(losses[-1])
-        if self.converge:
-            answer["losses"] = [float(loss) for loss in losses]
-        return answer
+        return answer, losses
 
     def round(self, request: Json) -> Json:
         if request.get("largest"):
-            return {"batch_size": self.largest()}
+            return {"batch_size": machine.largest(self.fits, self.device, MOST)}
         if request.get("warm_up"):
             return self.warm_up(request)
-        if "steps" in request:
-            answer = self.timed(request["steps"])
-        else:
-            if self.device.type != "mps":  # memory was freed, a GPU's clock may be low
-                self.step(*self.batch)
-            answer = self.timed(max(1, round(request["seconds"] / self.step_s)))
+        if "profile" in request:
+            return {"profile": self.profile(request["profile"])}
+        self.step(*self.batch)  # memory was freed, and a GPU's clock may be low
+        steps = max(1, round(1e3 * request["seconds"] / self.step_ms))
+        answer, _ = self.timed([self.batch] * steps)
+        self.step_ms = min(self.step_ms, answer["ms"])  # others warmed up at the same time
         return {**answer, "peak_bytes": machine.memory(self.device)}
 
     def warm_up(self, request: Json) -> Json:
-        """Compile, fill caches, time a step; return the first loss and the kernels' names."""
-        answer: Json = {"batch_size": self.batch_size}
+        """Compile, fill caches; return the first loss and the kernels' names."""
         if request.get("auto"):
-            self.batch_size = answer["batch_size"] = request["batch_size"]
-            self.batch = self.job.random_tokens(self.batch_size * self.micro)
-        if self.converge:  # every step counts: no step before the first
-            if self.compiled:  # compile without an update
-                with self.setup.autocast:
-                    self.who.loss(*self.batches.get(0)).backward()
-                self.who.optimizer.zero_grad(set_to_none=True)
-            answer["peak_bytes"] = machine.memory(self.device)
-            return answer | candidates.evidence(self.who.chosen())
+            self.resize(request["batch_size"])
+        answer: Json = {"batch_size": self.batch_size}
         began = time.perf_counter()
 
         def look(part: str) -> None:
@@ -264,77 +195,32 @@ class Training:
             answer["loss"] = float(first)
         answer["first_step_s"] = time.perf_counter() - began
         machine.reset_peak(self.device)
-        for _ in range(request.get("warm_up_steps", 1)):
-            self.step(*self.batch)
-        self.step_s = self.timed(1)["ms"] / 1e3
+        self.step_ms = self.timed([self.batch] * (1 + request["warm_up_steps"]))[0]["ms"]
         answer["peak_bytes"] = machine.memory(self.device)
         with kineto(self.device.type) as watched:
             self.step(*self.batch)
             synchronize(self.device)
         answer |= parts.kernels_of(watched)
-        if request.get("profile") and not request.get("again"):
-            answer["profile"] = self.profile(request["profile"])
         machine.reset_peak(self.device)
-        return {**candidates.evidence(self.who.chosen()), **answer}
+        return {**self.who.evidence(), **answer}
 
-    def largest(self) -> int:
-        """Return the largest micro-batch whose step fits into memory."""
-
-        def run(n: int) -> None:
-            self.who.step(*self.job.random_tokens(n), 1, lambda part: None)
-            synchronize(self.device)
-
-        return machine.largest(run, self.device, MOST)
+    def fits(self, n: int) -> None:
+        """Run a step of a micro-batch of n sequences."""
+        self.who.step(*self.job.random_tokens(n), 1, lambda part: None)
+        synchronize(self.device)
 
     def profile(self, steps: int) -> Json:
-        """Return ms by part of uncompiled steps of one micro-batch, with batches as in train.py."""
-        config, device, who = self.config, self.device, self.who
-        if device.type not in ("cuda", "cpu"):
-            return {"why": f"the profiler does not support {device.type}"}
-        V, n = self.job.vocab_size, self.batch_size
-        draw = np.random.default_rng(config.seed)
-        tokens = draw.integers(min(V, 2**16), size=(2 * n + 2) * config.block_size, dtype=np.uint16)
-        batches = data.Batches(tokens, config.block_size, n, config.seed, device)
-        scopes = parts.Scopes(who.model)
-
-        def run(watching: AbstractContextManager[object]) -> float:
-            ahead: Any = batches.prefetch(0, steps + 1)
-            with closing(ahead):
-                x, y = next(ahead)
-                who.step(x, y, 1, lambda part: None)  # meanwhile batches are drawn
-                with watching:
-                    start = self.clock.start()
-                    for _ in range(steps):
-                        with record_function(parts.RANGE + "data"):
-                            x, y = next(ahead)
-                        with record_function(parts.RANGE + "head and loss"):
-                            who.step(x, y, 1, scopes.mark)
-                    return self.clock.ms(start, self.clock.stop())
-
-        watched, compiled = kineto(device.type), who.run
-        who.run = who.model
-        try:
-            plain = run(nullcontext())
-            with scopes.modules():
-                seen = run(watched)
-        except torch.OutOfMemoryError:
-            return {"why": "a step without torch.compile does not fit into memory"}
-        finally:
-            who.run = compiled
-        kernels, found = device.type == "cuda", parts.read(watched.events(), device.type)
+        """Return the milliseconds of a step by kernel: of the step that runs."""
+        if self.device.type not in ("cuda", "cpu"):
+            return {"why": f"the profiler does not support {self.device.type}"}
+        plain = self.timed([self.batch] * steps)[0]["ms"]
+        with profile.profiled(self.device, steps) as found:
+            for _ in range(steps):
+                self.step(*self.batch)
+        machine.reset_peak(self.device)
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}
-        gaps = max(0.0, (plain if kernels else seen) - found.busy_ms)
-        times = {**found.ms, "gaps": gaps}
-        return {
-            "steps": steps,
-            "by": "modules" + (", not compiled" if self.compiled else ""),
-            "of": "kernels" if kernels else "operators",
-            "plain_ms": plain / steps,
-            "seen_ms": seen / steps,
-            "parts": {part: ms / steps for part, ms in times.items()},
-            "names": {
-                part: [[name, ms / steps] for name, ms in Counter(names).most_common(8)]
-                for part, names in found.names.items()
-            },
-        }
+        row: dict[str, Any] = found.row()
+        if self.device.type == "cuda":  # the profiler slows the host only
+            row["classes"]["gaps"] = max(0.0, plain - found.busy_ms)
+        return {**row, "steps": steps, "plain_ms": plain}

@@ -1,6 +1,6 @@
-"""Checks of a record that need no other machine.
+"""Checks of a record that need no other machine: docs/MEASURE.md lists them.
 
-All figures are computed again from the raw rounds and compared. docs/MEASURE.md lists the checks.
+All figures are computed again from the raw rounds and compared.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from attention import is_code
 from bench import Json, converge, tables
-from bench.record import FORMAT, complete, disagreeing, planned, sections_of
+from bench.record import complete, digest
+from bench.report import disagreeing, planned, sections_of
 from bench.tables import Row
 from core.gpus import datasheet_tflops
 from core.settings import UserError
@@ -21,11 +23,9 @@ from core.settings import UserError
 # Kernels by backend: a pattern of the short names (KERNELS in attention/proof.py; empty: none of
 # them), and one of the names on a GPU (empty: not checked).
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
-PACKAGE = r"^(?!.*pytorch_flash).*flash"  # PyTorch's own FlashAttention-2 is not the package
-FLASH_PACKAGES = ("flash_attn_2", "flash_attn_3", "flash_attn_4", "hf_flash_attention_2")
 SHOWS: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(("manual", "tiled", "hf_eager"), ("", "")),
-    **dict.fromkeys(("sdpa", "sdpa_bmm", "hf_sdpa"), (ANY, r"flash|fmha|sdpa|cudnn|attn")),
+    "manual tiled hf_eager": ("", ""),
+    "sdpa sdpa_bmm hf_sdpa": (ANY, r"flash|fmha|sdpa|cudnn|attn"),
     "sdpa_flash": (r"flash( \((CPU|FA\d)\))?", "flash|attn"),
     "sdpa_efficient": ("efficient", "fmha|attn"),
     "sdpa_cudnn": ("cudnn", "cudnn|sdpa"),
@@ -33,10 +33,12 @@ SHOWS: dict[str, tuple[str, str]] = {
     "flex": ("", "flex"),
     "flex_flash": ("", "flash"),
     "triton": (r"flash \(our Triton\)", r"forward|dkdv|dq"),
-    **dict.fromkeys(FLASH_PACKAGES, ("", PACKAGE)),
+    # PyTorch's own FlashAttention-2 is not the package.
+    "flash_attn_2 flash_attn_3 flash_attn_4 hf_flash_attention_2": ("", "^(?!.*pytorch_).*flash"),
     "paged": (rf"(paged decode \(Triton\)|{ANY})?", ""),
     "nanogpt": (rf"({ANY})?", ""),
 }
+SHOWS = {name: shown for names, shown in SHOWS.items() for name in names.split()}
 FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
 RIVALS = {"nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2"}
 STATUSES = ("ok", "unavailable", "failed", "skipped", "stopped")
@@ -51,28 +53,28 @@ def verify(content: Json) -> list[str]:
         return list(dict.fromkeys(_problems(content)))
     except UserError as e:
         return [f"its settings are invalid: {e}"]
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
+    except Exception as e:  # whatever its fields lead to, also within torch
         return [f"it is malformed ({type(e).__name__}: {e})"]
 
 
 def _problems(content: Json) -> Iterator[str]:
+    sealed = content["format"] > 2 or "digest" in content
+    if sealed and content.get("digest") != digest(content):
+        yield "its digest is another one: a field was edited"
     for part in sections_of(content):
-        m = part["machine"]
-        known = datasheet_tflops(m["name"], m["dtype"], bool(part["settings"].get("tf32")))
+        m, settings, again = part["machine"], part["settings"], complete(part)
+        known = datasheet_tflops(m["name"], m["dtype"], bool(settings.get("tf32")))
         if not m["peak_source"]:
             yield f"its peak of {m['peak_tflops']:,.4g} TFLOP/s has no source"
         elif known and not math.isclose(m["peak_tflops"], known[0]):
             yield f"its peak is {m['peak_tflops']:,.4g} TFLOP/s, but {known[1]} has {known[0]:,.4g}"
-        if part["settings"].get("dtype", "auto") not in ("auto", m["dtype"]):
-            yield f"its settings have dtype={part['settings']['dtype']}, its machine {m['dtype']}"
-        again = complete(part)
-        if part["format"] == FORMAT:
-            said, own = part["flops_per_token"], again["flops_per_token"]
-            if not all(same(said.get(name), n) for name, n in own.items()):
-                yield f"flops_per_token is {said}, but its sizes give {own}"
-            for text in again["answers"]:
-                if text not in part["answers"]:  # older records have more
-                    yield f"its conclusions lack {text!r}"
+        if settings.get("dtype", "auto") not in ("auto", m["dtype"]):
+            yield f"its settings have dtype={settings['dtype']}, its machine {m['dtype']}"
+        if part["format"] > 1:
+            name = "flops_per_token"
+            yield from differences(part[name], again[name], name)
+            lost = [text for text in again["answers"] if text not in part["answers"]]
+            yield from (f"its conclusions lack {text!r}" for text in lost)  # older ones have more
         for row, new in zip(part["rows"], again["rows"], strict=True):
             at = tables.where(row["point"], row["mode"], row["backend"])
             cut = part["mode"] == "converge" and row["status"] == "stopped"
@@ -82,39 +84,49 @@ def _problems(content: Json) -> Iterator[str]:
             if row["status"] == "ok":
                 yield from (f"{at}: {why}" for why in _row(row, new, part))
         yield from disagreeing([row for row in part["rows"] if row["status"] == "ok"], part)
-        if part["mode"] == "converge" and part["settings"]["tolerance"] > TOLERANCE:
-            wide = part["settings"]["tolerance"]
+        if part["mode"] == "converge" and settings["tolerance"] > TOLERANCE:
+            wide = settings["tolerance"]
             yield f"its tolerance is {wide:.0%}, at most {TOLERANCE:.0%} is allowed"
+
+
+def differences(got: Any, want: Any, name: str) -> Iterator[str]:
+    """Yield a sentence for each value that differs; the last digits of floats may, between
+    processors."""
+    if isinstance(want, dict) and isinstance(got, dict):
+        for key, value in want.items():
+            yield from differences(got.get(key), value, f"{name} {key}".strip())
+    elif isinstance(want, list) and isinstance(got, list) and len(got) == len(want):
+        for one, other in zip(got, want):
+            yield from differences(one, other, name)
+    else:
+        numbers = isinstance(want, (int, float)) and isinstance(got, (int, float))
+        if not (math.isclose(got, want, rel_tol=1e-9, abs_tol=1e-15) if numbers else got == want):
+            yield f"{name} is {got}, but its rounds and sizes give {want}"
 
 
 def _row(row: Row, again: Row, part: Json) -> Iterator[str]:
     settings, mode = part["settings"], row["mode"]
-    expected = planned(mode, settings)
+    paths, dtype = mode == "converge" and settings.get("paths"), part["machine"]["dtype"]
+    if paths:
+        dtype = {"plain": {"dtype": "float32"}, **converge.PATHS}[row["backend"]]["dtype"]
     old = part["format"] == 1  # it has no sizes in its rounds, and no proofs
+    expected = planned(mode, settings)
     if len(row["rounds"]) < expected and part.get("complete", True) and not old:
         yield f"it has {len(row['rounds'])} of {expected} rounds"
-    for name, value in again.items():
-        unknown = old and name == "mbu" and row["backend"] in RIVALS  # parameters
-        if not same(row.get(name), value) and not unknown:
-            yield f"{name} is {row.get(name)}, but its rounds and sizes give {value}"
-    sizes = dict(row["point"])
+    if old and row["backend"] in RIVALS:  # it lacks their parameters
+        again = {name: value for name, value in again.items() if name != "mbu"}
+    yield from differences(row, again, "")
+    sizes, wanted = dict(row["point"]), {"dtype": dtype}
     if "batch_size" in row:
         sizes["B"] = row["batch_size"]
-    wanted: Json = {"dtype": part["machine"]["dtype"]}
-    if mode == "converge" and settings.get("paths"):
-        wanted = {"plain": {"dtype": "float32"}, **converge.PATHS}[row["backend"]]
     if mode in ("train", "converge"):
+        wanted["batch_size"] = settings["batch_size"]
         sequences = row.get("batch_size", settings["batch_size"])
-        sizes = {"B": sequences * settings["gradient_accumulation_steps"]}
+        sizes["B"] = sequences * settings["gradient_accumulation_steps"]
         sizes["T"] = settings["block_size"]
-        wanted = {**wanted, "batch_size": settings["batch_size"]}
     for name in wanted.keys() & row.keys():
         if wanted[name] not in ("auto", row[name]):
             yield f"it has {name}={row[name]}, but the record's is {wanted[name]}"
-    for name, option in (("B", "batch_sizes"), ("T", "lengths"), ("P", "prompts")):
-        listed = settings.get(option) or [row["point"].get(name)]
-        if row["point"].get(name, "auto") not in [*listed, "auto"]:
-            yield f"it has {name}={row['point'][name]}, but {option} are {listed}"
     for ran in (r.get("shape", {}) for r in row["rounds"]):
         for name in sizes.keys() & ran.keys():
             if sizes[name] != ran[name]:
@@ -127,17 +139,10 @@ def _row(row: Row, again: Row, part: Json) -> Iterator[str]:
             yield f"{name} of {row[name]:.1%} is more than the peak"
     if row.get("verdict") == "FAIL":
         yield f"it did not converge: its final loss is {row['difference']:+.2%} off"
-    if not (mode == "converge" and settings.get("paths")):
+    if not paths:
         yield from _kernel(row, part["machine"]["kind"] == "cuda")
         if row["backend"] not in RIVALS and not old:
-            yield from _proof(row, row.get("dtype", part["machine"]["dtype"]))
-
-
-def same(a: object, b: object) -> bool:
-    """Compare; the last digits of floats may differ between processors."""
-    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15)
-    return a == b
+            yield from _proof(row, row.get("dtype", dtype))
 
 
 def _kernel(row: Row, cuda: bool) -> Iterator[str]:

@@ -20,22 +20,29 @@ kernel's backward) is never counted. tests/test_flops.py compares with torch's F
 from __future__ import annotations
 
 import itertools
+import json
+import logging
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import date, datetime, timezone
 from functools import cache, singledispatch
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from attention import Backend, visible
+from attention.plan import memory
 from core.cpu import matmul as cpu_matmul
+from core.files import write_at_once
 from core.gpus import datasheet_bandwidth as datasheet_bandwidth
 from core.gpus import datasheet_tflops
-from core.runtime import synchronize
+from core.runtime import describe, synchronize
 
 Row = dict[str, Any]  # one row of metrics.jsonl; None: unknown
 Sizes = Any  # a GPTConfig, or bench/hf.py's Counted
+log = logging.getLogger("nanoattn")
 ALONE = 0.9  # the least share of time in which a thread that always computes has a core of its own
 
 
@@ -116,7 +123,7 @@ class Peak:
     """The rate that MFU is measured against."""
 
     tflops: float  # 1e12 FLOP/s of one device
-    source: str  # "datasheet: ...", "measured 2026-11-22: ..." or "--peak_tflops"
+    source: str  # "datasheet: ...", "measured 2026-11-22, today: ..." or "--peak_tflops"
     measured: bool = False  # on a busy machine this may be too low
 
     def __str__(self) -> str:
@@ -133,19 +140,26 @@ def given(source: str) -> str:
     return f" of {source}" if source.startswith("--") else ""
 
 
-def peak(device: str | torch.device, dtype: str, override: float | None = None) -> Peak:
-    """The user's peak rate (`override`, TFLOP/s), else the datasheet's, else a measured one."""
-    if override is not None:
-        return Peak(override, "--peak_tflops")
+def peak(
+    device: str | torch.device, dtype: str, wanted: float | Literal["measure"] | None = None
+) -> Peak:
+    """The user's peak rate (`wanted`, TFLOP/s), else the datasheet's, else this machine's, which
+    is measured once, or again if `wanted` is "measure"."""
+    if wanted is not None and wanted != "measure":
+        return Peak(wanted, "--peak_tflops")
     device = torch.device(device)
     if device.type == "cuda":
-        matmul = torch.backends.cuda.matmul
-        # Reading allow_tf32 raises once somebody has set fp32_precision, which torch 2.9 brought.
-        new = hasattr(matmul, "fp32_precision")
-        tf32 = matmul.fp32_precision == "tf32" if new else matmul.allow_tf32
-        if known := datasheet_peak(torch.cuda.get_device_name(device), dtype, tf32):
+        known = datasheet_peak(torch.cuda.get_device_name(device), dtype, allows_tf32())
+        if known:
             return known
-    return best_peak(device, dtype)
+    return measured_peak(device, dtype, again=wanted == "measure")
+
+
+def allows_tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    # Reading allow_tf32 raises once somebody has set fp32_precision, which torch 2.9 brought.
+    new = hasattr(matmul, "fp32_precision")
+    return matmul.fp32_precision == "tf32" if new else matmul.allow_tf32
 
 
 def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
@@ -154,25 +168,46 @@ def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
     return known and Peak(*known)
 
 
-def best_peak(device: str | torch.device, dtype: str) -> Peak:
-    """Measure the peak rate, which takes seconds."""
-    began, used = time.perf_counter(), time.thread_time()
-    rate = measured_tflops(torch.device(device), getattr(torch, dtype))
-    began, used = time.perf_counter() - began, time.thread_time() - used
-    busy = torch.device(device).type == "cpu" and used < ALONE * began
-    when = str(datetime.now(timezone.utc).date())
-    when += ", while other programs used these cores" if busy else ""
-    return Peak(rate, f"measured {when}: the best of several large matrix products", True)
+def measured_peak(device: torch.device, dtype: str, again: bool = False, least: float = 0) -> Peak:
+    """This machine's peak rate by kept_rate(); `least`: TFLOP/s that were reached before."""
+    tf32 = " in TF32" if device.type == "cuda" and dtype == "float32" and allows_tf32() else ""
+
+    def measure() -> float:
+        return max(least, measured_tflops(device, getattr(torch, dtype)))
+
+    rate, when = kept_rate(f"TFLOP/s, {dtype}{tf32}", device, measure, again)
+    return Peak(rate, f"{when}: the best of several large matrix products", True)
 
 
-def differ(before: Peak, after: Peak) -> str:
-    """Return a sentence if two measurements of one peak differ by a fifth or more, else ""."""
-    if max(before.tflops, after.tflops) < 1.2 * min(before.tflops, after.tflops):
-        return ""
-    return (
-        f"the peak was {before.tflops:,.4g} TFLOP/s before and {after.tflops:,.4g} after: other "
-        "programs use this machine; the MFU does not compare with other runs'"
-    )
+def kept_rate(
+    what: str, device: torch.device, measure: Callable[[], float], again: bool
+) -> tuple[float, str]:
+    """Return a rate of this machine, and its date and age in words. It takes seconds to measure, so
+    all runs use the first one, from rates.json in the cache folder, until one measures again."""
+    key = f"{what}, {describe(device)}, torch {torch.__version__}"
+    today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
+    try:
+        file = memory().with_name("rates.json")
+        known = dict(json.loads(file.read_text(encoding="utf-8")))
+        rate, day, busy = known[key]
+        age = (today - date.fromisoformat(day)).days
+        usable = math.isfinite(rate) and rate > 0
+    except (OSError, ValueError, TypeError, LookupError):  # none yet, or a damaged file
+        usable = False
+    if again or not usable:
+        began, used = time.perf_counter(), time.thread_time()
+        rate, day, age = measure(), str(today), 0
+        passed, used = time.perf_counter() - began, time.thread_time() - used
+        busy = device.type == "cpu" and used < ALONE * passed
+        try:
+            file = memory().with_name("rates.json")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_at_once(file, json.dumps({**known, key: [rate, day, busy]}, indent=1))
+        except OSError as e:
+            log.warning("a measured rate cannot be kept for later runs (%s)", e)
+    when = f"measured {day}, {age} days ago" if age else f"measured {day}, today"
+    disturbed = ", while other programs used these cores (--peak_tflops=measure repeats it)"
+    return rate, when + (disturbed if busy else "")
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:

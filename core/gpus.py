@@ -1,7 +1,9 @@
 """Peak rates of GPUs, their memory and its bandwidth, and the links of their servers.
 
-Rates are dense, from the datasheet in the row; other rates are measured (core/peaks.py). Names and
-compute capabilities: attention/machine/gpus.py.
+Rates are dense, from the datasheet in the row; other rates are measured (core/flops.py). Names and
+compute capabilities: attention/machine/gpus.py. Memory was compared with the tables of GPUs in
+NVIDIA's MIG user guide (A30, A100, H100, H200, GH200 with 96 GB, B200) and NIM documentation (L40S,
+RTX 4090 and 5090) and in AMD's ROCm documentation (192 GiB), of the others with third parties'.
 """
 
 from __future__ import annotations

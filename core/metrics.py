@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,11 +20,12 @@ from torch import Tensor
 from attention import Resolution
 from core.distributed import DistInfo
 from core.files import open_output, refuse_link, replacing, write_at_once
-from core.flops import Peak, Row, Sizes, Speed, best_peak, differ, keys_seen, peak
+from core.flops import ALONE, Row, Sizes, Speed, in_words, keys_seen, measured_peak, peak
 from core.runtime import peak_memory
 from core.settings import UserError, first_line
 
 log = logging.getLogger("nanoattn")
+BUSY = "other programs use this machine's cores"
 
 
 class Metrics:
@@ -100,9 +103,9 @@ class Meter:
         tokens: int,
         max_iters: int,
         dtype: str,
-        peak_tflops: float | None = None,
+        peak_tflops: float | Literal["measure"] | None = None,
     ) -> None:
-        """Look the peak rate up, or measure it.
+        """Look the peak rate up, or measure it (core/flops.py).
 
         tokens: of a step, over all processes; T: of a sequence; dtype: of the matrix products.
         """
@@ -111,6 +114,9 @@ class Meter:
         self.peak = peak(distributed.device, dtype, peak_tflops)
         self.checked = False  # the peak was measured a second time
         self.rates: list[float] = []  # tokens a second, of each logged interval
+        self.quiet: list[float] = []  # of those without other programs
+        self.told: set[str] = set()  # reasons why MFU is not known
+        self.since = time.perf_counter(), waited()
         self.metrics: Metrics | None = None  # the main process's
         # Keys that the queries of each sequence saw, of all steps since the last line.
         self.counted: list[Tensor] = []
@@ -146,14 +152,21 @@ class Meter:
             return
         memory = peak_memory(self.distributed.device)
         row: Row = {"iter": step, "loss": loss, "lr": lr, "mem_bytes": memory}
-        speed, left = "a first step, not timed", ""
+        speed, left, busy = "a first step, not timed", "", self._busy()
         if seconds is not None:
             found = self._check_peak(self.speed(self.tokens / seconds))
             self.rates.append(found.tokens_per_s)
+            self.quiet += [] if busy else [found.tokens_per_s]
             if self.keys is not None:
                 self.means.append(self.keys)
             row |= {"ms": seconds * 1e3, **found.row()}
-            speed = f"{seconds * 1e3:,.1f} ms, {found}"
+            row |= {"mfu": None, "mfu_causal": None, "mfu_why": BUSY} if busy else {}
+            speed = f"{seconds * 1e3:,.1f} ms, {found.tokens_per_s:,.0f} tok/s"
+            if row["mfu"] is not None:
+                speed += f", {in_words(row, self.peak.of)}"
+            elif row["mfu_why"] not in self.told:
+                self.told.add(row["mfu_why"])
+                print(f"mfu is left out below: {row['mfu_why']}", flush=True)
             if step < self.max_iters:
                 left = f", {duration(seconds * (self.max_iters - step))} left"
         text = (
@@ -163,13 +176,22 @@ class Meter:
         if self.metrics:
             self.metrics.log(**row)
 
+    def _busy(self) -> bool:
+        """True if the peak was measured, and others had this process's core since the last call."""
+        (since, before), self.since = self.since, (time.perf_counter(), waited())
+        share = (self.since[1] - before) / (self.since[0] - since)
+        return self.peak.measured and share > 1 - ALONE
+
     def _check_peak(self, speed: Speed) -> Speed:
         """Above a measured peak: the machine was busy when it was measured. Try once more."""
         if speed.mfu[0] <= 1 or not self.peak.measured or self.checked:
             return speed
-        self.checked = True
-        again = self._best_peak()
-        self.peak = max(self.peak, again, key=lambda peak: peak.tflops)
+        self.checked, device = True, self.distributed.device
+        try:
+            self.peak = measured_peak(device, self.dtype, True, self.peak.tflops)
+        except RuntimeError as e:  # memory is exhausted
+            log.warning("the peak could not be measured again (%s)", first_line(e))
+            return speed
         print(f"peak: measured again, because MFU exceeded 100 %: {self.peak}", flush=True)
         return replace(speed, peak=self.peak)
 
@@ -189,25 +211,26 @@ class Meter:
         if self.metrics:
             self.metrics.close()
 
-    def _best_peak(self) -> Peak:
-        """The peak, measured again; the known one if memory is exhausted."""
-        try:
-            return best_peak(self.distributed.device, self.dtype)
-        except RuntimeError as e:
-            log.warning("the peak could not be measured again (%s)", first_line(e))
-            return self.peak
-
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
         """Print the median speed, and the validation loss next to simpler models'."""
         if self.rates:
             self.keys = sum(self.means) / len(self.means) if self.means else None
-            self.distributed.say(f"{self.speed(median(self.rates))}; peak: {self.peak}")
-            if self.peak.measured and (doubt := differ(self.peak, self._best_peak())):
-                self.distributed.say(doubt)
+            found = self.speed(median(self.quiet or self.rates))
+            busy = f"{found.tokens_per_s:,.0f} tok/s; no mfu: {BUSY}"
+            self.distributed.say(f"{found}; peak: {self.peak}" if self.quiet else busy)
         if baselines:
             known = ", ".join(f"{name} model {x:.2f}" for name, x in baselines.items())
             say = f"val loss {val_loss:.4f} nats a token; for comparison: {known}"
             self.distributed.say(say)
+
+
+def waited() -> float:
+    """Seconds that this thread was ready, and waited for a core; 0 where Linux does not say."""
+    try:
+        text = Path("/proc/thread-self/schedstat").read_text(encoding="ascii")
+        return int(text.split()[1]) / 1e9
+    except (OSError, ValueError, LookupError):
+        return 0.0
 
 
 def duration(seconds: float) -> str:

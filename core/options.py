@@ -23,6 +23,7 @@ ResidualDtype = Literal["auto", "float32", "autocast"]  # autocast: --dtype
 VocabSize = Annotated[int, Field(ge=1, le=2**32)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+PeakRate = PositiveFloat | Literal["measure"]  # TFLOP/s of one device
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
 IGNORED = {"always_save_checkpoint": "every evaluation saves; the newest and the best are kept",
@@ -110,7 +111,7 @@ class TrainConfig(ModelOptions):
     onednn: bool | None = None  # CPU: float32 products by oneDNN; none: on AMD with AVX-512
     deterministic: bool = False  # the same bits each time, on CUDA at some cost in speed
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1337  # of the weights, the batches and dropout
-    peak_tflops: PositiveFloat | None = None  # of one device, for MFU; none: datasheet or measured
+    peak_tflops: PeakRate | None = None  # for MFU; none: datasheet or measured once; measure: again
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,9 @@ import pytest
 import torch
 from test_bench import job
 
-from attention import Spec
-from bench import candidates, kernel, machine, train
+from attention import Spec, manual
+from attention.truth import Inputs
+from bench import converge, kernel, machine, reference
 from bench.job import Job
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch(clip):
     ends = []
     for micro in (1, 2, 4):
         sent = job("train", "plain", attention_backend="manual", grad_clip=clip)
-        plain = candidates.build("plain", Job(sent))
+        plain = converge.Plain(Job(sent))
         plain.for_training(plain.setup.scaler())
         marks: list[str] = []
         norms: list[float] = []
@@ -53,7 +53,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch(clip):
         def note(part: str, plain: Any = plain, marks: Any = marks, norms: Any = norms) -> None:
             marks.append(part)
             if part == "update":
-                norms.append(train.gradient_norm(plain.model.parameters()))
+                norms.append(reference.gradient_norm(plain.model.parameters()))
 
         x, y = Job(sent).random_tokens(4)
         loss = plain.step(x, y, micro, note).detach()
@@ -69,32 +69,18 @@ def test_micro_batches_make_the_step_of_the_whole_batch(clip):
             torch.testing.assert_close(w, ends[0][1][name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_the_errors_of_a_call_by_hand(window):
+def test_the_errors_of_a_call_by_hand():
     """Of the first sequence and the first two query heads, which share a head of keys."""
     torch.manual_seed(0)
-    B, T, H, Hkv, D = 2, 6, 4, 2, 8
-    q, k, v, dout = (torch.randn(B, T, h, D, dtype=torch.float64) for h in (H, Hkv, Hkv, H))
-    for t in (q, k, v):
-        t.requires_grad_()
-    i, j = torch.arange(T)[:, None], torch.arange(T)
-    seen = (j <= i) & (j > i - (window or T))
-    keys, values = (t.repeat_interleave(2, dim=2) for t in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, keys) / D**0.5
-    probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
-    out = torch.einsum("bhij,bjhd->bihd", probs, values)
-    truth = [t.detach() for t in (out, *torch.autograd.grad(out, (q, k, v), dout))]
-    spec = Spec(H, Hkv, D, "float64", window=window)
-
-    def errors(bumped: int, *at: int) -> tuple[float, float]:
-        got = [t.clone() for t in truth]
-        got[bumped][at] += 0.25
-        return kernel.errors(tuple(got), (q, k, v, dout), spec)
-
+    shapes = [(2, 6, h, 8) for h in (4, 2, 2, 4)]
+    q, k, v, dout = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
+    spec = Spec(4, 2, 8, "float64", window=3)
+    out = manual.attend(q, k, v, spec)
+    true = [t.detach() for t in (out, *torch.autograd.grad(out, (q, k, v), dout))]
     for n, heads in enumerate((2, 2, 1, 1)):  # of the output, and the gradients of q, k, v
-        most = 0.25 / float(truth[n][:1, :, :heads].abs().max())
-        found = errors(n, 0, 4, heads - 1, 5)
-        want = (most, 0.0) if n == 0 else (0.0, most)
-        assert found == pytest.approx(want, abs=1e-12)
-        for elsewhere in ((1, 4, 0, 5), (0, 4, heads, 5)):
-            assert errors(n, *elsewhere) == pytest.approx((0.0, 0.0), abs=1e-12)
+        most = 0.25 / float(true[n][:1, :, :heads].abs().max())
+        for at, off in (((0, 4, heads - 1, 5), most), ((1, 4, 0, 5), 0.0), ((0, 4, heads, 5), 0.0)):
+            got = [t.clone() for t in true]
+            got[n][at] += 0.25
+            found = kernel.errors(got, Inputs(q, k, v, dout.detach()), spec)
+            assert found == pytest.approx((off, 0.0) if n == 0 else (0.0, off), abs=1e-12)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench import record
+from bench import report
 
 Row = dict[str, Any]
 
@@ -35,7 +35,7 @@ def content(rows: list[Row], **machine: Any) -> Row:
     here = {"dtype": "float32", "peak_tflops": 989.4, "peak_source": "datasheet"}
     made = {"mode": "train", "machine": here | machine, "settings": {}, "rows": rows,
             "reference": {"loss": 10.9}}
-    return made | {"answers": record.answers(made)}
+    return made | {"answers": report.answers(made)}
 
 
 SLOW, FAST = [100.0, 101, 99, 100, 102], [50.0, 50.5, 49.5, 50, 51]
@@ -52,7 +52,7 @@ def test_fastest_names_who_is_level_and_where_the_crossover_lies():
     assert "B=8" in said[2] and "sdpa" in said[2] and "manual" not in said[2]
     larger = row("tiled", [90.0, 90, 90, 90, 90], batch_size=16)
     assert content([row("sdpa", FAST), larger])["answers"][0].endswith("train: tiled")
-    for rounds, words in ((2, "too few rounds"), (3, "level: sdpa_flash")):
+    for rounds, words in ((2, "2 rounds; level: sdpa_flash"), (3, "level: sdpa_flash")):
         few = [row(name, FAST[:rounds]) for name in ("sdpa", "sdpa_flash")]
         assert f"train: sdpa ({words})" in content(few)["answers"][0]
 

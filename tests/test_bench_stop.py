@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,17 +15,17 @@ from typing import Any
 import in_process
 import pytest
 import stub_worker
-from conftest import few
 from test_bench import SMALL, run, small, write_tokens
 
 import bench_mfu
-from bench import ROOT, process
-from bench.config import BenchConfig
-from bench.process import Failure, Stop
-from bench.rounds import Run
+from bench import ROOT, rounds
+from bench.job import Bench, Plan
+from bench.results import Progress
+from bench.settings import Train
+from bench.workers import GRACE, Failure, Stop, Worker
 from core.settings import UserError
 
-STUB = str(ROOT / "tests" / "stub_worker.py")
+STUB = "stub_worker:Stub"
 
 
 def lives(pid: int) -> bool:
@@ -35,7 +34,7 @@ def lives(pid: int) -> bool:
     return bool(found.stdout.strip()) and "Z" not in found.stdout
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 120.0) -> Any:
     until = time.monotonic() + seconds
     while not (found := what()) and time.monotonic() < until:
         time.sleep(0.05)
@@ -46,16 +45,20 @@ def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_child_survives_its_bench(tmp_path, how):
     """kill -9, or Ctrl-C, which a terminal sends to the whole process group."""
+    pids_file = tmp_path / "pids"
+    job = {"name": "a", "log": f"{tmp_path / 'log'}", "job": "has a child", "device": "cpu",
+           "pids": f"{pids_file}"}
     # A program that was started in the background ignores SIGINT.
     program = f"""import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)
-from bench.process import Stop, Worker
-Worker.command = (sys.executable, {STUB!r}, "stuck")
-Worker({{}}, 60, Stop())"""
-    pids_file = tmp_path / "pids"
-    env = {**os.environ, stub_worker.PIDS: str(pids_file), "PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program], env=env, start_new_session=True, stderr=subprocess.PIPE
-    )
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from bench.workers import Stop, Worker
+worker = Worker({STUB!r}, {job!r}, 600, Stop())
+try:
+    worker.ask({{}})
+finally:
+    worker.close()"""
+    command = [sys.executable, "-c", program]
+    parent = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
     pids = []
     try:
         assert wait_for(pids_file.exists), "the worker did not start"
@@ -70,129 +73,170 @@ Worker({{}}, 60, Stop())"""
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
+def test_processes_that_end_are_reasons(tmp_path):
+    """They are real: one ends, one is killed, one hangs, one refuses, one fails and lives on."""
+    log = {"log": f"{tmp_path / 'log'}", "device": "cpu"}
+    want = {"dies": ("died", "exit code 3"), "killed": ("died", "SIGKILL"),
+            "hangs": ("died", "20 s"), "refuses": ("unavailable", "too old"),
+            "fails": ("failed", "RuntimeError: no")}
+    for how, (kind, why) in want.items():
+        worker = Worker(STUB, {"name": how, "round p": how, **log}, 20, Stop())
+        try:
+            assert worker.ask({}) == {} and worker.setup_s > 0
+            with pytest.raises(Failure, match=why) as e:
+                worker.ask({"at": "p"})
+            assert (e.value.kind, e.value.built) == (kind, True)
+            assert how != "dies" or "Fatal: bad address" in str(e.value)
+            if how in ("refuses", "fails"):
+                assert worker.ask({"at": "q"})["ms"] == 1.0
+        finally:
+            worker.close()
+
+
 # --- the rounds ---
+
+
+class Scripted(in_process.InProcess):
+    """Its stub cannot end this process: that would be a death."""
+
+    def send(self, request: Any) -> None:
+        what = f"{'warm' if request.get('warm_up') else 'round'} {request.get('at')}"
+        if self.job.get(what) in ("dies", "hangs"):
+            self.answers.append(b"")
+        else:
+            super().send(request)
+
+    def receive(self) -> dict[str, Any]:
+        if not self.answers[0]:
+            raise Failure("died", "made up")
+        found = super().receive()
+        self.held_bytes = stub_worker.HELD
+        return found
 
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    """Runs scripted workers: the rows by name and point, whether rounds were fresh, the log."""
-    monkeypatch.setattr(process.Worker, "command", (sys.executable, STUB))
+    """Runs scripted workers: the rows by name and point, the content, the log."""
+    monkeypatch.setattr(rounds, "Worker", Scripted)
 
     def run(jobs: dict[str, Any], points: str = "p", limit: int = 100, stop: Stop | None = None,
-            timeout: float = 60.0, skip: Any = lambda name, point: "") -> Any:
-        config = BenchConfig(rounds=2, timeout=timeout, device="cpu")
-        part: dict[str, Any] = {"machine": {"memory_limit": limit, "peak_measured": False},
-                                "rows": []}
-        bench = Run("train", config, "cpu", [*jobs], {}, part, stop or Stop())
-        given = {name: {"name": name, "log": f"{tmp_path / 'log'}", **job}
+            device: str = "cpu", **more: Any) -> Any:
+        here = {"memory_limit": limit, "dtype": "float32", "kind": "cpu"}
+        bench = Bench("train", Train(vocab_size=64, rounds=2), device, (), here, 64)
+        given = {name: {"name": name, "log": f"{tmp_path / 'log'}", "device": "cpu", **job}
                  for name, job in jobs.items()}
-        rows = bench.measure(given, [{"at": p} for p in points], skip=skip)
+        plan = Plan(STUB, given, 3, [], [{"at": p} for p in points], **more)
+        content = rounds.measure(bench, [plan], stop or Stop(), Progress())
         log = (tmp_path / "log").read_text().splitlines()
         (tmp_path / "log").unlink()
-        return {(r["backend"], r["point"]["at"]): r for r in rows}, part["fresh_rounds"], log
+        return {(r["backend"], r["point"]["at"]): r for r in content["rows"]}, content, log
 
     return run
 
 
 def test_rounds_are_interleaved_and_a_failure_ends_nothing_else(measured):
     jobs = {"a": {}, "refused": {"job": "refuses"}, "dies": {"round p": "dies"},
-            "killed": {"warm p": "killed"}, "fails": {"round p": "fails"}}
-    found, fresh, log = measured(jobs, "pq")
-    assert not fresh and len(found["a", "p"]["rounds"]) == len(found["a", "q"]["rounds"]) == 2
+            "fails": {"round p": "fails"}}
+    found, content, log = measured(jobs, "pq")
+    assert not content["fresh_rounds"] and content["complete"]
+    assert len(found["a", "p"]["rounds"]) == len(found["a", "q"]["rounds"]) == 3
     assert {name: found[name, "p"]["status"] for name in jobs} == {
-        "a": "ok", "refused": "unavailable", "dies": "failed", "killed": "failed", "fails": "failed"
+        "a": "ok", "refused": "unavailable", "dies": "failed", "fails": "failed"
     }
-    died, killed = (found[name, "p"]["why"][0] for name in ("dies", "killed"))
-    assert "exit code 3" in died and "Fatal: bad address" in died and "SIGKILL" in killed
     assert found["refused", "q"]["why"] == ["too old"] and log.count("refused job") == 1
-    assert len(found["fails", "q"]["rounds"]) == 2  # its process lives on
-    assert len(found["dies", "q"]["rounds"]) == 2  # in a new process
+    assert len(found["fails", "q"]["rounds"]) == 3  # its process lives on
+    assert len(found["dies", "q"]["rounds"]) == 3  # in a new process
     mine = [line for line in log if line.startswith(("a ", "fails "))]
     assert mine == [
         "a job", "a warm p", "a round p", "fails job", "fails warm p", "fails round p",
         "a warm q", "a round q", "fails warm q", "fails round q",
-        "a round p", "a round q", "fails round q",
+        *["a round p", "a round q", "fails round q"] * 2,
     ]
 
 
-def test_workers_that_do_not_fit_together_get_new_processes_each_round(measured):
+def test_on_a_gpu_three_warm_up_together_and_none_while_a_round_is_timed(measured):
+    jobs = {"a": {}, "b": {}, "c": {}, "d": {}}
+    _, _, log = measured(jobs, device="cuda", stop=Stop(time.monotonic() + 600))
+    assert log[:6] == [f"{name} {what}" for name in "abc" for what in ("job", "warm p")]
+    assert log[6:12] == ["a round p", "b round p", "c round p"] * 2  # a row has two rounds
+    assert log[12:16] == ["d job", "d warm p", "d round p", "d round p"]
+    assert log[16:] == [f"{name} round p" for name in "abcd"]
+
+
+def test_processes_that_do_not_fit_together_are_new_in_each_round(measured):
     """6 + 6 bytes are held and 5 needed; nine tenths of the limit may be filled."""
-    _, fresh, log = measured({"a": {}, "b": {}}, limit=18)
-    assert fresh and log.count("a job") == log.count("a warm p") == log.count("a round p") == 2
-    _, fresh, log = measured({"a": {}, "b": {}}, limit=19)
-    assert not fresh and log.count("a job") == 1 and log.count("a round p") == 2
+    _, content, log = measured({"a": {}, "b": {}}, limit=18)
+    assert content["fresh_rounds"]
+    assert log.count("a job") == log.count("a warm p") == log.count("a round p") == 3
+    _, content, log = measured({"a": {}, "b": {}}, limit=19)
+    assert not content["fresh_rounds"] and log.count("a job") == 1 and log.count("a round p") == 3
+    found, content, log = measured({"a": {}, "b": {}, "c": {}}, limit=18, compiled=True)
+    assert all(len(r["rounds"]) == 3 for r in found.values()) and not content["fresh_rounds"]
+    assert [log.count(f"{name} job") for name in "abc"] == [1, 1, 1]  # each compiles once
 
 
-@pytest.mark.parametrize("limit", few([1, 100]), ids=["fresh", "asleep"])
-def test_no_candidate_begins_when_little_time_is_left(measured, limit):
-    stop = Stop(time.monotonic() + 1.3)
-    found, fresh, log = measured({"a": {"round p": "slow"}, "b": {}}, limit=limit, stop=stop)
+def test_what_has_no_time_left_is_named_with_the_time_it_takes(measured):
+    stop = Stop(time.monotonic() + 1.2)
+    jobs: dict[str, Any] = {"a": {"round p": "slow"}, "b": {"round p": "slow"}}
+    found, content, log = measured(jobs, stop=stop)
     assert found["b", "p"]["status"] == "stopped" and "b job" not in log
-    assert found["a", "p"]["status"] == "ok" and fresh == (limit == 1)
+    assert "about 1 s" in found["b", "p"]["why"][0]
+    assert found["a", "p"]["status"] == "ok" and "1 of 2 rows" in content["incomplete"]
 
 
 def test_a_process_that_cannot_begin_again_keeps_the_rounds_of_other_points(measured):
     """New processes in each round; the second one is refused."""
     found, _, _ = measured({"a": {"again": "refuses"}}, "pq", limit=1)
-    assert found["a", "q"]["status"] == "unavailable" and len(found["a", "p"]["rounds"]) == 2
+    assert found["a", "q"]["status"] == "unavailable" and len(found["a", "p"]["rounds"]) == 3
 
 
-def test_a_worker_that_hangs_is_ended_and_a_skipped_pair_costs_nothing(measured):
-    jobs = {"hangs": {"warm p": "hangs"}, "a": {}, "skipped": {}}
+def test_a_skipped_pair_costs_nothing(measured):
     skip = {"skipped": "too long"}.get
-    found, _, log = measured(jobs, timeout=2.0, skip=lambda name, _: skip(name, ""))
-    assert found["hangs", "p"]["status"] == "failed" and "2 s" in found["hangs", "p"]["why"][0]
+    jobs: dict[str, Any] = {"hangs": {"warm p": "hangs"}, "a": {}, "skipped": {}}
+    found, _, log = measured(jobs, skip=lambda name, *_: skip(name, ""))
+    assert found["hangs", "p"]["status"] == "failed" and len(found["a", "p"]["rounds"]) == 3
     assert found["skipped", "p"]["why"] == ["too long"] and "skipped job" not in log
-    assert len(found["a", "p"]["rounds"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["signal", "deadline"])
-def test_a_stop_ends_a_long_round_and_keeps_the_others(measured, when):
+def test_a_stop_ends_a_long_answer(tmp_path, when):
     stop = Stop(signals=SimpleNamespace(signal=None))  # type: ignore[arg-type]
-
-    def end() -> None:
+    job = {"name": "a", "log": f"{tmp_path / 'log'}", "device": "cpu", "round p": "hangs"}
+    worker = Worker(STUB, job, 600, stop)
+    try:
+        worker.ask({})
+        worker.send({"at": "p"})
         if when == "signal":
             stop.signals.signal = signal.SIGINT  # type: ignore[union-attr]
         else:
-            stop.deadline = time.monotonic() - process.GRACE - 1
-
-    def later(name: str, point: Any) -> str:
-        if name == "b":
-            threading.Timer(0.5, end).start()
-        return ""
-
-    found, _, _ = measured({"a": {}, "b": {"warm p": "hangs"}}, stop=stop, skip=later)
-    assert found["a", "p"]["status"] == "ok" and len(found["a", "p"]["rounds"]) == 1
-    assert found["b", "p"]["status"] == "stopped" and found["b", "p"]["why"] == [stop.why]
-    assert stop.why and stop.code == (130 if when == "signal" else 0)
+            stop.deadline = time.monotonic() - GRACE - 1
+        with pytest.raises(Failure) as e:
+            worker.receive()
+        assert (e.value.kind, e.value.why) == ("stopped", stop.why)
+        assert stop.code == (130 if when == "signal" else 0)
+    finally:
+        worker.close()
 
 
 # --- a whole run ---
 
 
 def stopping(at: int, how: Callable[[Any], None]) -> type[in_process.InProcess]:
-    """Return workers that do something to the bench after the `at`-th request to a backend."""
-    asked = [0]
+    """Return workers that do something to the bench after the `at`-th answer of a backend."""
+    answers = [0]
 
     class Stops(in_process.InProcess):
-        counts = False
-
-        def __init__(self, job: Any, timeout: float, stop: Any) -> None:
-            super().__init__(job, timeout, stop)
-            self.stop, self.counts = stop, job["job"] in ("train", "kernel", "converge")
-
-        def ask(self, request: Any) -> dict[str, Any]:
-            answer = super().ask(request)
-            asked[0] += self.counts
-            if self.counts and asked[0] == at:
-                how(self.stop)
+        def receive(self) -> dict[str, Any]:
+            answer = super().receive()
+            if answer:  # not of the machine and the reference
+                answers[0] += 1
+                if answers[0] == at:
+                    how(self.stop)
             return answer
 
     return Stops
-
-
-def send(number: int) -> Callable[[Any], None]:
-    return lambda stop: os.kill(os.getpid(), number)
 
 
 def end_time(stop: Stop) -> None:
@@ -200,8 +244,9 @@ def end_time(stop: Stop) -> None:
 
 
 @pytest.mark.parametrize("how, code, why", [
-    (send(signal.SIGINT), 130, "Ctrl-C"),
-    pytest.param(send(signal.SIGTERM), 143, "SIGTERM", marks=pytest.mark.slow),
+    (lambda stop: os.kill(os.getpid(), signal.SIGINT), 130, "Ctrl-C"),
+    pytest.param(lambda stop: os.kill(os.getpid(), signal.SIGTERM), 143, "SIGTERM",
+                 marks=pytest.mark.slow),
     pytest.param(end_time, 0, "time limit", marks=pytest.mark.slow),
 ], ids=["Ctrl-C", "SIGTERM", "deadline"])
 def test_a_run_that_is_stopped_leaves_table_and_record(tmp_path, monkeypatch, how, code, why):
@@ -216,7 +261,7 @@ def test_a_run_that_is_stopped_leaves_table_and_record(tmp_path, monkeypatch, ho
     assert content["complete"] is False and why in content["incomplete"]
     of = {r["backend"]: r for r in content["rows"]}
     assert len(of["manual"]["rounds"]) == 1 and of["manual"]["mfu"] > 0
-    assert of["sdpa"]["status"] == "stopped" and why in of["sdpa"]["why"][0]
+    assert of["sdpa"]["status"] == "stopped" and of["sdpa"]["why"][0]
     (record,) = tmp_path.glob("*_cut")
     assert json.loads((record / "record.json").read_text(encoding="utf-8")) == content
     page = (record / "README.md").read_text(encoding="utf-8")
@@ -251,7 +296,7 @@ def test_a_training_that_was_cut_short_is_not_judged(tmp_path, monkeypatch):
 
 def test_what_is_stopped_before_it_began_leaves_nothing(monkeypatch, capsys):
     class Stopped(in_process.InProcess):
-        def __init__(self, job: Any, timeout: float, stop: Any) -> None:
+        def __init__(self, work: str, job: Any, timeout: float, stop: Any) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             stop.check()
 
@@ -260,8 +305,8 @@ def test_what_is_stopped_before_it_began_leaves_nothing(monkeypatch, capsys):
     assert "SIGTERM" in capsys.readouterr().err
 
     class Broken(in_process.InProcess):
-        def __init__(self, job: Any, timeout: float, stop: Any) -> None:
-            raise Failure("died", ["it has no torch"])
+        def __init__(self, work: str, job: Any, timeout: float, stop: Any) -> None:
+            raise Failure("died", "it has no torch")
 
     in_process.use(monkeypatch, Broken)
     with pytest.raises(UserError, match="it has no torch"):

@@ -1,11 +1,11 @@
-"""Records: real ones are accepted, also old ones; every edited figure is refused with its row."""
+"""Records: real ones are accepted, also old ones; every edited field or figure is refused."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bench import MODEL, run, small, write_tokens
 
-from bench import board, record
+from bench import board, parts, record, report
 from bench.verify import RIVALS, verify
 from core import flops
 from core.gpus import datasheet_tflops
@@ -102,51 +102,99 @@ def test_a_record_that_was_cut_off_says_so_and_may_have_fewer_rounds(content: Co
     assert any("it has 2 of " in why for why in check(content))
 
 
-# --- every record of this checkout, and edits of it ---
+# --- edits ---
+
+Path_ = tuple[Any, ...]
+
+
+def leaves(value: Any, *path: Any) -> Iterator[Path_]:
+    """The places of a JSON value that hold no further ones."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, one in inside:
+        if isinstance(one, (dict, list)):
+            yield from leaves(one, *path, name)
+        else:
+            yield (*path, name)
+
+
+def at(value: Any, path: Path_) -> Any:
+    for name in path:
+        value = value[name]
+    return value
+
+
+def other(value: Any, by: float) -> Any:
+    if isinstance(value, bool) or value is None:
+        return not value
+    return value + "x" if isinstance(value, str) else value * by or by
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_no_field_of_a_new_record_can_be_edited(trained: Content, data: st.DataObject) -> None:
+    """Device, kernel and dtype, which no formula uses, as every figure and every round."""
+    edited = json.loads(json.dumps(trained))
+    *path, name = data.draw(st.sampled_from([*leaves(edited)]))
+    place = at(edited, tuple(path))
+    if isinstance(name, str) and data.draw(st.booleans()):
+        del place[name]
+    else:
+        place[name] = other(place[name], data.draw(st.sampled_from([0.5, 0.99, 1.01, 2.0])))
+    assert check(edited), (path, name)
+
 
 RECORDS = {path.parent.name for path in files("bench/records/*/record.json")}
 KEPT = {name: whole for name, whole in board.load(board.FOLDER)[0].items()
         if {"rows", "stages"} & whole.keys() and name in RECORDS}
+
+
+def computed(row: Content, part: Content) -> Iterator[Path_]:
+    """The places of the figures that follow from a row's rounds."""
+    found = report.MODES[row["mode"]].figures(row, part)
+    if profile := row.get("profile"):
+        found["profile"] = parts.computed(profile, row, part)
+    for path in leaves(found):
+        unknown = part["format"] == 1 and path == ("mbu",) and row["backend"] in RIVALS
+        if isinstance(at(found, path), float) and "names" not in path and not unknown:
+            yield path
+
+
 EDITABLE = st.deferred(lambda: st.sampled_from([
-    (name, n, i, figure)
+    (name, n, i, path)
     for name, whole in KEPT.items()
-    for n, part in enumerate(record.sections_of(whole))
+    for n, part in enumerate(report.sections_of(whole))
     for i, r in enumerate(part["rows"]) if r["status"] == "ok"
-    for figure in record.MODES[r["mode"]].figures(r, part)
-    if r.get(figure) and isinstance(r[figure], float)
-    and not (part["format"] == 1 and figure == "mbu" and r["backend"] in RIVALS)
+    for path in computed(r, part) if at(r, path)
 ]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(EDITABLE, st.sampled_from([0.5, 0.99, 1.01, 2.0]))
+def test_an_edited_figure_of_an_older_record_is_refused_with_its_row(
+    where: tuple[str, int, int, Path_], by: float
+) -> None:
+    """They have no digest. Of the profile rooflines, ceilings, shares, ..."""
+    name, n, i, (*path, figure) = where
+    whole = copy.deepcopy(KEPT[name])
+    edited = report.sections_of(whole)[n]["rows"][i]
+    at(edited, tuple(path))[figure] *= by
+    assert any(why.startswith(f"{edited['mode']} {edited['backend']}") for why in verify(whole))
 
 
 def test_every_record_here_is_accepted_and_the_board_is_up_to_date(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A private record may be there, on the board already or not."""
-    assert {whole["format"] for whole in KEPT.values()} == {1, 2}
+    assert {1, 2} <= {whole["format"] for whole in KEPT.values()}
     page = board.PAGE.read_text(encoding="utf-8")
     for path in board.FOLDER.iterdir():
         if path.name in RECORDS or f"/{path.name}/README.md" in page:
             (tmp_path / path.name).symlink_to(path)
     monkeypatch.setattr(board, "FOLDER", tmp_path)
     assert board.main(["--check"]) == 0, capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        board.main(["--help"])
-    assert "usage: python -m bench.board [-h] [--check]\n" in capsys.readouterr().out
 
 
-@settings(max_examples=30, deadline=None)
-@given(EDITABLE, st.sampled_from([0.5, 0.99, 1.01, 2.0]))
-def test_an_edited_figure_is_refused_with_its_row(at: tuple[str, int, int, str], by: float) -> None:
-    name, n, i, figure = at
-    whole = copy.deepcopy(KEPT[name])
-    edited = record.sections_of(whole)[n]["rows"][i]
-    edited[figure] *= by
-    said = f"{edited['mode']} {edited['backend']}"
-    assert any(why.startswith(said) and f"{figure} is {edited[figure]}" in why
-               for why in verify(whole))
-
-
-# --- lies ---
+# --- lies with a digest of their own ---
 
 
 def more_than_the_peak(c: Content) -> None:
@@ -177,32 +225,23 @@ LIES: list[tuple[Callable[[Content], Any], str]] = [
     (more_than_the_peak, "is more than the peak"),
     (missing_rounds, "train sdpa: it has 2 of 3 rounds"),
     (another_head_dim, "it has D=32, but a round ran D=16"),
-    (a_sparse_peak, "but datasheet: NVIDIA H200 datasheet has 494.7"),
+    (a_sparse_peak, "NVIDIA H200 datasheet has 494.7"),
     (lambda c: on_a_gpu(c)["settings"].update(tf32=False), "NVIDIA H200 datasheet has 66.9"),
     (lambda c: c["machine"].update(peak_source=""), "has no source"),
     (lambda c: c["settings"].update(dtype="bfloat16"), "dtype=bfloat16"),
     (lambda c: completed(c)["machine"].update(dtype="float16"), "train sdpa: it has dtype=float32"),
-    (lambda c: row(c, "sdpa", "kernel").update(dtype="float16"), "it has dtype=float16"),
-    (lambda c: row(c, "sdpa").update(dtype="bfloat16"), "train sdpa: it has dtype=bfloat16"),
     (lambda c: c["settings"].update(batch_size=8), "train sdpa: it has batch_size=4"),
-    (lambda c: c["settings"].update(batch_sizes=[2]), "it has B=1, but batch_sizes"),
-    (lambda c: c["settings"].update(lengths=[32, 64]), "it has T=16, but lengths"),
-    (lambda c: row(c, "sdpa").update(mfu=0.6),
-     "train sdpa: mfu is 0.6, but its rounds and sizes give"),
+    (lambda c: c["settings"].update(block_size=64), "it has T=64"),
+    (lambda c: c["flops_per_token"].update(mfu=1.0), "flops_per_token mfu is 1.0"),
+    (lambda c: c.update(answers=[]), "its conclusions lack 'Fastest: train"),
     (lambda c: row(c, "sdpa_math").update(kernels=["flash (CPU)"]),
      "train sdpa_math: another kernel than sdpa_math's ran: flash (CPU)"),
-    (lambda c: row(c, "sdpa").update(kernels=["flash (our Triton)"]),
-     "another kernel than sdpa's ran: flash (our Triton)"),
-    (lambda c: row(c, "sdpa").update(backend="flash_attn_9"), "unknown backend"),
+    (lambda c: row(c, "sdpa").update(backend="flash_attn_9"), "'flash_attn_9'"),
     (lambda c: row(c, "manual").update(backend="triton"), "saw no kernel of this backend"),
     (lambda c: row(c, "manual").update(device_kernels=["flash_fwd_kernel"]), "another kernel"),
-    (lambda c: row(on_a_gpu(c), "manual").update(
-        backend="flex", device_kernels=["flash_fwd_kernel"]),
-     "train flex: the profiler saw no kernel of this backend, but: flash_fwd_kernel"),
     (lambda c: row(on_a_gpu(c), "manual", "kernel").update(
         backend="flash_attn_2", device_kernels=["pytorch_flash::flash_fwd_kernel"]),
      "saw no kernel of this backend, but: pytorch_flash::flash_fwd_kernel"),
-    (lambda c: row(c, "sdpa")["proof"].pop("canary"), "its causality test did not pass"),
     (lambda c: row(c, "sdpa")["proof"].update(canary=False), "its causality test did not pass"),
     (lambda c: row(c, "sdpa")["proof"].update(error=math.nan), "its error is nan"),
     (lambda c: row(c, "sdpa")["proof"].update(grad_error=1.0), "its grad_error is 1, and"),
@@ -210,11 +249,6 @@ LIES: list[tuple[Callable[[Content], Any], str]] = [
     (lambda c: row(c, "sdpa").update(memory_bytes=1), "train sdpa: memory_bytes is 1, but"),
     (lambda c: row(c, "sdpa").update(status="x"), "train sdpa: its status is 'x', and it has 3"),
     (lambda c: row(c, "sdpa", "kernel").update(error_out=0.1), "sdpa is WRONG against float64"),
-    (lambda c: row(c, "sdpa").update(loss=99.0), "loss_difference is"),
-    (lambda c: c["settings"].update(n_layer=3), "train sdpa: mfu is"),
-    (lambda c: c["flops_per_token"].update(mfu=1.0), "flops_per_token is {'mfu': 1.0"),
-    (lambda c: c.update(answers=["Fastest: train: manual"]), "its conclusions lack 'Fastest"),
-    (lambda c: c["settings"].update(block_size=64), "it has T=64"),
     (lambda c: c["settings"].update(n_layer="x"), "its settings are invalid"),
     (lambda c: c.update(rows=None), "it is malformed"),
 ]
@@ -225,68 +259,63 @@ def test_a_lie_is_refused_with_a_sentence_that_names_it(
     lie: Callable[[Content], Any], says: str, content: Content
 ) -> None:
     lie(content)
+    content["digest"] = record.digest(content)
     found = check(content)
     assert any(says in why for why in found), found
 
 
-def test_a_failed_converge_is_refused_whatever_its_verdict_and_tolerance(
-    converged: Content,
-) -> None:
+def test_a_failed_converge_is_refused_whatever_its_verdict(converged: Content) -> None:
     made = copy.deepcopy(converged)
     sdpa, base = (row(made, name, "converge") for name in ("sdpa", "manual"))
     for times, off in ((1.05, "+5.00%"), (0.95, "-5.00%")):  # too good is wrong as well
         loss = times * base["final_loss"]
-        sdpa |= {"losses": [loss] * 10, "final_losses": [loss], "final_loss": loss}
-        found = check(made)
-        assert any("converge sdpa: verdict is ok, but" in why for why in found)
-        assert any("converge sdpa: difference is" in why for why in found)
+        sdpa |= {"losses": [loss] * 10, "final_losses": [loss], "final_loss": loss, "verdict": "ok"}
+        assert any("converge sdpa: verdict is ok, but" in why for why in check(made))
         sdpa |= {"difference": times - 1, "verdict": "FAIL"}
         assert f"converge sdpa: it did not converge: its final loss is {off} off" in check(made)
-        sdpa["verdict"] = "ok"
-    made = copy.deepcopy(converged)
-    for name in ("sdpa", "manual"):
-        row(made, name, "converge")["final_loss"] *= 0.5
-    assert any("converge sdpa: final_loss is" in why for why in check(made))
-    row(made, "manual", "converge")["verdict"] = "ok"
-    assert any("converge manual: verdict is ok" in why for why in check(made))
     made["settings"]["tolerance"] = 0.1
-    assert "its tolerance is 10%, at most 1% is allowed" in check(made)
+    assert any("10%" in why for why in check(made))
+
+
+@pytest.mark.parametrize("lost, kind", [
+    ("manual", "failed"), ("manual", "stopped"), ("sdpa", "failed"), ("sdpa", "stopped"),
+])
+def test_a_converge_without_a_result_gives_no_verdict_on_it(
+    lost: str, kind: str, converged: Content
+) -> None:
+    made = copy.deepcopy(converged)
+    row(made, lost, "converge").update(status=kind, why=["out of memory"])
+    for r in made["rows"]:
+        r.pop("verdict")
+    (said,) = (text for text in completed(made)["answers"] if text.startswith("Agreement"))
+    assert "within" not in said and ("sdpa" in said or lost == "manual")
 
 
 @pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2)])
-def test_generation_by_hand_is_accepted_and_no_figure_of_it_can_be_edited(
-    dtype: str, size: int, content: Content
+@pytest.mark.parametrize("weights", ["dtype", "int8"])
+def test_the_bandwidth_of_generation_by_hand(
+    dtype: str, size: int, weights: str, content: Content
 ) -> None:
-    """With a key head to two query heads."""
+    """A key head to two query heads; the matrices, and the head beside the embedding, in int8."""
     C, L, V, B, P, new = 32, 2, 64, 3, 4, 8
     products = V * C + L * ((C + C) * C + C * C + 8 * C * C)
     N = products + C + L * 2 * C  # and the gains of the norms
     where = {"B": B, "P": P, "cache": "dynamic", "new_tokens": new}
     shape = {**{k: v for k, v in where.items() if k != "cache"}, "parameters": N}
+    shape |= {"int8_parameters": products} if weights == "int8" else {}
     rounds = [{"ms": ms, "first_ms": 10 * ms, "cache_bytes": 100 * i, "shape": shape}
               for i, ms in enumerate((2.0, 4.0, 3.0))]
-    keys = B * (P + new / 2) * 2 * L * (C // 2) * size  # bytes of a mean text
-    made = {
-        "mode": "decode", "backend": "sdpa", "point": where, "status": "ok", "title": "x",
-        "kernels": ["math"], "device_kernels": [], "setup_s": 1.0, "warm_up_s": 1.0,
-        "proof": {k: v for k, v in PROOF.items() if not k.startswith("grad")}, "rounds": rounds,
-        "ms": 3.0, "first_ms": 30.0, "q1_ms": 2.5, "q3_ms": 3.5, "spread": 1 / 3, "noisy": True,
-        "tokens_per_s": B / 0.003, "cache_bytes": 200, "mbu": (size * N + keys) / 0.003 / 8e9,
-    }
+    made = {"mode": "decode", "backend": "sdpa", "point": where, "status": "ok", "title": "x",
+            "kernels": ["math"], "device_kernels": [], "setup_s": 1.0, "warm_up_s": 1.0,
+            "proof": {k: v for k, v in PROOF.items() if k[:4] != "grad"}, "rounds": rounds}
     content |= {"mode": "decode", "rows": [made]}
-    content["settings"] |= {"n_kv_head": 1, "dtype": dtype}
+    content["settings"] |= {"n_kv_head": 1, "dtype": dtype, "weights": weights}
     content["machine"] |= {"bandwidth": 8e9, "dtype": dtype}
-    again = record.complete(content)
-    content |= {name: again[name] for name in ("flops_per_token", "answers")}
-    assert check(content) == []
-    for name in ("ms", "q1_ms", "first_ms", "tokens_per_s", "cache_bytes", "mbu"):
-        wrong = copy.deepcopy(content)
-        wrong["rows"][0][name] *= 1.05
-        assert any(f"{name} is" in why for why in check(wrong)), name
-    # with our matrices, and the head beside the embedding, in int8
-    content["settings"]["weights"] = "int8"
-    shape["int8_parameters"] = products
-    made["mbu"] = (size * (N - products) + products + keys) / 0.003 / 8e9
+    (shown,) = completed(content)["rows"]
+    keys = B * (P + new / 2) * 2 * L * (C // 2) * size  # bytes of a mean text
+    read = size * (N - products) + products if weights == "int8" else size * N
+    assert shown["mbu"] == pytest.approx((read + keys) / 0.003 / 8e9)
+    assert (shown["tokens_per_s"], shown["cache_bytes"]) == (pytest.approx(B / 0.003), 200)
     assert check(content) == []
     content["machine"]["bandwidth"] = 1e6  # less than what was read
     (shown,) = completed(content)["rows"]
@@ -309,9 +338,9 @@ def test_the_page_holds_every_row_and_the_check_sees_a_change(
     own: Path, content: Content, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content |= {"commit": None, "dirty": True, "complete": False}  # not of this checkout
-    record.write(board.FOLDER / "mine", content, whole=False)
+    record.write(board.FOLDER / "mine", completed(content), whole=False)
     assert board.main(["--check"]) == 1 and not board.PAGE.exists()
-    assert "PAGE is out of date" in capsys.readouterr().err
+    assert "PAGE" in capsys.readouterr().err
     assert board.main([]) == 0 and board.main(["--check"]) == 0
     text, sdpa = board.PAGE.read_text(encoding="utf-8"), row(content, "sdpa")
     assert f"{sdpa['tokens_per_s']:,.0f}" in text and f"{sdpa['mfu']:.1%}" in text
@@ -321,17 +350,16 @@ def test_the_page_holds_every_row_and_the_check_sees_a_change(
     assert text.count("][1] |") == sum(r["status"] == "ok" for r in content["rows"])
     board.PAGE.write_text(text + "x", encoding="utf-8")
     assert board.main(["--check"]) == 1
-    assert "PAGE is out of date" in capsys.readouterr().err
     row(content, "sdpa")["mfu"] = 0.6
     record.write(board.FOLDER / "mine", content, whole=False)
     (board.FOLDER / "empty").mkdir()
     (board.FOLDER / "list").mkdir()
     (board.FOLDER / "list" / "record.json").write_text("[]", encoding="utf-8")
+    capsys.readouterr()
     assert board.main([]) == 1  # and nothing is written
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 3 and said[0].startswith("empty: cannot read record.json")
-    assert said[1].startswith("list: cannot read record.json (not an object)")
-    assert said[2].startswith("mine: train sdpa: mfu is 0.6")
+    assert {line.partition(":")[0] for line in said} == {"empty", "list", "mine"}
+    assert any("train sdpa: mfu is 0.6" in line for line in said)
 
 
 def test_machines_stand_together_only_where_they_did_the_same(content: Content) -> None:

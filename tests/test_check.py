@@ -17,7 +17,8 @@ import attention
 import checkpoint
 import train
 from attention.check import command as check
-from bench.config import load_config, names
+from bench.begin import names
+from bench.settings import load_config
 from core.settings import UserError
 from model import GPT, GPTConfig
 

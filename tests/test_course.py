@@ -23,7 +23,7 @@ import bench_mfu
 from attention import Spec, manual, visible
 from attention.__main__ import parser
 from attention.check.command import main as check_kernel
-from bench.config import load_config
+from bench.settings import load_config
 from core import settings
 from core.settings import UserError
 from course import build, draw, source

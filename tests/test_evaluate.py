@@ -1,4 +1,4 @@
-"""Bits per byte, the tasks of evaluate/tasks.py, and log-likelihoods with our kernels."""
+"""Bits per byte, the tasks of bench/evaluate.py, and log-likelihoods with our kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from torch import Tensor
 
 import data
 from attention import Policy, hf
+from bench.evaluate import TasksConfig, main
 from checkpoint.__main__ import main as export
 from core.settings import UserError
 from data.prepare import PrepareConfig, prepare
-from evaluate import harness
-from evaluate.tasks import TasksConfig, main
 
 # --- bits per byte ---
 
@@ -76,7 +75,8 @@ def test_bits_per_byte_are_printed_and_logged(trained: Any) -> None:
 
 @pytest.mark.parametrize("gap", ["", " "])
 def test_the_questions_have_the_answers_that_they_ask_for(tmp_path: Path, gap: str) -> None:
-    assert main([str(tmp_path), f"--separator={gap}", "--questions=50", "--lines=2000"]) == 0
+    options = f"--separator={gap}", "--questions=50", "--lines=2000"
+    assert main(["tasks", str(tmp_path), *options]) == 0
     text = (tmp_path / "text.txt").read_text(encoding="utf-8").splitlines()
     sums = {line.partition("=")[0].strip() for line in text}
     for path in tmp_path.glob("*.yaml"):
@@ -142,10 +142,10 @@ def test_the_harness_runs_with_our_kernels(trained: Any, tmp_path: Path, capsys:
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval.models.huggingface")
     letters = "--keys=abdfghjk", "--values=lmnoprst", "--distances=8"
-    assert main([str(tmp_path), "--separator=", "--questions=9", *letters]) == 0
+    assert main(["tasks", str(tmp_path), "--separator=", "--questions=9", *letters]) == 0
     monkeypatch.setattr("sys.argv", [])
     model = f"pretrained={trained[0] / 'hf'},prefix_token_id=0,attention=manual"
     common = ["--include_path", str(tmp_path), "--device", "cpu", "--batch_size", "4"]
-    assert harness.main(["--model_args", model, "--tasks", "nanoattn_recall_8", *common]) == 0
+    assert main(["--model_args", model, "--tasks", "nanoattn_recall_8", *common]) == 0
     said = capsys.readouterr().out
     assert re.search(r"nanoattn_recall_8.*acc", said) and "manual" in said

@@ -13,8 +13,7 @@ import pytest
 from test_bench import LIMITED, run, small
 
 from attention.check import matrix
-from bench import qualify, record
-from bench.rounds import Run
+from bench import qualify, report
 from bench.verify import verify
 
 TINY = [*small("qualify"), "--new_tokens=4", "--prompts=8", "--timeout=60"]
@@ -27,18 +26,13 @@ def read(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few cases of the matrix, short texts, short schedules, no processes."""
     in_process.use(monkeypatch)
-    shorten(monkeypatch)
-
-
-def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few cases of the matrix, short schedules."""
     few = [c for c in matrix.in_order() if c.name in ("gqa", "64x17")]
     monkeypatch.setattr(matrix, "in_order", lambda: few)
-    small = [{**p, "T": p["T"] // 32} for p in qualify.grid(False)[:3]]
-    monkeypatch.setattr(qualify, "grid", lambda cuda: small)
-    options = {"batch_size": 4, "steps": 10, "rival": ()}
-    stage = replace(qualify.STAGES["converge"], options=options)
+    points = [{**p, "T": p["T"] // 32} for p in qualify.grid(False)[:3]]
+    monkeypatch.setattr(qualify, "grid", lambda cuda: points)
+    stage = replace(qualify.STAGES["converge"], options={"batch_size": 4, "steps": 10})
     monkeypatch.setitem(qualify.STAGES, "converge", stage)
 
 
@@ -49,12 +43,14 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
     assert code == 0 and made["complete"], out
     assert [(s["name"], s["status"]) for s in made["stages"]] == [
         (name, "done") for name in qualify.STAGES]
-    (folder,) = tmp_path.iterdir()
     assert verify(made) == []
-    assert {p["mode"] for p in record.sections_of(made)} == set(record.MODES)
+    assert {p["mode"] for p in report.sections_of(made)} == set(report.MODES)
+    (folder,) = tmp_path.iterdir()
     page = (folder / "README.md").read_text(encoding="utf-8")
     for title in ("## Proof", "## Training steps", "## Generation", "\n| sdpa ", "## Final losses"):
         assert title in page
+    made["stages"][3]["record"]["rows"][0]["kernels"] = ["math"]
+    assert verify(made)
 
 
 def test_a_kernel_is_refused_by_the_sizes_that_are_timed(tmp_path, quick) -> None:
@@ -67,37 +63,26 @@ def test_a_kernel_is_refused_by_the_sizes_that_are_timed(tmp_path, quick) -> Non
 
 
 @pytest.mark.slow
-def test_the_minutes_end_it(tmp_path, quick, monkeypatch) -> None:
-    """The clock jumps past the limit while the kernels are timed."""
-    real, passed = time.monotonic, [0.0]
-    stage = qualify.STAGES["kernels"]
+@pytest.mark.parametrize("how", ["minutes", "signal"])
+def test_a_limit_or_a_signal_ends_it_and_leaves_what_there_is(
+    how, tmp_path, quick, monkeypatch
+) -> None:
+    """The clock jumps past the limit, or SIGTERM comes, while the kernels are timed."""
+    real, passed, stage = time.monotonic, [0.0], qualify.STAGES["kernels"]
 
-    def late(run: Run) -> Any:
-        passed[0] = 600.0
-        return stage.measure(run)
+    def measure(bench: Any, stop: Any, progress: Any) -> Any:
+        if how == "signal":
+            stop.signals.signal = 15
+        else:
+            passed[0] = 600.0
+        return stage.measure(bench, stop, progress)
 
     monkeypatch.setattr(time, "monotonic", lambda: real() + passed[0])
-    monkeypatch.setitem(qualify.STAGES, "kernels", replace(stage, measure=late))
-    _, out = run([*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--minutes=9"])
+    monkeypatch.setitem(qualify.STAGES, "kernels", replace(stage, measure=measure))
+    code, out = run([*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--minutes=9"])
     made = read(tmp_path)
-    assert not made["complete"] and out.startswith("INCOMPLETE")
+    assert not made["complete"] and out.startswith("INCOMPLETE") and verify(made) == []
+    assert code == (143 if how == "signal" else 0)
     assert [s["name"] for s in made["stages"]] == list(qualify.STAGES)
     assert [s["status"] for s in made["stages"]] == ["done", "done", "cut", *["skipped"] * 3]
-
-
-@pytest.mark.slow
-def test_a_signal_ends_it_and_leaves_what_there_is(tmp_path, quick, monkeypatch) -> None:
-    stage = qualify.STAGES["proof"]
-
-    def stopped(run: Run) -> Any:
-        assert run.stop.signals
-        stage.measure(run)
-        run.stop.signals.signal = 15
-        run.stop.check()
-
-    monkeypatch.setitem(qualify.STAGES, "proof", replace(stage, measure=stopped))
-    code, out = run([*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--stages=2,4,5"])
-    assert code == 143 and out.startswith("INCOMPLETE")
-    stages = read(tmp_path)["stages"]
-    assert [s["status"] for s in stages] == ["skipped"] * 3
-    assert all("SIGTERM" in s["why"] for s in stages)
+    assert all(how == "minutes" or "SIGTERM" in s["why"] for s in made["stages"][2:])

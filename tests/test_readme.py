@@ -24,12 +24,12 @@ from attention.__main__ import main as explained
 from attention.__main__ import parser
 from attention.check import command as check
 from attention.select import PREFERENCE
-from bench.config import load_config
+from bench.evaluate import TasksConfig
+from bench.settings import load_config
 from checkpoint.__main__ import ExportConfig
 from core.settings import read
 from course.exercises import NUMBERS
 from data.prepare import DATASETS, PrepareConfig
-from evaluate.tasks import TasksConfig
 from explain import ExplainConfig
 from sample import SampleConfig
 from train import IGNORED, TrainConfig
@@ -90,12 +90,12 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         load_config(rest[2:] if mode else rest[1:], mode)
     elif rest[:3] == ["-m", "checkpoint", "export"]:
         read(ExportConfig, rest[2:], positional="command")
-    elif rest[:2] == ["-m", "evaluate.tasks"]:
-        read(TasksConfig, rest[2:], positional="folder")
+    elif rest[:3] == ["-m", "bench.evaluate", "tasks"]:
+        read(TasksConfig, rest[3:], positional="folder")
     elif rest[:2] == ["-m", "course.exercises"]:
         assert rest[2] in NUMBERS
     else:
-        module = rest[:2] in (["-m", "pytest"], ["-m", "bench.board"], ["-m", "evaluate.harness"])
+        module = rest[:2] in (["-m", "pytest"], ["-m", "bench.board"], ["-m", "bench.evaluate"])
         assert module or (ROOT / rest[0]).is_file(), f"unknown: {line}"
 
 

@@ -276,7 +276,7 @@ sys.argv = ["attention"]; runpy.run_module("attention", run_name="__main__")"""
 
 @pytest.mark.parametrize("argv", [
     *(["train.py"], ["sample.py"], ["explain.py"], ["bench_mfu.py"], ["-m", "bench.compare", "x"]),
-    *(["-m", "checkpoint", "export", "x"], ["-m", "evaluate.harness"], ["-c", MEASURING]),
+    *(["-m", "checkpoint", "export", "x"], ["-m", "bench.evaluate"], ["-c", MEASURING]),
 ])
 def test_an_interrupt_is_not_lost(argv: list[str], tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(KILL)

@@ -31,7 +31,7 @@ from torch import Tensor
 import checkpoint
 import data
 import train
-from core import flops, runtime
+from core import flops, metrics, runtime
 from core.cpu import matmul as cpu_matmul
 from core.metrics import read as read_rows
 from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
@@ -758,13 +758,32 @@ def test_more_steps_than_the_schedule_has_are_warned_of(data_dir, tmp_path, capl
 def test_an_mfu_above_100_percent_has_the_peak_measured_once_more(
     again, known, data_dir, tmp_path, monkeypatch
 ) -> None:
-    rates = iter([1e-12, again, again])  # before, at the first line, at the end
+    rates = iter([1e-12, again])  # before, at the first line
     monkeypatch.setattr(flops, "measured_tflops", lambda *device: next(rates))
-    r = run(data_dir, tmp_path, peak_tflops=None)
+    monkeypatch.setattr(metrics, "waited", lambda: 0.0)
+    r = run(data_dir, tmp_path, peak_tflops="measure")
     timed = [row for row in r.rows if "mfu" in row]
     assert r.code == 0 and next(rates, None) is None and len(timed) == 6
     for row in timed:
         assert (row["mfu"] is not None and row["mfu"] < 1) if known else "mfu_why" in row
+
+
+@pytest.mark.parametrize("busy, peak, shown", [
+    (True, "measure", False), (False, "measure", True), (True, 1.0, True),
+])
+def test_a_busy_machine_leaves_mfu_out_of_the_lines_and_says_why_once(
+    busy, peak, shown, data_dir, tmp_path, monkeypatch
+) -> None:
+    """Of a peak that was measured; a given one is the user's."""
+    waits = itertools.count(0.0, 1e6 * busy)  # seconds without a core, at each look
+    monkeypatch.setattr(metrics, "waited", lambda: next(waits))
+    monkeypatch.setattr(flops, "measured_tflops", lambda *device: 1e6)
+    r = run(data_dir, tmp_path, peak_tflops=peak)
+    lines = [line for line in r.out.splitlines() if re.search(r"^iter \d+: .* tok/s", line)]
+    assert r.code == 0 and len(lines) == 6 and all(("mfu" in line) == shown for line in lines)
+    assert r.out.count("mfu is left out") == (not shown)
+    timed = [row for row in r.rows if "mfu" in row]
+    assert len(timed) == 6 and all((row["mfu"] is not None) == shown for row in timed)
 
 
 def test_a_step_is_profiled_as_it_runs(data_dir: Path, tmp_path: Path) -> None:

@@ -6,118 +6,59 @@ import json
 import math
 from collections.abc import Callable
 
-from bench import Json, tables
-from bench.config import BenchConfig, vocabulary
-from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan
+from bench import ROOT, Json, tables
+from bench.plan.cluster import SHARE, Cluster, cluster
+from bench.plan.scale import KINDS, Job, Plan
+from bench.settings import Plan as BenchConfig
+from bench.settings import vocabulary
 from core import flops
-from core.gpus import SERVERS, describe_rated
+from core.gpus import describe_rated
 from core.runtime import decide_residual
 from core.settings import UserError
 from model import GPTConfig
-
-CONTEXTS = (1, 2, 4, 8)
-
-
-def datasheet(config: BenchConfig, gpu: str) -> tuple[str, flops.Peak, tuple[float, str]]:
-    """Return dtype, peak, and bandwidth with its source; UserError if the GPU is not in RATED."""
-    dtype: str = config.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if flops.datasheet_peak(gpu, "bfloat16") else "float16"
-    peak = flops.datasheet_peak(gpu, dtype, config.tf32)
-    bandwidth = flops.datasheet_bandwidth(gpu)
-    if peak is None or bandwidth is None:
-        raise UserError(f"--gpu: no {dtype} rates known for {gpu!r}")
-    if config.peak_tflops:
-        peak = flops.peak("cpu", dtype, config.peak_tflops)
-    if config.bandwidth_gbs:
-        bandwidth = config.bandwidth_gbs * 1e9, "--bandwidth_gbs"
-    return dtype, peak, bandwidth
-
-
-def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
-    """Return the GPUs of --gpu, and lines about them."""
-    if config.gpu is None:
-        raise UserError("plan needs a GPU, such as --gpu=H200")
-    try:
-        gpu, note = describe_rated(config.gpu)
-    except ValueError as e:
-        raise UserError(f"--gpu: {e}") from None
-    server = SERVERS.get(gpu.name) if "800" not in config.gpu else None  # A800, H800: less NVLink
-    dtype, peak, (bandwidth, source) = datasheet(config, gpu.name)
-
-    def rate(of: str, option: str, unit: str) -> float:
-        found: float | None = getattr(config, option)
-        found = found or getattr(gpu, of, None) or getattr(server, of, None)
-        if found is None:
-            raise UserError(f"the {of} of {gpu.name!r} is unknown: give --{option}, in {unit}")
-        return found * 1e9
-
-    memory = rate("memory", "memory_gb", "GB")
-    several, between = max(config.gpus) > 1, max(config.gpus) > config.gpus_per_node
-    nvlink = rate("nvlink", "nvlink_gbs", "GB/s each way") if several else math.inf
-    network = rate("network", "network_gbs", "GB/s each way, a GPU") if between else math.inf
-    products, node = config.products_tflops or peak.tflops, config.gpus_per_node
-    rates = (products, bandwidth, memory, node, nvlink, network)
-    at = Cluster(dtype, peak, *rates)
-    said = [note] if note else []
-    said += [
-        f"peak: {peak}",
-        f"memory: {memory / 1e9:,.4g} GB, to be filled to {SHARE:.0%}, at "
-        f"{bandwidth / 1e9:,.4g} GB/s ({source})",
-    ]
-    if several:
-        links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {at.node} GPUs"
-        links += f", network {network / 1e9:,.4g} GB/s a GPU" if between else ""
-        said += [f"{links}, each way", f"       ({server.source})"] if server else [links]
-    return at, [*said, f"computing: its roofline, with matmuls at {at.products:,.4g} TFLOP/s"]
 
 
 def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
     """Return every way to run the job on `gpus` GPUs."""
     if gpus > at.node and gpus % at.node:
         raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
-    one = (config.context_parallel,) if config.context_parallel > 1 else ()
     option = "--context_parallels" if config.context_parallels else "--context_parallel"
-    for N in (asked := config.context_parallels or one):
+    for N in (rings := config.context_parallels or (config.context_parallel,)):
         if gpus % N:
             raise UserError(f"{option}: rings of {N} do not divide --gpus={gpus}")
-    rings = asked or tuple(N for N in CONTEXTS if gpus % N == 0)
     ways = ["ddp"] + (["fsdp"] if gpus > 1 else []) + (["hybrid"] if gpus > at.node else [])
     return [Plan(job, at, way, gpus, N) for way in ways for N in rings]
 
 
 def run(config: BenchConfig) -> int:
     """Print the tables, with --json the rows too. Returns the exit code."""
-    at, said = cluster(config)
+    at, lines = cluster(config)
     vocab_size, source = vocabulary(config)
     model = GPTConfig.of(config, vocab_size)
     between = decide_residual(config.residual_dtype, "cuda", at.dtype)
     residual = 2 if between == "autocast" and at.dtype != "float32" else 4
-    assert config.batch_size != "auto"
     sequences = config.batch_size * config.gradient_accumulation_steps
     checkpointing, clip = config.gradient_checkpointing, bool(config.grad_clip)
     job = Job(model, sequences, config.batch_size, checkpointing, clip, residual)
-    every = {n: plans(config, job, at, n) for n in config.gpus}
+    every = {n: [row(p) for p in plans(config, job, at, n)] for n in config.gpus}
     print(
         f"PLANNED, not measured: {model.n_layer} layers, {model.n_embd:,} wide, on {config.gpu}\n"
         f"{sequences:,} x {model.block_size:,} tokens a step, at most {job.batch:,} sequences in a "
         f"micro-batch, {at.dtype}{', gradient checkpointing' if job.checkpointing else ''}\n"
         f"vocabulary: {vocab_size:,} ({source})"
     )
-    print(*said, "formulas, and what they leave out: docs/PLAN.md", sep="\n")
-    content: list[Json] = []
-    for n, ways in every.items():
-        made = [row(p) for p in ways]
-        content += made
-        bad = [r for r in made if "why" in r]
-        if bad:
-            print()
-        for r in bad:
-            print(f"{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}: {r['why']}")
+    print(*lines, "formulas, and what they leave out: docs/PLAN.md", sep="\n")
+    for n, made in every.items():
+        for r in (r for r in made if "why" in r):
+            where = f"{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}"
+            print(f"\n{where}: {r['why']}")
         good = [r for r in made if "why" not in r]
         for title, cells in sections(good, flops.given(at.peak.source)) if good else ():
             print(f"\n{n:,} GPU{'s' if n > 1 else ''}, planned: {title}\n{tables.markdown(cells)}")
+        if good:
+            print(f"A lower bound. {nearest(at, config.gpu or '', n)}")
     if config.json:
+        content = [r for made in every.values() for r in made]
         print(json.dumps({"mode": "plan", "planned": True, "gpu": config.gpu, "rows": content}))
     return 0
 
@@ -128,11 +69,12 @@ def row(plan: Plan) -> Json:
     row |= {"context_parallel": plan.context, "shard_size": plan.shard}
     if plan.why_not:
         return {**row, "why": plan.why_not}
-    sent, links = dict.fromkeys(KINDS, 0.0), {"nvlink": 0.0, "network": 0.0}
+    sent, links, seconds = dict.fromkeys(KINDS, 0.0), {"nvlink": 0.0, "network": 0.0}, 0.0
     for kind, times, s in plan.sent():
         sent[kind] += times * (s.nvlink + s.network)
         links["nvlink"] += times * s.nvlink
         links["network"] += times * s.network
+        seconds += times * s.seconds  # without overlap
     m, compute = plan.job.model, plan.computing[0]
     total = compute + plan.exposed
     rate = plan.job.sequences * m.block_size / total
@@ -142,11 +84,11 @@ def row(plan: Plan) -> Json:
         "micro_steps": plan.micro,
         "memory": plan.memory,
         "memory_bytes": plan.held,
-        "left_bytes": -plan.over,
+        "left_bytes": SHARE * plan.at.memory - plan.held,
         "sent": sent,
         "links": links,
         "compute_ms": 1e3 * compute,
-        "communication_ms": 1e3 * plan.communicating,
+        "communication_ms": 1e3 * seconds,
         "exposed_ms": 1e3 * plan.exposed,
         "ms": 1e3 * total,
         **flops.Speed(m, m.block_size, rate, plan.at.peak, plan.gpus).row(),
@@ -183,3 +125,25 @@ def sections(rows: list[Json], given: str = "") -> list[tuple[str, tables.Cells]
         ("sent by a rank in a step, GB", table(["micro", *KINDS, "NVLink", "network"], sent)),
         ("a step, ms", table([m if m == "sending" else m + given for m in ms], time)),
     ]
+
+
+def nearest(at: Cluster, gpu: str, gpus: int) -> str:
+    """Return the published step of docs/MEASURE.md on the GPUs next to these in name, peak rate
+    and number; of GPT-2's size."""
+    page = (ROOT / "docs" / "MEASURE.md").read_text(encoding="utf-8").partition("## MFU anchors")[2]
+    lines = (line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|"))
+    head, _, *anchors = [[cell.strip(" `") for cell in line] for line in lines]
+    known = describe_rated(gpu)[0]
+    half = flops.datasheet_peak(known.name, "bfloat16") or at.peak
+
+    def distance(anchor: Json) -> tuple[bool, float, float]:
+        count, _, name = anchor["GPUs"].partition(" x ")
+        off = math.log(float(anchor["peak, TFLOP/s"].replace(",", "")) / half.tflops)
+        return not known.short.startswith(name), abs(off), abs(math.log(int(count) / gpus))
+
+    rows = (dict(zip(head, anchor)) for anchor in anchors)
+    best = min((row for row in rows if row["ms a step"] != "-"), key=distance)
+    return (
+        f"Others measured on {best['GPUs']}: {best['ms a step']} ms, mfu {best['mfu']} "
+        f"({best['code']}; GPT-2 124M, {best['tokens a step']} tokens a step: docs/MEASURE.md)"
+    )

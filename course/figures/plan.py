@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bench import tables
 from bench.plan import planned
-from bench.plan.scale import Cluster, Job, Plan
+from bench.plan.cluster import Cluster
+from bench.plan.scale import Job, Plan
 from core import flops
 from course.format import table
 from model import GPTConfig

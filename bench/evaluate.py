@@ -1,12 +1,17 @@
-"""Small tasks for lm-evaluation-harness: python -m evaluate.tasks FOLDER [--key=value ...].
+"""Quality of a trained model by lm-evaluation-harness (docs/EVALUATE.md).
+
+    python -m bench.evaluate --model_args pretrained=FOLDER,attention=sdpa --tasks nanoattn
+    python -m bench.evaluate tasks FOLDER [--key=value ...]
+
+The first takes the options of `lm_eval run`, and its last lines name the kernels that ran. The
+second writes small tasks for it, and text.txt to train on, without the sums of the questions:
 
     copy        k q z f = k q z f
     add         4 7 + 8 5 = 1 3 2
     recall_D    k 3 q 7 . . . . q 7         D symbols from a key's value to the question's
 
 recall is MQAR (Arora et al. 2023, arXiv 2312.04927): pairs of keys and values, then questions. A
-layer whose window is below D cannot see the value. FOLDER gets the questions and the tasks of the
-harness (docs/EVALUATE.md), and text.txt to train on, which has none of the sums in the questions.
+layer whose window is below D cannot see the value.
 """
 
 from __future__ import annotations
@@ -17,25 +22,54 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import PositiveInt
 
 from core.files import write_at_once
-from core.settings import UserError, check_fields, exit_on_user_error, read
+from core.settings import UserError, check_fields, end_at_once, exit_on_user_error, read
+
+if __name__ == "__main__":
+    end_at_once()
+
+import attention
 
 COPIED = 20  # longest text to copy, symbols
 Question = tuple[str, str]  # context and answer
 
 
+def harness(argv: list[str]) -> int:
+    """Run `lm_eval run` with our kernels. Returns the exit code."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import register_model
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as e:
+        raise UserError(f'the harness needs: pip install ".[eval]" ({e})') from e
+    bridge, made = attention.hf, []
+
+    @register_model("nanoattn")
+    class Model(HFLM):
+        def __init__(self, *, attention: str = "auto", **options: Any) -> None:
+            super().__init__(attn_implementation=bridge.implementation(attention), **options)
+            made.append(self.model)
+
+    bridge.register(policy=attention.Policy(fallback=False))
+    sys.argv = ["lm_eval", "run", "--model", "nanoattn", *argv]
+    cli_evaluate()
+    print(*map(bridge.report, made), sep="\n")
+    return 0
+
+
+# --- the tasks ---
+
+
 @dataclass(frozen=True)
 class TasksConfig:
-    """Write tasks for the harness, and text to train on: python -m evaluate.tasks FOLDER."""
+    """Write tasks for the harness, and text to train on: python -m bench.evaluate tasks FOLDER."""
 
     folder: str | None = None  # where to write
-    separator: Annotated[str, "may be empty"] = (
-        " "  # between symbols; empty for one token per character
-    )
+    separator: Annotated[str, "may be empty"] = " "  # between symbols; empty: one token for each
     keys: str = "abcdefghijklmnopqrstuvwxyz"  # symbols to copy, and the keys of recall
     values: str = "0123456789"  # values of recall
     pairs: PositiveInt = 4  # of recall, keys with a value each
@@ -57,11 +91,11 @@ def copy(config: TasksConfig, draw: random.Random, length: int = COPIED // 2) ->
     return text + "=", text
 
 
-def add(draw: random.Random, asked: bool) -> Question:
+def add(draw: random.Random, question: bool) -> Question:
     """A sum of two numbers below 100: every tenth one is a question, the others are trained on."""
     while True:
         a, b = draw.randrange(100), draw.randrange(100)
-        if ((3 * a + b) % 10 == 0) == asked:
+        if ((3 * a + b) % 10 == 0) == question:
             return f"{a}+{b}=", str(a + b)
 
 
@@ -79,51 +113,49 @@ def line(config: TasksConfig, draw: random.Random) -> str:
     if kind == "copy":
         return "".join(copy(config, draw, draw.randint(1, COPIED)))
     if kind == "add":
-        return "".join(add(draw, asked=False))
+        return "".join(add(draw, question=False))
     distance = 2 * draw.randint(config.pairs, draw.choice(config.distances) // 2)
     question, _ = recall(config, draw, distance)
     pairs = [question[i : i + 2] for i in range(0, 2 * config.pairs, 2)]
     return question[:distance] + "".join(draw.choices(pairs, k=4 * config.pairs))
 
 
-def tasks(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
+def questions(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
+    """Yield (name, questions) of each task."""
     draw, count = random.Random(f"questions {config.seed}"), range(config.questions)
     yield "copy", [copy(config, draw) for _ in count]
-    yield "add", [add(draw, asked=True) for _ in count]
+    yield "add", [add(draw, question=True) for _ in count]
     for distance in config.distances:
         yield f"recall_{distance}", [recall(config, draw, distance) for _ in count]
 
 
-def main(argv: list[str]) -> int:
+def tasks(argv: list[str]) -> int:
+    """Write the tasks. Returns the exit code."""
     config = read(TasksConfig, argv, positional="folder").settings
     if config.folder is None:
-        raise UserError("usage: python -m evaluate.tasks FOLDER")
+        raise UserError("usage: python -m bench.evaluate tasks FOLDER")
     folder, gap, draw = Path(config.folder), config.separator, random.Random(f"text {config.seed}")
     folder.mkdir(parents=True, exist_ok=True)
     text = (gap.join(line(config, draw)) + "\n" for _ in range(config.lines))
     write_at_once(folder / "text.txt", "".join(text))
-    for name, questions in tasks(config):
+    for name, made in questions(config):
         file = folder.resolve() / f"{name}.jsonl"
         # A question begins a line, as in text.txt.
-        rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in questions]
+        rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in made]
         write_at_once(file, "".join(json.dumps(row) + "\n" for row in rows))
-        task = {
-            "task": f"nanoattn_{name}",
-            "tag": "nanoattn",
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(file)}},
-            "test_split": "test",
-            "output_type": "loglikelihood",
-            "doc_to_text": "{{context}}",
-            "doc_to_target": "{{answer}}",
-            "target_delimiter": "",
-            "fewshot_delimiter": "",
-            "metric_list": [{"metric": "acc"}],
-        }
-        # JSON is YAML too.
-        write_at_once(folder / f"{name}.yaml", json.dumps(task, indent=1))
+        task: dict[str, object] = {"task": f"nanoattn_{name}", "tag": "nanoattn"}
+        task["output_type"] = "loglikelihood"
+        task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
+        task |= {"test_split": "test", "metric_list": [{"metric": "acc"}]}
+        task |= {"doc_to_text": "{{context}}", "doc_to_target": "{{answer}}"}
+        task |= {"target_delimiter": "", "fewshot_delimiter": ""}
+        write_at_once(folder / f"{name}.yaml", json.dumps(task, indent=1))  # JSON is YAML too
         print(f"{file}: {task['task']}")
     return 0
+
+
+def main(argv: list[str]) -> int:
+    return tasks(argv[1:]) if argv[:1] == ["tasks"] else harness(argv)
 
 
 if __name__ == "__main__":

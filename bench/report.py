@@ -1,0 +1,191 @@
+"""The text of a record: facts, tables, conclusions, README.md."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import ModuleType
+
+import torch
+
+from attention.truth import allowed_error
+from bench import Json, converge, decode, kernel, parts, tables, train
+from bench.tables import Cells, Row
+from core import flops
+
+MODES: dict[str, ModuleType] = {
+    "train": train,
+    "kernel": kernel,
+    "decode": decode,
+    "converge": converge,
+}
+WARM_UP = {
+    "train": " after a first step and {} more",
+    "kernel": " after a call, and another in each round",
+    "decode": " after each text once",
+}
+SHARES = {"mfu": "mfu", "share": "share of the peak", "mbu": "mbu"}
+MEASURE = "[MEASURE.md](../../../docs/MEASURE.md)"  # as seen from bench/records/NAME
+
+
+def sections_of(content: Json) -> list[Json]:
+    """Return the contents of a qualify record's stages, or the record itself."""
+    if content.get("mode") != "qualify":
+        return [content]
+    shared = {name: value for name, value in content.items() if name != "stages"}
+    own = (stage.get("record") or {} for stage in content["stages"])
+    return [{**shared, **record} for record in own if record.get("mode") in MODES]
+
+
+def planned(mode: str, settings: Json) -> int:
+    """Return the number of rounds of a row."""
+    return converge.planned(settings) if mode == "converge" else settings["rounds"]
+
+
+def title(content: Json) -> str:
+    mode = content["mode"]
+    what = MODES[mode].TITLE if mode in MODES else "What this machine can do"
+    title = f"{what}, {content['machine']['about']}"
+    return title if content.get("complete", True) else f"INCOMPLETE: {title}"
+
+
+def facts(content: Json) -> dict[str, str]:
+    """Return machine, software and settings."""
+    m, s, mode = content["machine"], content["settings"], content["mode"]
+    versions = {k: m[k] for k in ("driver", "cuda", "cudnn", "python") if m.get(k)}
+    software = ", ".join(f"{k} {v}" for k, v in (m["packages"] | versions).items())
+    found = {name: content[name] for name in ("command", "date")}
+    found["commit"] = (content["commit"] or "none")[:10] + " (with changes)" * bool(
+        content["dirty"]
+    )
+    found |= {"device": m["about"], "software": f"{software}, {m['system']}"}
+    model = f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
+    model += f"{content['vocab_size']:,}"
+    if "hf" in content:
+        count = content["hf"]["counted"]["parameters"]
+        model = f"{content['hf']['name']}, random weights, {count:,} parameters that a token uses"
+    if mode != "kernel":
+        found["model"] = f"{model}, {s['block_size']} tokens, batch {s['batch_size']}, {m['dtype']}"
+    if mode == "decode":
+        source = m.get("bandwidth_source", "measured")
+        found["bandwidth"] = f"{m['bandwidth'] / 1e9:,.4g} GB/s ({source})"
+    else:
+        found["peak"] = f"{m['peak_tflops']:,.4g} TFLOP/s ({m['peak_source']})"
+    if mode in ("train", "converge"):
+        counts, by_torch = content["flops_per_token"], content["reference"].get("flops_per_token")
+        counts = counts | ({"torch's counter": by_torch} if by_torch else {})
+        found["MFLOP a token"] = ", ".join(f"{v / 1e6:,.2f} ({k})" for k, v in counts.items())
+    rounds = tables.count(s.get("rounds", 0), "round") + WARM_UP.get(mode, "")
+    if mode == "converge":  # without warm-up: every step counts
+        rounds = f"{s['steps']} steps, seeds: {s.get('seeds', 1)}"
+    fresh = ", each in new processes" if content.get("fresh_rounds") else ""
+    return found | {"rounds": rounds.format(s.get("warm_up_steps")) + fresh}
+
+
+def sections(content: Json) -> list[tuple[str, Cells]]:
+    """Return the tables of a record or its stages, with titles."""
+    if content["mode"] == "qualify":
+        found = [("Proof", proof(s["record"]["rows"])) for s in content["stages"]
+                 if s["name"] == "proof" and s["record"]]  # fmt: skip
+        return found + [table for part in sections_of(content) for table in sections(part)]
+    of, found = flops.given(content["machine"]["peak_source"]), []
+    for name, mode in MODES.items():
+        made = tables.cells(mode.COLUMNS, [r for r in content["rows"] if r["mode"] == name], of)
+        found += [(mode.TITLE, made)] if made[1] else []
+    for row in content["rows"]:
+        p = row.get("profile", {})
+        if "rooflines" in p:  # not of older records, nor of a run that was stopped
+            found.append((parts.title(row["backend"], p), parts.table(p, of)))
+    if (made := tables.missing(content["rows"]))[1]:
+        found.append(("Not measured", made))
+    return found
+
+
+def proof(rows: list[Json]) -> Cells:
+    """Return the table of qualify's proof."""
+    head = ["backend", "right", "wrong", "refused", "not reached", "canary", "first failure"]
+    canary = {True: "ok", False: "LEAKS", None: "-"}
+    lines = []
+    for r in rows:
+        counts = [str(r[name.replace(" ", "_")]) for name in head[1:5]]
+        first = failure(r["failures"][0]) if r["failures"] else "-"
+        lines.append([r["backend"], *counts, canary[r["canary"]], first])
+    return head, lines
+
+
+def failure(found: dict[str, str]) -> str:
+    return f"{found['what']}, {found['dtype']}: {found['why']}"
+
+
+def readme(content: Json) -> str:
+    text = [f"# {title(content)}"]
+    if "incomplete" in content:
+        text.append(f"**Incomplete**: {content['incomplete']}.")
+    known = ((k, f"`{v}`" if k == "command" else v) for k, v in facts(content).items())
+    text.append("\n".join(f"- {name}: {value}" for name, value in known))
+    text += [f"- **{a.partition(': ')[0]}**: {a.partition(': ')[2]}" for a in content["answers"]]
+    notes = {mode.TITLE: mode.NOTES for mode in MODES.values() if hasattr(mode, "NOTES")}
+    for name, made in sections(content):
+        text += [f"## {name}", tables.markdown(made), *([notes[name]] if name in notes else [])]
+    text.append(f"[Every round](record.json). Columns, and what to report: {MEASURE}")
+    return "\n\n".join(text) + "\n"
+
+
+# --- conclusions ---
+
+
+def answers(content: Json) -> list[str]:
+    """Return what cannot be read at a glance: the fastest, doubtful peaks, wrong numbers."""
+    rows = [r for r in content["rows"] if r["status"] == "ok"]
+    old = content.get("format", 3) < 3  # by ratios of rounds
+    found = [f"Fastest: {text}" for text in tables.fastest(rows, old)]
+    unknown: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        for of, name in SHARES.items():
+            if f"{of}_why" in row:
+                unknown[name, row[f"{of}_why"]].append(row["backend"])
+    for (name, why), names in unknown.items():
+        found.append(f"Peak: {name} not known of {', '.join(dict.fromkeys(names))}: {why}.")
+    found += [f"Agreement: {why}." for why in disagreeing(rows, content)]
+    if content["mode"] == "converge":
+        found.append(f"Agreement: {verdict(content)}")
+    return found
+
+
+def verdict(content: Json) -> str:
+    """Return the conclusion of a converge record."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for r in content["rows"]:
+        names[r.get("verdict", "") if r["status"] == "ok" else r["status"]].append(r["backend"])
+    if not names["baseline"]:
+        return "no verdict, for the baseline did not end."
+    within = f"{content['settings']['tolerance']:.2%}"
+    if noise := next((r["seed_noise"] for r in content["rows"] if "seed_noise" in r), None):
+        within = f"{noise:.4f}, as far as the seeds scatter,"
+    if bad := names["FAIL"]:
+        return f"FAIL: {', '.join(bad)} ended further than {within} from {names['baseline'][0]}."
+    if lost := [*names["failed"], *names["stopped"]]:
+        return f"no verdict on {', '.join(lost)}, which did not end."
+    return f"Every final loss is within {within} of {names['baseline'][0]}'s."
+
+
+def disagreeing(rows: list[Row], content: Json) -> list[str]:
+    """Return a sentence per backend whose results differ by more than rounding."""
+    dtype, found = getattr(torch, content["machine"]["dtype"]), []
+    exact = "eager" if "hf" in content else "manual"
+    loss, norm = (1e-2, 5e-2) if dtype.itemsize == 2 else (1e-4, 1e-3)  # relative
+    loss *= content["reference"].get("loss", 0.0)
+    manual = {str(r["point"]): r for r in rows if r["backend"] == "manual" and "error_out" in r}
+    for r in rows:
+        off, grad = r.get("loss_difference", 0.0), r.get("gradient_norm_difference", 0.0)
+        if not (abs(off) <= loss and abs(grad) <= norm):
+            found.append(
+                f"{r['backend']} DISAGREES with {exact} in float32: the loss by {off:.1e}, the "
+                f"gradient norm by {grad:.1e} of itself"
+            )
+        for name, m in (("error_out", 2), ("error_grad", 3)):
+            others = max((row[name] for row in manual.values()), default=8 * torch.finfo(dtype).eps)
+            plain = manual.get(str(r["point"]), {}).get(name, others)
+            if name in r and not r[name] <= allowed_error(plain, 1, 1, dtype, m):
+                at = f"{name} {r[name]:.1e} at {r['point']['T']} tokens"
+                found.append(f"{r['backend']} is WRONG against float64 ({at})")
+    return found

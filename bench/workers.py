@@ -1,0 +1,234 @@
+"""A process for each candidate: it builds, warms up, and measures a round for each request.
+
+The first request also builds the candidate. Answers are JSON: {"ok": {"ms": ...}, ...}, or
+{"unavailable": reason}, or {"failed": error}. What libraries print goes to a file. A process ends
+with all that it started when its parent closes it or dies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from attention import BackendUnavailable
+from bench import Json, machine
+from core.runtime import StopSignal
+from core.settings import UserError
+
+GRACE = 20.0  # seconds that a round may go on after the deadline
+LOOK = 0.2  # seconds between two checks for signals while a worker works
+SPAWN = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+
+
+class Failure(Exception):
+    """No result: "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
+
+    def __init__(self, kind: str, why: str, built: bool = True) -> None:
+        super().__init__(why)
+        self.kind, self.why = kind, why
+        self.built = built  # False: the candidate cannot be built, at no point
+
+
+@dataclass
+class Stop:
+    """Deadline and signals that end the bench."""
+
+    deadline: float | None = None  # time.monotonic(), after which nothing more begins
+    signals: StopSignal | None = None
+    why: str = ""  # set when the bench was stopped
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
+
+    def check(self, late: float = 0.0) -> None:
+        """Raises Failure ("stopped") after a signal, or `late` seconds after the deadline."""
+        if self.signals and (number := self.signals.signal):
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            self.why = f"stopped by {name}"
+        elif self.left < -late:
+            self.why = self.why or "the time limit was reached"
+        else:
+            return
+        raise Failure("stopped", self.why)
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        number = self.signals.signal if self.signals and self.why else None
+        return 128 + number if number else 0
+
+
+class Worker:
+    """A process that measures; `work` names its class, as in "bench.train:Training"."""
+
+    def __init__(self, work: str, job: Json, timeout: float, stop: Stop) -> None:
+        stop.check()
+        self.timeout, self.stop, self.began = timeout, stop, time.time()
+        self.about: Json = {}  # of the candidate, after the first answer
+        self.setup_s = self.took_s = 0.0  # of building it, of the last answer
+        self.held_bytes = 0  # of memory, by the sleeping process
+        self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        self.pipe, theirs = SPAWN.Pipe()
+        args = (theirs, work, job, self.errors.name)
+        self.process = SPAWN.Process(target=serve, args=args)
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # else it runs the user's script again
+        # Until it has a process group of its own Ctrl-C reaches it too.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            sys.modules["__main__"] = main
+        theirs.close()
+
+    def send(self, request: Json) -> None:
+        with suppress(OSError):  # receive() raises for a process that died
+            self.pipe.send_bytes(json.dumps(request).encode())
+
+    def receive(self) -> Json:
+        """Return the next answer. Raises Failure, after `timeout` seconds too."""
+        deadline = time.monotonic() + self.timeout
+        with suppress(EOFError, OSError):
+            while not self.pipe.poll(LOOK):
+                self.stop.check(GRACE)
+                if time.monotonic() > deadline:
+                    raise Failure("died", f"no answer within {self.timeout:g} s (--timeout)")
+                if not self.process.is_alive() and not self.pipe.poll():
+                    break
+            else:
+                return self.result(json.loads(self.pipe.recv_bytes()))
+        self.stop.check()  # perhaps ended by Ctrl-C, too
+        raise Failure("died", self.death())
+
+    def ask(self, request: Json) -> Json:
+        self.send(request)
+        return self.receive()
+
+    def result(self, answer: Json) -> Json:
+        """Return the content of an answer. Raises Failure for a refusal or an error."""
+        if "unavailable" in answer:
+            raise Failure("unavailable", answer["unavailable"], answer["built"])
+        if "failed" in answer:
+            kind = "died" if answer["broken"] else "failed"
+            raise Failure(kind, answer["failed"], answer["built"])
+        self.about, self.setup_s = answer["about"], answer["built_at"] - self.began
+        self.took_s, self.held_bytes = answer["took_s"], answer["held_bytes"]
+        return answer["ok"]
+
+    def death(self) -> str:
+        self.process.join()
+        code = self.process.exitcode or 0
+        last = self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += ", as Linux does when memory runs out"
+        return f"its process died ({how}){': ' if last else ''}{last}"
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()  # it may have no group of its own yet
+        self.process.join()
+        self.pipe.close()
+        self.errors.close()
+
+
+def once(work: str, job: Json, timeout: float, stop: Stop) -> Json:
+    """Return what a worker that only builds something has found."""
+    worker = Worker(work, job, timeout, stop)
+    try:
+        worker.ask({})
+    finally:
+        worker.close()
+    return worker.about
+
+
+# --- in the process ---
+
+
+def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
+    """Answer every request."""
+    os.setsid()  # a group of its own
+    log = os.open(errors, os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    warnings.simplefilter("ignore")
+    requests = queue.SimpleQueue[Json]()
+    threading.Thread(target=read, args=(pipe, requests), daemon=True).start()
+    if job.get("memory_limit") and sys.platform == "linux":
+        import resource
+
+        # An allocation beyond the limit fails here, before Linux kills some process.
+        resource.setrlimit(resource.RLIMIT_DATA, (job["memory_limit"],) * 2)
+    if torch.device(job["device"]).index is not None:  # "cuda:1"
+        torch.cuda.set_device(job["device"])
+    handler = Handler(work, job)
+    while True:
+        pipe.send_bytes(handler.answer(requests.get()))
+
+
+def read(pipe: Connection, requests: queue.SimpleQueue[Json]) -> None:
+    """Queue the requests. When the parent ends, even by kill -9, end with all that was started."""
+    with suppress(EOFError, OSError):
+        while True:
+            requests.put(json.loads(pipe.recv_bytes()))
+    os.killpg(0, signal.SIGKILL)
+
+
+class Handler:
+    """The candidate of a process."""
+
+    def __init__(self, work: str, job: Json) -> None:
+        self.name, self.job = work, job
+        self.work: Any = None
+
+    def answer(self, request: Json) -> bytes:
+        try:
+            answer = self.result(request)
+            return json.dumps(answer, allow_nan=False).encode()
+        except (BackendUnavailable, UserError) as e:
+            answer = {"unavailable": machine.reason(e)}
+        except Exception as e:  # any error of a kernel becomes a row of the table
+            answer = {"failed": machine.first_line(e), "broken": self.broken()}
+        return json.dumps({**answer, "built": self.work is not None}).encode()
+
+    def result(self, request: Json) -> Json:
+        """Do what is requested, if anything; the first request builds the candidate."""
+        if self.work is None:
+            module, _, kind = self.name.partition(":")
+            self.work = getattr(importlib.import_module(module), kind)(self.job)
+            self.built_at = time.time()
+        began = time.perf_counter()
+        answer: Json = {"ok": self.work.round(request) if request else {}}
+        answer["took_s"] = time.perf_counter() - began
+        keep = getattr(self.work, "keeps_memory", False)  # between rounds
+        answer["held_bytes"] = machine.empty_cache(self.work.device, keep)
+        return {**answer, "about": self.work.about, "built_at": self.built_at}
+
+    def broken(self) -> bool:
+        """True if nothing was built, or after an error that leaves CUDA unusable."""
+        try:
+            machine.reset_peak(self.work.device)  # also frees what the failed call held
+        except Exception:
+            return True
+        return False
