@@ -233,6 +233,7 @@ class GPT(nn.Module):
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
         self.ring: Ring | None = None  # context parallelism: idx is a shard of each sequence
         self.compiled_blocks = False  # each alone, by core/parallel.py
+        self.tokenizer: Any = None  # of inference.load()
         self.packed = False  # segments are where a token's document begins: positions count from it
         self.plans = Plans(config.attention_backend, policy, config.specs, config.block_size)
         learned = config.position == "learned"

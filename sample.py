@@ -14,8 +14,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Annotated, Literal
 
@@ -50,11 +51,13 @@ class SampleConfig:
     top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
     seed: int = 1337  # of the first text; one more for each further text
     regex: str | None = None  # each new text matches this regular expression
+    stop: Texts = ()  # a text ends before this string, repeatable
     # --- output ---
     stream: bool = False  # print tokens as they come, one text at a time
     out: str | None = None  # file for JSON lines instead of stdout
     # --- speed ---
-    kv_cache: Literal["none", "dynamic", "static", "paged"] = "dynamic"  # see inference/engine.py
+    # auto: dynamic; on CUDA static, with its steps captured as CUDA graphs
+    kv_cache: Literal["auto", "none", "dynamic", "static", "paged"] = "auto"
     compile: bool = False  # each decode step as one graph, with --kv_cache=static
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: half on CUDA
     weights: Literal["dtype", "int8"] = "dtype"  # int8: linear layers and head in 8 bits
@@ -67,6 +70,8 @@ class SampleConfig:
         check_fields(self)
         attention.check_name(self.attention_backend)
         Options(self.temperature, self.top_k, self.top_p)
+        if "" in self.stop:
+            raise ValueError("stop: expected strings of at least one character, got ''")
         if self.compile and self.kv_cache != "static":
             raise ValueError(f"compile needs kv_cache=static, got {self.kv_cache}")
         if self.n_pages is not None and self.kv_cache != "paged":
@@ -79,17 +84,19 @@ if __name__ == "__main__":  # --help and errors before torch takes its seconds
     read_early(SampleConfig, sys.argv[1:], aliases=ALIASES)
 
 
+import torch
+
 import attention
 import checkpoint
 import data
-from core.cpu import int8
+import inference
+from attention.machine.system import synchronize
 from core.files import open_output
-from core.runtime import Setup, decide_compile, explained, pick_device, show_log
-from data.loader import fits
+from core.runtime import decide_compile, explained, pick_device, show_log
 from data.tokenizer import well_formed
-from inference import constrain
-from inference.sampling import Options
-from inference.texts import Text, Writer
+from inference import constrain, graphs, serve
+from inference.sampling import ENDED, Options
+from inference.texts import encode, pieces, until
 from model import GPT
 
 
@@ -98,48 +105,19 @@ def load(config: SampleConfig, **changes: object) -> tuple[GPT, data.Tokenizer]:
     device = pick_device(config.device)
     if config.compile and not (possible := decide_compile(True, device)):
         raise UserError(f"--compile is not possible here: {possible.reason}")
-    setup = Setup.of(device, config.dtype)
     source = config.out_dir if config.init_from == "resume" else config.init_from
-    if config.init_from == "resume" or checkpoint.folders(source):
-        folder = checkpoint.latest(source)
-        if config.checkpoint == "best" and (best := checkpoint.best_folder(source)):
-            folder = best
-        elif config.checkpoint == "best":
-            log.warning(f"--checkpoint=best: none of {source} was evaluated; using {folder.name}")
-        source = str(folder)
-    elif config.checkpoint == "best":
-        raise UserError(f"--checkpoint=best: expected a run of train.py, got {source}")
+    if config.init_from == "resume":
+        checkpoint.latest(source)  # raises an error if there is none
     permitted = config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
     changes["attention_backend"] = config.attention_backend
-    model = checkpoint.init_model(source, attention.Policy(*permitted), **changes)
-    model = setup.place(model, cast=True).eval()
-    if config.weights == "int8":
-        head = model.head_weight
-        if why := int8.why_not(model, head.device, head.dtype):
-            raise UserError(f"--weights=int8: {why}")
-        int8.convert(model, head)
+    model, tokenizer = inference.load(
+        source, which=config.checkpoint, dataset=config.dataset, device=config.device,
+        dtype=config.dtype, weights=config.weights, policy=attention.Policy(*permitted), **changes,
+    )  # fmt: skip
     # Logs the kernel before any text.
-    kind = config.kv_cache if config.kv_cache in ("dynamic", "paged") else "none"
+    kind, _ = graphs.choose(model, config.kv_cache, config.compile)
     model.plan(grad=False, cache=kind, page_size=16 if kind == "paged" else None)
-    return model, tokenizer_of(config, source, model.config.vocab_size)
-
-
-def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> data.Tokenizer:
-    """The checkpoint's own tokenizer, else the dataset's, else GPT-2's."""
-    meta = checkpoint.tokenizer_meta(source)
-    dataset = config.dataset or checkpoint.trained_on(source)
-    if meta is None and dataset and (config.dataset or data.find(dataset).is_dir()):
-        meta = data.read_meta(data.find(dataset))["tokenizer"]
-    tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"{source} has a vocabulary of {vocab_size} tokens, the tokenizer of "
-            f"{dataset if meta else 'GPT-2'} has {tokenizer.vocab_size}: name its own dataset, as "
-            "in --dataset=shakespeare_char"
-        )
-    if meta is None and not fits(data.GPT2Tokenizer.vocab_size, vocab_size):
-        log.warning(f"{source} has no tokenizer: GPT-2's may be another (--dataset=NAME sets it)")
-    return tokenizer
+    return model, tokenizer
 
 
 # --- prompts ---
@@ -170,19 +148,92 @@ def _read(path: str) -> str:
         raise UserError(f"cannot read {path} ({e})") from e
 
 
-def encode(prompt: str, tokenizer: data.Tokenizer, block_size: int) -> list[int]:
-    """The prompt's token ids. Raises UserError if it is empty or has unknown characters."""
-    ids = [*tokenizer.begin, *tokenizer.encode(prompt)]
-    if not ids and not prompt and tokenizer.eot is not None:
-        ids = [tokenizer.eot]  # as between two documents
-    if not ids:
-        raise UserError(f"the prompt {prompt!r} has no tokens")
-    if len(ids) > block_size:
-        log.warning(
-            f"a prompt has {len(ids)} tokens, more than block_size: only the last {block_size} "
-            "are read"
+# --- texts ---
+
+
+@dataclass
+class Text:
+    prompt: str
+    ids: list[int]  # of the prompt
+    seed: int
+    new: list[int] = field(default_factory=list)
+    finish: str = "waiting"  # then "interrupted", at the end "stop" or "length"
+
+    @property
+    def done(self) -> bool:
+        return self.finish in ("stop", "length")
+
+
+class Writer:
+    """Generates the texts, batch_size at a time."""
+
+    def __init__(self, config: SampleConfig, model: GPT, prompts: list[str]) -> None:
+        self.config, self.model, self.tokenizer = config, model, model.tokenizer
+        self.texts: list[Text] = []
+        for prompt in prompts or [default_prompt(self.tokenizer)]:
+            ids = encode(prompt, self.tokenizer, model.config.block_size)
+            for _ in range(config.num_samples):
+                self.texts.append(Text(prompt, ids, config.seed + len(self.texts)))
+        self.options = Options(config.temperature, config.top_k, config.top_p)
+        self.options.stop = [*self.tokenizer.ends, *config.stop]
+        if config.regex is not None:
+            self.options.constraint = constrain.regex(config.regex, self.tokenizer)
+        longest = max(len(text.ids) for text in self.texts)
+        if longest + config.max_new_tokens > model.config.block_size + 1:
+            model.plan(grad=False)  # a text that slides has no cache: log its kernel before any
+        self.seconds = 0.0
+        self.first = 0.0  # seconds to the first token
+
+    def steps(self) -> Generator[None, None, None]:
+        """Generate; each step adds one token to a text."""
+        config, model = self.config, self.model
+        device = model.transformer.wte.weight.device
+        most, size = config.max_new_tokens, 1 if config.stream else config.batch_size
+        ids = [text.ids for text in self.texts]
+        seeds = [text.seed % 2**64 for text in self.texts]  # as PyTorch reads a negative one
+        options = vars(self.options) | {
+            "generator": [torch.Generator(device).manual_seed(seed) for seed in seeds],
+            "slots": size, "kv_cache": config.kv_cache, "compile": config.compile,
+            "n_pages": config.n_pages,
+        }  # fmt: skip
+        begin = time.perf_counter()
+        try:
+            for index, token in serve.stream(model, ids, most, **options):
+                self.first = self.first or time.perf_counter() - begin
+                self.add(self.texts[index], token)
+                yield
+        finally:
+            synchronize(device)
+            self.seconds = time.perf_counter() - begin
+
+    def add(self, text: Text, token: int) -> None:
+        if token in self.tokenizer.ends:
+            text.finish = "stop"
+        elif token != ENDED:
+            text.finish = "interrupted"
+            text.new.append(token)
+        elif not text.done:
+            new = "".join(pieces(text.new, self.tokenizer, text.prompt, text.ids))
+            stopped = self.config.regex is not None or any(s in new for s in self.config.stop)
+            text.finish = "stop" if stopped else "length"
+
+    def pieces(self, text: Text, new: Iterable[int]) -> Iterator[str]:
+        """The new text as its tokens arrive, up to a stop string."""
+        return until(pieces(new, self.tokenizer, text.prompt, text.ids), self.config.stop)
+
+    def report(self) -> str:
+        texts = sum(text.finish != "waiting" for text in self.texts)
+        n, s = sum(len(text.new) for text in self.texts), self.options.stats
+        found = graphs.choose(self.model, self.config.kv_cache, self.config.compile)
+        kind = ", ".join(filter(None, found))  # "static, captured"
+        cache = f"{s.cache_bytes / 1e6:.1f} MB" if s.cache_bytes else "not used"
+        if s.pages:
+            cache += f", {s.pages} of {s.all_pages} pages used, {s.shared_pages} shared"
+        return (
+            f"{texts} texts, {n} tokens in {self.seconds:.2f} s: "
+            f"{n / max(self.seconds, 1e-9):.1f} tokens/s, first token after "
+            f"{1e3 * self.first:.0f} ms; KV cache ({kind}): {cache}"
         )
-    return ids
 
 
 # --- output ---
@@ -198,8 +249,7 @@ def main(argv: list[str]) -> int:
     if len(files) > len(set(files)):
         raise UserError(f"--out={config.out} would replace --prompts")
     terminal.prepare(*["stdout"] * bool(config.out))  # the texts go on without their reader
-    model, tokenizer = load(config)
-    writer = writer_of(config, model, tokenizer, starts)
+    writer = Writer(config, load(config)[0], starts)
     code = written = 0
     with _open(config.out or os.devnull) as out:
         steps = writer.steps()
@@ -223,23 +273,6 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def writer_of(c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, prompts: list[str]) -> Writer:
-    texts: list[Text] = []
-    for prompt in prompts or [default_prompt(tokenizer)]:
-        ids = encode(prompt, tokenizer, model.config.block_size)
-        for _ in range(c.num_samples):
-            texts.append(Text(prompt, ids, c.seed + len(texts)))
-    if max(len(text.ids) for text in texts) + c.max_new_tokens > model.config.block_size + 1:
-        model.plan(grad=False)  # a text that slides has no cache: log its kernel before any text
-    vocabulary = tokenizer.vocab_size, tokenizer.unused
-    options = Options(c.temperature, c.top_k, c.top_p, *vocabulary)
-    if c.regex is not None:
-        options.constraint = constrain.regex(c.regex, tokenizer)
-    size = 1 if c.stream else c.batch_size
-    how = c.max_new_tokens, size, c.kv_cache, c.compile, c.n_pages
-    return Writer(model, tokenizer, texts, options, *how)
-
-
 def _new(steps: Iterator[None], text: Text) -> Iterator[int]:
     """Generate a text; yields its tokens as they come."""
     shown = 0
@@ -252,20 +285,12 @@ def _new(steps: Iterator[None], text: Text) -> Iterator[int]:
 def _stream(new: Iterator[int], text: Text, writer: Writer) -> None:
     print(text.prompt, end="", flush=True)
     text.finish = "interrupted"
-    for piece in _decoded(new, text, writer.tokenizer):
+    for piece in writer.pieces(text, new):
         print(piece, end="", flush=True)
 
 
-def _decoded(new: Iterable[int], text: Text, tokenizer: data.Tokenizer) -> Iterator[str]:
-    """The pieces of the new text, which continue the prompt."""
-    pieces = tokenizer.stream_decode(new, text.ids if text.prompt else ())
-    if text.prompt[-1:].isspace() and not tokenizer.decode(text.ids)[-1:].isspace():
-        yield next(pieces, "").removeprefix(" ")  # the prompt's last space has no token (WordPiece)
-    yield from pieces
-
-
 def _print(text: Text, writer: Writer, out: IO[str], config: SampleConfig) -> None:
-    new = "".join(_decoded(text.new, text, writer.tokenizer))
+    new = "".join(writer.pieces(text, text.new))
     row = {"prompt": text.prompt, "text": new, "tokens": len(text.new), "seed": text.seed}
     print(json.dumps({**row, "finish": text.finish}, ensure_ascii=False), file=out, flush=True)
     if config.stream:

@@ -265,6 +265,11 @@ class StaticView:
         seen = visible(at, j, 0, window, right=right)
         return seen if right == 0 else seen & (j <= last)
 
+    def as_pages(self) -> PagedView:
+        """The same buffers as pages, one for each row."""
+        rows = torch.arange(len(self.start), dtype=torch.int32, device=self.start.device)
+        return PagedView(rows[:, None], self.start, self.count)
+
 
 @dataclass(frozen=True)
 class PagedView:

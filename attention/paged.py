@@ -1,49 +1,52 @@
-"""paged: attention over keys and values in pages, through a page table. Inference only.
+"""paged: attention over pages, also a static cache, which is one page a row. Inference only.
 
     j-th key of row b = k_pages[page_table[b, j // page_size], j % page_size]
 
 Otherwise the formula of manual.py. Rows of one call can differ in length (Kwon et al. 2023, arXiv
 2309.06180). Two paths:
 
-    decode   one query a row, on CUDA with Triton, float16, bfloat16 or float32: the kernels of
-             triton/paged_kernels.py read the visible pages in place (nanoattn::paged_decode).
-    gather   everything else: the row's tokens are copied into one tensor, then PyTorch's SDPA on
-             the CPU; elsewhere, and with softcap, sinks or ALiBi, the formula (aten::index_select).
+    decode   one query a row on CUDA: triton/paged_kernels.py reads pages in place, not in float64.
+    gather   else: the tokens are copied, then PyTorch's SDPA with a mask, or with softcap, sinks or
+             ALiBi the formula (aten::index_select).
 
-Memory  gather, for at most BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and
-        with SDPA a mask of B * H / Hkv * Tq * Tk, else B * H * Tq * Tk scores. Tk is max_pages *
-        page_size, or window + Tq - 1.
+Memory  gather, BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and a mask or
+        scores of B * H * Tq * Tk. Tk is max_pages * page_size, or window + Tq - 1.
         decode: B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
 FLOPs   gather: 4 * Tq * Tk * D a head; decode: 4 * D for each visible key.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
-Masks   visible(), with an offset for each row. Past a row's end its own last token is copied, and
-        masked: unwritten slots and other sequences' pages may hold NaN.
-Refuses calls without a paged cache, so training falls back; segments and dropout.
+Masks   visible(), with an offset for each row. Past a row's end its last token is repeated.
+Refuses calls without such a cache, so training falls back; segments and dropout.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .caps import Backend, Caps
 from .machine.apart import outside_a_trace
-from .masks import PagedView, alibi, for_any_shape
+from .masks import PagedView, StaticView, alibi, for_any_shape
 from .spec import Spec, visible
 
+KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans each new length
 BLOCK = 256  # queries that gather() takes at a time
 
 
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
-           cache: PagedView | None = None, sinks: Tensor | None = None,
+           cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attend to the tokens in the pages k and v that cache.page_table lists.
+    """Attend to the tokens in the pages, or in the static cache's buffers, k and v.
 
     Queries from cache.count on are padding: their outputs are finite but meaningless.
     """
     assert cache is not None, "paged reads a cache"
+    cache = cache.as_pages() if isinstance(cache, StaticView) else cache
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
         from .triton.paged_kernels import decode
 
@@ -89,14 +92,13 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
         offset = (cache.start[:, None] - j[:, :1])[..., None, None]
         bias = alibi(alibi_slopes, Tq, j.shape[1], offset, wide).unflatten(1, (Hkv, -1))
     bare = spec.softcap is None and sinks is None and bias is None
-    run = _sdpa if bare and q.device.type == "cpu" else _formula
+    run = _sdpa if bare and q.device.type != "mps" else _formula
     out = run(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks, bias)
     out = out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
     return out.masked_fill((end == 0)[:, :, None, None], 0.0)  # a row without tokens
 
 
 def _take(pages: Tensor, slot: Tensor) -> Tensor:
-    """pages at slot (B, Tk) int64: (B, Tk, Hkv, D)."""
     taken = pages.flatten(2).flatten(0, 1).index_select(0, slot.flatten())
     return taken.view(*slot.shape, *pages.shape[2:])
 
@@ -124,32 +126,35 @@ def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: S
     """_formula() by PyTorch's SDPA: the query heads of a key/value head are rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
-    out = F.scaled_dot_product_attention(
-        q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, attn_mask=mask, scale=spec.scale
-    )
+    call = q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, mask
+    with sdpa_kernel(KERNELS) if mask.is_cuda else nullcontext():
+        out = F.scaled_dot_product_attention(*call, scale=spec.scale)
     return out.unflatten(2, (R, Tq))
 
 
 def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
-    """True if the decode kernel supports this on the current CUDA device."""
     least = (8, 0) if dtype == torch.bfloat16 else (7, 5)  # what Triton compiles for
     return dtype != torch.float64 and head_dim <= 256 and _triton_capability() >= least
 
 
 @outside_a_trace  # torch 2.13 cannot pass it a Spec's integers: no arguments
 def _triton_capability() -> tuple[int, int]:
-    """Compute capability of the current CUDA device; (0, 0) without Triton."""
+    """Of the current CUDA device; (0, 0) without Triton."""
     from importlib.util import find_spec
 
     return (0, 0) if find_spec("triton") is None else torch.cuda.get_device_capability(None)
 
 
+_PAGED = Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
+              alibi=True, grad=False, caches=("paged",))
+# On CUDA by the decode kernel only: gather() would copy the whole cache.
+_STATIC = replace(_PAGED, devices=("cuda",), dtypes=("float16", "bfloat16", "float32"),
+                  min_capability=(8, 0), head_dim_max=256, caches=("static",), packages=("triton",))
 BACKEND = Backend(
     name="paged",
     title="attention over a page table",
     attend=attend,
-    caps=(Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
-               alibi=True, grad=False, caches=("paged",)),),
+    caps=(_PAGED, _STATIC, replace(_PAGED, devices=("cpu",), caches=("static",))),
     fallback="sdpa",
     aliases=("paged_attention",),
 )

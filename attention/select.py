@@ -106,6 +106,8 @@ def preferred(spec: Spec, machine: Machine) -> list[str]:
             # sdpa_flash takes windows from 2.12 on, and by segments it breaks a compiled graph.
             if spec.compiled or version(machine.torch) < (2, 12):
                 before("triton", "sdpa_flash")
+        if spec.cache == "static":  # it splits the keys, sdpa's mask leaves most of the GPU idle
+            before("paged", order[0])
         if spec.alibi:  # sdpa stores the bias of all pairs
             before("triton", "sdpa")
             before("flash_attn_2", "triton")

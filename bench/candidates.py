@@ -159,6 +159,8 @@ class Ours(Candidate):
         if cache is None:
             return [self.to_train]
         page = 16 if cache == "paged" else None
+        if cache == "auto":
+            cache = "static" if self.job.device.type == "cuda" else "dynamic"
         return [self.model.plan(grad=False, cache=cache, page_size=page)[0].chosen]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:

@@ -62,7 +62,8 @@ def plans(bench: Bench[Decode]) -> list[Plan]:
         name: bench.job(name, rival=rival) | {"weights": config.weights}
         for name, rival in bench.candidates(("sdpa",)).items()
     }
-    caches = dict.fromkeys(point["cache"] for point in points)
+    of = {"auto": "static" if bench.cuda else "dynamic"}
+    caches = dict.fromkeys(of.get(point["cache"], point["cache"]) for point in points)
     wanted: list[Json] = [{**bench.layer, "grad": False, "cache": cache} for cache in caches]
     specs = [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in wanted]
     how: Json = {"request": {"auto": auto}, "compiled": config.compile is True}

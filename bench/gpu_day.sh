@@ -66,7 +66,7 @@ train() {
     --max_iters=30 --eval_interval=15 --eval_iters=3 --log_interval=5 --warmup_iters=10 \
     --lr_decay_iters=60 --async_checkpoint=True
   go train.py --init_from=resume --out_dir="$run" --max_iters=60 --sample_tokens=20
-  for cache in dynamic "static --compile=True" paged; do
+  for cache in dynamic auto "static --compile=True" paged; do
     go sample.py --out_dir="$run" --kv_cache=$cache --start=the --temperature=0 --num_samples=2 \
       --max_new_tokens=40 --device=$device --out="$W/${cache%% *}.jsonl"
     cmp -s "$W/dynamic.jsonl" "$W/${cache%% *}.jsonl" && echo "RUN ${cache%% *}: as dynamic" ||
@@ -86,7 +86,7 @@ step() {
 
 decode() {
   PYTHONPATH=.:${PYTHONPATH:-} $PY "$W/graphs.py" $device
-  bench decode --backends=sdpa,paged --kv_caches=dynamic,static,paged --batch_sizes=$batch_sizes \
+  bench decode --backends=auto,sdpa,paged --kv_caches=dynamic,auto,static,paged --batch_sizes=$batch_sizes \
     --prompts=$length --new_tokens=$length --compile=True --rounds=2 --record=decode
 }
 
@@ -189,16 +189,20 @@ meta["tokens"] = {"train": n - n // 10, "val": n // 10}
 PY
 
 cat >"$W/graphs.py" <<'PY'
-"""Decoding with CUDA graphs: are they replayed, and are the tokens those of the dynamic cache?"""
+"""Decoding with CUDA graphs: are they replayed, and are the tokens those of other caches?
+
+Captured graphs must give those of the eager static cache, to the bit."""
 
 import json
+import statistics
 import sys
 
 import torch
 from torch._dynamo.utils import counters
 
 from core.runtime import Setup, now
-from inference.engine import generate
+from inference import graphs
+from inference.engine import generate, stream
 from model import GPT, GPTConfig
 
 device = torch.device(sys.argv[1])
@@ -208,6 +212,23 @@ torch.manual_seed(0)
 size = {} if cuda else {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 512}
 model = setup.place(GPT(GPTConfig(block_size=512, bias=False, **size)), cast=True).eval()
 rows, new = (8, 100) if cuda else (2, 10)
+for B in (1, 8) if cuda else (1, 2):
+    for how in ({"temperature": 0.0}, {"top_k": 50, "top_p": 0.9}):
+        text = torch.randint(512, (B, 64), generator=torch.Generator().manual_seed(B)).to(device)
+        found = []
+        for cache in ("static", "auto", "auto"):
+            torch.manual_seed(1)  # of the default generators, CUDA's too
+            times, tokens = [now(device)], []
+            for token in stream(model, text, 128, kv_cache=cache, **how):
+                times.append(now(device))
+                tokens.append(token)
+            found.append(torch.stack(tokens))
+            ms = 1e3 * statistics.median(b - a for a, b in zip(times[2:], times[3:]))
+            print(f"CAPTURED {B} rows, {cache}: first token {times[1] - times[0]:.2f} s, "
+                  f"second {times[2] - times[1]:.2f} s, then {ms:.2f} ms (synchronized)")
+        same = torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        n = sum(g.replay is not None for g in graphs._captured.get(model, {}).values())
+        print("CAPTURED", "EQUAL" if same else "WRONG", f"to eager static, {n} graphs")
 prompt = torch.randint(512, (rows, new), generator=torch.Generator().manual_seed(0)).to(device)
 want = generate(model, prompt, new, temperature=0.0)
 
@@ -231,7 +252,7 @@ PY
 
 # ---------------------------------------------------------------------------- the stages
 
-KEYS='^(OK|WRONG|LOST|GRAPHS|RUN|peak|compiled|Fastest)|WRONG|DISAGREE|^\| |Error|error:'
+KEYS='^(OK|WRONG|LOST|GRAPHS|CAPTURED|RUN|peak|compiled|Fastest)|WRONG|DISAGREE|^\| |Error|error:'
 stage() {  # name, seconds at most, command
   local name=$1 most=$(($2 * SCALE)) from=$SECONDS left=$((LIMIT - SECONDS - 3)) code
   shift 2

@@ -19,7 +19,7 @@ from model import GPTConfig
 
 C = TypeVar("C", bound="TrainConfig")
 TrainingPath = Literal["float32", "bfloat16", "bfloat16-residual"]
-KVCache = Literal["none", "dynamic", "static", "paged"]
+KVCache = Literal["auto", "none", "dynamic", "static", "paged"]
 Constraint = Literal["tensor", "python", "regex"]
 BatchSize = PositiveInt | Literal["auto"]
 NewTokens = Annotated[int, Field(ge=2)]

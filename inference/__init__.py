@@ -1,1 +1,91 @@
-"""Text from a trained model: KV caches, sampling, the engine, serving."""
+"""Text from a trained model: KV caches, sampling, the engine, serving.
+
+model, tokenizer = inference.load("out/run")
+print(engine.generate(model, "ROMEO:", 40))
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.settings import UserError
+
+if TYPE_CHECKING:
+    from attention import Policy
+    from data.tokenizer import Tokenizer
+    from model import GPT
+
+log = logging.getLogger("nanoattn")
+
+
+def load(
+    source: str | Path,
+    *,
+    which: str = "latest",
+    dataset: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    weights: str = "dtype",
+    policy: Policy | None = None,
+    **changes: Any,
+) -> tuple[GPT, Tokenizer]:
+    """The model of a run, a checkpoint or a folder of transformers in evaluation mode, on the
+    device, and its tokenizer, which is model.tokenizer, too.
+
+    Args:
+        source: a run, one of its checkpoints, a nanoGPT ckpt.pt, an exported folder, gpt2[-...].
+        which: of a run's checkpoints "latest" or "best", the lowest validation loss.
+        dataset: its tokenizer, if the model has none: a folder, or a name as in train.py.
+        device, dtype, weights: as the options of sample.py.
+        changes: GPTConfig fields to replace, as attention_backend.
+
+    Raises UserError: it cannot be read, or has no tokenizer that fits.
+    """
+    import checkpoint
+    from attention import Policy
+    from core.cpu import int8
+    from core.runtime import Setup, pick_device
+
+    source, setup = str(source), Setup.of(pick_device(device), dtype)
+    if checkpoint.folders(source):  # a run
+        folder = checkpoint.latest(source)
+        if which == "best" and (best := checkpoint.best_folder(source)):
+            folder = best
+        elif which == "best":
+            log.warning(f"--checkpoint=best: none of {source} was evaluated; using {folder.name}")
+        source = str(folder)
+    elif which != "latest":
+        raise UserError(f"--checkpoint={which}: expected a run of train.py, got {source}")
+    model = checkpoint.init_model(source, policy or Policy(), **changes)
+    model = setup.place(model, cast=True).eval()
+    if weights == "int8":
+        head = model.head_weight
+        if why := int8.why_not(model, head.device, head.dtype):
+            raise UserError(f"--weights=int8: {why}")
+        int8.convert(model, head)
+    model.tokenizer = tokenizer_of(source, model.config.vocab_size, dataset)
+    return model, model.tokenizer
+
+
+def tokenizer_of(source: str, vocab_size: int, dataset: str | None = None) -> Tokenizer:
+    """The checkpoint's own tokenizer, else the dataset's, else GPT-2's."""
+    import checkpoint
+    import data
+    from data.loader import fits
+
+    meta, named = checkpoint.tokenizer_meta(source), dataset
+    dataset = dataset or checkpoint.trained_on(source)
+    if meta is None and dataset and (named or data.find(dataset).is_dir()):
+        meta = data.read_meta(data.find(dataset))["tokenizer"]
+    tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{source} has a vocabulary of {vocab_size} tokens, the tokenizer of "
+            f"{dataset if meta else 'GPT-2'} has {tokenizer.vocab_size}: name its own dataset, as "
+            "in --dataset=shakespeare_char"
+        )
+    if meta is None and not fits(data.GPT2Tokenizer.vocab_size, vocab_size):
+        log.warning(f"{source} has no tokenizer: GPT-2's may be another (--dataset=NAME sets it)")
+    return tokenizer

@@ -1,8 +1,9 @@
 """KV caches: keys and values of the tokens so far.
 
     cache      buffers                               for
+    none       none: each step reads the whole text  comparison
     dynamic    doubled when full                     every backend: plain k and v
-    static     one size, lengths on the device       a compiled step, a CUDA graph
+    static     one size, lengths on the device       a captured or compiled step, a CUDA graph
     paged      pages from a pool, with page tables   many texts of different lengths
 
     cache = DynamicCache(12, max_len=1024)
@@ -17,16 +18,18 @@ device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention.masks import PagedView, StaticView
 from core.runtime import to_device
 from inference.pages import PagePool
 
+Numbers = Sequence[int] | None
 Appended = tuple[Tensor, Tensor, StaticView | PagedView | None]  # keys, values, view of them
 
 
@@ -36,20 +39,50 @@ class Step:
     segments: Tensor | None = None
     page_size: int | None = None
 
-    def layer(self, layer: int) -> LayerCache | DynamicLayer:
-        return LayerCache(self, layer)
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+    def advance(self) -> None:
+        """Count the tokens of the step as stored."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    step: Step
+    step: RowsStep
     layer: int
 
     def append(self, k: Tensor, v: Tensor) -> Appended:
         return self.step.append(self.layer, k, v)
+
+
+class Cache:
+    """Keys and values of the texts in some rows. This one stores none."""
+
+    together = True  # its rows begin and end together
+    k: Sequence[Tensor] = ()  # the buffers of every layer, if they are allocated once
+    v: Sequence[Tensor] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.k, *self.v))
+
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Step | None:
+        """Begin a step of T columns: counts[b] tokens of row b, 0 to T, then padding (None: T).
+        `rows` are the rows of the step (None: all; only a paged cache takes some).
+
+        Raises ValueError: a text would exceed the cache.
+        """
+        return None
+
+    def length(self, row: int) -> int:
+        """Tokens of the row that are stored."""
+        return 0
+
+    def free(self, row: int) -> None:
+        """End a row."""
+
+
+def _check_fit(n: int, max_len: int) -> None:
+    if n > max_len:
+        raise ValueError(f"{n} tokens do not fit into a cache of {max_len}")
 
 
 # --- dynamic: buffers that grow ---
@@ -90,10 +123,10 @@ class DynamicLayer:
         self.kv[:, :, : self.kept] = kv[:, :, n - self.kept :]
 
 
-class DynamicCache:
+class DynamicCache(Cache):
     """Buffers that double when full; a kernel reads plain k and v with Tq < Tk.
 
-    Rows end together: shorter prompts are padded on the left with a segment of their own. ::
+    Shorter prompts are padded on the left with a segment of their own. ::
 
         pad = (2, 0)     tokens         segments
         row 0            . . a b c      0 0 1 1 1
@@ -105,15 +138,8 @@ class DynamicCache:
         pad: padding on the left of each row.
     """
 
-    def __init__(
-        self,
-        n_layer: int,
-        *,
-        max_len: int,
-        windows: Sequence[int | None] = (),
-        pad: Sequence[int] | None = None,
-        device: str | torch.device = "cpu",
-    ) -> None:
+    def __init__(self, n_layer: int, *, max_len: int, windows: Sequence[int | None] = (),
+                 pad: Numbers = None, device: str | torch.device = "cpu") -> None:  # fmt: skip
         kept = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
         self.max_len, self.widest, self.device = max_len, max(kept), device
         self.layers = [DynamicLayer(window, max_len) for window in kept]
@@ -125,11 +151,11 @@ class DynamicCache:
     def nbytes(self) -> int:
         return sum(layer.kv.nbytes for layer in self.layers if layer.kv is not None)
 
-    def reserve(self, T: int, counts: Sequence[int] | None = None) -> DynamicStep:
-        """Begin a step of T tokens in each row; counts[b] is 0 for a row that has ended.
+    def length(self, row: int) -> int:
+        return self.stored - self.pads[row] if self.pads and self.stored else self.stored
 
-        Raises ValueError: a text would exceed max_len.
-        """
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> DynamicStep:
+        """As Cache, but T tokens in each row; counts[b] is 0 for a row that has ended."""
         pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
         _check_fit(self.stored + T - min(pads, default=0), self.max_len)
         for layer in self.layers:
@@ -162,20 +188,7 @@ class DynamicStep(Step):
         self.cache.stored += self.pos.shape[-1]
 
 
-def _check_fit(n: int, max_len: int) -> None:
-    if n > max_len:
-        raise ValueError(f"{n} tokens do not fit into a cache of {max_len}")
-
-
-class Cache:
-    """Buffers of every layer, allocated once."""
-
-    k: list[Tensor]
-    v: list[Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.k, *self.v))
+# --- static and paged: rows of their own lengths ---
 
 
 @dataclass(frozen=True)
@@ -184,6 +197,13 @@ class RowsStep(Step):
 
     start: Tensor  # (B,) int32, tokens of each row stored before this step
     count: Tensor  # (B,) int32, tokens of each row in this step; the rest is padding
+    known: dict[int | None, Tensor] = field(default_factory=dict, init=False)
+
+    def layer(self, layer: int) -> LayerCache:
+        return LayerCache(self, layer)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        raise NotImplementedError
 
     def columns(self, T: int) -> tuple[Tensor, Tensor]:
         """Position (B, T) int64, and bool (B, T), False for padding."""
@@ -195,12 +215,26 @@ class RowsStep(Step):
         at, real = self.columns(T)
         return torch.where(real, at, 0)
 
+    def slots(self, kind: int | None, T: int) -> Tensor:
+        """The slots (B * T,) int64 that a step writes, the same in all layers of a kind."""
+        if torch.compiler.is_compiling():  # the compiler computes them once
+            return self._slots(kind, T).flatten()
+        if kind not in self.known:
+            self.known[kind] = self._slots(kind, T).flatten()
+        return self.known[kind]
 
-# --- static: allocated once ---
+    def _slots(self, kind: int | None, T: int) -> Tensor:
+        raise NotImplementedError
+
+
+def _write(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Write new (B, T, Hkv, D) to slots of a buffer (B, slots, Hkv, D) or of pages."""
+    # Not flatten(), which might copy.
+    buffer.view(-1, *buffer.shape[2:])[slots] = new.detach().flatten(0, 1)
 
 
 def bucket(n: int, limit: int) -> int:
-    """Length of a static cache that is read for n stored tokens: few, each is compiled."""
+    """Length of a static cache that is read for n stored tokens: few, each has a graph."""
     return min(limit, max(128, 1 << (n - 1).bit_length()))
 
 
@@ -218,44 +252,33 @@ class StaticCache(Cache):
     in_order: a kernel needs the distances of tokens (ALiBi): those of a window are copied.
     """
 
-    def __init__(
-        self,
-        n_layer: int,
-        batch: int,
-        max_len: int,
-        n_kv_head: int,
-        head_dim: int,
-        *,
-        windows: Sequence[int | None] = (),
-        in_order: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-    ) -> None:
+    key: tuple[Any, ...] | None = None  # of inference/graphs.py
+    in_buckets = True  # False: the kernel reads bounds on the device, not all keys of a bucket
+
+    def __init__(self, n_layer: int, batch: int, max_len: int, n_kv_head: int, head_dim: int, *,
+                 windows: Sequence[int | None] = (), in_order: bool = False,
+                 dtype: torch.dtype = torch.float32,
+                 device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.max_len, self.in_order = max_len, in_order
         self.slots = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
-        self.k = [
-            torch.empty(batch, slots + 1, n_kv_head, head_dim, dtype=dtype, device=device)
-            for slots in self.slots
-        ]
+        shapes = [(batch, slots + 1, n_kv_head, head_dim) for slots in self.slots]
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.empty_like(k) for k in self.k]
         self.start = torch.empty(batch, dtype=torch.int32, device=device)
-        self.count = torch.empty(batch, dtype=torch.int32, device=device)
+        self.count = torch.empty_like(self.start)
         self.reset()
 
     def reset(self) -> None:
         """Empty the cache in place: a CUDA graph has its addresses."""
         # Masked slots must be finite: 0 * NaN is NaN.
-        torch._foreach_zero_([*self.k, *self.v])
-        self.start.zero_()
-        self.count.zero_()
+        torch._foreach_zero_([*self.k, *self.v, self.start, self.count])
         self.lengths = [0] * len(self.start)  # `start`, on the host
         self.counts = (0,) * len(self.start)  # `count`, on the host
 
-    def reserve(self, T: int, counts: Sequence[int] | None = None) -> StaticStep:
-        """Begin a step of T columns: counts[b] tokens of row b, 0 .. T, then padding (None: T).
+    def length(self, row: int) -> int:
+        return self.lengths[row]
 
-        Raises ValueError: a row would exceed max_len.
-        """
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> StaticStep:
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
         after = [n + m for n, m in zip(self.lengths, counts, strict=True)]
         longest = max((n for n, m in zip(after, counts, strict=True) if m), default=1)
@@ -263,7 +286,7 @@ class StaticCache(Cache):
         if counts != self.counts:
             self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
-        length = bucket(longest, self.max_len)
+        length = bucket(longest, self.max_len) if self.in_buckets else self.max_len
         return StaticStep(self.start, self.count, self, length, not any(self.lengths))
 
 
@@ -286,15 +309,21 @@ class StaticStep(RowsStep):
             if T > 1 or cache.in_order:  # one new token may be in any slot
                 length = slots - 1 + T
                 seen = tuple(self._in_order(*kv, start) for kv in ((k_buffer, k), (v_buffer, v)))
-        at, real = self.columns(T)
-        kept = real & (at >= (self.start + self.count)[:, None] - slots)
-        at, row = torch.where(kept, at % slots, slots), torch.arange(len(k), device=k.device)
-        k_buffer[row[:, None], at] = k
-        v_buffer[row[:, None], at] = v
+        at = self.slots(slots, T)
+        _write(k_buffer, at, k)
+        _write(v_buffer, at, v)
         if self.first:
             return k, v, None
         k, v = seen or (k_buffer[:, :length], v_buffer[:, :length])
         return k, v, StaticView(start, self.count, length)
+
+    def _slots(self, kind: int | None, T: int) -> Tensor:
+        assert kind is not None
+        at, real = self.columns(T)
+        if kind < T:  # later tokens replace the first ones
+            real &= at >= (self.start + self.count)[:, None] - kind
+        first = torch.arange(0, len(at) * (kind + 1), kind + 1, device=at.device)
+        return first[:, None] + torch.where(real, at % kind, kind)
 
     def _in_order(self, buffer: Tensor, new: Tensor, start: Tensor) -> Tensor:
         """The last start[b] tokens of each row, then its new ones: (B, slots - 1 + T, Hkv, D)."""
@@ -311,13 +340,11 @@ class StaticStep(RowsStep):
         c.lengths = [n + m for n, m in zip(c.lengths, c.counts, strict=True)]
 
 
-# --- paged: pages from a pool ---
-
-
 class PagedCache(Cache):
-    """Pages of `page_size` tokens and page tables for each sequence (inference/pages.py).
+    """Pages of `page_size` tokens, and page tables on the device (inference/pages.py).
 
-    A page number is one page in every layer that has the same window. ::
+    A row is a sequence of the pool. A page number is one page in every layer that has the same
+    window. A step writes the pages to the tables that are new in it. ::
 
         page_table, page_size = 4            pages
         row 0   [5 2 0]  start 6             page 0   the null page: padding is written there
@@ -327,66 +354,91 @@ class PagedCache(Cache):
                                              page 5   tokens 0 .. 3 of both: a shared prompt
     """
 
-    def __init__(
-        self,
-        n_layer: int,
-        n_kv_head: int,
-        head_dim: int,
-        *,
-        n_pages: Mapping[int | None, int],
-        page_size: int,
-        windows: Sequence[int | None] = (),
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-    ) -> None:
+    together = False
+
+    def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
+                 n_pages: Mapping[int | None, int], page_size: int,
+                 windows: Sequence[int | None] = (), dtype: torch.dtype = torch.float32,
+                 device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.pool = PagePool(n_pages, page_size)
         self.windows = tuple(windows) or (None,) * n_layer
-        shape = (page_size, n_kv_head, head_dim)
-        self.k = [
-            torch.zeros(n_pages[window], *shape, dtype=dtype, device=device)
-            for window in self.windows
-        ]
+        shapes = [(n_pages[window], page_size, n_kv_head, head_dim) for window in self.windows]
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.zeros_like(k) for k in self.k]
+        table = torch.zeros(0, 0, dtype=torch.int32, device=device)  # (sequences, pages)
+        self.tables = dict.fromkeys(self.pool.n_pages, table)
+        self.last: PagedStep | None = None
 
-    def reserve(self, rows: Sequence[int], counts: Sequence[int]) -> PagedStep:
-        """Begin a step of counts[b] tokens, 0 .. Tq, of the pool's sequence rows[b].
+    def length(self, row: int) -> int:
+        return self.pool.length(row)
 
-        Raises OutOfPages, with nothing changed, or ValueError: no such sequence.
-        """
-        assert len(set(rows)) == len(rows) > 0, "a sequence twice"
-        step = dict(zip(rows, counts, strict=True))
-        self.pool.grow(step)
+    def free(self, row: int) -> None:
+        self.pool.free(row)
+
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> PagedStep:
+        """As Cache. Raises OutOfPages, with nothing changed, or ValueError: no such sequence."""
+        assert rows and len(set(rows)) == len(rows), "a sequence twice"
+        counts = (T,) * len(rows) if counts is None else counts
+        step, last = dict(zip(rows, counts, strict=True)), self.last
         lengths = [self.pool.length(row) for row in rows]
-        pages = [self.pool.pages(row, window) for window in self.pool.n_pages for row in rows]
-        B, width = len(rows), max(1, *map(len, pages))
-        numbers = [page for held in pages for page in (*held, *[0] * (width - len(held)))]
-        packed = torch.tensor([*lengths, *counts, *numbers], dtype=torch.int32)
-        start, count, *tables = to_device(packed, self.k[0].device).split(
-            [B, B, *[B * width] * len(self.pool.n_pages)]
-        )
-        by_window = {w: t.view(B, width) for w, t in zip(self.pool.n_pages, tables, strict=True)}
-        return PagedStep(start, count, self, step, by_window, self.pool.page_size)
+        self.pool.grow(step)
+        if last and [*last.counts.items()] == [*step.items()] and last.after == lengths:
+            start, count, index = last.start + last.count, last.count, last.index
+        else:  # other rows than in the last step
+            packed = to_device(torch.tensor([lengths, counts, rows]), self.k[0].device)
+            (start, count), index, last = packed[:2].int(), packed[2], None
+        width = max(1, *(len(self.pool.pages(r, w)) for w in self.tables for r in rows))
+        if self._send(rows, width) or last is None:
+            tables = {w: t[:, :width].index_select(0, index) for w, t in self.tables.items()}
+        else:
+            tables = dict(last.page_tables)
+        after = [n + m for n, m in zip(lengths, counts, strict=True)]
+        self.last = PagedStep(start, count, self, step, after, index, tables, self.pool.page_size)
+        return self.last
+
+    def _send(self, rows: Sequence[int], width: int) -> bool:
+        """Write the rows' new pages to the tables; True if there are some."""
+        sent = False
+        for window, table in self.tables.items():
+            missing = max(rows) + 1 - table.shape[0], width - table.shape[1]
+            if max(missing) > 0:
+                columns = missing[1] + 31 if missing[1] > 0 else 0  # few copies
+                self.tables[window] = table = F.pad(table, (0, columns, 0, max(0, missing[0])))
+            new = [(r, *page) for r in rows for page in self.pool.new_pages(r, window)]
+            if new:
+                row, column, page = to_device(torch.tensor(new), table.device).unbind(1)
+                table[row, column] = page.int()
+                sent = True
+        return sent
 
 
 @dataclass(frozen=True)
 class PagedStep(RowsStep):
     cache: PagedCache
     counts: Mapping[int, int]  # sequence -> tokens in this step
+    after: Sequence[int]  # tokens of each row after this step
+    index: Tensor  # (B,) int64, the sequences
     page_tables: Mapping[int | None, Tensor]  # of each window, (B, max_pages) int32
     page_size: int
     kind: ClassVar[str] = "paged"
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        k_pages, v_pages, size = self.cache.k[layer], self.cache.v[layer], self.page_size
-        page_table = self.page_tables[self.cache.windows[layer]]
-        at, real = self.columns(k.shape[1])  # (B, Tq) positions
+        k_pages, v_pages, window = (
+            self.cache.k[layer],
+            self.cache.v[layer],
+            self.cache.windows[layer],
+        )
+        at = self.slots(window, k.shape[1])
+        _write(k_pages, at, k)
+        _write(v_pages, at, v)
+        return k_pages, v_pages, PagedView(self.page_tables[window], self.start, self.count)
+
+    def _slots(self, kind: int | None, T: int) -> Tensor:
+        page_table, size = self.page_tables[kind], self.page_size
+        at, real = self.columns(T)  # (B, T) positions
         column = (at // size).clamp(max=page_table.shape[1] - 1)
         page = page_table.gather(1, column.long())
-        slot = torch.where(real, page * size + at % size, at % size).flatten().long()
-        for pages, new in ((k_pages, k), (v_pages, v)):
-            # Not flatten(), which might copy.
-            pages.view(-1, *pages.shape[2:])[slot] = new.detach().flatten(0, 1)
-        return k_pages, v_pages, PagedView(page_table, self.start, self.count)
+        return torch.where(real, page * size + at % size, at % size).long()
 
     def advance(self) -> None:
         self.cache.pool.advance(self.counts)

@@ -47,6 +47,7 @@ class _Held:
     names: list[bytes]  # of the prompt's full pages
     length: int = 0  # tokens stored; the pages can hold more
     pages: dict[int | None, list[int]] = field(default_factory=dict)  # of each window
+    read: dict[int | None, int] = field(default_factory=dict)  # how many new_pages() has returned
 
 
 class _Pages:
@@ -115,7 +116,7 @@ class PagePool:
         self.n_pages, self.page_size = dict(n_pages), page_size
         self._of = {window: _Pages(n, page_size, window) for window, n in n_pages.items()}
         self._sequences: dict[int, _Held] = {}
-        self._next = 0
+        self._numbers: list[int] = []  # of ended sequences
 
     def n_free(self, window: int | None = None) -> int:
         """Pages that no sequence holds."""
@@ -129,11 +130,19 @@ class PagePool:
         """The pages of a sequence, in order; 0: no later token sees it."""
         return tuple(self._held(seq).pages[window])
 
+    def new_pages(self, seq: int, window: int | None = None) -> list[tuple[int, int]]:
+        """The pages that no earlier call returned: (place in the sequence, page)."""
+        held = self._held(seq)
+        begin = held.read.get(window, 0)
+        held.read[window] = len(held.pages[window])
+        return [*enumerate(held.pages[window][begin:], begin)]
+
     def length(self, seq: int) -> int:
         return self._held(seq).length
 
     def new(self, tokens: Sequence[int] = (), names: list[bytes] | None = None) -> int:
-        """Begin a sequence that will start with `tokens`; return its number.
+        """Begin a sequence that will start with `tokens`; return its number, the last one freed
+        or the next.
 
         It shares the named pages of a prefix. At least the last token needs a prefill, for its
         logits. Its own full pages get names. `names`: names(tokens), if known.
@@ -146,8 +155,7 @@ class PagePool:
         for window, pages in self._of.items():
             first = pages.first(held.length)
             held.pages[window] = [0] * first + [pages.share(name) for name in names[first:n]]
-        seq = self._next
-        self._next += 1  # never reused: a stale number is an error
+        seq = self._numbers.pop() if self._numbers else len(self._sequences)
         self._sequences[seq] = held
         return seq
 
@@ -155,6 +163,7 @@ class PagePool:
         """End a sequence and free its pages."""
         held = self._held(seq)
         del self._sequences[seq]
+        self._numbers.append(seq)
         for window, pages in self._of.items():
             for page in reversed(held.pages[window]):
                 pages.release(page)

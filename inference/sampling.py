@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,15 @@ from torch import Tensor
 from core.runtime import to_device
 from inference.constrain import Automaton
 
+if TYPE_CHECKING:
+    from model import GPT
+
 ENDED = -1  # in place of a token: the text has ended
 INVALID = -2  # of sample_token(): the logits are NaN, or all are -inf
 
 Processor = Callable[..., Tensor]
-StopCondition = int | Iterable[int] | Callable[[int, list[int]], bool]
-Prompt = Tensor | Sequence[int]  # token ids
+StopCondition = int | str | Iterable[int | str] | Callable[[int, list[int]], bool]
+Prompt = Tensor | Sequence[int] | str  # token ids, or a text if the model has a tokenizer
 Generators = torch.Generator | Sequence[torch.Generator]
 
 
@@ -50,7 +53,8 @@ class Options:
         unused: ids among these that no token has: never sampled.
         logits_processor: (tokens (B, T) int64, logits (B, V)) -> logits; see docs/GENERATE.md.
         constraint: pattern of the new text (inference/constrain.py), or one or None for each row.
-        stop: ends a row: a token, several, or a function (row number, new tokens) -> bool.
+        stop: ends a row: a token, a string in its new text (the token that completes it is the
+            row's last), several of both, or a function (row number, new tokens) -> bool.
         stats: output.
 
     Raises ValueError: an option is out of range.
@@ -78,13 +82,24 @@ class Options:
             if not isinstance(c, Automaton | None):
                 raise ValueError(f"constraint: expected regex(pattern, tokenizer), got {c!r:.60}")
 
-    def ends(self, vocab_size: int) -> Callable[[int, list[int]], bool]:
-        """`stop` as a function. Raises ValueError if it or `unused` has other ids."""
+    def ends(self, model: GPT) -> tuple[Callable[[int, list[int]], bool], list[str]]:
+        """`stop` as a function, and its strings; of a model with a tokenizer only ids with a token
+        are sampled. Raises ValueError if `stop` or `unused` is invalid."""
+        vocab_size, tokenizer = model.config.vocab_size, model.tokenizer
+        if tokenizer is not None and self.vocab_size is None:
+            self.vocab_size, self.unused = tokenizer.vocab_size, [*self.unused, *tokenizer.unused]
         self.unused = _ids("unused", self.unused, min(vocab_size, self.vocab_size or vocab_size))
         if callable(self.stop):
-            return self.stop
-        ids = {*_ids("stop", self.stop, vocab_size)}
-        return lambda row, new: new[-1] in ids
+            return self.stop, []
+        given = each(self.stop)
+        strings = [item for item in given if isinstance(item, str)]
+        if strings and tokenizer is None:
+            why = "needs a model with a tokenizer, as inference.load() returns"
+            raise ValueError(f"stop: {strings[0]!r} {why}")
+        if "" in strings:
+            raise ValueError("stop: expected strings of at least one character, got ''")
+        ids = {*_ids("stop", [i for i in given if not isinstance(i, str)], vocab_size)}
+        return lambda row, new: new[-1] in ids, strings
 
 
 def in_range(name: str, value: Any, least: float, most: float = math.inf,
@@ -98,28 +113,34 @@ def in_range(name: str, value: Any, least: float, most: float = math.inf,
     raise ValueError(f"{name}: expected {kind} from {least} to {most}, got {value!r:.60}")
 
 
-def _ids(name: str, given: Any, vocab_size: int) -> list[int]:
-    """One token id, several (a tensor or array of them too), or None."""
+def each(given: Any) -> list[Any]:
+    """The entries of an option: one, several (a tensor or array of them too), or None for none."""
+    if given is None:
+        return []
     several = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0
-    each = given if several else [] if given is None else [given]
-    return [in_range(name, i, 0, vocab_size - 1) for i in each]
+    return [*given] if several and not isinstance(given, str) else [given]
 
 
-def check_prompt(index: int, prompt: Prompt, vocab_size: int) -> None:
-    """Raise ValueError unless the prompt is a row of valid ids (not looked at on a GPU)."""
+def _ids(name: str, given: Any, vocab_size: int) -> list[int]:
+    return [in_range(name, i, 0, vocab_size - 1) for i in each(given)]
+
+
+def check_prompt(index: int, prompt: Prompt, vocab_size: int) -> list[int]:
+    """The ids of a prompt. Raises ValueError unless it is a row of valid ones."""
     ids = torch.as_tensor(prompt)
     if ids.dim() == 1 and not len(ids):
         raise ValueError(f"each prompt must have at least one token; prompt {index} has none")
     if ids.dim() != 1 or ids.dtype == torch.bool or ids.is_floating_point():
         got = f"{ids.dtype} of shape {tuple(ids.shape)}"
         raise ValueError(f"expected prompts of integers, each (T,), got {got} as prompt {index}")
-    if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        got = f"{int(ids.min())} to {int(ids.max())}"
+    found: list[int] = ids.tolist()
+    if not 0 <= min(found) <= max(found) < vocab_size:
+        got = f"{min(found)} to {max(found)}"
         raise ValueError(f"prompt {index}: expected ids from 0 to {vocab_size - 1}, got {got}")
+    return found
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(NamedTuple):
     """Options as tensors: a graph would keep plain numbers as constants."""
 
     temperature: Tensor | float = 1.0
@@ -181,29 +202,23 @@ def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
 
 
 class Uniform:
-    """Random numbers in [0, 1), one for each row and step, from one generator a row or one for all.
+    """Random numbers in [0, 1) for the steps of a row.
 
     64 steps are drawn at a time: a longer text begins like a shorter one.
     """
 
-    def __init__(self, B: int, device: torch.device, generator: Generators | None) -> None:
-        generators = generator if isinstance(generator, Sequence) else [generator] * B
-        if len(generators) != B:
-            raise ValueError(f"{B} rows need as many generators, got {len(generators)}")
-        self.generators, self.device = generators, device
-        self.left = self._draw()
+    def __init__(self, device: torch.device, generator: torch.Generator | None) -> None:
+        self.generator, self.device = generator, device
+        self.left = self._draw()  # at once: rows with one generator draw in their order
 
     def next(self) -> Tensor:
-        """(B,) float64, float32 on MPS."""
+        """(1,) float64, float32 on MPS."""
         if not self.left:
             self.left = self._draw()
         return self.left.pop(0)
 
     def _draw(self) -> list[Tensor]:
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        rows = []
-        for g in self.generators:
-            on = self.device if g is None else g.device
-            drawn = torch.rand(64, generator=g, dtype=dtype, device=on)
-            rows.append(to_device(drawn, self.device))
-        return list(torch.stack(rows, dim=1))
+        on = self.device if self.generator is None else self.generator.device
+        drawn = torch.rand(64, generator=self.generator, dtype=dtype, device=on)
+        return [*to_device(drawn, self.device).split(1)]

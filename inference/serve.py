@@ -1,18 +1,19 @@
-"""Continuous batching: many prompts through a few rows of a paged KV cache, with shared pages.
+"""The scheduler: many prompts through the rows of a KV cache. A batch has a row for each prompt.
 
-A new prompt replaces a finished text at once; engine.py waits for the end of the batch
-(Yu et al. 2022, "Orca", OSDI, section 3):
+With pages a new prompt replaces a finished text at once. The rows of other caches begin and end
+together (Yu et al. 2022, "Orca", OSDI, section 3):
 
     step     1    2    3    4    5    6    7          step     1    2    3    4    5    6    7
     row 0    A    a    a    .    .    C    c          row 0    A    a    a    C    c    c    c
     row 1    B    b    b    b    b    D    d          row 1    B    b    b    b    b    D    d
-             a batch, then the next                            capitals: prefill
+             none, dynamic, static                             paged; capitals: prefill
 
-A step runs the new prompts in groups of similar length, and one token of every other row. Each text
-equals generate()'s for its prompt alone, in float32; in other dtypes rounding depends on the batch.
+Each text equals that of its prompt alone, in float32; in other dtypes rounding depends on the
+batch. A text longer than block_size slides as in nanoGPT: the model reads its last block_size
+tokens, which moves every position, so nothing can be cached.
 
 **Admission.** A prompt waits, and all behind it, until the pool has pages for its longest text and
-for those in progress. So no text stops for lack of pages. A prompt that can never fit is an error.
+those in progress: no text stops for lack of pages. A prompt that can never fit is an error.
 
 **Sharing.** A prompt takes the full pages of a prefix in the pool. If another new prompt computes
 them in this step, it waits for the next one. Texts that may slide share nothing.
@@ -20,11 +21,13 @@ them in this step, it waits for the next one. Texts that may slide share nothing
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from functools import partial
+from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,16 +35,18 @@ from torch import Tensor
 
 from core.runtime import to_device
 from core.settings import UserError
-from inference.cache import PagedCache
-from inference.decode import Decoder, Launched, Row, next_logits, sample_step, to_host
-from inference.pages import pages_for
-from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt, in_range
+from inference import decode, graphs, sampling
+from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, bucket
+from inference.constrain import combined
+from inference.pages import PagePool, pages_for
+from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, Uniform, in_range
+from inference.texts import StopStrings
 
 if TYPE_CHECKING:
     from model import GPT
 
 T = TypeVar("T")
-PREFILL = 2048  # most tokens of a prefill, padding included, unless one prompt has more
+PREFILL = 2048  # most tokens of a prefill of pages, padding included, unless one prompt has more
 
 
 @torch.no_grad()
@@ -54,274 +59,379 @@ def stream(
         prompts: (T,) token ids each; taken when there is room for one.
         max_new_tokens: for all prompts, or one for each; likewise generator.
         slots: most texts in progress.
-        n_pages: size of the pool; page 0 is not used; None: enough for `slots` full contexts.
-            Layers with a window have pools of their own, not larger, with room for the windows of
-            `slots` texts and a prefill.
+        kv_cache: "paged" by default, or as in engine.stream(); likewise page_size and compile.
+        n_pages: size of the pool; page 0 is not used; None: enough that no prompt of a list waits,
+            of others for `slots` full contexts. Layers with a window have pools of their own, not
+            larger, with room for the windows of `slots` texts and a prefill.
         options: as sampling.Options.
 
     Yields the number of a prompt, and its next token; ENDED (-1) when its text has ended.
     Raises ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
     """
-    with closing(_Server(model, prompts, max_new_tokens, **options).tokens()) as tokens:
+    with closing(Scheduler(model, prompts, max_new_tokens, **options).tokens()) as tokens:
         for row, token in tokens:
             yield row.index, token
 
 
-def batch(
-    model: GPT, prompts: Sequence[Tensor], max_new_tokens: int, **options: Any
-) -> Iterator[Tensor]:
-    """engine.stream() with kv_cache="paged"."""
-    B, size = len(prompts), options["page_size"]
-    options["slots"] = B
-    options["n_pages"] = enough_pages(model, map(len, prompts), max_new_tokens, B, size)
-    # A prompt that waited for a shared prefix is a token late.
-    ready: list[deque[int]] = [deque() for _ in prompts]
-    for index, token in stream(model, prompts, max_new_tokens, **options):
-        ready[index].append(token)
-        while all(ready):
-            tokens = [row[0] if row[0] == ENDED else row.popleft() for row in ready]
-            if set(tokens) == {ENDED}:
-                return
-            yield torch.tensor(tokens)
-
-
-def enough_pages(
-    model: GPT, lengths: Iterable[int], max_new_tokens: int, slots: int, page_size: int = 16
-) -> int:
-    """The least n_pages with which prompts of these lengths never wait for layers without a
-    window."""
-    longest = (min(T + max(0, max_new_tokens - 1), model.config.block_size) for T in lengths)
-    return 1 + sum(pages_for(n, page_size) for n in sorted(longest)[-slots:])
-
-
 @dataclass(eq=False)
-class _Row(Row):
-    prompt: list[int] = field(default_factory=list)
-    slides: bool = False  # may exceed block_size
-    stored: int = 0  # the most tokens that are in the cache
-    names: list[bytes] = field(default_factory=list)  # of the prompt's full pages
-    random: Uniform | None = None
-    place: int = -1  # in _Server.texts, once admitted
-    seq: int = -1  # in the pool, once admitted
+class Row:
+    """The text of one prompt."""
+
+    index: int
+    prompt: list[int]
+    room: int  # tokens that may be drawn
+    random: Uniform | None
+    stops: StopStrings | None
+    names: list[bytes] | None = None  # of the prompt's full pages; None: it shares none
+    new: list[int] = field(default_factory=list)
     launched: int = 0  # tokens drawn on the device
+    slot: int = -1  # in the cache, once admitted
+    ended: bool = False  # as far as the host knows
 
     @property
     def n(self) -> int:
         """Tokens of the text, including launched ones."""
         return len(self.prompt) + self.launched
 
+    @property
+    def most(self) -> int:
+        """Tokens that the model may read: all but the last one."""
+        return len(self.prompt) + self.room - 1
 
-class _Server(Decoder[_Row]):
-    """One call of stream()."""
+    @property
+    def done(self) -> bool:
+        return self.ended or self.launched == self.room
 
-    def __init__(
-        self,
-        model: GPT,
-        prompts: Iterable[Prompt],
-        max_new_tokens: int | Iterable[int],
-        *,
-        generator: torch.Generator | Iterable[torch.Generator] | None = None,
-        slots: int = 8,
-        n_pages: int | None = None,
-        page_size: int = 16,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, Options(**options))
+
+# Rows, and a function that waits for their tokens: [token] a row, with a constraint [token, 1 if it
+# ends the text]. None: the rows have no room for a token.
+Launched = tuple[Sequence[Row], Callable[[], list[list[int]]] | None]
+
+
+class Scheduler:
+    """One call of stream(). A loop: admit rows, run a step, sample, end rows."""
+
+    def __init__(self, model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int],
+                 *, generator: torch.Generator | Iterable[torch.Generator] | None = None,
+                 slots: int = 8, kv_cache: str = "paged", compile: bool = False,
+                 n_pages: int | None = None, page_size: int = 16,
+                 **options: Any) -> None:  # fmt: skip
+        self.model, self.options = model, Options(**options)
+        self.device = model.transformer.wte.weight.device
+        self.block_size = model.config.block_size
+        self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile)
+        self.stop, self.stop_strings = self.options.ends(model)
+        self.params, given = SamplingParams.on(self.device, self.options), self.options.constraint
+        self.constraint = combined(given) if isinstance(given, Sequence) else given
+        if self.constraint is not None:
+            self.constraint.to(self.device)
+        # A processor with a parameter `lengths` is part of the step (docs/GENERATE.md). Its numbers
+        # may change between calls: another object, another graph.
+        self.processor = self.options.logits_processor
+        if self.processor is not None and self.graph == "captured":
+            self.processor = partial(self.processor)
+        called = getattr(self.options.logits_processor, "forward", self.options.logits_processor)
+        self.in_step = called is not None and "lengths" in inspect.signature(called).parameters
         self.slots, page_size = in_range("slots", slots, 1), in_range("page_size", page_size, 1)
-        if n_pages is None:
-            n_pages = enough_pages(model, [self.block_size] * slots, 0, slots, page_size)
-        config = model.config
-        sizes = {window: n_pages for window in config.windows}
-        for window in sizes:
-            if window is not None:
-                kept = slots * pages_for(self.block_size, page_size, window)
-                prefill = pages_for(max(PREFILL, self.block_size), page_size)
-                sizes[window] = min(n_pages, 1 + kept + prefill)
-        self.cache = PagedCache(
-            config.n_layer,
-            config.kv_heads,
-            config.head_dim,
-            n_pages=sizes,
-            windows=config.windows,
-            page_size=page_size,
-            dtype=getattr(torch, model.phase().dtype),
-            device=self.device,
-        )
-        self.pool, self.stats = self.cache.pool, self.options.stats
-        self.stats.cache_bytes = self.cache.nbytes
-        self.stats.all_pages = sum(n - 1 for n in sizes.values())
-        self.coming = self.new_rows(prompts, max_new_tokens, generator)
-        self.waiting: list[_Row] = []  # until there are pages for them
-        self.rows: list[_Row] = []  # in progress
-        self.places = list(range(slots))  # free rows of `texts`
+        graphs.check_int8(model, slots)
+        self.stats, self.cache = self.options.stats, Cache()
+        self.pool: PagePool | None = None
+        if self.kv_cache == "paged":
+            if n_pages is None:
+                n_pages = self._enough_pages(prompts, max_new_tokens, page_size)
+            self.cache = paged = self._pages(n_pages, page_size)
+            self.pool = paged.pool
+        self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
+        rooms, generators = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
+        self.coming = map(self._new_row, count(), prompts, rooms, generators)
+        self.waiting: list[Row] = []  # until there is room for them
+        self.rows: list[Row] = []  # in progress
         self.texts = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
         self.states = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
+        # The rows of the last step; on the device their slots, lengths and tokens, (B,) each.
+        self.batch: list[Row] = []
+        self.slot = self.length = self.token = self.texts[:0, 0]
+        self.decoding = False  # the same rows go on
 
-    def tokens(self) -> Generator[tuple[_Row, int], None, None]:
+    # --- the loop ---
+
+    def tokens(self) -> Generator[tuple[Row, int], None, None]:
+        """Each row's tokens as they come; ENDED when its text has ended."""
+        pending: deque[Launched] = deque()
         try:
-            for got in self.steps():
-                self.leave([row for row in got if row.ended])
-                for row in got:
-                    if row.new:
-                        yield row, row.new[-1]
-                    if row.ended:
-                        yield row, ENDED
+            for step in self._launch():
+                pending.append(step)
+                if len(pending) > self.ahead:
+                    yield from self._read(*pending.popleft())
+            for step in pending:
+                yield from self._read(*step)
         finally:
-            self.leave(self.rows)
+            self._free([*self.rows])
 
-    def launch(self) -> Iterator[Launched[_Row]]:
+    def _launch(self) -> Iterator[Launched]:
+        """Sample a token for each row on the device."""
         while True:
-            if empty := self.pull():
+            free = self.slots - len(self.rows) - len(self.waiting)
+            new = [*islice(self.coming, free)]
+            self.waiting += [row for row in new if row.room]
+            if empty := [row for row in new if not row.room]:
                 yield empty, None
-            self.admit()
+            if self.pool is not None:
+                self._admit_to_pages(self.pool)
+            elif self.waiting and not self.rows:
+                self._admit_together()
             if self.rows:
-                yield self.step()
+                yield self._step()
             elif not empty:
                 assert not self.waiting, "with all pages free the first prompt fits"
                 return
 
-    def leave(self, rows: Sequence[_Row]) -> None:
-        for row in [row for row in rows if row in self.rows]:
+    def _read(
+        self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]] | None
+    ) -> Iterator[tuple[Row, int]]:
+        """Wait for the tokens of a step, and end texts."""
+        going = [row for row in rows if not row.ended]  # others ended after the launch
+        for row, (token, *over) in zip(rows, tokens() if tokens else ()):
+            if row.ended:
+                continue
+            if token == INVALID:
+                raise UserError(
+                    f"no token can follow text {row.index}: its logits contain NaN, or all are "
+                    "-infinity (by the model, or by a logits_processor)"
+                )
+            row.new.append(token)
+            over += len(row.new) == row.room, self.stop(row.index, row.new)
+            row.ended = any(over) or (row.stops is not None and row.stops.found(row.new))
+        self._leave()
+        for row in going:
+            if row.new:
+                yield row, row.new[-1]
+            if row.ended or not row.room:
+                yield row, ENDED
+
+    def _leave(self) -> None:
+        """Free the rows that need no further step."""
+        done = [row for row in self.rows if row.done]
+        if len(done) == len(self.rows) or not self.cache.together:
+            self._free(done)
+
+    def _free(self, rows: Sequence[Row]) -> None:
+        for row in rows:
             self.rows.remove(row)
-            self.places.append(row.place)
-            self.pool.free(row.seq)
+            self.cache.free(row.slot)
+        if self.cache.together and not self.rows:
+            self._drop_cache()
 
-    def pull(self) -> list[_Row]:
-        """Take a prompt for each free slot; returns those without room for a token."""
-        empty: list[_Row] = []
-        free = self.slots - len(self.rows) - len(self.waiting)
-        for row in islice(self.coming, free):
-            (self.waiting if row.room else empty).append(row)
-        return empty
+    def _drop_cache(self) -> None:
+        graphs.give_back(self.model, self.cache)
+        self.cache = Cache()
 
-    def new_rows(
-        self,
-        prompts: Iterable[Prompt],
-        max_new_tokens: int | Iterable[int],
-        generator: torch.Generator | Iterable[torch.Generator] | None,
-    ) -> Iterator[_Row]:
-        each = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
-        for index, (prompt, new, random) in enumerate(zip(prompts, *each)):
-            check_prompt(index, prompt, self.model.config.vocab_size)
-            row = _Row(index, in_range("max_new_tokens", new, 0))
-            row.prompt = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-            stored = len(prompt) + row.room - 1  # the last token is never read
-            row.slides = stored > self.block_size
-            row.stored = min(stored, self.block_size)
-            row.names = [] if row.slides else self.pool.names(row.prompt)
-            for window, n in self.pool.n_pages.items():
-                if (most := self.most_pages(row, window)) > n - 1:
-                    raise UserError(
-                        f"prompt {index} ({len(prompt)} tokens, {row.room} new ones) needs "
-                        f"{most} pages, the pool has {n - 1}: raise n_pages"
-                    )
-            row.random = self.uniform(1, random)
-            yield row
+    # --- admission ---
 
-    def admit(self) -> None:
+    def _new_row(
+        self, index: int, prompt: Prompt, new: int, generator: torch.Generator | None
+    ) -> Row:
+        ids = sampling.check_prompt(index, prompt, self.model.config.vocab_size)
+        uniform = Uniform(self.device, generator) if self.options.temperature else None
+        strings, tokenizer = self.stop_strings, self.model.tokenizer
+        stops = StopStrings(tokenizer, strings, ids) if strings else None
+        row = Row(index, ids, in_range("max_new_tokens", new, 0), uniform, stops)
+        if self.pool is not None:
+            self._check_pages(row, self.pool)
+        return row
+
+    def _begin(self, rows: Sequence[Row]) -> None:
+        width = max(len(row.prompt) + row.room for row in rows)
+        if self.graph:  # few shapes
+            width = bucket(width, max(128, 2 * width))
+        if (more := width - self.texts.shape[1]) > 0:
+            self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
+        for row in rows:
+            self.rows.append(row)
+            # In other places the first token: harmless to processors of sets of tokens.
+            self.texts[row.slot] = row.prompt[0]
+            self.texts[row.slot, : len(row.prompt)] = self._on_device(row.prompt)
+            if self.constraint is not None:
+                self.states[row.slot] = self.constraint.start([row.index], [row.room])[0]
+
+    def _admit_together(self) -> None:
+        """Start all waiting texts, with a cache of their own."""
+        rows, self.waiting = self.waiting, []
+        for slot, row in enumerate(rows):
+            row.slot = slot
+        config, lengths = self.model.config, [len(row.prompt) for row in rows]
+        T, longest = max(lengths), max(lengths) + max(row.room for row in rows)
+        if self.kv_cache != "none" and longest > T + 1 and self.block_size > T:
+            if self.kv_cache == "dynamic":
+                self.cache = DynamicCache(
+                    config.n_layer, max_len=self.block_size, windows=config.windows,
+                    pad=[T - n for n in lengths], device=self.device,
+                )  # fmt: skip
+            else:  # rounded up, so that other lengths reuse the graphs
+                max_len = bucket(min(longest, self.block_size), self.block_size)
+                self.cache = graphs.static_cache(self.model, len(rows), max_len, self.graph)
+        self.texts = self.texts.new_zeros(len(rows), 1)
+        self._begin(rows)
+
+    def _enough_pages(self, prompts: Iterable[Prompt], new: Any, page_size: int) -> int:
+        """The least n_pages with which no prompt waits for layers without a window."""
+        longest = [self.block_size] * self.slots
+        if isinstance(prompts, Sequence | Tensor) and not isinstance(new, Iterable):
+            most, V = max(0, in_range("max_new_tokens", new, 0) - 1), self.model.config.vocab_size
+            ids = [sampling.check_prompt(index, prompt, V) for index, prompt in enumerate(prompts)]
+            longest = [min(len(prompt) + most, self.block_size) for prompt in ids]
+        return 1 + sum(pages_for(n, page_size) for n in sorted(longest)[-self.slots :])
+
+    def _pages(self, n_pages: int, page_size: int) -> PagedCache:
+        config, slots = self.model.config, self.slots
+        sizes, prefill = {}, pages_for(max(PREFILL, self.block_size), page_size)
+        for window in config.windows:
+            kept = slots * pages_for(self.block_size, page_size, window)
+            sizes[window] = n_pages if window is None else min(n_pages, 1 + kept + prefill)
+        self.stats.all_pages = sum(n - 1 for n in sizes.values())
+        return PagedCache(
+            config.n_layer, config.kv_heads, config.head_dim, n_pages=sizes, page_size=page_size,
+            windows=config.windows, dtype=getattr(torch, self.model.phase().dtype),
+            device=self.device,
+        )  # fmt: skip
+
+    def _check_pages(self, row: Row, pool: PagePool) -> None:
+        """Raise UserError if a prompt needs more pages than the pool has."""
+        row.names = pool.names(row.prompt) if row.most <= self.block_size else None
+        for window, n in pool.n_pages.items():
+            if (most := self._most_pages(row, window, pool)) > n - 1:
+                raise UserError(
+                    f"prompt {row.index} ({len(row.prompt)} tokens, {row.room} new ones) needs "
+                    f"{most} pages, the pool has {n - 1}: raise n_pages"
+                )
+
+    def _admit_to_pages(self, pool: PagePool) -> None:
         """Start the texts whose pages are free, in order."""
-        admitted: list[_Row] = []
-        for row in list(self.waiting):
-            row.seq = self.pool.new(() if row.slides else row.prompt, row.names)
-            if not self.fits([*self.rows, row]):
-                self.pool.free(row.seq)
+        admitted: list[Row] = []
+        for row in [*self.waiting]:
+            row.slot = pool.new(row.prompt if row.names is not None else (), row.names or [])
+            if not self._fit([*self.rows, row], pool):
+                pool.free(row.slot)
                 break
             # Does a prompt admitted just now compute a page that this one can share?
-            n = self.pool.length(row.seq) + self.pool.page_size
-            sharers = [] if row.slides else [r for r in admitted if not r.slides]
+            n, shares = pool.length(row.slot) + pool.page_size, row.names is not None
+            sharers = [r for r in admitted if shares and r.names is not None]
             if n < len(row.prompt) and any(r.prompt[:n] == row.prompt[:n] for r in sharers):
-                self.pool.free(row.seq)
+                pool.free(row.slot)
                 continue
             self.waiting.remove(row)
-            self.begin(row)
+            self._begin([row])
             admitted.append(row)
+            self.stats.shared_pages += pool.length(row.slot) // pool.page_size
 
-    def fits(self, rows: Sequence[_Row]) -> bool:
+    def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
         """True if the pool has all pages that these rows may come to hold."""
-        for window, n in self.pool.n_pages.items():
+        for window, n in pool.n_pages.items():
             room = n - 1
             if window is None:  # a shared page is held to the end
-                room = self.pool.n_free() + sum(len(self.pool.pages(row.seq)) for row in rows)
-            if sum(self.most_pages(row, window) for row in rows) > room:
+                room = pool.n_free() + sum(len(pool.pages(row.slot)) for row in rows)
+            if sum(self._most_pages(row, window, pool) for row in rows) > room:
                 return False
         return True
 
-    def most_pages(self, row: _Row, window: int | None) -> int:
+    def _most_pages(self, row: Row, window: int | None, pool: PagePool) -> int:
         """The most pages that the row may hold from now on in the layers with this window."""
-        size = self.pool.page_size
-        # A text that slides is read again in each step.
-        prefill = row.stored if row.slides else 0 if row.launched else len(row.prompt)
-        return max(pages_for(row.stored, size, window), pages_for(prefill, size))
+        prefill, stored = 0 if row.launched else len(row.prompt), min(row.most, self.block_size)
+        if row.names is None:  # a text that slides is read again in each step
+            prefill = stored
+        return max(pages_for(stored, pool.page_size, window), pages_for(prefill, pool.page_size))
 
-    def begin(self, row: _Row) -> None:
-        self.rows.append(row)
-        row.place = self.places.pop()
-        if (more := len(row.prompt) + row.room - self.texts.shape[1]) > 0:
-            self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
-        self.texts[row.place] = row.prompt[0]  # in the other places, as in engine.py
-        if self.constraint is not None:
-            self.states[row.place] = self.constraint.start([row.index], [row.room])[0]
-        self.texts[row.place, : len(row.prompt)] = self.to_device(row.prompt)
-        self.stats.shared_pages += self.pool.length(row.seq) // self.pool.page_size
+    # --- a step ---
 
-    def step(self) -> Launched[_Row]:
-        groups = self.groups()
-        logits = torch.cat([self.read(group) for group in groups])
+    def _step(self) -> Launched:
+        """A prefill of the new rows, in groups, and a token of every other one."""
+        if self.cache.together and any(r.n > self.block_size for r in self.rows if not r.done):
+            self._drop_cache()  # a text slides: the cached positions are wrong
+        groups = self._groups()
         rows = [row for group in groups for row in group]
-        # All rows have one, or none.
-        u = [row.random.next() for row in rows if row.random is not None]
-        place, n = self.to_device([r.place for r in rows] + [r.n for r in rows]).view(2, -1)
-        texts, processor = None, self.options.logits_processor
+        self.decoding = rows == self.batch
+        if self.decoding:
+            self.length = self.length + 1
+        else:
+            self.batch = rows
+            self.slot, self.length = self._on_device([[r.slot for r in rows], [r.n for r in rows]])
+        u = [row.random.next() for row in rows if row.random is not None]  # all rows have one
+        state = None if self.constraint is None else self.states[self.slot]
+        how = self.params, self.constraint, state, torch.cat(u) if u else None
+        processor, texts = self.processor, None
         if processor is not None and self.in_step:
-            texts = processor, self.texts[place], n
-        elif processor is not None:
-            logits = self.processed(logits, self.texts[place], [(0, row.n) for row in rows])
-        how = self.params, self.constraint, self.states[place], torch.cat(u) if u else None
-        token, after, over = sample_step(logits, how, texts)
-        self.texts[place, n] = token.clamp(min=0)  # INVALID is for the host
+            texts = processor, self.texts[self.slot], self.length
+        if len(groups) == 1 and (processor is None or self.in_step):
+            token, after, over = self._forward(decode.next_token, rows, how, texts)
+        else:  # two graphs, Python between them
+            logits = torch.cat([self._forward(decode.next_logits, group) for group in groups])
+            if processor is not None and not self.in_step:
+                lengths = [row.n for row in rows]
+                logits = decode.process_rows(processor, self.texts[self.slot], logits, lengths)
+            token, after, over = self._run(decode.sample_step, logits, how, texts)
+        self.token = token.clamp(min=0)  # INVALID is for the host
+        self.texts[self.slot, self.length] = self.token
         if after is not None:
-            self.states[place] = after
+            self.states[self.slot] = after
         for row in rows:
-            row.launched += 1
-        self.leave([row for row in rows if row.launched == row.room])
-        return rows, to_host(token, over)
+            row.launched += not row.done
+        self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.nbytes)
+        self._leave()
+        return rows, decode.to_host(token, over)
 
-    def groups(self) -> list[list[_Row]]:
+    def _groups(self) -> list[list[Row]]:
         """Batches of similar length: no row is padded to twice its length."""
-        groups: list[list[_Row]] = []
-        for row in sorted(self.rows, key=self.num_uncomputed_tokens, reverse=True):
-            longest = self.num_uncomputed_tokens(groups[-1][0]) if groups else 0
-            alike = 2 * self.num_uncomputed_tokens(row) > longest
+        if self.cache.together:
+            return [[*self.rows]]
+        groups: list[list[Row]] = []
+        for row in sorted(self.rows, key=self._uncomputed, reverse=True):
+            longest = self._uncomputed(groups[-1][0]) if groups else 0
+            alike = 2 * self._uncomputed(row) > longest
             if groups and alike and longest * (len(groups[-1]) + 1) <= PREFILL:
                 groups[-1].append(row)
             else:
                 groups.append([row])
         return groups
 
-    def num_uncomputed_tokens(self, row: _Row) -> int:
-        return self.block_size if row.n > self.block_size else row.n - self.pool.length(row.seq)
+    def _uncomputed(self, row: Row) -> int:
+        """Tokens of the row that the model reads in this step."""
+        if row.n > self.block_size:  # every position moves
+            return self.block_size
+        return row.n - self.cache.length(row.slot)
 
-    def read(self, group: Sequence[_Row]) -> Tensor:
-        """Run rows through the model: logits (B, V) of the next tokens."""
-        counts = [self.num_uncomputed_tokens(row) for row in group]
-        for row in group:
-            if row.n > self.block_size:  # every position moves
-                self.pool.free(row.seq)
-                row.seq = self.pool.new()
-        step = self.cache.reserve([row.seq for row in group], counts)
-        used = sum(map(self.pool.n_used, self.pool.n_pages))
-        self.stats.pages = max(self.stats.pages, used)
-        numbers = [row.place for row in group]
-        numbers += [row.n - count for row, count in zip(group, counts, strict=True)]
-        place, begin = self.to_device(numbers).view(2, -1, 1)
-        at = begin + torch.arange(max(counts), device=self.device)  # (B, T)
-        idx = self.texts[place, at.clamp(max=self.texts.shape[1] - 1)]
-        last = step.count[:, None].long() - 1
-        logits = next_logits(self.model, idx, last, step, self.options.vocab_size)
-        step.advance()
-        return logits
+    def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
+        """function(read, *args), where `read` is these rows' next tokens (decode.next_logits)."""
+        counts = [0 if row.done else self._uncomputed(row) for row in rows]
+        T, last = max(counts), None
+        if self.decoding and T == 1 and len(rows) == len(self.batch):
+            idx = self.token[:, None]
+        else:
+            left = isinstance(self.cache, DynamicCache)  # padding; others have it on the right
+            begin = [row.n - (T if left else n) for row, n in zip(rows, counts)]
+            numbers = [row.slot for row in rows], begin, [max(0, n - 1) for n in counts]
+            slot, at, last = self._on_device(numbers)[:, :, None]  # (B, 1) each
+            at = (at + torch.arange(T, device=self.device)).clamp(0, self.texts.shape[1] - 1)
+            idx = self.texts[slot, at]
+            last = None if left or min(counts) == T else last
+        for row in rows:
+            if self.pool is not None and row.n > self.block_size:
+                self.pool.free(row.slot)
+                row.slot = self.pool.new()  # the same one again
+        step = self.cache.reserve(T, counts, [row.slot for row in rows])
+        if self.pool is not None:
+            used = sum(map(self.pool.n_used, self.pool.n_pages))
+            self.stats.pages = max(self.stats.pages, used)
+        made = self._run(function, (self.model, idx, last, step, self.options.vocab_size), *args)
+        if step is not None:
+            step.advance()
+        return made
 
-    def to_device(self, numbers: Sequence[int]) -> Tensor:
+    def _run(self, function: Callable[..., T], *args: object) -> T:
+        """A decode step, or a part of it, by a graph if there is one."""
+        kind = self.graph if self.decoding and isinstance(self.cache, StaticCache) else None
+        return graphs.run(self.model, kind, function, args)
+
+    def _on_device(self, numbers: Sequence[Any]) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)
 
 

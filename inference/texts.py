@@ -1,103 +1,74 @@
-"""Generation of text for sample.py."""
+"""Texts to prompts, and new tokens to texts, which end before a stop string."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from attention.machine.system import synchronize
-from inference import engine, serve
-from inference.sampling import ENDED, Options
+from core.settings import UserError
+from data.tokenizer import well_formed
 
 if TYPE_CHECKING:
     from data.tokenizer import Tokenizer
-    from model import GPT
+
+log = logging.getLogger("nanoattn")
 
 
-@dataclass
-class Text:
-    prompt: str
-    ids: list[int]  # of the prompt
-    seed: int
-    new: list[int] = field(default_factory=list)
-    finish: str = "waiting"  # then "interrupted", at the end "stop" or "length"
-
-    @property
-    def done(self) -> bool:
-        return self.finish in ("stop", "length")
-
-
-@dataclass
-class Writer:
-    """Generates the texts, batch_size at a time."""
-
-    model: GPT
-    tokenizer: Tokenizer
-    texts: list[Text]
-    options: Options
-    max_new_tokens: int
-    batch_size: int
-    kv_cache: str
-    compile: bool
-    n_pages: int | None
-    seconds: float = 0.0
-    first: float = 0.0  # seconds to the first token
-
-    def steps(self) -> Generator[None, None, None]:
-        """Generate; each step adds one token to a text."""
-        device = self.model.transformer.wte.weight.device
-        begin = time.perf_counter()
-        try:
-            for text, token in self.tokens(device):
-                self.first = self.first or time.perf_counter() - begin
-                self.add(text, token)
-                yield
-        finally:
-            synchronize(device)
-            self.seconds = time.perf_counter() - begin
-
-    def tokens(self, device: torch.device) -> Iterator[tuple[Text, int]]:
-        model, texts, most, size = self.model, self.texts, self.max_new_tokens, self.batch_size
-        options = vars(self.options) | {"stop": self.tokenizer.ends}
-        ids = [text.ids for text in texts]
-        seeds = [text.seed % 2**64 for text in texts]  # as PyTorch reads a negative one
-        generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        if self.kv_cache == "paged":
-            n = self.n_pages or serve.enough_pages(model, map(len, ids), most, size)
-            options |= {"generator": generators, "slots": size, "n_pages": n}
-            for index, token in serve.stream(model, ids, most, **options):
-                yield texts[index], token
-            return
-        options |= {"kv_cache": self.kv_cache, "compile": self.compile}
-        for at in range(0, len(texts), size):
-            batch = slice(at, at + size)
-            options["generator"] = generators[batch]
-            for step in engine.stream(model, ids[batch], most, **options):
-                yield from zip(texts[batch], step.tolist(), strict=True)
-            yield from ((text, ENDED) for text in texts[batch])
-
-    def add(self, text: Text, token: int) -> None:
-        if token != ENDED:
-            if token in self.tokenizer.ends:
-                text.finish = "stop"
-            else:
-                text.finish = "interrupted"
-                text.new.append(token)
-        elif not text.done:
-            text.finish = "length" if self.options.constraint is None else "stop"
-
-    def report(self) -> str:
-        texts = sum(text.finish != "waiting" for text in self.texts)
-        n, s = sum(len(text.new) for text in self.texts), self.options.stats
-        cache = f"{s.cache_bytes / 1e6:.1f} MB" if s.cache_bytes else "not used"
-        if s.pages:
-            cache += f", {s.pages} of {s.all_pages} pages used, {s.shared_pages} shared"
-        return (
-            f"{texts} texts, {n} tokens in {self.seconds:.2f} s: "
-            f"{n / max(self.seconds, 1e-9):.1f} tokens/s, first token after "
-            f"{1e3 * self.first:.0f} ms; KV cache ({self.kv_cache}): {cache}"
+def encode(prompt: str, tokenizer: Tokenizer, block_size: int) -> list[int]:
+    """The prompt's token ids. Raises UserError if it is empty or has unknown characters."""
+    ids = [*tokenizer.begin, *tokenizer.encode(well_formed(prompt))]
+    if not ids and not prompt and tokenizer.eot is not None:
+        ids = [tokenizer.eot]  # as between two documents
+    if not ids:
+        raise UserError(f"the prompt {prompt!r} has no tokens")
+    if len(ids) > block_size:
+        log.warning(
+            f"a prompt has {len(ids)} tokens, more than block_size: only the last {block_size} "
+            "are read"
         )
+    return ids
+
+
+def pieces(
+    new: Iterable[int], tokenizer: Tokenizer, prompt: str, ids: Sequence[int]
+) -> Iterator[str]:
+    """The text of new tokens as they arrive, which continues the prompt and its ids."""
+    found = tokenizer.stream_decode(new, ids if prompt else ())
+    if prompt[-1:].isspace() and not tokenizer.decode(ids)[-1:].isspace():
+        yield next(found, "").removeprefix(" ")  # the prompt's last space has no token (WordPiece)
+    yield from found
+
+
+def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """The pieces of a text up to the first stop string, as soon as they cannot be part of one."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        if found := [at for stop in stops if (at := held.find(stop)) >= 0]:
+            yield held[: min(found)]
+            return
+        ends = (n for n in range(len(held)) if any(s.startswith(held[n:]) for s in stops))
+        n = next(ends, len(held))
+        yield held[:n]
+        held = held[n:]
+    yield held
+
+
+class StopStrings:
+    """Stop strings in the new text of one row, also across tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], ids: Sequence[int]) -> None:
+        self.tokenizer, self.stops, self.ids = tokenizer, stops, list(ids)
+        self.longest = max(map(len, stops))
+        self.known = 0  # new tokens whose text is complete
+        self.tail = ""  # the end of that text
+
+    def found(self, new: Sequence[int]) -> bool:
+        """True if the text of these new tokens, one more at each call, has a stop string."""
+        before = [*self.ids, *new[: self.known]][-16:]  # for the spaces between tokens
+        piece = "".join(self.tokenizer.stream_decode(new[self.known :], before))
+        text = self.tail + piece
+        if not piece.endswith("\ufffd"):  # else perhaps a part of a character
+            self.known, self.tail = len(new), text[-self.longest :]
+        return any(stop in text for stop in self.stops)

@@ -42,7 +42,7 @@ def test_the_stages_of_a_day(tmp_path: Path) -> None:
     assert {line.split()[1] for line in smoke.splitlines() if line.startswith("OK")} == {
         "sdpa", "sdpa_flash", "manual"}
     assert not re.search("WRONG|LOST|RUN exit code [^0]|other text", out)
-    assert out.count("RUN exit code 0") == 5 and out.count("as dynamic") == 3
+    assert out.count("RUN exit code 0") == 6 and out.count("as dynamic") == 4
     with tarfile.open(tmp_path / "records.tgz") as packed:
         (name,) = (n for n in packed.getnames() if n.endswith("_train-b4/record.json"))
         opened = packed.extractfile(name)

@@ -14,7 +14,7 @@ BELOW: dict[str, set[str]] = {  # the rooms that each may import
     "core": {"attention"},
     "data": {"core"},
     "model": {"attention", "core"},
-    "inference": {"attention", "core", "data", "model"},
+    "inference": {"attention", "checkpoint", "core", "data", "model"},
     "checkpoint": {"attention", "core", "data", "model"},
 }
 TOP = {*COMMANDS, "bench", "viewer", "course"}

@@ -19,13 +19,14 @@ from unittest import mock
 import oracle
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention import Spec
 from attention import paged as kernels
-from attention.masks import filled_cache
+from attention.masks import StaticView, filled_cache
 from attention.spec import DTYPES
-from inference.cache import PagedCache
+from inference.cache import PagedCache, StaticCache
 
 ROOT = Path(__file__).parents[1]
 HAS_CUDA = torch.cuda.is_available()
@@ -49,6 +50,7 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, splits
     from attention.triton.paged_kernels import decode
 
     k_pages, v_pages, view = cache.append(k, v)
+    view = view.as_pages() if isinstance(view, StaticView) else view
     table = (view.page_table, view.start, view.count)
     slopes = None if alibi_slopes is None else alibi_slopes.expand(len(q), -1).contiguous()
     return decode(q, k_pages, v_pages, *table, sinks, slopes, spec.window or 0, spec.softmax_scale,
@@ -106,7 +108,7 @@ def run_step(run: Attend, spec: Spec, cache: PagedCache, rows: Sequence[int],
     Padding on the right is pad[0] in q, and pad[1] in k and v; `nan` allows NaN in the output.
     """
     counts = [len(q) for q, _, _ in new]
-    step = cache.reserve(rows, counts)
+    step = cache.reserve(max(counts), counts, rows)
     device, padded = cache.k[0].device, []
     for n, value in enumerate((pad[0], pad[1], pad[1])):
         shape = (len(rows), max(counts), *new[0][n].shape[1:])
@@ -218,6 +220,35 @@ def test_scale_softcap_and_sinks(run, device, more) -> None:
     for b, (out, row) in enumerate(zip(outs, inputs, strict=True)):
         own = {name: t[b] for name, t in options.items()}
         check(out, row, spec, None if sinks is None else sinks.cpu().to(row[0].dtype), **own)
+
+
+@pytest.mark.parametrize("more", [{}, {"window": 5}, {"n_kv_head": 1, "head_dim": 20}])
+@pytest.mark.parametrize("run, device", PATHS)
+def test_one_query_over_a_static_cache(run, device, more) -> None:
+    """Rows of other lengths, one that sits out a step, rings; slots beyond a row's hold 1e4."""
+    spec, lengths = replace(SPEC, cache="static", page_size=None, **more), [13, 4, 9]
+    inputs = draw(spec, [n + 8 for n in lengths])
+    cache = StaticCache(1, 3, 24, spec.n_kv_head, spec.head_dim, windows=[spec.window],
+                        device=device)
+    cache.in_buckets = False
+    for t in (*cache.k, *cache.v):
+        t.fill_(1e4)
+    at, counts = [0, 0, 0], lengths
+    for n in range(9):
+        new = [torch.stack([F.pad(row[i][a : a + c], (0, 0, 0, 0, 0, max(counts) - c))
+                            for row, a, c in zip(inputs, at, counts)]) for i in range(3)]
+        step = cache.reserve(max(counts), counts)
+        layer = step.layer(0)
+        if n == 0:
+            layer.append(*(t.to(device) for t in new[1:]))
+        else:
+            out = run(*(t.to(device) for t in new), spec, cache=layer).cpu()
+            for got, row, a, c in zip(out, inputs, at, counts):
+                if c:
+                    check(got[:c], [t[: a + c] for t in row], spec)
+        step.advance()
+        at = [a + c for a, c in zip(at, counts)]
+        counts = [1, int(n != 2), 1]
 
 
 def with_sinks(run: Attend, sinks: Tensor | None, **more: Any) -> Attend:

@@ -19,7 +19,9 @@ from test_train import TEXT, enter, make_data, nanogpt_file, run
 
 import checkpoint
 import data
+import inference
 import sample
+from inference import engine
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
@@ -246,15 +248,6 @@ def test_ctrl_c_keeps_what_was_written(how, n, trained, tmp_path, monkeypatch):
 # --- caches, precision, speed ---
 
 
-@pytest.mark.parametrize("kv", ["none", "dynamic", "static", "paged"])
-def test_every_cache_gives_the_same_texts(kv, trained):
-    words = of(trained, "--start=Ann", "--start=The king", "--num_samples=2")
-    _, out, err = enter(sample.main, ["--device=cpu", *words, f"--kv_cache={kv}"])
-    assert out.split(BAR)[:-1] == text_of(*words, "--kv_cache=none")
-    assert re.search(rf"\b160 .* tokens/s.* ms.*{kv}", err)
-    assert ("MB" in err) == (kv != "none") and ("4 of 4 pages" in err) == (kv == "paged")
-
-
 @pytest.mark.parametrize("kv", ["dynamic", "paged"])
 def test_a_constrained_text_matches(kv, trained, tmp_path):
     pattern, out = "[A-Z][a-z]{2,5}( the)?", tmp_path / "out.jsonl"
@@ -429,3 +422,41 @@ def test_from_a_folder_of_transformers(bpe, tmp_path):
     checkpoint.save_hf(GPT(config), tmp_path / "hf")
     (text,) = text_of(f"--init_from={tmp_path / 'hf'}", "--start=x", "--max_new_tokens=5")
     assert len(text) > 1
+
+
+# --- from Python, and stop strings ---
+
+
+def test_three_lines_of_python_are_the_command(trained, tmp_path):
+    model, tokenizer = inference.load(str(trained), device="cpu")
+    assert model.tokenizer is tokenizer and not model.training
+    how = {"temperature": 0.8, "top_k": 200}
+    seeds = [torch.Generator().manual_seed(seed) for seed in (1337, 1338)]
+    texts = engine.generate(model, ["Ann", "The king"], 40, generator=seeds, **how)
+    assert texts == text_of(*of(trained, "--start=Ann", "--start=The king"))
+    step = checkpoint.folders(trained)[0]
+    seed = torch.Generator().manual_seed(3)
+    (text,) = text_of(f"--init_from={step}", *of(trained, "--seed=3"))
+    one, _ = inference.load(step, device="cpu")
+    assert engine.generate(one, "\n", 40, generator=seed, **how) == text
+    checkpoint.save_hf(one, tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    model, _ = inference.load(tmp_path, device="cpu", attention_backend="manual")
+    assert engine.generate(model, "\n", 40, generator=seed.manual_seed(3), **how) == text
+
+
+@pytest.mark.parametrize("how", [(), ("--stream",), ("--kv_cache=paged", "--batch_size=2")])
+def test_a_text_ends_before_a_stop_string(how, trained, tmp_path):
+    words, out = of(trained, "--num_samples=3", "--start=Ann"), tmp_path / "out.jsonl"
+    free = [text.removeprefix("Ann") for text in text_of(*words)]
+    stops = [free[0][9:12], free[1][5:7]]
+    assert len({*stops}) == 2
+    ends = [min([t.find(s) for s in stops if s in t], default=len(t)) for t in free]
+    given = [f"--stop={stop}" for stop in stops]
+    assert text_of(*words, *how, *given) == ["Ann" + t[:n] for t, n in zip(free, ends)]
+    enter(sample.main, ["--device=cpu", *words, *how, *given, f"--out={out}"])
+    for row, text, n in zip(rows_of(out.read_text()), free, ends, strict=True):
+        assert row["text"] == text[:n]
+        assert row["finish"] == ("stop" if n < len(text) else "length")
+    assert "''" in refused(*words, "--stop=")

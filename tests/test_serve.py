@@ -89,23 +89,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 # --- the same tokens ---
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "sampling",
-    [{"temperature": 0.0}, pytest.param({"top_p": 0.9}, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_every_text_is_that_of_its_prompt_alone(shape, sampling, pools) -> None:
-    """Up to the limit of 16 positions and beyond it; pools that hold all of the rows, or fewer."""
-    model = lively(attention_backend="paged", attention_fallback=False, **SHAPES[shape])
-    plain, prompts = lively(**SHAPES[shape]), some_prompts()[1::2]
-    want = [alone(plain, p, 14, i, **sampling) for i, p in enumerate(prompts)]
-    for page_size, slots, n_pages in ((4, 3, None), (3, 4, 9)):
-        sizes = {"page_size": page_size, "slots": slots, "n_pages": n_pages}
-        assert texts_of(model, prompts, 14, **sizes, **sampling) == want, sizes
-    assert len(pools) == 2 and not any(n for pool in pools for n in map(pool.n_used, pool.n_pages))
-
-
 # --- continuous batching ---
 
 

@@ -281,7 +281,7 @@ SAMPLE: list[Row] = [  # for --quick
     ("the same mask again", "dropout", replay, "9x16-gqa-D16-dropout.25", ALL),
     ("the same mask again", "dropout", replay, "9x150-mqa-B1-D64-dropout.25"),
     ("one graph", "torch.compile", compiled, "65-gqa-compiled"),
-    ("left padding", "caches", accuracy, "3x24-left-gqa-B3-dynamic"),
+    ("left padding", "caches", accuracy, "3x24-left-gqa-B3-dynamic, 3x24-gqa-dynamic"),
     ("in a cache", "caches", probed, "64-gqa-static, 64-gqa-inference-page_size16", CACHED),
     ("in parts, merged by L", "parts", probed, "50-mqa-lse", ", window9-packed"),
     ("log-sum-exp", "parts", log_sum_exp, "33-mqa-lse, 40x33-mqa-lse", ", right5"),

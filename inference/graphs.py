@@ -1,0 +1,258 @@
+"""Graphs of decode steps, compiled or captured, and the static caches that they write to.
+
+    compiled    torch.compile, on CUDA with CUDA graphs: the fastest step, half a minute to make
+    captured    the eager step as a CUDA graph (torch.cuda.CUDAGraph): the same kernels, launched
+                at once; made in the first step of its kind
+
+A captured graph holds the addresses of weights and cache, and numbers as constants: key() has them
+all. Tensors that change in each step, as tokens and random numbers, are copied into buffers of the
+graph before it is replayed. These, results, weights and caches lie outside the pool of memory that
+the graphs share, which frees nothing until its last graph goes. So they run in one stream only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache as memoize
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from core.cpu import int8
+from inference.cache import Cache, StaticCache, StaticStep
+from model import GPT
+
+log = logging.getLogger("nanoattn")
+
+F = TypeVar("F", bound=Callable[..., Any])
+KV_CACHES = ("none", "dynamic", "static", "paged")
+MOST = 8  # captured graphs of a model
+MOST_IDLE = 2  # their caches that are not in use
+
+
+def choose(model: GPT, kv_cache: str, compile: bool) -> tuple[str, str | None]:
+    """The cache, and the kind of graph of its decode steps. Raises ValueError."""
+    if kv_cache == "auto" and not compile:
+        # Hooks are Python, which a graph would leave out.
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        captured = possible(model.transformer.wte.weight.device) and not hooked
+        return ("static", "captured") if captured else ("dynamic", None)
+    if kv_cache not in ("auto", *KV_CACHES):
+        raise ValueError(f"kv_cache must be one of auto, {', '.join(KV_CACHES)}, got {kv_cache!r}")
+    if compile and kv_cache != "static":
+        raise ValueError(f"compile needs kv_cache=static, got {kv_cache}")
+    return kv_cache, "compiled" if compile else None
+
+
+def check_int8(model: GPT, rows: int) -> None:
+    """Warn of int8 weights where they are slow."""
+    on_cuda = model.transformer.wte.weight.device.type == "cuda"
+    if on_cuda and rows > 1 and int8.parameters(model):
+        _warn("int8 weights with several texts at a time on CUDA save memory, but are slow")
+
+
+def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """function(*args), a decode step or a part of it, by a graph of that kind."""
+    if kind is None:
+        return function(*args)
+    if kind == "compiled":
+        return compiled(function, model.transformer.wte.weight.device.type)(*args)
+    graphs = _captured.setdefault(model, OrderedDict())
+    found = graphs.get(at := key(function, args))
+    if found is None:
+        graphs[at] = found = Captured()
+        while len(graphs) > MOST:
+            graphs.popitem(last=False)
+    graphs.move_to_end(at)
+    return found(function, args)
+
+
+# --- static caches ---
+
+# A graph holds the addresses of its cache: a new cache for each call would mean a new graph.
+_idle: WeakKeyDictionary[GPT, dict[tuple[Any, ...] | None, StaticCache]] = WeakKeyDictionary()
+
+
+def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticCache:
+    """An empty static cache; for graphs that of an earlier call, if there is one."""
+    config, phase = model.config, model.phase()._replace(cache="static")
+    device, dtype = model.transformer.wte.weight.device, getattr(torch, phase.dtype)
+    key = None if graph is None else (graph, B, max_len, dtype, device)
+    static = _idle.get(model, {}).pop(key, None)
+    if static is not None:
+        static.reset()
+        return static
+    with torch.inference_mode(False):  # tensors of inference mode cannot be written to outside it
+        static = StaticCache(
+            config.n_layer, B, max_len, config.kv_heads, config.head_dim, windows=config.windows,
+            in_order=config.position == "alibi", dtype=dtype, device=device,
+        )  # fmt: skip
+    static.key = key
+    if graph == "compiled":
+        plan = model.plan(B, cache="static", compiled=True)
+        for t in (*static.k, *static.v, static.start, static.count):
+            torch._dynamo.mark_static_address(t, guard=False)  # a CUDA graph writes there
+    else:
+        plan = model.plans.look_up(phase, B)
+    kernels = {call.chosen.backend.name for call in plan}
+    static.in_buckets = device.type != "cuda" or kernels != {"paged"}
+    return static
+
+
+def give_back(model: GPT, cache: Cache) -> None:
+    """Keep a static cache, of captured graphs the last few."""
+    if isinstance(cache, StaticCache) and cache.key:
+        idle = _idle.setdefault(model, {})
+        idle[cache.key] = cache
+        for key in [key for key in idle if key and "captured" in key][:-MOST_IDLE]:
+            del idle[key]
+
+
+# --- compiled ---
+
+
+@memoize
+def compiled(function: F, device: str) -> F:
+    """torch.compile for fixed shapes; results are copied out of the graph's memory."""
+    torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
+    mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs
+    graph = torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
+
+    def run(*args: object) -> Any:
+        if device == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        return tree_map_only(Tensor, Tensor.clone, graph(*args))
+
+    return run  # type: ignore[return-value]
+
+
+# --- captured ---
+
+
+def key(function: Callable[..., Any], args: tuple[Any, ...]) -> Hashable:
+    """All that a captured call depends on: shapes of tensors, addresses of modules and of the
+    cache, kernels, and other values."""
+    return function, *map(_of_leaf, tree_flatten(args)[0])
+
+
+def _of_leaf(x: Any) -> Hashable:
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype, x.device
+    if isinstance(x, StaticStep):
+        return x.length, *map(_place, (*x.cache.k, *x.cache.v, x.start, x.count))
+    if not isinstance(x, nn.Module):
+        return x
+    at = [_place(t) for m in x.modules() for t in (*m._parameters.values(), *m._buffers.values())]
+    if not isinstance(x, GPT):
+        return id(x), *at
+    phase = x.phase()._replace(cache="static")
+    return id(x), phase, *(call[:2] for call in x.plans.look_up(phase)), *at
+
+
+def _place(t: Tensor | None) -> Hashable:
+    return None if t is None else (t.data_ptr(), t.shape, t.dtype)
+
+
+class Captured:
+    """A call by a CUDA graph. It refers neither to the model nor to the cache."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []  # their addresses are in the key
+        self.inputs: list[Tensor] = []
+        self.outputs: Any = None
+        self.replay: Callable[[], None] | None = None
+
+    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """function(*args); the tensors of the result are the graph's."""
+        if self.outputs is None:  # the first call prepares the kernels, then it is captured
+            return self.capture(function, args)
+        if self.replay is None:
+            return function(*args)
+        torch._foreach_copy_(
+            self.inputs, [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
+        )
+        self.replay()
+        return self.outputs
+
+    def capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        leaves, tree = tree_flatten(args)
+        self.values = [x for x in leaves if not isinstance(x, Tensor | StaticStep | GPT)]
+        device = next(x.device for x in leaves if isinstance(x, Tensor))
+        with side_stream(device):
+            found = function(*args)
+        with torch.inference_mode(False):  # later calls may be outside it
+            self.inputs = [x.clone() for x in leaves if isinstance(x, Tensor)]
+            self.outputs = tree_map_only(Tensor, torch.empty_like, found)
+        buffers = iter(self.inputs)
+        fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
+
+        def step() -> None:
+            # A copy of the cache's step: it notes tensors, which would be the graph's.
+            new = [replace(x) if isinstance(x, StaticStep) else x for x in fixed]
+            made = function(*tree_unflatten(new, tree))
+            for buffer, t in zip(tree_flatten(self.outputs)[0], tree_flatten(made)[0]):
+                if isinstance(t, Tensor):
+                    buffer.copy_(t)
+
+        try:
+            self.replay = record(step, device)
+        except Exception as e:
+            why: BaseException = e
+            while why.__context__ is not None:  # the end of a failed capture raises another error
+                why = why.__context__
+            reason = f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0]
+            _warn(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
+        return found
+
+
+@memoize
+def _warn(text: str) -> None:
+    log.warning(text)
+
+
+_captured: WeakKeyDictionary[GPT, OrderedDict[Hashable, Captured]] = WeakKeyDictionary()
+
+
+# --- the device's part ---
+
+
+def possible(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@memoize
+def _side(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
+    """The stream of first calls and captures, and the pool of all graphs."""
+    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """Run on the stream of captures."""
+    if device.type != "cuda":
+        yield
+        return
+    stream, current = _side(device)[0], torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Capture what step() launches; returns a function that launches it."""
+    graph, (stream, pool) = torch.cuda.CUDAGraph(), _side(device)
+    with (
+        torch.cuda.device(device),
+        torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+    ):
+        step()
+    return graph.replay
