@@ -88,6 +88,8 @@ def texts(bench: Bench[Decode]) -> list[Json]:
             f"--prompts, --new_tokens: {max(prompts)} + {new} tokens exceed --block_size={T}"
         )
     caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
+    if config.compile:  # last: a plan for another cache would compile its graphs again
+        caches.sort(key="static".__eq__)
     shapes = itertools.product(sizes, prompts, caches, config.constraint)
     keys = ("B", "P", "cache", "constraint")
     return [{**dict(zip(keys, shape)), "new_tokens": new} for shape in shapes]
@@ -147,6 +149,8 @@ class Decoding:
             return {"batch_size": machine.largest(write, self.device, MOST)}
         if request.get("warm_up"):
             machine.reset_peak(self.device)
+            if not self.job.hf:  # its plan first: a later one would compile the graphs again
+                self.who.chosen(request["cache"])
             write(B)
             answer: Json = {"peak_bytes": machine.memory(self.device)}
             if self.who.chosen(request["cache"]):
