@@ -148,12 +148,15 @@ class Decoding:
         if request.get("largest"):
             return {"batch_size": machine.largest(write, self.device, MOST)}
         if request.get("warm_up"):
+            # Before the text: plans that come after it compile its graphs again.
+            planned = not self.job.hf and self.who.chosen(request["cache"])
+            early = self.who.evidence(request["cache"]) if planned else {}
             machine.reset_peak(self.device)
-            if not self.job.hf:  # its plan first: a later one would compile the graphs again
-                self.who.chosen(request["cache"])
             write(B)
             answer: Json = {"peak_bytes": machine.memory(self.device)}
-            if self.who.chosen(request["cache"]):
+            if planned:
+                return answer | early
+            if self.job.hf and self.who.chosen(request["cache"]):
                 return answer | self.who.evidence(request["cache"])
             # The kernels that torch chose, from the profiler, in two tokens.
             with kineto(self.device.type) as watched:
