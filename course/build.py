@@ -1,4 +1,4 @@
-"""Write the generated parts of course/ and docs/PLAN.md, course/pictures/ and notebooks/.
+"""Write the generated parts of course/ and docs/PLAN.md, and notebooks/*.ipynb.
 
     python -m course.build            rewrite the pages
     python -m course.build --check    print each place that is out of date; exit code 1
@@ -8,13 +8,12 @@ In a page, the text between one of these comments and `<!-- end -->` is generate
     <!-- code: attention/tiled.py forward_tiles -->
     <!-- code: attention/tiled.py forward_tiles from "S_ij = tau" to "m_i = m_new" -->
     <!-- code: attention/manual.py attend from "scores = (q" to "out = probs @" plain -->
-    <!-- start: 7.1 -->
     <!-- figure: mask --Tq=3 --Tk=5 -->
 
 The first is the source of a function, class, method (`Tiled.forward`) or constant. The second is
 a part of it, from the first line that contains the one text to the next that contains the other.
-The third leaves out softcap, sinks, ALiBi, dropout and caches. The last two are the file to start
-an exercise from, and the output of `python -m course.figures`.
+The third leaves out softcap, sinks, ALiBi, dropout and caches. The last is the output of
+`python -m course.figures`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.settings import UserError, exit_on_user_error
-from course.draw import PICTURES
-from course.exercises.__main__ import exercise
 from course.figures import __main__ as figures
 from course.notebook import notebooks
 from course.source import ROOT, source
@@ -39,7 +36,7 @@ COURSE = ROOT / "course"
 PLAN = ROOT / "docs" / "PLAN.md"
 NOTEBOOKS = ROOT / "notebooks"
 END = "<!-- end -->\n"
-MARK = re.compile(r"^<!-- (code|start|figure): (.+?) -->\n", re.M)
+MARK = re.compile(r"^<!-- (code|figure): (.+?) -->\n", re.M)
 CODE = re.compile(r'(\S+) (\S+)(?: from "(.+?)" to "(.+?)")?( plain)?')
 # What plain() leaves out within a line.
 OPTIONS = [(", alibi_slopes", ""), (r"\[\.\.\., :Tk\]", ""), (r"  # the sink has no value", ""),
@@ -59,25 +56,17 @@ def main(argv: Sequence[str]) -> int:
             page.write_text(fresh, encoding="utf-8")
         for mark in changed:
             print(f"{page.name}: {'is out of date' if argv else 'written'}: {mark}")
-    made = {COURSE / "pictures" / f"{name}.svg": draw() for name, draw in PICTURES.items()}
-    for path, text in made.items():
-        stale += keep(path, text, not argv)
-    for name, text in notebooks().items():  # from the pages and pictures as they are now
-        stale += keep(NOTEBOOKS / name, text, not argv)
+    for name, text in notebooks().items():  # from the pages as they are now
+        path = NOTEBOOKS / name
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale += 1
+        print(f"{name}: {'is out of date' if argv else 'written'}")
+        if not argv:
+            path.write_text(text, encoding="utf-8")
     if argv and stale:
         print("run python -m course.build")
     return int(bool(argv) and stale > 0)
-
-
-def keep(path: Path, text: str, write: bool) -> bool:
-    """Write a file that is out of date, or only print its name. Returns True if it was."""
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return False
-    print(f"{path.name}: {'written' if write else 'is out of date'}")
-    if write:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return True
 
 
 def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
@@ -91,7 +80,7 @@ def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
         if end < 0 or (next_mark and next_mark.start() < end):
             raise UserError(f"{page.name}: no {END.strip()} after {mark}")
         try:
-            make = {"code": code, "start": start, "figure": figure}[kind]
+            make = {"code": code, "figure": figure}[kind]
             made = make(what, page)
         except UserError as e:
             raise UserError(f"{page.name}: {mark}: {e}") from None
@@ -104,10 +93,6 @@ def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
 
 def figure(what: str, page: Path) -> str:
     return figures.draw(shlex.split(what)) + "\n"
-
-
-def start(number: str, page: Path) -> str:
-    return f"```python\n{exercise(number).START.strip()}\n```\n"
 
 
 def code(what: str, page: Path) -> str:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from course.exercises.__main__ import answer_of, exercise
+from course.exercises import exercise
 from course.exercises.check import examine, made_of
 from course.figures.__main__ import draw
 from course.source import ROOT
@@ -41,7 +41,7 @@ def check(number: int | float, *functions: Callable[..., object]) -> None:
 
 def answer(number: int | float) -> None:
     """Print a right answer."""
-    print(answer_of(str(number)).read_text(encoding="utf-8").strip())
+    print(exercise(str(number)).right.strip())
 
 
 def compare_kernels() -> None:

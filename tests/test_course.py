@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -26,14 +27,15 @@ from attention.check.command import main as check_kernel
 from bench.settings import load_config
 from core import settings
 from core.settings import UserError
-from course import build, draw, source
-from course.exercises import NUMBERS
+from course import build, source
+from course.exercises import NUMBERS, exercise
 from course.exercises import __main__ as command_line
-from course.exercises.check import examine, failure, right
+from course.exercises.check import examine, failure
 from course.exercises.named import mistaken, named
 from course.figures import __main__ as figures
 from course.figures import basics, trace
 from course.format import table
+from course.lab import report, training
 from course.lab.__main__ import LabConfig
 from explain import ExplainConfig
 from train import TrainConfig
@@ -42,7 +44,6 @@ COURSE = ROOT / "course"
 PAGES = sorted(files("course/[0-9]*_*.md"), key=lambda page: int(page.name.split("_")[0]))
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in [COURSE / "README.md", *PAGES]}
 COMMANDS = list(dict.fromkeys(line for text in TEXT.values() for line in commands(text)))
-ANSWERS = COURSE / "exercises" / "answers"
 
 
 def needing_triton(number: str) -> None:
@@ -66,21 +67,6 @@ def test_what_is_generated_is_up_to_date(name: str) -> None:
     fresh, changed = build.rebuild(TEXT[name], COURSE / name)
     assert not changed
     assert fresh == TEXT[name]
-
-
-@pytest.mark.parametrize("name", draw.PICTURES)
-def test_a_picture_is_up_to_date_and_fits(name: str) -> None:
-    """Well-formed, with a rule for dark mode, and no text beyond its edge (7 px a letter)."""
-    drawn = draw.PICTURES[name]()
-    assert (COURSE / "pictures" / f"{name}.svg").read_text(encoding="utf-8") == drawn
-    root = ElementTree.fromstring(drawn)
-    width = float(root.attrib["viewBox"].split()[2])
-    assert "prefers-color-scheme: dark" in drawn
-    for words in root.iter("{http://www.w3.org/2000/svg}text"):
-        x, kind = float(words.attrib["x"]), words.attrib["class"]
-        long = 7.2 * len(words.text or "")
-        right = x if "end" in kind else x + long / 2 if "middle" in kind else x + long
-        assert right <= width + 1, words.text
 
 
 @pytest.mark.parametrize("name", TEXT)
@@ -118,7 +104,7 @@ def test_a_command_of_the_pages_runs(line, capsys, monkeypatch, tmp_path) -> Non
             assert text.strip()
             assert not redirected or compile(text, redirected, "exec")
         else:
-            start = written(tmp_path, command_line.exercise(words[3]).START)
+            start = written(tmp_path, exercise(words[3]).start)
             assert command_line.main([words[3], str(start)]) == 1
     elif words[:4] == ["python", "-m", "attention", "check"]:
         assert words[4:] == ["mykernel.py", "--quick"]  # a slow test below runs it
@@ -186,8 +172,7 @@ def course(tmp_path, monkeypatch) -> Path:
     (folder / "1_page.md").write_text(PAGE, encoding="utf-8")
     monkeypatch.setattr(build, "ROOT", tmp_path)
     monkeypatch.setattr(build, "COURSE", folder)
-    monkeypatch.setattr(build, "PICTURES", {"dot": lambda: "<svg/>"})
-    monkeypatch.setattr(build, "NOTEBOOKS", tmp_path / "notebooks")
+    monkeypatch.setattr(build, "NOTEBOOKS", folder)
     monkeypatch.setattr(build, "notebooks", lambda: {"lesson.ipynb": "{}\n"})
     squares = lambda n=2: table(("n", "n²"), [(m, m * m) for m in range(n)])  # noqa: E731
     monkeypatch.setitem(figures.FIGURES, "squares", squares)
@@ -428,15 +413,121 @@ def test_rope_turns_as_the_formula_says() -> None:
     assert scaled == pytest.approx(8 * turns, abs=8)
 
 
+# --- numbers that stand in the pages and pictures, from records and formulas ---
+
+
+def drawn(name: str, *kinds: str) -> list[ElementTree.Element]:
+    """The elements of a picture with one of these classes, in its order."""
+    root = ElementTree.parse(COURSE / "pictures" / f"{name}.svg").getroot()
+    return [e for e in root.iter() if not kinds or e.get("class") in kinds]
+
+
+def words(name: str) -> str:
+    return "\n".join(e.text or "" for e in drawn(name) if e.tag.endswith("}text"))
+
+
+@pytest.mark.parametrize("path", files("course/pictures/*.svg"), ids=lambda path: path.stem)
+def test_a_picture_fits(path: Path) -> None:
+    """Well-formed, with a rule for dark mode, and no text beyond its edge (7 px a letter)."""
+    assert "prefers-color-scheme: dark" in path.read_text(encoding="utf-8")
+    width = float(drawn(path.stem)[0].attrib["viewBox"].split()[2])
+    for e in drawn(path.stem):
+        if e.tag.endswith("}text"):
+            x, kind, long = float(e.attrib["x"]), e.attrib["class"], 7.2 * len(e.text or "")
+            right = x if "end" in kind else x + long / 2 if "middle" in kind else x + long
+            assert right <= width + 1, e.text
+
+
+def test_the_picture_of_masks_is_visible() -> None:
+    shapes = [(5, 5, None, None, 0), (3, 5, None, None, 0), (5, 5, 2, None, 0),
+              (5, 5, None, (0, 0, 1, 1, 1), 0), (5, 5, 2, None, 1)]
+    want = []
+    for Tq, Tk, window, seg, right in shapes:
+        for i, j in product(range(Tq), range(Tk)):
+            pair = (seg[i], seg[j]) if seg else (None, None)
+            want.append(bool(visible(i, j, Tk - Tq, window, *pair, right)))
+    assert [e.get("class") == "on" for e in drawn("masks", "on", "off")] == want
+
+
+def test_the_frames_hold_the_numbers_of_tiled() -> None:
+    draw = torch.Generator().manual_seed(28)
+    q, k, v = torch.randint(-2, 3, (3, 1, 6, 1, 2), generator=draw).float()
+    tiles, out = trace.trace_of(q, k, v, Spec(1, 1, 2, "float32"), B_r=2, B_c=2)
+    for a in range(2):
+        for tile in tiles[-3:]:
+            m, l, O = (t[0, 0, a].tolist() for t in (tile.m, tile.l, tile.O))
+            assert f"m {m:.1f}  l {l:.2f}  O {O[0]:5.2f} {O[1]:5.2f}" in words("frames")
+        assert "O / l = {:5.2f} {:5.2f}".format(*out[0, 4 + a, 0]) in words("frames")
+
+
+def curve(name: str, kind: str, xs: tuple[float, float], y_of: Callable[[float], float]) -> Any:
+    """The points of a curve: pixels 80 to 520 are logarithmic from xs[0] to xs[1]."""
+    (path,) = drawn(name, kind)
+    points = [map(float, p.split()) for p in path.attrib["d"].strip("M").split("L")]
+    return [(xs[0] * (xs[1] / xs[0]) ** ((x - 80) / 440), y_of((280 - y) / 240))
+            for x, y in points]
+
+
+def test_the_curves_are_their_formulas() -> None:
+    kinds = {"b": lambda T: 4 * (4 * T * 64 + 4 * T * T), "a": lambda T: (
+        4 * 64 * (T + 2 * tiled_keys(Spec(1, 1, 64, "float32"), T, 128, 64)) + 4 * 65 * T)}
+    for kind, formula in kinds.items():
+        found = curve("bytes_moved", kind, (256, 4096), lambda share: 0.1 * 10 ** (4 * share))
+        lengths = (256, 512, 1024, 2048, 4096)
+        assert [x for x, _ in found] == pytest.approx(lengths, rel=0.002)
+        assert [1e6 * y for _, y in found] == pytest.approx([*map(formula, lengths)], rel=0.003)
+    far = [n for n in (round(1.2**e) for e in range(60)) if n <= 16384]
+    for kind, theta in (("a", 1e4), ("b", 5e5)):
+        found = curve("rope_decay", kind, (1, 16384), lambda share: 1.2 * share - 0.2)
+        score = [sum(math.cos(n * theta ** (-i / 64)) for i in range(64)) / 64 for n in far]
+        assert [x for x, _ in found] == pytest.approx(far, rel=0.002)
+        assert [y for _, y in found] == pytest.approx(score, abs=0.001)
+
+
+def test_page_13_has_the_record_of_the_lab() -> None:
+    """The table, and in the picture the state and the mean of each variant's recall."""
+    record = report.record()
+    assert report.table(record) in TEXT["13_variants.md"]
+    rows = {e.text: float(e.attrib["y"]) for e in drawn("recall") if e.get("x") == "10"}
+    for name in {row["variant"] for row in record["rows"]}:
+        y = rows[report.TITLES[name]]
+        state = training.costs(training.build(name, training.RECALL))["state"]
+        assert [e.text for e in drawn("recall", "small end") if float(e.attrib["y"]) == y] == [
+            f"{state / 1000:,.1f} kB"]
+        runs = [r["recalled"] for r in record["rows"] if r["variant"] == name and "recalled" in r]
+        for n, kind in enumerate(("green", "warm", "on")):  # by the number of pairs
+            at = [float(e.attrib["x"]) + 4 for e in drawn("recall", kind)
+                  if float(e.attrib["y"]) == y - 9 + 6 * n]
+            mean = sum([*run.values()][n] for run in runs) / len(runs)
+            assert at == pytest.approx([330 + 320 * mean], abs=0.06)
+
+
+def test_page_12_computes_mfu_from_its_record() -> None:
+    page, path = TEXT["12_mfu.md"], "bench/records/2026-11-21_cpu_train/record.json"
+    record = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    N, pairs, T, peak = 3_410_176, 12 * 4 * 4 * 64, 512, 1e12 * record["machine"]["peak_tflops"]
+    for number in (N, 6 * N, pairs * T, pairs * (T + 1) // 2, round(peak)):
+        assert f" {number:,} " in page
+    told = {cells[0]: cells[1:] for cells in cells(page) if len(cells) == 7}
+    for row in record["rows"]:
+        if row["mode"] == "train" and row["status"] == "ok" and row["backend"] in told:
+            rate = row["tokens_per_s"]
+            assert told.pop(row["backend"]) == [
+                f"{rate:,.0f}", f"{row['ms']:.0f}", f"{row['q1_ms']:.0f} to {row['q3_ms']:.0f}",
+                f"{(6 * N + pairs * T) * rate / peak:.1%}",
+                f"{(6 * N + pairs * (T + 1) / 2) * rate / peak:.1%}",
+                f"{row['memory_bytes'] / 1e6:.0f}"]
+    assert not told
+
+
 # --- the exercises ---
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_right_answer_passes_and_the_start_does_not(number, tmp_path) -> None:
     needing_triton(number)
-    exercise = command_line.exercise(number)
-    assert examine(exercise, command_line.answer_of(number)) is None
-    assert examine(exercise, written(tmp_path, exercise.START))
+    assert examine(exercise(number), exercise(number).answer) is None
+    assert examine(exercise(number), written(tmp_path, exercise(number).start))
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -444,13 +535,13 @@ def test_a_common_mistake_is_named(number, tmp_path) -> None:
     needing_triton(number)
     if number.startswith("7") and torch.cuda.is_available():
         pytest.skip("which of several wrong numbers comes first depends on the order of programs")
-    exercise = command_line.exercise(number)
-    texts = [mistaken(right(exercise), mistake) for mistake in exercise.MISTAKES]
-    errors = {text: failure(exercise, written(tmp_path, text)) for text in texts}
-    for text, (*_, hint) in zip(texts, exercise.MISTAKES, strict=True):
+    made, mistakes = exercise(number), exercise(number).checker.MISTAKES
+    texts = [mistaken(made.right, mistake) for mistake in mistakes]
+    errors = {text: failure(made, written(tmp_path, text)) for text in texts}
+    for text, (*_, hint) in zip(texts, mistakes, strict=True):
         error = errors[text]
-        assert error and named(error, right(exercise), exercise.MISTAKES, errors.get) == hint, error
-    assert (examine(exercise, written(tmp_path, texts[0])) or "").endswith(exercise.MISTAKES[0][2])
+        assert error and named(error, made.right, mistakes, errors.get) == hint, error
+    assert (examine(made, written(tmp_path, texts[0])) or "").endswith(mistakes[0][2])
 
 
 # Answers that are written another way, with their mistake and a word of the hint.
@@ -500,13 +591,13 @@ OTHERS = [
 @pytest.mark.parametrize("number, text, word", OTHERS)
 def test_a_mistake_is_named_however_it_is_written(number, text, word, tmp_path) -> None:
     path = written(tmp_path, "import torch\n" + text)
-    assert word in (examine(command_line.exercise(str(number)), path) or "")
+    assert word in (examine(exercise(str(number)), path) or "")
 
 
 @pytest.mark.slow
 def test_a_class_is_graded(tmp_path, capsys) -> None:
     """Answers that print, exit, import another file or come twice; a student without answers."""
-    key = {n: command_line.answer_of(n).read_text(encoding="utf-8") for n in ("1", "2", "5", "7.1")}
+    key = {n: exercise(n).right for n in ("1", "2", "5", "7.1")}
     for name, text in {
         "ada/answer1.py": key["2"], "ada/answer07_1_b.py": key["7.1"],
         "bob/mine.py": key["1"], "bob/answer1-old.py": "", "bob/.saved/answer2.py": key["2"],
@@ -536,12 +627,12 @@ def test_a_class_is_graded(tmp_path, capsys) -> None:
     ("raise SystemExit(3)", "SystemExit"),
 ])
 def test_an_answer_that_cannot_run(text, said, tmp_path) -> None:
-    assert said in (examine(command_line.exercise("1"), written(tmp_path, text)) or "")
+    assert said in (examine(exercise("1"), written(tmp_path, text)) or "")
 
 
 def test_an_endless_loop_is_stopped(tmp_path) -> None:
     text = "import time\nwhile True: time.sleep(0.01)"
-    assert "0.2 s" in (examine(command_line.exercise("1"), written(tmp_path, text), 0.2) or "")
+    assert "0.2 s" in (examine(exercise("1"), written(tmp_path, text), 0.2) or "")
 
 
 def test_the_command(capsys, tmp_path) -> None:
@@ -559,9 +650,8 @@ def test_the_command(capsys, tmp_path) -> None:
 @pytest.mark.slow
 def test_the_answers_of_pages_4_and_6_are_a_kernel(tmp_path, capsys, monkeypatch) -> None:
     """The code of page 6 joins them; `attention check` finds nothing."""
-    for n in (4, 6):
-        text = (ANSWERS / f"ex{n}.py").read_text(encoding="utf-8")
-        (tmp_path / f"answer{n}.py").write_text(text, encoding="utf-8")
+    for n in "46":
+        (tmp_path / f"answer{n}.py").write_text(exercise(n).right, encoding="utf-8")
     code = TEXT["6_backward.md"].split("## Train on your own kernel")[1].split("```")[1]
     kernel = tmp_path / "mykernel.py"
     kernel.write_text(code.removeprefix("python\n"), encoding="utf-8")

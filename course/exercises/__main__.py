@@ -21,14 +21,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 from core.settings import UserError, exit_on_user_error
-from course.exercises import ALSO, NUMBERS
-
-FOLDER = Path(__file__).resolve().parent
+from course.exercises import ALSO, NUMBERS, exercise
 
 USAGE = "usage: python -m course.exercises [number [--start | --answer | FILE] | grade FOLDER]"
 GRADING_S = 300  # seconds for an answer, in its own process
@@ -40,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     of_page = [n for n in NUMBERS if n.startswith(f"{argv[0]}.")] if len(argv) == 1 else []
     if of_page or not argv or argv[0] in ("-h", "--help"):
         for n in of_page or NUMBERS:
-            print(f"{n:3}  {exercise(n).TASK.splitlines()[0]}")
+            print(f"{n:3}  {exercise(n).title}")
         return 0
     number, *rest = argv
     if number == "grade" and len(rest) == 1:
@@ -50,14 +46,14 @@ def main(argv: Sequence[str]) -> int:
     if len(rest) > 1 or number not in NUMBERS:
         raise UserError(f"{USAGE}, number: {', '.join(NUMBERS)}; got {' '.join(argv)}")
     if rest == ["--start"]:
-        print(exercise(number).START.strip())
+        print(exercise(number).start.strip())
         return 0
     if rest == ["--answer"]:
-        print(answer_of(number).read_text(encoding="utf-8").strip())
+        print(exercise(number).right.strip())
         return 0
     if not rest:
         print(
-            f"{exercise(number).TASK.strip()}\n"
+            f"{exercise(number).title}\n\n{exercise(number).task}\n"
             f"\nStart:   python -m course.exercises {number} --start > answer{number}.py"
             f"\nCheck:   python -m course.exercises {number} answer{number}.py"
             f"\nAnswer:  python -m course.exercises {number} --answer"
@@ -125,18 +121,6 @@ def graded(number: str, path: Path) -> str:
         if not result.is_file():
             return f"the process ended without a result, exit code {done.returncode}"
         return result.read_text(encoding="utf-8")
-
-
-def exercise(number: str) -> ModuleType:
-    return import_module(f"course.exercises.{module(number)}")
-
-
-def answer_of(number: str) -> Path:
-    return FOLDER / "answers" / f"{module(number)}.py"
-
-
-def module(number: str) -> str:
-    return f"ex{ALSO.get(number, number)}".replace(".", "_")
 
 
 if __name__ == "__main__":

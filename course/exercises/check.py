@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 import tempfile
 import threading
@@ -20,19 +19,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from course.exercises import Exercise
 from course.exercises.named import Wrong as Wrong
 from course.exercises.named import named
 from course.exercises.named import same as same
 
 CHECKERS = ("course.exercises", "attention.check")  # modules that an answer must leave as they are
-ANSWERS = Path(__file__).resolve().parent / "answers"
 
 
 def examine(
-    exercise: ModuleType, answer: Path | ModuleType, seconds: float = 60.0
+    exercise: Exercise, answer: Path | ModuleType, seconds: float = 60.0
 ) -> str | None:
     """Check an answer, a Python file or module. Returns None, or the first error."""
-    for package in getattr(exercise, "NEEDS", ()):
+    for package in getattr(exercise.checker, "NEEDS", ()):
         if find_spec(package) is None:
             return f"this exercise needs the package {package}: pip install {package}"
     found: list[str | None] = []
@@ -48,14 +47,14 @@ def examine(
     return found[0] if found else f"not finished after {seconds:g} s: is there an endless loop?"
 
 
-def failure(exercise: ModuleType, answer: Path | ModuleType) -> BaseException | None:
+def failure(exercise: Exercise, answer: Path | ModuleType) -> BaseException | None:
     places = [math, torch, *(m for name, m in sys.modules.items() if name.startswith(CHECKERS))]
     before = [(place, dict(vars(place))) for place in places]
     error: BaseException | None = None
     try:
         if isinstance(answer, Path):
-            answer = load(answer, names(exercise))
-        exercise.check(answer)
+            answer = load(answer, exercise.names)
+        exercise.checker.check(answer)
     except (Exception, SystemExit) as e:
         error = e
     for place, old in before:
@@ -66,31 +65,19 @@ def failure(exercise: ModuleType, answer: Path | ModuleType) -> BaseException | 
     return error
 
 
-def names(exercise: ModuleType) -> list[str]:
-    """Return the names of the functions that an answer defines."""
-    return re.findall(r"^def (\w+)", exercise.START, re.M)
-
-
-def hint(exercise: ModuleType, error: BaseException) -> str:
+def hint(exercise: Exercise, error: BaseException) -> str:
     """Return the hint of the mistake that fails in the same way, or ""."""
     with tempfile.TemporaryDirectory() as folder:
-        for part in (exercise, *getattr(exercise, "PARTS", ())):
 
-            def fails(text: str, part: ModuleType = part) -> BaseException | None:
-                path = Path(folder) / f"mistake{len(list(Path(folder).iterdir()))}.py"
-                path.write_text(text, encoding="utf-8")
-                return failure(part, path)
+        def fails(text: str) -> BaseException | None:
+            path = Path(folder) / f"mistake{len(list(Path(folder).iterdir()))}.py"
+            path.write_text(text, encoding="utf-8")
+            return failure(exercise, path)
 
-            if fails(right(part)):  # the machine is at fault, not the answer
-                return ""
-            if why := named(error, right(part), part.MISTAKES, fails):
-                return f". {why}"
-    return ""
-
-
-def right(exercise: ModuleType) -> str:
-    """Return the text of the right answer."""
-    return (ANSWERS / f"{exercise.__name__.rpartition('.')[2]}.py").read_text(encoding="utf-8")
+        if fails(exercise.right):  # the machine is at fault, not the answer
+            return ""
+        why = named(error, exercise.right, exercise.checker.MISTAKES, fails)
+        return f". {why}" if why else ""
 
 
 def load(path: Path, names: list[str]) -> ModuleType:

@@ -9,28 +9,6 @@ import torch
 
 from course.exercises.check import forbidding, same
 
-TASK = """Softmax, and attention of one query
-
-softmax(s)         s: (T,) scores. Returns (T,): exp(s_j) / sum of exp(s).
-attend(q, K, V)    q: (D,), K and V: (T, D). Returns (D,): the mean of the rows of V,
-                   weighted by softmax(K q / sqrt(D)).
-
-Write softmax with exp, sum and max. Scores of 1000 and of -1000 must work.
-"""
-START = '''import math
-
-import torch
-
-
-def softmax(s):
-    """s: (T,) scores. Returns (T,) weights that sum to 1."""
-    # your lines here
-
-
-def attend(q, K, V):
-    """q: (D,), K and V: (T, D). Returns (D,)."""
-    # your lines here, with softmax()
-'''
 MISTAKES = [
     ("return e / e.sum()", "return e", "Divide exp(s) by its sum"),
     ("s - s.max()", "s", "Subtract the largest score before exp(), or exp() overflows"),

@@ -9,43 +9,6 @@ import torch
 
 from course.exercises.check import same, several
 
-TASK = """Merge partial outputs, and the backward pass of one block
-
-1. join(O, L, O_new, L_new) returns (O, L) over two disjoint sets of keys.
-
-       O, O_new    (T, D)    softmax(scores) V over one set of keys, normalized
-       L, L_new    (T,)      log of the sum of exp(s) over the same keys
-
-   A query without a key in a set has O = 0 and L = -inf there. Scores may be in the thousands.
-
-2. backward_block(dout, q, k, v, out, L, offset) returns the block's contributions (dq, dk, dv).
-
-       q, dout, out    (Tq, D)    queries; output over ALL keys, and its gradient
-       L               (Tq,)      over ALL keys
-       k, v            (Tk, D)    the block
-       offset          first query's position minus first key's: query i sees key j where
-                       j <= i + offset
-
-   Scores are s = q . k / sqrt(D). A query may see all keys of the block, some, or none.
-"""
-START = '''import math
-
-import torch
-
-
-def join(O, L, O_new, L_new):
-    """(O, L) over the keys of both."""
-    # the share of each in the whole sum?
-    return (O + O_new) / 2, torch.maximum(L, L_new)
-
-
-def backward_block(dout, q, k, v, out, L, offset):
-    """The contributions of one block to dq, dk and dv."""
-    tau = 1 / math.sqrt(q.shape[1])
-    S = tau * (q @ k.T)  # (Tq, Tk)
-    # P from S and L; then dv, dP, dS, dq and dk, as on page 6
-    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-'''
 MISTAKES = [
     ("share * O + share_new * O_new", "(O + O_new) / 2",
      "Weight each by its share, exp(L - L_of_both)"),

@@ -10,36 +10,6 @@ from torch import Tensor
 from course.exercises.check import same
 from model import GPTConfig, rope_rates, rotate
 
-TASK = """RoPE, and scores against a cache
-
-1. rotate(x, positions, theta) returns x (T, D) with its pairs of channels rotated.
-
-       positions    (T,), integers
-       a pair       channels i and i + D / 2, for i = 0 to D / 2 - 1. At position t it turns by
-                    the angle t * theta ** (-2 * i / D), from the first channel to the second
-
-   The dot product of a rotated q and a rotated k then depends on the distance of their positions.
-
-2. scores(q, k, theta) returns the scores (Tq, Tk) of page 2, without a mask.
-
-       q    (Tq, D), the last Tq of Tk tokens, not rotated
-       k    (Tk, D), from a cache that stores rotated keys
-"""
-START = '''import torch
-
-
-def rotate(x, positions, theta):
-    """x (T, D) with each pair of channels rotated."""
-    D = x.shape[1]
-    angle = positions[:, None]  # (T, 1): one angle for all pairs, but each has its own rate
-    a, b = x.chunk(2, dim=1)
-    return torch.cat([a * torch.cos(angle), b * torch.cos(angle)], dim=1)  # where is the sine?
-
-
-def scores(q, k, theta):
-    """(Tq, Tk); the keys are rotated already."""
-    return q @ k.T / q.shape[1] ** 0.5  # and the queries?
-'''
 SPLIT = "a, b = x.chunk(2, dim=1)"
 PAIRS = "torch.cat([a * cos - b * sin, b * cos + a * sin], dim=1)"
 MISTAKES = [

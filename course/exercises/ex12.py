@@ -9,21 +9,6 @@ import torch
 
 from course.exercises.check import Wrong
 
-TASK = """Compute MFU
-
-mfu(parameters, positions, n_layer, n_head, head_dim, T, tokens_per_second, peaks, recomputes)
-returns the model FLOPs utilization of training as PaLM and nanoGPT define it, 0 to 1.
-
-    parameters          of the model, including `positions` of the position embeddings
-    T                   tokens in a sequence
-    peaks               {"dense": FLOP/s, "sparse": FLOP/s}, from the datasheet
-    recomputes          True if the backward pass recomputes the layers
-"""
-START = """def mfu(parameters, positions, n_layer, n_head, head_dim, T, tokens_per_second, peaks,
-        recomputes):
-    flops_per_token = 6 * parameters
-    return flops_per_token * tokens_per_second / peaks["sparse"]
-"""
 MISTAKES = [
     ('peaks["dense"]', 'peaks["sparse"]', "Divide by the dense peak"),
     (" + 12 * n_layer * n_head * head_dim * T", "",

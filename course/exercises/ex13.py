@@ -9,32 +9,6 @@ import torch
 
 from course.exercises.check import Live, Wrong, same
 
-TASK = """MLA: attend to the cache as it is
-
-attend(q, q_rope, cache, A, B) returns out (H, D): one decode step, all heads of the newest token.
-
-    q         (H, D), and q_rope (H, R), rotated
-    cache     (T, r + R): for each token c (r numbers), then k_rope (R numbers, rotated)
-    A, B      (H, D, r): head h has the keys [A_h c, k_rope] and the values B_h c
-
-The scores are divided by sqrt(D + R), as each key has D + R channels. The starting file is right,
-but makes the keys and values of every head, 2 T H D numbers, which MLA does not store for a reason.
-Move A to the query and B to the output: all tensors that are made may hold fewer than T H D
-numbers together.
-"""
-START = '''import torch
-
-
-def attend(q, q_rope, cache, A, B):
-    """q (H, D), q_rope (H, R), cache (T, r + R), A and B (H, D, r). Returns (H, D)."""
-    r = A.shape[2]
-    c, k_rope = cache[:, :r], cache[:, r:]
-    k = torch.einsum("tr,hdr->htd", c, A)  # the keys of every head: as many as MHA would cache
-    v = torch.einsum("tr,hdr->htd", c, B)
-    scores = torch.einsum("hd,htd->ht", q, k) + q_rope @ k_rope.T
-    P = torch.softmax(scores / (q.shape[1] + q_rope.shape[1]) ** 0.5, dim=-1)
-    return torch.einsum("ht,htd->hd", P, v)
-'''
 ABSORBED = 'torch.einsum("hd,hdr->hr", q, A) @ c.T'
 OUT = 'torch.einsum("hr,hdr->hd", P @ c, B)'
 EXPANDED = "A^T q once instead of A c for every token, and B once for the mean of c"

@@ -10,26 +10,6 @@ from torch import Tensor
 from attention.spec import visible
 from course.exercises.check import Wrong, forbidding
 
-TASK = """The mask
-
-mask(Tq, Tk, window, segments) returns bool (Tq, Tk): True if query i may attend to key j.
-
-    causal     A query attends to no later key. The queries are the last Tq of the Tk positions.
-               (If Tq > Tk, the first queries come before every key and attend to none.)
-    window     None, or how many keys a query attends to at most, its own included.
-    segments   None, or (Tk,) integers, the document of each position: a query attends only to
-               its own document.
-
-"""
-START = '''import torch
-
-
-def mask(Tq, Tk, window, segments):
-    """bool (Tq, Tk): True if query i may attend to key j."""
-    i = torch.arange(Tq)[:, None]
-    j = torch.arange(Tk)[None, :]
-    return j <= i  # causal for Tq = Tk; the rest is yours
-'''
 CASES: list[tuple[int, int, int | None, list[int] | None]] = [
     (3, 3, None, None),
     (3, 5, None, None),

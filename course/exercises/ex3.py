@@ -10,29 +10,6 @@ from torch import Tensor
 
 from course.exercises.check import forbidding, same
 
-TASK = """Attention by the formula, with masks and shared heads
-
-attention(q, k, v, seen) returns (Tq, H, D): the visible values of each query and head, weighted by
-the softmax of q . k / sqrt(D) over the visible keys.
-
-    q      (Tq, H, D)
-    k, v   (Tk, Hkv, D). Query head h uses key/value head h // (H / Hkv)
-    seen   (Tq, Tk), bool: may query i attend to key j?
-
-A query without a visible key returns zeros and has zero gradient; all gradients must be finite.
-torch.softmax is allowed, scaled_dot_product_attention is not.
-"""
-START = '''import math
-
-import torch
-
-
-def attention(q, k, v, seen):
-    """q: (Tq, H, D); k, v: (Tk, Hkv, D); seen: (Tq, Tk). Returns (Tq, H, D)."""
-    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])  # for Hkv = H only
-    probs = torch.softmax(scores, dim=-1)  # of all keys, seen or not
-    return torch.einsum("hij,jhd->ihd", probs, v)
-'''
 # name -> H, Hkv, seen
 CASES = {
     "a causal mask": (2, 2, torch.ones(3, 3).tril().bool()),

@@ -8,29 +8,6 @@ import torch
 
 from course.exercises.check import same, several
 
-TASK = """Softmax a block at a time
-
-update(m, l, O, S, V) returns the new m, l, O after one block of B_c keys.
-
-    m    (B_r, 1)    largest score of each row so far; initially torch.finfo(torch.float32).min
-    l    (B_r, 1)    sum of exp(s - m) so far; initially 0
-    O    (B_r, D)    sum of exp(s - m) v so far, not normalized; initially 0
-    S    (B_r, B_c)  the scores of the block; -inf where masked
-    V    (B_c, D)    its values
-
-After the last block O / l must be softmax(all scores) V. A block may hide all keys of
-a row.
-"""
-START = '''import torch
-
-
-def update(m, l, O, S, V):
-    """One block more. Returns the new m, l, O."""
-    m_new = torch.maximum(m, S.amax(dim=1, keepdim=True))
-    P = torch.exp(S - m_new)
-    # l and O were sums of exp(s - m), with the old m: what must happen to them?
-    return m_new, P.sum(dim=1, keepdim=True), P @ V
-'''
 HIDDEN = -torch.inf
 # Blocks of scores of two rows.
 CASES: dict[str, list[list[list[float]]]] = {

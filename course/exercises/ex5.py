@@ -13,40 +13,6 @@ from attention.spec import visible
 from attention.tiled import blocks, wholly_masked
 from course.exercises.check import Live, same
 
-TASK = """Attention tile by tile
-
-forward(load, store, rows, cols, offset) computes causal attention of one head, whose Q, K and V
-are in main memory; fast memory holds one block of each.
-
-    load("Q", i)     returns block i of Q, (B_r, D), in fast memory, over the block before it;
-                     also load("K", j) and load("V", j), (B_c, D)
-    store(i, O_i)    writes block i of the output, (B_r, D), to main memory
-    rows, cols       slices: block i has the queries rows[i], block j the keys cols[j]; the last
-                     block may be shorter
-    offset           query i sees key j where j <= i + offset; offset = Tk - Tq
-
-Go through the blocks with m, l and O as in exercise 4. Load a block of Q once, and a block of K and
-V once for each block of Q that sees any of its keys. A query without a visible key returns zeros.
-"""
-START = '''import math
-
-import torch
-
-
-def forward(load, store, rows, cols, offset):
-    """Attention of one head, tile by tile."""
-    for i, I in enumerate(rows):
-        Q_i = load("Q", i)
-        m = torch.full((len(Q_i), 1), torch.finfo(torch.float32).min)
-        l = torch.zeros(len(Q_i), 1)
-        O = torch.zeros_like(Q_i)
-        for j, J in enumerate(cols):
-            # Which tiles can be skipped?
-            K_j, V_j = load("K", j), load("V", j)
-            S = Q_i @ K_j.T / math.sqrt(Q_i.shape[1])
-            # Which of these scores must be hidden? Then m, l and O as in exercise 4.
-        store(i, O)
-'''
 # Tq, Tk, B_r, B_c, large scores
 CASES = [(4, 4, 2, 2, False), (6, 6, 2, 3, False), (8, 8, 4, 2, False), (7, 7, 3, 2, False),
          (1, 6, 1, 4, False), (3, 10, 2, 4, False), (6, 3, 2, 2, False), (40, 40, 8, 16, False),

@@ -12,37 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from course.exercises.check import same, several
 
-TASK = """Gradients without P
-
-backward(q, k, v, out, L, dout, block) returns (dq, dk, dv).
-
-    q, out, dout   (R, Tq, D)   the R query heads of one key/value head
-    k, v           (Tk, D)
-    L              (R, Tq)      log of the sum of exp(s) over the visible keys
-    block          keys in a block; the last block may be shorter
-
-Scores are s = q . k / sqrt(D). Query i sees key j where j <= i + Tk - Tq, and at least one key.
-Recompute P for one block of keys at a time: no tensor may have R * Tq * Tk numbers.
-"""
-START = """import math
-
-import torch
-
-
-def backward(q, k, v, out, L, dout, block):
-    R, Tq, D = q.shape
-    Tk = len(k)
-    tau = 1 / math.sqrt(D)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    i = torch.arange(Tq)[:, None]
-    # once, before the blocks: what does each row need that is a sum over all keys?
-    for first in range(0, Tk, block):
-        J = slice(first, min(first + block, Tk))
-        j = torch.arange(J.start, J.stop)
-        S = tau * (q @ k[J].T)  # (R, Tq, keys of the block)
-        # P from S and L; then dv[J], dP, dS, dk[J], and this block's part of dq
-    return dq, dk, dv
-"""
 MISTAKES = [
     ("P * (dP - delta)", "P * dP", "Subtract delta, the row sums of dout * out, from dP"),
     ("P * (dP - delta)", "dP - delta", "Multiply dP - delta by P"),

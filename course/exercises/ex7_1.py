@@ -7,23 +7,6 @@ from types import ModuleType
 from course.exercises.kernels import NEEDS as NEEDS
 from course.exercises.kernels import compare, draws
 
-TASK = """Triton: copy a row
-
-copy(X, Y, D, BLOCK_D) copies X to Y, pointers to (T, D) float32, row after row in memory.
-T programs run, and program t copies row t. BLOCK_D is a power of two, at least D. Write to no other
-place.
-"""
-START = """import triton
-import triton.language as tl
-
-
-@triton.jit
-def copy(X, Y, D, BLOCK_D: tl.constexpr):
-    t = tl.program_id(0)  # the number of this program
-    d = tl.arange(0, BLOCK_D)  # 0 to BLOCK_D - 1
-    x = tl.load(X + d)  # BLOCK_D numbers from address X on: row 0, and what follows
-    tl.store(Y + d, x)
-"""
 MISTAKES = [
     ("X + t * D", "X", "Every program loads row 0: row t begins at X + t * D"),
     ("t * D", "0 * D", "Row t begins at X + t * D: every program copies row 0"),

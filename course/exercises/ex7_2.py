@@ -7,22 +7,6 @@ from types import ModuleType
 from course.exercises.kernels import NEEDS as NEEDS
 from course.exercises.kernels import compare, draws
 
-TASK = """Triton: softmax of a row
-
-softmax(S, P, Tk, BLOCK_N) writes the softmax of each row of S to P, pointers to (Tq, Tk) float32.
-Program i computes row i. BLOCK_N is a power of two, at least Tk. Scores of 1000 must work.
-"""
-START = """import triton
-import triton.language as tl
-
-
-@triton.jit
-def softmax(S, P, Tk, BLOCK_N: tl.constexpr):
-    i = tl.program_id(0)
-    j = tl.arange(0, BLOCK_N)
-    # Load row i. tl.load(..., mask=..., other=x) gives x where the mask is False: which score has
-    # weight 0? tl.max(s, axis=0) and tl.sum(s, axis=0) reduce a row to a number; tl.exp is e^x
-"""
 MISTAKES = [
     ('other=float("-inf")', "other=0.0",
      'Places past the row have a weight: other=float("-inf") makes it 0'),

@@ -8,30 +8,6 @@ from types import ModuleType
 from course.exercises.kernels import NEEDS as NEEDS
 from course.exercises.kernels import compare, draws
 
-TASK = """Triton: a tile of scores
-
-scores(Q, K, S, Tq, Tk, tau, D, BLOCK_M, BLOCK_N) writes tau Q K^T to S.
-
-    Q, K, S    pointers to (Tq, D), (Tk, D) and (Tq, Tk) float32
-
-Program (a, b) computes rows BLOCK_M a to BLOCK_M (a + 1) and columns BLOCK_N b to BLOCK_N (b + 1).
-Tq and Tk need not be multiples of the blocks.
-"""
-START = """import triton
-import triton.language as tl
-
-
-@triton.jit
-def scores(Q, K, S, Tq, Tk, tau,
-           D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, D)
-    # A column of i and a row of d: the addresses of a tile (BLOCK_M, D)
-    Q_i = tl.load(Q + i[:, None] * D + d[None, :], mask=i[:, None] < Tq, other=0.0)
-    # j and K_j, for the block of keys tl.program_id(1). Then the tile (BLOCK_M, BLOCK_N):
-    # tl.trans(x) is x transposed, and tl.dot(a, b, input_precision="ieee") a product in float32.
-    # Then the store, with a mask for rows and columns: two conditions are joined by &
-"""
 BLOCK_M, BLOCK_N, D = 16, 32, 64
 ROW, COLUMN = "tl.program_id(0)", "tl.program_id(1)"
 MISTAKES = [

@@ -10,35 +10,6 @@ import torch
 from course.exercises.kernels import NEEDS as NEEDS
 from course.exercises.kernels import compare, draws
 
-TASK = """Triton: the online softmax
-
-attend(Q, K, V, O, Tq, Tk, tau, D, BLOCK_M, BLOCK_N) writes softmax(tau Q K^T) V to O. No mask: each
-query sees all Tk keys. Program a computes the queries of block a, with m, l and O of exercise 4 for
-its rows.
-
-    Q, O    pointers to (Tq, D) float32
-    K, V    pointers to (Tk, D) float32
-"""
-START = """import triton
-import triton.language as tl
-
-
-@triton.jit
-def attend(Q, K, V, O, Tq, Tk, tau,
-           D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, D)
-    Q_i = tl.load(Q + i[:, None] * D + d[None, :], mask=i[:, None] < Tq, other=0.0)
-    O_i = tl.zeros((BLOCK_M, D), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    m_i = tl.full((BLOCK_M,), -1e30, tl.float32)
-    for j0 in range(0, Tk, BLOCK_N):
-        j = j0 + tl.arange(0, BLOCK_N)
-        # K_j, V_j and S_ij as in 7.3. Which score does a place past the last key have, and which
-        # must it have? tl.where(condition, a, b) chooses. Then m_new, P_ij, rescale, l_i, O_i and
-        # m_i. tl.max(x, axis=1) is the maximum of each row, tl.maximum(a, b) that of two tensors
-    tl.store(O + i[:, None] * D + d[None, :], O_i, mask=i[:, None] < Tq)
-"""
 BLOCK_M, BLOCK_N, D = 16, 32, 64
 MAX = "tl.maximum(m_i, tl.max(S_ij, axis=1))"
 MISTAKES = [

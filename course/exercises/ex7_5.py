@@ -10,39 +10,6 @@ import torch
 from course.exercises.kernels import NEEDS as NEEDS
 from course.exercises.kernels import compare, draws
 
-TASK = """Triton: the forward pass, with a causal mask
-
-forward() is 7.4 with a causal mask, with exp2, and with L for the backward pass.
-
-    Q, O    pointers to (Tq, D) float32, contiguous
-    K, V    pointers to (Tk, D) float32
-    L       pointer to (Tq,) float32: log to base 2 of the sum of exp(s) of each row
-    scale   log2(e) / sqrt(D), so that 2^(scale * q . k) is exp(q . k / sqrt(D))
-
-Query i sees key j where j <= i + Tk - Tq, and at least one key. Tq and Tk need not be multiples of
-the blocks. Without a CUDA device the checker uses Triton's interpreter.
-"""
-START = """import triton
-import triton.language as tl
-
-
-@triton.jit
-def forward(Q, K, V, O, L, Tq, Tk, scale,
-            D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, D)
-    Q_i = tl.load(Q + i[:, None] * D + d[None, :], mask=i[:, None] < Tq, other=0.0)
-    O_i = tl.zeros((BLOCK_M, D), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    m_i = tl.full((BLOCK_M,), -1e30, tl.float32)
-    for j0 in range(0, Tk, BLOCK_N):
-        j = j0 + tl.arange(0, BLOCK_N)
-        # Your lines of 7.4, with scale and tl.exp2, and with this mask instead of j < Tk:
-        seen = j[None, :] <= i[:, None] + Tk - Tq
-    # O_i is not divided by l_i yet, and m_i is not L_i. tl.log2 is the logarithm to base 2
-    tl.store(O + i[:, None] * D + d[None, :], O_i, mask=i[:, None] < Tq)
-    tl.store(L + i, m_i, mask=i < Tq)
-"""
 BLOCK_M, BLOCK_N, D = 16, 32, 64
 MISTAKES = [
     ("O_i / l_i[:, None]", "O_i", "Divide O_i by l_i after the loop"),

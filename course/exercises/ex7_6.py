@@ -10,38 +10,6 @@ import torch
 from course.exercises.kernels import NEEDS as NEEDS
 from course.exercises.kernels import compare, draws
 
-TASK = """Triton: the backward pass, for a block of keys
-
-backward(Q, K, V, dO, L, Delta, dK, dV, Tq, Tk, tau, scale, D, BLOCK_M, BLOCK_N): program b computes
-the gradients of the keys and values of block b, in a loop over blocks of queries (page 6).
-
-    Q, dO            pointers to (Tq, D) float32
-    K, V, dK, dV     pointers to (Tk, D) float32
-    L, Delta         pointers to (Tq,) float32: L of exercise 7.5, to base 2; delta of page 6
-    scale            tau log2(e), so that 2^(scale q . k) is exp(tau q . k)
-
-Query i sees key j where j <= i + Tk - Tq.
-"""
-START = """import triton
-import triton.language as tl
-
-
-@triton.jit
-def backward(Q, K, V, dO, L, Delta, dK, dV, Tq, Tk, tau, scale,
-             D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, D)
-    K_j = tl.load(K + j[:, None] * D + d[None, :], mask=j[:, None] < Tk, other=0.0)
-    V_j = tl.load(V + j[:, None] * D + d[None, :], mask=j[:, None] < Tk, other=0.0)
-    dK_j = tl.zeros((BLOCK_N, D), tl.float32)
-    dV_j = tl.zeros((BLOCK_N, D), tl.float32)
-    for i0 in range(0, Tq, BLOCK_M):
-        i = i0 + tl.arange(0, BLOCK_M)
-        Q_i = tl.load(Q + i[:, None] * D + d[None, :], mask=i[:, None] < Tq, other=0.0)
-        # dO_i, L_i and delta_i; S_ij and P_ij, with the mask; then the formulas of page 6
-    tl.store(dK + j[:, None] * D + d[None, :], dK_j, mask=j[:, None] < Tk)
-    tl.store(dV + j[:, None] * D + d[None, :], dV_j, mask=j[:, None] < Tk)
-"""
 BLOCK_M, BLOCK_N, D = 32, 16, 64
 DS = "P_ij * (dP_ij - delta_i[:, None])"
 MISTAKES = [

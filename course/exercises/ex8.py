@@ -10,42 +10,6 @@ from torch import Tensor
 
 from course.exercises.check import Wrong, same, several
 
-TASK = """Rescale only when you must
-
-attend(S, V, block, threshold) returns (out, L, rescaled).
-
-    S           (T, Tk) scores in units of log 2: P is 2^S, normalized; -inf where masked; each
-                query sees a key of the first block
-    V           (Tk, D)
-    block       keys in a block; divides Tk
-    threshold   how far m may stay below the maximum of a row, in units of log 2
-
-The starting file returns the right out (T, D) and L (T,), the log to base 2 of the sum of 2^S, but
-rescales every row at every block. Rescale only the rows whose maximum is more than the threshold
-above their m; the others keep their m. `rescaled` counts the rescaled rows; none in the first
-block.
-"""
-START = """import torch
-
-
-def attend(S, V, block, threshold):
-    T, D = len(S), V.shape[1]
-    O, l = torch.zeros(T, D), torch.zeros(T, 1)
-    m = S[:, :block].amax(1, keepdim=True)
-    rescaled = 0
-    for first in range(0, S.shape[1], block):
-        S_j, V_j = S[:, first : first + block], V[first : first + block]
-        m_new = torch.maximum(m, S_j.amax(1, keepdim=True))
-        if first:
-            rescale = torch.exp2(m - m_new)
-            l, O = rescale * l, rescale * O
-            rescaled += T
-        P = torch.exp2(S_j - m_new)
-        l = l + P.sum(1, keepdim=True)
-        O = O + P @ V_j
-        m = m_new
-    return O / l, (m + torch.log2(l))[:, 0], rescaled
-"""
 # scores, block, threshold
 CASES: list[tuple[list[list[float]], int, float]] = [
     ([[0, 3, 4, 1, 9]], 1, 8.0),  # grows by 3 and 1, then by 5, which is 9 above the m kept

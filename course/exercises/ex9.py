@@ -7,31 +7,8 @@ from types import ModuleType
 
 import torch
 
-from course.exercises import ex12
 from course.exercises.check import same
 
-TASK = """Read from pages
-
-attend(q, k_pages, v_pages, page_table, length) returns out (D,): attention of one head for the
-newest token of a sequence over all its `length` tokens.
-
-    q                   (D,)
-    k_pages, v_pages    (n_pages, page_size, D), shared by many sequences
-    page_table          (max_pages,) int32: token j is in page page_table[j // page_size],
-                        slot j % page_size; 0: no page
-
-All other slots belong to other sequences or may be NaN.
-"""
-START = """import torch
-
-
-def attend(q, k_pages, v_pages, page_table, length):
-    page_size, D = k_pages.shape[1:]
-    # which pages, in which order, and how much of the last one?
-    k, v = k_pages.flatten(0, 1)[:length], v_pages.flatten(0, 1)[:length]
-    P = torch.softmax(k @ q / D**0.5, dim=0)
-    return P @ v
-"""
 MISTAKES = [
     ("page_table[j // page_size].long()", "j // page_size",
      "The page table says which pages hold the tokens, in which order"),
@@ -42,8 +19,6 @@ MISTAKES = [
     ("torch.arange(length)", "torch.arange(length - 1)", "The newest token sees itself, too"),
     (" / math.sqrt(D)", "", "Divide the scores by sqrt(D)"),
 ]
-# Until page 12 had an exercise of its own, mfu() belonged to this one.
-PARTS = [ex12]
 
 
 def check(answer: ModuleType) -> None:
@@ -64,5 +39,3 @@ def check(answer: ModuleType) -> None:
         assert not got.isnan().any(), (
             f"out is NaN if unused places hold NaN, {case}: read nothing behind `length`"
         )
-    if hasattr(answer, "mfu"):
-        ex12.check(answer)

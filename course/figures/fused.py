@@ -1,8 +1,7 @@
-"""The figures of pages 6, 8 and 12: the backward pass, fused kernels, MFU."""
+"""The figures of pages 6 and 8: the backward pass, fused kernels."""
 
 from __future__ import annotations
 
-import json
 import math
 
 import torch
@@ -10,12 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention import BACKENDS, Spec
 from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
-from core import flops
 from core.settings import UserError
 from course.figures.trace import trace_of
-from course.format import drawing, of, table
-from course.source import ROOT
-from model import GPTConfig
+from course.format import of, table
 
 
 def backward_flops(T: int = 512, D: int = 64) -> str:
@@ -63,42 +59,3 @@ def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
     titles = ("spread of the scores", "rows of later tiles", "maximum grew",
               f"passed m by more than {threshold:g}")
     return f"{of('float32', B=1, H=1, T=T, D=D)}:\n\n{table(titles, rows)}"
-
-
-TRAINING = "bench/records/2026-11-21_cpu_train"
-SHOWN = ("manual", "tiled", "sdpa", "nanogpt")
-
-
-def mfu_of_a_record() -> str:
-    """Page 12: MFU, step by step, from a record of bench_mfu.py."""
-    content = json.loads((ROOT / TRAINING / "record.json").read_text(encoding="utf-8"))
-    settings = content["settings"]
-    names = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "bias")
-    config = GPTConfig(vocab_size=content["vocab_size"], **{n: settings[n] for n in names})
-    N, T = flops.n_params(config), config.block_size
-    pairs = 12 * config.n_layer * config.n_head * config.head_dim
-    peak = content["machine"]["peak_tflops"]
-    count = [
-        f"params             {N:>15,}   without the position embeddings",
-        f"6 params           {6 * N:>15,}   FLOP a token",
-        f"12 layers H D T    {pairs * T:>15,}   attention over all {T} keys",
-        f"                   {pairs * flops.mean_keys(T):>15,.0f}   over the {flops.mean_keys(T)} "
-        "keys that a query sees",
-        f"peak               {peak * 1e12:>15,.0f}   FLOP/s ({content['machine']['peak_source']})",
-    ]
-    rows = []
-    for row in content["rows"]:
-        if row["mode"] != "train" or row["status"] != "ok" or row["backend"] not in SHOWN:
-            continue
-        rate = row["tokens_per_s"]
-        full, causal = flops.mfu(config, T, rate, flops.Peak(peak, "measured"))
-        spread = f"{row['q1_ms']:.0f} to {row['q3_ms']:.0f}"
-        rows.append((
-            f"`{row['backend']}`", f"{rate:,.0f}", f"{row['ms']:.0f}", spread, f"{full:.1%}",
-            f"{causal:.1%}", f"{row['memory_bytes'] / 1e6:.0f}",
-        ))
-    titles = ("backend", "tok/s", "ms a step", "quartiles", "mfu", "mfu_causal", "MB")
-    dtype = next(row["dtype"] for row in content["rows"] if row["mode"] == "train")
-    sizes = of(dtype, layers=config.n_layer, B=settings["batch_size"], H=config.n_head, T=T,
-               D=config.head_dim)
-    return f"{drawing(*count)}\n\n{sizes}:\n\n{table(titles, rows)}"
