@@ -3,32 +3,29 @@
     python -m course.site                          into out/site; the model is out/shakespeare_cpu
     python -m course.site --run=RUN --out=FOLDER   the model in RUN, into FOLDER
 
-MkDocs makes HTML of the pages. Before, their links to other files of the repository are turned into
-addresses and their formulas into HTML. A link that leads nowhere is an error. The site needs no
-network, but a web server for its search.
+MkDocs makes HTML of the pages, by mkdocs.yml. Before, their links to other files of the repository
+are turned into addresses and their formulas into HTML. A link that leads nowhere is an error. The
+site needs no network, but a web server for its search.
 """
 
 from __future__ import annotations
 
 import html
-import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import unquote
 
 import explain
 from core.settings import UserError, exit_on_user_error, read
 from course.notebook import CODE, REPOSITORY, without_marks
 from course.source import ROOT
 
-STYLE = Path(__file__).with_name("site.css")
+SETTINGS = ROOT / "mkdocs.yml"
+STYLE = "course/site.css"
 PROMPT = "To be, or not to be, that is the question"
 EXPLAIN = "explain.html"
 
@@ -44,23 +41,27 @@ class SiteConfig:
 def main(argv: list[str]) -> int:
     """Build the site. Returns the exit code."""
     config = read(SiteConfig, argv).settings
-    if find_spec("material") is None:
-        raise UserError('the site needs MkDocs: pip install -c constraints.txt -e ".[site]"')
-    out = Path(config.out).resolve()
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # an advertisement
+    try:
+        from mkdocs.commands.build import build
+        from mkdocs.config import load_config
+        from mkdocs.exceptions import MkDocsException
+    except ImportError as e:
+        install = 'pip install -c constraints.txt -e ".[site]"'
+        raise UserError(f"the site needs MkDocs ({e}): {install}") from e
     with tempfile.TemporaryDirectory() as folder:
         pages = Path(folder) / "pages"
         write_pages(pages)
         options = (f"--out_dir={config.run}", f"--prompt={PROMPT}", f"--html={pages / EXPLAIN}")
         if explain.main([*options]):
             return 1
-        settings = Path(folder) / "mkdocs.yml"  # YAML contains JSON
-        settings.write_text(json.dumps(mkdocs(pages, out)), encoding="utf-8")
-        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file"]
-        quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # an advertisement
-        if subprocess.run([*command, str(settings)], env=quiet).returncode:
-            raise UserError("MkDocs found errors (above)")
-    if lost := dead_links(out):
-        raise UserError("dead links:\n" + "\n".join(lost))
+        places = {"docs_dir": str(pages), "site_dir": str(Path(config.out).resolve())}
+        try:
+            settings = load_config(str(SETTINGS), strict=True, **places)
+            settings.nav.append({"Code": REPOSITORY})
+            build(settings)
+        except MkDocsException as e:
+            raise UserError(f"MkDocs found errors (above): {e}") from e
     print(f"python -m http.server --directory {config.out}: look at it in a browser")
     return 0
 
@@ -78,7 +79,7 @@ def write_pages(folder: Path) -> None:
             shutil.copy(path.parent / picture, copy)
             shown.add((path.parent / picture).resolve())
         to.write_text(typeset(relinked(page, path, shown)), encoding="utf-8")
-    shutil.copy(STYLE, folder / STYLE.name)
+    shutil.copy(ROOT / STYLE, folder / STYLE)
 
 
 def relinked(page: str, path: Path, shown: set[Path]) -> str:
@@ -135,69 +136,6 @@ def letters(text: str) -> str:
     """Italic for variables, which have one letter; "a" is an article."""
     variable = r"(<sub>.*?</sub>|<[^>]*>|&\w+;)|(?<![A-Za-z])(d?[b-zA-Z])(?![A-Za-z])"
     return re.sub(variable, lambda m: m[1] or f"<i>{m[2]}</i>", text)
-
-
-# --- MkDocs ---
-
-
-def mkdocs(pages: Path, out: Path) -> dict[str, object]:
-    """The settings of MkDocs."""
-
-    def section(name: str) -> list[str]:
-        def place(path: Path) -> tuple[int, str]:
-            number = path.name.partition("_")[0]
-            return (int(number) if number.isdigit() else 0, path.name)
-
-        found = sorted((pages / name).glob("*.md"), key=place)
-        return [path.relative_to(pages).as_posix() for path in found]
-
-    def palette(media: str, scheme: str, icon: str, to: str) -> dict[str, object]:
-        return {"media": media, "scheme": scheme, "primary": "indigo", "accent": "blue",
-                "toggle": {"icon": f"material/{icon}", "name": f"Switch to {to}"}}
-
-    dark = "(prefers-color-scheme: dark)"
-    return {
-        "site_name": "nanoattn",
-        "docs_dir": str(pages),
-        "site_dir": str(out),
-        "use_directory_urls": False,
-        "theme": {
-            "name": "material",
-            "font": False,  # else from Google
-            "features": ["navigation.footer", "navigation.sections", "navigation.top", "toc.follow",
-                         "content.code.copy", "search.highlight", "search.suggest"],
-            "palette": [
-                palette("(prefers-color-scheme: light)", "default", "weather-night", "dark mode"),
-                palette(dark, "slate", "weather-sunny", "light mode"),
-            ],
-        },
-        "extra_css": [STYLE.name],
-        "plugins": ["search"],
-        "markdown_extensions": ["sane_lists", "tables", "toc", "pymdownx.superfences",
-                                "pymdownx.magiclink", {"toc": {"permalink": True}},
-                                {"pymdownx.highlight": {"guess_lang": False}}],
-        "validation": {"links": {name: "warn" for name in (
-            "not_found", "anchors", "absolute_links", "unrecognized_links")}},
-        "nav": [{"Home": "README.md"}, {"Course": section("course")},
-                {"A model's attention": EXPLAIN},
-                {"Docs": section("docs")}, {"Code": REPOSITORY}],
-    }
-
-
-def dead_links(site: Path) -> list[str]:
-    """Links and pictures of the built pages that lead to no file, and what would need a network."""
-    lost: dict[str, None] = {}
-    for page in sorted(site.rglob("*.html")):
-        if page.name in ("404.html", EXPLAIN):
-            continue
-        text = page.read_text(encoding="utf-8")
-        for kind, address in re.findall(r'<(\w+)\b[^>]*?\s(?:href|src)="([^"]+)"', text):
-            file = unquote(address.partition("#")[0])
-            away = re.match(r"(https?:)?//", address)
-            if (away and kind != "a") or not (away or re.match(r"mailto:|#|data:", address)
-                                              or (page.parent / file).exists()):
-                lost[f"{page.relative_to(site).as_posix()}: {address}"] = None
-    return [*lost]
 
 
 if __name__ == "__main__":
