@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         places = {"docs_dir": str(pages), "site_dir": str(Path(config.out).resolve())}
         try:
             settings = load_config(str(SETTINGS), strict=True, **places)
-            settings.nav.append({"Code": REPOSITORY})
+            settings["nav"] += [{"Code": REPOSITORY}]
             build(settings)
         except MkDocsException as e:
             raise UserError(f"MkDocs found errors (above): {e}") from e

@@ -134,13 +134,36 @@ def forbidding(answer: ModuleType, names: Collection[str], instead: str) -> Iter
         raise Wrong(f"{called[0]}() was called: {instead}")
 
 
+def draws(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Normally distributed numbers."""
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=draw) for shape in shapes]
+
+
+def causal(Tq: int, Tk: int, offset: int) -> Tensor:
+    """(Tq, Tk) bool: query i sees key j where j <= i + offset."""
+    return torch.arange(Tk) <= torch.arange(Tq)[:, None] + offset
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return softmax(q k^T / sqrt(D)) v over the visible keys, and L, the logarithm of the sum of
+    exp(s). A query that sees no key gets zeros, and -inf.
+
+    q: (..., Tq, D), k and v: (..., Tk, D), seen: (Tq, Tk) bool.
+    """
+    S = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
+    none = ~seen.any(dim=1, keepdim=True)
+    P = S.masked_fill(none, 0).softmax(dim=-1).masked_fill(none, 0)
+    return P @ v, S.logsumexp(dim=-1)
+
+
 class Live(TorchDispatchMode):
-    """The most numbers that the tensors made in this context hold at one time."""
+    """The most numbers that the tensors made in this context hold at one time, and the largest."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[int, weakref.ref[Tensor]] = {}
-        self.most = 0
+        self.most = self.largest = 0
 
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func: Callable[..., object], types, args=(), kwargs=None
@@ -149,6 +172,7 @@ class Live(TorchDispatchMode):
         for t in tree_leaves(made):
             if isinstance(t, Tensor):
                 self.alive[t.untyped_storage()._cdata] = weakref.ref(t)
+                self.largest = max(self.largest, t.numel())
         living = {key: t for key, ref in self.alive.items() if (t := ref()) is not None}
         self.alive = {key: self.alive[key] for key in living}
         self.most = max(self.most, sum(t.untyped_storage().nbytes() // 4 for t in living.values()))

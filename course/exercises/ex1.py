@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 
 import torch
 
-from course.exercises.check import forbidding, same
+from course.exercises.check import causal, draws, forbidding, reference, same
 
 MISTAKES = [
     ("return e / e.sum()", "return e", "Divide exp(s) by its sum"),
@@ -29,9 +28,8 @@ def check(answer: ModuleType) -> None:
         answer.softmax(torch.tensor([1.0, 2.0]))
     for s in torch.tensor([[1.0, 2, 3], [2, 2, 2], [1000, 1001, 0], [-1000, -1001, -1000]]):
         same(answer.softmax(s.clone()), s.softmax(0), "softmax(s)", f"s = {s.tolist()}")
-    draw = torch.Generator().manual_seed(0)
     for T, D in ((1, 4), (3, 2), (30, 9)):
-        q, K, V = (torch.randn(*shape, generator=draw) for shape in ((D,), (T, D), (T, D)))
-        want = (K @ q / math.sqrt(D)).softmax(0) @ V
+        q, K, V = draws(0, (D,), (T, D), (T, D))
+        want = reference(q[None], K, V, causal(1, T, T))[0][0]
         got = answer.attend(q.clone(), K.clone(), V.clone())
         same(got, want, "attend(q, K, V)", f"T = {T}, D = {D}")

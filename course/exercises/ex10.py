@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from course.exercises.check import same, several
+from course.exercises.check import causal, draws, same, several
 
 MISTAKES = [
     ("share * O + share_new * O_new", "(O + O_new) / 2",
@@ -52,16 +52,13 @@ def check(answer: ModuleType) -> None:
 
 def check_block(answer: ModuleType) -> None:
     for Tq, Tk, offset in ((3, 3, 3), (3, 3, 0), (4, 4, 2), (4, 4, -2), (2, 5, 3)):
-        draw = torch.Generator().manual_seed(10 * Tq + Tk + offset)
-        q, dout = torch.randn(2, Tq, 4, generator=draw)
-        k, v = torch.randn(2, Tk, 4, generator=draw)
-        k_before, v_before = torch.randn(2, 3, 4, generator=draw)  # in another process
+        seed = 10 * Tq + Tk + offset
+        # The keys before belong to another process, which computes their part of dq.
+        (q, dout), (k, v), before = draws(seed, (2, Tq, 4), (2, Tk, 4), (2, 3, 4))
         leaves = [t.requires_grad_() for t in (q, k, v)]
-        seen = torch.arange(Tk) <= torch.arange(Tq)[:, None] + offset
-        S = (q @ k.T / math.sqrt(4)).masked_fill(~seen, -math.inf)
-        whole = torch.cat([q.detach() @ k_before.T / math.sqrt(4), S], dim=1)
-        P, L = whole.softmax(1), whole.logsumexp(1)
-        out = P @ torch.cat([v_before, v])
+        S = (q @ k.T / 2).masked_fill(~causal(Tq, Tk, offset), -math.inf)
+        whole = torch.cat([q.detach() @ before[0].T / 2, S], dim=1)
+        out, L = whole.softmax(1) @ torch.cat([before[1], v]), whole.logsumexp(1)
         want = torch.autograd.grad(out, leaves, dout)
         inputs = (t.detach().clone() for t in (dout, q, k, v, out, L))
         got = several(answer.backward_block(*inputs, offset), 3, "backward_block()")

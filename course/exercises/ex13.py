@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from course.exercises.check import Live, Wrong, same
+from course.exercises.check import Live, Wrong, draws, same
 
 ABSORBED = 'torch.einsum("hd,hdr->hr", q, A) @ c.T'
 OUT = 'torch.einsum("hr,hdr->hd", P @ c, B)'
@@ -29,12 +29,8 @@ MISTAKES = [
 
 
 def check(answer: ModuleType) -> None:
-    draw = torch.Generator().manual_seed(0)
     for H, D, R, r, T in ((1, 3, 2, 3, 4), (3, 4, 2, 5, 7), (4, 16, 8, 12, 400)):
-        q, q_rope, cache, A, B = (
-            torch.randn(shape, generator=draw)
-            for shape in ((H, D), (H, R), (T, r + R), (H, D, r), (H, D, r))
-        )
+        q, q_rope, cache, A, B = draws(0, (H, D), (H, R), (T, r + R), (H, D, r), (H, D, r))
         c, k_rope = cache.split([r, R], dim=1)
         scores = torch.stack([(c @ A[h].T) @ q[h] + k_rope @ q_rope[h] for h in range(H)])
         P = torch.softmax(scores / math.sqrt(D + R), dim=1)

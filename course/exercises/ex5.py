@@ -9,9 +9,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attention.spec import visible
 from attention.tiled import blocks, wholly_masked
-from course.exercises.check import Live, same
+from course.exercises.check import Live, causal, draws, reference, same
 
 # Tq, Tk, B_r, B_c, large scores
 CASES = [(4, 4, 2, 2, False), (6, 6, 2, 3, False), (8, 8, 4, 2, False), (7, 7, 3, 2, False),
@@ -45,8 +44,7 @@ class Memory:
     """Main memory, and fast memory for one block each of Q, K and V."""
 
     def __init__(self, Tq: int, Tk: int, B_r: int, B_c: int, large: bool, D: int = 4) -> None:
-        draw = torch.Generator().manual_seed(100 * Tq + Tk)
-        self.main = {n: torch.randn(T, D, generator=draw) for n, T in zip("QKV", (Tq, Tk, Tk))}
+        self.main = dict(zip("QKV", draws(100 * Tq + Tk, (Tq, D), (Tk, D), (Tk, D))))
         if large:  # scores of rows in hundreds, of others near 0
             self.main["Q"] *= 400.0 * (torch.arange(Tq)[:, None] % 2)
         self.rows, self.cols = blocks(Tq, B_r), blocks(Tk, B_c)
@@ -74,7 +72,7 @@ def check(answer: ModuleType) -> None:
             answer.forward(memory.load, memory.store, [*memory.rows], [*memory.cols], offset)
         case = f"Tq = {Tq}, Tk = {Tk}, B_r = {B_r}, B_c = {B_c}"
         case += ", scores in the hundreds" if large else ""
-        want = formula(memory, visible(torch.arange(Tq)[:, None], torch.arange(Tk), offset))
+        want = reference(*memory.main.values(), causal(Tq, Tk, offset))[0]
         for i, I in enumerate(memory.rows):
             assert i in memory.out, f"block {i} of the output is not stored, {case}"
             same(memory.out[i], want[I], f"O_{i}", case)
@@ -90,10 +88,3 @@ def check(answer: ModuleType) -> None:
             f"{live.most} numbers were held at one time, {case}: fast memory has room for a few "
             f"tiles of {B_r * B_c}. Do not collect the scores of all keys"
         )
-
-
-def formula(memory: Memory, seen: Tensor) -> Tensor:
-    """softmax(Q K^T / sqrt(D)) V, and zeros for a query that sees no key; D = 4."""
-    Q, K, V = memory.main.values()
-    S = (Q @ K.T / 2).masked_fill(~seen, torch.finfo().min)
-    return torch.softmax(S, dim=1) * seen @ V

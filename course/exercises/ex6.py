@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from course.exercises.check import same, several
+from course.exercises.check import Live, causal, draws, reference, same, several
 
 MISTAKES = [
     ("P * (dP - delta)", "P * dP", "Subtract delta, the row sums of dout * out, from dP"),
@@ -42,32 +38,17 @@ MISTAKES = [
 
 def check(answer: ModuleType) -> None:
     for R, Tq, Tk, block in ((1, 4, 4, 2), (1, 2, 5, 2), (2, 3, 4, 3), (3, 12, 12, 3)):
-        draw = torch.Generator().manual_seed(10 * Tq + Tk)
-        shapes = ((R, Tq, 4), (Tk, 4), (Tk, 4), (R, Tq, 4))
-        q, k, v, dout = (torch.randn(*shape, generator=draw) for shape in shapes)
+        q, k, v, dout = draws(10 * Tq + Tk, (R, Tq, 4), (Tk, 4), (Tk, 4), (R, Tq, 4))
         case = f"R = {R}, Tq = {Tq}, Tk = {Tk}, block = {block}"
         leaves = [t.requires_grad_() for t in (q, k, v)]
-        S = q @ k.T / math.sqrt(4)
-        seen = torch.arange(Tk) <= torch.arange(Tq)[:, None] + Tk - Tq
-        S = S.masked_fill(~seen, -math.inf)
-        out, L = S.softmax(-1) @ v, S.logsumexp(-1)
+        out, L = reference(q, k, v, causal(Tq, Tk, Tk - Tq))
         want = torch.autograd.grad(out, leaves, dout)
-        with Largest() as made:
+        with Live() as made:
             inputs = (t.detach().clone() for t in (q, k, v, out, L, dout))
             got = several(answer.backward(*inputs, block), 3, "backward()")
         for name, g, w in zip(("dq", "dk", "dv"), got, want):
             same(g, w, name, case)
-        assert Tk < 12 or made.numbers < R * Tq * Tk, (
-            f"a tensor of {made.numbers} numbers was made, as many as P has, {case}: compute the "
+        assert Tk < 12 or made.largest < R * Tq * Tk, (
+            f"a tensor of {made.largest} numbers was made, as many as P has, {case}: compute the "
             "scores of one block of keys at a time"
         )
-
-
-class Largest(TorchDispatchMode):
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:  # type: ignore[no-untyped-def]
-        made: object = func(*args, **(kwargs or {}))
-        sizes = [t.numel() for t in tree_leaves(made) if isinstance(t, Tensor)]
-        self.numbers = max([self.numbers, *sizes])
-        return made

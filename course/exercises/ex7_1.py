@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from course.exercises.check import draws
 from course.exercises.kernels import NEEDS as NEEDS
-from course.exercises.kernels import compare, draws
+from course.exercises.kernels import compare
 
 MISTAKES = [
     ("X + t * D", "X", "Every program loads row 0: row t begins at X + t * D"),
@@ -19,5 +20,5 @@ MISTAKES = [
 def check(answer: ModuleType) -> None:
     for T, D, BLOCK_D in ((1, 8, 8), (3, 8, 8), (3, 6, 8), (2, 40, 64)):
         (x,) = draws(D, (T, D))
-        case = f"T = {T}, D = {D}, BLOCK_D = {BLOCK_D}"
+        case = f"T = {T}, D = {D}"
         compare(answer, "copy", (T,), {"X": x}, {"Y": x}, D, case=case, BLOCK_D=BLOCK_D)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from types import ModuleType
 
+from course.exercises.check import draws
 from course.exercises.kernels import NEEDS as NEEDS
-from course.exercises.kernels import compare, draws
+from course.exercises.kernels import compare
 
 BLOCK_M, BLOCK_N, D = 16, 32, 64
 ROW, COLUMN = "tl.program_id(0)", "tl.program_id(1)"
@@ -25,8 +26,7 @@ MISTAKES = [
 def check(answer: ModuleType) -> None:
     for Tq, Tk in ((16, 32), (16, 64), (21, 43), (40, 50)):
         q, k = draws(Tk, (Tq, D), (Tk, D))
-        case = f"Tq = {Tq}, Tk = {Tk}, D = {D}, BLOCK_M = {BLOCK_M}, BLOCK_N = {BLOCK_N}"
         grid = -(-Tq // BLOCK_M), -(-Tk // BLOCK_N)
         tau = 1 / math.sqrt(D)
         compare(answer, "scores", grid, {"Q": q, "K": k}, {"S": tau * q @ k.T}, Tq, Tk, tau,
-                case=case, D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+                case=f"Tq = {Tq}, Tk = {Tk}", D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)

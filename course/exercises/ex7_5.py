@@ -7,8 +7,9 @@ from types import ModuleType
 
 import torch
 
+from course.exercises.check import causal, draws, reference
 from course.exercises.kernels import NEEDS as NEEDS
-from course.exercises.kernels import compare, draws
+from course.exercises.kernels import compare
 
 BLOCK_M, BLOCK_N, D = 16, 32, 64
 MISTAKES = [
@@ -43,15 +44,8 @@ def check(answer: ModuleType) -> None:
         q, k, v = draws(Tq, (Tq, D), (Tk, D), (Tk, D))
         k *= 1 + torch.arange(Tk)[:, None] // BLOCK_N  # the maximum of a row grows block by block
         q *= size
-        case = f"Tq = {Tq}, Tk = {Tk}, D = {D}, BLOCK_M = {BLOCK_M}, BLOCK_N = {BLOCK_N}"
-        case += ", scores in the hundreds" if size > 1 else ""
-        scale = math.log2(math.e) / math.sqrt(D)
-        S = scale * q @ k.T
-        seen = torch.arange(Tk) <= torch.arange(Tq)[:, None] + Tk - Tq
-        S = S.masked_fill(~seen, -math.inf)
-        m = S.amax(dim=1, keepdim=True)
-        P = torch.exp2(S - m)
-        l = P.sum(dim=1, keepdim=True)
-        tensors, want = {"Q": q, "K": k, "V": v}, {"O": P @ v / l, "L": (m + l.log2())[:, 0]}
-        compare(answer, "forward", (-(-Tq // BLOCK_M),), tensors, want, Tq, Tk, scale, case=case,
-                D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+        case = f"Tq = {Tq}, Tk = {Tk}{', scores in the hundreds' if size > 1 else ''}"
+        out, L = reference(q, k, v, causal(Tq, Tk, Tk - Tq))
+        tensors, want = {"Q": q, "K": k, "V": v}, {"O": out, "L": L * math.log2(math.e)}
+        compare(answer, "forward", (-(-Tq // BLOCK_M),), tensors, want, Tq, Tk,
+                math.log2(math.e) / math.sqrt(D), case=case, D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)

@@ -26,6 +26,7 @@ def compare(answer: ModuleType, name: str, grid: tuple[int, ...], tensors: dict[
     Raises AssertionError unless it writes `want`, and only there: NaN surrounds each tensor.
     """
     kernel = getattr(answer, name)
+    case = ", ".join([case, *(f"{size} = {x}" for size, x in sizes.items())])
     assert hasattr(kernel, "run"), f"{name} needs the decorator @triton.jit"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     guarded = []
@@ -42,8 +43,3 @@ def compare(answer: ModuleType, name: str, grid: tuple[int, ...], tensors: dict[
     for what, x in zip(given, guarded):
         outside = torch.cat([x[:GUARD], x[-GUARD:]])
         assert outside.isnan().all(), f"a store outside {what}, {case}: use mask="
-
-
-def draws(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=draw) for shape in shapes]

@@ -3,15 +3,14 @@
 import math
 
 import torch
-from torch import Tensor
 
 
-def softmax(s: Tensor) -> Tensor:
+def softmax(s):
     """s: (T,) scores. Returns (T,) weights that sum to 1."""
     e = torch.exp(s - s.max())  # the largest is exp(0) = 1: nothing overflows, the sum is not 0
     return e / e.sum()
 
 
-def attend(q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+def attend(q, K, V):
     """q: (D,), K and V: (T, D). Returns (D,)."""
     return softmax(K @ q / math.sqrt(len(q))) @ V

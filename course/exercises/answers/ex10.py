@@ -1,14 +1,11 @@
 """An answer to exercise 10: what a process of a ring does with a block that arrives."""
 
-from __future__ import annotations
-
 import math
 
 import torch
-from torch import Tensor
 
 
-def join(O: Tensor, L: Tensor, O_new: Tensor, L_new: Tensor) -> tuple[Tensor, Tensor]:
+def join(O, L, O_new, L_new):
     """(O, L) over the keys of both."""
     both = torch.logaddexp(L, L_new)
     # A row that saw nothing in either has -inf - (-inf): its O is 0 in both, so any share will do.
@@ -16,8 +13,7 @@ def join(O: Tensor, L: Tensor, O_new: Tensor, L_new: Tensor) -> tuple[Tensor, Te
     return share * O + share_new * O_new, both
 
 
-def backward_block(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-                   offset: int) -> tuple[Tensor, Tensor, Tensor]:
+def backward_block(dout, q, k, v, out, L, offset):
     """What one block of keys adds to dq, and what these queries add to dk and dv."""
     tau = 1 / math.sqrt(q.shape[1])
     i, j = torch.arange(len(q))[:, None], torch.arange(len(k))

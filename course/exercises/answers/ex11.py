@@ -1,12 +1,9 @@
 """Exercise 11: RoPE."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def rotate(x, positions, theta):
     """x (T, D) with each pair of channels rotated."""
     D = x.shape[1]
     angle = positions[:, None] * theta ** (-torch.arange(0, D, 2) / D)  # (T, D / 2)
@@ -15,7 +12,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=1)
 
 
-def scores(q: Tensor, k: Tensor, theta: float) -> Tensor:
+def scores(q, k, theta):
     """(Tq, Tk); the keys are rotated already."""
     Tq, Tk = len(q), len(k)
     return rotate(q, torch.arange(Tk - Tq, Tk), theta) @ k.T / q.shape[1] ** 0.5

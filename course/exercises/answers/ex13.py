@@ -1,12 +1,9 @@
 """An answer to exercise 13: the absorbed form, MQA over the cache."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
 
-def attend(q: Tensor, q_rope: Tensor, cache: Tensor, A: Tensor, B: Tensor) -> Tensor:
+def attend(q, q_rope, cache, A, B):
     """q (H, D), q_rope (H, R), cache (T, r + R), A and B (H, D, r). Returns (H, D)."""
     D, R = q.shape[1], q_rope.shape[1]
     c, k_rope = cache[:, :-R], cache[:, -R:]

@@ -1,12 +1,9 @@
 """Exercise 2: visible keys."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
 
-def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None) -> Tensor:
+def mask(Tq, Tk, window, segments):
     """bool (Tq, Tk): may query i see key j?"""
     i = torch.arange(Tq)[:, None] + Tk - Tq  # the position of the query
     j = torch.arange(Tk)[None, :]

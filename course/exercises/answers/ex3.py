@@ -3,10 +3,9 @@
 import math
 
 import torch
-from torch import Tensor
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def attention(q, k, v, seen):
     """q: (Tq, H, D); k, v: (Tk, Hkv, D); seen: (Tq, Tk). Returns (Tq, H, D)."""
     H, D = q.shape[1:]
     k, v = (t.repeat_interleave(H // k.shape[1], dim=1) for t in (k, v))

@@ -1,15 +1,11 @@
 """An answer to exercise 6: FlashAttention-2's backward pass over blocks of keys."""
 
-from __future__ import annotations
-
 import math
 
 import torch
-from torch import Tensor
 
 
-def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, dout: Tensor,
-             block: int) -> tuple[Tensor, Tensor, Tensor]:
+def backward(q, k, v, out, L, dout, block):
     """The gradients of q (R, Tq, D), k and v (Tk, D)."""
     _, Tq, D = q.shape
     Tk = len(k)

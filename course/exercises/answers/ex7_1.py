@@ -1,7 +1,4 @@
 """An answer to exercise 7.1: one program copies one row."""
-# mypy: allow-untyped-defs
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,7 +1,4 @@
 """An answer to exercise 7.3: one program computes one tile of the scores."""
-# mypy: allow-untyped-defs
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

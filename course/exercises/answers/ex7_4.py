@@ -1,7 +1,4 @@
 """An answer to exercise 7.4: one block of queries, in a loop over all keys."""
-# mypy: allow-untyped-defs
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

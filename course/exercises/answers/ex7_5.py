@@ -1,7 +1,4 @@
 """An answer to exercise 7.5: one block of queries, in a loop over blocks of keys."""
-# mypy: allow-untyped-defs
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,7 +1,4 @@
 """An answer to exercise 7.6: one block of keys, in a loop over blocks of queries."""
-# mypy: allow-untyped-defs
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

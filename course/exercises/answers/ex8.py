@@ -1,12 +1,9 @@
 """An answer to exercise 8: m follows the maximum of its row only past the threshold."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
 
-def attend(S: Tensor, V: Tensor, block: int, threshold: float) -> tuple[Tensor, Tensor, int]:
+def attend(S, V, block, threshold):
     """out (T, D), L (T,) in units of log 2, and how often a row was rescaled."""
     T, D = len(S), V.shape[1]
     O, l = torch.zeros(T, D), torch.zeros(T, 1)

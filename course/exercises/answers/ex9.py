@@ -1,14 +1,11 @@
 """An answer to exercise 9: a gather that stops at the length."""
 
-from __future__ import annotations
-
 import math
 
 import torch
-from torch import Tensor
 
 
-def attend(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, length: int) -> Tensor:
+def attend(q, k_pages, v_pages, page_table, length):
     """The attention (D,) of q (D,) over the first `length` tokens of one sequence."""
     page_size, D = k_pages.shape[1:]
     j = torch.arange(length)
