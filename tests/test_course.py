@@ -16,16 +16,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from checkout import ROOT, files
-from test_readme import commands
+from test_readme import SHOWN
 from test_tiled import Recorder
 from torch import Tensor
 
-import bench_mfu
 from attention import Spec, manual, visible
-from attention.__main__ import parser
 from attention.check.command import main as check_kernel
-from bench.settings import load_config
-from core import settings
 from core.settings import UserError
 from course import build, source
 from course.exercises import NUMBERS, exercise
@@ -36,14 +32,11 @@ from course.figures import __main__ as figures
 from course.figures import basics, trace
 from course.format import table
 from course.lab import report, training
-from course.lab.__main__ import LabConfig
-from explain import ExplainConfig
-from train import TrainConfig
 
 COURSE = ROOT / "course"
 PAGES = sorted(files("course/[0-9]*_*.md"), key=lambda page: int(page.name.split("_")[0]))
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in [COURSE / "README.md", *PAGES]}
-COMMANDS = list(dict.fromkeys(line for text in TEXT.values() for line in commands(text)))
+COMMANDS = [s for s in dict.fromkeys(SHOWN) if re.match(r"python -m course\.[ef]\w+s", s)]
 
 
 def needing_triton(number: str) -> None:
@@ -69,61 +62,24 @@ def test_what_is_generated_is_up_to_date(name: str) -> None:
     assert fresh == TEXT[name]
 
 
-@pytest.mark.parametrize("name", TEXT)
-def test_every_link_leads_somewhere(name: str) -> None:
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", TEXT[name]):
-        file, _, anchor = target.partition("#")
-        path = (COURSE / file).resolve() if file else COURSE / name
-        assert path.exists(), f"{name} links to {target}"
-        if anchor:
-            titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.M)
-            anchors = [re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles]
-            assert anchor in anchors, f"{name} links to {target}"
-
-
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_of_the_pages_runs(line, capsys, monkeypatch, tmp_path) -> None:
-    """The quick ones run; of the others every option is checked."""
-    monkeypatch.chdir(ROOT)
+def test_a_command_of_the_course_runs(line, capsys, tmp_path) -> None:
+    """The other commands are parsed by test_readme.py."""
     line, _, redirected = line.partition(" > ")
-    words = shlex.split(line)
-    if words[0] == "make":
-        text = (ROOT / "Makefile").read_text(encoding="utf-8")
-        assert words[1] in re.findall(r"^([a-z]+):", text, re.M)
-    elif line == "source .venv/bin/activate":
-        assert "BIN := .venv/bin" in (ROOT / "Makefile").read_text(encoding="utf-8")
-    elif words[:3] == ["python", "-m", "course.figures"]:
-        assert figures.main(words[3:]) == 0
+    _, _, module, *words = shlex.split(line)
+    if module == "course.figures":
+        assert figures.main(words) == 0
         assert capsys.readouterr().out.count("\n") >= 3
-    elif words[:3] == ["python", "-m", "course.exercises"]:
-        needing_triton(words[3] if words[4:] else "")
-        own = not (words[-1].endswith(".py") and "/" not in words[-1])
-        if own:
-            assert command_line.main(words[3:]) == 0
-            text = capsys.readouterr().out
-            assert text.strip()
-            assert not redirected or compile(text, redirected, "exec")
-        else:
-            start = written(tmp_path, exercise(words[3]).start)
-            assert command_line.main([words[3], str(start)]) == 1
-    elif words[:4] == ["python", "-m", "attention", "check"]:
-        assert words[4:] == ["mykernel.py", "--quick"]  # a slow test below runs it
-    elif words[:2] == ["python", "train.py"]:
-        settings.read(TrainConfig, words[2:])
-    elif words[:3] == ["python", "-m", "attention"]:
-        parser().parse_args(words[3:])
-    elif words[:3] == ["python", "-m", "course.lab"]:
-        settings.read(LabConfig, words[3:])
-    elif words[:2] == ["python", "explain.py"]:
-        settings.read(ExplainConfig, words[2:])
-    elif words[:2] == ["python", "bench_mfu.py"]:
-        mode = words[2] if words[2:] and words[2] in bench_mfu.MODES else None
-        load_config(words[3:] if mode else words[2:], mode)
-    elif words[:3] == ["python", "-m", "pytest"]:
-        file, _, test = words[3].partition("::")
-        assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8")
-    else:
-        raise AssertionError(f"unknown command: {line}")
+        return
+    needing_triton(words[0] if words[1:] else "")
+    if words[1:] and words[1].endswith(".py"):
+        start = written(tmp_path, exercise(words[0]).start)
+        assert command_line.main([words[0], str(start)]) == 1
+        return
+    assert command_line.main(words) == 0
+    text = capsys.readouterr().out
+    assert text.strip()
+    assert not redirected or compile(text, redirected, "exec")
 
 
 # --- course.build ---
@@ -315,16 +271,6 @@ def test_tiles_are_drawn_and_counted_as_they_are_visited() -> None:
     assert "36 of 64 tiles" in text
     assert f"Read: {s * D * T * (T // b + 2):,} bytes, written: {s * (D * T + T):,}." in text
     assert f"reads {s * (3 * D * T + 2 * T * T):,} and writes {s * (D * T + 2 * T * T):,}" in text
-
-
-def test_traffic_halves_with_twice_the_tile() -> None:
-    rows = cells(figures.draw(["traffic", "--T=256", "--sizes=(8, 16, 32)"]))
-    read = [float(row[3].split()[0]) for row in rows]
-    s, D, T = 4, 64, 256
-    assert read[0] == round(s * (3 * D * T + 2 * T * T) / 1e6, 2)
-    assert read[1:] == [round(s * D * T * (T // b + 2) / 1e6, 2) for b in (8, 16, 32)]
-    assert float(rows[2][1].split()[0]) == round(4 * (4 * 16 * 64 + 16 * 16 + 2 * 16) / 1024, 1)
-    assert [row[2] for row in rows[1:]] == ["528", "136", "36"]
 
 
 @pytest.mark.parametrize("T", [64, 200])
@@ -556,15 +502,6 @@ OTHERS = [
         "def attend(q, K, V): return softmax(K @ q / len(q) ** 0.5) @ V", "was called"),
     (1, "def softmax(s):\n    e = s.exp()\n    return e / e.sum()\n"
         "def attend(q, K, V): return V.T @ softmax(K @ q / len(q) ** 0.5)", "overflows"),
-    (2, "from attention import visible\n"
-        "def mask(Tq, Tk, window, segments):\n"
-        "    i = torch.arange(Tq)[:, None]\n"
-        "    return visible(i, torch.arange(Tk), Tk - Tq, window)", "was called"),
-    (3, "def attention(q, k, v, seen):\n"
-        "    q, k, v = (t.transpose(0, 1) for t in (q, k, v))\n"
-        "    k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))\n"
-        "    sdpa = torch.nn.functional.scaled_dot_product_attention\n"
-        "    return sdpa(q, k, v, seen).transpose(0, 1)", "was called"),
     (4, "def update(m, l, O, S, V):\n"
         "    top = S.max(1, keepdim=True).values\n"
         "    P, r = (S - top).exp(), (m - top).exp()\n"

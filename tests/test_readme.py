@@ -28,7 +28,7 @@ from bench.evaluate import TasksConfig
 from bench.settings import load_config
 from checkpoint.__main__ import ExportConfig
 from core.settings import read
-from course.exercises import NUMBERS
+from course.lab.__main__ import LabConfig
 from data.prepare import DATASETS, PrepareConfig
 from explain import ExplainConfig
 from sample import SampleConfig
@@ -55,7 +55,7 @@ def in_headers() -> list[str]:
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *files("docs/*.md")]
+PAGES = [ROOT / "README.md", *files("docs/*.md", "course/*.md")]
 SHOWN = [line for page in PAGES for line in commands(page.read_text(encoding="utf-8"))]
 
 
@@ -70,7 +70,7 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
     if words[0] == "torchrun":
         words = ["python", *words[words.index("train.py") :]]
     if not words[0].endswith("python"):
-        known = re.search(r"python3|pip|ruff|git|lm_eval", words[0])
+        known = re.search(r"python3|pip|ruff|git|lm_eval|source", words[0])
         assert known or (ROOT / words[1]).is_file(), f"unknown command: {line}"
         return
     rest = [w for w in words[1:] if w != "--help"]
@@ -92,10 +92,11 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         read(ExportConfig, rest[2:], positional="command")
     elif rest[:3] == ["-m", "bench.evaluate", "tasks"]:
         read(TasksConfig, rest[3:], positional="folder")
-    elif rest[:2] == ["-m", "course.exercises"]:
-        assert rest[2] in NUMBERS
+    elif rest[:2] == ["-m", "course.lab"]:
+        read(LabConfig, rest[2:])
     else:
-        module = rest[:2] in (["-m", "pytest"], ["-m", "bench.board"], ["-m", "bench.evaluate"])
+        module = rest[:2] in (["-m", "pytest"], ["-m", "bench.board"], ["-m", "bench.evaluate"],
+                              ["-m", "course.figures"], ["-m", "course.exercises"])
         assert module or (ROOT / rest[0]).is_file(), f"unknown: {line}"
 
 
@@ -115,8 +116,13 @@ def test_auto_is_shown_in_its_order() -> None:
 
 def test_every_file_that_the_pages_name_is_there() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text(encoding="utf-8")):
+            file, _, anchor = target.partition("#")
+            path = page.parent / file if file else page
+            assert path.exists(), f"{page.name} links to {target}"
+            titles = re.findall(r"^#+ (.+)$", path.read_text("utf-8"), re.M) if anchor else []
+            anchors = [re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles]
+            assert not anchor or anchor in anchors, f"{page.name} links to {target}"
 
 
 # --- the README alone ---

@@ -38,8 +38,8 @@ def check(answer: ModuleType) -> None:
         Tq, Tk = seen.shape
         q, k, v, dout = draws(0, (Tq, H, 4), (Tk, Hkv, 4), (Tk, Hkv, 4), (Tq, H, 4))
         leaves = [t.requires_grad_() for t in (q, k, v)]
-        heads = [t.repeat_interleave(H // t.shape[1], 1).transpose(0, 1) for t in leaves]
-        want = reference(*heads, seen)[0].transpose(0, 1)
+        Q, K, V = (t.repeat_interleave(H // t.shape[1], 1).transpose(0, 1) for t in leaves)
+        want = reference(Q, K, V, seen)[0].transpose(0, 1)
         with forbidding(answer, ("scaled_dot_product_attention",), "compute the scores yourself"):
             out = answer.attention(*(t.clone() for t in (q, k, v)), seen.clone())
         same(out, want, "out", case)
