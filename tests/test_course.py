@@ -23,7 +23,7 @@ from torch import Tensor
 from attention import Spec, manual, visible
 from attention.check.command import main as check_kernel
 from core.settings import UserError
-from course import build, source
+from course import build
 from course.exercises import NUMBERS, exercise
 from course.exercises import __main__ as command_line
 from course.exercises.check import examine, failure
@@ -162,18 +162,6 @@ def test_check_names_what_is_out_of_date_and_writes_nothing(course, capsys) -> N
         course.write_text(text.replace("| 2 | 4  |", wrong), encoding="utf-8")
         assert build.main(["--check"]) == 1
         assert "<!-- figure: squares --n=3 -->" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "name, lines",
-    [
-        ("ask", SOURCE[SOURCE.index("@cached") : SOURCE.index("\n\nclass")]),
-        ("Box.ask", "def ask(self):\n    return 5\n"),
-        ("LIMIT", "LIMIT: int = (\n    3\n)\n"),
-    ],
-)
-def test_functions_methods_and_constants_are_found(name, lines) -> None:
-    assert source.source(SOURCE, name) == lines
 
 
 @pytest.mark.parametrize("old, new, named", [
