@@ -10,7 +10,7 @@ In a page, the text between one of these comments and `<!-- end -->` is generate
     <!-- code: attention/manual.py attend from "scores = (q" to "out = probs @" plain -->
     <!-- figure: mask --Tq=3 --Tk=5 -->
 
-The first is the source of a function, class, method (`Tiled.forward`) or constant. The second is
+The first is the source of a function, class or method (`Tiled.forward`). The second is
 a part of it, from the first line that contains the one text to the next that contains the other.
 The third leaves out softcap, sinks, ALiBi, dropout and caches. The last is the output of
 `python -m course.figures`.
