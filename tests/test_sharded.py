@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -288,8 +289,9 @@ def test_sigkill_of_one_process_at_any_operation_leaves_a_good_one(tmp_path):
     ends = set()
     for bad, names in enumerate(operations):
         # Of each run of the same operation the first and the last.
-        edges = [at for at in range(len(names)) if len(set(names[max(0, at - 1) : at + 2])) > 1]
-        for at in edges:
+        changes = [at for at in range(1, len(names)) if names[at - 1] != names[at]]
+        edges = {0, *changes, *(at - 1 for at in changes), len(names) - 1}
+        for at in sorted(edges):
             out = tmp_path / f"{bad}-{at}"
             with pytest.raises(AssertionError, match=r"without a word|Connection"):
                 run(killed_at, 2, str(out), bad, at)
@@ -361,6 +363,23 @@ def test_parts_cover_each_tensor_once_as_they_were_written(name, damage, shared)
     with pytest.raises(UserError, match=name) as e:
         Run(shared.parent, seed=5).load()
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp"])
+def test_a_flipped_bit_in_a_shard_is_an_error_and_old_shards_have_no_checksum(file, shared):
+    path = shared / "shards" / file
+    content = bytearray(path.read_bytes())
+    index = json.loads((shared / "shards" / "index.json").read_text())
+    part = next(p for t in index.values() for p in t["parts"] if p["file"] == file)
+    last = torch.load(io.BytesIO(content[part["offset"] :][: part["length"]])).numpy().tobytes()
+    content[content.index(last, part["offset"]) + 3] ^= 0x40  # of a number
+    path.write_bytes(content)
+    for read in (Run(shared.parent, seed=5).load, lambda: checkpoint.load(shared).model()):
+        with pytest.raises(UserError, match=file):
+            read()
+    (shared / "checksums.json").unlink()
+    change(shared, lambda index: [p.pop("crc32") for t in index.values() for p in t["parts"]])
+    assert Run(shared.parent, seed=5).load().step == 3
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", "index.json"])
