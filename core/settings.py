@@ -2,8 +2,8 @@
 
     python train.py config/train_gpt2.py --batch_size=8 --compile=False
 
-A command declares its settings as a frozen dataclass. tyro prints the comment after a field as its
-help; pydantic reads and checks the values:
+A command declares its settings as a frozen dataclass. --help prints the comment after a field;
+pydantic reads and checks the values:
 
     n_layer: PositiveInt = 12  # transformer blocks
 
@@ -18,11 +18,13 @@ import dataclasses
 import difflib
 import errno
 import functools
+import inspect
 import operator
 import os
 import re
 import signal
 import sys
+import textwrap
 import time
 import types
 import typing
@@ -243,13 +245,10 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
     try:
         return _adapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
-        first, *others = error.errors()
-        why, comma, rest = first["msg"].lower().partition(", unable")
-        words = [e["ctx"]["expected"] for e in others if e["type"] == "literal_error"]
-        if words and first["type"] != "literal_error":  # of `bool | Literal["linear"]`
-            why += f" or {words[0]}"
-        why += (" or None" if strict else " or none") * _may_be_none(hint) + comma + rest
-        raise UserError(f"{name}: {why}, got {first['input']!r:.60}") from None
+        errors = error.errors()
+        why = " or ".join(dict.fromkeys(e["msg"] for e in errors))
+        none = " or none" * _may_be_none(hint)
+        raise UserError(f"{name}: {why}{none}, got {errors[0]['input']!r:.60}") from None
 
 
 def check_fields(settings: object) -> None:
@@ -325,36 +324,32 @@ def _parse(hint: object, text: str, name: str) -> Any:
 
 
 def _print_help(
-    cls: type, values: Mapping[str, object], only: Collection[str] | None = None
-) -> None:
-    """Print the fields with their comments; `values` are shown as the defaults."""
-    import tyro
-
-    hints = _hints(cls)
-    shown: Values = _defaults(cls) | dict(values)
-    lists = {name: str for name, hint in hints.items() if _is_tuple(hint)}  # as one text: A,B,...
-    shown |= {name: ",".join(map(str, shown[name])) for name in lists}
-    hide = () if only is None else (name for name in hints if name not in only)
-    hidden = {name: Annotated[lists.get(name, hints[name]), tyro.conf.Suppress] for name in hide}
-    # Without __post_init__, which may need imports that are not made yet.
-    about = (cls.__doc__ or "").split("\n\n")[0]
-    changes = {"__post_init__": lambda self: None, "__doc__": about, "__module__": cls.__module__,
-               "__annotations__": lists | hidden}  # fmt: skip
+    cls: type, values: Mapping[str, object], shown: Collection[str] | None = None
+) -> NoReturn:
+    """Print the fields, the comments after them, and `values` as the defaults; end the process."""
     spec = sys.modules["__main__"].__spec__  # of python -m
     name = Path(sys.argv[0]).name if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
-    plain = type(cls.__name__, (cls,), changes)
+    about = (cls.__doc__ or "").split("\n\n")[0]
+    lines = [f"usage: python {name} [OPTIONS]\n\n{about}\n"]
+    source = "".join(map(inspect.getsource, cls.__mro__[:-1]))
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
+    for field, hint in _hints(cls).items():
+        if shown is None or field in shown:
+            value = values.get(field, _defaults(cls)[field])
+            default = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            kinds = re.findall(r"'[\w.-]+'|\b(?:bool|int|float|str)\b", str(hint))
+            kind = "|".join(kinds).replace("'", "").removesuffix("|whole")
+            words = f"{comments.get(field, '')} ({kind}; default: {default})"
+            option = f"  --{field:<22}"
+            lines.append(
+                textwrap.fill(words, 98, initial_indent=option, subsequent_indent=" " * 26)
+            )
     try:
-        tyro.cli(
-            plain,
-            prog=f"python {name}",
-            args=["--help"],
-            default=plain(**shown),
-            config=(tyro.conf.FlagConversionOff,),
-            use_underscores=True,
-            console_outputs=os.environ.get("RANK", "0") == "0",
-        )
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join(lines), flush=True)
     except BrokenPipeError:  # --help | head
-        sys.exit(1)
+        os._exit(1)  # Python would flush once more
+    sys.exit(0)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
