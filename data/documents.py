@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 
-from core.hub import why_not_hub
 from core.settings import UserError, first_line
 from data import sources
 from data.tokenizer import well_formed
@@ -170,8 +169,6 @@ def web_documents(name: str, configuration: str | None, key: str) -> Iterator[It
     except ImportError:
         raise UserError(f"{name} needs datasets (pip install datasets)") from None
     try:
-        if offline := why_not_hub():
-            raise ConnectionError(offline)
         rows = load_dataset(name, configuration, split="train", streaming=True)
         for number, row in enumerate(rows, 1):
             yield (_text(row, key, f"{name}, row {number}"),)

@@ -157,11 +157,10 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no route")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("urllib.request.urlopen", offline)  # of the hub
     monkeypatch.setattr("data.sources.urlopen", offline)
     with pytest.raises(UserError, match=r"no route.*--source"):
         run("shakespeare_char", tmp_path / "out", source="tinyshakespeare")
-    pytest.importorskip("datasets")
+    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", offline)
     with pytest.raises(UserError, match=r"no route.*--source"):
         run("fineweb", tmp_path / "out")
 
