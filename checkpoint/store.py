@@ -204,11 +204,14 @@ def verify(path: Path) -> None:
     """Raise ValueError if a file of a checkpoint, or the index of its shards, has another CRC-32
     than was written; people edit JSON: there it is a warning."""
     name = path.name if path.suffix else f"{path.name}/{INDEX}"
-    file = path.parent / name
-    if not (sums := path.parent / CHECKSUMS).exists() or not file.exists():
+    file, sums = path.parent / name, path.parent / CHECKSUMS
+    if not sums.exists():  # of an older version, or of transformers
         return
-    saved = load_json(sums)
-    if name in saved and saved[name] != crc32(file):
+    try:
+        saved = load_json(sums)[name]
+    except (ValueError, LookupError, TypeError) as e:
+        raise ValueError(f"{CHECKSUMS} is damaged: {type(e).__name__}, {first_line(e)}") from e
+    if saved != crc32(file):
         why = f"its CRC-32 is not that in {CHECKSUMS}"
         if file.suffix != ".json":
             raise ValueError(f"damaged: {why}")

@@ -363,6 +363,10 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(file, place, tmp_path):
     (folder / file).write_bytes(content)
     with pytest.raises(UserError, match=file):
         value(folder)
+    for damage in ("{", "[]", "{}"):
+        (folder / "checksums.json").write_text(damage)
+        with pytest.raises(UserError, match=r"checksums\.json"):
+            checkpoint.load(folder)
     (folder / "checksums.json").unlink()  # as in a checkpoint of an older version
     saved = checkpoint.load(folder)
     saved.model(), saved.rest()
