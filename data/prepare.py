@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -38,7 +37,6 @@ from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer, from_m
 BINS = ("train.bin", "val.bin")
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
-Report = Callable[[str, str], None]  # a stage of the work, and its progress
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         new.mkdir(exist_ok=True)
         for file in BINS:  # of an interrupted run, or links
             (new / file).unlink(missing_ok=True)
-        tokenizer, found = work(dataset, config, new, progress(f"preparing {dataset}"))
+        tokenizer, found = work(dataset, config, new)
         name, V = tokenizer.name, tokenizer.vocab_size
         dtype = dtype_for(V)
         size = {s: (new / f"{s}.bin").stat().st_size for s in ("train", "val")}
@@ -209,12 +207,9 @@ def prepare_shards(config: PrepareConfig, out_dir: Path, made_from: Json, found:
     return f"{' and '.join(of)}, read where they lie; {V:,} in vocabulary"
 
 
-def prepare_text(
-    dataset: str, config: PrepareConfig, folder: Path, report: Report
-) -> tuple[Tokenizer, Json]:
+def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
     """One text in memory; the first 90 % of its characters are for training, as in nanoGPT."""
     files: list[Path] = []
-    report("reading", f"the text ({config.source or dataset})")
     read = documents.documents(dataset, config.source, config.text_key, files)
     text = "\n".join(map("".join, read))
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
@@ -222,7 +217,6 @@ def prepare_text(
     char = dataset != "shakespeare"
     tokenizer = CharTokenizer(sorted(set(text))) if char else tokenizer_of(config)
     tokenizer.begin = ()  # before one text it would hardly ever be seen
-    report("tokenizing", f"{len(text):,} characters")
     dtype = dtype_for(tokenizer.vocab_size)
     train, val = (np.array(tokenizer.encode(part), dtype=dtype) for part in parts)
     if min(len(train), len(val)) < 2:
@@ -273,9 +267,7 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
     }
 
 
-def prepare_documents(
-    dataset: str, config: PrepareConfig, folder: Path, report: Report
-) -> tuple[Tokenizer, Json]:
+def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
     """Tokenize documents in worker processes, in constant memory.
 
     Validation takes whole documents at even distances (every tenth if val_fraction is 0.1), and the
@@ -296,7 +288,8 @@ def prepare_documents(
         tokenizer.begin = ()
     dtype, batches = dtype_for(tokenizer.vocab_size), documents.pieces(chain(first, found))
     with ProcessPoolExecutor(workers, initializer=_begin, initargs=(tokenizer.to_meta(),)) as pool:
-        count, tokens, size = 0, Counter[str](), Counter[str]()  # size: bytes of the text
+        count, shown = 0, time.monotonic()
+        tokens, size = Counter[str](), Counter[str]()  # size: bytes of the text
         with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
             for batch in map_ahead(pool, _encode, batches, 2 * workers):
                 for i, ids, n in batch:
@@ -304,7 +297,10 @@ def prepare_documents(
                     (val if split == "val" else train).write(ids)
                     count, size[split] = i + 1, size[split] + n
                     tokens[split] += len(ids) // dtype.itemsize
-                report("tokenizing", f"{count:,} documents, {tokens.total():,} tokens")
+                if time.monotonic() > shown + 10:
+                    shown = time.monotonic()
+                    done = f"{count:,} documents, {tokens.total():,} tokens"
+                    print(f"preparing {dataset}: {done}", file=sys.stderr, flush=True)
     where = config.source or dataset
     if tokens.total() == count * (len(tokenizer.begin) + 1):
         raise UserError(f"{where} contains no text; use another --source")
@@ -361,16 +357,3 @@ def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size
         tokens[keep:].tofile(f)
     os.truncate(folder / "train.bin", dtype.itemsize * keep)
     return moved
-
-
-def progress(title: str) -> Report:
-    """Return a function that prints a line on stderr for each stage and every ten seconds."""
-    shown, at = "", 0.0
-
-    def report(stage: str, done: str) -> None:
-        nonlocal shown, at
-        if stage != shown or time.monotonic() > at + 10:
-            shown, at = stage, time.monotonic()
-            print(f"{title}: {stage} {done}", file=sys.stderr, flush=True)
-
-    return report

@@ -7,8 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -160,47 +158,6 @@ def test_a_damaged_older_checkpoint_does_not_prevent_saving(tmp_path, caplog):
 
 
 # --- a kill at any moment ---
-
-SAVE_IN_A_LOOP = """
-import os, random, signal, sys, time
-from pathlib import Path
-import torch
-sys.path[:0] = [{tests!r}, {root!r}]
-import checkpoint, test_checkpoint as t
-
-torch.set_num_threads(1)
-out, draw, torn = Path({out!r}), random.Random(), 0
-t.save(out, 0)
-for attempt in range({kills}):
-    newest = checkpoint.load(checkpoint.latest(out)).step
-    child = os.fork()
-    if child == 0:
-        for step in range(newest + 1, newest + 10_000):
-            t.save(out, step, keep=1, val_loss=float(step % 3))
-    time.sleep(draw.uniform(0.0, 0.12))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    torn += any(out.glob(".step-*.partial"))
-    for folder in checkpoint.folders(out):
-        t.value(folder)
-    assert t.value(checkpoint.latest(out)) >= newest
-print(torn, checkpoint.load(checkpoint.latest(out)).step)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_sigkill_at_any_moment_leaves_a_good_one(tmp_path):
-    here = Path(__file__).resolve().parent
-    script = SAVE_IN_A_LOOP.format(
-        tests=str(here), root=str(here.parent), out=str(tmp_path), kills=25
-    )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    torn, steps = map(int, done.stdout.split())
-    assert torn and steps, "no kill hit a save: the test proves nothing"
-
 
 class Crash(BaseException):
     """The end of the process."""
