@@ -174,9 +174,9 @@ def test_ignored_names_leave_a_note_and_no_origin(tmp_path: Path) -> None:
 
 
 def test_a_missing_config_file_suggests_a_near_one(tmp_path: Path, monkeypatch: Any) -> None:
-    config_file(tmp_path, "", "train_gpt2.py")
-    with pytest.raises(UserError, match=str(tmp_path / "train_gpt2.py")):
-        read(Config, [str(tmp_path / "train_gpt.py")])
+    config_file(tmp_path, "", "my_tiny_run.py")
+    with pytest.raises(UserError, match=str(tmp_path / "my_tiny_run.py")):
+        read(Config, [str(tmp_path / "my_tiny_rum.py")])
     monkeypatch.chdir(ROOT)
     for word in ("train_gpt2.py", "train_gpt2", "elsewhere/train_gpt2.py", "train_gtp2.py"):
         with pytest.raises(UserError, match=r"'config/train_gpt2.py'"):
