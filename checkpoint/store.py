@@ -212,10 +212,10 @@ def verify(path: Path) -> None:
     except (ValueError, LookupError, TypeError) as e:
         raise ValueError(f"{CHECKSUMS} is damaged: {type(e).__name__}, {first_line(e)}") from e
     if saved != crc32(file):
-        why = f"its CRC-32 is not that in {CHECKSUMS}"
+        why = "its CRC-32 is another one"
         if file.suffix != ".json":
-            raise ValueError(f"damaged: {why}")
-        log.warning(f"{file} has changed since it was written ({why})")
+            raise ValueError(f"damaged, or changed on purpose (then delete {CHECKSUMS}): {why}")
+        log.warning(f"{file} has changed since it was written ({why} than in {CHECKSUMS})")
 
 
 def crc32(path: Path) -> int:
