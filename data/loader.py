@@ -26,7 +26,7 @@ import numpy as np
 
 from core.settings import UserError, first_line
 from data.documents import DATASETS
-from data.shards import SAMPLE, Tokens, is_meta, why_not_uint16
+from data.shards import AGAIN, SAMPLE, Tokens, why_not_uint16
 from data.tokenizer import GPT2Tokenizer, Json
 
 if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does not need it
@@ -60,8 +60,7 @@ def read_meta(folder: str | Path) -> Json:
                 "vocab_size": int(),
                 "tokens": {"train": int(), "val": int()},
             } if meta.get("dtype", "uint16") in ("uint16", "uint32"):
-                if "shards" not in meta or is_meta(meta["shards"]):
-                    return meta
+                return meta
         why = "not of a dataset"
     except (OSError, ValueError) as e:
         why = first_line(e)
@@ -135,8 +134,12 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
     """
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
     shards = "shards" in meta
-    tokens = Tokens(meta["shards"][split]) if shards else _bin(path, meta)
-    N, name = len(tokens), f"{folder} ({split} shards)" if shards else path
+    try:
+        tokens = Tokens(meta["shards"][split]) if shards else _bin(path, meta)
+    except (LookupError, TypeError) as e:
+        why = f"its list of files is damaged ({type(e).__name__}: {first_line(e)})"
+        raise UserError(f"{path.with_name('meta.json')}: {why}; {AGAIN}") from e
+    N, name = len(tokens), f"{path.with_name('meta.json')} ({split} shards)" if shards else path
     if block_size + 1 > N:
         raise UserError(
             f"{name} has {N} tokens, fewer than --block_size={block_size} and one target; use a "

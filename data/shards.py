@@ -36,7 +36,8 @@ class Tokens:
     vocab_size: int | None = None  # ids are below it
 
     def __init__(self, files: list[Json], dtype: str = "uint16", again: str = AGAIN) -> None:
-        """files: as describe() returns them; `again`: advice if one is not as described."""
+        """files: as describe() returns them; `again`: advice if one is not as described. Raises
+        LookupError or TypeError for other lists."""
         self.files, self.again = files, again
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.ends = np.cumsum([0, *(file["tokens"] for file in files)])
@@ -88,19 +89,6 @@ class Tokens:
             raise UserError(f"{path} is not complete, or has changed ({why}); {self.again}")
         if file.get("mtime_ns", stat.st_mtime_ns) != stat.st_mtime_ns:
             raise UserError(f"{path} has changed since the dataset was made; {self.again}")
-
-
-def is_meta(shards: object) -> bool:
-    """True for what meta() returns as "shards", undamaged."""
-    types = {"path": str, "size": int, "mtime_ns": int, "skip": int, "tokens": int}
-    if not (isinstance(shards, dict) and shards.keys() == {"train", "val"}):
-        return False
-    files = [file for split in shards.values() if isinstance(split, list) for file in split]
-    splits = all(isinstance(split, list) and split for split in shards.values())
-    return splits and all(
-        isinstance(file, dict) and all(type(file.get(key)) is t for key, t in types.items())
-        for file in files
-    )
 
 
 def why_not_uint16(start: bytes) -> str | None:
