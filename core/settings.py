@@ -363,6 +363,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
                ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
                ast.Pow: operator.pow}  # fmt: skip
+LARGEST = 2**16  # characters of a text, or bits of an integer
 _CALLS: Values = {f.__name__: f for f in (str, int, float, round, min, max)}
 _CALLS["time.time"] = time.time
 
@@ -400,6 +401,8 @@ def parse_config(
                     | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
                 ):
                     known[name] = _evaluate(value, known)
+                    if not _is_small(known[name]):
+                        raise ValueError
                     found.append((node.lineno, name, known[name]))
                 case _:
                     raise ValueError
@@ -410,6 +413,18 @@ def parse_config(
                 f"{', '.join(_CALLS)}; write the value itself"
             ) from None
     return found
+
+
+def _is_small(value: object) -> bool:
+    """False for a value that grows in each line until it takes all memory."""
+    match value:
+        case tuple():
+            return all(not isinstance(part, tuple) and _is_small(part) for part in value)
+        case str():
+            return len(value) <= LARGEST
+        case int():
+            return value.bit_length() <= LARGEST
+    return True
 
 
 def _evaluate(node: ast.expr, names: Mapping[str, object]) -> Any:

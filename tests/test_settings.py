@@ -165,6 +165,16 @@ def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) ->
     }
 
 
+@pytest.mark.parametrize("first, line", [
+    ("x = 'ab'", "x = x + x"), ("x = 'ab'", "x = f'{x}{x}'"), ("x = 3", "x = x * x"),
+    ("x = 1", "x = [x, x]"),
+])
+def test_a_value_that_doubles_in_each_line_is_refused(tmp_path: Path, first, line) -> None:
+    path = config_file(tmp_path, "\n".join([first, *[line] * 60, "name = str(x)"]))
+    with pytest.raises(UserError, match="x = "):
+        read(Config, [path])
+
+
 def test_ignored_names_leave_a_note_and_no_origin(tmp_path: Path) -> None:
     path = config_file(tmp_path, "n_layer = 5\nsaving = False\n")
     loaded = read(Config, [path, "--other=x"], ignored={"saving": "why", "other": "because"})
