@@ -130,30 +130,25 @@ def gather(
         shown: the fields in the help; None: all.
     """
     hints = _hints(cls)
-    switches = {n for n in (*hints, *aliases) if hints[aliases.get(n, n)] in (bool, bool | None)}
-    switches |= {"h", "help"}
-    files, options = _split(argv, switches, positional)
+    fields = {name: name for name in hints} | dict(aliases)
+    switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
+    files, options = _split(argv, switches | {"h", "help"}, positional)
     values: Values = {}
     origins: dict[str, str] = {}
-
-    def known(name: str, mistake: str, dashes: str = "") -> str:
-        if aliases.get(name, name) not in hints:
-            names = [dashes + n for n in (*hints, *aliases)]
-            raise UserError(mistake + did_you_mean(dashes + name, names))
-        return aliases.get(name, name)
-
     helpers: dict[str, str] = {}  # variables of the files that are no settings
     used: set[str] = set()
     seen = _defaults(cls)
     for path in files:
         for line, name, value in parse_config(path, seen, used):
-            origin, names = f"{path}:{line}", [*hints, *aliases, *ignored]
+            origin, near = f"{path}:{line}", [*fields, *ignored]
             seen[name] = value
-            mistyped = difflib.get_close_matches(name, names, 1, 0.8) and name not in used
-            if name in ignored or not (name in names or mistyped):
+            if name not in fields:
+                if name not in {*ignored, *used} and difflib.get_close_matches(name, near, 1, 0.8):
+                    why = did_you_mean(name, fields)
+                    raise UserError(f"{origin}: unknown setting {name!r}{why}")
                 helpers[name] = origin
                 continue
-            field = known(name, f"{origin}: unknown setting {name!r}")
+            field = fields[name]
             seen[field] = values[field] = check(hints[field], value, f"{origin}: {name}")
             origins[field] = origin
     origins |= {n: at for n, at in helpers.items() if n in ignored or n not in used}
@@ -163,7 +158,10 @@ def gather(
         if name in ignored:
             origins[name] = "command line"
             continue
-        field = known(name, f"unknown option --{name}", "--")
+        if name not in fields:
+            near_options = did_you_mean(f"--{name}", [f"--{known}" for known in fields])
+            raise UserError(f"unknown option --{name}{near_options}")
+        field = fields[name]
         value = _parse(hints[field], text, f"--{name}")
         if origins.get(field) == "command line" and _is_tuple(hints[field]):
             value = values[field] + value  # a repeated list is added to
@@ -244,9 +242,8 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
         return _adapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
         errors = error.errors()
-        why = " or ".join(dict.fromkeys(e["msg"] for e in errors))
-        none = " or none" * _may_be_none(hint)
-        raise UserError(f"{name}: {why}{none}, got {errors[0]['input']!r:.60}") from None
+        why = " or ".join(dict.fromkeys(e["msg"] for e in errors)) + " or none" * _may_be_none(hint)
+        raise UserError(f"{name}: {why}, got {errors[0]['input']!r:.60}") from None
 
 
 def check_fields(settings: object) -> None:
@@ -417,14 +414,9 @@ def parse_config(
 
 def _is_small(value: object) -> bool:
     """False for a value that grows in each line until it takes all memory."""
-    match value:
-        case tuple():
-            return all(not isinstance(part, tuple) and _is_small(part) for part in value)
-        case str():
-            return len(value) <= LARGEST
-        case int():
-            return value.bit_length() <= LARGEST
-    return True
+    if isinstance(value, tuple):
+        return all(not isinstance(part, tuple) and _is_small(part) for part in value)
+    return (value.bit_length() if isinstance(value, int) else len(str(value))) <= LARGEST
 
 
 def _evaluate(node: ast.expr, names: Mapping[str, object]) -> Any:
