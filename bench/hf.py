@@ -17,7 +17,6 @@ from attention import Resolution, Spec
 from attention import hf as bridge
 from bench import Json
 from core.flops import Sizes, flops_per_token, mean_keys
-from core.hub import why_not_hub
 from core.options import TrainConfig
 from core.settings import UserError, first_line, from_dict
 from model import GPTConfig
@@ -76,13 +75,10 @@ def read(name: str) -> Json:
         raise UserError(f"--hf needs the package transformers ({first_line(e)})") from e
     if not Path(name).exists() and (name[:1] in "/.~" or name.count("/") > 1):  # not a hub name
         raise UserError(f"--hf={name}: no such folder")
-    offline = None if Path(name).exists() else why_not_hub()
     try:
-        how: Json = {"trust_remote_code": False, "local_files_only": offline is not None}
-        config = AutoConfig.from_pretrained(name, **how).get_text_config()
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
     except Exception as e:  # a config's own checks may raise anything
-        why = offline or first_line(e)
-        raise UserError(f"--hf={name}: cannot read a model's config ({why})") from e
+        raise UserError(f"--hf={name}: cannot read a model's config ({first_line(e)})") from e
     return json.loads(config.to_json_string(use_diff=False))
 
 

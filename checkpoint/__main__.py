@@ -53,9 +53,7 @@ def main(argv: list[str]) -> int:
                 shutil.copyfile(source / name, partial / name)
         partial.rename(to)
     except (OSError, SafetensorError) as e:
-        shutil.rmtree(partial, ignore_errors=True)  # before the free space is counted
-        reason = store.with_sizes(store.disk_error(e), to.parent, model.state_dict())
-        raise UserError(f"could not write {to} ({reason})") from e
+        raise UserError(f"could not write {to} ({store.disk_error(e)})") from e
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print(f"exported {source} to {to} ({config.format})")

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from attention import Policy
 from checkpoint import families, store
 from checkpoint.store import Json
-from core.hub import why_not_hub
 from core.settings import UserError, first_line, from_dict
 from data.tokenizer import ENDS_IN, OTHER_FILES, GPT2Tokenizer, from_path
 from model import GPT, GPTConfig
@@ -131,16 +130,8 @@ def _download(name: str) -> Path:
         raise UserError(f"{no_file}; to download it: pip install huggingface_hub") from None
     # It prints its own warnings; the root logger would repeat them.
     logging.getLogger("huggingface_hub").propagate = False
-    offline = why_not_hub()
+    files = ["model*.safetensors", f"{WEIGHTS}.index.json", "*config.json", "tokenizer.json"]
     try:
-        files = [
-            "model*.safetensors",
-            f"{WEIGHTS}.index.json",
-            "*config.json",
-            "tokenizer.json",
-            *OTHER_FILES,
-            *ENDS_IN,
-        ]
-        return Path(snapshot_download(name, allow_patterns=files, local_files_only=bool(offline)))
+        return Path(snapshot_download(name, allow_patterns=[*files, *OTHER_FILES, *ENDS_IN]))
     except (OSError, ValueError, HfHubHTTPError) as e:
-        raise UserError(f"{no_file}; downloading it failed ({offline or first_line(e)})") from e
+        raise UserError(f"{no_file}; downloading it failed ({first_line(e)})") from e

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from checkpoint import store
+from checkpoint import shards, store
 from checkpoint.convert import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint, Json, resume_command
 from core import runtime
@@ -395,8 +395,8 @@ def restore(
     def read() -> None:
         rest.update(saved.rest())
         targets = tensors(model, optimizer)
-        if (shards := saved.folder / "shards").exists():
-            store.read_file(shards, lambda folder: _read_shards(folder, targets))
+        if (folder := saved.folder / "shards").exists():
+            store.read_file(folder, lambda folder: _read_shards(folder, targets))
             return
         values = {f"model.{name}": value for name, value in saved.weights().items()}
         state = rest["optimizer"].get("state") or {}
@@ -421,7 +421,5 @@ def restore(
 
 
 def _read_shards(folder: Path, targets: dict[str, Tensor]) -> None:
-    from checkpoint import shards  # DCP takes most of a second to import
-
     store.check_shapes(targets, shards.empty(folder), str(folder))
     shards.read(folder, targets)

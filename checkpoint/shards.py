@@ -1,60 +1,86 @@
-"""Tensors of several processes, saved by torch.distributed.checkpoint (DCP).
+"""Tensors of several processes: each writes its rows, and any number of processes reads them.
 
-    shards/__0_0.distcp ...   one file or more a process
-    shards/index.json         dtype and shape of each tensor; file, offset and length of each part
+    shards/__0_0.distcp ...   a file for each process: parts of tensors, by torch.save, one after
+                              the other
+    shards/index.json         dtype and shape of each tensor; place and CRC-32 of each part
 
-DCP decides which process writes and reads which part; the number of processes may change.
-DCP's own index, .metadata, is a pickle, which could run code: it is written for PyTorch's tools and
-never read here. index.json has the same content.
+These are the files of torch.distributed.checkpoint without its own index, a pickle, which could run
+code.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import warnings
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as md
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
+from core.distributed import DistInfo
+from core.parallel import local, local_part
 from core.runtime import dtype_name
+from core.settings import UserError
 
 INDEX = "index.json"
+Json = dict[str, Any]
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write this process's part. All processes of `group` must call it."""
-    try:
-        dcp.save(dict(tensors), storage_writer=_Writer(folder), process_group=group)
-    except dcp.CheckpointException as e:  # on all processes
-        if failure := e.failures.get(dist.get_rank(group)):
-            raise failure[0] from e
+def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) -> Json:
+    """Write this process's parts to its file; return their entries of the index."""
+    if not folder.exists():
+        raise UserError(f"{folder} is missing: all processes must share one out_dir")
+    entries: Json = {}
+    file = f"__{distributed.rank}_0.distcp"
+    with (folder / file).open("wb") as f:
+        for i, (name, tensor) in enumerate(tensors.items()):
+            shape, at, is_first = local_part(tensor)
+            if not hasattr(tensor, "placements"):  # each process has all of it
+                is_first = i % distributed.world_size == distributed.rank
+            if not is_first or 0 in shape:
+                continue
+            content = io.BytesIO()
+            torch.save(local(tensor).detach().to("cpu", copy=True), content)
+            part = {"at": at, "shape": shape, "file": file, "offset": f.tell()}
+            part |= {"length": f.write(content.getbuffer())}
+            part |= {"crc32": zlib.crc32(content.getbuffer())}
+            about = {"dtype": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
+            entries[name] = {**about, "parts": [part]}
+    return entries
+
+
+def write_index(folder: Path, entries: list[Json]) -> None:
+    """Write the index of what all processes have written."""
+    index: Json = {}
+    for name, entry in (item for own in entries for item in own.items()):
+        index.setdefault(name, {**entry, "parts": []})["parts"] += entry["parts"]
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors in place, without communication."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        try:
-            dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=True)
-        except dcp.CheckpointException as e:
-            raise e.failures[0][0] from e
+    """Fill the tensors, whole or sharded by rows, in place. Raises ValueError: damage."""
+    index = _index(folder)
+    for name, target in tensors.items():
+        shape, at, _ = local_part(target)
+        first, end = _rows(at, shape)
+        rows = local(target).reshape(1) if target.ndim == 0 else local(target)
+        for part in index[name]["parts"]:
+            begin, stop = _rows(part["at"], part["shape"])
+            a, b = max(first, begin), min(end, stop)
+            if a < b:
+                saved = _read_part(folder, name, part, index[name]["dtype"])
+                saved = saved.reshape(-1, *shape[1:])
+                rows[a - first : b - first].copy_(saved[a - begin : b - begin])
 
 
 def empty(folder: Path, prefix: str = "", device: str = "meta") -> dict[str, Tensor]:
     """Uninitialized tensors of the saved shapes and dtypes, those whose name has the prefix."""
     return {
-        name: torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
-        for name, saved in _Reader(folder).tensors.items()
+        name: torch.empty(saved["shape"], dtype=getattr(torch, saved["dtype"]), device=device)
+        for name, saved in _index(folder).items()
         if name.startswith(prefix)
     }
 
@@ -66,92 +92,36 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items()}
 
 
-class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, which also writes the index."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as e:  # DCP would lose its context, the system's error
-            raise (e.__context__ or e) from None
-
-    def finish(self, metadata: md.Metadata, results: list[list[WriteResult]]) -> None:
-        # Runs on the main process, when all have written.
-        super().finish(metadata, results)
-        folder, index = Path(self.path), {}
-        # Before torch 2.13 the places are in a copy of `metadata` only.
-        places = {part.index: part.storage_data for parts in results for part in parts}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, md.TensorStorageMetadata)
-            parts = []
-            for chunk in tensor.chunks:
-                if 0 in chunk.sizes:  # fewer rows than processes
-                    continue
-                place = places[md.MetadataIndex(name, chunk.offsets)]
-                file = place.relative_path
-                if not (folder / file).exists():
-                    raise OSError(
-                        f"{file} of another process is missing: all machines must share out_dir"
-                    )
-                part = {"at": list(chunk.offsets), "shape": list(chunk.sizes)}
-                part |= {"file": file, "offset": place.offset, "length": place.length}
-                parts.append(part)
-            dtype, shape = dtype_name(tensor.properties.dtype), list(tensor.size)
-            index[name] = {"dtype": dtype, "shape": shape, "parts": parts}
-        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+def _rows(at: list[int], shape: list[int]) -> tuple[int, int]:
+    """The first row of a part, and the row after its last; a number is one row."""
+    return (at[0], at[0] + shape[0]) if shape else (0, 1)
 
 
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader, with our index in place of its pickle."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.tensors: dict[str, md.TensorStorageMetadata] = {}
-        self.parts: dict[md.MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
-        places: dict[md.MetadataIndex, _StorageInfo] = {}
-        for name, saved in json.loads((folder / INDEX).read_text(encoding="utf-8")).items():
-            dtype, shape, chunks = getattr(torch, saved["dtype"]), torch.Size(saved["shape"]), []
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{name} has the dtype {saved['dtype']!r}")
-            for part in saved["parts"]:
-                if Path(part["file"]).name != part["file"]:
-                    raise ValueError(f"{part['file']!r} is not a file in this folder")
-                chunk = md.ChunkStorageMetadata(torch.Size(part["at"]), torch.Size(part["shape"]))
-                place = _StorageInfo(part["file"], part["offset"], part["length"])
-                places[at := md.MetadataIndex(name, chunk.offsets)] = place
-                self.parts[at] = dtype, chunk.sizes
-                chunks.append(chunk)
-            if not covered(shape, chunks):  # DCP leaves a gap uninitialized
-                raise ValueError(f"the parts of {name} do not cover its {[*shape]} exactly once")
-            self.tensors[name] = md.TensorStorageMetadata(md.TensorProperties(dtype), shape, chunks)
-        self.metadata = md.Metadata({**self.tensors}, None, places, md.StorageMeta())
-
-    def read_metadata(self, *args: object, **kwargs: object) -> md.Metadata:
-        return self.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read parts as DCP does, which would cast and cut one of another dtype or shape."""
-        for item in plan.items:
-            at, place = item.storage_index, self.metadata.storage_data[item.storage_index]
-            with (Path(self.path) / place.relative_path).open("rb") as f:
-                f.seek(place.offset)
-                part = torch.load(io.BytesIO(f.read(place.length)), "cpu", weights_only=True)
-            if (part.dtype, part.shape) != self.parts[at]:
-                raise ValueError(f"{at.fqn} in {place.relative_path} is not as {INDEX} has it")
-            ranges = zip(item.storage_offsets, item.lengths, strict=True)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(part[tuple(slice(a, a + n) for a, n in ranges)])
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+def _index(folder: Path) -> Json:
+    index: Json = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    for name, saved in index.items():
+        shape, parts = saved["shape"], sorted(saved["parts"], key=lambda part: part["at"])
+        if not isinstance(getattr(torch, saved["dtype"]), torch.dtype):
+            raise ValueError(f"{name} has the dtype {saved['dtype']!r}")
+        end = 0
+        for part in parts:
+            if Path(part["file"]).name != part["file"]:
+                raise ValueError(f"{part['file']!r} is not a file in this folder")
+            if part["at"] != [end, *[0] * len(shape)][: len(shape)]:
+                break
+            end = _rows(part["at"], part["shape"])[1]
+        if end != _rows([0], shape)[1] or any(part["shape"][1:] != shape[1:] for part in parts):
+            raise ValueError(f"the parts of {name} do not cover its {shape} exactly once")
+    return index
 
 
-def covered(shape: torch.Size, chunks: list[md.ChunkStorageMetadata]) -> bool:
-    """True if the chunks are all rows of the tensor, each once."""
-    end = 0
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
-        if chunk.offsets != (end, *[0] * len(shape))[: len(shape)] or chunk.sizes[1:] != shape[1:]:
-            return False
-        end += chunk.sizes.numel() if not shape else chunk.sizes[0]
-    return end == (*shape, 1)[0]
+def _read_part(folder: Path, name: str, part: Json, dtype: str) -> Tensor:
+    with (folder / part["file"]).open("rb") as f:
+        f.seek(part["offset"])
+        content = f.read(part["length"])
+    if "crc32" in part and zlib.crc32(content) != part["crc32"]:  # older versions have none
+        raise ValueError(f"{part['file']} is damaged: {name} has another CRC-32 than in {INDEX}")
+    saved: Tensor = torch.load(io.BytesIO(content), "cpu", weights_only=True)
+    if (dtype_name(saved.dtype), [*saved.shape]) != (dtype, part["shape"]):
+        raise ValueError(f"{name} in {part['file']} is not as {INDEX} has it")
+    return saved

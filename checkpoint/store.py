@@ -7,15 +7,16 @@ A checkpoint is a folder, out_dir/step-00000250:
     settings.json       settings of the run, model sizes, tokenizer
     train_state.json    step, losses, data position, attention backend and kernels
     shards/             with several processes: weights and optimizer state (checkpoint/shards.py)
+    checksums.json      CRC-32 of each file above (not of older versions)
 
 The folder is written under a temporary name, synced and renamed: a killed process leaves the
 last complete checkpoint. Loading never runs code from a file: safetensors, JSON,
-torch.load(weights_only=True). A missing or damaged file raises UserError.
+torch.load(weights_only=True). A missing or damaged file raises UserError; a JSON file that was
+changed by hand is a warning.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -25,6 +26,7 @@ import re
 import shlex
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import count
@@ -36,9 +38,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from attention import Policy, is_code
+from checkpoint.shards import INDEX, read_whole, write, write_index
 from core.distributed import DistInfo
 from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig
@@ -46,6 +48,7 @@ from model import GPT, GPTConfig
 log = logging.getLogger("nanoattn")
 
 STEP = r"step-\d+"  # a checkpoint's name
+CHECKSUMS = "checksums.json"
 T = TypeVar("T")
 Json = dict[str, Any]  # a JSON object; in optimizer.pt its values may be tensors
 
@@ -94,8 +97,6 @@ class Checkpoint:
         """All weights, on the CPU."""
         if not (shards := self.folder / "shards").exists():
             return read_file(self.folder / "model.safetensors", load_file)
-        from checkpoint.shards import read_whole  # DCP takes most of a second to import
-
         return read_file(shards, lambda folder: read_whole(folder, "model."))
 
     def rest(self) -> Json:
@@ -185,9 +186,11 @@ def _shape(value: Any) -> Any:
 
 
 def read_file(path: Path, reader: Callable[[Path], T]) -> T:
-    """Return reader(path). Raises UserError, in one line, if it fails."""
+    """Return reader(path). Raises UserError, in one line, if it fails or the file was changed."""
     try:
-        return reader(path)
+        content = reader(path)
+        verify(path)
+        return content
     except FileNotFoundError:
         raise UserError(f"{path} does not exist{_earlier(path.parent)}") from None
     except UserError:
@@ -195,6 +198,32 @@ def read_file(path: Path, reader: Callable[[Path], T]) -> T:
     except Exception as e:  # each library has its own for damaged files
         why = f"({type(e).__name__}: {first_line(e)}){_earlier(path.parent)}"
         raise UserError(f"{path} cannot be read {why}") from e
+
+
+def verify(path: Path) -> None:
+    """Raise ValueError if a file of a checkpoint, or the index of its shards, has another CRC-32
+    than was written; people edit JSON: there it is a warning."""
+    name = path.name if path.suffix else f"{path.name}/{INDEX}"
+    file, sums = path.parent / name, path.parent / CHECKSUMS
+    if not sums.exists():  # of an older version, or of transformers
+        return
+    try:
+        saved = load_json(sums)[name]
+    except (ValueError, LookupError, TypeError) as e:
+        raise ValueError(f"{CHECKSUMS} is damaged: {type(e).__name__}, {first_line(e)}") from e
+    if saved != crc32(file):
+        why = "its CRC-32 is another one"
+        if file.suffix != ".json":
+            raise ValueError(f"damaged, or changed on purpose (then delete {CHECKSUMS}): {why}")
+        log.warning(f"{file} has changed since it was written ({why} than in {CHECKSUMS})")
+
+
+def crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as f:
+        while block := f.read(2**20):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _earlier(damaged: Path) -> str:
@@ -277,40 +306,46 @@ def save(
     final = out_dir / f"step-{state['step']:08d}"
     partial = out_dir / f".{final.name}.partial"
 
+    entries: list[Json] = [{}]  # of the index of shards, by process
+
     def begin() -> None:
         if distributed.main:
             for left in out_dir.glob(".step-*.partial"):  # of a killed process
                 _remove(left)
-            partial.mkdir(parents=True)
+            (partial / "shards" if shards else partial).mkdir(parents=True)
 
     def write_shards() -> None:
         if shards is not None:
-            from checkpoint.shards import write
-
-            write(partial / "shards", shards, distributed.control)
+            entries[0] = write(partial / "shards", shards, distributed)
 
     def finish() -> None:
         if not distributed.main:
             return
+        if shards is not None:
+            write_index(partial / "shards", entries)
         if weights is not None:
             save_weights(weights, partial / "model.safetensors")
         with (partial / "optimizer.pt").open("wb") as f:  # a path would hide the system's error
             torch.save(optimizer, f)
         for name, content in (("settings.json", settings), ("train_state.json", state)):
             save_json(content, partial / name)
+        files = [*partial.glob("*.*"), *partial.glob(f"shards/{INDEX}")]
+        sums = {file.relative_to(partial).as_posix(): crc32(file) for file in files}
+        save_json(sums, partial / CHECKSUMS)
         _sync([*partial.rglob("*"), partial])
         partial.rename(final)
         _sync([out_dir])
 
     try:
-        for step in (begin, write_shards, finish):
-            together(distributed, step)
+        together(distributed, begin)
+        together(distributed, write_shards)
+        entries = distributed.gather(entries[0])
+        together(distributed, finish)
     except UserError as e:
         shutil.rmtree(partial, ignore_errors=True)
-        reason = with_sizes(str(e), out_dir, [weights, shards, optimizer])
         had = [p.name for p in folders(out_dir)]
         still = f"{had[-1]} is still good" if had else "no earlier one exists"
-        raise UserError(f"could not write checkpoint {final} ({reason}): {still}") from e
+        raise UserError(f"could not write checkpoint {final} ({e}): {still}") from e
     if distributed.main:
         _prune(out_dir, keep)
     return final
@@ -394,12 +429,3 @@ def disk_error(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     number = re.search(r"\(os error (\d+)\)", str(error))  # of safetensors
     return os.strerror(int(number[1])) if number else first_line(error)
-
-
-def with_sizes(reason: str, folder: Path, content: object) -> str:
-    """Add the needed and the free space if the disk is full. Delete partial files before."""
-    needed = sum(t.nbytes for t in tree_leaves(content) if isinstance(t, Tensor)) / 1e6
-    if os.strerror(errno.ENOSPC) not in reason:
-        return reason
-    free = shutil.disk_usage(folder).free / 1e6
-    return f"{reason}: {needed:,.1f} MB needed, {free:,.1f} MB free"

@@ -188,14 +188,22 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
+def local_part(t: Any) -> tuple[list[int], list[int], bool]:
+    """Shape and place of this process's part of a tensor that may be sharded; False if a process
+    before this one has the same part."""
+    if not hasattr(t, "placements"):
+        return [*t.shape], [0] * t.ndim, True
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
+
+    shape, at = find(t.shape, t.device_mesh, t.placements)
+    places = zip(t.device_mesh.get_coordinate(), t.placements, strict=True)
+    return [*shape], [*at], not any(i and p.is_replicate() for i, p in places)
+
+
 def fill(target: Any, source: Tensor) -> None:
     """Copy a full tensor into one that may be sharded."""
-    if hasattr(target, "placements"):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
-
-        shape, at = find(target.shape, target.device_mesh, target.placements)
-        source = source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
-    local(target).copy_(source)
+    shape, at, _ = local_part(target)
+    local(target).copy_(source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))])
 
 
 def copies(device: torch.device, processes: int) -> DeviceMesh | None:

@@ -2,8 +2,8 @@
 
     python train.py config/train_gpt2.py --batch_size=8 --compile=False
 
-A command declares its settings as a frozen dataclass. tyro prints the comment after a field as its
-help; pydantic reads and checks the values:
+A command declares its settings as a frozen dataclass. --help prints the comment after a field;
+pydantic reads and checks the values:
 
     n_layer: PositiveInt = 12  # transformer blocks
 
@@ -18,11 +18,13 @@ import dataclasses
 import difflib
 import errno
 import functools
+import inspect
 import operator
 import os
 import re
 import signal
 import sys
+import textwrap
 import time
 import types
 import typing
@@ -33,7 +35,6 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from core import terminal
-from core.threads import wait_passively
 
 T = TypeVar("T")
 Values = dict[str, Any]  # field -> value
@@ -97,14 +98,13 @@ def read(
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Handle --help, mistakes, signals and a busy machine before imports and __post_init__."""
+    """Handle --help, mistakes and signals before slow imports and __post_init__."""
     end_at_once()
     terminal.prepare("stderr")
     try:
         gather(cls, argv, **options)
     except UserError as error:
         _fail(error)
-    wait_passively()
 
 
 def end_at_once() -> None:
@@ -130,30 +130,25 @@ def gather(
         shown: the fields in the help; None: all.
     """
     hints = _hints(cls)
-    switches = {n for n in (*hints, *aliases) if hints[aliases.get(n, n)] in (bool, bool | None)}
-    switches |= {"h", "help"}
-    files, options = _split(argv, switches, positional)
+    fields = {name: name for name in hints} | dict(aliases)
+    switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
+    files, options = _split(argv, switches | {"h", "help"}, positional)
     values: Values = {}
     origins: dict[str, str] = {}
-
-    def known(name: str, mistake: str, dashes: str = "") -> str:
-        if aliases.get(name, name) not in hints:
-            names = [dashes + n for n in (*hints, *aliases)]
-            raise UserError(mistake + did_you_mean(dashes + name, names))
-        return aliases.get(name, name)
-
     helpers: dict[str, str] = {}  # variables of the files that are no settings
     used: set[str] = set()
     seen = _defaults(cls)
     for path in files:
         for line, name, value in parse_config(path, seen, used):
-            origin, names = f"{path}:{line}", [*hints, *aliases, *ignored]
+            origin, near = f"{path}:{line}", [*fields, *ignored]
             seen[name] = value
-            mistyped = difflib.get_close_matches(name, names, 1, 0.8) and name not in used
-            if name in ignored or not (name in names or mistyped):
+            if name not in fields:
+                if name not in {*ignored, *used} and difflib.get_close_matches(name, near, 1, 0.8):
+                    why = did_you_mean(name, fields)
+                    raise UserError(f"{origin}: unknown setting {name!r}{why}")
                 helpers[name] = origin
                 continue
-            field = known(name, f"{origin}: unknown setting {name!r}")
+            field = fields[name]
             seen[field] = values[field] = check(hints[field], value, f"{origin}: {name}")
             origins[field] = origin
     origins |= {n: at for n, at in helpers.items() if n in ignored or n not in used}
@@ -163,7 +158,10 @@ def gather(
         if name in ignored:
             origins[name] = "command line"
             continue
-        field = known(name, f"unknown option --{name}", "--")
+        if name not in fields:
+            near_options = did_you_mean(f"--{name}", [f"--{known}" for known in fields])
+            raise UserError(f"unknown option --{name}{near_options}")
+        field = fields[name]
         value = _parse(hints[field], text, f"--{name}")
         if origins.get(field) == "command line" and _is_tuple(hints[field]):
             value = values[field] + value  # a repeated list is added to
@@ -243,13 +241,9 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
     try:
         return _adapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
-        first, *others = error.errors()
-        why, comma, rest = first["msg"].lower().partition(", unable")
-        words = [e["ctx"]["expected"] for e in others if e["type"] == "literal_error"]
-        if words and first["type"] != "literal_error":  # of `bool | Literal["linear"]`
-            why += f" or {words[0]}"
-        why += (" or None" if strict else " or none") * _may_be_none(hint) + comma + rest
-        raise UserError(f"{name}: {why}, got {first['input']!r:.60}") from None
+        errors = error.errors()
+        why = " or ".join(dict.fromkeys(e["msg"] for e in errors)) + " or none" * _may_be_none(hint)
+        raise UserError(f"{name}: {why}, got {errors[0]['input']!r:.60}") from None
 
 
 def check_fields(settings: object) -> None:
@@ -325,36 +319,32 @@ def _parse(hint: object, text: str, name: str) -> Any:
 
 
 def _print_help(
-    cls: type, values: Mapping[str, object], only: Collection[str] | None = None
-) -> None:
-    """Print the fields with their comments; `values` are shown as the defaults."""
-    import tyro
-
-    hints = _hints(cls)
-    shown: Values = _defaults(cls) | dict(values)
-    lists = {name: str for name, hint in hints.items() if _is_tuple(hint)}  # as one text: A,B,...
-    shown |= {name: ",".join(map(str, shown[name])) for name in lists}
-    hide = () if only is None else (name for name in hints if name not in only)
-    hidden = {name: Annotated[lists.get(name, hints[name]), tyro.conf.Suppress] for name in hide}
-    # Without __post_init__, which may need imports that are not made yet.
-    about = (cls.__doc__ or "").split("\n\n")[0]
-    changes = {"__post_init__": lambda self: None, "__doc__": about, "__module__": cls.__module__,
-               "__annotations__": lists | hidden}  # fmt: skip
+    cls: type, values: Mapping[str, object], shown: Collection[str] | None = None
+) -> NoReturn:
+    """Print the fields, the comments after them, and `values` as the defaults; end the process."""
     spec = sys.modules["__main__"].__spec__  # of python -m
     name = Path(sys.argv[0]).name if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
-    plain = type(cls.__name__, (cls,), changes)
+    about = (cls.__doc__ or "").split("\n\n")[0]
+    lines = [f"usage: python {name} [OPTIONS]\n\n{about}\n"]
+    source = "".join(map(inspect.getsource, cls.__mro__[:-1]))
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
+    for field, hint in _hints(cls).items():
+        if shown is None or field in shown:
+            value = values.get(field, _defaults(cls)[field])
+            default = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            kinds = re.findall(r"'[\w.-]+'|\b(?:bool|int|float|str)\b", str(hint))
+            kind = "|".join(kinds).replace("'", "").removesuffix("|whole")
+            words = f"{comments.get(field, '')} ({kind}; default: {default})"
+            option = f"  --{field:<22}"
+            lines.append(
+                textwrap.fill(words, 98, initial_indent=option, subsequent_indent=" " * 26)
+            )
     try:
-        tyro.cli(
-            plain,
-            prog=f"python {name}",
-            args=["--help"],
-            default=plain(**shown),
-            config=(tyro.conf.FlagConversionOff,),
-            use_underscores=True,
-            console_outputs=os.environ.get("RANK", "0") == "0",
-        )
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join(lines), flush=True)
     except BrokenPipeError:  # --help | head
-        sys.exit(1)
+        os._exit(1)  # Python would flush once more
+    sys.exit(0)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
@@ -370,6 +360,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
                ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
                ast.Pow: operator.pow}  # fmt: skip
+LARGEST = 2**16  # characters of a text, or bits of an integer
 _CALLS: Values = {f.__name__: f for f in (str, int, float, round, min, max)}
 _CALLS["time.time"] = time.time
 
@@ -407,6 +398,8 @@ def parse_config(
                     | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
                 ):
                     known[name] = _evaluate(value, known)
+                    if not _is_small(known[name]):
+                        raise ValueError
                     found.append((node.lineno, name, known[name]))
                 case _:
                     raise ValueError
@@ -417,6 +410,13 @@ def parse_config(
                 f"{', '.join(_CALLS)}; write the value itself"
             ) from None
     return found
+
+
+def _is_small(value: object) -> bool:
+    """False for a value that grows in each line until it takes all memory."""
+    if isinstance(value, tuple):
+        return all(not isinstance(part, tuple) and _is_small(part) for part in value)
+    return (value.bit_length() if isinstance(value, int) else len(str(value))) <= LARGEST
 
 
 def _evaluate(node: ast.expr, names: Mapping[str, object]) -> Any:

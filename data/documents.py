@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 
-from core.hub import why_not_hub
 from core.settings import UserError, first_line
+from data import sources
 from data.tokenizer import well_formed
 
 ENDINGS = (".txt", ".jsonl")
+WANTED = "a .txt or .jsonl file, or a folder of them"
 HUB: dict[str, tuple[str, str | None]] = {  # dataset -> name and configuration on the hub
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
@@ -66,25 +67,39 @@ def source_files(source: str) -> list[Path]:
     return sorted(f for f in found.values() if f.suffix.lower() in ENDINGS and f.is_file())
 
 
-def file_documents(source: str | None, text_key: str, read: list[Path]) -> Iterator[Iterable[str]]:
-    """Yield the documents, .txt files or lines of .jsonl files, of a file or of the files in a
-    folder, sorted; adds the files to `read`."""
-    wanted = "a .txt or .jsonl file, or a folder of them"
-    if source is None:
-        raise UserError(f"expected --source=PATH: {wanted}")
-    files = source_files(source)
-    if not files:
-        raise UserError(f"--source={source}: no text file; expected {wanted}")
-    for path in files:
-        if path.suffix.lower() not in ENDINGS:
-            raise UserError(f"{path}: expected {wanted}")
-        read.append(path)
-        if path.suffix.lower() == ".txt":
-            yield text_parts(path)
-            continue
-        with _reading(path):
-            for text in filter(None, _json_texts(path, text_key)):
-                yield (text,)
+def documents(
+    dataset: str, source: str | None, text_key: str, files: list[Path]
+) -> Iterator[Iterable[str]]:
+    """Yield the documents of a dataset, each as its parts; adds the files read to `files`.
+
+    A single file is one text for the datasets of characters and of Shakespeare; otherwise .txt
+    files are documents, and lines of .jsonl files.
+    """
+    shakespeare = dataset.startswith("shakespeare")
+    if dataset in HUB:
+        yield from web_documents(*HUB[dataset], text_key)
+    elif shakespeare and source is None:
+        yield (sources.plays(),)
+    elif shakespeare and source == "tinyshakespeare":
+        yield (sources.tiny_shakespeare(),)
+    elif source is None:
+        raise UserError(f"expected --source=PATH: {WANTED}")
+    else:
+        found = source_files(source)
+        if not found:
+            raise UserError(f"--source={source}: no text file; expected {WANTED}")
+        one_text = shakespeare or (dataset == "chars" and found[0].suffix.lower() != ".jsonl")
+        for path in found:
+            ending = ".txt" if one_text and Path(source).is_file() else path.suffix.lower()
+            if ending not in ENDINGS:
+                raise UserError(f"{path}: expected {WANTED}")
+            files.append(path)
+            if ending == ".txt":
+                yield text_parts(path)
+                continue
+            with _reading(path):
+                for text in filter(None, _json_texts(path, text_key)):
+                    yield (text,)
 
 
 @contextmanager
@@ -154,8 +169,6 @@ def web_documents(name: str, configuration: str | None, key: str) -> Iterator[It
     except ImportError:
         raise UserError(f"{name} needs datasets (pip install datasets)") from None
     try:
-        if offline := why_not_hub():
-            raise ConnectionError(offline)
         rows = load_dataset(name, configuration, split="train", streaming=True)
         for number, row in enumerate(rows, 1):
             yield (_text(row, key, f"{name}, row {number}"),)

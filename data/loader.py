@@ -26,7 +26,7 @@ import numpy as np
 
 from core.settings import UserError, first_line
 from data.documents import DATASETS
-from data.shards import SAMPLE, Shards, Tokens, is_meta, why_not_uint16
+from data.shards import AGAIN, SAMPLE, Tokens, why_not_uint16
 from data.tokenizer import GPT2Tokenizer, Json
 
 if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does not need it
@@ -60,8 +60,7 @@ def read_meta(folder: str | Path) -> Json:
                 "vocab_size": int(),
                 "tokens": {"train": int(), "val": int()},
             } if meta.get("dtype", "uint16") in ("uint16", "uint32"):
-                if "shards" not in meta or is_meta(meta["shards"]):
-                    return meta
+                return meta
         why = "not of a dataset"
     except (OSError, ValueError) as e:
         why = first_line(e)
@@ -134,8 +133,13 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
     vocab_size (above 2**24 tokens, 256 places are checked here, the others when they are read).
     """
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
-    tokens = Shards(meta["shards"][split]) if "shards" in meta else _mapped(path, meta)
-    N, name = len(tokens), f"{folder} ({split} shards)" if "shards" in meta else path
+    shards = "shards" in meta
+    try:
+        tokens = Tokens(meta["shards"][split]) if shards else _bin(path, meta)
+    except (LookupError, TypeError) as e:
+        why = f"its list of files is damaged ({type(e).__name__}: {first_line(e)})"
+        raise UserError(f"{path.with_name('meta.json')}: {why}; {AGAIN}") from e
+    N, name = len(tokens), f"{path.with_name('meta.json')} ({split} shards)" if shards else path
     if block_size + 1 > N:
         raise UserError(
             f"{name} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
@@ -149,34 +153,22 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
     return tokens
 
 
-class Mapped(np.ndarray):
-    """The tokens of a .bin file, (N,) uint16 or uint32, read when needed."""
-
-    vocab_size: int | None = None  # ids are below it
-
-
-def _mapped(path: Path, meta: Json) -> Mapped:
-    split, dtype = path.stem, np.dtype(meta.get("dtype", "uint16"))
-    N = meta["tokens"].get(split, 0)
-    try:
-        with path.open("rb") as f:
-            size, expected = os.fstat(f.fileno()).st_size, dtype.itemsize * N
-            if size != expected or not size:
-                why = f"expected {expected:,} bytes ({N:,} tokens), got {size:,}"
-                raise ValueError(why if size else "no tokens")
-            if "dtype" not in meta and (doubt := why_not_uint16(f.read(SAMPLE))):
-                raise ValueError(doubt)
-            return np.memmap(f, dtype=dtype.newbyteorder("<"), mode="r").view(Mapped)
-    except (FileNotFoundError, ValueError) as e:
-        again = ["prepare.py"]
-        if "dataset" in meta:
-            options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
-            again = ["python", "-m", "data", meta["dataset"]]
-            again += [f"--{name}={value}" for name, value in options.items()]
-        why = getattr(e, "strerror", None) or first_line(e)
-        raise UserError(f"{path}: {why}; prepare it again: {shlex.join(again)}") from e
-    except OSError as e:
-        raise UserError(f"cannot read {path} ({e.strerror})") from e
+def _bin(path: Path, meta: Json) -> Tokens:
+    """The tokens of a prepared dataset's file, or of nanoGPT's."""
+    again = ["prepare.py"]
+    if "dataset" in meta:
+        options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
+        again = ["python", "-m", "data", meta["dataset"]]
+        again += [f"--{name}={value}" for name, value in options.items()]
+    advice, dtype = f"prepare it again: {shlex.join(again)}", meta.get("dtype", "uint16")
+    N = meta["tokens"].get(path.stem, 0)
+    file = {"path": str(path), "size": np.dtype(dtype).itemsize * N, "skip": 0, "tokens": N}
+    if not N:
+        raise UserError(f"{path} has no tokens; {advice}")
+    tokens = Tokens([file], dtype, advice)
+    if "dtype" not in meta and (doubt := why_not_uint16(tokens[: SAMPLE // 2].tobytes())):
+        raise UserError(f"{path}: {doubt}; {advice}")
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -293,15 +285,11 @@ def _gather(
     """Return the sequences of T tokens that begin at `starts`, their targets and documents."""
     import torch
 
-    if isinstance(tokens, Shards):
-        cut = tokens.windows(starts, T + 1)
-    else:  # copying rows of a view is several times faster than indexing each token
-        cut = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts]
+    cut = np.stack([tokens[start : start + T + 1] for start in starts.tolist()])
     vocab_size = getattr(tokens, "vocab_size", None)
     if vocab_size is not None and (largest := int(cut.max(initial=0))) >= vocab_size:
         row, column = np.argwhere(cut == largest)[0].tolist()
-        i = int(starts[row]) + column
-        at = tokens.place(i) if isinstance(tokens, Shards) else f"token {i:,} of the split"
+        at = tokens.place(int(starts[row]) + column)
         raise UserError(f"{at} is {largest}, but the vocabulary is {vocab_size}")
     arrays = [cut[:, :-1].astype(np.int64), cut[:, 1:].astype(np.int64)]
     if documents:

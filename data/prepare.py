@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -38,7 +37,6 @@ from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer, from_m
 BINS = ("train.bin", "val.bin")
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
-Report = Callable[[str, str], None]  # a stage of the work, and its progress
 
 
 @dataclass(frozen=True)
@@ -75,15 +73,11 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
     listed = shards.meta(config.source) if dataset == "shards" else {}
     lock, new = _lock(out_dir), out_dir / ".partial"
     try:
-        if names := foreign_files(out_dir):
-            raise UserError(
-                f"{out_dir} has {' and '.join(names)} of another program; use another --out_dir"
-            )
-        if not config.force and _is_prepared(out_dir, made_from):
+        if _is_prepared(out_dir, made_from, config.force):
             print(f"{out_dir} is already prepared (--force prepares it again)")
             return
         if dataset == "shards":
-            prepare_shards(config, out_dir, made_from, listed)
+            print(f"{out_dir}: {prepare_shards(config, out_dir, made_from, listed)}")
             return
         one_text = dataset == "chars" or dataset.startswith("shakespeare")
         work = prepare_text if one_text else prepare_documents
@@ -91,7 +85,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         new.mkdir(exist_ok=True)
         for file in BINS:  # of an interrupted run, or links
             (new / file).unlink(missing_ok=True)
-        tokenizer, found = work(dataset, config, new, progress(f"preparing {dataset}"))
+        tokenizer, found = work(dataset, config, new)
         name, V = tokenizer.name, tokenizer.vocab_size
         dtype = dtype_for(V)
         size = {s: (new / f"{s}.bin").stat().st_size for s in ("train", "val")}
@@ -112,8 +106,8 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         raise UserError(f"--workers={n}: {why}; use fewer") from e
     finally:
         os.close(lock)
+    read = f"{n:,} file{'s' * (n > 1)}, " if (n := found["files"]) else ""
     train, val = found["tokens"].values()
-    read = f"{n:,} file{'s' * (n > 1)}, " if (n := found.get("files")) else ""
     counts = f"{read}{train:,} training and {val:,} validation tokens"
     print(f"{out_dir}: {counts}, {V:,} in vocabulary ({name})")
 
@@ -149,10 +143,8 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
         raise UserError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
     state, source = None, options.get("source")
-    if dataset.startswith("shakespeare") and source in (None, "plays", "tinyshakespeare"):
-        if source != "tinyshakespeare":
-            options.pop("source", None)
-            state = sources.PLAYS_SHA256  # a later version may extract another text
+    if dataset.startswith("shakespeare") and source in (None, "tinyshakespeare"):
+        state = None if source else sources.PLAYS_SHA256  # later versions may extract another text
     elif source:
         files = shards.paths(source) if dataset == "shards" else documents.source_files(source)
         options["source"] = os.path.abspath(source)
@@ -169,35 +161,41 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
     return {"dataset": dataset, "options": options, "source": state}
 
 
-def foreign_files(folder: Path) -> list[str]:
-    """The files that a preparation would replace, if they are of another program."""
-    for meta in (folder / "meta.json", folder / ".partial" / "meta.json"):  # or was interrupted
-        with suppress(OSError, ValueError, AttributeError):
-            if {"tokenizer", "vocab_size"} <= json.loads(meta.read_text("utf-8")).keys():
-                return []
-    return [name for name in (*BINS, "meta.json") if os.path.exists(folder / name)]
-
-
-def _is_prepared(out_dir: Path, made_from: Json) -> bool:
-    try:
-        meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
-        there = {key: meta.get(key) for key in made_from}
-        splits = () if "shards" in meta else meta["tokens"]
-        sizes = {s: (out_dir / f"{s}.bin").stat().st_size for s in splits}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
+def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
+    """True if out_dir holds this dataset, complete. Raises UserError: it has another one, which
+    only `force` replaces, or files of another program."""
+    meta, unfinished = (_saved_meta(folder) for folder in (out_dir, out_dir / ".partial"))
+    there = [name for name in (*BINS, "meta.json") if os.path.exists(out_dir / name)]
+    if there and not (meta or unfinished):
+        names = " and ".join(there)
+        raise UserError(f"{out_dir} has {names} of another program; use another --out_dir")
+    if force or not meta:
         return False
-    if there | {"source": None} != made_from | {"source": None}:
+    if any(meta.get(key) != made_from[key] for key in ("dataset", "options")):
         raise UserError(
-            f"{out_dir} holds another dataset ({there['dataset']}, options {there['options']}): "
-            "use another --out_dir, or --force to replace it"
+            f"{out_dir} holds another dataset ({meta.get('dataset')}, options "
+            f"{meta.get('options')}): use another --out_dir, or --force to replace it"
         )
-    item = np.dtype(meta["dtype"]).itemsize
-    complete = all(sizes.get(split) == item * n for split, n in meta["tokens"].items())
-    return complete and there["source"] == made_from["source"]
+    try:
+        width = np.dtype(meta["dtype"]).itemsize
+        sizes = {} if "shards" in meta else meta["tokens"]
+        whole = all(os.path.getsize(out_dir / f"{s}.bin") == width * n for s, n in sizes.items())
+    except (OSError, LookupError, TypeError, AttributeError):  # missing or damaged
+        return False
+    return whole and meta.get("source") == made_from["source"]
 
 
-def prepare_shards(config: PrepareConfig, out_dir: Path, made_from: Json, found: Json) -> None:
-    """Write meta.json with the list of the files."""
+def _saved_meta(folder: Path) -> Json:
+    """The meta.json of a preparation, {} if there is none."""
+    with suppress(OSError, ValueError):
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        if isinstance(meta, dict) and {"tokenizer", "vocab_size"} <= meta.keys():
+            return meta
+    return {}
+
+
+def prepare_shards(config: PrepareConfig, out_dir: Path, made_from: Json, found: Json) -> str:
+    """Write meta.json with the list of the files; return a line about it."""
     tokenizer: Json = {"name": GPT2Tokenizer.name}
     V = GPT2Tokenizer.vocab_size
     if config.tokenizer is not None:
@@ -205,38 +203,24 @@ def prepare_shards(config: PrepareConfig, out_dir: Path, made_from: Json, found:
         tokenizer, V = named.to_meta(), named.vocab_size
     meta = {**made_from, "tokenizer": tokenizer, "vocab_size": V, **found}
     write_at_once(out_dir / "meta.json", json.dumps(meta, indent=1))
-    train, val = (
-        f"{n:,} {s} tokens ({len(found['shards'][s])} files)" for s, n in found["tokens"].items()
-    )
-    print(f"{out_dir}: {train} and {val}, read where they lie; {V:,} in vocabulary")
+    of = [f"{n:,} {s} tokens ({len(found['shards'][s])} files)" for s, n in found["tokens"].items()]
+    return f"{' and '.join(of)}, read where they lie; {V:,} in vocabulary"
 
 
-def prepare_text(
-    dataset: str, config: PrepareConfig, folder: Path, report: Report
-) -> tuple[Tokenizer, Json]:
+def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
     """One text in memory; the first 90 % of its characters are for training, as in nanoGPT."""
-    source, char, files = config.source, dataset != "shakespeare", list[Path]()
-    report("reading", f"the text ({source or dataset})")
-    one = source is not None and Path(source).is_file()
-    if dataset == "chars" and not (one and not str(source).lower().endswith(".jsonl")):
-        text = "\n".join(map("".join, documents.file_documents(source, config.text_key, files)))
-    elif source is None:
-        text = sources.plays()
-    elif source == "tinyshakespeare" and dataset != "chars":
-        text = sources.tiny_shakespeare()
-    elif one:
-        text, files = "".join(documents.text_parts(Path(source))), [Path(source)]
-    else:
-        raise UserError(f"--source={source}: expected a file or tinyshakespeare")
+    files: list[Path] = []
+    read = documents.documents(dataset, config.source, config.text_key, files)
+    text = "\n".join(map("".join, read))
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = text[:cut], text[cut:]
+    char = dataset != "shakespeare"
     tokenizer = CharTokenizer(sorted(set(text))) if char else tokenizer_of(config)
     tokenizer.begin = ()  # before one text it would hardly ever be seen
-    report("tokenizing", f"{len(text):,} characters")
     dtype = dtype_for(tokenizer.vocab_size)
     train, val = (np.array(tokenizer.encode(part), dtype=dtype) for part in parts)
     if min(len(train), len(val)) < 2:
-        raise UserError(f"{source} is too short ({len(text)} characters)")
+        raise UserError(f"{config.source} is too short ({len(text)} characters)")
     train.tofile(folder / "train.bin")
     val.tofile(folder / "val.bin")
     size = dict(zip(("train", "val"), (len(part.encode()) for part in parts), strict=True))
@@ -283,34 +267,29 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
     }
 
 
-def prepare_documents(
-    dataset: str, config: PrepareConfig, folder: Path, report: Report
-) -> tuple[Tokenizer, Json]:
+def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
     """Tokenize documents in worker processes, in constant memory.
 
     Validation takes whole documents at even distances (every tenth if val_fraction is 0.1), and the
     last tokens of the others if these are too few or too short.
     """
-    web = dataset in HUB
-    fraction = config.val_fraction or (0.0005 if web else 0.1)
+    fraction = config.val_fraction or (0.0005 if dataset in HUB else 0.1)
     tokenizer, workers = tokenizer_of(config), config.workers or os.cpu_count() or 1
-    files: list[Path] = []
     if tokenizer.eot is None:
         raise UserError(
             f"--tokenizer={config.tokenizer} has no token that ends a document; name it in its "
             'tokenizer_config.json: {"eos_token": "..."}'
         )
-    if web:
-        found = documents.web_documents(*HUB[dataset], config.text_key)
-    else:
-        found = documents.file_documents(config.source, config.text_key, files)
-    found = islice(found, config.limit)
+    files: list[Path] = []
+    read = documents.documents(dataset, config.source, config.text_key, files)
+    found = islice(read, config.limit)
     first = [*islice(found, 2)]
     if len(first) < 2:  # before one text it would hardly ever be seen
         tokenizer.begin = ()
     dtype, batches = dtype_for(tokenizer.vocab_size), documents.pieces(chain(first, found))
     with ProcessPoolExecutor(workers, initializer=_begin, initargs=(tokenizer.to_meta(),)) as pool:
-        count, tokens, size = 0, Counter[str](), Counter[str]()  # size: bytes of the text
+        count, shown = 0, time.monotonic()
+        tokens, size = Counter[str](), Counter[str]()  # size: bytes of the text
         with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
             for batch in map_ahead(pool, _encode, batches, 2 * workers):
                 for i, ids, n in batch:
@@ -318,7 +297,10 @@ def prepare_documents(
                     (val if split == "val" else train).write(ids)
                     count, size[split] = i + 1, size[split] + n
                     tokens[split] += len(ids) // dtype.itemsize
-                report("tokenizing", f"{count:,} documents, {tokens.total():,} tokens")
+                if time.monotonic() > shown + 10:
+                    shown = time.monotonic()
+                    done = f"{count:,} documents, {tokens.total():,} tokens"
+                    print(f"preparing {dataset}: {done}", file=sys.stderr, flush=True)
     where = config.source or dataset
     if tokens.total() == count * (len(tokenizer.begin) + 1):
         raise UserError(f"{where} contains no text; use another --source")
@@ -375,16 +357,3 @@ def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size
         tokens[keep:].tofile(f)
     os.truncate(folder / "train.bin", dtype.itemsize * keep)
     return moved
-
-
-def progress(title: str) -> Report:
-    """Return a function that prints a line on stderr for each stage and every ten seconds."""
-    shown, at = "", 0.0
-
-    def report(stage: str, done: str) -> None:
-        nonlocal shown, at
-        if stage != shown or time.monotonic() > at + 10:
-            shown, at = stage, time.monotonic()
-            print(f"{title}: {stage} {done}", file=sys.stderr, flush=True)
-
-    return report

@@ -1,19 +1,19 @@
-"""Tokens in .bin files of other programs, read where they lie.
+"""Tokens in .bin files, read where they lie: our own, and those of other programs.
 
     llm.c, modded-nanogpt   a header of 256 int32 (20240520, 1, number of tokens), then uint16 ids
     nanoGPT                 uint16 ids alone
+    ours                    uint16 or uint32 ids alone
 
-meta.json lists the files. A file is opened for each read, and checked: however many there are,
-nothing is kept open or in memory, and one that changes during a run is an error.
+meta.json lists the files of other programs. They are checked at each read: one that changes during
+a run is an error.
 """
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,21 +27,21 @@ HEADER = 256  # int32
 ID = np.dtype("<u2")
 SAMPLE = 2**17  # bytes at the beginning that show the width of the ids
 OTHERS = {b"\x93NUMPY": "a .npy file", MAGIC.to_bytes(4, "little"): "a shard of llm.c"}
-_AGAIN = "make the dataset again: python -m data shards --source=..."
+AGAIN = "make the dataset again: python -m data shards --source=..."
 
 
-class Shards:
-    """The tokens of several files as one array: len(), slices, and windows()."""
+class Tokens:
+    """The tokens of several files as one array, mapped: len() and slices."""
 
     vocab_size: int | None = None  # ids are below it
 
-    def __init__(self, files: list[Json]) -> None:
-        """files: as describe() returns them."""
-        self.files = files
+    def __init__(self, files: list[Json], dtype: str = "uint16", again: str = AGAIN) -> None:
+        """files: as describe() returns them; `again`: advice if one is not as described. Raises
+        LookupError or TypeError for other lists."""
+        self.files, self.again = files, again
+        self.dtype = np.dtype(dtype).newbyteorder("<")
         self.ends = np.cumsum([0, *(file["tokens"] for file in files)])
-        for file in files:  # all of them, before a run begins
-            with _unchanged(file):
-                pass
+        self.maps = [self._map(file) for file in files]
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -49,54 +49,46 @@ class Shards:
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, step = part.indices(len(self))
         assert step == 1
-        return np.concatenate([np.empty(0, ID), *self._read(start, stop)])
+        found = []
+        while start < stop:
+            i = self._file(start)
+            first, n = start - int(self.ends[i]), min(stop, int(self.ends[i + 1])) - start
+            if "mtime_ns" in self.files[i]:  # not of our own, which only we write
+                self._check(self.files[i])
+            found.append(self.maps[i][first : first + n])
+            start += n
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, self.dtype), *found])
 
     def place(self, i: int) -> str:
         """The file of token i, and its number there."""
-        file = int(np.searchsorted(self.ends, i, side="right")) - 1
+        file = self._file(i)
         return f"{self.files[file]['path']}, token {i - int(self.ends[file]):,}"
 
-    def windows(self, starts: np.ndarray, n: int) -> np.ndarray:
-        """The n tokens from each start, (len(starts), n) uint16."""
-        return np.stack([self[start : start + n] for start in starts.tolist()])
+    def _file(self, i: int) -> int:
+        return int(np.searchsorted(self.ends, i, side="right")) - 1
 
-    def _read(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        while start < stop:
-            i = int(np.searchsorted(self.ends, start, side="right")) - 1
-            n = min(stop, int(self.ends[i + 1])) - start
-            with _unchanged(self.files[i]) as f:
-                f.seek(self.files[i]["skip"] + ID.itemsize * (start - int(self.ends[i])))
-                yield np.frombuffer(f.read(ID.itemsize * n), ID)
-            start += n
+    def _map(self, file: Json) -> np.ndarray:
+        where = {"offset": file["skip"], "shape": file["tokens"]}
+        try:
+            with Path(file["path"]).open("rb") as f:
+                self._check(file)
+                return np.asarray(np.memmap(f, self.dtype, "r", **where))
+        except OSError as e:
+            advice = f"; {self.again}" if isinstance(e, FileNotFoundError) else ""
+            raise UserError(f"cannot read {file['path']} ({e.strerror}){advice}") from e
 
-
-Tokens = np.ndarray | Shards
-
-
-def _unchanged(file: Json) -> BinaryIO:
-    """Open a file, or raise UserError if it is not the one that was described."""
-    try:
-        f = open(file["path"], "rb")  # noqa: SIM115
-    except OSError as e:
-        raise UserError(f"cannot read {file['path']} ({e.strerror}); {_AGAIN}") from e
-    stat = os.fstat(f.fileno())
-    if (stat.st_size, stat.st_mtime_ns) != (file["size"], file["mtime_ns"]):
-        f.close()
-        raise UserError(f"{file['path']} has changed since the dataset was made; {_AGAIN}")
-    return f
-
-
-def is_meta(shards: object) -> bool:
-    """True for what meta() returns as "shards", undamaged."""
-    types = {"path": str, "size": int, "mtime_ns": int, "skip": int, "tokens": int}
-    if not (isinstance(shards, dict) and shards.keys() == {"train", "val"}):
-        return False
-    files = [file for split in shards.values() if isinstance(split, list) for file in split]
-    splits = all(isinstance(split, list) and split for split in shards.values())
-    return splits and all(
-        isinstance(file, dict) and all(type(file.get(key)) is t for key, t in types.items())
-        for file in files
-    )
+    def _check(self, file: Json) -> None:
+        """Raise UserError if it is not the file that was described."""
+        path, size = file["path"], file["size"]
+        try:
+            stat = os.stat(path)
+        except OSError as e:
+            raise UserError(f"cannot read {path} ({e.strerror}); {self.again}") from e
+        if stat.st_size != size:
+            why = f"expected {size:,} bytes, got {stat.st_size:,}"
+            raise UserError(f"{path} is not complete, or has changed ({why}); {self.again}")
+        if file.get("mtime_ns", stat.st_mtime_ns) != stat.st_mtime_ns:
+            raise UserError(f"{path} has changed since the dataset was made; {self.again}")
 
 
 def why_not_uint16(start: bytes) -> str | None:

@@ -171,6 +171,7 @@ def test_a_run_is_the_same_there(shape, tokenizer, gpt2, transformers, tmp_path)
     torch.manual_seed(1)  # random weights give varied texts
     weights = {k: w + 0.3 * torch.randn_like(w) for k, w in load_file(file).items()}
     store.save_weights(weights, file)
+    file.with_name("checksums.json").unlink()
     if ours.eot is not None:  # a token of the text and the end trade places
         row = here(str(out), ids, n, None)
         at = next(at for at in range(len(ids) + 3, len(row)) if row[at] not in row[:at])

@@ -114,14 +114,6 @@ def test_a_run_resumed_with_other_batches_sees_the_same_sequences(
     assert np.concatenate(found).tolist() == [straight.starts(k)[0] for k in range(seen)]
 
 
-def test_epochs_differ_in_order_and_offset() -> None:
-    batches = data.Batches(tokens_up_to(2000), 16, 1, seed=0)
-    n = batches.windows
-    epochs = [np.concatenate([batches.starts(e * n + i) for i in range(n)]) for e in range(8)]
-    assert len({int(epoch.min()) for epoch in epochs}) > 2
-    assert not np.array_equal(np.argsort(epochs[0]), np.argsort(epochs[1]))
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_take_slices_of_the_global_batch(world: int) -> None:
     batches = data.Batches(tokens_up_to(3000), 8, 12, seed=2)
@@ -241,8 +233,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_load_gives_the_tokens(folder: Path) -> None:
     tokens = data.load(folder, "train", block_size=8, vocab_size=10)
-    assert tokens.dtype == np.uint16 and tokens.tolist() == list(range(10)) * 90
-    assert data.load(folder, "val", block_size=99, vocab_size=10).tolist() == list(range(10)) * 10
+    assert tokens.dtype == np.uint16 and tokens[:].tolist() == list(range(10)) * 90
+    val = data.load(folder, "val", block_size=99, vocab_size=10)
+    assert val[:].tolist() == list(range(10)) * 10
 
 
 def interrupted(folder: Path) -> None:

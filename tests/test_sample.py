@@ -296,6 +296,7 @@ def test_a_model_of_nan_is_an_error(trained, tmp_path, how):
     out = Path(shutil.copytree(trained, tmp_path / "out"))
     path = checkpoint.latest(out) / "model.safetensors"
     save_file({k: t * math.nan for k, t in load_file(path).items()}, path)
+    path.with_name("checksums.json").unlink()
     assert "NaN" in refused(*of(out), how)
 
 
