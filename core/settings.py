@@ -35,6 +35,7 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from core import terminal
+from core.threads import wait_passively
 
 T = TypeVar("T")
 Values = dict[str, Any]  # field -> value
@@ -98,13 +99,14 @@ def read(
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Handle --help, mistakes and signals before slow imports and __post_init__."""
+    """Handle --help, mistakes, signals and a busy machine before imports and __post_init__."""
     end_at_once()
     terminal.prepare("stderr")
     try:
         gather(cls, argv, **options)
     except UserError as error:
         _fail(error)
+    wait_passively()
 
 
 def end_at_once() -> None:

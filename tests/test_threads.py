@@ -1,0 +1,62 @@
+"""Idle threads on a busy machine."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core import threads
+
+STAT = "cpu  0 0 0 0 0 0 0 0\n{}intr 5\n"  # of Linux: user, nice, system, idle, waiting, ...
+
+
+@pytest.mark.parametrize("mine, share", [({0}, 0), ({1}, 1), ({0, 1}, 0.5), ({10}, 0.25), ({7}, 0)])
+def test_only_the_cores_that_it_may_use_are_looked_at(mine, share, monkeypatch) -> None:
+    cores = {"cpu0": (0, 4), "cpu1": (4, 0), "cpu10": (1, 3)}  # busy, and idle
+    looks = iter([0, 1])
+
+    def proc_stat(path: str, **_: object) -> io.StringIO:
+        n = next(looks)
+        lines = (f"{c} {n * b} 0 0 {n * idle} 0 0 0 0 0 0\n" for c, (b, idle) in cores.items())
+        return io.StringIO(STAT.format("".join(lines)))
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine, raising=False)
+    monkeypatch.setattr(threads, "open", proc_stat, raising=False)
+    assert threads.cores_in_use() == share
+
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = """import os
+from core.threads import wait_passively
+wait_passively()
+print("policy", os.environ.get("OMP_WAIT_POLICY"))"""
+
+
+def policy(**env: str) -> str:
+    """What the program prints while every core spins."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        own = {**os.environ, "OMP_NUM_THREADS": "2", **env}
+        done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=own, text=True,
+                              capture_output=True, check=True)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    return done.stderr + done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads Linux's /proc/stat")
+def test_on_a_busy_machine_idle_threads_sleep_unless_the_user_says_so(monkeypatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert 0 <= threads.cores_in_use() <= 1
+    assert policy().endswith("policy passive\n") and "OMP_WAIT_POLICY" in policy()
+    assert policy(OMP_WAIT_POLICY="active") == "policy active\n"
+    assert policy(GOMP_SPINCOUNT="10000") == policy(OMP_NUM_THREADS="1") == "policy None\n"
