@@ -40,7 +40,6 @@ from core.threads import wait_passively
 T = TypeVar("T")
 Values = dict[str, Any]  # field -> value
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
-# Values of a switch that pydantic reads, and none.
 SWITCH_WORDS = {*["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f", "y", "n", "none"]}
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 
