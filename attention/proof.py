@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -271,10 +271,16 @@ def way_of(backend: Backend, spec: Spec,
 
 
 def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
-    """What runs `spec`: attend(), or for the log-sum-exp the partial, in parts if causal."""
+    """What runs `spec`: attend(), or for the log-sum-exp the partial, in parts where a ring can."""
     if not spec.lse:
         return backend.compute
-    return Ring().attend(backend) if spec.right == 0 else whole(backend)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        parts = spec.right == 0 and q.shape[1] == k.shape[1] and q.shape[1] % 2 == 0
+        call = Ring().attend(backend) if parts else whole(backend)
+        return call(q, k, v, spec, **options)
+
+    return attend
 
 
 def clipped(spec: Spec, T: int) -> Spec:

@@ -356,6 +356,17 @@ def test_dropout_with_the_log_sum_exp(name) -> None:
         nanoattn.flash_attn_func(q, k, v, 0.5, causal=True, return_attn_probs=True)
 
 
+@pytest.mark.parametrize("Tq, Tk", [(1, 300), (301, 301), (300, 280)])
+def test_the_log_sum_exp_of_a_long_causal_call(Tq, Tk) -> None:
+    """A kernel is proved at such a length, too, where a ring has no parts."""
+    nanoattn.use("auto")
+    q, k = torch.randn(1, Tq, 1, 8), torch.randn(1, Tk, 1, 8)
+    out, L, _ = nanoattn.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    want, want_L = attended(q[0], k[0], k[0], None, 0)
+    close(out[0], want)
+    close(L[0], want_L)
+
+
 def test_the_report_names_each_kind_its_kernel_and_what_was_refused() -> None:
     assert "sdpa" in str(nanoattn.use("sdpa"))
     assert "no call" in nanoattn.report()
