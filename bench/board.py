@@ -39,13 +39,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="verify, write nothing")
     parser.add_argument("--records_dir", type=Path, help="verify another folder's, write nothing")
     given = parser.parse_args(argv)
-    check, folder = given.check, given.records_dir
-    found, problems = load(folder or FOLDER)
+    found, problems = load(given.records_dir or FOLDER)
     for name, content in found.items():
         problems += [f"{name}: {why}" for why in verify(content)]
-    if not problems and not folder:
+    if not problems and not given.records_dir:
         text = page(found)
-        if not check:
+        if not given.check:
             PAGE.write_text(text, encoding="utf-8")
         elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
             problems.append(f"{PAGE.name} is out of date; run python -m bench.board")
