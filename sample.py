@@ -145,7 +145,7 @@ def _read(path: str) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"cannot read {path} ({e})") from e
+        raise UserError(f"cannot read {path} ({getattr(e, 'strerror', None) or e})") from e
 
 
 # --- texts ---
@@ -230,7 +230,7 @@ class Writer:
         if s.pages:
             cache += f", {s.pages} of {s.all_pages} pages used, {s.shared_pages} shared"
         return (
-            f"{texts} texts, {n} tokens in {self.seconds:.2f} s: "
+            f"{texts} text{'s' * (texts != 1)}, {n} tokens in {self.seconds:.2f} s: "
             f"{n / max(self.seconds, 1e-9):.1f} tokens/s, first token after "
             f"{1e3 * self.first:.0f} ms; KV cache ({kind}): {cache}"
         )

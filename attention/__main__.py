@@ -44,7 +44,7 @@ def flag(text: str) -> bool:
 def parser() -> argparse.ArgumentParser:
     """The defaults are the shape of GPT-2 124M."""
     made = argparse.ArgumentParser(
-        prog="python -m attention", description=__doc__,
+        prog="python -m attention", usage="%(prog)s [OPTIONS] [backend]", description=__doc__,
         epilog=f"backends: {', '.join([*RULES, *BACKENDS])}",
         formatter_class=argparse.RawDescriptionHelpFormatter)
     add = made.add_argument

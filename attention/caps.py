@@ -400,9 +400,9 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
 
 
 def shape_of(t: Any) -> str:
-    """A tensor as "(2, 3) float32 on cpu", anything else as it prints itself."""
+    """A tensor as "(2, 3) float32 on cpu", an array by its type, anything else as it prints."""
     import torch
 
     if not isinstance(t, torch.Tensor):
-        return repr(t)
+        return type(t).__name__ if hasattr(t, "shape") else repr(t)
     return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"

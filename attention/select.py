@@ -262,7 +262,7 @@ def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = P
         machine = Machine.here(str(device))
         chosen = first_accepted(name, spec, machine, policy, failed, prove, ranks)
         notes = [math_note(chosen, spec, shape)] if "math" in chosen.kernels else []
-        notes += [f"{DISABLE} names {word!r}, which is no backend."
+        notes += [f"{DISABLE} names {word!r}, which is not a backend."
                   for word in sorted(disabled()) if not is_backend(word)]
         note = "\n".join(filter(None, notes))
         chosen = replace(chosen, note=note, length=long[2] if long else 0)

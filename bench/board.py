@@ -37,13 +37,14 @@ def main(argv: list[str]) -> int:
         "python -m bench.board", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="verify, write nothing")
-    check = parser.parse_args(argv).check
-    found, problems = load(FOLDER)
+    parser.add_argument("--records_dir", type=Path, help="verify another folder's, write nothing")
+    given = parser.parse_args(argv)
+    found, problems = load(given.records_dir or FOLDER)
     for name, content in found.items():
         problems += [f"{name}: {why}" for why in verify(content)]
-    if not problems:
+    if not problems and not given.records_dir:
         text = page(found)
-        if not check:
+        if not given.check:
             PAGE.write_text(text, encoding="utf-8")
         elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
             problems.append(f"{PAGE.name} is out of date; run python -m bench.board")
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
 def load(folder: Path) -> tuple[dict[str, Part], list[str]]:
     """Return the records by folder name, and a sentence for each unreadable one."""
     found, problems = {}, []
-    for path in sorted(p for p in folder.iterdir() if p.is_dir()):
+    for path in sorted(p for p in folder.glob("*") if p.is_dir()):
         try:
             content = json.loads((path / "record.json").read_text(encoding="utf-8"))
             if not isinstance(content, dict):
@@ -62,7 +63,7 @@ def load(folder: Path) -> tuple[dict[str, Part], list[str]]:
             found[path.name] = content
         except (OSError, ValueError) as e:
             problems.append(f"{path.name}: cannot read record.json ({e})")
-    return found, problems
+    return found, problems or [f"no records in {folder}"] * (not found)
 
 
 # --- the tables ---

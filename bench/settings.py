@@ -64,7 +64,7 @@ class Settings(TrainConfig):
         super().__post_init__()
         GPTConfig.of(self, self.vocab_size or 1)  # checks the sizes
         if not self.backends or not getattr(self, "kv_caches", True):
-            raise ValueError("backends and kv_caches must name at least one each")
+            raise ValueError("--backends, --kv_caches: expected at least one name, got none")
         if getattr(self, "hf", None) and (self.rival or getattr(self, "profile", False)):  # type: ignore[attr-defined]
             raise ValueError("--hf does not support --rival and --profile")
 

@@ -63,7 +63,7 @@ def read_meta(folder: str | Path) -> Json:
                 return meta
         why = "not of a dataset"
     except (OSError, ValueError) as e:
-        why = first_line(e)
+        why = getattr(e, "strerror", None) or first_line(e)
     if os.path.isfile(folder):
         file, new = os.path.abspath(folder), os.path.abspath(os.path.splitext(folder)[0])
         how = "python -m data text " + shlex.join([f"--source={file}", f"--out_dir={new}"])

@@ -9,7 +9,7 @@ A batch is serving (serve.py) with a row for each prompt.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,8 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
 
 def _texts(idx: Prompts) -> list[str]:
     """The prompts, if they are texts."""
+    if not isinstance(idx, Iterable):
+        raise TypeError(f"expected texts or token ids, got {idx!r:.60}")
     prompts = [idx] if isinstance(idx, str) else [] if isinstance(idx, Tensor) else [*idx]
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts and len(texts) < len(prompts):

@@ -350,6 +350,8 @@ def test_the_page_holds_every_row_and_the_check_sees_a_change(
     assert text.count("][1] |") == sum(r["status"] == "ok" for r in content["rows"])
     board.PAGE.write_text(text + "x", encoding="utf-8")
     assert board.main(["--check"]) == 1
+    assert board.main([f"--records_dir={board.FOLDER}"]) == 0  # the page is not read
+    assert board.main([f"--records_dir={board.FOLDER / 'mine'}"]) == 1  # no record is in it
     row(content, "sdpa")["mfu"] = 0.6
     record.write(board.FOLDER / "mine", content, whole=False)
     (board.FOLDER / "empty").mkdir()

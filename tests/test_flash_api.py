@@ -107,8 +107,9 @@ def test_a_window_may_be_any_integer(integer: Any) -> None:
     q = torch.randn(1, 9, 2, 16)
     out = nanoattn.flash_attn_func(q, q, q, window_size=(integer(3), integer(2)))
     assert torch.equal(out, nanoattn.flash_attn_func(q, q, q, window_size=(3, 2)))
-    with pytest.raises(TypeError, match="window_size"):
-        nanoattn.flash_attn_func(q, q, q, window_size=(3.5, 2))
+    for wrong in ((3.5, 2), (3,), (3, 2, 1), 3):
+        with pytest.raises(TypeError, match="window_size"):
+            nanoattn.flash_attn_func(q, q, q, window_size=wrong)
 
 
 X = torch.randn(2, 6, 2, 16)

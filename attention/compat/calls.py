@@ -95,10 +95,10 @@ def requested(
         if slopes.requires_grad:
             raise ValueError("alibi_slopes must not require gradients: they get none")
     try:  # NumPy's integers and tensors too
-        sides = [n if isinstance(n, int) else operator.index(n) for n in window]
-    except TypeError:
+        first, last = (n if isinstance(n, int) else operator.index(n) for n in window)
+    except (TypeError, ValueError):
         raise TypeError(f"window_size must be two integers, got {window!r}") from None
-    left, right = [n if 0 <= n < NO_LIMIT else None for n in sides]
+    left, right = [n if 0 <= n < NO_LIMIT else None for n in (first, last)]
     traced = torch.compiler.is_compiling()  # then a constant, not the symbol of any float
     number = (lambda x: math.ldexp(*math.frexp(float(x)))) if traced else float
     return Request(
@@ -192,7 +192,7 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
 def report() -> str:
     """Each kind of call since use(): the kernel that ran, how often, and what was refused."""
     known: Any = _plans[False].known
-    found = [(key, f"{n} calls", chosen) for key, (chosen, n) in _ran.items() if n]
+    found = [(key, f"{n} call{'s' * (n > 1)}", chosen) for key, (chosen, n) in _ran.items() if n]
     found += [(key, "traced, calls not counted", plan[0].chosen) for key, plan in known.items()
               if len(key) == 3 and plan[0].chosen.traced]
     lines = [f"{kind} on {device}, {n}:\n{chosen}" for (kind, device, _), n, chosen in found]
