@@ -186,8 +186,10 @@ def over_tokens(
     return _table(np.stack(columns, 1), token_class, least[alive])
 
 
-def combined(constraints: Sequence[Automaton | None]) -> Automaton | None:
+def combined(constraints: Automaton | Sequence[Automaton | None] | None) -> Automaton | None:
     """One automaton in which row b starts in constraints[b]; None allows every token."""
+    if not isinstance(constraints, Sequence):
+        return constraints
     each = [c for c in dict.fromkeys(constraints) if c is not None]
     if not each:
         return None

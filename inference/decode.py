@@ -65,8 +65,6 @@ def process_rows(
     """Apply a processor without lengths to logits (B, V), to the rows of one length at a time; row
     b is texts[b, : lengths[b]]."""
     logits = logits.float()
-    if len(set(lengths)) == 1:
-        return process(processor, texts[:, : lengths[0]], logits)
     made = torch.empty_like(logits)
     for n in dict.fromkeys(lengths):
         of = torch.tensor([b for b, other in enumerate(lengths) if other == n])

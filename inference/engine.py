@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from inference.graphs import KV_CACHES as KV_CACHES
-from inference.sampling import ENDED, Prompt, each
-from inference.serve import Scheduler
-from inference.texts import encode, pieces, until
+from inference.sampling import ENDED, Prompt
+from inference.serve import Row, Scheduler
+from inference.texts import pieces, until
 
 if TYPE_CHECKING:
     from model import GPT
@@ -39,19 +39,21 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
     with closing(scheduler.tokens()) as tokens:
         rows = {row.index: row for row, _ in tokens}
     found = [rows[index] for index in sorted(rows)]
-    if texts := _texts(idx):
-        whole = []
-        for text, row in zip(texts, found, strict=True):
-            new = [token for token in row.new if token not in model.tokenizer.ends]
-            parts = pieces(new, model.tokenizer, text, row.prompt)
-            whole.append(text + "".join(until(parts, scheduler.stop_strings)))
-        return whole[0] if isinstance(idx, str) else whole
+    if found[0].text is not None:
+        texts = [_whole(model, row, scheduler.options.stop_strings) for row in found]
+        return texts[0] if isinstance(idx, str) else texts
     device = model.transformer.wte.weight.device
     ids = [torch.tensor([*row.prompt, *row.new], device=device) for row in found]
     if not isinstance(idx, Tensor):
         return ids
     longest = max(map(len, ids))
     return torch.stack([torch.cat([t, t[-1:].expand(longest - len(t))]) for t in ids])
+
+
+def _whole(model: GPT, row: Row, stops: Sequence[str]) -> str:
+    assert row.text is not None
+    new = [token for token in row.new if token not in model.tokenizer.ends]
+    return row.text + "".join(until(pieces(new, model.tokenizer, row.text, row.prompt), stops))
 
 
 @torch.no_grad()
@@ -84,37 +86,16 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
                 yield torch.tensor(got)
 
 
-def _texts(idx: Prompts) -> list[str]:
-    """The prompts, if they are texts."""
-    prompts = [idx] if isinstance(idx, str) else [] if isinstance(idx, Tensor) else [*idx]
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if texts and len(texts) < len(prompts):
-        raise ValueError(f"expected texts or token ids, got both, as {texts[0]!r:.60}")
-    return texts
-
-
-def _scheduler(
-    model: GPT, idx: Prompts, max_new_tokens: int, *, generator: Any = None, stop: Any = None,
-    kv_cache: str = "auto", **options: Any,
-) -> Scheduler:  # fmt: skip
-    prompts: Any = idx
-    if texts := _texts(idx):
-        if (tokenizer := model.tokenizer) is None:
-            why = "needs a model with a tokenizer, as inference.load() returns"
-            raise ValueError(f"the prompt {texts[0]!r:.60} {why}")
-        prompts = [encode(text, tokenizer, model.config.block_size) for text in texts]
-        stop = _or_ends(stop, tokenizer.ends)
+def _scheduler(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Scheduler:
+    prompts = [idx] if isinstance(idx, str) else idx
     if not len(prompts):
         raise ValueError("expected at least one prompt of at least one token")
-    for name, given in (("generators", generator), ("constraints", options.get("constraint"))):
+    if len({isinstance(prompt, str) for prompt in prompts}) > 1:
+        text = next(prompt for prompt in prompts if isinstance(prompt, str))
+        raise ValueError(f"expected texts or token ids, got both, as {text!r:.60}")
+    for name in ("generator", "constraint"):
+        given = options.get(name)
         if isinstance(given, Sequence) and len(given) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many {name}, got {len(given)}")
-    options |= {"generator": generator, "stop": stop, "kv_cache": kv_cache, "slots": len(prompts)}
-    return Scheduler(model, prompts, max_new_tokens, **options)
-
-
-def _or_ends(stop: Any, ends: Sequence[int]) -> Any:
-    """A stop condition that end tokens meet, too."""
-    if callable(stop):
-        return lambda row, new: new[-1] in ends or stop(row, new)
-    return [*each(stop), *ends]
+            raise ValueError(f"{name}: expected one or {len(prompts)}, got {len(given)}")
+    options.setdefault("kv_cache", "auto")
+    return Scheduler(model, prompts, max_new_tokens, slots=len(prompts), **options)

@@ -40,7 +40,7 @@ from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, bucket
 from inference.constrain import combined
 from inference.pages import PagePool, pages_for
 from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, Uniform, in_range
-from inference.texts import StopStrings
+from inference.texts import encode, has_stop
 
 if TYPE_CHECKING:
     from model import GPT
@@ -56,7 +56,7 @@ def stream(
     """Continue many prompts, and yield each token as it comes.
 
     Args:
-        prompts: (T,) token ids each; taken when there is room for one.
+        prompts: as in engine.stream(); those of an iterator are taken when there is room for one.
         max_new_tokens: for all prompts, or one for each; likewise generator.
         slots: most texts in progress.
         kv_cache: "paged" by default, or as in engine.stream(); likewise page_size and compile.
@@ -78,11 +78,10 @@ class Row:
     """The text of one prompt."""
 
     index: int
+    text: str | None  # the prompt, if it is a text
     prompt: list[int]
     room: int  # tokens that may be drawn
     random: Uniform | None
-    stops: StopStrings | None
-    names: list[bytes] | None = None  # of the prompt's full pages; None: it shares none
     new: list[int] = field(default_factory=list)
     launched: int = 0  # tokens drawn on the device
     slot: int = -1  # in the cache, once admitted
@@ -104,8 +103,8 @@ class Row:
 
 
 # Rows, and a function that waits for their tokens: [token] a row, with a constraint [token, 1 if it
-# ends the text]. None: the rows have no room for a token.
-Launched = tuple[Sequence[Row], Callable[[], list[list[int]]] | None]
+# ends the text]. A row without room has none.
+Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
 
 
 class Scheduler:
@@ -117,33 +116,38 @@ class Scheduler:
                  n_pages: int | None = None, page_size: int = 16,
                  **options: Any) -> None:  # fmt: skip
         self.model, self.options = model, Options(**options)
+        self.options.fit(model.config.vocab_size, model.tokenizer)
         self.device = model.transformer.wte.weight.device
         self.block_size = model.config.block_size
         self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile)
-        self.stop, self.stop_strings = self.options.ends(model)
-        self.params, given = SamplingParams.on(self.device, self.options), self.options.constraint
-        self.constraint = combined(given) if isinstance(given, Sequence) else given
+        self.params = SamplingParams.on(self.device, self.options)
+        self.constraint = combined(self.options.constraint)
         if self.constraint is not None:
             self.constraint.to(self.device)
         # A processor with a parameter `lengths` is part of the step (docs/GENERATE.md). Its numbers
         # may change between calls: another object, another graph.
         self.processor = self.options.logits_processor
+        called = getattr(self.processor, "forward", self.processor)
+        self.in_step = called is None or "lengths" in inspect.signature(called).parameters
         if self.processor is not None and self.graph == "captured":
             self.processor = partial(self.processor)
-        called = getattr(self.options.logits_processor, "forward", self.options.logits_processor)
-        self.in_step = called is not None and "lengths" in inspect.signature(called).parameters
         self.slots, page_size = in_range("slots", slots, 1), in_range("page_size", page_size, 1)
         graphs.check_int8(model, slots)
+        rooms, generators = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
+        self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
+        longest = [self.block_size] * slots
+        if isinstance(prompts, Sequence | Tensor):  # all are there: they are checked at once
+            rows = [*self.coming]
+            longest = sorted(min(row.most, self.block_size) for row in rows)[-slots:]
+            self.coming = iter(rows)
         self.stats, self.cache = self.options.stats, Cache()
         self.pool: PagePool | None = None
         if self.kv_cache == "paged":
             if n_pages is None:
-                n_pages = self._enough_pages(prompts, max_new_tokens, page_size)
+                n_pages = 1 + sum(pages_for(n, page_size) for n in longest)
             self.cache = paged = self._pages(n_pages, page_size)
             self.pool = paged.pool
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
-        rooms, generators = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
-        self.coming = map(self._new_row, count(), prompts, rooms, generators)
         self.waiting: list[Row] = []  # until there is room for them
         self.rows: list[Row] = []  # in progress
         self.texts = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
@@ -175,23 +179,28 @@ class Scheduler:
             new = [*islice(self.coming, free)]
             self.waiting += [row for row in new if row.room]
             if empty := [row for row in new if not row.room]:
-                yield empty, None
+                yield empty, list
             if self.pool is not None:
                 self._admit_to_pages(self.pool)
             elif self.waiting and not self.rows:
                 self._admit_together()
             if self.rows:
                 yield self._step()
+            elif self.waiting:  # with all pages free
+                row = self.waiting[0]
+                raise UserError(
+                    f"prompt {row.index} ({len(row.prompt)} tokens, {row.room} new ones) needs "
+                    f"more than the {self.stats.all_pages} pages of the pool: raise n_pages"
+                )
             elif not empty:
-                assert not self.waiting, "with all pages free the first prompt fits"
                 return
 
     def _read(
-        self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]] | None
+        self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]]
     ) -> Iterator[tuple[Row, int]]:
         """Wait for the tokens of a step, and end texts."""
         going = [row for row in rows if not row.ended]  # others ended after the launch
-        for row, (token, *over) in zip(rows, tokens() if tokens else ()):
+        for row, (token, *over) in zip(rows, tokens()):
             if row.ended:
                 continue
             if token == INVALID:
@@ -200,14 +209,25 @@ class Scheduler:
                     "-infinity (by the model, or by a logits_processor)"
                 )
             row.new.append(token)
-            over += len(row.new) == row.room, self.stop(row.index, row.new)
-            row.ended = any(over) or (row.stops is not None and row.stops.found(row.new))
+            row.ended = any(over) or len(row.new) == row.room or self._stops(row)
         self._leave()
         for row in going:
             if row.new:
                 yield row, row.new[-1]
             if row.ended or not row.room:
                 yield row, ENDED
+
+    def _stops(self, row: Row) -> bool:
+        """True if the last token ends the text."""
+        options, tokenizer = self.options, self.model.tokenizer
+        if row.text is not None and row.new[-1] in tokenizer.ends:
+            return True
+        if callable(options.stop):
+            return bool(options.stop(row.index, row.new))
+        strings = options.stop_strings
+        return row.new[-1] in options.stop_ids or (
+            bool(strings) and has_stop(row.new, row.prompt, tokenizer, strings)
+        )
 
     def _leave(self) -> None:
         """Free the rows that need no further step."""
@@ -231,14 +251,13 @@ class Scheduler:
     def _new_row(
         self, index: int, prompt: Prompt, new: int, generator: torch.Generator | None
     ) -> Row:
-        ids = sampling.check_prompt(index, prompt, self.model.config.vocab_size)
+        config, text = self.model.config, prompt if isinstance(prompt, str) else None
+        if text is not None:
+            tokenizer = sampling.needed(self.model.tokenizer, f"the prompt {text!r:.60}")
+            prompt = encode(text, tokenizer, config.block_size)
+        ids = sampling.check_prompt(index, prompt, config.vocab_size)
         uniform = Uniform(self.device, generator) if self.options.temperature else None
-        strings, tokenizer = self.stop_strings, self.model.tokenizer
-        stops = StopStrings(tokenizer, strings, ids) if strings else None
-        row = Row(index, ids, in_range("max_new_tokens", new, 0), uniform, stops)
-        if self.pool is not None:
-            self._check_pages(row, self.pool)
-        return row
+        return Row(index, text, ids, in_range("max_new_tokens", new, 0), uniform)
 
     def _begin(self, rows: Sequence[Row]) -> None:
         width = max(len(row.prompt) + row.room for row in rows)
@@ -273,15 +292,6 @@ class Scheduler:
         self.texts = self.texts.new_zeros(len(rows), 1)
         self._begin(rows)
 
-    def _enough_pages(self, prompts: Iterable[Prompt], new: Any, page_size: int) -> int:
-        """The least n_pages with which no prompt waits for layers without a window."""
-        longest = [self.block_size] * self.slots
-        if isinstance(prompts, Sequence | Tensor) and not isinstance(new, Iterable):
-            most, V = max(0, in_range("max_new_tokens", new, 0) - 1), self.model.config.vocab_size
-            ids = [sampling.check_prompt(index, prompt, V) for index, prompt in enumerate(prompts)]
-            longest = [min(len(prompt) + most, self.block_size) for prompt in ids]
-        return 1 + sum(pages_for(n, page_size) for n in sorted(longest)[-self.slots :])
-
     def _pages(self, n_pages: int, page_size: int) -> PagedCache:
         config, slots = self.model.config, self.slots
         sizes, prefill = {}, pages_for(max(PREFILL, self.block_size), page_size)
@@ -295,33 +305,24 @@ class Scheduler:
             device=self.device,
         )  # fmt: skip
 
-    def _check_pages(self, row: Row, pool: PagePool) -> None:
-        """Raise UserError if a prompt needs more pages than the pool has."""
-        row.names = pool.names(row.prompt) if row.most <= self.block_size else None
-        for window, n in pool.n_pages.items():
-            if (most := self._most_pages(row, window, pool)) > n - 1:
-                raise UserError(
-                    f"prompt {row.index} ({len(row.prompt)} tokens, {row.room} new ones) needs "
-                    f"{most} pages, the pool has {n - 1}: raise n_pages"
-                )
-
     def _admit_to_pages(self, pool: PagePool) -> None:
         """Start the texts whose pages are free, in order."""
-        admitted: list[Row] = []
+        admitted: list[Row] = []  # those that share
         for row in [*self.waiting]:
-            row.slot = pool.new(row.prompt if row.names is not None else (), row.names or [])
+            shares = row.most <= self.block_size
+            row.slot = pool.new(row.prompt if shares else ())
             if not self._fit([*self.rows, row], pool):
                 pool.free(row.slot)
                 break
             # Does a prompt admitted just now compute a page that this one can share?
-            n, shares = pool.length(row.slot) + pool.page_size, row.names is not None
-            sharers = [r for r in admitted if shares and r.names is not None]
-            if n < len(row.prompt) and any(r.prompt[:n] == row.prompt[:n] for r in sharers):
+            n = pool.length(row.slot) + pool.page_size
+            common = shares and n < len(row.prompt)
+            if common and any(other.prompt[:n] == row.prompt[:n] for other in admitted):
                 pool.free(row.slot)
                 continue
             self.waiting.remove(row)
             self._begin([row])
-            admitted.append(row)
+            admitted += [row] * shares
             self.stats.shared_pages += pool.length(row.slot) // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
@@ -330,16 +331,18 @@ class Scheduler:
             room = n - 1
             if window is None:  # a shared page is held to the end
                 room = pool.n_free() + sum(len(pool.pages(row.slot)) for row in rows)
-            if sum(self._most_pages(row, window, pool) for row in rows) > room:
+            if sum(self._most_pages(row, window, pool.page_size) for row in rows) > room:
                 return False
         return True
 
-    def _most_pages(self, row: Row, window: int | None, pool: PagePool) -> int:
+    def _most_pages(self, row: Row, window: int | None, page_size: int) -> int:
         """The most pages that the row may hold from now on in the layers with this window."""
-        prefill, stored = 0 if row.launched else len(row.prompt), min(row.most, self.block_size)
-        if row.names is None:  # a text that slides is read again in each step
+        stored, prefill = min(row.most, self.block_size), 0
+        if row.most > self.block_size:  # a text that slides is read again in each step
             prefill = stored
-        return max(pages_for(stored, pool.page_size, window), pages_for(prefill, pool.page_size))
+        elif not row.launched:
+            prefill = len(row.prompt)
+        return max(pages_for(stored, page_size, window), pages_for(prefill, page_size))
 
     # --- a step ---
 
@@ -361,7 +364,7 @@ class Scheduler:
         processor, texts = self.processor, None
         if processor is not None and self.in_step:
             texts = processor, self.texts[self.slot], self.length
-        if len(groups) == 1 and (processor is None or self.in_step):
+        if len(groups) == 1 and self.in_step:
             token, after, over = self._forward(decode.next_token, rows, how, texts)
         else:  # two graphs, Python between them
             logits = torch.cat([self._forward(decode.next_logits, group) for group in groups])
