@@ -70,10 +70,8 @@ class Automaton(nn.Module):
         self.shortest = np.where((transition == END).any(1), least, onward)
 
     def start(self, rows: Sequence[int], left: Sequence[int]) -> Tensor:
-        """The first state (B, 2) of rows that may have left[b] tokens. Raises ValueError if too few
-        tokens are left for a match, or too few constraints were given."""
-        if self.starts is not None and max(rows) >= len(self.starts):
-            raise ValueError(f"{len(self.starts)} constraints are too few for row {max(rows)}")
+        """The first state (B, 2) of rows that may have left[b] tokens. Raises UserError if too few
+        tokens are left for a match."""
         at = [START if self.starts is None else self.starts[row] for row in rows]
         for state, room in zip(at, left, strict=True):
             if 0 < room < self.shortest[state]:
@@ -200,10 +198,9 @@ def combined(constraints: Automaton | Sequence[Automaton | None] | None) -> Auto
     starts: dict[Automaton | None, int] = {}
     blocks, least, n = [], [], START
     for c, columns in zip(each, classes):
-        starts[c], real = n, int((c.least < NEVER).sum()) + 1  # and DEAD; the rest is padding
-        block = c.transition.cpu().numpy()[START:real, columns]
+        starts[c], block = n, c.transition.cpu().numpy()[START:, columns]
         blocks.append(np.where(block < START, block, block + n - START))
-        least += c.least[START:real].tolist()
+        least += c.least[START:].tolist()
         n += len(block)
     blocks.append(np.full((1, classes.shape[1]), n))  # any token
     at = [starts.get(c, n) for c in constraints]

@@ -79,8 +79,7 @@ def to_host(token: Tensor, over: Tensor | None) -> Callable[[], list[list[int]]]
     drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
     if not drawn.is_cuda:
         return drawn.tolist
-    host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
-    host.copy_(drawn, non_blocking=True)
+    host = drawn.to("cpu", non_blocking=True)  # into pinned memory
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(drawn.device))
 

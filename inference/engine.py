@@ -18,8 +18,7 @@ from torch import Tensor
 
 from inference.graphs import KV_CACHES as KV_CACHES
 from inference.sampling import ENDED, Prompt
-from inference.serve import Row, Scheduler
-from inference.texts import pieces, until
+from inference.serve import Scheduler
 
 if TYPE_CHECKING:
     from model import GPT
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 Prompts = Tensor | Sequence[Prompt] | str | Sequence[str]
 
 
-@torch.no_grad()
 def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Any:
     """Append up to `max_new_tokens` tokens to each prompt; arguments as in stream().
 
@@ -40,7 +38,7 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
         rows = {row.index: row for row, _ in tokens}
     found = [rows[index] for index in sorted(rows)]
     if found[0].text is not None:
-        texts = [_whole(model, row, scheduler.options.stop_strings) for row in found]
+        texts = [f"{row.text}{''.join(scheduler.pieces(row, row.new))}" for row in found]
         return texts[0] if isinstance(idx, str) else texts
     device = model.transformer.wte.weight.device
     ids = [torch.tensor([*row.prompt, *row.new], device=device) for row in found]
@@ -50,13 +48,6 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
     return torch.stack([torch.cat([t, t[-1:].expand(longest - len(t))]) for t in ids])
 
 
-def _whole(model: GPT, row: Row, stops: Sequence[str]) -> str:
-    assert row.text is not None
-    new = [token for token in row.new if token not in model.tokenizer.ends]
-    return row.text + "".join(until(pieces(new, model.tokenizer, row.text, row.prompt), stops))
-
-
-@torch.no_grad()
 def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
     """Sample tokens one at a time.
 
@@ -96,6 +87,6 @@ def _scheduler(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) ->
     for name in ("generator", "constraint"):
         given = options.get(name)
         if isinstance(given, Sequence) and len(given) != len(prompts):
-            raise ValueError(f"{name}: expected one or {len(prompts)}, got {len(given)}")
+            raise ValueError(f"{len(prompts)} prompts need one {name} or as many, got {len(given)}")
     options.setdefault("kv_cache", "auto")
     return Scheduler(model, prompts, max_new_tokens, slots=len(prompts), **options)

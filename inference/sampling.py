@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ class Options:
                 raise ValueError(f"constraint: expected regex(pattern, tokenizer), got {c!r:.60}")
 
     def fit(self, vocab_size: int, tokenizer: Any) -> None:
-        """Check and divide `stop`; of a model with a tokenizer only ids with a token are sampled."""
+        """Check `stop` and `unused`; a model with a tokenizer samples ids with a token only."""
         if tokenizer is not None and self.vocab_size is None:
             self.vocab_size, self.unused = tokenizer.vocab_size, [*self.unused, *tokenizer.unused]
         self.unused = _ids("unused", self.unused, min(vocab_size, self.vocab_size or vocab_size))
@@ -195,25 +196,16 @@ def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
     return probs.sort(dim=-1, descending=True)
 
 
-class Uniform:
-    """Random numbers in [0, 1) for the steps of a row.
+def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator[Tensor]:
+    """Random numbers in [0, 1) for the steps of a row, (1,) float64 each, float32 on MPS.
 
     64 steps are drawn at a time: a longer text begins like a shorter one.
     """
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    on = device if generator is None else generator.device
 
-    def __init__(self, device: torch.device, generator: torch.Generator | None) -> None:
-        self.generator, self.device, self.used = generator, device, 0
-        self.drawn = self._draw()  # at once: rows with one generator draw in their order
+    def draw() -> Tensor:
+        return to_device(torch.rand(64, 1, generator=generator, dtype=dtype, device=on), device)
 
-    def next(self) -> Tensor:
-        """(1,) float64, float32 on MPS."""
-        if self.used == 64:
-            self.drawn, self.used = self._draw(), 0
-        self.used += 1
-        return self.drawn[self.used - 1 : self.used]
-
-    def _draw(self) -> Tensor:
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        on = self.device if self.generator is None else self.generator.device
-        drawn = torch.rand(64, generator=self.generator, dtype=dtype, device=on)
-        return to_device(drawn, self.device)
+    first = draw()  # at once: rows with one generator draw in their order
+    return chain.from_iterable(chain([first], iter(draw, None)))

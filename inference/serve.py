@@ -16,12 +16,13 @@ tokens, which moves every position, so nothing can be cached.
 those in progress: no text stops for lack of pages. A prompt that can never fit is an error.
 
 **Sharing.** A prompt takes the full pages of a prefix in the pool. If another new prompt computes
-them in this step, it waits for the next one. Texts that may slide share nothing.
+them in this step, it waits for the next one.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -39,8 +40,8 @@ from inference import decode, graphs, sampling
 from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, bucket
 from inference.constrain import combined
 from inference.pages import PagePool, pages_for
-from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, Uniform, in_range
-from inference.texts import encode, has_stop
+from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, in_range, uniform
+from inference.texts import encode, has_stop, pieces, until
 
 if TYPE_CHECKING:
     from model import GPT
@@ -49,7 +50,6 @@ T = TypeVar("T")
 PREFILL = 2048  # most tokens of a prefill of pages, padding included, unless one prompt has more
 
 
-@torch.no_grad()
 def stream(
     model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int], **options: Any
 ) -> Iterator[tuple[int, int]]:
@@ -81,7 +81,7 @@ class Row:
     text: str | None  # the prompt, if it is a text
     prompt: list[int]
     room: int  # tokens that may be drawn
-    random: Uniform | None
+    random: Iterator[Tensor] | None
     new: list[int] = field(default_factory=list)
     launched: int = 0  # tokens drawn on the device
     slot: int = -1  # in the cache, once admitted
@@ -135,11 +135,12 @@ class Scheduler:
         graphs.check_int8(model, slots)
         rooms, generators = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
         self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
+        self.known: list[Row] = []  # if all prompts are there, they are checked at once
         longest = [self.block_size] * slots
-        if isinstance(prompts, Sequence | Tensor):  # all are there: they are checked at once
-            rows = [*self.coming]
-            longest = sorted(min(row.most, self.block_size) for row in rows)[-slots:]
-            self.coming = iter(rows)
+        if isinstance(prompts, Sequence | Tensor):
+            self.known = [*self.coming]
+            longest = sorted(min(row.most, self.block_size) for row in self.known)[-slots:]
+            self.coming = iter(self.known)
         self.stats, self.cache = self.options.stats, Cache()
         self.pool: PagePool | None = None
         if self.kv_cache == "paged":
@@ -159,6 +160,7 @@ class Scheduler:
 
     # --- the loop ---
 
+    @torch.no_grad()
     def tokens(self) -> Generator[tuple[Row, int], None, None]:
         """Each row's tokens as they come; ENDED when its text has ended."""
         pending: deque[Launched] = deque()
@@ -209,7 +211,7 @@ class Scheduler:
                     "-infinity (by the model, or by a logits_processor)"
                 )
             row.new.append(token)
-            row.ended = any(over) or len(row.new) == row.room or self._stops(row)
+            row.ended = any(over) or len(row.new) == row.room or self.stops(row)
         self._leave()
         for row in going:
             if row.new:
@@ -217,17 +219,21 @@ class Scheduler:
             if row.ended or not row.room:
                 yield row, ENDED
 
-    def _stops(self, row: Row) -> bool:
+    def stops(self, row: Row) -> bool:
         """True if the last token ends the text."""
-        options, tokenizer = self.options, self.model.tokenizer
-        if row.text is not None and row.new[-1] in tokenizer.ends:
+        options, tokenizer, last = self.options, self.model.tokenizer, row.new[-1]
+        if row.text is not None and last in tokenizer.ends:
             return True
         if callable(options.stop):
             return bool(options.stop(row.index, row.new))
-        strings = options.stop_strings
-        return row.new[-1] in options.stop_ids or (
-            bool(strings) and has_stop(row.new, row.prompt, tokenizer, strings)
-        )
+        stops = options.stop_strings
+        return last in options.stop_ids or has_stop(row.new, row.prompt, tokenizer, stops)
+
+    def pieces(self, row: Row, new: Iterable[int]) -> Iterator[str]:
+        """The new text of a row whose prompt is one, as its tokens `new` arrive, up to its end."""
+        tokenizer, stops = self.model.tokenizer, self.options.stop_strings
+        known = (token for token in new if token not in tokenizer.ends)
+        return until(pieces(known, tokenizer, row.text or "", row.prompt), stops)
 
     def _leave(self) -> None:
         """Free the rows that need no further step."""
@@ -256,13 +262,12 @@ class Scheduler:
             tokenizer = sampling.needed(self.model.tokenizer, f"the prompt {text!r:.60}")
             prompt = encode(text, tokenizer, config.block_size)
         ids = sampling.check_prompt(index, prompt, config.vocab_size)
-        uniform = Uniform(self.device, generator) if self.options.temperature else None
-        return Row(index, text, ids, in_range("max_new_tokens", new, 0), uniform)
+        random = uniform(self.device, generator) if self.options.temperature else None
+        return Row(index, text, ids, in_range("max_new_tokens", new, 0), random)
 
     def _begin(self, rows: Sequence[Row]) -> None:
-        width = max(len(row.prompt) + row.room for row in rows)
-        if self.graph:  # few shapes
-            width = bucket(width, max(128, 2 * width))
+        longest = max(len(row.prompt) + row.room for row in rows)
+        width = bucket(longest, 2 * longest + 128)  # few shapes of graphs
         if (more := width - self.texts.shape[1]) > 0:
             self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
         for row in rows:
@@ -307,22 +312,21 @@ class Scheduler:
 
     def _admit_to_pages(self, pool: PagePool) -> None:
         """Start the texts whose pages are free, in order."""
-        admitted: list[Row] = []  # those that share
+        admitted: list[Row] = []
         for row in [*self.waiting]:
-            shares = row.most <= self.block_size
-            row.slot = pool.new(row.prompt if shares else ())
+            shared = row.prompt if len(row.prompt) <= self.block_size else []
+            row.slot = pool.new(shared)
             if not self._fit([*self.rows, row], pool):
                 pool.free(row.slot)
                 break
             # Does a prompt admitted just now compute a page that this one can share?
             n = pool.length(row.slot) + pool.page_size
-            common = shares and n < len(row.prompt)
-            if common and any(other.prompt[:n] == row.prompt[:n] for other in admitted):
+            if n < len(shared) and any(other.prompt[:n] == shared[:n] for other in admitted):
                 pool.free(row.slot)
                 continue
             self.waiting.remove(row)
             self._begin([row])
-            admitted += [row] * shares
+            admitted.append(row)
             self.stats.shared_pages += pool.length(row.slot) // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
@@ -337,19 +341,16 @@ class Scheduler:
 
     def _most_pages(self, row: Row, window: int | None, page_size: int) -> int:
         """The most pages that the row may hold from now on in the layers with this window."""
-        stored, prefill = min(row.most, self.block_size), 0
-        if row.most > self.block_size:  # a text that slides is read again in each step
-            prefill = stored
-        elif not row.launched:
-            prefill = len(row.prompt)
-        return max(pages_for(stored, page_size, window), pages_for(prefill, page_size))
+        most = pages_for(min(row.most, self.block_size), page_size, window)
+        prefill = 0 if row.launched else min(len(row.prompt), self.block_size)
+        return max(most, pages_for(prefill, page_size))
 
     # --- a step ---
 
     def _step(self) -> Launched:
         """A prefill of the new rows, in groups, and a token of every other one."""
-        if self.cache.together and any(r.n > self.block_size for r in self.rows if not r.done):
-            self._drop_cache()  # a text slides: the cached positions are wrong
+        if self.cache.together and self._slide(self.rows):
+            self._drop_cache()  # the cached positions are wrong
         groups = self._groups()
         rows = [row for group in groups for row in group]
         self.decoding = rows == self.batch
@@ -358,7 +359,7 @@ class Scheduler:
         else:
             self.batch = rows
             self.slot, self.length = self._on_device([[r.slot for r in rows], [r.n for r in rows]])
-        u = [row.random.next() for row in rows if row.random is not None]  # all rows have one
+        u = [next(row.random) for row in rows if row.random is not None]  # all rows have one
         state = None if self.constraint is None else self.states[self.slot]
         how = self.params, self.constraint, state, torch.cat(u) if u else None
         processor, texts = self.processor, None
@@ -387,24 +388,30 @@ class Scheduler:
         if self.cache.together:
             return [[*self.rows]]
         groups: list[list[Row]] = []
-        for row in sorted(self.rows, key=self._uncomputed, reverse=True):
-            longest = self._uncomputed(groups[-1][0]) if groups else 0
-            alike = 2 * self._uncomputed(row) > longest
-            if groups and alike and longest * (len(groups[-1]) + 1) <= PREFILL:
+        longest, begun = math.inf, False
+        work = {row: (self._slide([row]), self._reads(row)) for row in self.rows}
+        for row in sorted(self.rows, key=work.__getitem__, reverse=True):
+            slides, n = work[row]
+            if slides == begun and 2 * n > longest and longest * (len(groups[-1]) + 1) <= PREFILL:
                 groups[-1].append(row)
             else:
                 groups.append([row])
+                longest, begun = n, slides
         return groups
 
-    def _uncomputed(self, row: Row) -> int:
+    def _slide(self, rows: Sequence[Row]) -> bool:
+        """True if one of the texts slides: every position moves."""
+        return any(row.n > self.block_size for row in rows if not row.done)
+
+    def _reads(self, row: Row) -> int:
         """Tokens of the row that the model reads in this step."""
-        if row.n > self.block_size:  # every position moves
+        if row.n > self.block_size:
             return self.block_size
         return row.n - self.cache.length(row.slot)
 
     def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
         """function(read, *args), where `read` is these rows' next tokens (decode.next_logits)."""
-        counts = [0 if row.done else self._uncomputed(row) for row in rows]
+        counts = [0 if row.done else self._reads(row) for row in rows]
         T, last = max(counts), None
         if self.decoding and T == 1 and len(rows) == len(self.batch):
             idx = self.token[:, None]
@@ -416,11 +423,8 @@ class Scheduler:
             at = (at + torch.arange(T, device=self.device)).clamp(0, self.texts.shape[1] - 1)
             idx = self.texts[slot, at]
             last = None if left or min(counts) == T else last
-        for row in rows:
-            if self.pool is not None and row.n > self.block_size:
-                self.pool.free(row.slot)
-                row.slot = self.pool.new()  # the same one again
-        step = self.cache.reserve(T, counts, [row.slot for row in rows])
+        slots = [row.slot for row in rows]
+        step = None if self._slide(rows) else self.cache.reserve(T, counts, slots)
         if self.pool is not None:
             used = sum(map(self.pool.n_used, self.pool.n_pages))
             self.stats.pages = max(self.stats.pages, used)

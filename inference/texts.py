@@ -59,6 +59,8 @@ def has_stop(
     new: Sequence[int], ids: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str]
 ) -> bool:
     """True if one of the last tokens of a text completes a stop string; ids: of the prompt."""
+    if not stops:
+        return False
     n = 4 * max(map(len, stops)) + 16  # a character has at most 4 tokens
     before = [*ids, *new[:-n]][-16:]  # for the spaces between tokens
     text = "".join(tokenizer.stream_decode(new[-n:], before))
