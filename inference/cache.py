@@ -46,7 +46,7 @@ class Step:
 class Cache:
     """Keys and values of the texts in some rows. This one stores none."""
 
-    together = True  # its rows begin and end together
+    pool: PagePool | None = None  # None: its rows begin and end together
     k: Sequence[Tensor] = ()  # the buffers of every layer, if they are allocated once
     v: Sequence[Tensor] = ()
 
@@ -274,20 +274,17 @@ class StaticCache(Cache):
             self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
         length = bucket(longest, self.max_len) if self.in_buckets else self.max_len
-        return StaticStep(self, self.start, self.count, length, not any(self.lengths))
+        kind = "static" if any(self.lengths) else "none"
+        return StaticStep(self, self.start, self.count, length, kind)
 
 
 @dataclass(frozen=True)
 class StaticStep(RowsStep):
     length: int  # slots that are read
-    first: bool  # nothing is stored yet: plain attention
-
-    @property
-    def kind(self) -> str:
-        return "none" if self.first else "static"
+    kind: str  # "static"; "none" if nothing is stored yet: plain attention
 
     def read(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        if self.first:
+        if self.kind == "none":
             return k, v, None
         cache, slots, T = self.cache, self.cache.kinds[layer], k.shape[1]
         buffers = cache.k[layer], cache.v[layer]
@@ -337,13 +334,11 @@ class PagedCache(Cache):
                                              page 5   tokens 0 .. 3 of both: a shared prompt
     """
 
-    together = False
-
     def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
                  n_pages: Mapping[int | None, int], page_size: int,
                  windows: Sequence[int | None] = (), dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
-        self.pool = PagePool(n_pages, page_size)
+        self.pool: PagePool = PagePool(n_pages, page_size)
         self.kinds = tuple(windows) or (None,) * n_layer
         shapes = [(n_pages[window], page_size, n_kv_head, head_dim) for window in self.kinds]
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]

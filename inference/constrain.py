@@ -104,7 +104,26 @@ def regex(pattern: str, tokenizer: Tokenizer, stop: Iterable[int] | None = None)
         found = f"{tokenizer.name} with decoder {', '.join(kinds)}"
         raise UserError(f"a constraint needs a tokenizer of characters or bytes, got {found}")
     stop = list(tokenizer.ends if stop is None else stop)
-    return over_tokens(*compiled(pattern), tokenizer, stop, f"the regex {pattern!r:.100}")
+    (table, accepts), tokens = compiled(pattern), tokenizer.token_bytes()
+    what = f"the regex {pattern!r:.100}"
+    step, token_class = _classes(table, tokens, what)  # (n, classes), (V,)
+    least = np.where(accepts, 0, NEVER).astype(np.int32)  # the fewest tokens to a match
+    while (near := (least == NEVER) & (least[step].min(1) < NEVER)).any():
+        least[near] = least[step[near]].min(1) + 1
+    alive = least < NEVER
+    if not alive[step[0]].any():
+        raise UserError(
+            f"no text of the model's {len(tokens)} tokens, but the empty, matches {what}"
+        )
+    renamed = np.where(alive, START + np.cumsum(alive) - 1, DEAD)
+    allowed = renamed[step[alive]]
+    ends = np.where(accepts[alive], END, DEAD)
+    columns = [np.zeros_like(ends), *allowed.T]  # of no token, then of the classes
+    token_class = token_class + 1
+    if stop:
+        token_class[stop] = len(columns)
+        columns.append(ends)
+    return _table(np.stack(columns, 1), token_class, least[alive])
 
 
 # --- the automaton over bytes ---
@@ -157,31 +176,6 @@ def compiled(pattern: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 # --- the automaton over tokens ---
-
-
-def over_tokens(
-    table: np.ndarray, accepts: np.ndarray, tokenizer: Tokenizer, stop: list[int], what: str
-) -> Automaton:
-    """The automaton over a tokenizer's tokens. Raises UserError if no text matches `what`."""
-    tokens = tokenizer.token_bytes()
-    step, token_class = _classes(table, tokens, what)  # (n, classes), (V,)
-    least = np.where(accepts, 0, NEVER).astype(np.int32)  # the fewest tokens to a match
-    while (near := (least == NEVER) & (least[step].min(1) < NEVER)).any():
-        least[near] = least[step[near]].min(1) + 1
-    alive = least < NEVER
-    if not alive[step[0]].any():
-        raise UserError(
-            f"no text of the model's {len(tokens)} tokens, but the empty, matches {what}"
-        )
-    renamed = np.where(alive, START + np.cumsum(alive) - 1, DEAD)
-    allowed = renamed[step[alive]]
-    ends = np.where(accepts[alive], END, DEAD)
-    columns = [np.zeros_like(ends), *allowed.T]  # of no token, then of the classes
-    token_class = token_class + 1
-    if stop:
-        token_class[stop] = len(columns)
-        columns.append(ends)
-    return _table(np.stack(columns, 1), token_class, least[alive])
 
 
 def combined(constraints: Automaton | Sequence[Automaton | None] | None) -> Automaton | None:

@@ -34,14 +34,14 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
     texts a list; they end before an end token or a stop string.
     """
     scheduler = _scheduler(model, idx, max_new_tokens, **options)
-    with closing(scheduler.tokens()) as tokens:
-        rows = {row.index: row for row, _ in tokens}
-    found = [rows[index] for index in sorted(rows)]
-    if found[0].text is not None:
-        texts = [f"{row.text}{''.join(scheduler.pieces(row, row.new))}" for row in found]
+    for _ in scheduler.tokens():
+        pass
+    rows = scheduler.known
+    if rows[0].text is not None:
+        texts = [f"{row.text}{''.join(scheduler.pieces(row, row.new))}" for row in rows]
         return texts[0] if isinstance(idx, str) else texts
     device = model.transformer.wte.weight.device
-    ids = [torch.tensor([*row.prompt, *row.new], device=device) for row in found]
+    ids = [torch.tensor([*row.prompt, *row.new], device=device) for row in rows]
     if not isinstance(idx, Tensor):
         return ids
     longest = max(map(len, ids))
@@ -66,7 +66,7 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
     """
     scheduler = _scheduler(model, idx, max_new_tokens, **options)
     # A prompt that waited for the pages of a shared prefix is a token late.
-    ready: list[deque[int]] = [deque() for _ in range(scheduler.slots)]
+    ready: list[deque[int]] = [deque() for _ in scheduler.known]
     with closing(scheduler.tokens()) as tokens:
         for row, token in tokens:
             ready[row.index].append(token)

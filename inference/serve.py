@@ -16,15 +16,14 @@ tokens, which moves every position, so nothing can be cached.
 those in progress: no text stops for lack of pages. A prompt that can never fit is an error.
 
 **Sharing.** A prompt takes the full pages of a prefix in the pool. If another new prompt computes
-them in this step, it waits for the next one.
+them in this step, it waits for the next one. Texts that may slide share nothing.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,17 +136,14 @@ class Scheduler:
         self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
         self.known: list[Row] = []  # if all prompts are there, they are checked at once
         longest = [self.block_size] * slots
-        if isinstance(prompts, Sequence | Tensor):
+        if isinstance(prompts, Sized):
             self.known = [*self.coming]
             longest = sorted(min(row.most, self.block_size) for row in self.known)[-slots:]
             self.coming = iter(self.known)
         self.stats, self.cache = self.options.stats, Cache()
-        self.pool: PagePool | None = None
         if self.kv_cache == "paged":
-            if n_pages is None:
-                n_pages = 1 + sum(pages_for(n, page_size) for n in longest)
-            self.cache = paged = self._pages(n_pages, page_size)
-            self.pool = paged.pool
+            enough = 1 + sum(pages_for(n, page_size) for n in longest)
+            self.cache = self._pages(enough if n_pages is None else n_pages, page_size)
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
         self.waiting: list[Row] = []  # until there is room for them
         self.rows: list[Row] = []  # in progress
@@ -182,8 +178,8 @@ class Scheduler:
             self.waiting += [row for row in new if row.room]
             if empty := [row for row in new if not row.room]:
                 yield empty, list
-            if self.pool is not None:
-                self._admit_to_pages(self.pool)
+            if self.cache.pool is not None:
+                self._admit_to_pages(self.cache.pool)
             elif self.waiting and not self.rows:
                 self._admit_together()
             if self.rows:
@@ -238,14 +234,14 @@ class Scheduler:
     def _leave(self) -> None:
         """Free the rows that need no further step."""
         done = [row for row in self.rows if row.done]
-        if len(done) == len(self.rows) or not self.cache.together:
+        if len(done) == len(self.rows) or self.cache.pool is not None:
             self._free(done)
 
     def _free(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self.rows.remove(row)
             self.cache.free(row.slot)
-        if self.cache.together and not self.rows:
+        if self.cache.pool is None and not self.rows:
             self._drop_cache()
 
     def _drop_cache(self) -> None:
@@ -294,7 +290,6 @@ class Scheduler:
             else:  # rounded up, so that other lengths reuse the graphs
                 max_len = bucket(min(longest, self.block_size), self.block_size)
                 self.cache = graphs.static_cache(self.model, len(rows), max_len, self.graph)
-        self.texts = self.texts.new_zeros(len(rows), 1)
         self._begin(rows)
 
     def _pages(self, n_pages: int, page_size: int) -> PagedCache:
@@ -314,7 +309,7 @@ class Scheduler:
         """Start the texts whose pages are free, in order."""
         admitted: list[Row] = []
         for row in [*self.waiting]:
-            shared = row.prompt if len(row.prompt) <= self.block_size else []
+            shared = row.prompt if row.most <= self.block_size else []
             row.slot = pool.new(shared)
             if not self._fit([*self.rows, row], pool):
                 pool.free(row.slot)
@@ -326,7 +321,7 @@ class Scheduler:
                 continue
             self.waiting.remove(row)
             self._begin([row])
-            admitted.append(row)
+            admitted += [row] * bool(shared)
             self.stats.shared_pages += pool.length(row.slot) // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
@@ -341,16 +336,17 @@ class Scheduler:
 
     def _most_pages(self, row: Row, window: int | None, page_size: int) -> int:
         """The most pages that the row may hold from now on in the layers with this window."""
-        most = pages_for(min(row.most, self.block_size), page_size, window)
-        prefill = 0 if row.launched else min(len(row.prompt), self.block_size)
-        return max(most, pages_for(prefill, page_size))
+        stored, prefill = min(row.most, self.block_size), 0 if row.launched else len(row.prompt)
+        if row.most > self.block_size:  # a text that slides is read again in each step
+            prefill = stored
+        return max(pages_for(stored, page_size, window), pages_for(prefill, page_size))
 
     # --- a step ---
 
     def _step(self) -> Launched:
         """A prefill of the new rows, in groups, and a token of every other one."""
-        if self.cache.together and self._slide(self.rows):
-            self._drop_cache()  # the cached positions are wrong
+        if self.cache.pool is None and any(r.n > self.block_size for r in self.rows if not r.done):
+            self._drop_cache()  # a text slides: the cached positions are wrong
         groups = self._groups()
         rows = [row for group in groups for row in group]
         self.decoding = rows == self.batch
@@ -385,23 +381,17 @@ class Scheduler:
 
     def _groups(self) -> list[list[Row]]:
         """Batches of similar length: no row is padded to twice its length."""
-        if self.cache.together:
+        if self.cache.pool is None:
             return [[*self.rows]]
         groups: list[list[Row]] = []
-        longest, begun = math.inf, False
-        work = {row: (self._slide([row]), self._reads(row)) for row in self.rows}
-        for row in sorted(self.rows, key=work.__getitem__, reverse=True):
-            slides, n = work[row]
-            if slides == begun and 2 * n > longest and longest * (len(groups[-1]) + 1) <= PREFILL:
+        for row in sorted(self.rows, key=self._reads, reverse=True):
+            longest = self._reads(groups[-1][0]) if groups else 0
+            alike = 2 * self._reads(row) > longest
+            if groups and alike and longest * (len(groups[-1]) + 1) <= PREFILL:
                 groups[-1].append(row)
             else:
                 groups.append([row])
-                longest, begun = n, slides
         return groups
-
-    def _slide(self, rows: Sequence[Row]) -> bool:
-        """True if one of the texts slides: every position moves."""
-        return any(row.n > self.block_size for row in rows if not row.done)
 
     def _reads(self, row: Row) -> int:
         """Tokens of the row that the model reads in this step."""
@@ -423,11 +413,13 @@ class Scheduler:
             at = (at + torch.arange(T, device=self.device)).clamp(0, self.texts.shape[1] - 1)
             idx = self.texts[slot, at]
             last = None if left or min(counts) == T else last
-        slots = [row.slot for row in rows]
-        step = None if self._slide(rows) else self.cache.reserve(T, counts, slots)
-        if self.pool is not None:
-            used = sum(map(self.pool.n_used, self.pool.n_pages))
-            self.stats.pages = max(self.stats.pages, used)
+        for row in rows:
+            if self.cache.pool and row.n > self.block_size:  # every position moves
+                self.cache.pool.free(row.slot)
+                row.slot = self.cache.pool.new()  # the same one again
+        step = self.cache.reserve(T, counts, [row.slot for row in rows])
+        if pool := self.cache.pool:
+            self.stats.pages = max(self.stats.pages, sum(map(pool.n_used, pool.n_pages)))
         made = self._run(function, (self.model, idx, last, step, self.options.vocab_size), *args)
         if step is not None:
             step.advance()
