@@ -63,5 +63,6 @@ def has_stop(
         return False
     n = 4 * max(map(len, stops)) + 16  # a character has at most 4 tokens
     before = [*ids, *new[:-n]][-16:]  # for the spaces between tokens
-    text = "".join(tokenizer.stream_decode(new[-n:], before))
-    return any(stop in text for stop in stops)
+    known, text = tokenizer.decode(before), tokenizer.decode([*before, *new[-n:]])
+    begin = next((i for i, (a, b) in enumerate(zip(known, text)) if a != b), len(known))
+    return any(stop in text[begin:] for stop in stops)
