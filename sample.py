@@ -15,8 +15,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Literal
 
@@ -95,8 +96,7 @@ from core.files import open_output
 from core.runtime import decide_compile, explained, pick_device, show_log
 from data.tokenizer import well_formed
 from inference import constrain, graphs, serve
-from inference.sampling import ENDED, Options
-from inference.texts import encode, pieces, until
+from inference.sampling import Options
 from model import GPT
 
 
@@ -151,81 +151,58 @@ def _read(path: str) -> str:
 # --- texts ---
 
 
-@dataclass
-class Text:
-    prompt: str
-    ids: list[int]  # of the prompt
-    seed: int
-    new: list[int] = field(default_factory=list)
-    finish: str = "waiting"  # then "interrupted", at the end "stop" or "length"
-
-    @property
-    def done(self) -> bool:
-        return self.finish in ("stop", "length")
-
-
 class Writer:
     """Generates the texts, batch_size at a time."""
 
     def __init__(self, config: SampleConfig, model: GPT, prompts: list[str]) -> None:
-        self.config, self.model, self.tokenizer = config, model, model.tokenizer
-        self.texts: list[Text] = []
-        for prompt in prompts or [default_prompt(self.tokenizer)]:
-            ids = encode(prompt, self.tokenizer, model.config.block_size)
-            for _ in range(config.num_samples):
-                self.texts.append(Text(prompt, ids, config.seed + len(self.texts)))
-        self.options = Options(config.temperature, config.top_k, config.top_p)
-        self.options.stop = [*self.tokenizer.ends, *config.stop]
-        if config.regex is not None:
-            self.options.constraint = constrain.regex(config.regex, self.tokenizer)
-        longest = max(len(text.ids) for text in self.texts)
-        if longest + config.max_new_tokens > model.config.block_size + 1:
+        self.config, self.model = config, model
+        self.device = model.transformer.wte.weight.device
+        starts = prompts or [default_prompt(model.tokenizer)]
+        texts = [prompt for prompt in starts for _ in range(config.num_samples)]
+        self.seeds = [config.seed + n for n in range(len(texts))]
+        regex = config.regex
+        self.scheduler = serve.Scheduler(
+            model, texts, config.max_new_tokens,
+            # A negative seed as PyTorch reads it.
+            generator=[torch.Generator(self.device).manual_seed(s % 2**64) for s in self.seeds],
+            slots=1 if config.stream else config.batch_size, kv_cache=config.kv_cache,
+            compile=config.compile, n_pages=config.n_pages, temperature=config.temperature,
+            top_k=config.top_k, top_p=config.top_p, stop=config.stop,
+            constraint=None if regex is None else constrain.regex(regex, model.tokenizer),
+        )  # fmt: skip
+        self.rows = self.scheduler.known
+        if any(row.most > model.config.block_size for row in self.rows):
             model.plan(grad=False)  # a text that slides has no cache: log its kernel before any
+        self.shown: serve.Row | None = None  # of --stream
         self.seconds = 0.0
         self.first = 0.0  # seconds to the first token
 
     def steps(self) -> Generator[None, None, None]:
         """Generate; each step adds one token to a text."""
-        config, model = self.config, self.model
-        device = model.transformer.wte.weight.device
-        most, size = config.max_new_tokens, 1 if config.stream else config.batch_size
-        ids = [text.ids for text in self.texts]
-        seeds = [text.seed % 2**64 for text in self.texts]  # as PyTorch reads a negative one
-        options = vars(self.options) | {
-            "generator": [torch.Generator(device).manual_seed(seed) for seed in seeds],
-            "slots": size, "kv_cache": config.kv_cache, "compile": config.compile,
-            "n_pages": config.n_pages,
-        }  # fmt: skip
         begin = time.perf_counter()
         try:
-            for index, token in serve.stream(model, ids, most, **options):
-                self.first = self.first or time.perf_counter() - begin
-                self.add(self.texts[index], token)
-                yield
+            with closing(self.scheduler.tokens()) as tokens:
+                for _ in tokens:
+                    self.first = self.first or time.perf_counter() - begin
+                    yield
         finally:
-            synchronize(device)
+            synchronize(self.device)
             self.seconds = time.perf_counter() - begin
 
-    def add(self, text: Text, token: int) -> None:
-        if token in self.tokenizer.ends:
-            text.finish = "stop"
-        elif token != ENDED:
-            text.finish = "interrupted"
-            text.new.append(token)
-        elif not text.done:
-            new = "".join(pieces(text.new, self.tokenizer, text.prompt, text.ids))
-            stopped = self.config.regex is not None or any(s in new for s in self.config.stop)
-            text.finish = "stop" if stopped else "length"
+    def finish(self, row: serve.Row) -> str:
+        if row.room and not row.ended:
+            return "interrupted" if row.new or row is self.shown else "waiting"
+        short = self.config.regex is not None or len(row.new) < row.room
+        return "stop" if short or (row.new and self.scheduler.stops(row)) else "length"
 
-    def pieces(self, text: Text, new: Iterable[int]) -> Iterator[str]:
-        """The new text as its tokens arrive, up to a stop string."""
-        return until(pieces(new, self.tokenizer, text.prompt, text.ids), self.config.stop)
+    def new(self, row: serve.Row) -> list[int]:
+        """The new tokens without an end token."""
+        return [token for token in row.new if token not in self.model.tokenizer.ends]
 
     def report(self) -> str:
-        texts = sum(text.finish != "waiting" for text in self.texts)
-        n, s = sum(len(text.new) for text in self.texts), self.options.stats
-        found = graphs.choose(self.model, self.config.kv_cache, self.config.compile)
-        kind = ", ".join(filter(None, found))  # "static, captured"
+        texts = sum(self.finish(row) != "waiting" for row in self.rows)
+        n, s = sum(len(self.new(row)) for row in self.rows), self.scheduler.stats
+        kind = ", ".join(filter(None, (self.scheduler.kv_cache, self.scheduler.graph)))
         cache = f"{s.cache_bytes / 1e6:.1f} MB" if s.cache_bytes else "not used"
         if s.pages:
             cache += f", {s.pages} of {s.all_pages} pages used, {s.shared_pages} shared"
@@ -254,49 +231,50 @@ def main(argv: list[str]) -> int:
     with _open(config.out or os.devnull) as out:
         steps = writer.steps()
         try:
-            for text in writer.texts:
-                new = _new(steps, text)
+            for row in writer.rows:
+                new = _new(steps, row)
                 if config.stream:
-                    _stream(new, text, writer)
+                    writer.shown = row
+                    print(row.text, end="", flush=True)
+                    for piece in writer.scheduler.pieces(row, new):
+                        print(piece, end="", flush=True)
                 for _ in new:
                     pass
-                _print(text, writer, out, config)
+                _print(row, writer, out)
                 written += 1
         except KeyboardInterrupt as e:
             code = e.args[0] if e.args else 130  # of core/settings.py
         finally:
             steps.close()
-        for text in writer.texts[written:]:
-            if text.finish != "waiting":
-                _print(text, writer, out, config)
+        for row in writer.rows[written:]:
+            if writer.finish(row) != "waiting":
+                _print(row, writer, out)
     print(writer.report(), file=sys.stderr)
     return code
 
 
-def _new(steps: Iterator[None], text: Text) -> Iterator[int]:
+def _new(steps: Iterator[None], row: serve.Row) -> Iterator[int]:
     """Generate a text; yields its tokens as they come."""
     shown = 0
-    while not text.done:
+    while True:
+        yield from row.new[shown:]
+        shown = len(row.new)
+        if row.ended or not row.room:
+            return
         next(steps)
-        yield from text.new[shown:]
-        shown = len(text.new)
 
 
-def _stream(new: Iterator[int], text: Text, writer: Writer) -> None:
-    print(text.prompt, end="", flush=True)
-    text.finish = "interrupted"
-    for piece in writer.pieces(text, new):
-        print(piece, end="", flush=True)
-
-
-def _print(text: Text, writer: Writer, out: IO[str], config: SampleConfig) -> None:
-    new = "".join(writer.pieces(text, text.new))
-    row = {"prompt": text.prompt, "text": new, "tokens": len(text.new), "seed": text.seed}
-    print(json.dumps({**row, "finish": text.finish}, ensure_ascii=False), file=out, flush=True)
-    if config.stream:
+def _print(row: serve.Row, writer: Writer, out: IO[str]) -> None:
+    new, stream = "".join(writer.scheduler.pieces(row, row.new)), writer.config.stream
+    found = {
+        "prompt": row.text, "text": new, "tokens": len(writer.new(row)),
+        "seed": writer.seeds[row.index], "finish": writer.finish(row),
+    }  # fmt: skip
+    print(json.dumps(found, ensure_ascii=False), file=out, flush=True)
+    if stream:
         print("\n---------------", flush=True)
-    elif config.out is None:
-        print(f"{text.prompt}{new}\n---------------", flush=True)
+    elif writer.config.out is None:
+        print(f"{row.text}{new}\n---------------", flush=True)
 
 
 def _open(path: str) -> IO[str]:

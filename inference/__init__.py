@@ -49,15 +49,14 @@ def load(
     from core.runtime import Setup, pick_device
 
     source, setup = str(source), Setup.of(pick_device(device), dtype)
-    if checkpoint.folders(source):  # a run
-        folder = checkpoint.latest(source)
-        if which == "best" and (best := checkpoint.best_folder(source)):
-            folder = best
-        elif which == "best":
-            log.warning(f"--checkpoint=best: none of {source} was evaluated; using {folder.name}")
-        source = str(folder)
-    elif which != "latest":
-        raise UserError(f"--checkpoint={which}: expected a run of train.py, got {source}")
+    if which == "best":
+        if not checkpoint.folders(source):
+            raise UserError(f"--checkpoint=best: expected a run of train.py, got {source}")
+        if best := checkpoint.best_folder(source):
+            source = str(best)
+        else:
+            name = checkpoint.latest(source).name
+            log.warning(f"--checkpoint=best: none of {source} was evaluated; using {name}")
     model = checkpoint.init_model(source, policy or Policy(), **changes)
     model = setup.place(model, cast=True).eval()
     if weights == "int8":

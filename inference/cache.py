@@ -41,22 +41,12 @@ class Step:
 
     def advance(self) -> None:
         """Count the tokens of the step as stored."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    step: RowsStep
-    layer: int
-
-    def append(self, k: Tensor, v: Tensor) -> Appended:
-        return self.step.append(self.layer, k, v)
 
 
 class Cache:
     """Keys and values of the texts in some rows. This one stores none."""
 
-    together = True  # its rows begin and end together
+    pool: PagePool | None = None  # None: its rows begin and end together
     k: Sequence[Tensor] = ()  # the buffers of every layer, if they are allocated once
     v: Sequence[Tensor] = ()
 
@@ -96,31 +86,22 @@ class DynamicLayer:
         self.kv: Tensor | None = None  # (2, B, capacity, Hkv, D), on first use
         self.kept = 0  # tokens in the buffer
 
-    def make_room(self) -> None:
-        """Make room for one more token."""
-        if self.kv is not None and self.kept == self.kv.shape[2]:
-            self._store(self.kv)
-
     def append(self, k: Tensor, v: Tensor) -> Appended:
-        if self.kv is not None and k.shape[1] == 1:
+        past = min(self.kept, self.window - 1)  # earlier tokens that the first query sees
+        if self.kv is not None and k.shape[1] == 1 and self.kept < self.kv.shape[2]:
             self.kv[0, :, self.kept], self.kv[1, :, self.kept] = k[:, 0], v[:, 0]
             self.kept += 1
-            seen = self.kv[:, :, max(0, self.kept - self.window) : self.kept]
+            seen = self.kv[:, :, self.kept - past - 1 : self.kept]
         else:
             seen = torch.stack([k, v])  # (2, B, T, Hkv, D)
-            if self.kv is not None:  # the first query sees window - 1 earlier tokens
-                past = min(self.kept, self.window - 1)
+            if self.kv is not None:
                 seen = torch.cat([self.kv[:, :, self.kept - past : self.kept], seen], dim=2)
-            self._store(seen)
+            n = seen.shape[2]
+            self.kept = min(n, self.window - 1)  # what the next query sees
+            capacity = min(1 << n.bit_length(), 2 * self.window, self.max_len)
+            self.kv = seen.new_empty(*seen.shape[:2], capacity, *seen.shape[3:])
+            self.kv[:, :, : self.kept] = seen[:, :, n - self.kept :]
         return seen[0], seen[1], None
-
-    def _store(self, kv: Tensor) -> None:
-        """Begin a larger buffer with the tokens that the next query sees."""
-        n = kv.shape[2]
-        capacity = min(1 << n.bit_length(), 2 * self.window, self.max_len)
-        self.kept = min(n, self.window - 1)
-        self.kv = kv.new_empty(*kv.shape[:2], capacity, *kv.shape[3:])
-        self.kv[:, :, : self.kept] = kv[:, :, n - self.kept :]
 
 
 class DynamicCache(Cache):
@@ -143,8 +124,8 @@ class DynamicCache(Cache):
         kept = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
         self.max_len, self.widest, self.device = max_len, max(kept), device
         self.layers = [DynamicLayer(window, max_len) for window in kept]
-        self.pads = tuple(pad) if pad is not None and any(pad) else ()
-        self.pad = torch.tensor(self.pads, device=device)[:, None] if self.pads else None  # (B, 1)
+        self.pads = tuple(pad) if pad and any(pad) else ()
+        self.pad = torch.tensor(self.pads, device=device)[:, None]  # (B, 1)
         self.stored = 0  # tokens of a row so far, padding included
 
     @property
@@ -152,17 +133,15 @@ class DynamicCache(Cache):
         return sum(layer.kv.nbytes for layer in self.layers if layer.kv is not None)
 
     def length(self, row: int) -> int:
-        return self.stored - self.pads[row] if self.pads and self.stored else self.stored
+        return max(0, self.stored - (self.pads[row] if self.pads else 0))
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> DynamicStep:
         """As Cache, but T tokens in each row; counts[b] is 0 for a row that has ended."""
         pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
         _check_fit(self.stored + T - min(pads, default=0), self.max_len)
-        for layer in self.layers:
-            layer.make_room()
         past = min(self.stored, self.widest - 1)
         at = torch.arange(self.stored - past, self.stored + T, device=self.device)  # (Tk,)
-        if self.pad is None:
+        if not self.pads:
             return DynamicStep(self, at[past:], None)
         pos = (at[past:] - self.pad).clamp_(0, self.max_len - 1)  # (B, T)
         return DynamicStep(self, pos, (at >= self.pad).int())
@@ -195,15 +174,13 @@ class DynamicStep(Step):
 class RowsStep(Step):
     """A step in which the rows have their own lengths."""
 
+    cache: Any
     start: Tensor  # (B,) int32, tokens of each row stored before this step
     count: Tensor  # (B,) int32, tokens of each row in this step; the rest is padding
     known: dict[int | None, Tensor] = field(default_factory=dict, init=False)
 
-    def layer(self, layer: int) -> LayerCache:
-        return LayerCache(self, layer)
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        raise NotImplementedError
+    def layer(self, layer: int) -> RowsLayer:
+        return RowsLayer(self, layer)
 
     def columns(self, T: int) -> tuple[Tensor, Tensor]:
         """Position (B, T) int64, and bool (B, T), False for padding."""
@@ -215,22 +192,32 @@ class RowsStep(Step):
         at, real = self.columns(T)
         return torch.where(real, at, 0)
 
-    def slots(self, kind: int | None, T: int) -> Tensor:
-        """The slots (B * T,) int64 that a step writes, the same in all layers of a kind."""
-        if torch.compiler.is_compiling():  # the compiler computes them once
-            return self._slots(kind, T).flatten()
-        if kind not in self.known:
-            self.known[kind] = self._slots(kind, T).flatten()
-        return self.known[kind]
+    def read(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        """What the kernel reads, once the step's k and v are written."""
+        raise NotImplementedError
 
-    def _slots(self, kind: int | None, T: int) -> Tensor:
+    def slots(self, kind: int | None, T: int) -> Tensor:
+        """The slots (B, T) int64 that the step writes, in the layers of a kind."""
         raise NotImplementedError
 
 
-def _write(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Write new (B, T, Hkv, D) to slots of a buffer (B, slots, Hkv, D) or of pages."""
-    # Not flatten(), which might copy.
-    buffer.view(-1, *buffer.shape[2:])[slots] = new.detach().flatten(0, 1)
+@dataclass(frozen=True)
+class RowsLayer:
+    step: RowsStep
+    layer: int
+
+    def append(self, k: Tensor, v: Tensor) -> Appended:
+        step, cache = self.step, self.step.cache
+        seen = step.read(self.layer, k, v)
+        kind, known = cache.kinds[self.layer], step.known
+        if torch.compiler.is_compiling():  # the compiler computes them once
+            known = {}
+        if kind not in known:
+            known[kind] = step.slots(kind, k.shape[1]).flatten()
+        for buffer, new in ((cache.k[self.layer], k), (cache.v[self.layer], v)):
+            # Slots of (B, slots, Hkv, D) or of pages. Not flatten(), which might copy.
+            buffer.view(-1, *buffer.shape[2:])[known[kind]] = new.detach().flatten(0, 1)
+        return seen
 
 
 def bucket(n: int, limit: int) -> int:
@@ -260,8 +247,8 @@ class StaticCache(Cache):
                  dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.max_len, self.in_order = max_len, in_order
-        self.slots = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
-        shapes = [(batch, slots + 1, n_kv_head, head_dim) for slots in self.slots]
+        self.kinds = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
+        shapes = [(batch, slots + 1, n_kv_head, head_dim) for slots in self.kinds]
         self.k = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.empty_like(k) for k in self.k]
         self.start = torch.empty(batch, dtype=torch.int32, device=device)
@@ -287,37 +274,30 @@ class StaticCache(Cache):
             self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
         length = bucket(longest, self.max_len) if self.in_buckets else self.max_len
-        return StaticStep(self.start, self.count, self, length, not any(self.lengths))
+        kind = "static" if any(self.lengths) else "none"
+        return StaticStep(self, self.start, self.count, length, kind)
 
 
 @dataclass(frozen=True)
 class StaticStep(RowsStep):
-    cache: StaticCache
     length: int  # slots that are read
-    first: bool  # nothing is stored yet: plain attention
+    kind: str  # "static"; "none" if nothing is stored yet: plain attention
 
-    @property
-    def kind(self) -> str:
-        return "none" if self.first else "static"
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        cache, slots, T = self.cache, self.cache.slots[layer], k.shape[1]
-        k_buffer, v_buffer = cache.k[layer], cache.v[layer]
-        start, length, seen = self.start, min(self.length, slots), None
-        if slots < cache.max_len and not self.first:  # a window
+    def read(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        if self.kind == "none":
+            return k, v, None
+        cache, slots, T = self.cache, self.cache.kinds[layer], k.shape[1]
+        buffers = cache.k[layer], cache.v[layer]
+        start, length = self.start, min(self.length, slots)
+        if slots < cache.max_len:  # a window
             start = start.clamp(max=slots - 1)  # earlier tokens that the first query may see
             if T > 1 or cache.in_order:  # one new token may be in any slot
-                length = slots - 1 + T
-                seen = tuple(self._in_order(*kv, start) for kv in ((k_buffer, k), (v_buffer, v)))
-        at = self.slots(slots, T)
-        _write(k_buffer, at, k)
-        _write(v_buffer, at, v)
-        if self.first:
-            return k, v, None
-        k, v = seen or (k_buffer[:, :length], v_buffer[:, :length])
+                k, v = (self._in_order(*pair, start) for pair in zip(buffers, (k, v)))
+                return k, v, StaticView(start, self.count, slots - 1 + T)
+        k, v = (buffer[:, :length] for buffer in buffers)
         return k, v, StaticView(start, self.count, length)
 
-    def _slots(self, kind: int | None, T: int) -> Tensor:
+    def slots(self, kind: int | None, T: int) -> Tensor:
         assert kind is not None
         at, real = self.columns(T)
         if kind < T:  # later tokens replace the first ones
@@ -354,20 +334,17 @@ class PagedCache(Cache):
                                              page 5   tokens 0 .. 3 of both: a shared prompt
     """
 
-    together = False
-
     def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
                  n_pages: Mapping[int | None, int], page_size: int,
                  windows: Sequence[int | None] = (), dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
-        self.pool = PagePool(n_pages, page_size)
-        self.windows = tuple(windows) or (None,) * n_layer
-        shapes = [(n_pages[window], page_size, n_kv_head, head_dim) for window in self.windows]
+        self.pool: PagePool = PagePool(n_pages, page_size)
+        self.kinds = tuple(windows) or (None,) * n_layer
+        shapes = [(n_pages[window], page_size, n_kv_head, head_dim) for window in self.kinds]
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.zeros_like(k) for k in self.k]
         table = torch.zeros(0, 0, dtype=torch.int32, device=device)  # (sequences, pages)
         self.tables = dict.fromkeys(self.pool.n_pages, table)
-        self.last: PagedStep | None = None
 
     def length(self, row: int) -> int:
         return self.pool.length(row)
@@ -378,62 +355,42 @@ class PagedCache(Cache):
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> PagedStep:
         """As Cache. Raises OutOfPages, with nothing changed, or ValueError: no such sequence."""
         assert rows and len(set(rows)) == len(rows), "a sequence twice"
-        counts = (T,) * len(rows) if counts is None else counts
-        step, last = dict(zip(rows, counts, strict=True)), self.last
-        lengths = [self.pool.length(row) for row in rows]
+        step = dict(zip(rows, (T,) * len(rows) if counts is None else counts, strict=True))
+        numbers = [self.pool.length(row) for row in rows], [*step.values()], rows
         self.pool.grow(step)
-        if last and [*last.counts.items()] == [*step.items()] and last.after == lengths:
-            start, count, index = last.start + last.count, last.count, last.index
-        else:  # other rows than in the last step
-            packed = to_device(torch.tensor([lengths, counts, rows]), self.k[0].device)
-            (start, count), index, last = packed[:2].int(), packed[2], None
+        start, count, index = to_device(torch.tensor(numbers), self.k[0].device)
         width = max(1, *(len(self.pool.pages(r, w)) for w in self.tables for r in rows))
-        if self._send(rows, width) or last is None:
-            tables = {w: t[:, :width].index_select(0, index) for w, t in self.tables.items()}
-        else:
-            tables = dict(last.page_tables)
-        after = [n + m for n, m in zip(lengths, counts, strict=True)]
-        self.last = PagedStep(start, count, self, step, after, index, tables, self.pool.page_size)
-        return self.last
+        for window in self.tables:
+            self._write_new_pages(window, rows, width)
+        tables = {w: table[:, :width].index_select(0, index) for w, table in self.tables.items()}
+        return PagedStep(self, start.int(), count.int(), step, tables, self.pool.page_size)
 
-    def _send(self, rows: Sequence[int], width: int) -> bool:
-        """Write the rows' new pages to the tables; True if there are some."""
-        sent = False
-        for window, table in self.tables.items():
-            missing = max(rows) + 1 - table.shape[0], width - table.shape[1]
-            if max(missing) > 0:
-                columns = missing[1] + 31 if missing[1] > 0 else 0  # few copies
-                self.tables[window] = table = F.pad(table, (0, columns, 0, max(0, missing[0])))
-            new = [(r, *page) for r in rows for page in self.pool.new_pages(r, window)]
-            if new:
-                row, column, page = to_device(torch.tensor(new), table.device).unbind(1)
-                table[row, column] = page.int()
-                sent = True
-        return sent
+    def _write_new_pages(self, window: int | None, rows: Sequence[int], width: int) -> None:
+        """Write the rows' new pages to the table of a window."""
+        table = self.tables[window]
+        missing = max(rows) + 1 - table.shape[0], width - table.shape[1]
+        if max(missing) > 0:
+            columns = missing[1] + 31 if missing[1] > 0 else 0  # few copies
+            self.tables[window] = table = F.pad(table, (0, columns, 0, max(0, missing[0])))
+        new = [(r, *page) for r in rows for page in self.pool.new_pages(r, window)]
+        if new:
+            row, column, page = to_device(torch.tensor(new), table.device).unbind(1)
+            table[row, column] = page.int()
 
 
 @dataclass(frozen=True)
 class PagedStep(RowsStep):
-    cache: PagedCache
     counts: Mapping[int, int]  # sequence -> tokens in this step
-    after: Sequence[int]  # tokens of each row after this step
-    index: Tensor  # (B,) int64, the sequences
     page_tables: Mapping[int | None, Tensor]  # of each window, (B, max_pages) int32
     page_size: int
     kind: ClassVar[str] = "paged"
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        k_pages, v_pages, window = (
-            self.cache.k[layer],
-            self.cache.v[layer],
-            self.cache.windows[layer],
-        )
-        at = self.slots(window, k.shape[1])
-        _write(k_pages, at, k)
-        _write(v_pages, at, v)
-        return k_pages, v_pages, PagedView(self.page_tables[window], self.start, self.count)
+    def read(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        page_table = self.page_tables[self.cache.kinds[layer]]
+        view = PagedView(page_table, self.start, self.count)
+        return self.cache.k[layer], self.cache.v[layer], view
 
-    def _slots(self, kind: int | None, T: int) -> Tensor:
+    def slots(self, kind: int | None, T: int) -> Tensor:
         page_table, size = self.page_tables[kind], self.page_size
         at, real = self.columns(T)  # (B, T) positions
         column = (at // size).clamp(max=page_table.shape[1] - 1)

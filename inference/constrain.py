@@ -70,10 +70,8 @@ class Automaton(nn.Module):
         self.shortest = np.where((transition == END).any(1), least, onward)
 
     def start(self, rows: Sequence[int], left: Sequence[int]) -> Tensor:
-        """The first state (B, 2) of rows that may have left[b] tokens. Raises ValueError if too few
-        tokens are left for a match, or too few constraints were given."""
-        if self.starts is not None and max(rows) >= len(self.starts):
-            raise ValueError(f"{len(self.starts)} constraints are too few for row {max(rows)}")
+        """The first state (B, 2) of rows that may have left[b] tokens. Raises UserError if too few
+        tokens are left for a match."""
         at = [START if self.starts is None else self.starts[row] for row in rows]
         for state, room in zip(at, left, strict=True):
             if 0 < room < self.shortest[state]:
@@ -106,7 +104,26 @@ def regex(pattern: str, tokenizer: Tokenizer, stop: Iterable[int] | None = None)
         found = f"{tokenizer.name} with decoder {', '.join(kinds)}"
         raise UserError(f"a constraint needs a tokenizer of characters or bytes, got {found}")
     stop = list(tokenizer.ends if stop is None else stop)
-    return over_tokens(*compiled(pattern), tokenizer, stop, f"the regex {pattern!r:.100}")
+    (table, accepts), tokens = compiled(pattern), tokenizer.token_bytes()
+    what = f"the regex {pattern!r:.100}"
+    step, token_class = _classes(table, tokens, what)  # (n, classes), (V,)
+    least = np.where(accepts, 0, NEVER).astype(np.int32)  # the fewest tokens to a match
+    while (near := (least == NEVER) & (least[step].min(1) < NEVER)).any():
+        least[near] = least[step[near]].min(1) + 1
+    alive = least < NEVER
+    if not alive[step[0]].any():
+        raise UserError(
+            f"no text of the model's {len(tokens)} tokens, but the empty, matches {what}"
+        )
+    renamed = np.where(alive, START + np.cumsum(alive) - 1, DEAD)
+    allowed = renamed[step[alive]]
+    ends = np.where(accepts[alive], END, DEAD)
+    columns = [np.zeros_like(ends), *allowed.T]  # of no token, then of the classes
+    token_class = token_class + 1
+    if stop:
+        token_class[stop] = len(columns)
+        columns.append(ends)
+    return _table(np.stack(columns, 1), token_class, least[alive])
 
 
 # --- the automaton over bytes ---
@@ -161,33 +178,10 @@ def compiled(pattern: str) -> tuple[np.ndarray, np.ndarray]:
 # --- the automaton over tokens ---
 
 
-def over_tokens(
-    table: np.ndarray, accepts: np.ndarray, tokenizer: Tokenizer, stop: list[int], what: str
-) -> Automaton:
-    """The automaton over a tokenizer's tokens. Raises UserError if no text matches `what`."""
-    tokens = tokenizer.token_bytes()
-    step, token_class = _classes(table, tokens, what)  # (n, classes), (V,)
-    least = np.where(accepts, 0, NEVER).astype(np.int32)  # the fewest tokens to a match
-    while (near := (least == NEVER) & (least[step].min(1) < NEVER)).any():
-        least[near] = least[step[near]].min(1) + 1
-    alive = least < NEVER
-    if not alive[step[0]].any():
-        raise UserError(
-            f"no text of the model's {len(tokens)} tokens, but the empty, matches {what}"
-        )
-    renamed = np.where(alive, START + np.cumsum(alive) - 1, DEAD)
-    allowed = renamed[step[alive]]
-    ends = np.where(accepts[alive], END, DEAD)
-    columns = [np.zeros_like(ends), *allowed.T]  # of no token, then of the classes
-    token_class = token_class + 1
-    if stop:
-        token_class[stop] = len(columns)
-        columns.append(ends)
-    return _table(np.stack(columns, 1), token_class, least[alive])
-
-
-def combined(constraints: Sequence[Automaton | None]) -> Automaton | None:
+def combined(constraints: Automaton | Sequence[Automaton | None] | None) -> Automaton | None:
     """One automaton in which row b starts in constraints[b]; None allows every token."""
+    if not isinstance(constraints, Sequence):
+        return constraints
     each = [c for c in dict.fromkeys(constraints) if c is not None]
     if not each:
         return None
@@ -198,10 +192,9 @@ def combined(constraints: Sequence[Automaton | None]) -> Automaton | None:
     starts: dict[Automaton | None, int] = {}
     blocks, least, n = [], [], START
     for c, columns in zip(each, classes):
-        starts[c], real = n, int((c.least < NEVER).sum()) + 1  # and DEAD; the rest is padding
-        block = c.transition.cpu().numpy()[START:real, columns]
+        starts[c], block = n, c.transition.cpu().numpy()[START:, columns]
         blocks.append(np.where(block < START, block, block + n - START))
-        least += c.least[START:real].tolist()
+        least += c.least[START:].tolist()
         n += len(block)
     blocks.append(np.full((1, classes.shape[1]), n))  # any token
     at = [starts.get(c, n) for c in constraints]

@@ -65,8 +65,6 @@ def process_rows(
     """Apply a processor without lengths to logits (B, V), to the rows of one length at a time; row
     b is texts[b, : lengths[b]]."""
     logits = logits.float()
-    if len(set(lengths)) == 1:
-        return process(processor, texts[:, : lengths[0]], logits)
     made = torch.empty_like(logits)
     for n in dict.fromkeys(lengths):
         of = torch.tensor([b for b, other in enumerate(lengths) if other == n])
@@ -81,8 +79,7 @@ def to_host(token: Tensor, over: Tensor | None) -> Callable[[], list[list[int]]]
     drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
     if not drawn.is_cuda:
         return drawn.tolist
-    host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
-    host.copy_(drawn, non_blocking=True)
+    host = drawn.to("cpu", non_blocking=True)  # into pinned memory
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(drawn.device))
 

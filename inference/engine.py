@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from inference.graphs import KV_CACHES as KV_CACHES
-from inference.sampling import ENDED, Prompt, each
+from inference.sampling import ENDED, Prompt
 from inference.serve import Scheduler
-from inference.texts import encode, pieces, until
 
 if TYPE_CHECKING:
     from model import GPT
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 Prompts = Tensor | Sequence[Prompt] | str | Sequence[str]
 
 
-@torch.no_grad()
 def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Any:
     """Append up to `max_new_tokens` tokens to each prompt; arguments as in stream().
 
@@ -36,25 +34,20 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
     texts a list; they end before an end token or a stop string.
     """
     scheduler = _scheduler(model, idx, max_new_tokens, **options)
-    with closing(scheduler.tokens()) as tokens:
-        rows = {row.index: row for row, _ in tokens}
-    found = [rows[index] for index in sorted(rows)]
-    if texts := _texts(idx):
-        whole = []
-        for text, row in zip(texts, found, strict=True):
-            new = [token for token in row.new if token not in model.tokenizer.ends]
-            parts = pieces(new, model.tokenizer, text, row.prompt)
-            whole.append(text + "".join(until(parts, scheduler.stop_strings)))
-        return whole[0] if isinstance(idx, str) else whole
+    for _ in scheduler.tokens():
+        pass
+    rows = scheduler.known
+    if rows[0].text is not None:
+        texts = [f"{row.text}{''.join(scheduler.pieces(row, row.new))}" for row in rows]
+        return texts[0] if isinstance(idx, str) else texts
     device = model.transformer.wte.weight.device
-    ids = [torch.tensor([*row.prompt, *row.new], device=device) for row in found]
+    ids = [torch.tensor([*row.prompt, *row.new], device=device) for row in rows]
     if not isinstance(idx, Tensor):
         return ids
     longest = max(map(len, ids))
     return torch.stack([torch.cat([t, t[-1:].expand(longest - len(t))]) for t in ids])
 
 
-@torch.no_grad()
 def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
     """Sample tokens one at a time.
 
@@ -73,7 +66,7 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
     """
     scheduler = _scheduler(model, idx, max_new_tokens, **options)
     # A prompt that waited for the pages of a shared prefix is a token late.
-    ready: list[deque[int]] = [deque() for _ in range(scheduler.slots)]
+    ready: list[deque[int]] = [deque() for _ in scheduler.known]
     with closing(scheduler.tokens()) as tokens:
         for row, token in tokens:
             ready[row.index].append(token)
@@ -84,39 +77,18 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
                 yield torch.tensor(got)
 
 
-def _texts(idx: Prompts) -> list[str]:
-    """The prompts, if they are texts."""
+def _scheduler(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Scheduler:
     if not isinstance(idx, Iterable):
         raise TypeError(f"expected texts or token ids, got {idx!r:.60}")
-    prompts = [idx] if isinstance(idx, str) else [] if isinstance(idx, Tensor) else [*idx]
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if texts and len(texts) < len(prompts):
-        raise ValueError(f"expected texts or token ids, got both, as {texts[0]!r:.60}")
-    return texts
-
-
-def _scheduler(
-    model: GPT, idx: Prompts, max_new_tokens: int, *, generator: Any = None, stop: Any = None,
-    kv_cache: str = "auto", **options: Any,
-) -> Scheduler:  # fmt: skip
-    prompts: Any = idx
-    if texts := _texts(idx):
-        if (tokenizer := model.tokenizer) is None:
-            why = "needs a model with a tokenizer, as inference.load() returns"
-            raise ValueError(f"the prompt {texts[0]!r:.60} {why}")
-        prompts = [encode(text, tokenizer, model.config.block_size) for text in texts]
-        stop = _or_ends(stop, tokenizer.ends)
+    prompts = [idx] if isinstance(idx, str) else idx
     if not len(prompts):
         raise ValueError("expected at least one prompt of at least one token")
-    for name, given in (("generators", generator), ("constraints", options.get("constraint"))):
+    if len({isinstance(prompt, str) for prompt in prompts}) > 1:
+        text = next(prompt for prompt in prompts if isinstance(prompt, str))
+        raise ValueError(f"expected texts or token ids, got both, as {text!r:.60}")
+    for name in ("generator", "constraint"):
+        given = options.get(name)
         if isinstance(given, Sequence) and len(given) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many {name}, got {len(given)}")
-    options |= {"generator": generator, "stop": stop, "kv_cache": kv_cache, "slots": len(prompts)}
-    return Scheduler(model, prompts, max_new_tokens, **options)
-
-
-def _or_ends(stop: Any, ends: Sequence[int]) -> Any:
-    """A stop condition that end tokens meet, too."""
-    if callable(stop):
-        return lambda row, new: new[-1] in ends or stop(row, new)
-    return [*each(stop), *ends]
+            raise ValueError(f"{len(prompts)} prompts need one {name} or as many, got {len(given)}")
+    options.setdefault("kv_cache", "auto")
+    return Scheduler(model, prompts, max_new_tokens, slots=len(prompts), **options)

@@ -16,7 +16,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache as memoize
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from core.cpu import int8
 from inference.cache import Cache, StaticCache, StaticStep
@@ -65,14 +65,19 @@ def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[
         return function(*args)
     if kind == "compiled":
         return compiled(function, model.transformer.wte.weight.device.type)(*args)
-    graphs = _captured.setdefault(model, OrderedDict())
-    found = graphs.get(at := key(function, args))
-    if found is None:
-        graphs[at] = found = Captured()
+    graphs, at = _captured.setdefault(model, OrderedDict()), key(function, args)
+    if at not in graphs:  # the first call prepares the kernels, then it is captured
+        graphs[at], result = capture(function, args)
         while len(graphs) > MOST:
             graphs.popitem(last=False)
+        return result
     graphs.move_to_end(at)
-    return found(function, args)
+    graph = graphs[at]
+    if graph.replay is None:
+        return function(*args)
+    torch._foreach_copy_(graph.inputs, [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)])
+    graph.replay()
+    return graph.outputs
 
 
 # --- static caches ---
@@ -97,11 +102,10 @@ def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticC
         )  # fmt: skip
     static.key = key
     if graph == "compiled":
-        plan = model.plan(B, cache="static", compiled=True)
         for t in (*static.k, *static.v, static.start, static.count):
             torch._dynamo.mark_static_address(t, guard=False)  # a CUDA graph writes there
-    else:
-        plan = model.plans.look_up(phase, B)
+        phase = phase._replace(compiled=True)
+    plan = model.plans.known.get(phase) or model.plans.plan(phase, B)
     kernels = {call.chosen.backend.name for call in plan}
     static.in_buckets = device.type != "cuda" or kernels != {"paged"}
     return static
@@ -161,56 +165,44 @@ def _place(t: Tensor | None) -> Hashable:
     return None if t is None else (t.data_ptr(), t.shape, t.dtype)
 
 
+@dataclass
 class Captured:
     """A call by a CUDA graph. It refers neither to the model nor to the cache."""
 
-    def __init__(self) -> None:
-        self.values: list[Any] = []  # their addresses are in the key
-        self.inputs: list[Tensor] = []
-        self.outputs: Any = None
-        self.replay: Callable[[], None] | None = None
+    values: list[Any]  # their addresses are in the key
+    inputs: list[Tensor]
+    outputs: Any
+    replay: Callable[[], None] | None = None
 
-    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """function(*args); the tensors of the result are the graph's."""
-        if self.outputs is None:  # the first call prepares the kernels, then it is captured
-            return self.capture(function, args)
-        if self.replay is None:
-            return function(*args)
-        torch._foreach_copy_(
-            self.inputs, [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
-        )
-        self.replay()
-        return self.outputs
 
-    def capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        leaves, tree = tree_flatten(args)
-        self.values = [x for x in leaves if not isinstance(x, Tensor | StaticStep | GPT)]
-        device = next(x.device for x in leaves if isinstance(x, Tensor))
-        with side_stream(device):
-            found = function(*args)
-        with torch.inference_mode(False):  # later calls may be outside it
-            self.inputs = [x.clone() for x in leaves if isinstance(x, Tensor)]
-            self.outputs = tree_map_only(Tensor, torch.empty_like, found)
-        buffers = iter(self.inputs)
-        fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
+def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captured, Any]:
+    """The graph of a call, and the result of this one."""
+    leaves, tree = tree_flatten(args)
+    device = next(x.device for x in leaves if isinstance(x, Tensor))
+    with side_stream(device):
+        result = function(*args)
+    with torch.inference_mode(False):  # later calls may be outside it
+        inputs = [x.clone() for x in leaves if isinstance(x, Tensor)]
+        outputs = tree_map_only(Tensor, torch.empty_like, result)
+    values = [x for x in leaves if not isinstance(x, Tensor | StaticStep | GPT)]
+    graph, buffers = Captured(values, inputs, outputs), iter(inputs)
+    fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
 
-        def step() -> None:
-            # A copy of the cache's step: it notes tensors, which would be the graph's.
-            new = [replace(x) if isinstance(x, StaticStep) else x for x in fixed]
-            made = function(*tree_unflatten(new, tree))
-            for buffer, t in zip(tree_flatten(self.outputs)[0], tree_flatten(made)[0]):
-                if isinstance(t, Tensor):
-                    buffer.copy_(t)
+    def step() -> None:
+        # A copy of the cache's step: it notes tensors, which would be the graph's.
+        new = [replace(x) if isinstance(x, StaticStep) else x for x in fixed]
+        made = function(*tree_unflatten(new, tree))
+        tree_map(lambda to, t: to.copy_(t) if isinstance(t, Tensor) else None, outputs, made)
 
-        try:
-            self.replay = record(step, device)
-        except Exception as e:
-            why: BaseException = e
-            while why.__context__ is not None:  # the end of a failed capture raises another error
-                why = why.__context__
-            reason = f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0]
-            _warn(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
-        return found
+    try:
+        graph.replay = record(step, device)
+    except Exception as e:
+        why: BaseException = e
+        while why.__context__ is not None:  # the end of a failed capture raises another error
+            why = why.__context__
+        reason = f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0]
+        _warn(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
+    return graph, result
 
 
 @memoize

@@ -140,15 +140,14 @@ class PagePool:
     def length(self, seq: int) -> int:
         return self._held(seq).length
 
-    def new(self, tokens: Sequence[int] = (), names: list[bytes] | None = None) -> int:
+    def new(self, tokens: Sequence[int] = ()) -> int:
         """Begin a sequence that will start with `tokens`; return its number, the last one freed
         or the next.
 
         It shares the named pages of a prefix. At least the last token needs a prefill, for its
-        logits. Its own full pages get names. `names`: names(tokens), if known.
+        logits. Its own full pages get names.
         """
-        names = self.names(tokens) if names is None else names
-        n = max(0, len(tokens) - 1) // self.page_size
+        names, n = self._names(tokens), max(0, len(tokens) - 1) // self.page_size
         while (least := min(pages.prefix(names, n) for pages in self._of.values())) < n:
             n = least
         held = _Held(names, n * self.page_size)
@@ -173,21 +172,20 @@ class PagePool:
 
         Raises OutOfPages, with nothing changed, or ValueError: no such sequence.
         """
-        # None if an earlier step reserved more than it used.
-        size = self.page_size
-        more = {seq: pages_for(self.length(seq) + n, size) for seq, n in counts.items()}
-        takes = [
-            (pages, held, max(0, more[seq] - len(held)))
-            for window, pages in self._of.items()
-            for seq in counts
-            for held in [self._sequences[seq].pages[window]]
-        ]
-        for pages in self._of.values():
-            needed = sum(n for of, _, n in takes if of is pages)
-            if needed > len(pages.free):
-                raise OutOfPages(f"out of KV cache pages: {needed} needed, {len(pages.free)} free")
-        for pages, held, n in takes:
-            held.extend(pages.take() for _ in range(n))
+
+        def missing(seq: int, window: int | None) -> int:
+            held = self._held(seq)  # more, if an earlier step reserved more than it used
+            pages = pages_for(held.length + counts[seq], self.page_size)
+            return max(0, pages - len(held.pages[window]))
+
+        for window, pages in self._of.items():
+            needed, free = sum(missing(seq, window) for seq in counts), len(pages.free)
+            if needed > free:
+                raise OutOfPages(f"out of KV cache pages: {needed} needed, {free} free")
+        for window, pages in self._of.items():
+            for seq in counts:
+                taken = [pages.take() for _ in range(missing(seq, window))]
+                self._sequences[seq].pages[window] += taken
 
     def advance(self, counts: Mapping[int, int]) -> None:
         """Count the tokens of grow(counts) as stored; free the pages that nothing sees any more."""
@@ -208,7 +206,7 @@ class PagePool:
             raise ValueError(f"no sequence {seq}")
         return self._sequences[seq]
 
-    def names(self, tokens: Sequence[int]) -> list[bytes]:
+    def _names(self, tokens: Sequence[int]) -> list[bytes]:
         """The names of the full pages of these tokens."""
         name, found = b"", []
         for end in range(self.page_size, len(tokens) + 1, self.page_size):

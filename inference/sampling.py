@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +20,12 @@ from torch import Tensor
 from core.runtime import to_device
 from inference.constrain import Automaton
 
-if TYPE_CHECKING:
-    from model import GPT
-
 ENDED = -1  # in place of a token: the text has ended
 INVALID = -2  # of sample_token(): the logits are NaN, or all are -inf
 
 Processor = Callable[..., Tensor]
 StopCondition = int | str | Iterable[int | str] | Callable[[int, list[int]], bool]
 Prompt = Tensor | Sequence[int] | str  # token ids, or a text if the model has a tokenizer
-Generators = torch.Generator | Sequence[torch.Generator]
 
 
 @dataclass
@@ -82,24 +79,26 @@ class Options:
             if not isinstance(c, Automaton | None):
                 raise ValueError(f"constraint: expected regex(pattern, tokenizer), got {c!r:.60}")
 
-    def ends(self, model: GPT) -> tuple[Callable[[int, list[int]], bool], list[str]]:
-        """`stop` as a function, and its strings; of a model with a tokenizer only ids with a token
-        are sampled. Raises ValueError if `stop` or `unused` is invalid."""
-        vocab_size, tokenizer = model.config.vocab_size, model.tokenizer
+    def fit(self, vocab_size: int, tokenizer: Any) -> None:
+        """Check `stop` and `unused`; a model with a tokenizer samples ids with a token only."""
         if tokenizer is not None and self.vocab_size is None:
             self.vocab_size, self.unused = tokenizer.vocab_size, [*self.unused, *tokenizer.unused]
         self.unused = _ids("unused", self.unused, min(vocab_size, self.vocab_size or vocab_size))
-        if callable(self.stop):
-            return self.stop, []
-        given = each(self.stop)
-        strings = [item for item in given if isinstance(item, str)]
-        if strings and tokenizer is None:
-            why = "needs a model with a tokenizer, as inference.load() returns"
-            raise ValueError(f"stop: {strings[0]!r} {why}")
-        if "" in strings:
+        entries = [] if callable(self.stop) else each(self.stop)
+        self.stop_strings = [item for item in entries if isinstance(item, str)]
+        ids = [item for item in entries if not isinstance(item, str)]
+        self.stop_ids = _ids("stop", ids, vocab_size)
+        if self.stop_strings:
+            needed(tokenizer, f"stop: {self.stop_strings[0]!r}")
+        if "" in self.stop_strings:
             raise ValueError("stop: expected strings of at least one character, got ''")
-        ids = {*_ids("stop", [i for i in given if not isinstance(i, str)], vocab_size)}
-        return lambda row, new: new[-1] in ids, strings
+
+
+def needed(tokenizer: Any, what: str) -> Any:
+    """The tokenizer of a model. Raises ValueError if there is none."""
+    if tokenizer is None:
+        raise ValueError(f"{what} needs a model with a tokenizer, as inference.load() returns")
+    return tokenizer
 
 
 def in_range(name: str, value: Any, least: float, most: float = math.inf,
@@ -125,18 +124,14 @@ def _ids(name: str, given: Any, vocab_size: int) -> list[int]:
     return [in_range(name, i, 0, vocab_size - 1) for i in each(given)]
 
 
-def check_prompt(index: int, prompt: Prompt, vocab_size: int) -> list[int]:
+def check_prompt(index: int, prompt: Any, vocab_size: int) -> list[int]:
     """The ids of a prompt. Raises ValueError unless it is a row of valid ones."""
     ids = torch.as_tensor(prompt)
-    if ids.dim() == 1 and not len(ids):
-        raise ValueError(f"each prompt must have at least one token; prompt {index} has none")
-    if ids.dim() != 1 or ids.dtype == torch.bool or ids.is_floating_point():
-        got = f"{ids.dtype} of shape {tuple(ids.shape)}"
-        raise ValueError(f"expected prompts of integers, each (T,), got {got} as prompt {index}")
-    found: list[int] = ids.tolist()
-    if not 0 <= min(found) <= max(found) < vocab_size:
-        got = f"{min(found)} to {max(found)}"
-        raise ValueError(f"prompt {index}: expected ids from 0 to {vocab_size - 1}, got {got}")
+    valid = ids.dim() == 1 and len(ids) and ids.dtype != torch.bool and not ids.is_floating_point()
+    found: list[int] = ids.tolist() if valid else []
+    if not found or not 0 <= min(found) <= max(found) < vocab_size:
+        want = f"at least one token, integers (T,) from 0 to {vocab_size - 1}"
+        raise ValueError(f"prompt {index}: expected {want}, got {prompt!r:.60}")
     return found
 
 
@@ -201,24 +196,16 @@ def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
     return probs.sort(dim=-1, descending=True)
 
 
-class Uniform:
-    """Random numbers in [0, 1) for the steps of a row.
+def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator[Tensor]:
+    """Random numbers in [0, 1) for the steps of a row, (1,) float64 each, float32 on MPS.
 
     64 steps are drawn at a time: a longer text begins like a shorter one.
     """
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    on = device if generator is None else generator.device
 
-    def __init__(self, device: torch.device, generator: torch.Generator | None) -> None:
-        self.generator, self.device = generator, device
-        self.left = self._draw()  # at once: rows with one generator draw in their order
+    def draw() -> Tensor:
+        return to_device(torch.rand(64, 1, generator=generator, dtype=dtype, device=on), device)
 
-    def next(self) -> Tensor:
-        """(1,) float64, float32 on MPS."""
-        if not self.left:
-            self.left = self._draw()
-        return self.left.pop(0)
-
-    def _draw(self) -> list[Tensor]:
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        on = self.device if self.generator is None else self.generator.device
-        drawn = torch.rand(64, generator=self.generator, dtype=dtype, device=on)
-        return [*to_device(drawn, self.device).split(1)]
+    first = draw()  # at once: rows with one generator draw in their order
+    return chain.from_iterable(chain([first], iter(draw, None)))

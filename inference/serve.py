@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,8 +39,8 @@ from inference import decode, graphs, sampling
 from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, bucket
 from inference.constrain import combined
 from inference.pages import PagePool, pages_for
-from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, Uniform, in_range
-from inference.texts import StopStrings
+from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, in_range, uniform
+from inference.texts import encode, has_stop, pieces, until
 
 if TYPE_CHECKING:
     from model import GPT
@@ -49,14 +49,13 @@ T = TypeVar("T")
 PREFILL = 2048  # most tokens of a prefill of pages, padding included, unless one prompt has more
 
 
-@torch.no_grad()
 def stream(
     model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int], **options: Any
 ) -> Iterator[tuple[int, int]]:
     """Continue many prompts, and yield each token as it comes.
 
     Args:
-        prompts: (T,) token ids each; taken when there is room for one.
+        prompts: as in engine.stream(); those of an iterator are taken when there is room for one.
         max_new_tokens: for all prompts, or one for each; likewise generator.
         slots: most texts in progress.
         kv_cache: "paged" by default, or as in engine.stream(); likewise page_size and compile.
@@ -78,11 +77,10 @@ class Row:
     """The text of one prompt."""
 
     index: int
+    text: str | None  # the prompt, if it is a text
     prompt: list[int]
     room: int  # tokens that may be drawn
-    random: Uniform | None
-    stops: StopStrings | None
-    names: list[bytes] | None = None  # of the prompt's full pages; None: it shares none
+    random: Iterator[Tensor] | None
     new: list[int] = field(default_factory=list)
     launched: int = 0  # tokens drawn on the device
     slot: int = -1  # in the cache, once admitted
@@ -104,8 +102,8 @@ class Row:
 
 
 # Rows, and a function that waits for their tokens: [token] a row, with a constraint [token, 1 if it
-# ends the text]. None: the rows have no room for a token.
-Launched = tuple[Sequence[Row], Callable[[], list[list[int]]] | None]
+# ends the text]. A row without room has none.
+Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
 
 
 class Scheduler:
@@ -117,33 +115,36 @@ class Scheduler:
                  n_pages: int | None = None, page_size: int = 16,
                  **options: Any) -> None:  # fmt: skip
         self.model, self.options = model, Options(**options)
+        self.options.fit(model.config.vocab_size, model.tokenizer)
         self.device = model.transformer.wte.weight.device
         self.block_size = model.config.block_size
         self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile)
-        self.stop, self.stop_strings = self.options.ends(model)
-        self.params, given = SamplingParams.on(self.device, self.options), self.options.constraint
-        self.constraint = combined(given) if isinstance(given, Sequence) else given
+        self.params = SamplingParams.on(self.device, self.options)
+        self.constraint = combined(self.options.constraint)
         if self.constraint is not None:
             self.constraint.to(self.device)
         # A processor with a parameter `lengths` is part of the step (docs/GENERATE.md). Its numbers
         # may change between calls: another object, another graph.
         self.processor = self.options.logits_processor
+        called = getattr(self.processor, "forward", self.processor)
+        self.in_step = called is None or "lengths" in inspect.signature(called).parameters
         if self.processor is not None and self.graph == "captured":
             self.processor = partial(self.processor)
-        called = getattr(self.options.logits_processor, "forward", self.options.logits_processor)
-        self.in_step = called is not None and "lengths" in inspect.signature(called).parameters
         self.slots, page_size = in_range("slots", slots, 1), in_range("page_size", page_size, 1)
         graphs.check_int8(model, slots)
-        self.stats, self.cache = self.options.stats, Cache()
-        self.pool: PagePool | None = None
-        if self.kv_cache == "paged":
-            if n_pages is None:
-                n_pages = self._enough_pages(prompts, max_new_tokens, page_size)
-            self.cache = paged = self._pages(n_pages, page_size)
-            self.pool = paged.pool
-        self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
         rooms, generators = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
-        self.coming = map(self._new_row, count(), prompts, rooms, generators)
+        self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
+        self.known: list[Row] = []  # if all prompts are there, they are checked at once
+        longest = [self.block_size] * slots
+        if isinstance(prompts, Sized):
+            self.known = [*self.coming]
+            longest = sorted(min(row.most, self.block_size) for row in self.known)[-slots:]
+            self.coming = iter(self.known)
+        self.stats, self.cache = self.options.stats, Cache()
+        if self.kv_cache == "paged":
+            enough = 1 + sum(pages_for(n, page_size) for n in longest)
+            self.cache = self._pages(enough if n_pages is None else n_pages, page_size)
+        self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
         self.waiting: list[Row] = []  # until there is room for them
         self.rows: list[Row] = []  # in progress
         self.texts = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
@@ -155,6 +156,7 @@ class Scheduler:
 
     # --- the loop ---
 
+    @torch.no_grad()
     def tokens(self) -> Generator[tuple[Row, int], None, None]:
         """Each row's tokens as they come; ENDED when its text has ended."""
         pending: deque[Launched] = deque()
@@ -175,23 +177,28 @@ class Scheduler:
             new = [*islice(self.coming, free)]
             self.waiting += [row for row in new if row.room]
             if empty := [row for row in new if not row.room]:
-                yield empty, None
-            if self.pool is not None:
-                self._admit_to_pages(self.pool)
+                yield empty, list
+            if self.cache.pool is not None:
+                self._admit_to_pages(self.cache.pool)
             elif self.waiting and not self.rows:
                 self._admit_together()
             if self.rows:
                 yield self._step()
+            elif self.waiting:  # with all pages free
+                row = self.waiting[0]
+                raise UserError(
+                    f"prompt {row.index} ({len(row.prompt)} tokens, {row.room} new ones) needs "
+                    f"more than the {self.stats.all_pages} pages of the pool: raise n_pages"
+                )
             elif not empty:
-                assert not self.waiting, "with all pages free the first prompt fits"
                 return
 
     def _read(
-        self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]] | None
+        self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]]
     ) -> Iterator[tuple[Row, int]]:
         """Wait for the tokens of a step, and end texts."""
         going = [row for row in rows if not row.ended]  # others ended after the launch
-        for row, (token, *over) in zip(rows, tokens() if tokens else ()):
+        for row, (token, *over) in zip(rows, tokens()):
             if row.ended:
                 continue
             if token == INVALID:
@@ -200,8 +207,7 @@ class Scheduler:
                     "-infinity (by the model, or by a logits_processor)"
                 )
             row.new.append(token)
-            over += len(row.new) == row.room, self.stop(row.index, row.new)
-            row.ended = any(over) or (row.stops is not None and row.stops.found(row.new))
+            row.ended = any(over) or len(row.new) == row.room or self.stops(row)
         self._leave()
         for row in going:
             if row.new:
@@ -209,17 +215,33 @@ class Scheduler:
             if row.ended or not row.room:
                 yield row, ENDED
 
+    def stops(self, row: Row) -> bool:
+        """True if the last token ends the text."""
+        options, tokenizer, last = self.options, self.model.tokenizer, row.new[-1]
+        if row.text is not None and last in tokenizer.ends:
+            return True
+        if callable(options.stop):
+            return bool(options.stop(row.index, row.new))
+        stops = options.stop_strings
+        return last in options.stop_ids or has_stop(row.new, row.prompt, tokenizer, stops)
+
+    def pieces(self, row: Row, new: Iterable[int]) -> Iterator[str]:
+        """The new text of a row whose prompt is one, as its tokens `new` arrive, up to its end."""
+        tokenizer, stops = self.model.tokenizer, self.options.stop_strings
+        known = (token for token in new if token not in tokenizer.ends)
+        return until(pieces(known, tokenizer, row.text or "", row.prompt), stops)
+
     def _leave(self) -> None:
         """Free the rows that need no further step."""
         done = [row for row in self.rows if row.done]
-        if len(done) == len(self.rows) or not self.cache.together:
+        if len(done) == len(self.rows) or self.cache.pool is not None:
             self._free(done)
 
     def _free(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self.rows.remove(row)
             self.cache.free(row.slot)
-        if self.cache.together and not self.rows:
+        if self.cache.pool is None and not self.rows:
             self._drop_cache()
 
     def _drop_cache(self) -> None:
@@ -231,19 +253,17 @@ class Scheduler:
     def _new_row(
         self, index: int, prompt: Prompt, new: int, generator: torch.Generator | None
     ) -> Row:
-        ids = sampling.check_prompt(index, prompt, self.model.config.vocab_size)
-        uniform = Uniform(self.device, generator) if self.options.temperature else None
-        strings, tokenizer = self.stop_strings, self.model.tokenizer
-        stops = StopStrings(tokenizer, strings, ids) if strings else None
-        row = Row(index, ids, in_range("max_new_tokens", new, 0), uniform, stops)
-        if self.pool is not None:
-            self._check_pages(row, self.pool)
-        return row
+        config, text = self.model.config, prompt if isinstance(prompt, str) else None
+        if text is not None:
+            tokenizer = sampling.needed(self.model.tokenizer, f"the prompt {text!r:.60}")
+            prompt = encode(text, tokenizer, config.block_size)
+        ids = sampling.check_prompt(index, prompt, config.vocab_size)
+        random = uniform(self.device, generator) if self.options.temperature else None
+        return Row(index, text, ids, in_range("max_new_tokens", new, 0), random)
 
     def _begin(self, rows: Sequence[Row]) -> None:
-        width = max(len(row.prompt) + row.room for row in rows)
-        if self.graph:  # few shapes
-            width = bucket(width, max(128, 2 * width))
+        longest = max(len(row.prompt) + row.room for row in rows)
+        width = bucket(longest, 2 * longest + 128)  # few shapes of graphs
         if (more := width - self.texts.shape[1]) > 0:
             self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
         for row in rows:
@@ -270,17 +290,7 @@ class Scheduler:
             else:  # rounded up, so that other lengths reuse the graphs
                 max_len = bucket(min(longest, self.block_size), self.block_size)
                 self.cache = graphs.static_cache(self.model, len(rows), max_len, self.graph)
-        self.texts = self.texts.new_zeros(len(rows), 1)
         self._begin(rows)
-
-    def _enough_pages(self, prompts: Iterable[Prompt], new: Any, page_size: int) -> int:
-        """The least n_pages with which no prompt waits for layers without a window."""
-        longest = [self.block_size] * self.slots
-        if isinstance(prompts, Sequence | Tensor) and not isinstance(new, Iterable):
-            most, V = max(0, in_range("max_new_tokens", new, 0) - 1), self.model.config.vocab_size
-            ids = [sampling.check_prompt(index, prompt, V) for index, prompt in enumerate(prompts)]
-            longest = [min(len(prompt) + most, self.block_size) for prompt in ids]
-        return 1 + sum(pages_for(n, page_size) for n in sorted(longest)[-self.slots :])
 
     def _pages(self, n_pages: int, page_size: int) -> PagedCache:
         config, slots = self.model.config, self.slots
@@ -295,33 +305,23 @@ class Scheduler:
             device=self.device,
         )  # fmt: skip
 
-    def _check_pages(self, row: Row, pool: PagePool) -> None:
-        """Raise UserError if a prompt needs more pages than the pool has."""
-        row.names = pool.names(row.prompt) if row.most <= self.block_size else None
-        for window, n in pool.n_pages.items():
-            if (most := self._most_pages(row, window, pool)) > n - 1:
-                raise UserError(
-                    f"prompt {row.index} ({len(row.prompt)} tokens, {row.room} new ones) needs "
-                    f"{most} pages, the pool has {n - 1}: raise n_pages"
-                )
-
     def _admit_to_pages(self, pool: PagePool) -> None:
         """Start the texts whose pages are free, in order."""
         admitted: list[Row] = []
         for row in [*self.waiting]:
-            row.slot = pool.new(row.prompt if row.names is not None else (), row.names or [])
+            shared = row.prompt if row.most <= self.block_size else []
+            row.slot = pool.new(shared)
             if not self._fit([*self.rows, row], pool):
                 pool.free(row.slot)
                 break
             # Does a prompt admitted just now compute a page that this one can share?
-            n, shares = pool.length(row.slot) + pool.page_size, row.names is not None
-            sharers = [r for r in admitted if shares and r.names is not None]
-            if n < len(row.prompt) and any(r.prompt[:n] == row.prompt[:n] for r in sharers):
+            n = pool.length(row.slot) + pool.page_size
+            if n < len(shared) and any(other.prompt[:n] == shared[:n] for other in admitted):
                 pool.free(row.slot)
                 continue
             self.waiting.remove(row)
             self._begin([row])
-            admitted.append(row)
+            admitted += [row] * bool(shared)
             self.stats.shared_pages += pool.length(row.slot) // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
@@ -330,22 +330,22 @@ class Scheduler:
             room = n - 1
             if window is None:  # a shared page is held to the end
                 room = pool.n_free() + sum(len(pool.pages(row.slot)) for row in rows)
-            if sum(self._most_pages(row, window, pool) for row in rows) > room:
+            if sum(self._most_pages(row, window, pool.page_size) for row in rows) > room:
                 return False
         return True
 
-    def _most_pages(self, row: Row, window: int | None, pool: PagePool) -> int:
+    def _most_pages(self, row: Row, window: int | None, page_size: int) -> int:
         """The most pages that the row may hold from now on in the layers with this window."""
-        prefill, stored = 0 if row.launched else len(row.prompt), min(row.most, self.block_size)
-        if row.names is None:  # a text that slides is read again in each step
+        stored, prefill = min(row.most, self.block_size), 0 if row.launched else len(row.prompt)
+        if row.most > self.block_size:  # a text that slides is read again in each step
             prefill = stored
-        return max(pages_for(stored, pool.page_size, window), pages_for(prefill, pool.page_size))
+        return max(pages_for(stored, page_size, window), pages_for(prefill, page_size))
 
     # --- a step ---
 
     def _step(self) -> Launched:
         """A prefill of the new rows, in groups, and a token of every other one."""
-        if self.cache.together and any(r.n > self.block_size for r in self.rows if not r.done):
+        if self.cache.pool is None and any(r.n > self.block_size for r in self.rows if not r.done):
             self._drop_cache()  # a text slides: the cached positions are wrong
         groups = self._groups()
         rows = [row for group in groups for row in group]
@@ -355,13 +355,13 @@ class Scheduler:
         else:
             self.batch = rows
             self.slot, self.length = self._on_device([[r.slot for r in rows], [r.n for r in rows]])
-        u = [row.random.next() for row in rows if row.random is not None]  # all rows have one
+        u = [next(row.random) for row in rows if row.random is not None]  # all rows have one
         state = None if self.constraint is None else self.states[self.slot]
         how = self.params, self.constraint, state, torch.cat(u) if u else None
         processor, texts = self.processor, None
         if processor is not None and self.in_step:
             texts = processor, self.texts[self.slot], self.length
-        if len(groups) == 1 and (processor is None or self.in_step):
+        if len(groups) == 1 and self.in_step:
             token, after, over = self._forward(decode.next_token, rows, how, texts)
         else:  # two graphs, Python between them
             logits = torch.cat([self._forward(decode.next_logits, group) for group in groups])
@@ -381,27 +381,27 @@ class Scheduler:
 
     def _groups(self) -> list[list[Row]]:
         """Batches of similar length: no row is padded to twice its length."""
-        if self.cache.together:
+        if self.cache.pool is None:
             return [[*self.rows]]
         groups: list[list[Row]] = []
-        for row in sorted(self.rows, key=self._uncomputed, reverse=True):
-            longest = self._uncomputed(groups[-1][0]) if groups else 0
-            alike = 2 * self._uncomputed(row) > longest
+        for row in sorted(self.rows, key=self._reads, reverse=True):
+            longest = self._reads(groups[-1][0]) if groups else 0
+            alike = 2 * self._reads(row) > longest
             if groups and alike and longest * (len(groups[-1]) + 1) <= PREFILL:
                 groups[-1].append(row)
             else:
                 groups.append([row])
         return groups
 
-    def _uncomputed(self, row: Row) -> int:
+    def _reads(self, row: Row) -> int:
         """Tokens of the row that the model reads in this step."""
-        if row.n > self.block_size:  # every position moves
+        if row.n > self.block_size:
             return self.block_size
         return row.n - self.cache.length(row.slot)
 
     def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
         """function(read, *args), where `read` is these rows' next tokens (decode.next_logits)."""
-        counts = [0 if row.done else self._uncomputed(row) for row in rows]
+        counts = [0 if row.done else self._reads(row) for row in rows]
         T, last = max(counts), None
         if self.decoding and T == 1 and len(rows) == len(self.batch):
             idx = self.token[:, None]
@@ -414,13 +414,12 @@ class Scheduler:
             idx = self.texts[slot, at]
             last = None if left or min(counts) == T else last
         for row in rows:
-            if self.pool is not None and row.n > self.block_size:
-                self.pool.free(row.slot)
-                row.slot = self.pool.new()  # the same one again
+            if self.cache.pool and row.n > self.block_size:  # every position moves
+                self.cache.pool.free(row.slot)
+                row.slot = self.cache.pool.new()  # the same one again
         step = self.cache.reserve(T, counts, [row.slot for row in rows])
-        if self.pool is not None:
-            used = sum(map(self.pool.n_used, self.pool.n_pages))
-            self.stats.pages = max(self.stats.pages, used)
+        if pool := self.cache.pool:
+            self.stats.pages = max(self.stats.pages, sum(map(pool.n_used, pool.n_pages)))
         made = self._run(function, (self.model, idx, last, step, self.options.vocab_size), *args)
         if step is not None:
             step.advance()

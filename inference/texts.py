@@ -55,20 +55,14 @@ def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
     yield held
 
 
-class StopStrings:
-    """Stop strings in the new text of one row, also across tokens."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], ids: Sequence[int]) -> None:
-        self.tokenizer, self.stops, self.ids = tokenizer, stops, list(ids)
-        self.longest = max(map(len, stops))
-        self.known = 0  # new tokens whose text is complete
-        self.tail = ""  # the end of that text
-
-    def found(self, new: Sequence[int]) -> bool:
-        """True if the text of these new tokens, one more at each call, has a stop string."""
-        before = [*self.ids, *new[: self.known]][-16:]  # for the spaces between tokens
-        piece = "".join(self.tokenizer.stream_decode(new[self.known :], before))
-        text = self.tail + piece
-        if not piece.endswith("\ufffd"):  # else perhaps a part of a character
-            self.known, self.tail = len(new), text[-self.longest :]
-        return any(stop in text for stop in self.stops)
+def has_stop(
+    new: Sequence[int], ids: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str]
+) -> bool:
+    """True if one of the last tokens of a text completes a stop string; ids: of the prompt."""
+    if not stops:
+        return False
+    n = 4 * max(map(len, stops)) + 16  # a character has at most 4 tokens
+    before = [*ids, *new[:-n]][-16:]  # for the spaces between tokens
+    known, text = tokenizer.decode(before), tokenizer.decode([*before, *new[-n:]])
+    begin = next((i for i, (a, b) in enumerate(zip(known, text)) if a != b), len(known))
+    return any(stop in text[begin:] for stop in stops)

@@ -85,8 +85,8 @@ def test_a_static_cache_holds_each_rows_tokens_from_its_start(steps) -> None:
         k, v = random(2, T, 1, 2, seed=n), random(2, T, 1, 2, seed=n + 1000)
         for layer in (0, 1):
             got_k, got_v, reads = step.layer(layer).append(k + layer, v + layer)
-            assert (reads is None) == step.first
-            if not step.first:
+            assert (reads is None) == (step.kind == "none")
+            if reads is not None:
                 assert got_k.shape[1] == got_v.shape[1] == step.length == 100
         step.advance()
         for row, count in ((0, a), (1, b)):

@@ -86,9 +86,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return made
 
 
-# --- the same tokens ---
-
-
 # --- continuous batching ---
 
 
@@ -209,6 +206,10 @@ def test_invalid_options_are_named() -> None:
             list(whole(model, prompts, n))
     with pytest.raises(ValueError, match="prompt 2"):
         list(whole(model, [[1, 2], [3], [], [4]], 5))
+    got = whole(model, iter([[1], [1] * 9]), 7, n_pages=4, page_size=4)  # 7 and 15 tokens
+    assert len(next(got)[1]) == 7
+    with pytest.raises(ValueError, match=r"prompt 1.*\b3 pages"):
+        next(got)
 
 
 # --- on a GPU ---

@@ -73,6 +73,8 @@ def test_texts_give_texts_and_ids_give_ids() -> None:
     assert engine.generate(model, torch.tensor([[0, 1]]), 9, **seeded(1)).tolist() == [ids.tolist()]
     steps = engine.stream(model, "ab", 9, **seeded(1))
     assert [int(t) for t in steps] == ids[2:].tolist()
+    served = serve.stream(model, iter(["ab"]), 9, **seeded(1))
+    assert [*served] == [*((0, int(i)) for i in ids[2:]), (0, ENDED)]
 
 
 def test_an_end_token_ends_a_text_and_is_no_part_of_it() -> None:
