@@ -1,23 +1,17 @@
-"""The arithmetic of the bench by hand: errors, the reference, the steps of a rival, memory."""
+"""The arithmetic of the bench by hand: errors and free memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from test_bench import job
 
 from attention import Spec, manual
 from attention.truth import Inputs
-from bench import converge, kernel, machine, reference
-from bench.job import Job
+from bench import kernel, machine
 
 CPU = torch.device("cpu")
-
-
-# --- the machine ---
 
 
 def files(folder: Path, **content: str) -> None:
@@ -37,36 +31,6 @@ def test_the_free_memory_of_a_container_is_what_its_limit_leaves(tmp_path, monke
     assert machine.free_memory(CPU) == 1_800_000_000
     files(tmp_path, memory__max="30000000000\n")  # more than the machine has
     assert machine.free_memory(CPU) == 5_000_000 * 1024
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_micro_batches_make_the_step_of_the_whole_batch(clip):
-    """Of a rival's loop: the same loss, gradients and weights, and the marks of each part."""
-    ends = []
-    for micro in (1, 2, 4):
-        sent = job("train", "plain", attention_backend="manual", grad_clip=clip)
-        plain = converge.Plain(Job(sent))
-        plain.for_training(plain.setup.scaler())
-        marks: list[str] = []
-        norms: list[float] = []
-
-        def note(part: str, plain: Any = plain, marks: Any = marks, norms: Any = norms) -> None:
-            marks.append(part)
-            if part == "update":
-                norms.append(reference.gradient_norm(plain.model.parameters()))
-
-        x, y = Job(sent).random_tokens(4)
-        loss = plain.step(x, y, micro, note).detach()
-        assert marks == ["forward", "backward"] * micro + ["update", "end"]
-        assert all(p.grad is None for p in plain.model.parameters())
-        logits = Job(sent).model()(x)[0]
-        own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-        assert float(loss) == pytest.approx(own.item(), rel=1e-5)
-        ends.append((norms[0], plain.model.state_dict()))
-    for norm, weights in ends[1:]:
-        assert norm == pytest.approx(ends[0][0], rel=1e-4) and norm > 0.05
-        for name, w in weights.items():
-            torch.testing.assert_close(w, ends[0][1][name], rtol=0, atol=1e-5)
 
 
 def test_the_errors_of_a_call_by_hand():
