@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ def argv(tmp_path: Path, *more: str) -> list[str]:
 def test_the_training_paths_beside_a_plain_one(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
     steps = 20
-    more = [f"--steps={steps}", "--seeds=2", "--record=p", f"--records_dir={tmp_path}"]
+    more = [f"--steps={steps}", "--seeds=2", "--gradient_accumulation_steps=2"]
     code, out = run(argv(tmp_path, "--paths=float32,bfloat16,bfloat16-residual", *more))
     content = last_line(out)
     table = by_backend(content)
@@ -43,9 +42,6 @@ def test_the_training_paths_beside_a_plain_one(tmp_path, monkeypatch):
     assert table["float32"]["seed_noise"] == pytest.approx(noise)
     assert table["plain"]["verdict"] == "baseline" and table["float32"]["verdict"] == "ok"
     assert code == any(r["verdict"] == "FAIL" for r in table.values())
-    (folder,) = tmp_path.glob("*_cpu_p")
-    assert json.loads((folder / "record.json").read_text(encoding="utf-8")) == content
-    assert "as far as the seeds scatter" in out
     assert all("did not converge" in why for why in verify(content))
 
 
@@ -71,4 +67,6 @@ def test_a_path_that_fails_the_verdict_is_exit_code_1(tmp_path, monkeypatch):
     step = candidates.Ours.step
     monkeypatch.setattr(candidates.Ours, "step", lambda self, *args: 1.5 * step(self, *args))
     code, out = run(argv(tmp_path, "--paths=float32", "--steps=10"))
-    assert code == 1 and "FAIL: float32 ended further than 1.00% from plain." in out
+    content = last_line(out)
+    assert code == 1 and by_backend(content)["float32"]["verdict"] == "FAIL"
+    assert any("float32" in answer and "1.00%" in answer for answer in content["answers"])

@@ -33,7 +33,7 @@ def folder(path: Path, kind: str = "llama", **more: Any) -> str:
 def test_a_row_for_every_backend_and_for_transformers_own(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
     code, out = run([*SMALL, folder(tmp_path), "--backends=manual,sdpa,tiled,flash_attn_2",
-                     "--json"])
+                     "--gradient_accumulation_steps=2", "--json"])
     content = last_line(out)
     rows = {r["backend"]: r for r in content["rows"]}
     assert code == 0 and list(rows)[:3] == ["manual", "hf_eager", "hf_sdpa"]
@@ -45,7 +45,7 @@ def test_a_row_for_every_backend_and_for_transformers_own(tmp_path, monkeypatch)
     for name in (*ours, "hf_eager", "hf_sdpa"):  # the same weights and tokens, so the same loss
         assert abs(rows[name]["loss_difference"]) < 1e-5
         assert abs(rows[name]["gradient_norm_difference"]) < 1e-4
-        rate = 4 * 32 / (rows[name]["ms"] / 1e3)
+        rate = 2 * 4 * 32 / (rows[name]["ms"] / 1e3)
         assert rows[name]["mfu"] == pytest.approx((6 * WEIGHTS + full) * rate / 0.5e12)
     assert verify(content) == []
     want = {"mfu": 6 * WEIGHTS + full, "mfu_causal": 6 * WEIGHTS + causal}
@@ -102,23 +102,17 @@ def test_generation_with_its_caches(tmp_path, monkeypatch):
     assert verify(content) == []
 
 
-@pytest.mark.parametrize("kind, more, value", [
-    ("bert", {}, "causal"), ("t5", {}, "T5Config"),
-    ("llama", {"max_position_embeddings": 16}, "--block_size=32"),
+@pytest.mark.parametrize("argv, kind, more, value", [
+    (SMALL, "bert", {}, "causal"), (SMALL, "t5", {}, "T5Config"),
+    (SMALL, "llama", {"max_position_embeddings": 16}, "--block_size=32"),
+    (SMALL, "BROKEN", None, ""), (SMALL, "NOT_THERE", None, ""), (small("kernel"), "x", None, ""),
+    ([*SMALL, "--rival=hf"], "BROKEN", None, ""), ([*SMALL, "--profile"], "BROKEN", None, ""),
 ])
-def test_a_model_that_cannot_be_measured(kind, more, value, tmp_path, monkeypatch):
+def test_a_mistake_names_the_model(argv, kind, more, value, tmp_path, monkeypatch):
     in_process.use(monkeypatch)
-    with pytest.raises(UserError) as e:
-        run([*SMALL, folder(tmp_path, kind, **more), "--backends=sdpa"])
-    assert value in str(e.value) and f"--hf={tmp_path / kind}: " in str(e.value)
-
-
-@pytest.mark.parametrize("mode, name, more", [
-    ("train", "BROKEN", ""), ("train", "NOT_THERE", ""), ("kernel", "BROKEN", ""),
-    ("train", "BROKEN", "--rival=hf"), ("train", "BROKEN", "--profile"),
-])
-def test_a_mistake_ends_before_anything_starts(mode, name, more, tmp_path):
     (tmp_path / "BROKEN").mkdir()
     (tmp_path / "BROKEN" / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match="--hf"):
-        run([*small(mode), f"--hf={tmp_path / name}", *filter(None, [more])])
+    model = f"--hf={tmp_path / kind}" if more is None else folder(tmp_path, kind, **more)
+    with pytest.raises(UserError, match="--hf") as e:
+        run([*argv, model, "--backends=sdpa"])
+    assert value in str(e.value)
