@@ -11,7 +11,6 @@ from test_bench import SMALL, last_line, run, small
 
 from bench import hf
 from bench.verify import verify
-from core.flops import flops_per_token
 from core.settings import UserError
 
 transformers: Any = pytest.importorskip("transformers", reason="package 'transformers' is missing")
@@ -53,13 +52,6 @@ def test_a_row_for_every_backend_and_for_transformers_own(tmp_path, monkeypatch)
     assert content["hf"]["counted"]["parameters"] == WEIGHTS + 5 * 32  # and gains
 
 
-def test_flops_of_layers_with_windows():
-    layers = [{"n_head": 4, "head_dim": 8, "window": w} for w in (None, 2)]
-    model = hf.Counted(layers, 1, 1000.0, 32, 64, 4)
-    assert flops_per_token(model, 4) == 1000 + 2 * 12 * 32 * 4
-    assert flops_per_token(model, 4, causal=True) == 1000 + 12 * 32 * (2.5 + 1.75)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_that_is_tied_counts_though_its_weights_are_looked_up_too(tied):
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 32}
@@ -80,7 +72,8 @@ def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
     assert abs(rows["manual"]["loss_difference"]) < 1e-5
     assert rows["sdpa"]["status"] == "unavailable" and "rounds" not in rows["sdpa"]
     assert any(word in rows["sdpa"]["why"][0] for word in ("scale", "cap"))
-    assert {x["window"] for x in content["hf"]["counted"]["layers"]} == {8, None}
+    flop, hidden = content["flops_per_token"], 2 * 32 - 16.5 - (36 + 24 * 8) / 32  # keys
+    assert flop["mfu"] - flop["mfu_causal"] == pytest.approx(12 * 4 * 8 * hidden)
 
 
 @pytest.mark.slow

@@ -254,18 +254,11 @@ def test_a_failed_converge_is_refused_whatever_its_verdict(converged: Content) -
 # --- the page ---
 
 
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of records, and a page, of its own."""
+def test_the_page_holds_every_row_and_the_check_sees_a_change(
+    tmp_path: Path, content: Content, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     for name in ("FOLDER", "PAGE"):
         monkeypatch.setattr(board, name, tmp_path / name)
-    board.FOLDER.mkdir()
-    return tmp_path
-
-
-def test_the_page_holds_every_row_and_the_check_sees_a_change(
-    own: Path, content: Content, capsys: pytest.CaptureFixture[str]
-) -> None:
     content |= {"commit": None, "dirty": True, "complete": False}  # not of this checkout
     record.write(board.FOLDER / "mine", completed(content), whole=False)
     assert board.main(["--check"]) == 1 and not board.PAGE.exists()
