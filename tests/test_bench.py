@@ -214,8 +214,9 @@ def test_decode_runs_over_batches_prompts_and_caches(more, size, of_products, qu
         read = products * of_products + gains * size
         read += p["B"] * (5 + 4 / 2) * 2 * L * (C // 2) * size  # keys and values of a mean text
         assert row["mbu"] == pytest.approx(read / (row["ms"] / 1e3) / 8e9)  # --bandwidth_gbs
-    with pytest.raises(UserError, match="--block_size=32"):
-        run([*argv, "--prompts=30"])
+    few = ("--bandwidth_gbs=1e-9", "--batch_sizes=1", "--prompts=5", "--kv_caches=none")
+    (row,) = measured(*argv, *few)["rows"]
+    assert row["mbu"] is None and row["mbu_why"]  # more than the memory can send
 
 
 @pytest.mark.slow
@@ -248,23 +249,6 @@ def write_tokens(folder: Path) -> Path:
             "tokens": {"train": len(tokens), "val": len(tokens)}}
     (folder / "tiny" / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     return folder
-
-
-def test_converge_compares_with_manual(tmp_path, quick):
-    data_dir = write_tokens(tmp_path)
-    content = measured(*small("converge"), "--backends=sdpa", "--steps=20", "--dataset=tiny",
-                       f"--data_dir={data_dir}")
-    table = by_backend(content)
-    assert list(table) == ["manual", "sdpa"]  # the baseline comes unasked
-    for row in table.values():
-        assert len(row["losses"]) == 20 and row["losses"][-1] < row["losses"][0]
-        assert row["final_loss"] == pytest.approx(sum(row["losses"][-2:]) / 2)
-    assert table["manual"]["verdict"] == "baseline" and table["sdpa"]["verdict"] == "ok"
-    assert abs(table["sdpa"]["difference"]) < 1e-3
-    saved = 1 - table["sdpa"]["ms"] / table["manual"]["ms"]
-    assert table["sdpa"]["time_saved"] == pytest.approx(saved)
-    with pytest.raises(UserError, match="no dataset"):
-        run([*small("converge"), "--steps=10", "--dataset=none_such"])
 
 
 # --- --batch_size=auto ---
@@ -355,13 +339,13 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
 @pytest.mark.parametrize("argv, value", [
     (["--backends=sdpaa"], "sdpaa"),
     (["--backends=auto"], "auto"),
-    (["--batch_size=0"], "batch_size"),
     (["--init_from=gpt2"], "init_from"),
     (["--rival=llama"], "llama"),
     (["--rival=nanogpt=/none/such"], "/none/such"),
     (["--record=a/b"], "a/b"),
     (["converge", "--steps=15"], "15"),
-    (["--n_embd=33"], "n_embd"),
+    (["converge", "--dataset=none_such"], "none_such"),
+    (["decode", "--prompts=30"], "--block_size=32"),
     (["nomode"], "nomode"),
     (["converge", "--paths=float32", "--backends=sdpa"], "--paths"),
     (["runs"], "--rival"),

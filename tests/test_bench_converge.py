@@ -53,5 +53,7 @@ def test_a_path_that_fails_the_verdict_is_exit_code_1(tmp_path, monkeypatch):
     monkeypatch.setattr(candidates.Ours, "step", lambda self, *args: 1.5 * step(self, *args))
     code, out = run(argv(tmp_path, "--paths=float32", "--steps=10"))
     content = last_line(out)
-    assert code == 1 and by_backend(content)["float32"]["verdict"] == "FAIL"
+    plain, exact = content["rows"]
+    assert code == 1 and (plain["verdict"], exact["verdict"]) == ("baseline", "FAIL")
+    assert exact["time_saved"] == pytest.approx(1 - exact["ms"] / plain["ms"])
     assert any("float32" in answer and "1.00%" in answer for answer in content["answers"])

@@ -248,14 +248,12 @@ def test_a_run_that_is_killed_leaves_the_rounds_that_had_ended(tmp_path, monkeyp
     def die(stop: Stop) -> None:
         raise MemoryError  # the bench does no more about it than about kill -9
 
-    in_process.use(monkeypatch, stopping(6, die))
+    in_process.use(monkeypatch, stopping(4, die))
     with pytest.raises(MemoryError):
-        run([*small("kernel"), "--backends=manual,sdpa", "--lengths=16", "--batch_sizes=1",
-             "--record=k", f"--records_dir={tmp_path}"])
+        run([*SMALL, "--backends=manual,sdpa", "--record=k", f"--records_dir={tmp_path}"])
     (record,) = tmp_path.glob("*_k/record.json")
     content = json.loads(record.read_text(encoding="utf-8"))
-    assert content["complete"] is False and content["incomplete"]
-    assert [len(r["rounds"]) for r in content["rows"]] == [1, 1]
+    assert content["complete"] is False and len(content["rows"][0]["rounds"]) == 1
 
 
 def test_a_training_that_was_cut_short_is_not_judged(tmp_path, monkeypatch):

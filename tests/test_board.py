@@ -200,7 +200,6 @@ LIES: list[tuple[Callable[[Content], Any], str]] = [  # and what a problem names
     (lambda c: row(c, "sdpa")["rounds"].pop(), "train sdpa.*2 of 3"),
     (lambda c: row(c, "sdpa", "kernel")["point"].update(D=32), "kernel .*sdpa.*D=32.*D=16"),
     (lambda c: on_a_gpu(c)["machine"].update(peak_tflops=989.4), "H200.*494.7"),
-    (lambda c: on_a_gpu(c)["settings"].update(tf32=False), "H200.*66.9"),
     (lambda c: c["machine"].update(peak_source=""), "peak of 0.5 .*source"),
     (lambda c: c["settings"].update(dtype="bfloat16"), "dtype=bfloat16"),
     (lambda c: c["machine"].update(dtype="float16"), "train sdpa.*dtype=float32"),
@@ -214,7 +213,6 @@ LIES: list[tuple[Callable[[Content], Any], str]] = [  # and what a problem names
         backend="flash_attn_2", device_kernels=["pytorch_flash::x"]), "pytorch_flash::x"),
     (lambda c: row(c, "sdpa")["proof"].update(canary=False), "train sdpa.*causality"),
     (lambda c: row(c, "sdpa")["proof"].update(error=math.nan), "train sdpa.*error is nan"),
-    (lambda c: row(c, "sdpa")["proof"].update(grad_error=1.0), "train sdpa.*grad_error is 1"),
     (lambda c: row(c, "sdpa")["proof"].update(error=0.9, allowed=1.0), "sdpa.*allowed is 1"),
     (lambda c: row(c, "sdpa").update(status="x"), "train sdpa.*'x'"),
 ]
