@@ -152,7 +152,12 @@ def test_a_record_is_complete_and_a_second_leaves_it(trained, quick):
     assert content["commit"] and isinstance(content["dirty"], bool)
     assert content["command"].startswith("python bench_mfu.py train --device=cpu")
     page = (made / "README.md").read_text(encoding="utf-8")
-    assert f"{by_backend(content)['sdpa']['tokens_per_s']:,.0f}" in page and "unavailable" in page
+    table = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    cells = {head.split()[0]: cell.strip() for head, cell in zip(table[0], table[4], strict=True)}
+    row = by_backend(content)["sdpa"]
+    assert table[4][0].split() == ["|", "sdpa"] and "unavailable" in page
+    assert (cells["mfu"], cells["causal"]) == (f"{row['mfu']:.1%}", f"{row['mfu_causal']:.1%}")
+    assert (cells["rounds"], cells["tok/s"]) == ("2", f"{row['tokens_per_s']:,.0f}")
     argv = ["--backends=sdpa", f"--records_dir={folder}"]
     for n in (2, 3):
         run([*SMALL, *argv, "--record=tiny"])
