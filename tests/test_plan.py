@@ -160,10 +160,6 @@ def note_collectives(calls: list[tuple[str, int, int]]) -> None:
         setattr(dist, name, noting(kind, getattr(dist, name)))
 
 
-def group_of(rank: int, n: int) -> DistInfo:
-    return DistInfo(torch.device("cpu"), rank, n, dist.group.WORLD)
-
-
 def storages(tensors: Any) -> int:
     """Bytes of the distinct storages of this process's parts."""
     found = [t.to_local().untyped_storage() for t in tensors]
@@ -175,8 +171,8 @@ def fsdp_step(rank: int, n: int, model: GPTConfig, size: int, dtype: str, micro:
     """What a process of n holds, and sends in a step."""
     calls: list[tuple[str, int, int]] = []
     real = made(model, checkpointing)
-    setup = Setup.of(torch.device("cpu"), dtype)
-    parallel.shard(real, group_of(rank, n), setup, size)
+    cpu = torch.device("cpu")
+    parallel.shard(real, DistInfo(cpu, rank, n, dist.group.WORLD), Setup.of(cpu, dtype), size)
     note_collectives(calls)
     peak, optimizer = stepped(real, real, dtype, 2, micro)
     params = list(real.parameters())
