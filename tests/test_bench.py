@@ -9,25 +9,24 @@ import contextlib
 import io
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import in_process
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-import attention
 import bench_mfu
 from bench import machine, tables
 from bench.begin import names
-from bench.settings import MODES, Train, load_config, shown
+from bench.settings import MODES, load_config, shown
 from bench.verify import verify
 from core import flops
-from core.options import TrainConfig
 from core.settings import UserError
+from data.prepare import PrepareConfig, prepare
 from model import GPTConfig
 
 HOW = {"rounds": 2, "seconds": 0.01, "warm_up_steps": 1, "bandwidth_gbs": 8}
@@ -102,16 +101,6 @@ def by_backend(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {r["backend"]: r for r in content["rows"]}
 
 
-def job(kind: str, name: str, rival: str = "", **changes: Any) -> dict[str, Any]:
-    """Return a worker's job."""
-    config = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 16, "batch_size": 4,
-              "device": "cpu", "attention_backend": name or "auto", "attention_fallback": False,
-              "onednn": False}
-    train = asdict(TrainConfig(**{**config, **changes}))
-    return {"job": kind, "name": name, "rival": rival, "train": train, "device": "cpu",
-            "vocab_size": 64, "memory_limit": None, "hf": {}, "weights": "dtype"}
-
-
 # --- the modes ---
 
 
@@ -158,32 +147,25 @@ def test_train_gives_a_row_for_every_backend_and_rival(trained):
     assert content["flops_per_token"]["mfu"] == pytest.approx(counted + 6 * gains, rel=1e-12)
 
 
-def test_a_record_is_complete(trained):
+def test_a_record_is_complete_and_a_second_leaves_it(trained, quick):
     content, out, folder = trained
     (made,) = folder.glob("*_cpu_tiny")
-    assert json.loads((made / "record.json").read_text(encoding="utf-8")) == content
+    written = (made / "record.json").read_text(encoding="utf-8")
+    assert json.loads(written) == content and f"record: {made}" in out
     assert content["commit"] and isinstance(content["dirty"], bool)
     assert content["command"].startswith("python bench_mfu.py train --device=cpu")
-    assert set(content["settings"]) == shown(Train)
     page = (made / "README.md").read_text(encoding="utf-8")
-    assert f"{by_backend(content)['sdpa']['tokens_per_s']:,.0f}" in page and "unavailable" in page
-    assert f"record: {made}" in out
-
-
-@pytest.mark.parametrize("words", [[*SMALL, "--record=x"], [*small("kernel"), "--record=x"],
-                                   [*small("qualify"), "--stages=1"]])
-def test_a_second_record_of_a_name_leaves_the_first(words, tmp_path, monkeypatch):
-    in_process.use(monkeypatch)
-    words = [*words, "--backends=sdpa", f"--records_dir={tmp_path / 'a' / 'b'}"]
-    written: dict[Path, bytes] = {}
-    for n in (1, 2, 3):
-        _, out = run(words)
-        made = Path(out.splitlines()[-1].removeprefix("record: "))
-        assert made not in written and made.name.endswith(f"-{n}" if n > 1 else made.name[10:])
-        for folder, text in written.items():
-            assert (folder / "record.json").read_bytes() == text
-        written[made] = (made / "record.json").read_bytes()
-    assert {*(tmp_path / "a" / "b").iterdir()} == {*written}
+    table = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    cells = {head.split()[0]: cell.strip() for head, cell in zip(table[0], table[4], strict=True)}
+    row = by_backend(content)["sdpa"]
+    assert table[4][0].split() == ["|", "sdpa"] and "unavailable" in page
+    assert (cells["mfu"], cells["causal"]) == (f"{row['mfu']:.1%}", f"{row['mfu_causal']:.1%}")
+    assert (cells["rounds"], cells["tok/s"]) == ("2", f"{row['tokens_per_s']:,.0f}")
+    argv = ["--backends=sdpa", f"--records_dir={folder}"]
+    for n in (2, 3):
+        run([*SMALL, *argv, "--record=tiny"])
+        assert (folder / f"{made.name}-{n}" / "record.json").exists()
+    assert (made / "record.json").read_text(encoding="utf-8") == written
 
 
 def test_kernel_times_attention_alone_at_every_point(quick):
@@ -201,46 +183,48 @@ def test_kernel_times_attention_alone_at_every_point(quick):
 
 
 @pytest.mark.slow
-def test_real_processes_from_a_folder_with_modules_of_the_same_names(tmp_path, monkeypatch):
-    """Processes, pipes, and what libraries print; the workers import this checkout's modules."""
+def test_real_processes_and_a_point_for_which_memory_does_not_do(tmp_path, monkeypatch):
+    """From a folder with modules of the same names. manual's scores of 9000 tokens take 0.65 GB a
+    tensor; sdpa holds none."""
     (tmp_path / "bench").mkdir()
     for name in ("train.py", "model.py", "bench/__init__.py", "bench/workers.py"):
         (tmp_path / name).write_text("raise SystemExit('another module')\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    content = measured(*small("kernel"), "--backends=sdpa", "--lengths=16", "--batch_sizes=1")
-    (row,) = content["rows"]
-    assert row["status"] == "ok" and len(row["rounds"]) == 2, row
-    assert row["kernels"] == ["flash (CPU)"] and row["setup_s"] > 0 < row["warm_up_s"]
-
-
-@pytest.mark.slow
-def test_kernel_goes_on_after_a_point_for_which_memory_does_not_do():
-    """manual's scores of 9000 tokens take 0.65 GB a tensor; sdpa holds none."""
     rows = measured(*small("kernel"), "--backends=manual,sdpa", "--lengths=64,9000", "--rounds=1",
                     "--batch_sizes=1", "--memory_gb=1.5", "--n_kv_head=1")["rows"]
     found = {(r["backend"], r["point"]["T"]): r for r in rows}
     ok = [at for at, r in found.items() if r["status"] == "ok"]
     assert ok == [("manual", 64), ("sdpa", 64), ("sdpa", 9000)]
     assert found["manual", 9000]["why"][0].startswith("out of memory: ")
-    assert "error_out" not in found["sdpa", 9000]  # too long for float64
+    long = found["sdpa", 9000]
+    assert long["kernels"] == ["flash (CPU)"] and long["setup_s"] > 0 < long["warm_up_s"]
+    assert "error_out" not in long  # too long for float64
 
 
-def test_decode_runs_over_batches_prompts_and_caches(quick):
-    content = measured(*small("decode"), "--backends=sdpa", "--batch_sizes=1,2", "--prompts=5",
-                       "--kv_caches=none,dynamic", "--new_tokens=4",
-                       "--constraint=none,tensor,python,regex")
-    assert len(content["rows"]) == 2 * 2 * 4
-    N, per_token = flops.n_params(MODEL), 2 * 2 * 32 * 4
+@pytest.mark.parametrize("more, size, of_products", [
+    (["--constraint=none,tensor,python,regex"], 4, 4), (["--dtype=bfloat16"], 2, 2),
+    (["--weights=int8"], 4, 1),
+])
+def test_decode_runs_over_batches_prompts_and_caches(more, size, of_products, quick):
+    """A key head to two query heads; the matrices and the head, but no embedding, are int8."""
+    argv = [*small("decode"), "--backends=sdpa", "--new_tokens=4", "--n_kv_head=1"]
+    content = measured(*argv, *more, "--batch_sizes=1,2", "--prompts=5", "--kv_caches=none,dynamic")
+    assert len(content["rows"]) == 2 * 2 * (4 if "regex" in more[0] else 1)
+    C, L, V = 32, 2, 64
+    products = V * C + L * ((C + C) * C + C * C + 8 * C * C)
+    gains = C + L * 2 * C
     for row in content["rows"]:
         p = row["point"]
         assert row["status"] == "ok" and p["P"] == 5 and len(row["rounds"]) == 2
         assert row["tokens_per_s"] == pytest.approx(p["B"] / row["ms"] * 1e3)
         assert row["first_ms"] > 0 and row["memory_bytes"] > 2**26
         assert (row["cache_bytes"] > 0) == (p["cache"] == "dynamic")
-        size = 4 * N + p["B"] * (5 + 4 / 2) * per_token
-        assert row["mbu"] == pytest.approx(size / (row["ms"] / 1e3) / 8e9)  # --bandwidth_gbs
-    with pytest.raises(UserError, match="--block_size=32"):
-        run([*small("decode"), "--prompts=30", "--new_tokens=4"])
+        read = products * of_products + gains * size
+        read += p["B"] * (5 + 4 / 2) * 2 * L * (C // 2) * size  # keys and values of a mean text
+        assert row["mbu"] == pytest.approx(read / (row["ms"] / 1e3) / 8e9)  # --bandwidth_gbs
+    few = ("--bandwidth_gbs=1e-9", "--batch_sizes=1", "--prompts=5", "--kv_caches=none")
+    (row,) = measured(*argv, *few)["rows"]
+    assert row["mbu"] is None and row["mbu_why"]  # more than the memory can send
 
 
 @pytest.mark.slow
@@ -263,33 +247,12 @@ def test_decode_has_rows_for_the_rivals_where_they_have_such_a_cache(tmp_path, q
 
 
 def write_tokens(folder: Path) -> Path:
-    """A dataset of bytes, where each follows from the one before."""
-    tokens = [(i * i + i // 7) % 61 for i in range(6000)]
-    (folder / "tiny").mkdir()
-    for split in ("train", "val"):
-        data = torch.tensor(tokens, dtype=torch.uint16).numpy().tobytes()
-        (folder / "tiny" / f"{split}.bin").write_bytes(data)
-    meta = {"tokenizer": {"name": "char"}, "vocab_size": 61,
-            "tokens": {"train": len(tokens), "val": len(tokens)}}
-    (folder / "tiny" / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    """A dataset of characters, each of which follows from its place."""
+    text = "".join(chr(60 + (i * i + i // 7) % 61) for i in range(6000))
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    given = PrepareConfig(source=str(folder / "text.txt"), out_dir=str(folder / "tiny"))
+    prepare("shakespeare_char", given)
     return folder
-
-
-def test_converge_compares_with_manual(tmp_path, quick):
-    data_dir = write_tokens(tmp_path)
-    content = measured(*small("converge"), "--backends=sdpa", "--steps=20", "--dataset=tiny",
-                       f"--data_dir={data_dir}")
-    table = by_backend(content)
-    assert list(table) == ["manual", "sdpa"]  # the baseline comes unasked
-    for row in table.values():
-        assert len(row["losses"]) == 20 and row["losses"][-1] < row["losses"][0]
-        assert row["final_loss"] == pytest.approx(sum(row["losses"][-2:]) / 2)
-    assert table["manual"]["verdict"] == "baseline" and table["sdpa"]["verdict"] == "ok"
-    assert abs(table["sdpa"]["difference"]) < 1e-3
-    saved = 1 - table["sdpa"]["ms"] / table["manual"]["ms"]
-    assert table["sdpa"]["time_saved"] == pytest.approx(saved)
-    with pytest.raises(UserError, match="no dataset"):
-        run([*small("converge"), "--steps=10", "--dataset=none_such"])
 
 
 # --- --batch_size=auto ---
@@ -308,32 +271,19 @@ BACKEND = Backend("{name}", "at most {most} sequences", attend, (caps,), fallbac
 """
 
 
-@settings(max_examples=60, deadline=None)
-@given(limit=st.integers(0, 6000), most=st.integers(1, 5000))
-def test_the_largest_batch_fits_and_nearly_fills_the_memory(limit: int, most: int) -> None:
-    tried = []
-
-    def step(n: int) -> None:
-        tried.append(n)
-        if n > limit:
-            raise MemoryError
-
-    if limit == 0:
-        with pytest.raises(MemoryError):
-            machine.largest(step, torch.device("cpu"), most)
-        return
-    found = machine.largest(step, torch.device("cpu"), most)
-    assert found <= limit and max(tried) <= most and 9 * found >= 8 * min(limit, most)
-    assert found in tried and len(tried) <= 20
-
-
-def test_a_kernel_whose_numbers_are_not_finite_is_a_row(tmp_path, quick):
-    (path := tmp_path / "nan.py").write_text(
-        LIMITED.format(name="nan", most=99).replace(
-            "return manual", "return (1.0 if q.shape[1] < 600 else float('nan')) * manual"
-        ), encoding="utf-8")
-    code, out = run([*small("kernel"), f"--backends={path}", "--lengths=700", "--batch_sizes=1"])
-    assert code == 1 and "FloatingPointError: its output or gradient is not finite" in out
+def test_a_kernel_that_is_wrong_beyond_its_probe_is_a_row(tmp_path, quick):
+    for factor in ("float('nan')", "1.01"):
+        path, long = tmp_path / f"{len(factor)}.py", f"(1.0 if q.shape[1] < 600 else {factor})"
+        code = LIMITED.format(name=path.stem, most=99)
+        path.write_text(code.replace("return manual", f"return {long} * manual"), encoding="utf-8")
+        words = [f"--backends={path}", "--lengths=700", "--batch_sizes=1", "--json"]
+        code, out = run([*small("kernel"), *words])
+        (row,) = last_line(out)["rows"]
+        if row["status"] == "failed":
+            assert code == 1 and row["why"][0].startswith("FloatingPointError: ")
+        else:  # relative to the largest value
+            assert row["error_out"] == pytest.approx(0.01, rel=1e-3) == row["error_grad"]
+            assert any("error_out 1.0e-02" in answer for answer in last_line(out)["answers"])
 
 
 @pytest.mark.parametrize("mode", ["train", "decode"])
@@ -356,40 +306,27 @@ def test_each_backend_has_the_largest_batch_that_fits(mode, tmp_path, quick):
 # --- options ---
 
 
-def test_interpreted_backends_are_rows_and_measured_only_by_name(monkeypatch, quick):
-    two = {name: attention.BACKENDS[name] for name in ("triton", "sdpa")}
-    monkeypatch.setattr(attention, "BACKENDS", two)
-    rows = measured(*small("kernel"), "--lengths=16", "--batch_sizes=1")["rows"]
-    assert {r["backend"]: r["status"] for r in rows} == {"triton": "unavailable", "sdpa": "ok"}
-    assert "interpreter" in rows[0]["why"][0]
-    assert not names(load_config(["--backends=all,triton"]).settings, "cpu")[1]
+def test_interpreted_backends_are_measured_only_by_name():
+    left_out = names(load_config(["--device=cpu"]).settings, "cpu")[1]
+    assert "interpreter" in left_out["triton"]
+    assert not names(load_config(["--device=cpu", "--backends=all,triton"]).settings, "cpu")[1]
 
 
-OF = {  # options, and the modes that have them
-    "--lengths=8": {"kernel"}, "--steps=20": {"converge"}, "--weights=int8": {"decode"},
-    "--profile": {"train"}, "--stages=1": {"qualify"}, "--sizes=a": {"runs"}, "--gpu=x": {"plan"},
-    "--rival=hf": {"train", "decode", "runs", "qualify"}, "--new_tokens=9": {"decode", "qualify"},
-    "--learning_rate=1": {"converge", "qualify"}, "--dropout=0.1": {"train", "converge", "qualify"},
-    "--seconds=2": {"train", "kernel"}, "--record=x": {*MODES} - {"runs", "plan"},
-    "--constraint=none": {"decode"},  # its default
-    "--document_mask": set(), "--max_iters=9": set(), "--context_parallel=2": {"plan"},
-}
-
-
-@pytest.mark.parametrize("mode", bench_mfu.MODES)
-def test_a_mode_shows_and_accepts_its_options_only(mode, capsys):
-    with pytest.raises(SystemExit):
-        bench_mfu.main([mode, "--help"])
-    shown = set(re.findall(r"--(\w+)", capsys.readouterr().out))
-    assert {"n_layer", "block_size"} <= shown or mode == "runs"
-    for option, modes in OF.items():
-        name = option[2:].partition("=")[0]
-        assert (name in shown) == (mode in modes), option
-        if mode in modes:
-            load_config(["--device=cpu", option], mode)
-        else:
-            with pytest.raises(UserError, match=f"--{name}: .*{mode}"):
-                load_config(["--device=cpu", option], mode)
+def test_a_mode_accepts_the_options_of_its_help_only(capsys):
+    helps = {}
+    for mode in bench_mfu.MODES:
+        with pytest.raises(SystemExit):
+            bench_mfu.main([mode, "--help"])
+        helps[mode] = set(re.findall(r"^\W*--(\w+)", capsys.readouterr().out, re.M))
+    known = set.union(*helps.values(), {"document_mask", "max_iters"})
+    for mode, its in helps.items():
+        for name in known - its:
+            with pytest.raises(UserError, match=f"^--{name}: .*{mode}"):
+                load_config(["--device=cpu", f"--{name}=1"], mode)
+    for words in ("kernel --lengths=8", "decode --constraint=none", "qualify --stages=1",
+                  "converge --steps=20", "runs --sizes=a", "train --rival=hf", "plan --gpu=x"):
+        mode, option = words.split()
+        load_config(["--device=cpu", option], mode)
 
 
 def test_a_config_file_of_a_run_may_have_more(tmp_path):
@@ -403,21 +340,15 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
 @pytest.mark.parametrize("argv, value", [
     (["--backends=sdpaa"], "sdpaa"),
     (["--backends=auto"], "auto"),
-    (["--batch_size=0"], "batch_size"),
-    (["--seconds=0"], "seconds"),
-    (["--products_tflops=0"], "products_tflops"),
     (["--init_from=gpt2"], "init_from"),
     (["--rival=llama"], "llama"),
     (["--rival=nanogpt=/none/such"], "/none/such"),
     (["--record=a/b"], "a/b"),
     (["converge", "--steps=15"], "15"),
-    (["--n_embd=33"], "n_embd"),
+    (["converge", "--dataset=none_such"], "none_such"),
+    (["decode", "--prompts=30"], "--block_size=32"),
     (["nomode"], "nomode"),
     (["converge", "--paths=float32", "--backends=sdpa"], "--paths"),
-    (["kernel", "--batch_size=auto"], "--batch_size"),
-    (["converge", "--rounds=3"], "--rounds"),
-    (["decode", "--seconds=2"], "--seconds"),
-    (["plan", "--timeout=2"], "--timeout"),
     (["runs"], "--rival"),
 ])
 def test_a_mistake_is_one_line_that_names_it(argv, value, quick):
@@ -431,13 +362,21 @@ def test_a_mistake_is_one_line_that_names_it(argv, value, quick):
 # --- statistics ---
 
 
-def test_median_quartiles_and_noise():
-    def of(*ms: float) -> dict[str, Any]:
-        return tables.medians({"rounds": [{"ms": t} for t in ms]})
+@given(st.lists(st.floats(0.1, 100.0), min_size=2))
+def test_quartiles_are_numpys(times):
+    found = tables.medians({"rounds": [{"ms": t} for t in times]})
+    q1, median, q3 = np.quantile(times, [0.25, 0.5, 0.75])
+    assert [found[name] for name in ("q1_ms", "ms", "q3_ms")] == pytest.approx([q1, median, q3])
+    assert found["spread"] == pytest.approx((q3 - q1) / median)
 
-    s = of(5.0, 1.0, 2.0, 4.0, 3.0)
-    assert (s["ms"], s["q1_ms"], s["q3_ms"]) == (3.0, 2.0, 4.0)
-    assert s["spread"] == pytest.approx(2 / 3) and s["noisy"]
-    assert of(97, 98, 100, 103.01, 104)["noisy"] and not of(97, 98, 100, 102.99, 104)["noisy"]
-    assert of(7.0)["spread"] is None and not of(7.0)["noisy"]
-    assert not of(100, 101, 102, 103, 140)["noisy"]  # one outlier
+
+def test_the_free_memory_of_a_container_is_what_its_limit_leaves(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   5000000 kB\n")
+    (tmp_path / "memory.current").write_text("1200000000\n")
+    for limit, free in ((None, 5_120_000_000), ("max", 5_120_000_000),
+                        ("3000000000", 1_800_000_000), ("30000000000", 5_120_000_000)):
+        if limit:
+            (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert machine.free_memory(torch.device("cpu")) == free

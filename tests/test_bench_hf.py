@@ -11,7 +11,6 @@ from test_bench import SMALL, last_line, run, small
 
 from bench import hf
 from bench.verify import verify
-from core.flops import flops_per_token
 from core.settings import UserError
 
 transformers: Any = pytest.importorskip("transformers", reason="package 'transformers' is missing")
@@ -33,7 +32,7 @@ def folder(path: Path, kind: str = "llama", **more: Any) -> str:
 def test_a_row_for_every_backend_and_for_transformers_own(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
     code, out = run([*SMALL, folder(tmp_path), "--backends=manual,sdpa,tiled,flash_attn_2",
-                     "--json"])
+                     "--gradient_accumulation_steps=2", "--json"])
     content = last_line(out)
     rows = {r["backend"]: r for r in content["rows"]}
     assert code == 0 and list(rows)[:3] == ["manual", "hf_eager", "hf_sdpa"]
@@ -45,19 +44,12 @@ def test_a_row_for_every_backend_and_for_transformers_own(tmp_path, monkeypatch)
     for name in (*ours, "hf_eager", "hf_sdpa"):  # the same weights and tokens, so the same loss
         assert abs(rows[name]["loss_difference"]) < 1e-5
         assert abs(rows[name]["gradient_norm_difference"]) < 1e-4
-        rate = 4 * 32 / (rows[name]["ms"] / 1e3)
+        rate = 2 * 4 * 32 / (rows[name]["ms"] / 1e3)
         assert rows[name]["mfu"] == pytest.approx((6 * WEIGHTS + full) * rate / 0.5e12)
     assert verify(content) == []
     want = {"mfu": 6 * WEIGHTS + full, "mfu_causal": 6 * WEIGHTS + causal}
     assert content["flops_per_token"] == want
     assert content["hf"]["counted"]["parameters"] == WEIGHTS + 5 * 32  # and gains
-
-
-def test_flops_of_layers_with_windows():
-    layers = [{"n_head": 4, "head_dim": 8, "window": w} for w in (None, 2)]
-    model = hf.Counted(layers, 1, 1000.0, 32, 64, 4)
-    assert flops_per_token(model, 4) == 1000 + 2 * 12 * 32 * 4
-    assert flops_per_token(model, 4, causal=True) == 1000 + 12 * 32 * (2.5 + 1.75)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -80,7 +72,8 @@ def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
     assert abs(rows["manual"]["loss_difference"]) < 1e-5
     assert rows["sdpa"]["status"] == "unavailable" and "rounds" not in rows["sdpa"]
     assert any(word in rows["sdpa"]["why"][0] for word in ("scale", "cap"))
-    assert {x["window"] for x in content["hf"]["counted"]["layers"]} == {8, None}
+    flop, hidden = content["flops_per_token"], 2 * 32 - 16.5 - (36 + 24 * 8) / 32  # keys
+    assert flop["mfu"] - flop["mfu_causal"] == pytest.approx(12 * 4 * 8 * hidden)
 
 
 @pytest.mark.slow
@@ -102,23 +95,17 @@ def test_generation_with_its_caches(tmp_path, monkeypatch):
     assert verify(content) == []
 
 
-@pytest.mark.parametrize("kind, more, value", [
-    ("bert", {}, "causal"), ("t5", {}, "T5Config"),
-    ("llama", {"max_position_embeddings": 16}, "--block_size=32"),
+@pytest.mark.parametrize("argv, kind, more, value", [
+    (SMALL, "bert", {}, "causal"), (SMALL, "t5", {}, "T5Config"),
+    (SMALL, "llama", {"max_position_embeddings": 16}, "--block_size=32"),
+    (SMALL, "BROKEN", None, ""), (SMALL, "NOT_THERE", None, ""), (small("kernel"), "x", None, ""),
+    ([*SMALL, "--rival=hf"], "BROKEN", None, ""), ([*SMALL, "--profile"], "BROKEN", None, ""),
 ])
-def test_a_model_that_cannot_be_measured(kind, more, value, tmp_path, monkeypatch):
+def test_a_mistake_names_the_model(argv, kind, more, value, tmp_path, monkeypatch):
     in_process.use(monkeypatch)
-    with pytest.raises(UserError) as e:
-        run([*SMALL, folder(tmp_path, kind, **more), "--backends=sdpa"])
-    assert value in str(e.value) and f"--hf={tmp_path / kind}: " in str(e.value)
-
-
-@pytest.mark.parametrize("mode, name, more", [
-    ("train", "BROKEN", ""), ("train", "NOT_THERE", ""), ("kernel", "BROKEN", ""),
-    ("train", "BROKEN", "--rival=hf"), ("train", "BROKEN", "--profile"),
-])
-def test_a_mistake_ends_before_anything_starts(mode, name, more, tmp_path):
     (tmp_path / "BROKEN").mkdir()
     (tmp_path / "BROKEN" / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match="--hf"):
-        run([*small(mode), f"--hf={tmp_path / name}", *filter(None, [more])])
+    model = f"--hf={tmp_path / kind}" if more is None else folder(tmp_path, kind, **more)
+    with pytest.raises(UserError, match="--hf") as e:
+        run([*argv, model, "--backends=sdpa"])
+    assert value in str(e.value)

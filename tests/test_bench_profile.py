@@ -19,12 +19,9 @@ H200, PEAK = 4.8e12, 989.4
 
 
 def test_a_step_of_gpt2_on_an_h200():
-    """At 790 TFLOP/s the products of 64 x 1024 tokens take 61.5 ms; the rest by hand."""
+    """By hand; the FLOPs are those of MFU (the next test)."""
     works = work(GPT2, 64, 1, "bfloat16", clip=True)
-    products = works["linear"].flops + works["head and loss"].flops
-    assert f"{products / 790e12 * 1e3:.1f}" == "61.5"
     N, C, L, P = 65536, 768, 12, 123_587_328 + 1024 * 768
-    assert works["attention"].flops == 14 * N * L * C * 512.5
     assert works["attention"].bytes == 2 * N * L * 12 * C
     assert works["norms and elementwise"].bytes == 2 * N * C * 8 * 25
     assert works["optimizer"].bytes == 32 * P

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ import pytest
 from checkout import files
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_bench import MODEL, run, small, write_tokens
+from test_bench import run, small, write_tokens
 
 from bench import board, parts, record, report
 from bench.verify import RIVALS, verify
-from core import flops
 from core.gpus import datasheet_tflops
 
 Content = dict[str, Any]
@@ -196,155 +196,74 @@ def test_every_record_here_is_accepted_and_the_board_is_up_to_date(
 
 # --- lies with a digest of their own ---
 
-
-def more_than_the_peak(c: Content) -> None:
-    c["machine"]["peak_tflops"] /= 1e6  # and with it every share
-    completed(c)
-    for r in c["rows"]:
-        if r["status"] == "ok" and r["mode"] == "train":
-            full = flops.flops_per_token(MODEL, 32) * r["tokens_per_s"]
-            r["mfu"] = full / (c["machine"]["peak_tflops"] * 1e12)
-
-
-def missing_rounds(c: Content) -> None:
-    del row(c, "sdpa")["rounds"][2]
-    completed(c)
-
-
-def another_head_dim(c: Content) -> None:
-    row(c, "sdpa", "kernel")["point"]["D"] *= 2  # and with it the TFLOP/s
-    completed(c)
-
-
-def a_sparse_peak(c: Content) -> None:
-    on_a_gpu(c)["machine"]["peak_tflops"] *= 2
-    completed(c)
-
-
-LIES: list[tuple[Callable[[Content], Any], str]] = [
-    (more_than_the_peak, "is more than the peak"),
-    (missing_rounds, "train sdpa: it has 2 of 3 rounds"),
-    (another_head_dim, "it has D=32, but a round ran D=16"),
-    (a_sparse_peak, "NVIDIA H200 datasheet has 494.7"),
-    (lambda c: on_a_gpu(c)["settings"].update(tf32=False), "NVIDIA H200 datasheet has 66.9"),
-    (lambda c: c["machine"].update(peak_source=""), "has no source"),
+LIES: list[tuple[Callable[[Content], Any], str]] = [  # and what a problem names
+    (lambda c: row(c, "sdpa")["rounds"].pop(), "train sdpa.*2 of 3"),
+    (lambda c: row(c, "sdpa", "kernel")["point"].update(D=32), "kernel .*sdpa.*D=32.*D=16"),
+    (lambda c: on_a_gpu(c)["machine"].update(peak_tflops=989.4), "H200.*494.7"),
+    (lambda c: c["machine"].update(peak_source=""), "peak of 0.5 .*source"),
     (lambda c: c["settings"].update(dtype="bfloat16"), "dtype=bfloat16"),
-    (lambda c: completed(c)["machine"].update(dtype="float16"), "train sdpa: it has dtype=float32"),
-    (lambda c: c["settings"].update(batch_size=8), "train sdpa: it has batch_size=4"),
-    (lambda c: c["settings"].update(block_size=64), "it has T=64"),
-    (lambda c: c["flops_per_token"].update(mfu=1.0), "flops_per_token mfu is 1.0"),
-    (lambda c: c.update(answers=[]), "its conclusions lack 'Fastest: train"),
-    (lambda c: row(c, "sdpa_math").update(kernels=["flash (CPU)"]),
-     "train sdpa_math: another kernel than sdpa_math's ran: flash (CPU)"),
+    (lambda c: c["machine"].update(dtype="float16"), "train sdpa.*dtype=float32"),
+    (lambda c: c["settings"].update(batch_size=8), "train sdpa.*batch_size=4"),
+    (lambda c: c["settings"].update(block_size=64), "T=64"),
+    (lambda c: row(c, "sdpa_math").update(kernels=["flash (CPU)"]), r"sdpa_math.*flash \(CPU"),
     (lambda c: row(c, "sdpa").update(backend="flash_attn_9"), "'flash_attn_9'"),
-    (lambda c: row(c, "manual").update(backend="triton"), "saw no kernel of this backend"),
-    (lambda c: row(c, "manual").update(device_kernels=["flash_fwd_kernel"]), "another kernel"),
+    (lambda c: row(c, "manual").update(backend="triton"), "train triton.*none"),
+    (lambda c: row(c, "manual").update(device_kernels=["flash_fwd"]), "train manual.*flash_fwd"),
     (lambda c: row(on_a_gpu(c), "manual", "kernel").update(
-        backend="flash_attn_2", device_kernels=["pytorch_flash::flash_fwd_kernel"]),
-     "saw no kernel of this backend, but: pytorch_flash::flash_fwd_kernel"),
-    (lambda c: row(c, "sdpa")["proof"].update(canary=False), "its causality test did not pass"),
-    (lambda c: row(c, "sdpa")["proof"].update(error=math.nan), "its error is nan"),
-    (lambda c: row(c, "sdpa")["proof"].update(grad_error=1.0), "its grad_error is 1, and"),
-    (lambda c: row(c, "sdpa")["proof"].update(error=0.9, allowed=1.0), "its allowed is 1, more"),
-    (lambda c: row(c, "sdpa").update(memory_bytes=1), "train sdpa: memory_bytes is 1, but"),
-    (lambda c: row(c, "sdpa").update(status="x"), "train sdpa: its status is 'x', and it has 3"),
-    (lambda c: row(c, "sdpa", "kernel").update(error_out=0.1), "sdpa is WRONG against float64"),
-    (lambda c: c["settings"].update(n_layer="x"), "its settings are invalid"),
-    (lambda c: c.update(rows=None), "it is malformed"),
+        backend="flash_attn_2", device_kernels=["pytorch_flash::x"]), "pytorch_flash::x"),
+    (lambda c: row(c, "sdpa")["proof"].update(canary=False), "train sdpa.*causality"),
+    (lambda c: row(c, "sdpa")["proof"].update(error=math.nan), "train sdpa.*error is nan"),
+    (lambda c: row(c, "sdpa")["proof"].update(error=0.9, allowed=1.0), "sdpa.*allowed is 1"),
+    (lambda c: row(c, "sdpa").update(status="x"), "train sdpa.*'x'"),
+]
+FIGURES: list[tuple[Callable[[Content], Any], str]] = [  # which would be computed again
+    (lambda c: c["flops_per_token"].update(mfu=1.0), "flops_per_token mfu is 1.0"),
+    (lambda c: c.update(answers=[]), "Fastest: train"),
+    (lambda c: row(c, "sdpa").update(memory_bytes=1), "train sdpa.*memory_bytes is 1,"),
+    (lambda c: row(c, "sdpa", "kernel").update(error_out=0.1), "sdpa.*error_out 1.0e-01"),
+    (lambda c: c["settings"].update(n_layer="x"), "n_layer"),
+    (lambda c: c.update(rows=None), "NoneType"),
 ]
 
 
-@pytest.mark.parametrize("lie, says", LIES, ids=[says for _, says in LIES])
-def test_a_lie_is_refused_with_a_sentence_that_names_it(
-    lie: Callable[[Content], Any], says: str, content: Content
+@pytest.mark.parametrize("lie, named", [*LIES, *FIGURES], ids=[x for _, x in [*LIES, *FIGURES]])
+def test_a_lie_is_refused_by_its_name(
+    lie: Callable[[Content], Any], named: str, content: Content
 ) -> None:
     lie(content)
-    content["digest"] = record.digest(content)
+    content = record.sealed(content) if (lie, named) in FIGURES else completed(content)
     found = check(content)
-    assert any(says in why for why in found), found
+    assert any(re.search(named, why) for why in found), found
+    assert not any("digest" in why for why in found)
 
 
-def test_a_failed_converge_is_refused_whatever_its_verdict(converged: Content) -> None:
+def test_a_failed_converge_is_refused(converged: Content) -> None:
     made = copy.deepcopy(converged)
     sdpa, base = (row(made, name, "converge") for name in ("sdpa", "manual"))
     for times, off in ((1.05, "+5.00%"), (0.95, "-5.00%")):  # too good is wrong as well
         loss = times * base["final_loss"]
-        sdpa |= {"losses": [loss] * 10, "final_losses": [loss], "final_loss": loss, "verdict": "ok"}
-        assert any("converge sdpa: verdict is ok, but" in why for why in check(made))
-        sdpa |= {"difference": times - 1, "verdict": "FAIL"}
-        assert f"converge sdpa: it did not converge: its final loss is {off} off" in check(made)
+        sdpa |= {"losses": [loss] * 10, "final_losses": [loss], "verdict": "ok"}
+        assert any(off in why for why in check(record.complete(made)))
     made["settings"]["tolerance"] = 0.1
-    assert any("10%" in why for why in check(made))
-
-
-@pytest.mark.parametrize("lost, kind", [
-    ("manual", "failed"), ("manual", "stopped"), ("sdpa", "failed"), ("sdpa", "stopped"),
-])
-def test_a_converge_without_a_result_gives_no_verdict_on_it(
-    lost: str, kind: str, converged: Content
-) -> None:
-    made = copy.deepcopy(converged)
-    row(made, lost, "converge").update(status=kind, why=["out of memory"])
-    for r in made["rows"]:
-        r.pop("verdict")
-    (said,) = (text for text in completed(made)["answers"] if text.startswith("Agreement"))
-    assert "within" not in said and ("sdpa" in said or lost == "manual")
-
-
-@pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2)])
-@pytest.mark.parametrize("weights", ["dtype", "int8"])
-def test_the_bandwidth_of_generation_by_hand(
-    dtype: str, size: int, weights: str, content: Content
-) -> None:
-    """A key head to two query heads; the matrices, and the head beside the embedding, in int8."""
-    C, L, V, B, P, new = 32, 2, 64, 3, 4, 8
-    products = V * C + L * ((C + C) * C + C * C + 8 * C * C)
-    N = products + C + L * 2 * C  # and the gains of the norms
-    where = {"B": B, "P": P, "cache": "dynamic", "new_tokens": new}
-    shape = {**{k: v for k, v in where.items() if k != "cache"}, "parameters": N}
-    shape |= {"int8_parameters": products} if weights == "int8" else {}
-    rounds = [{"ms": ms, "first_ms": 10 * ms, "cache_bytes": 100 * i, "shape": shape}
-              for i, ms in enumerate((2.0, 4.0, 3.0))]
-    made = {"mode": "decode", "backend": "sdpa", "point": where, "status": "ok", "title": "x",
-            "kernels": ["math"], "device_kernels": [], "setup_s": 1.0, "warm_up_s": 1.0,
-            "proof": {k: v for k, v in PROOF.items() if k[:4] != "grad"}, "rounds": rounds}
-    content |= {"mode": "decode", "rows": [made]}
-    content["settings"] |= {"n_kv_head": 1, "dtype": dtype, "weights": weights}
-    content["machine"] |= {"bandwidth": 8e9, "dtype": dtype}
-    (shown,) = completed(content)["rows"]
-    keys = B * (P + new / 2) * 2 * L * (C // 2) * size  # bytes of a mean text
-    read = size * (N - products) + products if weights == "int8" else size * N
-    assert shown["mbu"] == pytest.approx((read + keys) / 0.003 / 8e9)
-    assert (shown["tokens_per_s"], shown["cache_bytes"]) == (pytest.approx(B / 0.003), 200)
-    assert check(content) == []
-    content["machine"]["bandwidth"] = 1e6  # less than what was read
-    (shown,) = completed(content)["rows"]
-    assert shown["mbu"] is None and shown["mbu_why"]
+    assert any("10%" in why for why in check(record.complete(made)))
 
 
 # --- the page ---
 
 
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of records, and a page, of its own."""
+def test_the_page_holds_every_row_and_the_check_sees_a_change(
+    tmp_path: Path, content: Content, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     for name in ("FOLDER", "PAGE"):
         monkeypatch.setattr(board, name, tmp_path / name)
-    board.FOLDER.mkdir()
-    return tmp_path
-
-
-def test_the_page_holds_every_row_and_the_check_sees_a_change(
-    own: Path, content: Content, capsys: pytest.CaptureFixture[str]
-) -> None:
     content |= {"commit": None, "dirty": True, "complete": False}  # not of this checkout
     record.write(board.FOLDER / "mine", completed(content), whole=False)
     assert board.main(["--check"]) == 1 and not board.PAGE.exists()
-    assert "PAGE" in capsys.readouterr().err
     assert board.main([]) == 0 and board.main(["--check"]) == 0
     text, sdpa = board.PAGE.read_text(encoding="utf-8"), row(content, "sdpa")
-    assert f"{sdpa['tokens_per_s']:,.0f}" in text and f"{sdpa['mfu']:.1%}" in text
-    assert f"{sdpa['proof']['error']:.1e}" in text and "| --peak_tflops |" in text
+    for cell in (f"{sdpa['tokens_per_s']:,.0f}", f"{sdpa['mfu']:.1%}", "--peak_tflops",
+                 f"{sdpa['proof']['error']:.1e}"):
+        assert f"| {cell} " in text
     assert "2 layers, 32 wide, 2 heads, vocabulary 64, float32" in text
     assert "- [mine][1]: incomplete, uncommitted code\n" in text
     assert text.count("][1] |") == sum(r["status"] == "ok" for r in content["rows"])
@@ -352,11 +271,11 @@ def test_the_page_holds_every_row_and_the_check_sees_a_change(
     assert board.main(["--check"]) == 1
     assert board.main([f"--records_dir={board.FOLDER}"]) == 0  # the page is not read
     assert board.main([f"--records_dir={board.FOLDER / 'mine'}"]) == 1  # no record is in it
-    row(content, "sdpa")["mfu"] = 0.6
+    sdpa["mfu"] = 0.6
     record.write(board.FOLDER / "mine", content, whole=False)
-    (board.FOLDER / "empty").mkdir()
-    (board.FOLDER / "list").mkdir()
-    (board.FOLDER / "list" / "record.json").write_text("[]", encoding="utf-8")
+    for name, text in {"empty": "", "list": "[]"}.items():
+        (board.FOLDER / name).mkdir()
+        (board.FOLDER / name / "record.json").write_text(text, encoding="utf-8")
     capsys.readouterr()
     assert board.main([]) == 1  # and nothing is written
     said = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""Bits per byte, the tasks of bench/evaluate.py, and log-likelihoods with our kernels."""
+"""Bits per byte, and the tasks of bench/evaluate.py with our kernels."""
 
 from __future__ import annotations
 
@@ -8,42 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import hf_table
 import pytest
-import torch
 from test_train import TEXT, run
-from torch import Tensor
 
 import data
-from attention import Policy, hf
 from bench.evaluate import TasksConfig, main
 from checkpoint.__main__ import main as export
-from core.settings import UserError
 from data.prepare import PrepareConfig, prepare
 
 # --- bits per byte ---
-
-
-def test_the_bytes_of_a_split_are_those_of_its_text(tmp_path: Path) -> None:
-    texts = [f"Größe {i}: naïve 数 café\n" for i in range(20)]
-    (tmp_path / "chars.txt").write_text("".join(texts), encoding="utf-8")
-    rows = "".join(json.dumps({"text": t}) + "\n" for t in texts)
-    (tmp_path / "documents.jsonl").write_text(rows, encoding="utf-8")
-    validation = {"shakespeare_char": "".join(texts)[-45:], "text": texts[9] + texts[19]}
-    for dataset, source in (("shakespeare_char", "chars.txt"), ("text", "documents.jsonl")):
-        out = tmp_path / dataset
-        given = PrepareConfig(source=str(tmp_path / source), out_dir=str(out), workers=1)
-        try:
-            prepare(dataset, given)
-        except UserError as e:
-            pytest.skip(f"GPT-2's vocabulary is not available: {e}")
-        meta, expected = data.read_meta(out), len(validation[dataset].encode())
-        assert meta["bytes"]["val"] == expected
-        assert sum(meta["bytes"].values()) == len("".join(texts).encode())
-        bits = meta["tokens"]["val"] * math.log2(math.e) / expected  # of a nat a token
-        assert data.bits_per_byte(meta, 2.0) == pytest.approx(2 * bits)
-        del meta["bytes"]  # an older dataset
-        assert data.bits_per_byte(meta, 2.0) is None
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +41,8 @@ def test_bits_per_byte_are_printed_and_logged(trained: Any) -> None:
     bits = row["val_loss"] / math.log(2) * meta["tokens"]["val"] / size
     assert row["val_bits_per_byte"] == pytest.approx(bits)
     assert f"val loss {row['val_loss']:.4f} ({bits:.4f} bits per byte)\n" in done.out
+    del meta["bytes"]  # an older dataset
+    assert data.bits_per_byte(meta, row["val_loss"]) is None
 
 
 # --- the tasks ---
@@ -103,39 +78,6 @@ def test_impossible_tasks_are_refused() -> None:
     for options in ({"pairs": 27}, {"distances": (4,)}, {"keys": "abcdda"}):
         with pytest.raises(ValueError, match=r"pairs|keys"):
             TasksConfig(**options)  # type: ignore[arg-type]
-
-
-# --- log-likelihoods ---
-
-TEXTS = [torch.randint(3, 61, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-         for n in (5, 9, 12, 20, 33)]
-
-
-@torch.no_grad()
-def loglikelihoods(model: Any, batch: int, side: str, mask: bool = True) -> Tensor:
-    """The log-likelihood of the last four tokens of each text, in padded batches."""
-    found = []
-    for texts in (TEXTS[i : i + batch] for i in range(0, len(TEXTS), batch)):
-        rows, longest = [torch.tensor(t) for t in texts], max(map(len, texts))
-        ids = torch.nn.utils.rnn.pad_sequence(rows, True, 0, side)
-        logits = model(ids, attention_mask=(ids > 0).long() if mask else None).logits
-        for row, logp, own in zip(rows, logits.log_softmax(-1), ids, strict=True):
-            end = longest if side == "left" else len(row)
-            found.append(logp[end - 5 : end - 1].gather(1, own[end - 4 : end, None]).sum())
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-@pytest.mark.parametrize("backend", ["manual", "tiled", "sdpa", "auto"])
-def test_padding_and_batch_size_do_not_change_a_loglikelihood(name: str, backend: str) -> None:
-    pytest.importorskip("transformers")
-    hf.register(policy=Policy(fallback=False))
-    expected = loglikelihoods(hf_table.build(name, "eager"), 1, "right")
-    model = hf_table.build(name, hf.implementation(backend))
-    for batch in (1, 2, 5):
-        for side, mask in (("right", True), ("right", False), ("left", True)):
-            found = loglikelihoods(model, batch, side, mask)
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_the_harness_runs_with_our_kernels(trained: Any, tmp_path: Path, capsys: Any,

@@ -9,9 +9,8 @@ import re
 import shlex
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,7 @@ from bench.plan.cluster import SHARE, Cluster, Sent
 from bench.plan.scale import Job, Plan
 from core import parallel
 from core.distributed import DistInfo
-from core.flops import Peak
+from core.flops import Peak, flops_per_token
 from core.optimizer import build_optimizer
 from core.runtime import Setup
 from core.settings import UserError
@@ -42,17 +41,13 @@ from model import GPT, GPTConfig
 UNEVEN = GPTConfig(17, 101, 3, 3, 30, 1, bias=True, attention_backend="sdpa_flash")
 
 
-def cluster(dtype: str = "float32", **rates: Any) -> Cluster:
-    at = Cluster(dtype, Peak(1, "a test's"), 1, 1e9, 1e9, 2, 1e9, 1e8)
-    return replace(at, **rates)
-
-
 def plan(
     model: GPTConfig, parallel: str = "ddp", gpus: int = 1, context: int = 1, **job: Any
 ) -> Plan:
     dtype, batch = job.pop("dtype", "float32"), job.pop("batch", 2)
     sequences = job.pop("sequences", batch * gpus)
-    return Plan(Job(model, sequences, batch, **job), cluster(dtype), parallel, gpus, context)
+    at = Cluster(dtype, Peak(1, "a test's"), 1, 1e9, 1e9, 2, 1e9, 1e8)
+    return Plan(Job(model, sequences, batch, **job), at, parallel, gpus, context)
 
 
 def made(model: GPTConfig, checkpointing: bool = False) -> GPT:
@@ -148,32 +143,21 @@ GATHER, SCATTER = (
 )
 
 
-@contextlib.contextmanager
-def counted(calls: list[tuple[str, int, int]]) -> Iterator[None]:
-    """Inside, every collective of FSDP2 is noted: (kind, bytes of the whole tensor, ranks)."""
+def note_collectives(calls: list[tuple[str, int, int]]) -> None:
+    """From now on note every collective of FSDP2: (kind, bytes of the whole tensor, ranks)."""
     kinds = {GATHER: "all-gather", SCATTER: "reduce-scatter", "all_reduce": "all-reduce"}
-    real = {name: getattr(dist, name) for name in kinds}
 
-    def noting(name: str) -> Callable[..., Any]:
+    def noting(kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
             whole = max(t.numel() * t.element_size() for t in given)
-            calls.append((kinds[name], whole, dist.get_world_size(kwargs.get("group"))))
-            return real[name](*args, **kwargs)
+            calls.append((kind, whole, dist.get_world_size(kwargs.get("group"))))
+            return real(*args, **kwargs)
 
         return call
 
-    for name in kinds:
-        setattr(dist, name, noting(name))
-    try:
-        yield
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
-
-
-def group_of(rank: int, n: int) -> DistInfo:
-    return DistInfo(torch.device("cpu"), rank, n, dist.group.WORLD)
+    for name, kind in kinds.items():
+        setattr(dist, name, noting(kind, getattr(dist, name)))
 
 
 def storages(tensors: Any) -> int:
@@ -187,10 +171,10 @@ def fsdp_step(rank: int, n: int, model: GPTConfig, size: int, dtype: str, micro:
     """What a process of n holds, and sends in a step."""
     calls: list[tuple[str, int, int]] = []
     real = made(model, checkpointing)
-    setup = Setup.of(torch.device("cpu"), dtype)
-    parallel.shard(real, group_of(rank, n), setup, size)
-    with counted(calls):
-        peak, optimizer = stepped(real, real, dtype, 2, micro)
+    cpu = torch.device("cpu")
+    parallel.shard(real, DistInfo(cpu, rank, n, dist.group.WORLD), Setup.of(cpu, dtype), size)
+    note_collectives(calls)
+    peak, optimizer = stepped(real, real, dtype, 2, micro)
     params = list(real.parameters())
     return {
         "weights": storages(params),
@@ -250,18 +234,14 @@ def ring_step(rank: int, n: int, model: GPTConfig, dtype: str, checkpointing: bo
         return send(ops)
 
     dist.batch_isend_irecv = noting
-    try:
-        x = real.ring.shard(tokens(model, 2))
-        with autocast(dtype):
-            real.plan(len(x))  # its probe sends messages too
+    x = real.ring.shard(tokens(model, 2))
+    with autocast(dtype):
+        real.plan(len(x))  # its probe sends messages too
         messages.clear()
-        with autocast(dtype):
-            real(x, x)[1].backward()
-        sent = Counter[int]()
-        for width, size in messages:
-            sent[width] += size
-    finally:
-        dist.batch_isend_irecv = send
+        real(x, x)[1].backward()
+    sent = Counter[int]()
+    for width, size in messages:
+        sent[width] += size
     return sent, len(messages)
 
 
@@ -285,88 +265,35 @@ def test_what_a_ring_holds_and_sends(n: int, dtype: str, checkpointing: bool) ->
 # --- over which link ---
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype, r", [("float32", 4), ("bfloat16", 2), ("float16", 4)])
-def test_gpt2_against_the_formulas_of_the_page(dtype: str, r: int, checkpointing: bool) -> None:
-    """What a rank of 16 in 2 servers holds and sends, by the symbols of docs/PLAN.md."""
-    argv = [*ARGV, "--gpus=16", "--context_parallels=1,4", "--batch_size=12", "--n_kv_head=4",
-            "--gradient_accumulation_steps=40", f"--dtype={dtype}",
-            *["--gradient_checkpointing"] * checkpointing]
-    made = [row for row in rows(*argv) if "memory" in row]
-    refused = dtype == "float16"  # FSDP has no loss scaling
-    ways = ["ddp"] if refused else ["ddp", "fsdp", "hybrid"]
-    assert [(w["parallel"], w["context_parallel"]) for w in made] == list(product(ways, (1, 4)))
-    for row in made:
-        formulas(row, dtype, r, checkpointing)
-
-
-def formulas(row: dict[str, Any], dtype: str, r: int, checkpointing: bool) -> None:
-    parallel, N = row["parallel"], row["context_parallel"]
-    L, C, H, K, V, T = 12, 768, 12, 256, 50304, 1024
-    a, half = (4, 0) if dtype == "float32" else (2, 1)
-    S = {"ddp": 1, "fsdp": 16, "hybrid": 8}[parallel]
-    mine = 480 * N // 16  # sequences of a rank in a step
-    m = math.ceil(mine / 12)
-    n = math.ceil(mine / m) * T // N
-
-    def kept(*shapes: tuple[int, int]) -> int:
-        return sum(math.ceil(rows / S) * width for rows, width in shapes)
-
-    B = kept((C + 2 * K, C), (C, C), (4 * C, C), (C, 4 * C), (C, 1), (C, 1))
-    R = kept((V, C), (T, C), (C, 1))
-    own = L * B + R
-    P = L * ((C + 2 * K) * C + 9 * C * C + 2 * C) + (V + T + 1) * C
-    layer = 2 * (r * C + 8 + a * C) + a * (C + 2 * K) + a * C + 4 * H + 8 * a * C
-    around = 8 + r * C + 8 + a * C
-    saves = L * r * C + layer + around if checkpointing else L * layer + around
-    most = min(2**29 // V, 4096 if dtype == "float16" else n) // 128 * 128
-    least = -(-n // most)  # chunks of equal size, if there are such
-    chunks = next((c for c in range(least, 2 * least) if n % (128 * c) == 0), least)
-    rows = min(n, -(-n // (128 * chunks)) * 128)
-    gathered = 4 * S * R + S * B * (4 * a + half * a + 4)
-    if parallel == "ddp":
-        gathered = half * a * L * ((C + 2 * K) * C + 9 * C * C)
-    if N > 1:
-        gathered += n * (4 * a * K + 24 * K + 8 * C)
-    memory = {
-        "weights": 4 * own,
-        "gradients": 4 * own + 4 * P * (parallel != "ddp"),
-        "AdamW": 8 * own,
-        "activations": n * saves + n * C * (r + 5 * a),
-        "logits": 8 * V * rows + V * C * (4 + half * 2 * a) + n * C * (r + half * a),
-        "gathered": gathered,
-    }
-    ranks = 8 if parallel == "hybrid" else 16
-    of, everywhere = (ranks - 1) / ranks, 1 / 8 if parallel != "hybrid" else 0.0
-    sent = dict.fromkeys(scale.KINDS, 0.0)
-    if parallel == "ddp":
-        sent["all-reduce"] = 2 * of * 4 * P
-    else:
-        sent["all-gather"] = of * (m * 4 * S * R + 2 * m * L * a * S * B)
-        sent["reduce-scatter"] = of * (L * 4 * S * B + 4 * S * R)
-        sent["all-reduce"] = (L * 4 * B + 4 * R) * (parallel == "hybrid")
-    network = everywhere * sum(sent.values()) or sent["all-reduce"]
-    passes = (3 if checkpointing else 2) * N - (3 if checkpointing else 2)
-    sent["ring"] = m * L * (passes * 2 * a * n * K + N * 2 * 4 * n * K) * (N > 1)
-
-    assert (row["sequences"], row["micro_steps"], row["shard_size"]) == (mine, m, S)
-    assert row["memory"] == memory and row["memory_bytes"] == sum(memory.values())
-    assert row["left_bytes"] == pytest.approx(0.95 * 141e9 - sum(memory.values()))
-    assert row["sent"] == pytest.approx(sent)
-    links = {"nvlink": sum(sent.values()) - network, "network": network}
-    assert row["links"] == pytest.approx(links)
-    seen = T * (T + 1) / 2 / T  # keys a query sees, in the mean
-    multiplied = L * ((C + 2 * K) * C + 9 * C * C) + V * C
-    gains = (2 * L + 1) * C
-    for name, keys in (("mfu", T), ("mfu_causal", seen)):
-        token = 6 * (multiplied + gains) + 12 * L * C * keys
-        rate = token * 480 * T / (row["ms"] / 1e3)
-        assert row[name] == pytest.approx(
-            rate / (16 * (494.7e12 if dtype == "float32" else 989.4e12)), rel=1e-3
-        )
-    assert row["ms"] == pytest.approx(row["compute_ms"] + row["exposed_ms"])
-    assert 0 < row["exposed_ms"] <= row["communication_ms"] * (1 + 1e-9)
-    assert row["tokens_per_s"] == pytest.approx(480e3 * T / row["ms"])
+@pytest.mark.parametrize("dtype, peak", [
+    ("float32", 494.7), ("bfloat16", 989.4), ("float16", 989.4),
+])
+def test_gpt2_on_two_servers_by_hand(dtype: str, peak: float) -> None:
+    """Bytes that a rank of 16 holds and sends, but for the filling of uneven shards."""
+    made = rows(*ARGV, "--gpus=16", "--batch_size=12", "--gradient_accumulation_steps=40",
+                f"--dtype={dtype}")
+    shards = {"ddp": 1} if dtype == "float16" else {"ddp": 1, "fsdp": 16, "hybrid": 8}
+    assert [r["parallel"] for r in made if "memory" in r] == [*shards]  # FSDP scales no loss
+    for way, S in shards.items():
+        row = next(r for r in made if r["parallel"] == way)
+        memory, sent, total = row["memory"], row["sent"], sum(row["sent"].values())
+        assert (row["sequences"], row["micro_steps"], row["shard_size"]) == (30, 3, S)
+        assert memory["weights"] == pytest.approx(4 * NUMBERS / S, rel=1e-3)
+        assert memory["AdamW"] == pytest.approx(8 * NUMBERS / S, rel=1e-3)
+        assert row["left_bytes"] == pytest.approx(0.95 * 141e9 - sum(memory.values()))
+        # One of a server's 8 GPUs joins a ring of 16 to the next; only hybrid's copies leave it.
+        network = sent["all-reduce"] if way == "hybrid" else total / 8
+        assert row["links"] == pytest.approx({"nvlink": total - network, "network": network})
+        if way != "fsdp":  # in a ring of 16, or 2
+            of = 2 * 15 / 16 if way == "ddp" else 2 * 1 / 2 / 8
+            assert sent["all-reduce"] == pytest.approx(of * 4 * NUMBERS, rel=1e-3)
+        assert row["ms"] == pytest.approx(row["compute_ms"] + row["exposed_ms"])
+        assert 0 < row["exposed_ms"] <= row["communication_ms"] * (1 + 1e-9)
+        assert row["tokens_per_s"] == pytest.approx(480e3 * 1024 / row["ms"])
+        for name, causal in (("mfu", False), ("mfu_causal", True)):
+            share = row["tokens_per_s"] / (16 * peak * 1e12)
+            flop = flops_per_token(GPTConfig(bias=False), 1024, causal)
+            assert row[name] == pytest.approx(flop * share, rel=1e-3)
 
 
 # --- the command ---
@@ -381,6 +308,7 @@ def rows(*argv: str) -> list[dict[str, Any]]:
 
 
 ARGV = ("--gpu=NVIDIA H200", "--config=config/train_gpt2.py", "--vocab_size=50304")
+NUMBERS = 124_373_760  # GPT-2's, without biases
 
 
 def test_every_table_says_that_it_is_planned() -> None:
@@ -390,10 +318,9 @@ def test_every_table_says_that_it_is_planned() -> None:
     assert code == 0 and content["planned"] and all(row["planned"] for row in content["rows"])
     heads = [i for i, line in enumerate(text) if set(line) <= set("| -") and line]
     assert heads and all("planned" in text[i - 1] for i in heads)
-    ways = {(r["gpus"], r["parallel"]) for r in content["rows"]}
-    assert ways == {(n, way) for n in (8, 64, 512) for way in ("ddp", "fsdp", "hybrid")} - {
-        (8, "hybrid")
-    }
+    ways = [(r["gpus"], r["parallel"]) for r in content["rows"]]
+    every = [(n, way) for n in (8, 64, 512) for way in ("ddp", "fsdp", "hybrid")]
+    assert ways == [at for at in every if at != (8, "hybrid")]
     assert {r["context_parallel"] for r in content["rows"]} == {1}  # rings only on demand
     # 480 sequences a step do not suffice for 512 GPUs
     few = [r for r in content["rows"] if "why" in r]
@@ -402,8 +329,7 @@ def test_every_table_says_that_it_is_planned() -> None:
 
 
 @pytest.mark.parametrize("gpu, gpus, where, ms", [
-    ("H100", 8, "8 x H100", "140 ms"), ("H100 PCIe", 16, "8 x H100", "140 ms"),
-    ("H200", 1, "1 x H200", "1,068.71 ms"), ("H200", 64, "8 x H200", "143.87 ms"),
+    ("H100 PCIe", 16, "8 x H100", "140 ms"), ("H200", 1, "1 x H200", "1,068.71 ms"),
     ("A100", 3, "4 x A100", "633.40 ms"), ("4090", 8, "2 x RTX 4090", "1,191.34 ms"),
 ])
 def test_below_the_table_is_the_nearest_measured_step(
@@ -430,22 +356,18 @@ def test_one_gpu_beside_several_leaves_the_links_of_the_several() -> None:
     sent = {(r["gpus"], r["parallel"]): r["communication_ms"] for r in made}
     assert sent[1, "ddp"] == 0
     # A ring of 8: 7/8 of the gradients, twice; 14 hops of 1.9 us for each of the 5 buckets.
-    numbers = 124_373_760  # GPT-2's, without biases
-    assert sent[8, "ddp"] == pytest.approx(2 * 7 / 8 * 4 * numbers / 450e6 + 5 * 14 * 1.9e-3)
+    assert sent[8, "ddp"] == pytest.approx(2 * 7 / 8 * 4 * NUMBERS / 450e6 + 5 * 14 * 1.9e-3)
 
 
 @pytest.mark.parametrize("short, usual, gb", [  # memory of the datasheet
     ("H100", "NVIDIA H100 80GB HBM3", 80), ("nvidia h100", "NVIDIA H100 80GB HBM3", 80),
     ("A100", "NVIDIA A100-SXM4-80GB", 80), ("a100 40gb", "NVIDIA A100-SXM4-40GB", 40),
     ("V100 32GB", "Tesla V100-SXM2-32GB", 32), ("4090", "NVIDIA GeForce RTX 4090", 24),
-    ("T4", "Tesla T4", 16), ("3090", "NVIDIA GeForce RTX 3090", 24),
 ])
 def test_a_part_of_a_name_is_the_usual_gpu_of_it(short: str, usual: str, gb: int) -> None:
     argv = (*ARGV[1:], "--gpus=1", "--batch_size=1")
     _, out = run(f"--gpu={short}", *argv)
-    _, whole = run(f"--gpu={usual}", *argv)
-    (note,) = {*out.splitlines()} - {*whole.splitlines()} - {out.splitlines()[0]}
-    assert repr(short) in note and usual in note
+    assert any(repr(short) in line and usual in line for line in out.splitlines())
     (row,) = rows(f"--gpu={short}", *argv)
     assert row["memory_bytes"] + row["left_bytes"] == pytest.approx(SHARE * gb * 1e9)
 
@@ -456,9 +378,8 @@ def test_a_part_of_a_name_is_the_usual_gpu_of_it(short: str, usual: str, gb: int
     (["--gpu=Tesla T4", "--dtype=bfloat16"], "bfloat16 rates"),
     (["--gpu=NVIDIA H200", "--gpus=12"], "--gpus=12"),
     (["--gpu=NVIDIA H200", "--context_parallels=3"], "--context_parallels"),
-    (["--gpu=NVIDIA L40S"], "--nvlink_gbs"),
     (["--gpu=RTX 4090 Laptop GPU"], "Laptop"), (["--gpu=GB200"], "'GB200'"),
-    (["--gpu=titan"], "TITAN V"), (["--gpu=NVIDIA"], "'NVIDIA'"), (["--gpu=cpu"], "'cpu'"),
+    (["--gpu=titan"], "TITAN V"), (["--gpu=NVIDIA"], "'NVIDIA'"),
     (["--gpu=NVIDIA H200", "--record=x"], "--record"),
     (["--gpu=NVIDIA H200", "--peak_tflops=measure"], "--peak_tflops"),
 ])
