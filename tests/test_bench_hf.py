@@ -7,7 +7,7 @@ from typing import Any
 
 import in_process
 import pytest
-from test_bench import SMALL, last_line, run, small
+from test_bench import SMALL, by_backend, measured, run, small
 
 from bench import hf
 from bench.verify import verify
@@ -31,11 +31,10 @@ def folder(path: Path, kind: str = "llama", **more: Any) -> str:
 @pytest.mark.slow
 def test_a_row_for_every_backend_and_for_transformers_own(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
-    code, out = run([*SMALL, folder(tmp_path), "--backends=manual,sdpa,tiled,flash_attn_2",
-                     "--gradient_accumulation_steps=2", "--json"])
-    content = last_line(out)
-    rows = {r["backend"]: r for r in content["rows"]}
-    assert code == 0 and list(rows)[:3] == ["manual", "hf_eager", "hf_sdpa"]
+    content = measured(*SMALL, folder(tmp_path), "--backends=manual,sdpa,tiled,flash_attn_2",
+                       "--gradient_accumulation_steps=2")
+    rows = by_backend(content)
+    assert list(rows)[:3] == ["manual", "hf_eager", "hf_sdpa"]
     ours = {"manual": [], "tiled": [], "sdpa": ["flash (CPU)"]}
     assert {n: r["kernels"] for n, r in rows.items() if r.get("proof")} == ours
     assert rows["hf_sdpa"]["kernels"] == ["flash (CPU)"] and rows["hf_eager"]["kernels"] == []
@@ -64,11 +63,10 @@ def test_a_head_that_is_tied_counts_though_its_weights_are_looked_up_too(tied):
 def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
     """Gemma 2 caps its scores, has a scale of its own, and a window in every second layer."""
     in_process.use(monkeypatch)
-    argv = [*SMALL, folder(tmp_path, "gemma2", sliding_window=8), "--backends=manual,sdpa"]
-    code, out = run([*argv, "--json"])
-    content = last_line(out)
-    rows = {r["backend"]: r for r in content["rows"]}
-    assert code == 0 and rows["manual"]["status"] == rows["hf_eager"]["status"] == "ok"
+    model = folder(tmp_path, "gemma2", sliding_window=8)
+    content = measured(*SMALL, model, "--backends=manual,sdpa")
+    rows = by_backend(content)
+    assert rows["manual"]["status"] == rows["hf_eager"]["status"] == "ok"
     assert abs(rows["manual"]["loss_difference"]) < 1e-5
     assert rows["sdpa"]["status"] == "unavailable" and "rounds" not in rows["sdpa"]
     assert any(word in rows["sdpa"]["why"][0] for word in ("scale", "cap"))
@@ -79,13 +77,11 @@ def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_generation_with_its_caches(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
-    argv = [*small("decode"), folder(tmp_path), "--backends=sdpa", "--batch_sizes=2",
-            "--prompts=5", "--new_tokens=4", "--json"]
-    code, out = run(argv)
-    content = last_line(out)
+    content = measured(*small("decode"), folder(tmp_path), "--backends=sdpa", "--batch_sizes=2",
+                       "--prompts=5", "--new_tokens=4")
     at = {(r["backend"], r["point"]["cache"]): r for r in content["rows"]}
     who = ("sdpa", "hf_eager", "hf_sdpa")
-    assert code == 0 and set(at) == {(name, cache) for name in who for cache in hf.CACHES}
+    assert set(at) == {(name, cache) for name in who for cache in hf.CACHES}
     numbers = 2 * 2 * 2 * 8  # keys and values of a token
     for row in at.values():
         assert row["status"] == "ok" and row["cache_bytes"] == 4 * 2 * (5 + 4 - 1) * numbers

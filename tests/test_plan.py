@@ -388,13 +388,9 @@ def test_a_mistake_is_named(argv: list[str], named: str) -> None:
         run(*argv)
 
 
-def test_the_page_is_what_the_code_says() -> None:
-    page = build.PLAN
-    assert build.rebuild(page.read_text(encoding="utf-8"), page)[1] == []
-
-
-def test_the_tables_of_the_page_are_rows_of_its_command(capsys: Any) -> None:
+def test_the_page_is_what_the_code_and_its_command_say(capsys: Any) -> None:
     text = build.PLAN.read_text(encoding="utf-8")
+    assert build.rebuild(text, build.PLAN)[1] == []
     (command,) = re.findall(r"plan (--gpu=.*--gpus=16 --block_size(?:.|\n)*?)```", text)
     argv = shlex.split(command.replace("\\\n", " "))
     assert bench_mfu.main(["plan", *argv]) == 0

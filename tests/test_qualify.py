@@ -19,9 +19,8 @@ from bench.verify import verify
 TINY = [*small("qualify"), "--new_tokens=4", "--prompts=8", "--timeout=60"]
 
 
-def read(folder: Path) -> dict[str, Any]:
-    (made,) = folder.glob("*/record.json")
-    return json.loads(made.read_text(encoding="utf-8"))
+def read(folder: Path) -> Any:
+    return json.loads(next(folder.glob("*/record.json")).read_text(encoding="utf-8"))
 
 
 @pytest.fixture
