@@ -54,7 +54,7 @@ def block_mask(
 
 
 def backend_of(module: ModuleType, path: str) -> Backend:
-    """flex with the functions of a module. Raises AttributeError: it has no mask_mod."""
+    """flex with the functions of a module."""
     mods = Mods(module.mask_mod, getattr(module, "score_mod", None))
     attend = partial(flex.attend, own_mask=partial(block_mask, mods))
     rows = dict.fromkeys(

@@ -145,6 +145,9 @@ def run(name: str, path: str) -> object:
     assert spec and spec.loader
     module = sys.modules[title] = module_from_spec(spec)
     spec.loader.exec_module(module)
+    wanted = "BACKEND" if path == name else "mask_mod"
+    if not hasattr(module, wanted):
+        raise ValueError(f"it defines no {wanted}")
     return module.BACKEND if path == name else mods.backend_of(module, path)
 
 
