@@ -211,15 +211,16 @@ def corners(T: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def listed(some: Tensor, every: Tensor, lengths: tuple[int, int], rows: int,
            mask_mod: Mod) -> BlockMask:
-    """A BlockMask by tiles of `rows` queries, bool (1 or B, 1 or H, tiles, tiles): in which some
-    and every pair is visible."""
+    """A BlockMask of bool (1 or B, 1 or H, tiles, tiles): is some, is every pair in it visible?"""
     from torch.nn.attention.flex_attention import BlockMask
 
-    tiles = torch.stack((some & ~every, every)).int()
-    partly, full = tiles.argsort(dim=-1, descending=True, stable=True).int()  # those of each row
-    n_partly, n_full = tiles.sum(dim=-1, dtype=torch.int32)  # and how many
-    return BlockMask.from_kv_blocks(n_partly, partly, n_full, full, BLOCK_SIZE=(rows, TILE),
-                                    mask_mod=mask_mod, seq_lengths=lengths)
+    def of_rows(tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """How many of each row, and which: no views, for which torch.compile compiles again."""
+        order = tiles.int().argsort(dim=-1, descending=True, stable=True)
+        return tiles.sum(dim=-1, dtype=torch.int32), order.int()
+
+    return BlockMask.from_kv_blocks(*of_rows(some & ~every), *of_rows(every),
+                                    BLOCK_SIZE=(rows, TILE), mask_mod=mask_mod, seq_lengths=lengths)
 
 
 # Tensors made in inference mode cannot be used in training.
