@@ -57,9 +57,9 @@ def maps(document: Document) -> list[str]:
         for i, label in enumerate(labels):
             lines.append(text(x0 - 5, y0 + i * CELL + 6, label, "mono end"))
             lines.append(text(x0 + i * CELL + 4, y0 - 4, label, "mono middle"))
-        for i, j, p in zip(rows, columns, weights[n, head]):
+        for row, column, p in zip(rows, columns, weights[n, head]):
             if p >= 0.02:
-                x, y = x0 + j * CELL, y0 + i * CELL
+                x, y = x0 + column * CELL, y0 + row * CELL
                 size = f'width="{CELL}" height="{CELL}" fill-opacity="{p ** 0.5:.2f}"'
                 lines.append(f'<rect x="{x}" y="{y}" {size} class="cell"/>')
         side = T * CELL
