@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -60,49 +60,62 @@ def made(shape: str) -> tuple[GPT, ExplainConfig]:
     return tiny(**changes).to(getattr(torch, config.dtype)), config
 
 
+class Layer(NamedTuple):
+    """The formula in float64, and what the kernel that ran made of it."""
+
+    sees: Tensor  # (T, T) bool
+    S: Tensor  # (H, T, T)
+    P: Tensor  # (H, T, T)
+    v: Tensor  # (Hkv, T, D)
+    out: Tensor  # (H, T, D) the kernel's
+
+    def errors(self) -> list[float]:
+        v = self.v.repeat_interleave(4 // len(self.v), dim=0)
+        return (self.P @ v - self.out).abs().amax((1, 2)).tolist()
+
+
 @cache
-def document(shape: str) -> tuple[Document, list[Tensor], list[Tensor], list[Tensor]]:
-    """And of each layer, in float64: the mask, P and v (H, T, ...), and the kernel's output."""
+def document(shape: str) -> tuple[Document, list[Layer]]:
     model, config = made(shape)
     caught: list[Tensor] = []
     for block in model.transformer.h:
         block.attn.c_attn.register_forward_hook(lambda _, x, out: caught.append(out[0].double()))
         block.attn.c_proj.register_forward_pre_hook(lambda _, x: caught.append(x[0][0].double()))
-    found, c = explained(model, config), model.config
+    found, kv, layers = explained(model, config), model.config.kv_heads, []
     seg = found["about"]["segments"] or [0] * len(caught[0])
-    masks, P, v = [], [], []
-    for qkv, window in zip(caught[::2], c.windows, strict=True):
-        q, k, v_ = qkv.unflatten(1, (-1, 8)).transpose(0, 1).split([4, c.kv_heads, c.kv_heads])
+    for qkv, out, window in zip(caught[::2], caught[1::2], model.config.windows, strict=True):
+        q, k, v = qkv.unflatten(1, (-1, 8)).transpose(0, 1).split([4, kv, kv])
         sees = torch.tensor([[bool(visible(i, j, 0, window, a, b)) for j, b in enumerate(seg)]
                              for i, a in enumerate(seg)])
-        k, v_ = (t.repeat_interleave(4 // c.kv_heads, dim=0) for t in (k, v_))
-        scores = (q @ k.mT / math.sqrt(8)).masked_fill(~sees, -torch.inf)
-        masks, P, v = [*masks, sees], [*P, scores.softmax(-1)], [*v, v_]
-    out = [t.unflatten(1, (4, 8)).transpose(0, 1) for t in caught[1::2]]
-    return found, masks, P, [(p @ v_ - o).abs().amax((1, 2)) for p, v_, o in zip(P, v, out)]
+        S = q @ k.repeat_interleave(4 // kv, dim=0).mT / math.sqrt(8)
+        S = S.masked_fill(~sees, -torch.inf)
+        layers.append(Layer(sees, S, S.softmax(-1), v, out.unflatten(1, (4, 8)).transpose(0, 1)))
+    return found, layers
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_maps_and_errors_are_the_formula_of_the_models_own_q_k_and_v(shape) -> None:
-    found, masks, P, errors = document(shape)
-    T = len(masks[0])
-    packed = unpack(found["maps"]["weights"]) / found["maps"]["levels"]
-    shown = torch.zeros(2, 4, T, T, dtype=torch.float64)
+def test_the_numbers_are_the_formula_of_the_models_own_q_k_and_v(shape) -> None:
+    found, layers = document(shape)
+    maps, tiles, T = found["maps"], found["tiles"], len(layers[0].sees)
     rows, cols = np.tril_indices(T)
-    shown[:, :, rows, cols] = torch.from_numpy(packed)
-    torch.testing.assert_close(shown, torch.stack(P), rtol=0, atol=0.5 / 65535 + 2e-6)
-    assert T < 9 or torch.stack(P).amax(-1).median() > 0.3  # a wrong mask would be seen
-    for n, sees in enumerate(masks):
-        assert not shown[n][:, ~sees].any()
+    P = torch.stack([layer.P for layer in layers])
+    assert T < 9 or P.amax(-1).median() > 0.3  # a wrong mask would be seen
+    shown = unpack(maps["weights"]) / maps["levels"]
+    assert shown == pytest.approx(P[:, :, rows, cols].numpy(), abs=0.5 / 65535 + 2e-6)
+    entropy = torch.special.entr(P[:, :, min(8, T // 2) :]).sum(-1).mean(-1)
+    assert np.array(maps["entropy"]) == pytest.approx(entropy.numpy(), rel=1e-4, abs=1e-5)
+    for n, (sees, S, _, v, out) in enumerate(layers):
+        assert not shown[n][:, ~sees[rows, cols].numpy()].any()
         runs = [[j for j in range(T) if row[j]] for row in sees]
-        assert [[*range(a, b)] for a, b in found["maps"]["seen"][n]] == runs
-        layer = found["maps"]["layers"][n]
+        assert [[*range(a, b)] for a, b in maps["seen"][n]] == runs
+        layer = maps["layers"][n]
         assert layer["agrees"] and layer["error"] == max(layer["heads"]) <= layer["allowed"]
         assert layer["allowed"] < (0.4 if shape == "bfloat16" else 1e-4)
-        assert layer["heads"] == pytest.approx(errors[n].tolist(), rel=1e-6, abs=1e-14)
-    late = torch.stack(P)[:, :, min(8, T // 2) :]
-    entropy = torch.special.entr(late).sum(-1).mean(-1)
-    assert np.array(found["maps"]["entropy"]) == pytest.approx(entropy.numpy(), rel=1e-4, abs=1e-5)
+        assert layer["heads"] == pytest.approx(layers[n].errors(), rel=1e-6, abs=1e-14)
+        wanted = {"scores": S[:, rows, cols], "v": v[..., :4], "out": out[..., :4]}
+        for name, want in wanted.items():
+            got = unpack(tiles[name])[n]  # type: ignore[literal-required]
+            assert got == pytest.approx(want.numpy(), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -194,7 +207,7 @@ def test_the_map_in_characters(shape) -> None:
     text = text[text.index("MAP of layer 1, head 2") :]
     lows = {c: float(low) for c, low in re.findall(r"(\S)\s+from\s+(0(?:\.\d+)?)[,.]", text)}
     assert len(lows) == 7
-    mask, P = document(shape)[1][1], document(shape)[2][1][2]
+    mask, P = document(shape)[1][1].sees, document(shape)[1][1].P[2]
     rows = re.findall(r"^ *\d+ \S .*", text, re.M)
     assert len(rows) == len(mask)
     for line, sees, row in zip(rows, mask.tolist(), P):
