@@ -20,7 +20,6 @@ import attention
 
 FRESH = os.environ.get("FRESH_PYTHON", "")
 installed = pytest.mark.skipif(not FRESH, reason="make wheel runs it")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def run(folder: Path, *words: str, python: str = str(ROOT / FRESH), path: str = "") -> str:
@@ -31,10 +30,10 @@ def run(folder: Path, *words: str, python: str = str(ROOT / FRESH), path: str = 
     return done.stdout
 
 
-def lines(begin: str) -> str:
-    """The README's block of Python that begins so."""
-    (code,) = re.findall(rf"```python\n({begin}\n.*?)```", README, re.S)
-    return str(code)
+def code_of(page: str) -> str:
+    """The first block of Python in a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.S)[0]
 
 
 @installed
@@ -56,9 +55,9 @@ print(json.dumps([found.version, found.requires, [str(path) for path in found.fi
 
 
 @installed
-def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
+def test_the_first_lines_of_attention_md_run(tmp_path: Path) -> None:
     more = "\nprint(chosen, tuple(out.shape), nanoattn.__file__)"
-    found = run(tmp_path, "-c", lines("import torch, nanoattn") + more)
+    found = run(tmp_path, "-c", code_of("docs/ATTENTION.md") + more)
     assert "(2, 1024, 8, 64)" in found and str(ROOT / "attention") not in found
 
 
@@ -75,8 +74,7 @@ def test_every_name_and_every_module_imports(tmp_path: Path) -> None:
 @installed
 def test_a_kernel_of_ones_own_is_checked(tmp_path: Path) -> None:
     """The file of docs/KERNEL.md, right and wrong."""
-    page = (ROOT / "docs" / "KERNEL.md").read_text(encoding="utf-8")
-    code, *_ = re.findall(r"```python\n(.*?)```", page, re.S)
+    code = code_of("docs/KERNEL.md")
     words = ["-m", "nanoattn", "check", "chunked.py", "--quick", "--dtype=float32"]
     (tmp_path / "chunked.py").write_text(code, encoding="utf-8")
     run(tmp_path, *words)
@@ -86,12 +84,18 @@ def test_a_kernel_of_ones_own_is_checked(tmp_path: Path) -> None:
 
 
 @installed
-def test_the_lines_of_the_readme_for_transformers_run(tmp_path: Path) -> None:
+def test_the_lines_of_the_readme_run_with_transformers(tmp_path: Path) -> None:
     """On a small model of random weights."""
-    code = """from transformers import GPT2Config, GPT2LMHeadModel
+    before = """import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=64)
-GPT2LMHeadModel(config).save_pretrained("gpt2")\n"""
-    found = run(tmp_path, "-c", code + lines("import nanoattn, torch, transformers"))
+GPT2LMHeadModel(config).save_pretrained("gpt2")
+q = k = v = torch.randn(1, 16, 2, 8)\n"""
+    after = """
+model(torch.arange(9)[None])
+assert out.shape == q.shape
+print(nanoattn.hf.report(model))"""
+    found = run(tmp_path, "-c", before + code_of("README.md") + after)
     assert re.search(r"^transformer\.h\.\*\.attn \(2 layers: 0, 1\): sdpa ", found, re.M)
 
 
