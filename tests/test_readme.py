@@ -43,9 +43,11 @@ def commands(text: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def in_headers() -> list[str]:
-    """The launch lines in the headers of config/."""
+def elsewhere() -> list[str]:
+    """The launch lines in the headers of config/, and the steps of the workflows."""
     lines: list[str] = []
+    for path in files(".github/workflows/*.yml"):
+        lines += re.findall(r"- run: (.+?)(?:  #.*)?$", path.read_text("utf-8"), re.M)
     for path in files("config/*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
             if found := re.match(r"#   ((?:python|torchrun) .*)", line):
@@ -87,7 +89,7 @@ READERS: dict[str, Callable[[list[str]], object]] = {  # by the first words, the
 }
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(SHOWN + in_headers()))
+@pytest.mark.parametrize("line", dict.fromkeys(SHOWN + elsewhere()))
 def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     program, *words = shlex.split(line)
