@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from checkout import ROOT, files
 from test_readme import SHOWN
 
-from attention import Spec, visible
+from attention import visible
 from attention.check.command import main as check_kernel
 from core.settings import UserError
 from course import build
@@ -26,7 +25,6 @@ from course.exercises import NUMBERS, exercise
 from course.exercises import __main__ as command
 from course.exercises.check import examine
 from course.figures import __main__ as figures
-from course.figures import trace
 from course.lab import report, training
 
 COURSE = ROOT / "course"
@@ -161,10 +159,8 @@ def backward_flops() -> Any:
 def ring_work(N: int, T: int, window: int | None) -> Any:
     """Percent of the visible pairs, by process and step; where no process has the slowest of each
     step, these stand in a row below."""
-    places: list[Callable[[int], int]] = [
-        lambda t: t * N // T, lambda t: min(c := t * 2 * N // T, 2 * N - 1 - c)]
     rows: list[list[float]] = []
-    for place in places:
+    for place in (lambda t: t * N // T, lambda t: min(c := t * 2 * N // T, 2 * N - 1 - c)):
         count = torch.zeros(N, N)
         for i, j in seen(T, T, window).nonzero().tolist():
             count[place(i), (place(i) - place(j)) % N] += 1
@@ -301,49 +297,6 @@ def test_the_picture_of_masks_is_visible() -> None:
             pair = (seg[i], seg[j]) if seg else (None, None)
             want.append(bool(visible(i, j, 5 - Tq, window, *pair, right)))
     assert [e.get("class") == "on" for e in drawn("masks", "on", "off")] == want
-
-
-def test_the_frames_hold_the_numbers_of_tiled() -> None:
-    draw = torch.Generator().manual_seed(28)
-    q, k, v = torch.randint(-2, 3, (3, 1, 6, 1, 2), generator=draw).float()
-    tiles, out = trace.trace_of(q, k, v, Spec(1, 1, 2, "float32"), B_r=2, B_c=2)
-    words = "\n".join(e.text or "" for e in drawn("frames") if e.tag.endswith("}text"))
-    for a, tile in product(range(2), tiles[-3:]):
-        m, l, O = (t[0, 0, a].tolist() for t in (tile.m, tile.l, tile.O))
-        assert f"m {m:.1f}  l {l:.2f}  O {O[0]:5.2f} {O[1]:5.2f}" in words
-        assert "O / l = {:5.2f} {:5.2f}".format(*out[0, 4 + a, 0]) in words
-
-
-def bytes_moved(tiled: bool) -> Callable[[float], float]:
-    """Log of a head's bytes in float32, at 64 channels; tiles of 128 queries and 64 keys."""
-    keys = lambda T: 128 * (T // 128) * (T // 128 + 1) / 2  # noqa: E731
-    by_tiles = lambda T: 4 * 64 * (T + 2 * keys(T)) + 4 * 65 * T  # noqa: E731
-    three = lambda T: 4 * (4 * T * 64 + 4 * T * T)  # noqa: E731
-    return lambda T: math.log10((by_tiles if tiled else three)(T) / 1e5) / 4
-
-
-def decay(theta: float) -> Callable[[float], float]:
-    """The mean of cos(n theta^(-i / 64)) over 64 pairs."""
-    mean = lambda n: sum(math.cos(n * theta ** (-i / 64)) for i in range(64)) / 64  # noqa: E731
-    return lambda n: (mean(n) + 0.2) / 1.2
-
-
-POWERS = [256 * 2**n for n in range(5)]
-FAR = [n for n in (round(1.2**e) for e in range(60)) if n <= 16384]
-
-
-@pytest.mark.parametrize("name, kind, xs, height, room", [
-    ("bytes_moved", "a", POWERS, bytes_moved(True), 4e-4),
-    ("bytes_moved", "b", POWERS, bytes_moved(False), 4e-4),
-    ("rope_decay", "a", FAR, decay(1e4), 9e-4), ("rope_decay", "b", FAR, decay(5e5), 9e-4)])
-def test_a_curve_is_its_formula(name, kind, xs, height, room) -> None:
-    """From 80 to 520 x is logarithmic, from 280 up to 40 y is the height."""
-    (path,) = drawn(name, kind)
-    points = [[*map(float, p.split())] for p in path.attrib["d"].strip("M").split("L")]
-    first, last = xs[0], {"bytes_moved": 4096, "rope_decay": 16384}[name]
-    at = [first * (last / first) ** ((x - 80) / 440) for x, _ in points]
-    assert at == pytest.approx(xs, rel=0.002)
-    assert [(280 - y) / 240 for _, y in points] == pytest.approx([*map(height, xs)], abs=room)
 
 
 def test_page_13_has_the_record_of_the_lab() -> None:
