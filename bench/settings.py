@@ -218,7 +218,7 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
         if mode not in modes and (modes or name in RUN):
             raise UserError(f"--{name}: for {', '.join(modes) or 'train.py'} only, got mode {mode}")
     how: Json = {"aliases": ALIASES if kind is not Runs else {}, "ignored": OTHERS}
-    given, origins = gather(kind, [w for w in argv if w not in ("-h", "--help")], **how)
+    given, origins, _ = gather(kind, [w for w in argv if w not in ("-h", "--help")], **how)
     named = any(origin != "command line" for origin in origins.values())
     here = not named and mode not in ("plan", "runs")
     if here and pick_device(given.get("device", "auto")).type == "cpu":

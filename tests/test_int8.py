@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 import bench_mfu
 from core.cpu import int8
-from core.cpu import matmul as cpu_matmul
 from core.runtime import Decision, Setup
 from core.settings import UserError
 from inference import engine
@@ -143,34 +142,26 @@ def test_int8_is_for_decoding_only() -> None:
         bench_mfu.main(["train", "--weights=int8"])
 
 
-def test_a_few_rows_of_float32_are_exact_and_only_in_inference(monkeypatch) -> None:
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        pytest.skip("no AVX-512, or a PyTorch without the product")
-    torch.manual_seed(0)
-    w, b = torch.randn(96, 64), torch.randn(96)
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="no AVX-512")
+def test_a_few_rows_of_float32_are_exact_and_by_onednn_in_inference_only(monkeypatch) -> None:
     calls = []
     product = torch.ops.mkldnn._linear_pointwise
     monkeypatch.setattr(
         torch.ops.mkldnn, "_linear_pointwise", lambda *a: calls.append(a) or product(*a)
     )
-    for rows in (1, 3, 4, 9):
-        x = torch.randn(rows, 1, 64)
-        truth = x.double() @ w.double().t() + b.double()
-        with torch.no_grad():
-            y = cpu_matmul.few_rows(x, w, b)
-        assert (y.double() - truth).abs().max() <= 2e-6 * truth.abs().max()
-        assert bool(calls) == (rows >= 4)
-    calls.clear()
-    cpu_matmul.few_rows(torch.randn(9, 64), w, b)  # with gradients
-    assert not calls
     setup = replace(Setup.of(torch.device("cpu"), "float32"), onednn=Decision(False, "as on Intel"))
-    kinds = {type(m) for m in setup.place(model(), cast=True).modules()}
-    assert {cpu_matmul.FewLinear, cpu_matmul.FewHead} <= kinds
-    assert cpu_matmul.FewLinear not in {type(m) for m in setup.place(model()).modules()}
-    off = Setup.of(torch.device("cpu"), "float32", onednn=False)
-    assert cpu_matmul.FewLinear not in {type(m) for m in off.place(model(), cast=True).modules()}
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert cpu_matmul.FewLinear not in {type(m) for m in setup.place(model(), cast=True).modules()}
+    for made, rows, few in ((setup, 3, False), (setup, 9, True),
+                            (replace(setup, few_rows=False), 9, False)):
+        layer = made.place(torch.nn.Sequential(torch.nn.Linear(64, 96)), cast=True)
+        x = torch.randn(rows, 1, 64)
+        truth = x.double() @ layer[0].weight.double().t() + layer[0].bias.double()
+        with torch.no_grad():
+            y = layer(x)
+        assert (y.double() - truth).abs().max() <= 2e-6 * truth.abs().max()
+        assert bool(calls) == few
+        calls.clear()
+        layer(x)  # with gradients
+        assert not calls
 
 
 def test_a_target_that_counts_for_nothing_counts_for_nothing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -107,11 +106,11 @@ def stepped(module: Any, model: GPT, dtype: str, batch: int, micro: int) -> tupl
             )
             for i in range(micro):
                 x = tokens(model.config, batch)
-                with contextlib.nullcontext() if i == micro - 1 else parallel.no_sync(module):
-                    with autocast(dtype):
-                        loss = module(x, x)[1]
-                    loss.backward()
-                    del loss
+                parallel.average_gradients(module, i == micro - 1)
+                with autocast(dtype):
+                    loss = module(x, x)[1]
+                loss.backward()
+                del loss
             optimizer.step()
     return live.peak, optimizer
 

@@ -318,20 +318,14 @@ def test_errors_name_the_option_or_the_value(words, said, trained, monkeypatch):
     (MemoryError(), "--batch_size"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried"), "CUDA out of memory"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate 9 bytes"), "9 bytes"),
-    (RuntimeError("one\nOSError: {cache}/a/x.so: file too short"), "rm -r '{cache}'"),
-    (RuntimeError("InvalidCxxCompiler: no\nworking"), "--compile=False"),
 ])
-def test_failures_with_a_remedy_are_one_sentence(error, said, trained, tmp_path, monkeypatch):
-    cache = str(tmp_path / "of the compiler")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
-    error.args = tuple(text.replace("{cache}", cache) for text in error.args)
-
+def test_failures_with_a_remedy_are_one_sentence(error, said, trained, monkeypatch):
     def fail(*args: Any) -> Any:
         raise error
 
     monkeypatch.setattr(GPT, "hidden", fail)
     err = refused(*of(trained))
-    assert said.replace("{cache}", cache) in err and err.count("\n") == err.count("error: ") == 1
+    assert said in err and err.count("\n") == err.count("error: ") == 1
 
 
 def test_errors_name_the_file(trained, tmp_path):
