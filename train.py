@@ -223,9 +223,9 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
         run.sequences_seen += config.global_batch
         if seen:
             distributed.say("\n".join([f"step {run.step}:", *seen.lines(), f"trace: {seen.trace}"]))
-        if run.step == warm:
-            distributed.limit(config.hang_timeout)  # until here it was half an hour, to compile
+        limit = config.hang_timeout if run.step >= warm else SLOW_S  # of waiting for other ranks
         if run.step == warm or profiling:  # neither is a usual step
+            distributed.limit(limit)
             meter.restart(run.step, timed=run.step >= warm)
 
         # --- all processes agree: stop? log? (found_inf: on a GPU it would wait) ---
@@ -246,10 +246,9 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
             if stopping:
                 raise Stopped
             if evaluating:
-                if run.val_loss is None:  # the first one compiles
-                    distributed.limit(SLOW_S)
+                distributed.limit(SLOW_S if run.val_loss is None else limit)  # the first compiles
                 val_loss = evaluate(run, meter.metrics, stop)
-                distributed.limit(config.hang_timeout)
+                distributed.limit(limit)
                 finite = math.isfinite(val_loss)
         if not finite:
             value = mean_loss if val_loss is None else val_loss
@@ -307,13 +306,14 @@ def sample(run: Run, alone: GPT) -> None:
     """Print text from the model, unsharded."""
     torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
     torch.manual_seed(run.config.seed)
-    n, start = run.config.sample_tokens, [run.splits["train"][:1].tolist()]
-    tokenizer = data.from_meta(run.meta["tokenizer"])
+    n = run.config.sample_tokens
+    start = run.splits["train"][:1].tolist()
+    alone.tokenizer = data.from_meta(run.meta["tokenizer"])
     alone.eval().plan(grad=False, dtype=run.config.dtype)
-    how = {"vocab_size": tokenizer.vocab_size, "unused": tokenizer.unused}
     with run.setup.autocast:
-        (ids,) = generate(alone, start, n, kv_cache="none", temperature=0.8, top_k=200, **how)
-    print(f"--- a sample of {n} tokens ---\n{tokenizer.decode(ids.tolist()).strip()}", flush=True)
+        (ids,) = generate(alone, [start], n, kv_cache="none", temperature=0.8, top_k=200)
+    text = alone.tokenizer.decode(ids.tolist()).strip()
+    print(f"--- a sample of {n} tokens ---\n{text}", flush=True)
 
 
 # ----------------------------------------------------------------------------- the step
