@@ -60,7 +60,7 @@ def prepare(*lasting: str) -> None:
         if stream is getattr(sys, f"__{name}__") or isinstance(stream, _Output):
             stream.flush()
             raw = (_Lasting if name in lasting else io.FileIO)(stream.fileno(), "wb", closefd=False)
-            lines = name in lasting or stream.line_buffering
+            lines = name in lasting or stream.line_buffering or stream.write_through
             # \u4e00 for a text outside an ASCII terminal's.
             code = stream.encoding, "backslashreplace"
             stream = _Output(io.BufferedWriter(raw), *code, line_buffering=lines)

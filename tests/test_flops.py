@@ -36,10 +36,6 @@ def test_gpt2_124m_by_hand() -> None:
     assert f"{flops_per_token(GPT2, 1024, causal=True) / 1e6:.2f}" == "798.20"
 
 
-def test_the_length_is_the_one_trained_on_and_not_block_size() -> None:
-    assert flops_per_token(GPT2, 256) == 6 * n_params(GPT2) + 12 * 12 * 768 * 256
-
-
 def test_n_params_of_llamas_options() -> None:
     for name, value in LLAMA.items():
         config = replace(GPTConfig(16, 65, 3, 4, 48, head_size=8, n_hidden=20), **{name: value})

@@ -158,29 +158,6 @@ def test_clipping_and_what_is_not_finite(spoiled: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_weight_without_a_gradient_stays_and_a_closure_is_called() -> None:
-    model, calls = small(LLAMA), []
-    frozen = model.transformer.h[1].mlp.c_proj.weight
-    optimizer, before = muon(model), {n: p.clone() for n, p in model.named_parameters()}
-
-    def closure() -> float:
-        assert torch.is_grad_enabled()
-        gradients(model, 0)
-        frozen.grad = None
-        calls.append(1)
-        return 2.5
-
-    assert optimizer.step(closure) == 2.5 and calls == [1]
-    stayed = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
-    assert stayed == ["transformer.h.1.mlp.c_proj.weight"]
-
-
-def test_a_divergence_is_an_error(data_dir: Path, tmp_path: Path, capsys) -> None:
-    how = {**HOW, "muon_rates": "1e30,0.02,0.01,0.003", "warmup_iters": 0}
-    assert train.main(lines(data_dir, tmp_path, one=how)["one"]) == 1
-    assert "error: " in capsys.readouterr().err
-
-
 def test_a_step_never_asks_the_device() -> None:
     step = test_step.Step("float32", "float32", 2)
     step.optimizer = muon(step.model)

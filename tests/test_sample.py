@@ -89,17 +89,6 @@ def test_a_stream_is_the_same_text(how, trained):
 # --- prompts ---
 
 
-def test_every_prompt_is_continued(trained):
-    prompts = ["Ann sees", "The king", "moon"]
-    words = [f"--start={p}" for p in prompts]
-    texts = text_of(*of(trained, "--num_samples=2", *words))
-    assert len(texts) == 6
-    for p, pair in zip(prompts, (texts[:2], texts[2:4], texts[4:])):
-        assert all(t.startswith(p) for t in pair)
-    alone = text_of(*of(trained, "--start=The king", "--seed=1339"))
-    assert texts[2:3] == alone
-
-
 def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = Path("FILES: LIFE.txt")
@@ -409,14 +398,6 @@ def test_a_dataset_names_the_tokenizer_of_a_model_without_one(trained, tmp_path)
     own = text_of(*of(trained, "--start=Ann", "--seed=3", f"--dataset={tmp_path / 'gone'}"))
     assert own == texts
     assert str(tmp_path / "gone") in refused(*words, f"--dataset={tmp_path / 'gone'}")
-
-
-def test_from_a_folder_of_transformers(bpe, tmp_path):
-    torch.manual_seed(0)
-    config = GPTConfig(8, 50257, n_layer=1, n_head=1, n_embd=8, gelu="tanh")
-    checkpoint.save_hf(GPT(config), tmp_path / "hf")
-    (text,) = text_of(f"--init_from={tmp_path / 'hf'}", "--start=x", "--max_new_tokens=5")
-    assert len(text) > 1
 
 
 # --- from Python, and stop strings ---
