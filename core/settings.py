@@ -54,11 +54,11 @@ class LaunchError(UserError):
 
 @contextmanager
 def user_errors(where: str = "") -> Iterator[None]:
-    """Raise a ValueError of the block as a UserError that begins with `where`."""
+    """Raise a ValueError or OSError of the block as a UserError that begins with `where`."""
     try:
         yield
-    except ValueError as error:
-        raise UserError(f"{where}{error}") from error
+    except (ValueError, OSError) as error:
+        raise UserError(f"{where}{getattr(error, 'strerror', None) or error}") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -345,7 +345,8 @@ _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
                ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
                ast.Pow: operator.pow}  # fmt: skip
 LARGEST = 2**16  # bytes of a file; characters of a text, items of a list, bits of an integer
-_CALLS: Values = {f.__name__: f for f in (str, int, float, round, min, max)}
+_CALLS: Values = {f.__name__: f for f in (str, int, float, min, max)}
+_CALLS["round"] = lambda x, digits=None: round(x, digits and max(digits, -64))  # else 10**-digits
 _CALLS["time.time"] = time.time
 
 
@@ -373,6 +374,7 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, object, b
         raise UserError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"config file {path!r} cannot be read ({error})") from None
+    lines = text.splitlines()
     used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
     for node in tree.body:
         name = ""
@@ -389,8 +391,8 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, object, b
             known[name] = _evaluate(value, known)
         except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError):
             raise UserError(
-                f"{path}:{node.lineno}: unsupported: {ast.unparse(node)!r:.60}; expected name = "
-                "value, with numbers, arithmetic, strings, True, False, None, lists, settings, "
+                f"{path}:{node.lineno}: unsupported: {lines[node.lineno - 1]!r:.60}; expected name "
+                "= value, with numbers, arithmetic, strings, True, False, None, lists, settings, "
                 f"{', '.join(_CALLS)}; write the value itself"
             ) from None
         yield f"{path}:{node.lineno}", name, known[name], name in used
@@ -400,10 +402,14 @@ def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
     """The value of an expression. Raises ValueError, among others, if it is not supported, or
     grows, in each line or place, until it takes all memory."""
     value = _value(node, names)
-    size = value.bit_length() if isinstance(value, int) else len(str(value))
-    if size > LARGEST or (isinstance(value, tuple) and any(isinstance(v, tuple) for v in value)):
+    parts = value if isinstance(value, tuple) else (value,)
+    if any(isinstance(part, tuple) for part in parts) or sum(map(_size, parts)) > LARGEST:
         raise ValueError
     return value
+
+
+def _size(value: object) -> int:
+    return value.bit_length() if isinstance(value, int) else len(str(value))
 
 
 def _value(node: ast.expr | None, names: Mapping[str, object]) -> Any:
@@ -419,7 +425,12 @@ def _value(node: ast.expr | None, names: Mapping[str, object]) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_evaluate(operand, names)
         case ast.JoinedStr(values=parts):
-            return "".join(str(_evaluate(part, names)) for part in parts)
+            text = ""
+            for part in parts:
+                text += str(_evaluate(part, names))
+                if len(text) > LARGEST:
+                    raise ValueError
+            return text
         case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
             return _evaluate(value, names)
         case ast.BinOp(left=left, op=op, right=right):
