@@ -20,7 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, PositiveInt
 
+from bench.settings import MODES
+from core.options import TrainConfig
 from core.settings import Texts, UserError, check_fields, exit_on_user_error, from_dict, read
+from data.__main__ import DataConfig
+from explain import ExplainConfig
+from sample import SampleConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +121,20 @@ def test_a_wrong_value_is_named(name: str, data: st.DataObject) -> None:
                 read(Config, [path])
 
 
+COMMANDS = [TrainConfig, SampleConfig, ExplainConfig, DataConfig, *MODES.values()]
+
+
+@pytest.mark.parametrize("cls", COMMANDS)
+def test_every_default_of_every_command_may_be_given(cls: type, tmp_path: Path) -> None:
+    """On the command line, in a file and in JSON."""
+    values = dataclasses.asdict(cls())
+    lines = [f"{name} = {value!r}\n" for name, value in values.items()]
+    given_values = [(name, value) for name, value in values.items() if value != ()]
+    words = [word for name, value in given_values for word in as_words(name, value, "--{}")]
+    assert read(cls, words).settings == cls() == from_dict(cls, json.loads(json.dumps(values)))
+    assert read(cls, [config_file(tmp_path, "".join(lines))]).settings == cls()
+
+
 @pytest.mark.parametrize("words, expected", [
     ("--n-layer=3", {"n_layer": 3}), ("--blocks=3", {"n_layer": 3}),
     ("--compile 1", {"compile": True}), ("--stream y --compile None", {"stream": True}),
@@ -179,11 +198,13 @@ def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) ->
     "n_layer = open('x')", "from os import *", "n_layer = __import__('os').getpid()",
     "n_layer = 2 * heads", "n_layer = 2 * window", "name = 'a' * 10**12", "n_layer = 9 ** 9 ** 9",
     "n_layer = ", "n_layer = 1 / 0", "rate = 1e999", "n_layer = 1 << 10**12", "lengths = {1, 2}",
-    "n_layer = round(1, -10**9)", "lengths = [1] * 10**12", "lengths = [x for x in (1, 2)]", "name = {'a': 1}", "name = b'x'",
+    "n_layer = round(1, -10**9)", "lengths = [1] * 10**12", "lengths = [x for x in (1, 2)]",
+    "name = {'a': 1}", "name = b'x'",
     "n_layer = lengths[0]", "name = f'{n_layer:9999999999}'", "n_layer += 1", "del n_layer",
     "n_layer = " + "-" * 9999 + "1", "n_layer = " + "(" * 300 + "1" + ")" * 300,
     "n_layer = 1" + " + 1" * 9999, "name = str(" * 3000 + "1" + ")" * 3000, "name = '\0'",
-    "name = f'" + "{name}" * 3000 + "'", "name = str([" + "name, " * 3000 + "])", "# " + "x" * 10**6,
+    "name = f'" + "{name}" * 3000 + "'", "name = str([" + "name, " * 3000 + "])",
+    "# " + "x" * 10**6,
 ])  # fmt: skip
 def test_what_a_file_cannot_have_is_one_error(tmp_path: Path, line: str) -> None:
     path = config_file(tmp_path, f"\nname = 'abc' + {'b' * 9999!r}\n{line}\n")

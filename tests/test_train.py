@@ -609,22 +609,6 @@ def test_the_device_that_is_picked(cuda, mps, wanted, device, monkeypatch):
     assert current == [torch.device(device)] * (device == "cuda:1")
 
 
-def test_a_loaded_models_sizes_decide_not_the_default_ones(data_dir, tmp_path, monkeypatch):
-    """bfloat16 from the width 64 on: train.py's default is wide, the checkpoint is not."""
-    model, out = tmp_path / "model", tmp_path / "out"
-    assert run(data_dir, model, max_iters=1, n_embd=16, n_head=4).code == 0
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
-    monkeypatch.setattr(cpu_matmul, "LEAST_WIDTH", {"AMX": 64})
-    line = [f"--dataset={data_dir / 'tiny'}", f"--out_dir={out}", "--device=cpu", "--eval_iters=2",
-            "--max_iters=1", "--warmup_iters=0", f"--init_from={model}", "--peak_tflops=0.05"]
-    for more in ([], ["--n_embd=16"], ["--n_kv_head=4", "--n_layer=1"]):
-        r = run_line([*line, *more], out)
-        assert r.code == 0 and "dtype: float32" in r.out, r.err
-        saved = json.loads((checkpoint.latest(out) / "settings.json").read_text(encoding="utf-8"))
-        assert saved["train"]["dtype"] == "float32" and saved["model"]["n_embd"] == 16
-    assert "n_embd=16" in refusal(run_line([*line, "--n_embd=32"], out))
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_in_the_dtype_it_began_with(data_dir, tmp_path, monkeypatch):
     """Also on a processor without the units; and one of an earlier version, "auto", in float32."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import platform
 from contextlib import nullcontext
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attention.function import once
 from attention.machine.system import bfloat16_units, cpu_name
-from core.loss import Context, Head, linear_cross_entropy
+from core.loss import Head, linear_cross_entropy
 
 # float32 products by oneDNN; by oneDNN for four rows or more, without gradients (decoding); or as
 # PyTorch has them.
@@ -138,13 +138,13 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight = weight.to(x.dtype)
         ctx.save_for_backward(x, weight)
         return _linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         inputs = dy, *ctx.saved_tensors
         dy, x, weight = (t.detach() for t in inputs)
         want_x, want_w, want_b = ctx.needs_input_grad
