@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
-from functools import cache, singledispatch
+from functools import cache, partial, singledispatch
 from typing import Any, Literal
 
 import torch
@@ -152,13 +152,10 @@ def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
     return known and Peak(*known)
 
 
-def measured_peak(device: torch.device, dtype: str, again: bool = False, least: float = 0) -> Peak:
-    """This machine's peak rate by kept_rate(); `least`: TFLOP/s that were reached before."""
+def measured_peak(device: torch.device, dtype: str, again: bool = False) -> Peak:
+    """This machine's peak rate by kept_rate()."""
     tf32 = " in TF32" if device.type == "cuda" and dtype == "float32" and allows_tf32() else ""
-
-    def measure() -> float:
-        return max(least, measured_tflops(device, getattr(torch, dtype)))
-
+    measure = partial(measured_tflops, device, getattr(torch, dtype))
     rate, when = kept_rate(f"TFLOP/s, {dtype}{tf32}", device, measure, again)
     return Peak(rate, f"{when}: the best of several large matrix products", True)
 

@@ -9,7 +9,6 @@ import json
 import logging
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from attention import Backend, Resolution
 from core.distributed import DistInfo
 from core.files import open_output, refuse_link, replacing, write_at_once
-from core.flops import ALONE, Row, Sizes, Speed, in_words, keys_seen, measured_peak, peak
+from core.flops import ALONE, Row, Sizes, Speed, in_words, keys_seen, peak
 from core.options import TrainConfig
 from core.runtime import now, peak_memory
 from core.settings import UserError, first_line
@@ -116,7 +115,6 @@ class Meter:
         self.T = config.block_size
         self.tokens = config.global_batch * self.T  # of a step, over all processes
         self.peak = peak(device, config.dtype, config.peak_tflops)
-        self.checked = False  # the peak was measured a second time
         self.rates: list[float] = []  # tokens a second, of each logged interval
         self.quiet: list[float] = []  # of those without other programs
         self.printed: set[str] = set()  # reasons why MFU is not known
@@ -168,7 +166,7 @@ class Meter:
         busy = self._busy()
         speed = "a first step, not timed"
         if self.timed and step > self.step:
-            found = self._check_peak(self.speed(self.tokens / seconds))
+            found = self.speed(self.tokens / seconds)
             self.rates.append(found.tokens_per_s)
             self.quiet += [] if busy else [found.tokens_per_s]
             self.means += [] if self.keys is None else [self.keys]
@@ -193,20 +191,6 @@ class Meter:
         self.core_waits = time.perf_counter(), waited()
         share = (self.core_waits[1] - before) / (self.core_waits[0] - since)
         return self.peak.measured and share > 1 - ALONE
-
-    def _check_peak(self, speed: Speed) -> Speed:
-        """Above a measured peak: the machine was busy when it was measured. Try once more."""
-        if speed.mfu[0] <= 1 or not self.peak.measured or self.checked:
-            return speed
-        self.checked = True
-        try:
-            device = self.distributed.device
-            self.peak = measured_peak(device, self.config.dtype, True, self.peak.tflops)
-        except RuntimeError as e:  # memory is exhausted
-            log.warning("the peak could not be measured again (%s)", first_line(e))
-            return speed
-        print(f"peak: measured again, because MFU exceeded 100 %: {self.peak}", flush=True)
-        return replace(speed, peak=self.peak)
 
     def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
         """Print the error; good: the checkpoint before it, and the command to continue."""

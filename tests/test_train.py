@@ -690,20 +690,6 @@ def test_more_steps_than_the_schedule_has_are_warned_of(data_dir, tmp_path, capl
     assert "--lr_decay_iters=2" in caplog.text and r.rows[-1]["lr"] == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("again, known", [(1e6, True), (1e-12, False)])
-def test_an_mfu_above_100_percent_has_the_peak_measured_once_more(
-    again, known, data_dir, tmp_path, monkeypatch
-) -> None:
-    rates = iter([1e-12, again])  # before, at the first line
-    monkeypatch.setattr(flops, "measured_tflops", lambda *device: next(rates))
-    monkeypatch.setattr(metrics, "waited", lambda: 0.0)
-    r = run(data_dir, tmp_path, peak_tflops="measure")
-    timed = [row for row in r.rows if "mfu" in row]
-    assert r.code == 0 and next(rates, None) is None and len(timed) == 6
-    for row in timed:
-        assert (row["mfu"] is not None and row["mfu"] < 1) if known else "mfu_why" in row
-
-
 @pytest.mark.parametrize("busy, peak, shown", [
     (True, "measure", False), (False, "measure", True), (True, 1.0, True),
 ])
