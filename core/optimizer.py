@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from core import profile
 from core.cpu.matmul import why_not_bfloat16
-from core.parallel import copies, deal, held, local, whole
+from core.parallel import deal, held, local, whole
 from core.settings import UserError
 
 if TYPE_CHECKING:
@@ -83,11 +83,14 @@ def build_optimizer(
     betas, fused = (config.beta1, config.beta2), device.type in ("cuda", "cpu")
     how: Group = {"lr": config.learning_rate, "betas": betas, "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
+        from torch.distributed.device_mesh import init_device_mesh
+
         gpt: Any = model
         half = device.type == "cpu" and config.dtype == "bfloat16"
         half = half and why_not_bfloat16(gpt.config.n_embd) is None
         dtype = torch.bfloat16 if half or device.type == "cuda" else None
-        return Muon(muon_groups(model, config), dtype, copies(device, processes), **how)
+        mesh = init_device_mesh(device.type, (processes,)) if processes > 1 else None
+        return Muon(muon_groups(model, config), dtype, mesh, **how)
     if (rates := getattr(config, "muon_rates", None)) != getattr(type(config), "muon_rates", None):
         raise UserError(f"--muon_rates: for --optimizer=muon only, got {rates} with adamw")
     groups = [

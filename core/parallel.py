@@ -203,13 +203,6 @@ def fill(target: Any, source: Tensor) -> None:
     local(target).copy_(source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))])
 
 
-def copies(device: torch.device, processes: int) -> DeviceMesh | None:
-    """The mesh of all processes, of which each has the whole model; None: there is only one."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device.type, (processes,)) if processes > 1 else None
-
-
 def deal(
     rows: Tensor, like: Tensor, mesh: DeviceMesh | None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
