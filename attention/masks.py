@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar, NamedTuple
@@ -93,16 +93,48 @@ def queries_before_keys(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Ten
     n_seen = Tk if spec.right is None else min(spec.right, Tk)
     if options.get("segments") is not None:
         n_seen = 0
-    if spec.alibi and n_seen:  # the first call would measure distances from another place
-        got = f"{q.shape[1]} queries, {Tk} keys, right={spec.right}"
-        raise ValueError(f"ALiBi with more queries than keys must be causal, got {got}")
-    early = replace(spec, window=None, right=None if spec.right is None else spec.right - n_seen)
-    alone = {**options, "segments": None}
-    first = attend(q[:, :n], k[:, :n_seen], v[:, :n_seen], early, **alone)
-    rest = attend(q[:, n:], k, v, spec, **options)
-    if lse:
-        return torch.cat((first[0], rest[0]), dim=1), torch.cat((first[1], rest[1]), dim=2)
-    return torch.cat((first, rest), dim=1)
+    if spec.alibi and n_seen:
+        first = early_by_alibi(attend, q, k, v, spec, options, lse)
+    else:
+        right = None if spec.right is None else spec.right - n_seen
+        early = replace(spec, window=None, right=right)
+        alone = {**options, "segments": None}
+        first = attend(q[:, :n], k[:, :n_seen], v[:, :n_seen], early, **alone)
+    return joined([first, attend(q[:, n:], k, v, spec, **options)], lse)
+
+
+def early_by_alibi(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+                   options: dict[str, Any], lse: bool) -> Any:
+    """The queries before every key with ALiBi; the one at p < 0 sees keys to p + right.
+
+    The last of them see all keys. Of the others the scores, -m (j - p), are those of causal
+    attention with slopes of the other sign, but for m * right, which the sinks lack there."""
+    n, Tk, slopes, sinks = q.shape[1] - k.shape[1], k.shape[1], options["alibi_slopes"], None
+    if options.get("sinks") is not None and slopes.dim() == 2:  # other sinks in each row
+        rows = [early_by_alibi(attend, q[b : b + 1], k[b : b + 1], v[b : b + 1], spec,
+                               {**options, "alibi_slopes": slopes[b]}, lse) for b in range(len(q))]
+        return joined(rows, lse, dim=0)
+    see_all = n if spec.right is None else min(n, max(0, spec.right - Tk + 1))
+    m_right = slopes * (spec.right or 0)
+    some, keys = n - see_all, min(spec.right or 0, Tk - 1)
+    if options.get("sinks") is not None:
+        sinks = options["sinks"] + m_right
+    causal, full = replace(spec, window=None, right=0), replace(spec, window=None, right=None)
+    moved = {**options, "alibi_slopes": -slopes} | ({} if sinks is None else {"sinks": sinks})
+    first = attend(q[:, :some], k[:, :keys], v[:, :keys], causal, **moved)
+    last = attend(q[:, some:], k, v, full, **options)  # with the rest: distances from their places
+    if not lse:
+        return joined([first, last[:, :see_all]], lse)
+    L = first[1] - m_right.view(-1, m_right.shape[-1], 1)
+    return joined([(first[0], L), (last[0][:, :see_all], last[1][:, :, :see_all])], lse)
+
+
+def joined(parts: Sequence[Any], lse: bool, dim: int = 1) -> Any:
+    """The outputs of several calls as one, along the queries or (0) the batch."""
+    if not lse:
+        return torch.cat(list(parts), dim)
+    outs, Ls = zip(*parts)
+    return torch.cat(outs, dim), torch.cat(Ls, 2 * dim)
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) -> Any:

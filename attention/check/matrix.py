@@ -213,7 +213,8 @@ CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203-H4 Hkv4, 128x217, 2x
     long-both-packed-550x900, long-many-window40-right20-520x600, large-sinks-both size4 D64,
     sinks, sinks-1x97 float32, scale-softcap-sinks-gqa-113x203 H6 Hkv3 B1, alibi-1x97 H8 B5,
     rows-gqa-packed, alibi-left, rows-window60-right100-280x700 B1, rows-many-520x600,
-    rows-scale-sinks-mqa-65 H8""")
+    rows-scale-sinks-mqa-65 H8, alibi-right9-113x97, rows-sinks-both-window20-113x97 H4,
+    alibi-sinks-right40-65x17, rows-sinks-right30-65x17, alibi-right500-65x17 H4""")
 
 
 def in_order() -> list[Case]:
