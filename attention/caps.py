@@ -279,6 +279,9 @@ class Backend:
         more = {"packages": f" ({self.install})"} if self.install else {}
         if any(c.grad for c in self.caps if machine.device not in c.devices):
             more["grad"] = f" on {machine.device}"
+        if self.prebuilt and not {"device", "capability"} & {
+                w.kind for w in self.prebuilt.why_not(spec, machine)}:
+            more["capability"] = "; its prebuilt kernel runs there (--attention_hub_kernels=True)"
         return [Refusal(w + more.get(w.kind, ""), w.kind) for w in why]
 
 
