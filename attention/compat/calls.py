@@ -99,7 +99,8 @@ def requested(
     except (TypeError, ValueError):
         raise TypeError(f"window_size must be two integers, got {window!r}") from None
     left, right = [n if 0 <= n < NO_LIMIT else None for n in (first, last)]
-    dropout, softcap = number("dropout_p", dropout), number("softcap", softcap or 0) or None
+    dropout = number("dropout_p", dropout)
+    softcap = None if softcap is None else number("softcap", softcap) or None
     scale = None if scale is None else number("softmax_scale", scale)
     return Request(
         *heads, dtype, None if left is None else left + 1, dropout, False, grad, "none",
@@ -108,12 +109,13 @@ def requested(
 
 
 def number(name: str, value: Any) -> float:
-    """A float, NumPy's and a tensor of one too; in a trace a constant, not any float's symbol."""
-    try:
-        found = float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
-        raise TypeError(f"{name} must be a number, got {shape_of(value)}") from None
-    return math.ldexp(*math.frexp(found)) if torch.compiler.is_compiling() else found
+    """A float, also NumPy's or a tensor of one; in a trace a constant, not any float's symbol."""
+    if type(value) is not float:
+        try:
+            value = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
+            raise TypeError(f"{name} must be a number, got {shape_of(value)}") from None
+    return math.ldexp(*math.frexp(value)) if torch.compiler.is_compiling() else value
 
 
 def check_deterministic(q: Tensor) -> None:
