@@ -62,9 +62,11 @@ def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors:
     `on` this device. `sizes` are those of one call, by the names in its layouts."""
     for name, (t, layout) in tensors.items():
         if t is not None:
-            axes = layout.split()
-            must_be(name, t, tuple(sizes.get(axis, -1) for axis in axes), on, dtypes)
-            sizes.update(zip(axes, t.shape))
+            axes, shape = layout.split(), getattr(t, "shape", ())
+            want = tuple(map(sizes.setdefault, axes, shape))  # the known sizes, or else its own
+            if len(axes) != len(shape):
+                want = tuple(sizes.get(axis, -1) for axis in axes)
+            must_be(name, t, want, on, dtypes)
 
 
 def requested(
