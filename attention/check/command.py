@@ -20,7 +20,7 @@ import torch
 
 from .. import hub
 from ..caps import LACKS, Backend, Caps, Refusal
-from ..machine.system import devices, first_line
+from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device, settings_stay
 from ..machine.timing import aligned
 from ..names import RULES, get
 from ..spec import DTYPES, Machine, Spec
@@ -64,17 +64,23 @@ def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequen
 
 
 def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
-    """Run one test; returns it with `verdict` and `why`, and the sizes that the backend takes. An
+    """Run one test, at the sizes that the backend takes; returns it with `verdict` and `why`. An
     exception means that the kernel has lost the device."""
     spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
-    asked = item.of(backend, spec, device)
+    item = item.of(backend, spec, device)
     if why:
-        return replace(asked, verdict="refused", why=tuple(why))
+        return replace(item, verdict="refused", why=tuple(why))
+    cuda = [device] if torch.device(device).type == "cuda" else []
     try:
-        item.ask(backend, spec, device)
+        with torch.random.fork_rng(cuda), settings_stay():
+            item.test(item)
     except AssertionError as e:
-        return replace(asked, verdict="wrong", why=(str(e),))
-    return replace(asked, verdict="right")
+        return replace(item, verdict="wrong", why=(str(e),))
+    except (*KERNEL_ERRORS, GeneratorExit) as e:  # the kernel's own
+        if loses_device(e):
+            raise
+        return replace(item, verdict="wrong", why=(f"{type(e).__name__}: {first_line(e)}",))
+    return replace(item, verdict="right")
 
 
 def untested(caps: Iterable[Caps], ran: Iterable[Item], machine: Machine,

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .. import proof
 from ..caps import Backend
-from ..machine.system import KERNEL_ERRORS, first_line, loses_device, settings_stay
 from ..proof import Inputs, Result, run
 from ..spec import Spec
 
@@ -120,18 +119,6 @@ class Item:
         case = replace(self.case, D=spec.head_dim, page_size=spec.page_size,
                        dropout=spec.dropout, grad=spec.grad)
         return replace(self, case=case, backend=backend, device=device)
-
-    def ask(self, backend: Backend, spec: Spec, device: str) -> None:
-        """Run it. Raises AssertionError: the kernel fails, also by an error of its own, or another
-        exception: the device is lost."""
-        cuda = [device] if torch.device(device).type == "cuda" else []
-        try:
-            with torch.random.fork_rng(cuda), settings_stay():
-                self.test(self.of(backend, spec, device))
-        except (*KERNEL_ERRORS, GeneratorExit) as e:
-            if isinstance(e, AssertionError) or loses_device(e):
-                raise
-            raise AssertionError(f"{type(e).__name__}: {first_line(e)}") from e
 
 
 # --- the table ---
