@@ -30,7 +30,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from . import flash, flex, hub, manual, mods, paged, sdpa, sdpa_bmm, tiled, triton_flash
 from .caps import Backend, BackendUnavailable
 from .machine.system import KERNEL_ERRORS, first_line
-from .spec import Spec
+from .spec import Machine, Spec
 
 # A new kernel is a file with a BACKEND, imported above and listed here.
 BACKENDS: dict[str, Backend] = {b.name: b for b in (
@@ -85,9 +85,10 @@ def get(name: str) -> Backend:
     raise ValueError(f"unknown attention backend {name!r}; {hint}")
 
 
-def timed(spec: Spec) -> list[str]:
-    """The names that "fastest" measures: to train, triton with other tiles, too."""
-    return [*BACKENDS, *(b.name for b in triton_flash.TILED if spec.grad)]
+def timed(spec: Spec, machine: Machine) -> list[str]:
+    """The names that "fastest" measures: to train, triton with other tiles, too, where it runs."""
+    others = (b for b in triton_flash.TILED if spec.grad and not b.why_not(spec, machine))
+    return [*BACKENDS, *(b.name for b in others)]
 
 
 def check_name(name: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -19,9 +20,9 @@ from attention.names import timed
 from attention.triton_flash import BACKWARD_TILES
 
 TO_TRAIN = Spec(12, 12, 64, "bfloat16")
-NAMES = [name for name in timed(TO_TRAIN) if name.startswith("triton:")] + ["triton:tma"]
 H100 = Machine("cuda", "H100", (9, 0), "2.13.0", packages={"triton": "3.7.1"})
 A100 = Machine("cuda", "A100", (8, 0), "2.13.0", packages={"triton": "3.7.1"})
+NAMES = [n for n in timed(TO_TRAIN, H100) if n.startswith("triton:")] + ["triton:tma"]
 CASES = cases("""97 B1 D64, gqa-packed-40x70 D40 B1, window9-softcap-70 D16, sinks-both-70x40 B1,
     mqa-alibi-window20-right9-33x70 B1""")
 
@@ -46,9 +47,11 @@ def test_they_run_where_they_fit_else_triton_does(name, monkeypatch) -> None:
     assert resolve(name, TO_TRAIN, H100, Policy()).backend.name not in ("triton", name)
 
 
-def test_without_gradients_there_is_nothing_more_to_time() -> None:
-    assert {*timed(TO_TRAIN)} - {*timed(Spec(12, 12, 64, "bfloat16", grad=False))} == {
-        *NAMES} - {"triton:tma"}
+def test_only_where_they_run_and_to_train_there_is_more_to_time() -> None:
+    few = timed(replace(TO_TRAIN, grad=False), H100)
+    assert {*timed(TO_TRAIN, H100)} - {*few} == {*NAMES} - {"triton:tma"}
+    assert timed(replace(TO_TRAIN, head_dim=80), H100) == few
+    assert timed(TO_TRAIN, Machine("cpu", "cpu")) == few
 
 
 @pytest.mark.slow
