@@ -1,7 +1,7 @@
 """Backends by name.
 
     sdpa                      one of BACKENDS, or an alias of it
-    triton:dq64-dkdv128       triton with other backward kernels (triton_flash.py)
+    triton:dq64-dkdv128       triton with other backward kernels (triton_tiles.py)
     mine                      registered in this process, or an entry point of an installed package
                               (group nanoattn.backends)
     folder/kernel.py          a file that defines BACKEND
@@ -31,6 +31,7 @@ from . import flash, flex, hub, manual, mods, paged, sdpa, sdpa_bmm, tiled, trit
 from .caps import Backend, BackendUnavailable
 from .machine.system import KERNEL_ERRORS, first_line
 from .spec import Machine, Spec
+from .triton_tiles import TILED, TMA
 
 # A new kernel is a file with a BACKEND, imported above and listed here.
 BACKENDS: dict[str, Backend] = {b.name: b for b in (
@@ -39,7 +40,7 @@ BACKENDS: dict[str, Backend] = {b.name: b for b in (
     paged.BACKEND)}
 RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (plan.py)
 ENTRY_POINTS = "nanoattn.backends"  # the group of an installed package's entry points
-_BY_ANY_NAME = {n: b for b in (*BACKENDS.values(), *triton_flash.TILED, triton_flash.TMA)
+_BY_ANY_NAME = {n: b for b in (*BACKENDS.values(), *TILED, TMA)
                 for n in (b.name, *b.aliases)}
 _BUILT_IN = frozenset(_BY_ANY_NAME)
 
@@ -87,7 +88,7 @@ def get(name: str) -> Backend:
 
 def timed(spec: Spec, machine: Machine) -> list[str]:
     """The names that "fastest" measures: to train, triton with other tiles, too, where it runs."""
-    others = (b for b in triton_flash.TILED if spec.grad and not b.why_not(spec, machine))
+    others = (b for b in TILED if spec.grad and not b.why_not(spec, machine))
     return [*BACKENDS, *(b.name for b in others)]
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ from .spec import Spec
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
            kernel: Partial | None = None) -> Tensor:
-    """Attention by our own kernels; shapes as in caps.Backend. kernel: of other(); None: WHOLE."""
+    """Attention by our own kernels; shapes as in caps.Backend. kernel: None is WHOLE."""
     assert cache is None, "triton has no cache"
     pair = None
     if segments is not None:
@@ -150,32 +149,3 @@ BACKEND = Backend(
     install="pip install triton",
     partial=Partial(forward, backward, dropout=True),
 )
-
-
-# --- other backward kernels ---
-
-# Queries, keys, warps and stages of the backward kernels that "fastest" measures too. In half
-# precision at a head_dim up to 64 they fit every GPU from 8.0 on (82 KB a block on 8.6 and 12.0).
-BACKWARD_TILES = ((64, 64, 4, 3), (128, 64, 8, 3))
-
-
-def other(name: str, about: str, capability: tuple[int, int], head_dim: int,
-          **options: Any) -> Backend:
-    """BACKEND with `options` of backward(), in half precision; triton:`name`."""
-    kernel = replace(WHOLE, backward=partial(WHOLE.backward, **options))
-    caps = replace(_AMPERE, dtypes=("float16", "bfloat16"), min_capability=capability, lse=False,
-                   head_dim_max=head_dim, head_dim_multiple=8)
-    in_tests = replace(caps, devices=("cpu",), min_capability=None, interpreted=True,
-                       dtypes=("float16",))
-    return replace(BACKEND, name=f"triton:{name}", title=f"{BACKEND.title}, {about}",
-                   attend=partial(attend, kernel=kernel), caps=(caps, in_tests),
-                   fallback="triton", partial=None)
-
-
-TILED = tuple(
-    other(f"dq{dq[0]}-dkdv{dkdv[0]}", f"backward tiles {dq} and {dkdv}", (8, 0), 64,
-          tiles=[*dq, *dkdv])
-    for dq, dkdv in product(BACKWARD_TILES, repeat=2)
-)
-# Not measured by "fastest" until a GPU has run it (bench/gpu_levers.sh).
-TMA = other("tma", "backward by TMA descriptors", (9, 0), 128, tma=True)

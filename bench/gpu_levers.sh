@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import core.loss
-from attention import triton_flash
+from attention import triton_tiles
 from bench import candidates
 from bench.job import Job
 from bench.reference import gradient_norm
@@ -100,7 +100,7 @@ def half_chunks(N, V, *about):
 
 chunk_rows = core.loss.chunk_rows
 RESIDUAL = {"residual_dtype": "autocast"}
-TRITON = [b.name for b in (triton_flash.BACKEND, *triton_flash.TILED, triton_flash.TMA)]
+TRITON = ["triton", *(b.name for b in (*triton_tiles.TILED, triton_tiles.TMA))]
 VARIANTS = {  # options of train.py, replaced names of modules, options of Inductor
     "base": ({}, {}, {}),
     "residual": (RESIDUAL, {}, {}),
