@@ -1,13 +1,27 @@
-"""Write files without following links: in a downloaded folder they may lead to any file."""
+"""Write files without following links: in a downloaded folder they may lead to any file.
+
+Also locks of folders, and names as they are printed.
+"""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import platform
+import shlex
+import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import IO
+
+from core.settings import UserError
+
+log = logging.getLogger("nanoattn")
+_SPECIAL = "\\'"  # between $' and '
 
 
 def refuse_link(path: Path, hard: bool = False) -> None:
@@ -51,3 +65,63 @@ def write_at_once(path: Path, content: str | bytes) -> None:
     """Write a file atomically; see replacing()."""
     with replacing(path) as file:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def printable(text: object) -> str:
+    """The text on one line, its control characters escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
+
+
+def command(*words: object) -> str:
+    """A command line to paste into bash, whatever characters the words have."""
+    return " ".join(map(_quoted, map(str, words)))
+
+
+def _quoted(word: str) -> str:
+    if word.isprintable():
+        return shlex.quote(word)
+    code = lambda c: "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))  # noqa: E731
+    return f"$'{''.join(c if c.isprintable() and c not in _SPECIAL else code(c) for c in word)}'"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create the folder of --out_dir and keep other processes out of it.
+
+    By `.lock` in it, for all machines that share the disk; on Linux also by the name of a socket,
+    which lasts when the folder is deleted. Both end with the process. Raises UserError.
+    """
+    import fcntl
+
+    path, made, option = folder / ".lock", not folder.exists(), f"--out_dir={printable(folder)}"
+    with socket.socket(socket.AF_UNIX) as name:
+        try:
+            if sys.platform == "linux":
+                name.bind(b"\0nanoattn" + sha256(os.fsencode(folder.resolve())).digest())
+            folder.mkdir(parents=True, exist_ok=True)
+            file = open_output(path, "a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError as e:  # NFS without locks
+                log.warning("%s cannot be locked (%s): use it once at a time", option, e.strerror)
+        except OSError as e:
+            if e.errno in (errno.EADDRINUSE, errno.EWOULDBLOCK):
+                who = printable(path.read_text("utf-8")[:100]) if path.is_file() else "now deleted"
+                why = f"is in use by another process ({who}); name another folder"
+            else:
+                nothing = made and folder.is_symlink()
+                why = f"cannot be written ({'a link to nothing' if nothing else e.strerror})"
+            raise UserError(f"{option} {why}") from e
+        with file:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}")
+            file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+                with suppress(OSError):  # it stays if something was written
+                    if made:
+                        folder.rmdir()
