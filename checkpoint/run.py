@@ -22,7 +22,7 @@ from checkpoint.convert import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint, Json, resume_command
 from core import background, files, runtime
 from core.distributed import DistInfo
-from core.files import printable
+from core.files import command, printable
 from core.optimizer import numbers, tensors
 from core.options import TrainConfig
 from core.parallel import fill, is_sharded, whole
@@ -177,6 +177,7 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     """The newest checkpoint's settings, overridden by the given ones. Raises UserError."""
     settings = loaded.settings
     saved = store.load(store.latest(settings.out_dir))
+    folder = printable(saved.folder)
     before = saved.read("train", type(settings))
     changes: Json = {name: getattr(settings, name) for name in (*loaded.origins, "out_dir")}
     # A run that started from other weights has their sizes, not those in its settings.
@@ -185,8 +186,8 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     before = replace(before, **{name: getattr(model, name) for name in names})
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         raise UserError(
-            f"{saved.folder} was trained with --optimizer={kept}, whose state {wanted} cannot use; "
-            f"begin another run with its weights: --init_from={settings.out_dir}"
+            f"{folder} was trained with --optimizer={kept}, whose state {wanted} cannot use; "
+            f"begin another run with its weights: {command(f'--init_from={settings.out_dir}')}"
         )
     # The checkpoint may come from somebody else: it must not download code, or upload.
     refused = {"attention_hub_kernels"}
@@ -195,8 +196,8 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
         refused |= {name for name in vars(settings) if name.startswith("wandb_")}
     for name in ("attention_hub_kernels", "wandb_log"):
         if getattr(before, name) and name not in changes:
-            how = "is not resumed" if name in refused else f"goes on in the run of {run}"
-            store.log.warning(f"--{name}=True of {printable(saved.folder)} {how}")
+            how = "is not resumed" if name in refused else f"goes on in the run of {printable(run)}"
+            store.log.warning(f"--{name}=True of {folder} {how}")
     for name in refused:
         changes.setdefault(name, getattr(settings, name))
     if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate
@@ -211,7 +212,7 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     try:
         merged = replace(before, **changes)
     except ValueError as e:
-        raise UserError(f"{e} (resuming {saved.folder})") from e
+        raise UserError(f"{e} (resuming {folder})") from e
     decay_end = merged.lr_decay_iters or math.inf
     if merged.decay_lr and merged.warmup_iters <= decay_end < merged.max_iters:
         store.log.warning(
@@ -243,6 +244,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     config, V = loaded.settings, meta["vocab_size"]
     resuming = config.init_from == "resume"
     source = str(store.latest(config.out_dir)) if resuming else config.init_from
+    named = printable(source)
     changes = {"dropout": config.dropout, "attention_backend": config.attention_backend}
     if "attention_window" in loaded.origins:  # else the checkpoint's
         changes["attention_window"] = config.attention_window
@@ -253,14 +255,14 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     tokenizer, dataset = tokenizer_meta(source), Path(config.dataset).name
     if model.config.vocab_size < V or not (tokenizer is None or same(tokenizer, meta["tokenizer"])):
         raise UserError(
-            f"{source} (vocabulary of {model.config.vocab_size}) was trained with another "
+            f"{named} (vocabulary of {model.config.vocab_size}) was trained with another "
             f"tokenizer than --dataset={config.dataset} (vocabulary of {V}); prepare it again, for "
-            f"a model's own tokenizer with --tokenizer={source}"
+            f"a model's own tokenizer with {command(f'--tokenizer={source}')}"
         )
     known = meta["tokenizer"]["name"] == "gpt2" or trained_on(source) == dataset
     if tokenizer is None and not (known and fits(V, model.config.vocab_size)):
         store.log.warning(
-            f"{source} (vocabulary of {model.config.vocab_size}) has no tokenizer: its own may "
+            f"{named} (vocabulary of {model.config.vocab_size}) has no tokenizer: its own may "
             f"differ from that of --dataset={config.dataset} (vocabulary of {V})"
         )
     for name in (*SHAPE, "vocab_size", *(["block_size"] if resuming else [])):
@@ -269,7 +271,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
             have, want = model.config.kv_heads, want or model.config.n_head
         if name in loaded.origins and want is not None and want != have:
             raise UserError(
-                f"{source} has {name}={have}, which cannot be changed to {want} "
+                f"{named} has {name}={have}, which cannot be changed to {want} "
                 f"({loaded.origins[name]})"
             )
     T, have = config.block_size, model.config.block_size
@@ -279,7 +281,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     try:
         model.crop_block_size(T)
     except ValueError as e:
-        raise UserError(f"{e} ({source})") from e
+        raise UserError(f"{e} ({named})") from e
     return model
 
 

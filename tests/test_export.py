@@ -87,16 +87,6 @@ def test_a_missing_window_is_that_of_transformers(family, transformers):
     assert {*families.read_config(saved, "here").windows} == {config.sliding_window}
 
 
-@pytest.mark.parametrize("name", ["position", "norm", "mlp"])
-@pytest.mark.parametrize("family", [{}, {"position": "rope", "norm": "rms", "mlp": "swiglu"}])
-def test_a_value_that_no_format_has_is_not_exported(name, family, tmp_path):
-    model = GPT(config := GPTConfig(n_layer=1, n_head=1, n_embd=8, bias=False, **family))
-    object.__setattr__(config, name, "unheard-of")
-    with pytest.raises(UserError, match=f"{name}=unheard-of"):
-        checkpoint.save_hf(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 REFUSED: dict[str, dict[str, Any]] = {
     "rope_type='yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     "rope_type='linear'": {"rope_scaling": {"type": "linear", "factor": 2.0}},
