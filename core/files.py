@@ -21,7 +21,6 @@ from typing import IO
 from core.settings import UserError
 
 log = logging.getLogger("nanoattn")
-_SPECIAL = "\\'"  # between $' and '
 
 
 def refuse_link(path: Path, hard: bool = False) -> None:
@@ -74,14 +73,15 @@ def printable(text: object) -> str:
 
 def command(*words: object) -> str:
     """A command line to paste into bash, whatever characters the words have."""
-    return " ".join(map(_quoted, map(str, words)))
 
+    def escaped(c: str) -> str:
+        plain = c.isprintable() and c not in "\\'"
+        return c if plain else "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
 
-def _quoted(word: str) -> str:
-    if word.isprintable():
-        return shlex.quote(word)
-    code = lambda c: "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))  # noqa: E731
-    return f"$'{''.join(c if c.isprintable() and c not in _SPECIAL else code(c) for c in word)}'"
+    texts = map(str, words)
+    return " ".join(
+        shlex.quote(w) if w.isprintable() else f"$'{''.join(map(escaped, w))}'" for w in texts
+    )
 
 
 @contextmanager
@@ -107,12 +107,10 @@ def locked(folder: Path) -> Iterator[None]:
             except OSError as e:  # NFS without locks
                 log.warning("%s cannot be locked (%s): use it once at a time", option, e.strerror)
         except OSError as e:
+            why = f"cannot be written ({e.strerror}); name another folder"
             if e.errno in (errno.EADDRINUSE, errno.EWOULDBLOCK):
                 who = printable(path.read_text("utf-8")[:100]) if path.is_file() else "now deleted"
                 why = f"is in use by another process ({who}); name another folder"
-            else:
-                nothing = made and folder.is_symlink()
-                why = f"cannot be written ({'a link to nothing' if nothing else e.strerror})"
             raise UserError(f"{option} {why}") from e
         with file:
             file.truncate(0)

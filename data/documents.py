@@ -13,6 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO
 
+from core.files import printable
 from core.settings import UserError, first_line
 from data import sources
 from data.tokenizer import well_formed
@@ -89,7 +90,7 @@ def documents(
         for path in found:
             ending = ".txt" if one_text and Path(source).is_file() else path.suffix.lower()
             if ending not in ENDINGS:
-                raise UserError(f"{path}: expected {WANTED}")
+                raise UserError(f"{printable(path)}: expected {WANTED}")
             files.append(path)
             if ending == ".txt":
                 yield text_parts(path)
@@ -105,11 +106,11 @@ def _read(path: Path, read: Callable[[IO[str]], str]) -> Iterator[str]:
             while text := read(f):
                 if bad := re.search("[\udc80-\udcff]", text):
                     line += text.count("\n", 0, bad.start())
-                    raise UserError(f"{path}, line {line}: not utf-8; convert the file")
+                    raise UserError(f"{printable(path)}, line {line}: not utf-8; convert the file")
                 yield text
                 line += text.count("\n")
     except OSError as e:
-        raise UserError(f"cannot read {path} ({e.strerror})") from e
+        raise UserError(f"cannot read {printable(path)} ({e.strerror})") from e
 
 
 def text_parts(path: Path) -> Iterator[str]:
@@ -121,7 +122,7 @@ def text_parts(path: Path) -> Iterator[str]:
     rest = ""
     for part in _read(path, lambda f: f.read(PIECE)):
         if part.count("\0") > len(part) // 4:
-            raise UserError(f"cannot read {path}: full of NUL bytes (UTF-16?)")
+            raise UserError(f"cannot read {printable(path)}: full of NUL bytes (UTF-16?)")
         rest += part
         if words := re.match(r".*\S(?=[ \n])", rest, re.DOTALL):
             yield words[0]
@@ -134,7 +135,7 @@ def text_parts(path: Path) -> Iterator[str]:
 
 def _json_texts(path: Path, key: str) -> Iterator[str]:
     for number, line in enumerate(_read(path, lambda f: f.readline()), 1):
-        where = f"{path}, line {number}"
+        where = f"{printable(path)}, line {number}"
         if not line.strip():
             continue
         try:
@@ -151,7 +152,7 @@ def _text(row: object, key: str, where: str) -> str:
     if text is None and isinstance(row, dict):
         return ""
     if not isinstance(text, str):
-        has = f"fields: {', '.join(row)}" if isinstance(row, dict) else "not an object"
+        has = f"fields: {printable(', '.join(row))}" if isinstance(row, dict) else "not an object"
         raise UserError(f"{where}: no text in {key!r} ({has}); use --text_key")
     return well_formed(text)
 

@@ -61,13 +61,11 @@ def read_meta(folder: str | Path) -> Json:
         why = "not of a dataset"
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or first_line(e)
-    name, how = path.parent.name, f"--out_dir={path.parent.absolute()}"
-    words = ["text", "--source=PATH", how]
+    name, where = path.parent.name, path.parent.absolute()
+    words = [name] if name in DATASETS else ["text", "--source=PATH"]
     if os.path.isfile(folder):
-        words = ["text", f"--source={path.parent.absolute()}", "--out_dir=NEW"]
-    elif name in DATASETS:
-        words = [name, how]
-    prepare = command("python", "-m", "data", *words)
+        words, where = ["text", f"--source={where}"], where.with_suffix("")
+    prepare = command("python", "-m", "data", *words, f"--out_dir={where}")
     raise UserError(f"no dataset in {folder} (meta.json: {why}); prepare it: {prepare}")
 
 

@@ -29,6 +29,7 @@ from core.files import locked, refuse_link, write_at_once
 from core.settings import UserError, check_fields
 from data import documents, shards, sources
 from data.documents import DATASETS, HUB, Piece
+from data.loader import load
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer, from_path
 
 BINS = ("train.bin", "val.bin")
@@ -148,12 +149,11 @@ def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
             f"{meta.get('options')}): use another --out_dir, or --force to replace it"
         )
     try:
-        width = np.dtype(meta["dtype"]).itemsize
-        sizes = {} if "shards" in meta else meta["tokens"]
-        whole = all(os.path.getsize(out_dir / f"{s}.bin") == width * n for s, n in sizes.items())
-    except (OSError, LookupError, TypeError, AttributeError):  # missing or damaged
+        for split in ("train", "val"):
+            load(out_dir, split, 1, meta["vocab_size"])
+    except UserError:  # missing or damaged
         return False
-    return whole and meta.get("source") == made_from["source"]
+    return bool(meta.get("source") == made_from["source"])
 
 
 def prepare_shards(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:

@@ -50,6 +50,8 @@ class _Parts:
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[int]], str]
+    begin: Sequence[int] = ()
+    unused: Sequence[int] = ()
 
     def encode_part(self, text: str, start: int, stop: int) -> list[int]:
         """The tokens of text[start:stop], as in the tokens of the whole text."""
@@ -85,8 +87,6 @@ class CharTokenizer(_Parts):
     """One token for each character."""
 
     name = "char"
-    begin: Sequence[int] = ()
-    unused: Sequence[int] = ()
 
     def __init__(self, vocabulary: Sequence[str], eot: int | None = None) -> None:
         """vocabulary: the characters in the order of their ids, and perhaps an entry for eot."""
@@ -137,8 +137,6 @@ class GPT2Tokenizer(_Parts):
     vocab_size = 50257
     eot = 50256
     ends = (eot,)
-    begin: Sequence[int] = ()
-    unused: Sequence[int] = ()
 
     @cached_property
     def bpe(self) -> Encoding:  # the first use may cost a download
@@ -174,7 +172,11 @@ class FileTokenizer(_Parts):
         except ImportError as e:
             raise UserError(f"a tokenizer.json needs: pip install tokenizers ({e})") from e
         try:
-            _check_patterns(content)
+            saved = json.loads(content)
+            parts = {name: saved.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+            if '"Regex"' in json.dumps(parts):
+                model = {"type": "BPE", "vocab": {}, "merges": []}
+                _try_patterns(json.dumps({**parts, "model": model, "added_tokens": []}))
             self.made = Tokenizer.from_str(content)
         except UserError:
             raise
@@ -183,7 +185,7 @@ class FileTokenizer(_Parts):
         self.made.no_truncation()
         self.made.no_padding()
         self.content, self.begin = content, begin
-        decoder = json.loads(content).get("decoder") or {"type": "none"}
+        decoder = parts["decoder"] or {"type": "none"}
         self.decoders: list[str] = [d["type"] for d in decoder.get("decoders", [decoder])]
         ids = {*self.made.get_vocab().values()}
         self.vocab_size = max(ids, default=-1) + 1
@@ -303,24 +305,16 @@ for character in sorted({*content}):
 
 
 @cache
-def _tried(content: str) -> str | None:
-    """Why a tokenizer cannot be used, tried in a process that can be ended; None: it can."""
+def _try_patterns(content: str) -> None:
+    """Raise UserError if it fails or takes long, in a process that can be ended."""
     command = [sys.executable, "-c", _TRY_PATTERNS]
     try:
         done = subprocess.run(command, input=content, capture_output=True, text=True, timeout=TRY_S)
+        why = "" if done.returncode == 0 else (done.stderr.strip() or "killed").splitlines()[-1]
     except subprocess.TimeoutExpired:
-        return f"they take more than {TRY_S} s for a short text"
-    return None if done.returncode == 0 else (done.stderr.strip() or "killed").splitlines()[-1][:99]
-
-
-def _check_patterns(content: str) -> None:
-    """Raise UserError if a regular expression of a tokenizer.json takes much time or memory."""
-    made = json.loads(content)
-    parts = {name: made.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
-    if '"Regex"' in json.dumps(parts):
-        model = {"type": "BPE", "vocab": {}, "merges": []}
-        if why := _tried(json.dumps({**parts, "model": model, "added_tokens": []})):
-            raise UserError(f"the tokenizer's patterns cannot be used: {why}")
+        why = f"they take more than {TRY_S} s for a short text"
+    if why:
+        raise UserError(f"the tokenizer's patterns cannot be used: {why:.99}")
 
 
 def from_meta(meta: Json) -> Tokenizer:
