@@ -96,8 +96,9 @@ def locked(folder: Path) -> Iterator[None]:
     path, made, option = folder / ".lock", not folder.exists(), f"--out_dir={printable(folder)}"
     with socket.socket(socket.AF_UNIX) as name:
         try:
-            if sys.platform == "linux":
-                name.bind(b"\0nanoattn" + sha256(os.fsencode(folder.resolve())).digest())
+            with suppress(PermissionError):  # in a sandbox
+                if sys.platform == "linux":
+                    name.bind(b"\0nanoattn" + sha256(os.fsencode(folder.resolve())).digest())
             folder.mkdir(parents=True, exist_ok=True)
             file = open_output(path, "a+")
             try:

@@ -14,6 +14,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -280,13 +281,15 @@ def _gather(
         row, column = np.argwhere(cut == largest)[0].tolist()
         at = tokens.place(int(starts[row]) + column)
         raise UserError(f"{at} is {largest}, but the vocabulary is {vocab_size}")
-    arrays = [cut[:, :-1].astype(np.int64), cut[:, 1:].astype(np.int64)]
+    arrays = [(cut[:, :-1], torch.int64), (cut[:, 1:], torch.int64)]
     if documents:
-        arrays.append(documents.starts(cut[:, :-1]))
-    batch = [torch.from_numpy(array) for array in arrays]
-    if torch.device(device).type != "cuda":
-        return tuple(t.to(device) for t in batch)
-    # From pinned memory the thread does not wait for the copy, which is on the stream of the steps.
-    # The thread that prefetches starts on device 0, where pinning would create a second context.
-    with torch.cuda.device(device):
-        return tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
+        arrays.append((documents.starts(cut[:, :-1]), torch.int32))
+    cuda = torch.device(device).type == "cuda"
+    batch = []
+    # The threads that prefetch start on device 0, where pinning would create a second context.
+    with torch.cuda.device(device) if cuda else nullcontext():
+        for array, dtype in arrays:
+            t = torch.empty(array.shape, dtype=dtype, pin_memory=cuda)
+            t.numpy()[...] = array  # not by torch, which would start threads for each new one
+            batch.append(t.to(device, non_blocking=cuda))  # on the stream of the steps
+    return tuple(batch)
