@@ -110,8 +110,8 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as e:
             why = f"cannot be written ({e.strerror}); name another folder"
             if e.errno in (errno.EADDRINUSE, errno.EWOULDBLOCK):
-                who = printable(path.read_text("utf-8")[:100]) if path.is_file() else "now deleted"
-                why = f"is in use by another process ({who}); name another folder"
+                found = path.read_text("utf-8", "replace") if path.is_file() else "now deleted"
+                why = f"is in use by another process ({printable(found[:99])}); name another folder"
             raise UserError(f"{option} {why}") from e
         with file:
             file.truncate(0)
@@ -120,7 +120,7 @@ def locked(folder: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                path.unlink(missing_ok=True)
-                with suppress(OSError):  # it stays if something was written
+                with suppress(OSError):
+                    path.unlink()
                     if made:
-                        folder.rmdir()
+                        folder.rmdir()  # it stays if something was written

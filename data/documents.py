@@ -53,7 +53,8 @@ def source_files(source: str) -> list[Path]:
     def visit(path: Path, above: frozenset[str]) -> None:
         real = os.path.realpath(path, strict=True)  # a link to nothing is an error
         if real in above:
-            raise UserError(f"{path} is a link to {real}, which it is in; remove the link")
+            why = f"is a link to {printable(real)}, which it is in; remove the link"
+            raise UserError(f"{printable(path)} {why}")
         if found.setdefault(real, path) is path and path.is_dir():
             for inside in sorted(path.iterdir()):
                 visit(inside, above | {real})
@@ -61,7 +62,8 @@ def source_files(source: str) -> list[Path]:
     try:
         visit(Path(source), frozenset())
     except OSError as e:
-        raise UserError(f"--source={source}: cannot read {e.filename} ({e.strerror})") from e
+        why = f"cannot read {printable(e.filename)} ({e.strerror})"
+        raise UserError(f"--source={printable(source)}: {why}") from e
     if not os.path.isdir(source):
         return [Path(source)]
     return sorted(f for f in found.values() if f.suffix.lower() in ENDINGS and f.is_file())
@@ -85,7 +87,7 @@ def documents(
     else:
         found = source_files(source)
         if not found:
-            raise UserError(f"--source={source}: no text file; expected {WANTED}")
+            raise UserError(f"--source={printable(source)}: no text file; expected {WANTED}")
         one_text = shakespeare or (dataset == "chars" and found[0].suffix.lower() != ".jsonl")
         for path in found:
             ending = ".txt" if one_text and Path(source).is_file() else path.suffix.lower()
