@@ -24,6 +24,7 @@ import data
 from core.settings import UserError
 from data import sources
 from data.__main__ import main
+from data.documents import text_parts
 from data.prepare import baselines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -303,7 +304,8 @@ def text(tmp_path: Path) -> Path:
 
 signs = [*"ab 1'\n\t\r", "\r\n", "\u2028", "\ufeff", "é", "日", "🙂", "\0"]
 odd = st.lists(st.sampled_from(signs), max_size=9).map("".join)
-texts = odd | st.sampled_from(["\ud83d", "<eos>", "a rose is " * 30])
+long = ["ab" + "\n" * 90 + " b", "a rose is " * 30]
+texts = odd | odd.map(lambda d: d * 20) | st.sampled_from(["\ud83d", "<eos>", *long])
 
 
 @pytest.mark.parametrize("kind", ["gpt2", *KINDS])
@@ -357,6 +359,15 @@ def test_every_document_is_kept_whole(
     if not moved:
         inside = [d for i, d in enumerate(found) if int((i + 1) * fraction) > int(i * fraction)]
         assert meta["bytes"]["val"] == len("".join(inside).encode())
+
+
+def test_a_text_without_spaces_is_cut_all_the_same(tmp_path: Path, monkeypatch: Any) -> None:
+    """Memory stays constant."""
+    (path := tmp_path / "a.txt").write_text("x" * 100 + " y" * 20)
+    monkeypatch.setattr("data.documents.PIECE", 8)
+    monkeypatch.setattr("data.documents.MOST", 16)
+    parts = [*text_parts(path)]
+    assert "".join(parts) == path.read_text() and max(map(len, parts)) < 16 + 8
 
 
 def test_what_surrounds_a_single_text(tmp_path: Path, text: Path) -> None:
