@@ -348,7 +348,7 @@ def restore(
     def read() -> Json:
         rest, targets = saved.rest(), tensors(model, optimizer)
         if saved.index is not None:
-            store.read_file(saved.index, lambda index: _read_shards(index, targets))
+            store.read_file(saved.index, lambda index: _read_shards(index.parent, targets))
             return rest
         values = {f"model.{name}": value for name, value in saved.weights().items()}
         state = rest["optimizer"].get("state") or {}
@@ -373,6 +373,6 @@ def restore(
     return saved.step, math.inf if best is None else best
 
 
-def _read_shards(index: Path, targets: dict[str, Tensor]) -> None:
-    store.check_shapes(targets, shards.empty(index), str(index.parent))
-    shards.read(index, targets)
+def _read_shards(folder: Path, targets: dict[str, Tensor]) -> None:
+    store.check_shapes(targets, shards.empty(folder), str(folder))
+    shards.read(folder, targets)

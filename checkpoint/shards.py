@@ -62,25 +62,25 @@ def joined(entries: list[Json]) -> Json:
     return index
 
 
-def empty(index: Path, prefix: str = "", device: str = "meta") -> dict[str, Tensor]:
+def empty(folder: Path, prefix: str = "", device: str = "meta") -> dict[str, Tensor]:
     """Uninitialized tensors of the saved shapes and dtypes, those whose name has the prefix."""
     return {
         name: torch.empty(saved["shape"], dtype=getattr(torch, saved["dtype"]), device=device)
-        for name, saved in _read_index(index).items()
+        for name, saved in _read_index(folder).items()
         if name.startswith(prefix)
     }
 
 
-def read_whole(index: Path, prefix: str) -> dict[str, Tensor]:
+def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Read full tensors to the CPU; `prefix` selects them and is removed from their names."""
-    tensors = empty(index, prefix, "cpu")
-    read(index, tensors)
+    tensors = empty(folder, prefix, "cpu")
+    read(folder, tensors)
     return {name.removeprefix(prefix): t for name, t in tensors.items()}
 
 
-def read(index: Path, tensors: Mapping[str, Tensor]) -> None:
+def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill the tensors, whole or sharded by rows, in place. Raises ValueError: damage."""
-    entries = _read_index(index)
+    entries = _read_index(folder)
     for name, target in tensors.items():
         saved = entries[name]
         shape, at, _ = local_part(target)
@@ -90,7 +90,7 @@ def read(index: Path, tensors: Mapping[str, Tensor]) -> None:
             begin, stop = _rows(part["at"], part["shape"])
             a, b = max(first, begin), min(end, stop)
             if a < b:
-                values = _read_part(index.parent, name, part, saved["dtype"])
+                values = _read_part(folder, name, part, saved["dtype"])
                 values = values.reshape(-1, *shape[1:])
                 rows[a - first : b - first].copy_(values[a - begin : b - begin])
 
@@ -109,8 +109,8 @@ def _rows(at: list[int], shape: list[int]) -> tuple[int, int]:
     return (at[0], at[0] + shape[0]) if shape else (0, 1)
 
 
-def _read_index(path: Path) -> Json:
-    index: Json = json.loads(path.read_text(encoding="utf-8"))
+def _read_index(folder: Path) -> Json:
+    index: Json = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     for name, saved in index.items():
         shape = saved["shape"]
         if not isinstance(getattr(torch, saved["dtype"]), torch.dtype):

@@ -101,7 +101,7 @@ class Checkpoint:
         """All weights, on the CPU."""
         if self.index is None:
             return read_file(self.folder / "model.safetensors", load_file)
-        return read_file(self.index, lambda index: parts.read_whole(index, "model."))
+        return read_file(self.index, lambda index: parts.read_whole(index.parent, "model."))
 
     def rest(self) -> Json:
         """optimizer.pt: {"optimizer": its state_dict(), without "state" if there are shards,
