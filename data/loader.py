@@ -234,8 +234,10 @@ class Batches:
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield get(start), ..., get(stop - 1); threads prepare the next two, from slow disks."""
-        return map_ahead(lambda step: self.get(step, rank, world), range(start, stop), 3)
+        """Yield get(start), ..., get(stop - 1). On a GPU threads prepare the next two; on a CPU a
+        thread costs 0.6 ms a step, a batch of 12 x 64 tokens 0.05 and of 480 x 1024 5."""
+        get, steps = lambda step: self.get(step, rank, world), range(start, stop)
+        return map(get, steps) if str(self.device) == "cpu" else map_ahead(get, steps, 3)
 
 
 def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int, rank: int = 0,

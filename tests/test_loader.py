@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import data
+from core.background import map_ahead
 from core.loss import IGNORE
 from core.settings import UserError
 from data.__main__ import main
@@ -89,22 +90,21 @@ def test_the_sequences_of_a_run(
         part = data.Batches(tokens, T, size_now, seed, seen=(step, seen))
         found += [part.starts(s) for s in range(step, step + count)]
         step, seen = step + count, seen + count * size_now
+    others = [data.Batches(tokens, T, n, s).starts(0).tolist() for s in (seed, seed + 1)]
+    assert n < 10 or others[0] != others[1]
     one = data.Batches(tokens, T, 1, seed)
     assert np.concatenate(found).tolist() == [one.starts(k)[0] for k in range(seen)]
 
 
-def test_prefetch_goes_only_a_few_batches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = data.Batches(tokens_up_to(500), 8, 6, seed=3)
-    assert not torch.equal(batches.get(0)[0], data.Batches(tokens_up_to(500), 8, 6, 4).get(0)[0])
-    get, made = batches.get, []
-    monkeypatch.setattr(batches, "get", lambda *a: made.append(a) or get(*a))
-    ahead = batches.prefetch(0, 10**9)
-    next(ahead)
-    last = -1
-    while len(made) != last:  # until it waits for room
-        last = len(made)
-        time.sleep(0.1)
-    assert 1 < last < 10
+def test_work_goes_only_a_few_tasks_ahead() -> None:
+    made: list[int] = []
+    results = map_ahead(lambda n: made.append(n) or -n, range(10**9), 4)
+    assert [next(results) for _ in range(3)] == [0, -1, -2]
+    time.sleep(0.2)
+    assert 3 < len(made) < 10
+    assert [*map_ahead(lambda n: -n, range(6), 4)] == [0, -1, -2, -3, -4, -5]
+    with pytest.raises(ZeroDivisionError):
+        [*map_ahead(lambda n: 1 // n, range(6), 4)]
 
 
 # --- evaluation ---
