@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from core.settings import UserError
+from core.terminal import escaped
 
 log = logging.getLogger("nanoattn")
 
@@ -68,7 +69,7 @@ def write_at_once(path: Path, content: str | bytes) -> None:
 
 def printable(text: object) -> str:
     """The text on one line, its control characters escaped."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
+    return escaped(str(text)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def command(*words: object) -> str:
