@@ -46,22 +46,22 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
     folder = Path(source) if Path(source).is_dir() else _download(source)
     saved = store.read_file(folder / "config.json", store.load_json)
     config = families.read_config(saved, source, **changes)
-    index, names = folder / f"{WEIGHTS}.index.json", [WEIGHTS]
     if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
         raise UserError(f"{source} has weights in *.bin, expected *.safetensors")
+    files, index = [folder / WEIGHTS], folder / f"{WEIGHTS}.index.json"
     if index.exists():
-        listed = store.read_file(index, store.load_json)
-        if not store.has_dicts(listed, "weight_map"):
-            raise UserError(f"{index} has no weight_map")
-        if odd := [x for x in listed["weight_map"].values() if not (isinstance(x, str) and x)]:
-            raise UserError(f"{index}: expected names of files in weight_map, got {odd[0]!r}")
-        names = sorted({*listed["weight_map"].values()})
+        files = store.read_file(index, _listed)
     weights: dict[str, torch.Tensor] = {}
-    for name in names:
-        weights |= store.read_file(folder / Path(name).name, load_file)
+    for file in files:
+        weights |= store.read_file(file, load_file)
     model = GPT(config, policy)
     store.load_weights(model, families.read_weights(weights, config), source)
     return model
+
+
+def _listed(index: Path) -> list[Path]:
+    names = {*store.load_json(index)["weight_map"].values()}
+    return sorted(index.with_name(Path(name).name) for name in names)
 
 
 def save_hf(model: GPT, folder: str | Path, **more: object) -> Json:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 import os
-import platform
-import shutil
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -22,15 +20,15 @@ from torch.utils._pytree import tree_map_only
 from checkpoint import shards, store
 from checkpoint.convert import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint, Json, resume_command
-from core import runtime
+from core import background, files, runtime
 from core.distributed import DistInfo
-from core.files import open_output
+from core.files import command, printable
 from core.optimizer import numbers, tensors
 from core.options import TrainConfig
 from core.parallel import fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, UserError
-from data.loader import find, fits
+from data.loader import fits
 from data.tokenizer import same
 from model import GPT
 
@@ -57,8 +55,7 @@ class Saver:
     best_loss: float = math.inf  # lowest validation loss so far
     best_since: int = 0  # after this step: earlier losses are of other data
     val_windows: int = 0  # fingerprint() of the evaluation
-    _thread: threading.Thread | None = field(default=None, init=False)
-    _failure: BaseException | None = field(default=None, init=False)
+    _written: Future[None] | None = field(default=None, init=False)
 
     def save(
         self,
@@ -110,36 +107,30 @@ class Saver:
         }
         if self.background:
             contents = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), contents)
-            # A daemon: a failing run ends at once.
-            self._thread = threading.Thread(target=self._write, args=[contents], daemon=True)
-            self._thread.start()
+            self._written = background.begin(self._write, contents)
         else:
             self._write(contents)
-            self.wait()
 
     def _write(self, contents: Json) -> None:
-        try:
-            device = self.distributed.device
-            # A separate group: training uses `control` at the same time.
-            distributed = replace(self.distributed, control=self.distributed.disk)
-            # A new thread starts on device 0.
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                store.save(self.out_dir, keep=self.keep, **contents, distributed=distributed)
-        except BaseException as e:
-            self._failure = e
+        device = self.distributed.device
+        # A separate group: training uses `control` at the same time.
+        distributed = replace(self.distributed, control=self.distributed.disk)
+        if distributed.main and not Path(self.out_dir).exists():
+            store.log.warning("%s was deleted: it is created again", printable(self.out_dir))
+        # A new thread starts on device 0.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            store.save(self.out_dir, keep=self.keep, **contents, distributed=distributed)
 
     def wait(self) -> None:
         """Wait for a checkpoint in the background. Raises UserError if it failed."""
-        if self._thread is not None:
-            self._thread.join()
-        failure, self._thread, self._failure = self._failure, None, None
-        if failure is not None:
-            raise failure
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
 
     def last_good(self) -> str:
         """Name the newest checkpoint that this run wrote or resumed, and how to continue."""
-        if self._thread is not None:
-            self._thread.join()  # if it has failed, wait() raises
+        if self._written is not None:
+            self._written.exception()  # wait() raises it
         found = store.folders(self.out_dir)  # set_aside() has moved those of another run
         good = f"{found[-1]} is the last good checkpoint" if found else "there is no checkpoint yet"
         return f"{good}; to continue: {resume_command(self.out_dir, self.distributed)}"
@@ -157,43 +148,10 @@ def gathered(model: GPT) -> GPT:
 # ----------------------------------------------------------------------------- around a run
 
 
-@contextmanager
-def locked(config: TrainConfig) -> Iterator[None]:
-    """Keep other runs out of config.out_dir, by a lock that ends with this process.
-
-    Raises UserError: another run has it, or it cannot be written.
-    """
-    import fcntl
-
-    if os.environ.get("RANK", "0") != "0" or config.eval_only:  # these write nothing
-        yield
-        return
-    folder = Path(config.out_dir)
-    path, made = folder / ".lock", not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open_output(path, "a+")
-    except OSError as e:
-        why = "it is a link to nothing" if made and folder.is_symlink() else e.strerror
-        raise UserError(f"--out_dir={folder} cannot be written ({why})") from e
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UserError(
-                f"--out_dir={folder} is in use by another run ({file.read()}); name another folder"
-            ) from None
-        except OSError as e:  # NFS without locks
-            store.log.warning(f"{path} cannot be locked ({e.strerror}): start no other run there")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}")
-        file.flush()
-        try:
-            yield
-        finally:
-            if made and [*folder.iterdir()] == [path]:  # nothing was begun
-                shutil.rmtree(folder)
+def locked(config: TrainConfig) -> AbstractContextManager[None]:
+    """Keep other runs out of config.out_dir; the main process alone writes there."""
+    writes = os.environ.get("RANK", "0") == "0" and not config.eval_only
+    return files.locked(Path(config.out_dir)) if writes else nullcontext()
 
 
 @contextmanager
@@ -219,27 +177,29 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     """The newest checkpoint's settings, overridden by the given ones. Raises UserError."""
     settings = loaded.settings
     saved = store.load(store.latest(settings.out_dir))
+    folder = printable(saved.folder)
     before = saved.read("train", type(settings))
-    changes = {name: getattr(settings, name) for name in (*loaded.origins, "out_dir")}
+    changes: Json = {name: getattr(settings, name) for name in (*loaded.origins, "out_dir")}
     # A run that started from other weights has their sizes, not those in its settings.
     backend = {k: v for k, v in changes.items() if k == "attention_backend"}
     model, names = saved.config(**backend), (*SHAPE, "attention_window", "attention_backend")
     before = replace(before, **{name: getattr(model, name) for name in names})
-    if before.attention_hub_kernels and "attention_hub_kernels" not in changes:
-        # The checkpoint may come from somebody else: ask again before downloading code.
-        store.log.warning(f"--attention_hub_kernels=True of {saved.folder} is not resumed")
-        changes["attention_hub_kernels"] = False
-    joins = (run := Path(settings.out_dir, "wandb_id.txt")).is_file() and not run.is_symlink()
-    if before.wandb_log and "wandb_log" not in changes:
-        how = "goes on in the run of" if joins else "is not resumed, without a run in"
-        store.log.warning(f"--wandb_log=True of {saved.folder} {how} {run}")
-    if not joins:  # nor may it upload
-        changes |= {name: x for name, x in vars(settings).items() if name.startswith("wandb_")}
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         raise UserError(
-            f"{saved.folder} was trained with --optimizer={kept}, whose state {wanted} cannot use; "
-            f"begin another run with its weights: --init_from={settings.out_dir}"
+            f"{folder} was trained with --optimizer={kept}, whose state {wanted} cannot use; "
+            f"begin another run with its weights: {command(f'--init_from={settings.out_dir}')}"
         )
+    # The checkpoint may come from somebody else: it must not download code, or upload.
+    refused = {"attention_hub_kernels"}
+    run = Path(settings.out_dir, "wandb_id.txt")
+    if not run.is_file() or run.is_symlink():
+        refused |= {name for name in vars(settings) if name.startswith("wandb_")}
+    for name in ("attention_hub_kernels", "wandb_log"):
+        if getattr(before, name) and name not in changes:
+            how = "is not resumed" if name in refused else f"goes on in the run of {printable(run)}"
+            store.log.warning(f"--{name}=True of {folder} {how}")
+    for name in refused:
+        changes.setdefault(name, getattr(settings, name))
     if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate
         changes.setdefault("lr_decay_iters", before.max_iters)
     if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -252,14 +212,7 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     try:
         merged = replace(before, **changes)
     except ValueError as e:
-        raise UserError(f"{e} (resuming {saved.folder})") from e
-    name = "dataset" if os.sep in merged.dataset else "data_dir"
-    path, data = Path(getattr(merged, name)), find(merged.dataset, merged.data_dir)
-    if name not in changes and not (path.is_absolute() or path.exists() or data.exists()):
-        raise UserError(
-            f"{saved.folder} has --{name}={path}, relative to where its run began, which is not "
-            f"{Path.cwd()}: name the folder with --{name}"
-        )
+        raise UserError(f"{e} (resuming {folder})") from e
     decay_end = merged.lr_decay_iters or math.inf
     if merged.decay_lr and merged.warmup_iters <= decay_end < merged.max_iters:
         store.log.warning(
@@ -291,6 +244,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     config, V = loaded.settings, meta["vocab_size"]
     resuming = config.init_from == "resume"
     source = str(store.latest(config.out_dir)) if resuming else config.init_from
+    named = printable(source)
     changes = {"dropout": config.dropout, "attention_backend": config.attention_backend}
     if "attention_window" in loaded.origins:  # else the checkpoint's
         changes["attention_window"] = config.attention_window
@@ -301,14 +255,14 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     tokenizer, dataset = tokenizer_meta(source), Path(config.dataset).name
     if model.config.vocab_size < V or not (tokenizer is None or same(tokenizer, meta["tokenizer"])):
         raise UserError(
-            f"{source} (vocabulary of {model.config.vocab_size}) was trained with another "
+            f"{named} (vocabulary of {model.config.vocab_size}) was trained with another "
             f"tokenizer than --dataset={config.dataset} (vocabulary of {V}); prepare it again, for "
-            f"a model's own tokenizer with --tokenizer={source}"
+            f"a model's own tokenizer with {command(f'--tokenizer={source}')}"
         )
     known = meta["tokenizer"]["name"] == "gpt2" or trained_on(source) == dataset
     if tokenizer is None and not (known and fits(V, model.config.vocab_size)):
         store.log.warning(
-            f"{source} (vocabulary of {model.config.vocab_size}) has no tokenizer: its own may "
+            f"{named} (vocabulary of {model.config.vocab_size}) has no tokenizer: its own may "
             f"differ from that of --dataset={config.dataset} (vocabulary of {V})"
         )
     for name in (*SHAPE, "vocab_size", *(["block_size"] if resuming else [])):
@@ -317,7 +271,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
             have, want = model.config.kv_heads, want or model.config.n_head
         if name in loaded.origins and want is not None and want != have:
             raise UserError(
-                f"{source} has {name}={have}, which cannot be changed to {want} "
+                f"{named} has {name}={have}, which cannot be changed to {want} "
                 f"({loaded.origins[name]})"
             )
     T, have = config.block_size, model.config.block_size
@@ -327,7 +281,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     try:
         model.crop_block_size(T)
     except ValueError as e:
-        raise UserError(f"{e} ({source})") from e
+        raise UserError(f"{e} ({named})") from e
     return model
 
 
@@ -353,27 +307,27 @@ def restore_run(
     evaluation had another fingerprint() than val_windows, a new best loss begins."""
     saved = store.load(store.latest(config.out_dir))
     step, best = restore(saved, model, optimizer, scaler, config.seed, distributed)
-    before = saved.settings["train"]
+    before, state = saved.settings["train"], saved.state
     was = before["batch_size"] * before["gradient_accumulation_steps"]
     now = config.batch_size * config.gradient_accumulation_steps
-    tokens = saved.state.get("sequences_seen", step * was) * before["block_size"]
-    seen = -(-tokens // config.block_size)
+    tokens = state.get("sequences_seen", step * was) * before["block_size"]
+    seen = math.ceil(tokens / config.block_size)
     distributed.say(f"resuming {config.out_dir} after step {step} and {seen:,} sequences")
     if was != now:
         distributed.say(
             f"a step has {now:,} sequences, before {was:,}: the data go on after the last sequence "
             "seen, the learning rate stays a function of the step"
         )
-    since = saved.state.get("best_since", 0)
+    since = state.get("best_since", 0)
     mask = before.get("document_mask", False) != config.document_mask
-    if mask or saved.state.get("val_windows", val_windows) != val_windows:
+    if mask or state.get("val_windows", val_windows) != val_windows:
         names = ("dataset", "eval_iters", "batch_size", "document_mask")
         changed = [f"--{name}" for name in names if before.get(name) != getattr(config, name)]
         what = ", ".join(changed) or "the data"
         distributed.say(f"the evaluation is another one ({what}): a new best loss begins")
         best, since = math.inf, step
     due = step % config.eval_interval == 0 or step == config.max_iters
-    evaluated = not due or saved.state.get("val_loss") is not None
+    evaluated = not due or state.get("val_loss") is not None
     return Progress(step, seen, (best, since), evaluated)
 
 
@@ -390,14 +344,12 @@ def restore(
     Returns (step, lowest validation loss so far). Raises UserError on all processes, if one cannot
     read it or the model has other sizes.
     """
-    rest: Json = {}
 
-    def read() -> None:
-        rest.update(saved.rest())
-        targets = tensors(model, optimizer)
-        if (folder := saved.folder / "shards").exists():
-            store.read_file(folder, lambda folder: _read_shards(folder, targets))
-            return
+    def read() -> Json:
+        rest, targets = saved.rest(), tensors(model, optimizer)
+        if saved.index is not None:
+            store.read_file(saved.index, lambda index: _read_shards(index.parent, targets))
+            return rest
         values = {f"model.{name}": value for name, value in saved.weights().items()}
         state = rest["optimizer"].get("state") or {}
         if saved.step == 0 and not state:  # as it is before the first step
@@ -408,8 +360,9 @@ def restore(
         store.check_shapes(targets, values, str(saved.folder))
         for name, target in targets.items():
             fill(target, values[name])
+        return rest
 
-    store.together(distributed, read)
+    rest = store.together(distributed, read)
     if scaler.is_enabled() and rest["scaler"]:
         scaler.load_state_dict(rest["scaler"])
     if len(rest["rng"]) == distributed.world_size:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -52,35 +53,20 @@ def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) ->
     return entries
 
 
-def write_index(folder: Path, entries: list[Json]) -> None:
-    """Write the index of what all processes have written."""
+def joined(entries: list[Json]) -> Json:
+    """The index of what all processes have written."""
     index: Json = {}
-    for name, entry in (item for own in entries for item in own.items()):
-        index.setdefault(name, {**entry, "parts": []})["parts"] += entry["parts"]
-    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-
-
-def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors, whole or sharded by rows, in place. Raises ValueError: damage."""
-    index = _index(folder)
-    for name, target in tensors.items():
-        shape, at, _ = local_part(target)
-        first, end = _rows(at, shape)
-        rows = local(target).reshape(1) if target.ndim == 0 else local(target)
-        for part in index[name]["parts"]:
-            begin, stop = _rows(part["at"], part["shape"])
-            a, b = max(first, begin), min(end, stop)
-            if a < b:
-                saved = _read_part(folder, name, part, index[name]["dtype"])
-                saved = saved.reshape(-1, *shape[1:])
-                rows[a - first : b - first].copy_(saved[a - begin : b - begin])
+    for own in entries:
+        for name, entry in own.items():
+            index.setdefault(name, {**entry, "parts": []})["parts"] += entry["parts"]
+    return index
 
 
 def empty(folder: Path, prefix: str = "", device: str = "meta") -> dict[str, Tensor]:
     """Uninitialized tensors of the saved shapes and dtypes, those whose name has the prefix."""
     return {
         name: torch.empty(saved["shape"], dtype=getattr(torch, saved["dtype"]), device=device)
-        for name, saved in _index(folder).items()
+        for name, saved in _read_index(folder).items()
         if name.startswith(prefix)
     }
 
@@ -92,25 +78,52 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items()}
 
 
+def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the tensors, whole or sharded by rows, in place. Raises ValueError: damage."""
+    entries = _read_index(folder)
+    for name, target in tensors.items():
+        saved = entries[name]
+        shape, at, _ = local_part(target)
+        first, end = _rows(at, shape)
+        rows = local(target).reshape(1) if target.ndim == 0 else local(target)
+        for part in saved["parts"]:
+            begin, stop = _rows(part["at"], part["shape"])
+            a, b = max(first, begin), min(end, stop)
+            if a < b:
+                values = _read_part(folder, name, part, saved["dtype"])
+                values = values.reshape(-1, *shape[1:])
+                rows[a - first : b - first].copy_(values[a - begin : b - begin])
+
+
+def load_torch(file: Path | IO[bytes]) -> Any:
+    """What torch.save() wrote, on the CPU. Raises ValueError for objects that could run code."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as e:
+        # torch's own message suggests weights_only=False, which would run code from the file.
+        raise ValueError("damaged, or it has Python objects, which could run code") from e
+
+
 def _rows(at: list[int], shape: list[int]) -> tuple[int, int]:
     """The first row of a part, and the row after its last; a number is one row."""
     return (at[0], at[0] + shape[0]) if shape else (0, 1)
 
 
-def _index(folder: Path) -> Json:
+def _read_index(folder: Path) -> Json:
     index: Json = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     for name, saved in index.items():
-        shape, parts = saved["shape"], sorted(saved["parts"], key=lambda part: part["at"])
+        shape = saved["shape"]
         if not isinstance(getattr(torch, saved["dtype"]), torch.dtype):
             raise ValueError(f"{name} has the dtype {saved['dtype']!r}")
-        end = 0
-        for part in parts:
+        end, rest = 0, [0] * (len(shape) - 1)
+        for part in sorted(saved["parts"], key=lambda part: part["at"]):
             if Path(part["file"]).name != part["file"]:
                 raise ValueError(f"{part['file']!r} is not a file in this folder")
-            if part["at"] != [end, *[0] * len(shape)][: len(shape)]:
+            if part["at"] != ([end, *rest] if shape else []) or part["shape"][1:] != shape[1:]:
+                end = -1
                 break
             end = _rows(part["at"], part["shape"])[1]
-        if end != _rows([0], shape)[1] or any(part["shape"][1:] != shape[1:] for part in parts):
+        if end != _rows([0], shape)[1]:
             raise ValueError(f"the parts of {name} do not cover its {shape} exactly once")
     return index
 
@@ -121,7 +134,7 @@ def _read_part(folder: Path, name: str, part: Json, dtype: str) -> Tensor:
         content = f.read(part["length"])
     if "crc32" in part and zlib.crc32(content) != part["crc32"]:  # older versions have none
         raise ValueError(f"{part['file']} is damaged: {name} has another CRC-32 than in {INDEX}")
-    saved: Tensor = torch.load(io.BytesIO(content), "cpu", weights_only=True)
+    saved: Tensor = load_torch(io.BytesIO(content))
     if (dtype_name(saved.dtype), [*saved.shape]) != (dtype, part["shape"]):
         raise ValueError(f"{name} in {part['file']} is not as {INDEX} has it")
     return saved

@@ -21,9 +21,7 @@ import json
 import logging
 import math
 import os
-import pickle
 import re
-import shlex
 import shutil
 import sys
 import zlib
@@ -32,7 +30,6 @@ from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
 import torch
 from safetensors import SafetensorError
@@ -40,8 +37,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention import Policy, is_code
-from checkpoint.shards import INDEX, read_whole, write, write_index
+from checkpoint import shards as parts
+from checkpoint.shards import INDEX, load_torch
 from core.distributed import DistInfo
+from core.files import command, printable
 from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig
 
@@ -65,46 +64,51 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.state["step"])
 
+    @property
+    def index(self) -> Path | None:
+        """The index of the shards; None: the checkpoint is of one process."""
+        return self.folder / "shards" / INDEX if (self.folder / "shards").exists() else None
+
     def config(self, **changes: object) -> GPTConfig:
         """The model's config, with `changes`."""
-        name = self.settings["model"].get("attention_backend")
-        if isinstance(name, str) and is_code(name):
+        code = self.settings["model"].get("attention_backend")
+        if isinstance(code, str) and is_code(code):  # only the user may name code that runs
             named = "attention_backend" in changes
-            runs = str(changes.setdefault("attention_backend", "auto"))  # the user must name code
-            mask = name.startswith("flex:") and not runs.startswith("flex:")  # another model
-            if mask or not named:
-                again = f": --attention_backend={shlex.quote(name)}" if name.isprintable() else ""
+            runs = str(changes.setdefault("attention_backend", "auto"))
+            other_mask = code.startswith("flex:") and not runs.startswith("flex:")
+            if other_mask or not named:
+                causal = ", which is causal" if other_mask else ""
+                again = command(f"--attention_backend={code}")
                 log.warning(
-                    f"{self.folder} was trained with the {'mask' if mask else 'kernel'} in "
-                    f"{name!r}; using {runs!r}{', which is causal' * mask}. To run that code, name "
-                    f"it{again}"
+                    f"{printable(self.folder)} was trained with {printable(code)}, code that only "
+                    f"you may name ({again}); using {runs!r}{causal}"
                 )
         return self.read("model", GPTConfig, changes)
 
     def read(self, section: str, cls: type[T], changes: Mapping[str, object] = {}) -> T:
         """The dataclass `cls` from a section of settings.json, with `changes`."""
         known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-        saved = self.settings[section]
+        saved, file = self.settings[section], printable(self.folder / "settings.json")
         if unknown := sorted(saved.keys() - known):
-            log.warning(f"unknown settings in {self.folder}, ignored: {str(unknown)[1:-1]}")
+            log.warning(f"unknown settings in {file}, ignored: {str(unknown)[1:-1]}")
         kept = {name: saved[name] for name in saved.keys() & known}
         window, n = kept.get("attention_window"), kept.get("n_layer")
         if isinstance(window, list) and isinstance(n, int) and len(window) > n > 0:  # as it ran
             kept["attention_window"] = [*window[: n - 1], window[-1]]
-        return from_dict(cls, {**kept, **changes}, str(self.folder / "settings.json"))
+        return from_dict(cls, {**kept, **changes}, file)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights, on the CPU."""
-        if not (shards := self.folder / "shards").exists():
+        if self.index is None:
             return read_file(self.folder / "model.safetensors", load_file)
-        return read_file(shards, lambda folder: read_whole(folder, "model."))
+        return read_file(self.index, lambda index: parts.read_whole(index.parent, "model."))
 
     def rest(self) -> Json:
         """optimizer.pt: {"optimizer": its state_dict(), without "state" if there are shards,
         "scaler": ..., "rng": [one dict a rank]}."""
         rest = read_file(path := self.folder / "optimizer.pt", load_torch)
         if not has_dicts(rest, "optimizer", "scaler") or not isinstance(rest.get("rng"), list):
-            raise UserError(f"{path} lacks the state of the optimizer, scaler or random numbers")
+            raise _damaged(path, "lacks the state of the optimizer, scaler or random numbers")
         return cast(Json, rest)
 
     def model(self, policy: Policy = Policy(), **changes: object) -> GPT:
@@ -127,10 +131,10 @@ def latest(out_dir: str | Path) -> Path:
     """The newest checkpoint of out_dir. Raises UserError if there is none."""
     if found := folders(out_dir):
         return found[-1]
-    hint = f"train one: python train.py --out_dir={out_dir}"
+    hint = f"train one: {command('python', 'train.py', f'--out_dir={out_dir}')}"
     if (file := Path(out_dir) / "ckpt.pt").exists():
-        hint = f"for nanoGPT's: --init_from={file}"
-    raise UserError(f"no checkpoint in {out_dir}; {hint}")
+        hint = f"for nanoGPT's: {command(f'--init_from={file}')}"
+    raise UserError(f"no checkpoint in {printable(out_dir)}; {hint}")
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
@@ -156,9 +160,9 @@ def load(folder: str | Path) -> Checkpoint:
     settings = read_file(folder / "settings.json", load_json)
     state = read_file(folder / "train_state.json", load_json)
     if not has_dicts(settings, "train", "model", "tokenizer"):
-        raise UserError(f"{folder / 'settings.json'} is not a checkpoint's{_earlier(folder)}")
+        raise _damaged(folder / "settings.json", "lacks train, model or tokenizer")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        raise UserError(f"{folder / 'train_state.json'} has no step{_earlier(folder)}")
+        raise _damaged(folder / "train_state.json", "has no step")
     return Checkpoint(folder, settings, state)
 
 
@@ -176,7 +180,8 @@ def check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], origin:
         have, want = (_shape(d.get(name, "missing")) for d in (saved, own))
         if have != want:
             raise UserError(
-                f"the values in {origin} do not fit the model: {name} is {have}, expected {want}"
+                f"the values in {printable(origin)} do not fit the model: {printable(name)} is "
+                f"{have}, expected {want}"
             )
 
 
@@ -189,36 +194,34 @@ def read_file(path: Path, reader: Callable[[Path], T]) -> T:
     """Return reader(path). Raises UserError, in one line, if it fails or the file was changed."""
     try:
         content = reader(path)
-        verify(path)
+        _verify(path)
         return content
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist{_earlier(path.parent)}") from None
     except UserError:
         raise
+    except FileNotFoundError as e:
+        raise _damaged(Path(e.filename or path), "does not exist") from e
     except Exception as e:  # each library has its own for damaged files
-        why = f"({type(e).__name__}: {first_line(e)}){_earlier(path.parent)}"
-        raise UserError(f"{path} cannot be read {why}") from e
+        why = f"cannot be read ({type(e).__name__}: {printable(first_line(e))})"
+        raise _damaged(path, why) from e
 
 
-def verify(path: Path) -> None:
-    """Raise ValueError if a file of a checkpoint, or the index of its shards, has another CRC-32
-    than was written; people edit JSON: there it is a warning."""
-    name = path.name if path.suffix else f"{path.name}/{INDEX}"
-    file, sums = path.parent / name, path.parent / CHECKSUMS
+def _verify(path: Path) -> None:
+    """Raise ValueError if a file of a checkpoint has another CRC-32 than was written; people edit
+    JSON: there it is a warning."""
+    sums = _folder_of(path) / CHECKSUMS
     if not sums.exists():  # of an older version, or of transformers
         return
     try:
-        saved = load_json(sums)[name]
+        saved = load_json(sums)[path.relative_to(sums.parent).as_posix()]
     except (ValueError, LookupError, TypeError) as e:
         raise ValueError(f"{CHECKSUMS} is damaged: {type(e).__name__}, {first_line(e)}") from e
-    if saved != crc32(file):
-        why = "its CRC-32 is another one"
-        if file.suffix != ".json":
-            raise ValueError(f"damaged, or changed on purpose (then delete {CHECKSUMS}): {why}")
-        log.warning(f"{file} has changed since it was written ({why} than in {CHECKSUMS})")
+    if saved != _crc32(path):
+        if path.suffix != ".json":
+            raise ValueError(f"its CRC-32 is not that in {CHECKSUMS}; if on purpose, delete that")
+        log.warning(f"{printable(path)} was changed: its CRC-32 is not that in {CHECKSUMS}")
 
 
-def crc32(path: Path) -> int:
+def _crc32(path: Path) -> int:
     crc = 0
     with path.open("rb") as f:
         while block := f.read(2**20):
@@ -226,35 +229,26 @@ def crc32(path: Path) -> int:
     return crc
 
 
-def _earlier(damaged: Path) -> str:
-    """Advice for a damaged checkpoint: the newest complete one before it, and how to use it."""
-    for folder in reversed(folders(damaged.parent) if re.fullmatch(STEP, damaged.name) else []):
+def _damaged(path: Path, why: str) -> UserError:
+    """The error, with the newest complete checkpoint before this one and how to resume from it."""
+    text, damaged = f"{printable(path)} {why}", _folder_of(path)
+    out_dir = damaged.parent
+    for folder in reversed(folders(out_dir) if re.fullmatch(STEP, damaged.name) else []):
         if int(folder.name[5:]) < int(damaged.name[5:]):
             try:
                 saved = load(folder)
                 saved.weights(), saved.rest()
             except UserError:
                 continue
-            move = "mv", str(damaged), str(damaged.with_name(f"damaged-{damaged.name}"))
-            resume = "train.py", "--init_from=resume", f"--out_dir={damaged.parent}"
-            return (
-                f"; the newest complete one is {folder}, to resume from it: {shlex.join(move)} && "
-                f"python {shlex.join(resume)}"
-            )
-    return ""
+            move = command("mv", damaged, out_dir / f"damaged-{damaged.name}")
+            resume = command("python", "train.py", "--init_from=resume", f"--out_dir={out_dir}")
+            text += f"; the newest complete one is {printable(folder)}, to resume from it: "
+            return UserError(f"{text}{move} && {resume}")
+    return UserError(text)
 
 
-def load_torch(path: Path) -> Any:
-    if zipped := is_zipfile(path):  # as PyTorch writes since 1.6; only these can be mapped
-        with ZipFile(path) as file:
-            packed = [member for member in file.infolist() if member.compress_type != ZIP_STORED]
-        if packed:  # torch.load would map the compressed bytes as numbers
-            raise ValueError("it was compressed again; torch.load it and torch.save it")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except pickle.UnpicklingError as e:
-        # torch's own message suggests weights_only=False, which would run code from the file.
-        raise ValueError("damaged, or it has Python objects, which could run code") from e
+def _folder_of(path: Path) -> Path:
+    return path.parents[1] if path.parent.name == "shards" else path.parent
 
 
 def load_json(path: Path) -> Any:
@@ -278,7 +272,7 @@ def resume_command(out_dir: str, distributed: DistInfo) -> str:
         times = [math.inf]
     own = times and (again or max(times) >= distributed.began)
     words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
-    return f"{distributed.launcher} train.py {shlex.join(words)}"
+    return f"{distributed.launcher} train.py {command(*words)}"
 
 
 # ----------------------------------------------------------------------------- save
@@ -306,31 +300,29 @@ def save(
     final = out_dir / f"step-{state['step']:08d}"
     partial = out_dir / f".{final.name}.partial"
 
-    entries: list[Json] = [{}]  # of the index of shards, by process
-
     def begin() -> None:
-        if distributed.main:
-            for left in out_dir.glob(".step-*.partial"):  # of a killed process
-                _remove(left)
-            (partial / "shards" if shards else partial).mkdir(parents=True)
+        if not distributed.main:
+            return
+        for left in out_dir.glob(".step-*.partial"):  # of a killed process
+            _remove(left)
+        (partial if shards is None else partial / "shards").mkdir(parents=True)
 
-    def write_shards() -> None:
-        if shards is not None:
-            entries[0] = write(partial / "shards", shards, distributed)
+    def write_parts() -> Json:
+        return {} if shards is None else parts.write(partial / "shards", shards, distributed)
 
     def finish() -> None:
         if not distributed.main:
             return
         if shards is not None:
-            write_index(partial / "shards", entries)
+            save_json(parts.joined(entries), partial / "shards" / INDEX)
         if weights is not None:
             save_weights(weights, partial / "model.safetensors")
         with (partial / "optimizer.pt").open("wb") as f:  # a path would hide the system's error
             torch.save(optimizer, f)
-        for name, content in (("settings.json", settings), ("train_state.json", state)):
-            save_json(content, partial / name)
+        save_json(settings, partial / "settings.json")
+        save_json(state, partial / "train_state.json")
         files = [*partial.glob("*.*"), *partial.glob(f"shards/{INDEX}")]
-        sums = {file.relative_to(partial).as_posix(): crc32(file) for file in files}
+        sums = {file.relative_to(partial).as_posix(): _crc32(file) for file in files}
         save_json(sums, partial / CHECKSUMS)
         _sync([*partial.rglob("*"), partial])
         partial.rename(final)
@@ -338,14 +330,13 @@ def save(
 
     try:
         together(distributed, begin)
-        together(distributed, write_shards)
-        entries = distributed.gather(entries[0])
+        entries = distributed.gather(together(distributed, write_parts))
         together(distributed, finish)
     except UserError as e:
         shutil.rmtree(partial, ignore_errors=True)
         had = [p.name for p in folders(out_dir)]
         still = f"{had[-1]} is still good" if had else "no earlier one exists"
-        raise UserError(f"could not write checkpoint {final} ({e}): {still}") from e
+        raise UserError(f"could not write checkpoint {printable(final)} ({e}): {still}") from e
     if distributed.main:
         _prune(out_dir, keep)
     return final
@@ -358,7 +349,7 @@ def _prune(out_dir: Path, keep: int) -> None:
             if folder != best:  # renamed first: a kill never leaves half of one
                 _remove(folder.rename(folder.with_name(f".{folder.name}.deleted.partial")))
     except (OSError, UserError) as e:  # the new checkpoint is complete: the run goes on
-        log.warning(f"older checkpoints in {out_dir} were not deleted ({e})")
+        log.warning(f"older checkpoints in {printable(out_dir)} were not deleted ({e})")
 
 
 def _remove(folder: Path) -> None:
@@ -401,21 +392,23 @@ def _sync(paths: Iterable[Path]) -> None:
 # ----------------------------------------------------------------------------- errors
 
 
-def together(distributed: DistInfo, step: Callable[[], object]) -> None:
-    """Run step() and wait for the other processes, which must call this too.
+def together(distributed: DistInfo, step: Callable[[], T]) -> T:
+    """Return step() and wait for the other processes, which must call this too.
 
     Raises UserError on all processes, if a file failed on one.
     """
+    result: Any = None
     failure, message = None, ""
     try:
-        step()
+        result = step()
     except (OSError, RuntimeError, SafetensorError, UserError) as e:
         failure, message = e, disk_error(e)
     messages = distributed.gather(message)
-    if len(set(messages)) > 1:
+    if len({*messages}) > 1:
         message = "; ".join(f"process {rank}: {m}" for rank, m in enumerate(messages) if m)
     if message:
         raise UserError(message) from failure
+    return cast(T, result)
 
 
 def disk_error(error: BaseException) -> str:
@@ -427,5 +420,4 @@ def disk_error(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    number = re.search(r"\(os error (\d+)\)", str(error))  # of safetensors
-    return os.strerror(int(number[1])) if number else first_line(error)
+    return first_line(error)

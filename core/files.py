@@ -1,13 +1,27 @@
-"""Write files without following links: in a downloaded folder they may lead to any file."""
+"""Write files without following links: in a downloaded folder they may lead to any file.
+
+Also locks of folders, and names as they are printed.
+"""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import platform
+import shlex
+import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import IO
+
+from core.settings import UserError
+from core.terminal import escaped
+
+log = logging.getLogger("nanoattn")
 
 
 def refuse_link(path: Path, hard: bool = False) -> None:
@@ -51,3 +65,63 @@ def write_at_once(path: Path, content: str | bytes) -> None:
     """Write a file atomically; see replacing()."""
     with replacing(path) as file:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def printable(text: object) -> str:
+    """The text on one line, its control characters escaped."""
+    return escaped(str(text)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def command(*words: object) -> str:
+    """A command line to paste into bash, whatever characters the words have."""
+
+    def escaped(c: str) -> str:
+        plain = c.isprintable() and c not in "\\'"
+        return c if plain else "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
+
+    texts = map(str, words)
+    return " ".join(
+        shlex.quote(w) if w.isprintable() else f"$'{''.join(map(escaped, w))}'" for w in texts
+    )
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create the folder of --out_dir and keep other processes out of it.
+
+    By `.lock` in it, for all machines that share the disk; on Linux also by the name of a socket,
+    which lasts when the folder is deleted. Both end with the process. Raises UserError.
+    """
+    import fcntl
+
+    path, made, option = folder / ".lock", not folder.exists(), f"--out_dir={printable(folder)}"
+    with socket.socket(socket.AF_UNIX) as name:
+        try:
+            with suppress(PermissionError):  # in a sandbox
+                if sys.platform == "linux":
+                    name.bind(b"\0nanoattn" + sha256(os.fsencode(folder.resolve())).digest())
+            folder.mkdir(parents=True, exist_ok=True)
+            file = open_output(path, "a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError as e:  # NFS without locks
+                log.warning("%s cannot be locked (%s): use it once at a time", option, e.strerror)
+        except OSError as e:
+            why = f"cannot be written ({e.strerror}); name another folder"
+            if e.errno in (errno.EADDRINUSE, errno.EWOULDBLOCK):
+                found = path.read_text("utf-8", "replace") if path.is_file() else "now deleted"
+                why = f"is in use by another process ({printable(found[:99])}); name another folder"
+            raise UserError(f"{option} {why}") from e
+        with file:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}")
+            file.flush()
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    path.unlink()
+                    if made:
+                        folder.rmdir()  # it stays if something was written

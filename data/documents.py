@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
+from typing import IO
 
+from core.files import printable
 from core.settings import UserError, first_line
 from data import sources
 from data.tokenizer import well_formed
@@ -35,7 +36,6 @@ DATASETS = {  # name -> the settings that determine its result
 }
 PIECE = 2**20  # characters that are tokenized at once
 MOST = 2**24  # the same of a text without spaces, as base64
-
 OVERLAP = 2**12  # characters on both sides of a part, where its tokens depend on them
 
 # The number of its document; a text, "": the beginning, None: the end; the part of it to tokenize.
@@ -53,7 +53,8 @@ def source_files(source: str) -> list[Path]:
     def visit(path: Path, above: frozenset[str]) -> None:
         real = os.path.realpath(path, strict=True)  # a link to nothing is an error
         if real in above:
-            raise UserError(f"{path} is a link to {real}, which it is in; remove the link")
+            why = f"is a link to {printable(real)}, which it is in; remove the link"
+            raise UserError(f"{printable(path)} {why}")
         if found.setdefault(real, path) is path and path.is_dir():
             for inside in sorted(path.iterdir()):
                 visit(inside, above | {real})
@@ -61,7 +62,8 @@ def source_files(source: str) -> list[Path]:
     try:
         visit(Path(source), frozenset())
     except OSError as e:
-        raise UserError(f"--source={source}: cannot read {e.filename} ({e.strerror})") from e
+        why = f"cannot read {printable(e.filename)} ({e.strerror})"
+        raise UserError(f"--source={printable(source)}: {why}") from e
     if not os.path.isdir(source):
         return [Path(source)]
     return sorted(f for f in found.values() if f.suffix.lower() in ENDINGS and f.is_file())
@@ -77,44 +79,40 @@ def documents(
     """
     shakespeare = dataset.startswith("shakespeare")
     if dataset in HUB:
-        yield from web_documents(*HUB[dataset], text_key)
-    elif shakespeare and source is None:
-        yield (sources.plays(),)
-    elif shakespeare and source == "tinyshakespeare":
-        yield (sources.tiny_shakespeare(),)
+        yield from ((text,) for text in _web_texts(*HUB[dataset], text_key))
+    elif shakespeare and source in (None, "tinyshakespeare"):
+        yield (sources.tiny_shakespeare() if source else sources.plays(),)
     elif source is None:
         raise UserError(f"expected --source=PATH: {WANTED}")
     else:
         found = source_files(source)
         if not found:
-            raise UserError(f"--source={source}: no text file; expected {WANTED}")
+            raise UserError(f"--source={printable(source)}: no text file; expected {WANTED}")
         one_text = shakespeare or (dataset == "chars" and found[0].suffix.lower() != ".jsonl")
         for path in found:
             ending = ".txt" if one_text and Path(source).is_file() else path.suffix.lower()
             if ending not in ENDINGS:
-                raise UserError(f"{path}: expected {WANTED}")
+                raise UserError(f"{printable(path)}: expected {WANTED}")
             files.append(path)
             if ending == ".txt":
                 yield text_parts(path)
-                continue
-            with _reading(path):
-                for text in filter(None, _json_texts(path, text_key)):
-                    yield (text,)
+            else:
+                yield from ((text,) for text in filter(None, _json_texts(path, text_key)))
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn an error while reading a file into a UserError that names the file, and the line."""
+def _read(path: Path, read: Callable[[IO[str]], str]) -> Iterator[str]:
+    """What read() takes from a text file, until its end. Raises UserError with the line."""
+    line = 1
     try:
-        yield
-    except UserError:
-        raise
-    except UnicodeDecodeError as e:
-        with path.open(encoding="utf-8", errors="surrogateescape") as f:
-            n = next(n for n, line in enumerate(f, 1) if re.search("[\udc80-\udcff]", line))
-        raise UserError(f"{path}, line {n}: not utf-8 ({e.reason}); convert the file") from None
-    except (OSError, ValueError) as e:
-        raise UserError(f"cannot read {path} ({e})") from None
+        with path.open(encoding="utf-8-sig", errors="surrogateescape") as f:
+            while text := read(f):
+                if bad := re.search("[\udc80-\udcff]", text):
+                    line += text.count("\n", 0, bad.start())
+                    raise UserError(f"{printable(path)}, line {line}: not utf-8; convert the file")
+                yield text
+                line += text.count("\n")
+    except OSError as e:
+        raise UserError(f"cannot read {printable(path)} ({e.strerror})") from e
 
 
 def text_parts(path: Path) -> Iterator[str]:
@@ -124,31 +122,30 @@ def text_parts(path: Path) -> Iterator[str]:
     has none is cut after MOST characters: memory stays constant.
     """
     rest = ""
-    with _reading(path), path.open(encoding="utf-8-sig") as f:
-        while part := f.read(PIECE):
-            if part.count("\0") > len(part) // 4:
-                raise UserError(f"cannot read {path}: full of NUL bytes (UTF-16?)")
-            rest += part
-            if words := re.match(r".*\S(?=[ \n])", rest, re.DOTALL):
-                yield words[0]
-                rest = rest[words.end() :]
-            elif len(rest) >= MOST:
-                yield rest
-                rest = ""
+    for part in _read(path, lambda f: f.read(PIECE)):
+        if part.count("\0") > len(part) // 4:
+            raise UserError(f"cannot read {printable(path)}: full of NUL bytes (UTF-16?)")
+        rest += part
+        if words := re.match(r".*\S(?=[ \n])", rest, re.DOTALL):
+            yield words[0]
+            rest = rest[words.end() :]
+        elif len(rest) >= MOST:
+            yield rest
+            rest = ""
     yield rest
 
 
 def _json_texts(path: Path, key: str) -> Iterator[str]:
-    with path.open(encoding="utf-8-sig") as f:
-        for number, line in enumerate(f, 1):
-            where = f"{path}, line {number}"
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as e:
-                    why = getattr(e, "msg", first_line(e))
-                    raise UserError(f"{where}: invalid JSON ({why})") from None
-                yield _text(row, key, where).replace("\r\n", "\n")  # as in .txt
+    for number, line in enumerate(_read(path, lambda f: f.readline()), 1):
+        where = f"{printable(path)}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            why = getattr(e, "msg", first_line(e))
+            raise UserError(f"{where}: invalid JSON ({why})") from None
+        yield _text(row, key, where).replace("\r\n", "\n")  # as in .txt
 
 
 def _text(row: object, key: str, where: str) -> str:
@@ -157,12 +154,12 @@ def _text(row: object, key: str, where: str) -> str:
     if text is None and isinstance(row, dict):
         return ""
     if not isinstance(text, str):
-        has = f"fields: {', '.join(row)}" if isinstance(row, dict) else "not an object"
+        has = f"fields: {printable(', '.join(row))}" if isinstance(row, dict) else "not an object"
         raise UserError(f"{where}: no text in {key!r} ({has}); use --text_key")
     return well_formed(text)
 
 
-def web_documents(name: str, configuration: str | None, key: str) -> Iterator[Iterable[str]]:
+def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
     """Yield each document of a dataset on the Hugging Face hub."""
     try:
         from datasets import load_dataset
@@ -171,7 +168,7 @@ def web_documents(name: str, configuration: str | None, key: str) -> Iterator[It
     try:
         rows = load_dataset(name, configuration, split="train", streaming=True)
         for number, row in enumerate(rows, 1):
-            yield (_text(row, key, f"{name}, row {number}"),)
+            yield _text(row, key, f"{name}, row {number}")
     except UserError:
         raise
     except Exception as e:  # the library has dozens of errors for an unreachable hub

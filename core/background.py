@@ -1,0 +1,37 @@
+"""Work in daemon threads: whatever it does, the process can end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def begin(work: Callable[..., R], *args: Any) -> Future[R]:
+    """Start work(*args) in a thread; its result() waits, and a signal interrupts the wait."""
+    future: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*args))
+        except BaseException as e:
+            future.set_exception(e)
+
+    Thread(target=run, daemon=True, name="background").start()
+    return future
+
+
+def map_ahead(work: Callable[[T], R], tasks: Iterable[T], ahead: int) -> Iterator[R]:
+    """Like map(), with up to `ahead` tasks at once in threads."""
+    running: deque[Future[R]] = deque()
+    for task in tasks:
+        running.append(begin(work, task))
+        if len(running) >= ahead:
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
