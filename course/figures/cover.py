@@ -21,6 +21,11 @@ HEADS = 4  # shown: of each layer the one with the sharpest rows
 CELL = 7  # pixels
 LEFT, TOP = 34, 58  # of the first map
 NAMES = {"nanogpt": "nanoGPT"}
+CHARTS = (  # title, figure of a row, its unit, format
+    ("MFU, %: higher is better", "mfu", 0.01, "{:.1f}"),
+    ("tokens per second", "tokens_per_s", 1, "{:,.0f}"),
+    ("memory, GB: lower is better", "memory_bytes", 1e9, "{:.1f}"),
+)
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {height}" role="img">
 <title>{title}</title>
 <style>
@@ -44,65 +49,55 @@ def text(x: float, y: float, words: str, kind: str = "") -> str:
 
 def maps(document: Document) -> list[str]:
     """One head of each layer: query i down, key j to the right, darker for a larger weight."""
-    about, found = document["about"], document["maps"]
-    labels = [token["label"] for token in about["tokens"]]
+    found, labels = document["maps"], [token["label"] for token in document["about"]["tokens"]]
     T, weights = len(labels), unpack(found["weights"]) / found["levels"]  # (L, H, T (T + 1) / 2)
-    rows, columns = np.tril_indices(T)
     lines = []
-    for n in range(min(HEADS, about["n_layer"])):
-        head = int(np.argmin(found["entropy"][n]))
-        x0 = LEFT + n % 2 * (T * CELL + 40)
-        y0 = TOP + n // 2 * (T * CELL + 40)
+    for n, entropy in enumerate(found["entropy"][:HEADS]):
+        head = int(np.argmin(entropy))
+        x0, y0 = LEFT + n % 2 * (T * CELL + 40), TOP + n // 2 * (T * CELL + 40)
         lines.append(text(x0, y0 - 15, f"layer {n}, head {head}", "bold"))
         for i, label in enumerate(labels):
             lines.append(text(x0 - 5, y0 + i * CELL + 6, label, "mono end"))
             lines.append(text(x0 + i * CELL + 4, y0 - 4, label, "mono middle"))
-        for row, column, p in zip(rows, columns, weights[n, head]):
-            if p >= 0.02:
-                x, y = x0 + column * CELL, y0 + row * CELL
-                size = f'width="{CELL}" height="{CELL}" fill-opacity="{p ** 0.5:.2f}"'
-                lines.append(f'<rect x="{x}" y="{y}" {size} class="cell"/>')
-        side = T * CELL
-        lines.append(f'<path d="M{x0} {y0}v{side}h{side}z" class="frame"/>')
+        for row, column, p in zip(*np.tril_indices(T), weights[n, head]):
+            size = f'width="{CELL}" height="{CELL}" fill-opacity="{p**0.5:.2f}"'
+            at = f'x="{x0 + column * CELL}" y="{y0 + row * CELL}"'
+            lines += [f'<rect {at} {size} class="cell"/>'] if p >= 0.02 else []
+        lines.append(f'<path d="M{x0} {y0}v{T * CELL}h{T * CELL}z" class="frame"/>')
     return lines
 
 
 def bars(record: dict[str, Any], x0: float) -> list[str]:
     """MFU, speed and memory of every measured row."""
     rows = [row for row in record["rows"] if row["status"] == "ok"]
-    charts = [
-        ("MFU, %: higher is better", [100 * row["mfu"] for row in rows], "{:.1f}"),
-        ("tokens per second", [row["tokens_per_s"] for row in rows], "{:,.0f}"),
-        ("memory, GB: lower is better", [row["memory_bytes"] / 1e9 for row in rows], "{:.1f}"),
-    ]
     lines, y = [], TOP
-    for title, values, shown in charts:
+    for title, key, unit, shown in CHARTS:
         lines.append(text(x0, y - 10, title, "bold"))
-        for row, value in zip(rows, values):
-            kind = "other" if row["backend"] in NAMES else "ours"
-            width = 300 * value / max(values)
-            lines.append(text(x0, y + 14, NAMES.get(row["backend"], row["backend"])))
-            lines.append(f'<rect x="{x0 + 92}" y="{y + 2}" width="{width:.1f}" height="16" '
-                         f'rx="2" class="{kind}"/>')  # fmt: skip
-            lines.append(text(x0 + 98 + width, y + 14, shown.format(value)))
+        largest = max(row[key] for row in rows)
+        for row in rows:
+            name = NAMES.get(row["backend"], row["backend"])
+            width = 300 * row[key] / largest
+            size = f'width="{width:.1f}" height="16" rx="2"'
+            kind = "ours" if name == row["backend"] else "other"
+            lines.append(f'<rect x="{x0 + 92}" y="{y + 2}" {size} class="{kind}"/>')
+            lines.append(text(x0, y + 14, name))
+            lines.append(text(x0 + 98 + width, y + 14, shown.format(row[key] / unit)))
             y += 21
         y += 36
     return lines
 
 
 def draw(document: Document, record: dict[str, Any]) -> str:
-    settings, side = record["settings"], len(document["about"]["tokens"]) * CELL
-    x0 = LEFT + 2 * side + 100
-    height = TOP + 2 * side + 54
-    batch, block = settings["batch_size"], settings["block_size"]
-    what = f"batch {batch}, {block:,} tokens, {record['machine']['dtype']}, compiled"
+    settings, machine = record["settings"], record["machine"]
+    side = len(document["about"]["tokens"]) * CELL
+    x0, height = LEFT + 2 * side + 100, TOP + 2 * side + 54
+    what = f"batch {settings['batch_size']}, {settings['block_size']:,} tokens, {machine['dtype']}"
     return "\n".join([
         HEAD.format(height=height, title="Attention of a small GPT; its kernels next to nanoGPT"),
         text(LEFT, 22, "A minute of make train: attention of its model", "bold"),
-        text(x0, 22, f"Training GPT-2 124M, {record['machine']['name']}", "bold"),
-        *maps(document),
-        *bars(record, x0),
-        text(x0, height - 12, f"{what}; interleaved rounds, medians", "small"),
+        text(x0, 22, f"Training GPT-2 124M, {machine['name']}", "bold"),
+        *maps(document), *bars(record, x0),
+        text(x0, height - 12, f"{what}, compiled; interleaved rounds, medians", "small"),
         "</svg>",
     ])  # fmt: skip
 
