@@ -29,12 +29,11 @@ from core.settings import Loaded, UserError, end_at_once, exit_on_user_error
 if __name__ == "__main__":
     end_at_once()
 
-from bench import Json, parts, qualify, record, report, rounds, runs, tables
-from bench.begin import begin
+from bench import Json, compare, parts, qualify, record, report, rounds, tables
+from bench.job import begin
 from bench.plan import planned
-from bench.results import Progress
 from bench.settings import MODES, load_config
-from bench.workers import Failure, Stop
+from bench.workers import Failure, Progress, Stop
 from core.runtime import StopSignal, pick_device
 
 MINUTES_ON_CUDA = 10.0
@@ -127,7 +126,7 @@ def main(argv: list[str]) -> int:
         print(*(f"  {name:<9} {kind.__doc__}" for name, kind in MODES.items()), "", sep="\n")
     loaded = load_config(rest, mode)
     if mode in ("plan", "runs"):
-        return (planned if mode == "plan" else runs).run(loaded.settings)
+        return (planned.run if mode == "plan" else compare.runs)(loaded.settings)
     return measure(mode or "train", rest, loaded)
 
 

@@ -25,7 +25,7 @@ from attention.machine.system import cpu_name
 from attention.machine.timing import Clock
 from attention.spec import Machine, Policy, Spec
 from bench import Json
-from bench.job import Job
+from bench.candidates import Job
 from core import flops
 from core.runtime import OUT_OF_MEMORY, describe, peak_memory
 

@@ -12,9 +12,9 @@ import attention
 from attention.check import command as check
 from attention.spec import DTYPES, Machine
 from bench import Json
-from bench.job import Bench, Job
-from bench.results import Progress
-from bench.workers import Failure, Stop, Worker
+from bench.candidates import Job
+from bench.job import Bench
+from bench.workers import Failure, Progress, Stop, Worker
 
 Item = dict[str, str]  # a case or a property, its feature, and a dtype
 

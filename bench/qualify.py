@@ -18,9 +18,8 @@ from typing import Any
 import data
 from bench import ROOT, Json, converge, decode, kernel, proof, record, report, rounds, train
 from bench.job import LONGEST, Bench
-from bench.results import Progress
 from bench.settings import MODES, Qualify
-from bench.workers import Failure, Stop
+from bench.workers import Failure, Progress, Stop
 from core.settings import UserError
 from data.prepare import PrepareConfig
 

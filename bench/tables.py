@@ -66,6 +66,8 @@ def bytes_(n: float | None) -> str:
     """Format a size, such as "1.23 GB"."""
     if n is None:
         return "-"
+    if n < 1e6:
+        return f"{number(n / 1e3)} KB"
     return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 

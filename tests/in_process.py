@@ -20,7 +20,7 @@ class InProcess(workers.Worker):
     def __init__(self, work: str, job: Any, timeout: float, stop: Any) -> None:
         stop.check()
         self.began, self.stop, self.job = time.time(), stop, job
-        self.about = {}
+        self.about, self.warm = {}, set()
         job = json.loads(json.dumps({**job, "memory_limit": None}))  # it would be this process's
         self.handler = workers.Handler(work, job)
         self.answers: list[bytes] = []

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import bench_mfu
 from bench import machine, tables
-from bench.begin import names
+from bench.job import names
 from bench.settings import MODES, load_config, shown
 from bench.verify import verify
 from core import flops

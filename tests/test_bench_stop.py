@@ -20,9 +20,8 @@ from test_bench import SMALL, run, small, write_tokens
 import bench_mfu
 from bench import ROOT, rounds
 from bench.job import Bench, Plan
-from bench.results import Progress
 from bench.settings import Train
-from bench.workers import GRACE, Failure, Stop, Worker
+from bench.workers import GRACE, Failure, Progress, Stop, Worker
 from core.settings import UserError
 
 STUB = "stub_worker:Stub"
@@ -179,7 +178,7 @@ def test_processes_that_do_not_fit_together_are_new_in_each_round(measured):
     assert log.count("a job") == log.count("a warm p") == log.count("a round p") == 3
     _, content, log = measured({"a": {}, "b": {}}, limit=19)
     assert not content["fresh_rounds"] and log.count("a job") == 1 and log.count("a round p") == 3
-    found, content, log = measured({"a": {}, "b": {}, "c": {}}, limit=18, compiled=True)
+    found, content, log = measured({"a": {}, "b": {}, "c": {}}, limit=18, one_process=True)
     assert all(len(r["rounds"]) == 3 for r in found.values()) and not content["fresh_rounds"]
     assert [log.count(f"{name} job") for name in "abc"] == [1, 1, 1]  # each compiles once
     found, _, _ = measured({"a": {"again": "refuses"}}, "pq", limit=1)  # the second process
