@@ -49,8 +49,10 @@ def test_n_params_of_llamas_options() -> None:
 
 def test_swiglu_has_as_many_parameters_as_gelu() -> None:
     for C in (384, 768, 2048):
-        gelu, swiglu = (n_params(GPTConfig(n_head=4, n_embd=C, mlp=mlp, bias=False))
-                        for mlp in ("gelu", "swiglu"))
+        gelu, swiglu = (
+            n_params(GPTConfig(n_head=4, n_embd=C, mlp=mlp, bias=False))
+            for mlp in ("gelu", "swiglu")
+        )
         assert abs(swiglu / gelu - 1) < 0.01
 
 
@@ -89,8 +91,11 @@ def test_a_window_makes_only_the_causal_count_smaller() -> None:
 # --- against torch's counter ---
 
 
-@pytest.mark.parametrize("options", [{"bias": True}, {"bias": False, "n_kv_head": 2}, LLAMA],
-                         ids=["gpt2", "gqa", "llama"])
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": True}, {"bias": False, "n_kv_head": 2}, LLAMA],
+    ids=["gpt2", "gqa", "llama"],
+)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
     """Exactly equal, after three differences:
@@ -218,7 +223,8 @@ TURING_AND_BEFORE = {  # no bfloat16, no TF32: float16 in place of it
     "Tesla V100-PCIE-16GB": (112, 14, 900),
     "Tesla V100-PCIE-32GB": (112, 14, 900),
 }
-UNKNOWN = """
+UNKNOWN = (
+    """
 NVIDIA A10G, NVIDIA A10M, NVIDIA A100X, NVIDIA A16, NVIDIA A2, NVIDIA H20, NVIDIA H20-3e,
 NVIDIA GB200, NVIDIA B300, NVIDIA GB10, NVIDIA L20, NVIDIA L40G, NVIDIA T4G, NVIDIA T400,
 NVIDIA T1000,
@@ -230,7 +236,10 @@ Tesla P100-PCIE-16GB,
 NVIDIA A100-SXM4-40GB MIG 1g.5gb, NVIDIA H100 80GB HBM3 MIG 3g.40gb, GRID A100-10C, GRID T4-8Q,
 NVIDIA A40-8Q, NVIDIA L40S-48Q, NVIDIA H100 64GB HBM2, AMD Instinct MI250X, AMD Instinct MI325X,
 Intel(R) Arc(TM) A770 Graphics
-""".replace("\n", " ").strip().split(", ")
+""".replace("\n", " ")
+    .strip()
+    .split(", ")
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -247,7 +256,9 @@ def test_the_datasheet_of_a_device(name) -> None:
     rounded = {"NVIDIA A30": 82, "NVIDIA L4": 60, "NVIDIA L40S": 183}  # as their sheets have it
     assert tf32_.tflops == pytest.approx(rounded.get(name, NAMES[name] / 2), abs=0.26)
     assert (plain.tflops, datasheet_bandwidth(name)) == (
-        RATES[name][1], (RATES[name][2] * 1e9, found.source))
+        RATES[name][1],
+        (RATES[name][2] * 1e9, found.source),
+    )
     assert datasheet_peak(name, "float64") is None
 
 
@@ -340,22 +351,31 @@ def test_a_damaged_file_of_rates_is_measured_again(value: Any, kept: Path, caplo
     assert len(caplog.records) == 2
 
 
-def test_the_mark_of_a_peak_and_of_a_busy_machine(kept: Path, monkeypatch) -> None:
+def test_the_mark_of_a_peak(kept: Path) -> None:
     assert flops.peak("cpu", "float32", 3.0).of == " of --peak_tflops"
     assert Peak(3.0, "datasheet: x").of == ""
-    for share, busy in ((0.5, True), (1.0, False)):
-        wall, cpu = iter([0.0, 10.0]), iter([0.0, 10.0 * share])
-        clocks = {"perf_counter": wall.__next__, "thread_time": cpu.__next__}
-        monkeypatch.setattr(flops, "time", SimpleNamespace(**clocks))
-        for wanted in ("measure", None):  # also when it is read again
-            assert ("other programs" in flops.peak("cpu", "float32", wanted).source) == busy
+
+
+def test_a_rate_of_a_busy_machine_is_measured_again_when_it_is_idle(
+    kept: Path, monkeypatch
+) -> None:
+    share, ticks = [0.0], itertools.count()  # of the time in which this thread has a core
+    clock = {
+        "perf_counter": lambda: float(next(ticks)),
+        "thread_time": lambda: share[0] * next(ticks),
+    }
+    monkeypatch.setattr(flops, "time", SimpleNamespace(**clock))
+    for share[0], rate, busy in ((0.5, 1, True), (0.5, 1, True), (1.0, 2, False), (0.5, 2, False)):
+        found = flops.peak("cpu", "float32")
+        assert found.tflops == rate and ("other programs" in found.source) == busy
 
 
 @pytest.mark.parametrize("position", ["learned", "rope"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_parameters_left_out_are_named(position: Any, tied: bool) -> None:
-    config = GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8,
-                       position=position, tied=tied)
+    config = GPTConfig(
+        block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8, position=position, tied=tied
+    )
     model, text = GPT(config), flops.uncounted(config)
     left_out = 8 * 8 * ("position" in text) + 50 * 8 * ("token" in text)
     assert sum(p.numel() for p in model.parameters()) - flops.n_params(config) == left_out
