@@ -13,47 +13,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from attention import Spec
 from bench import Json, machine, report, tables
-from bench.job import Bench, Plan
-from bench.tables import Row
+from bench.job import Bench, Plan, Result
 from bench.workers import Failure, Progress, Stop, Worker, once
 
 SHOWN = 2  # rounds from which a row is shown
 REFERENCE = "bench.hf:Reference"
 TOGETHER = 3  # candidates that warm up at the same time on CUDA
-
-
-@dataclass
-class Result:
-    """A row: one candidate at one point."""
-
-    name: str
-    point: Json
-    rounds: list[Json] = field(default_factory=list)
-    about: Json = field(default_factory=dict)  # from the set-up, the warm-up and the first round
-    failure: Failure = field(default_factory=lambda: Failure("stopped", "no round was measured"))
-    ended: bool = False  # no further rounds
-    memory: int = 0  # bytes at the peak
-
-    def __str__(self) -> str:
-        return tables.where(self.point, self.name)
-
-    def fail(self, failure: Failure) -> None:
-        """End it; if the bench was stopped, its rounds so far count."""
-        self.ended = True
-        if failure.kind != "stopped" or not self.rounds:
-            self.failure, self.rounds = failure, []
-
-    def row(self, mode: str) -> Row:
-        status = "ok" if self.rounds else self.failure.kind.replace("died", "failed")
-        row: Row = {"mode": mode, "backend": self.name, "point": self.point, "status": status}
-        row |= {"rounds": [dict(r) for r in self.rounds], **self.about}
-        row |= {"memory_bytes": self.memory} if self.memory else {}
-        return row if self.rounds else {**row, "why": [self.failure.why]}
 
 
 class Turns:
@@ -87,13 +57,14 @@ class Turns:
                 r.fail(Failure("unavailable", refused[r.name][0]))
         done = max((len(r.rounds) for r in results), default=0)
         self.target = done + plan.rounds
+        first = done + min(plan.rounds, SHOWN if self.stop.deadline else 1)
         try:
             if not bench.cuda:
                 self.refer()
             for group in self.groups(results):
                 new, began = any(r.name not in self.workers for r in group), time.monotonic()
                 self.prepare(group)
-                self.turns(group, done + min(plan.rounds, SHOWN if self.stop.deadline else 1))
+                self.turns(group, first)
                 if any(r.rounds for r in group):
                     self.took[new] = max(self.took.get(new, 0.0), time.monotonic() - began)
             self.turns(results, self.target)
@@ -119,7 +90,8 @@ class Turns:
             for r in waiting:
                 if not self.is_warm(r):
                     self.prepare([r])
-                self.round(r)
+                if self.is_warm(r):
+                    self.round(r)
                 self.make_room()
             if waiting and not self.stop.why:
                 self.save(self.content("the run had not ended"))
@@ -129,16 +101,13 @@ class Turns:
 
     def round(self, r: Result) -> None:
         """Measure the next round of a candidate that is warm."""
-        if not self.is_warm(r):
-            return
         self.progress.watch(f"round {len(r.rounds) + 1}: {r}")
         try:
             if r.rounds:  # else its warm-up would be lost: receive() allows some seconds more
                 self.stop.check()
             r.rounds.append(self.seen(r, self.workers[r.name].ask(self.request(r))))
         except Failure as e:
-            self.failed(r, e)
-            return
+            return self.failed(r, e)
         if len(r.rounds) == min(SHOWN, self.plan.rounds):
             ms = tables.medians({"rounds": r.rounds})["ms"]
             self.progress.tell(f"{r}: {ms:.4g} ms ({tables.count(len(r.rounds), 'round')})")

@@ -1,8 +1,7 @@
 """A process for each candidate: it builds, warms up, and measures a round for each request.
 
-The first request also builds the candidate. Answers are JSON: {"ok": {"ms": ...}, ...}, or
-{"unavailable": reason}, or {"failed": error}. What libraries print goes to a file. A process ends
-with all that it started when its parent closes it or dies.
+The first request also builds the candidate. An answer is JSON's types, or a Failure. What libraries
+print goes to a file. A process ends with all that it started when its parent closes it or dies.
 """
 
 from __future__ import annotations
@@ -38,9 +37,12 @@ class Failure(Exception):
     """No result: "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
 
     def __init__(self, kind: str, why: str, built: bool = True) -> None:
-        super().__init__(why)
+        super().__init__(kind, why, built)  # for pickle
         self.kind, self.why = kind, why
         self.built = built  # False: the candidate cannot be built, at no point
+
+    def __str__(self) -> str:
+        return self.why
 
 
 class Progress:
@@ -123,7 +125,7 @@ class Worker:
 
     def send(self, request: Json) -> None:
         with suppress(OSError):  # receive() raises for a process that died
-            self.pipe.send_bytes(json.dumps(request).encode())
+            self.pipe.send(request)
 
     def receive(self) -> Json:
         """Return the next answer. Raises Failure, after `timeout` seconds too."""
@@ -135,25 +137,19 @@ class Worker:
                     raise Failure("died", f"no answer within {self.timeout:g} s (--timeout)")
                 if not self.process.is_alive() and not self.pipe.poll():  # its children hold it
                     raise EOFError
-            return self.result(json.loads(self.pipe.recv_bytes()))
+            answer = self.pipe.recv()
         except (EOFError, OSError):
             self.stop.check()  # perhaps ended by Ctrl-C, too
             raise Failure("died", self.death()) from None
+        if isinstance(answer, Failure):
+            raise answer
+        self.about, self.setup_s = answer["about"], answer["built_at"] - self.began
+        self.took_s, self.held_bytes = answer["took_s"], answer["held_bytes"]
+        return answer["ok"]
 
     def ask(self, request: Json) -> Json:
         self.send(request)
         return self.receive()
-
-    def result(self, answer: Json) -> Json:
-        """Return the content of an answer. Raises Failure for a refusal or an error."""
-        if "unavailable" in answer:
-            raise Failure("unavailable", answer["unavailable"], answer["built"])
-        if "failed" in answer:
-            kind = "died" if answer["broken"] else "failed"
-            raise Failure(kind, answer["failed"], answer["built"])
-        self.about, self.setup_s = answer["about"], answer["built_at"] - self.began
-        self.took_s, self.held_bytes = answer["took_s"], answer["held_bytes"]
-        return answer["ok"]
 
     def death(self) -> str:
         self.process.join()
@@ -202,9 +198,30 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (job["memory_limit"],) * 2)
     if torch.device(job["device"]).index is not None:  # "cuda:1"
         torch.cuda.set_device(job["device"])
-    handler = Handler(work, job)
+    candidate: Any = None
     while True:
-        pipe.send_bytes(handler.answer(json.loads(pipe.recv_bytes())))
+        request = pipe.recv()
+        try:
+            if candidate is None:
+                candidate, built_at = load(work)(job), time.time()
+            began = time.perf_counter()
+            call = next((name for name in ("warm_up", "largest") if request.get(name)), "round")
+            answer: Any = {"ok": getattr(candidate, call)(request) if request else {}}
+            json.dumps(answer, allow_nan=False)  # else it is no row of a record
+            answer |= {"took_s": time.perf_counter() - began, "built_at": built_at}
+            keep = getattr(candidate, "keeps_memory", False)  # between rounds
+            answer["held_bytes"] = machine.empty_cache(candidate.device, keep)
+            answer["about"] = candidate.about
+        except (BackendUnavailable, UserError) as e:
+            answer = Failure("unavailable", machine.reason(e), candidate is not None)
+        except Exception as e:  # any error of a kernel becomes a row of the table
+            kind, why = "failed", machine.first_line(e)
+            try:
+                machine.reset_peak(candidate.device)  # also frees what the failed call held
+            except Exception:  # nothing was built, or CUDA is unusable now
+                kind = "died"
+            answer = Failure(kind, why, candidate is not None)
+        pipe.send(answer)
 
 
 def end_with_parent() -> None:
@@ -212,42 +229,3 @@ def end_with_parent() -> None:
     if parent := multiprocessing.parent_process():
         parent.join()
     os.killpg(0, signal.SIGKILL)
-
-
-class Handler:
-    """The candidate of a process."""
-
-    def __init__(self, work: str, job: Json) -> None:
-        self.name, self.job = work, job
-        self.work: Any = None
-
-    def answer(self, request: Json) -> bytes:
-        try:
-            answer = self.result(request)
-            return json.dumps(answer, allow_nan=False).encode()
-        except (BackendUnavailable, UserError) as e:
-            answer = {"unavailable": machine.reason(e)}
-        except Exception as e:  # any error of a kernel becomes a row of the table
-            answer = {"failed": machine.first_line(e), "broken": self.broken()}
-        return json.dumps({**answer, "built": self.work is not None}).encode()
-
-    def result(self, request: Json) -> Json:
-        """Build the candidate at the first request; call its warm_up(), largest() or round()."""
-        if self.work is None:
-            self.work = load(self.name)(self.job)
-            self.built_at = time.time()
-        began = time.perf_counter()
-        call = next((name for name in ("warm_up", "largest") if request.get(name)), "round")
-        answer: Json = {"ok": getattr(self.work, call)(request) if request else {}}
-        answer["took_s"] = time.perf_counter() - began
-        keep = getattr(self.work, "keeps_memory", False)  # between rounds
-        answer["held_bytes"] = machine.empty_cache(self.work.device, keep)
-        return {**answer, "about": self.work.about, "built_at": self.built_at}
-
-    def broken(self) -> bool:
-        """True if nothing was built, or after an error that leaves CUDA unusable."""
-        try:
-            machine.reset_peak(self.work.device)  # also frees what the failed call held
-        except Exception:
-            return True
-        return False
