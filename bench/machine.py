@@ -1,13 +1,14 @@
 """Memory, bandwidth and description of this machine; bench.machine:Description is a worker's job.
 
 Memory: on CUDA the peak of PyTorch's allocator, on the CPU the peak resident size of the
-process, which Linux can reset. Bandwidth: bytes read and written per second by copies of 1 GB.
+process, which Linux can reset. Bandwidth: bytes read and written per second by copies and reads.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import platform
 import re
@@ -19,13 +20,14 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import attention
 from attention.machine.system import cpu_name
 from attention.machine.timing import Clock
 from attention.spec import Machine, Policy, Spec
 from bench import Json
-from bench.job import Job
+from bench.candidates import Job
 from core import flops
 from core.runtime import OUT_OF_MEMORY, describe, peak_memory
 
@@ -36,6 +38,7 @@ CGROUP = Path("/sys/fs/cgroup")  # a container's limits
 DRIVER = Path("/proc/driver/nvidia/version")
 CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
 LARGEST_COPY = 2**30  # bytes, beyond the caches
+SLICE = 2**26  # bytes of a copy on a CPU: a fraction of a scheduler's turn
 NO_MEMORY = re.compile(f"bad_alloc|could not create a (primitive|memory)|{OUT_OF_MEMORY.pattern}")
 
 
@@ -128,17 +131,24 @@ def free_memory(device: torch.device) -> int:
 
 
 def bandwidth(device: torch.device, limit: int | None) -> float:
-    """Return the memory bandwidth in bytes/s, the best of several copies."""
+    """Return the memory bandwidth in bytes/s: the best of copies and reads, on a CPU of short ones
+    in a buffer beyond the caches, since another program's turn on a core is part of a long one."""
     free = min(f for f in (free_memory(device), limit, 2**50) if f)
     a = torch.ones(min(LARGEST_COPY, free // 4) // 4, device=device)  # float32
-    b = torch.ones_like(a)
-    clock, rates, began = Clock(device), list[float](), time.perf_counter()
-    least = 0.5 if device.type == "cuda" else 0.0  # seconds in which a GPU raises its clocks
-    while (passed := time.perf_counter() - began) < least or len(rates) < (10 if passed < 4 else 3):
-        start = clock.start()
-        b.copy_(a)
-        rates.append(2 * a.nbytes / (clock.ms(start, clock.stop()) / 1e3))
-    return max(rates)
+    b, cuda = torch.ones_like(a), device.type == "cuda"
+    slices = [(a, b)] if cuda else [*zip(a.split(SLICE // 4), b.split(SLICE // 4))]
+    kinds: list[tuple[int, Callable[[Tensor, Tensor], Tensor]]] = [
+        (2, lambda x, y: y.copy_(x)), (1, lambda x, y: x.sum())
+    ]  # fmt: skip
+    clock, best, began = Clock(device), 0.0, time.perf_counter()
+    least, sweeps = 0.5 if cuda else 0.0, 0  # seconds in which a GPU raises its clocks
+    while (passed := time.perf_counter() - began) < least or sweeps < (5 if passed < 4 else 2):
+        for (x, y), (moved, move) in itertools.product(slices, kinds):
+            start = clock.start()
+            move(x, y)
+            best = max(best, moved * x.nbytes / (clock.ms(start, clock.stop()) / 1e3))
+        sweeps += 1
+    return best
 
 
 class Description:
@@ -186,9 +196,10 @@ class Description:
         if sent["bandwidth_gbs"]:
             rate, source = sent["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
         elif sent["wants_bandwidth"]:  # takes seconds
-            copies = lambda: bandwidth(device, sent["memory_limit"])  # noqa: E731
-            rate, when = flops.kept_rate("bytes/s", device, copies, wanted == "measure")
-            source = f"{when}: copies of up to {LARGEST_COPY / 1e9:.2g} GB"
+            measure = lambda: bandwidth(device, sent["memory_limit"])  # noqa: E731
+            what = "bytes/s of copies and reads"
+            rate, when = flops.kept_rate(what, device, measure, wanted == "measure")
+            source = f"{when}: copies and reads in {LARGEST_COPY / 1e9:.2g} GB"
         self.about = here | {"bandwidth": rate, "bandwidth_source": source}
         reset_peak(device)
 

@@ -20,10 +20,10 @@ import data
 from attention.check import command as check
 from attention.spec import DTYPES, Machine
 from bench import ROOT, Json, converge, record, report, rounds
-from bench.job import LONGEST, Bench, Job
-from bench.results import Progress
+from bench.candidates import Job
+from bench.job import LONGEST, Bench
 from bench.settings import MODES, Qualify
-from bench.workers import Failure, Stop, Worker
+from bench.workers import Failure, Progress, Stop, Worker
 from core.settings import UserError
 from data.prepare import PrepareConfig
 

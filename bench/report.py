@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -81,23 +82,23 @@ def facts(content: Json) -> dict[str, str]:
     return found | {"rounds": rounds.format(s.get("warm_up_steps")) + fresh}
 
 
-def sections(content: Json) -> list[tuple[str, Cells]]:
-    """Return the tables of a record or its stages, with titles."""
-    if content["mode"] == "qualify":
-        found = [("Proof", proof(s["record"]["rows"])) for s in content["stages"]
-                 if s["name"] == "proof" and s["record"]]  # fmt: skip
-        return found + [table for part in sections_of(content) for table in sections(part)]
-    of, found = flops.given(content["machine"]["peak_source"]), []
-    for name, mode in MODES.items():
-        made = tables.cells(mode.COLUMNS, [r for r in content["rows"] if r["mode"] == name], of)
-        found += [(mode.TITLE, made)] if made[1] else []
-    for row in content["rows"]:
-        p = row.get("profile", {})
-        if "rooflines" in p:  # not of older records, nor of a run that was stopped
-            found.append((parts.title(row["backend"], p), parts.table(p, of)))
-    if (made := tables.missing(content["rows"]))[1]:
-        found.append(("Not measured", made))
-    return found
+def sections(content: Json) -> Iterator[tuple[str, Cells, str]]:
+    """Yield the tables of a record or its stages, with titles and notes."""
+    for stage in content.get("stages", ()):
+        if stage["name"] == "proof" and stage["record"]:
+            yield "Proof", proof(stage["record"]["rows"]), ""
+    for part in sections_of(content):
+        of, rows = flops.given(part["machine"]["peak_source"]), part["rows"]
+        for name, mode in MODES.items():
+            made = tables.cells(mode.COLUMNS, [r for r in rows if r["mode"] == name], of)
+            if made[1]:
+                yield mode.TITLE, made, mode.NOTES
+        for row in rows:
+            p = row.get("profile", {})
+            if "rooflines" in p:  # not of older records, nor of a run that was stopped
+                yield parts.title(row["backend"], p), parts.table(p, of), parts.NOTES
+        if (made := tables.missing(rows))[1]:
+            yield "Not measured", made, ""
 
 
 def proof(rows: list[Json]) -> Cells:
@@ -123,11 +124,25 @@ def readme(content: Json) -> str:
     known = ((k, f"`{v}`" if k == "command" else v) for k, v in facts(content).items())
     text.append("\n".join(f"- {name}: {value}" for name, value in known))
     text += [f"- **{a.partition(': ')[0]}**: {a.partition(': ')[2]}" for a in content["answers"]]
-    notes = {mode.TITLE: mode.NOTES for mode in MODES.values() if hasattr(mode, "NOTES")}
-    for name, made in sections(content):
-        text += [f"## {name}", tables.markdown(made), *([notes[name]] if name in notes else [])]
+    for name, made, notes in sections(content):
+        text += [f"## {name}", tables.markdown(made), *([notes] if notes else [])]
     text.append(f"[Every round](record.json). Columns, and what to report: {MEASURE}")
     return "\n\n".join(text) + "\n"
+
+
+def terminal(content: Json) -> str:
+    """Return the same for the terminal, without what the user knows; the conclusions at the end."""
+    known = facts(content)
+    hidden = ("command", "date", "commit", "device", "software")
+    text = [title(content)]
+    text += [f"incomplete: {content['incomplete']}"] if "incomplete" in content else []
+    text += [f"{name}: {value}" for name, value in known.items() if name not in hidden]
+    if why := content.get("reference", {}).get("why"):
+        text.append(f"no reference: {why}")
+    if content["mode"] != "qualify":  # its tables are in the record
+        for name, made, notes in sections(content):
+            text.append(f"\n{name}\n{tables.markdown(made)}" + (f"\n\n{notes}" if notes else ""))
+    return "\n".join([*text, "", *content["answers"]])
 
 
 # --- conclusions ---

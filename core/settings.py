@@ -160,8 +160,7 @@ def gather(
             origins[name] = "command line"
             continue
         if name not in fields:
-            near_options = did_you_mean(f"--{name}", [f"--{known}" for known in fields])
-            raise UserError(f"unknown option --{name}{near_options}")
+            raise UserError(f"unknown option --{name}{did_you_mean(name, fields, '--')}")
         field = fields[name]
         value = _parse(hints[field], text, f"--{name}")
         if origins.get(field) == "command line" and _is_tuple(hints[field]):
@@ -348,12 +347,12 @@ def _print_help(
     sys.exit(0)
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return "; did you mean ...?" for a mistyped word, or ""."""
-    names, close = list(choices), difflib.get_close_matches
-    starts = [name for name in names if len(word.strip("-")) > 2 and name.startswith(word)]
-    near = close(word, names, 1, 0.85) or starts or close(word, names, 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def did_you_mean(word: str, choices: Iterable[str], before: str = "") -> str:
+    """Return "; did you mean ...?" for a mistyped word, with `before` each name, or ""."""
+    names, close = sorted(choices), difflib.get_close_matches
+    starts = [name for name in names if len(word) > 2 and name.startswith(word)]
+    near = close(word, names, 1, 0.85) or starts or close(word, names, 1, 0.7)
+    return f"; did you mean {before + near[0]!r}?" if near else ""
 
 
 # --- the config file ---
