@@ -48,7 +48,8 @@ def test_a_failure_is_a_row_and_ends_nothing_else(tmp_path: Path) -> None:
     rows = by_backend(measured(*KERNELS, f"--backends={','.join(files)}"))
     why = {name: "".join(r.get("why", ())) for name, r in rows.items()}
     named = {"exits": "3): bad address", "killed": "SIGKILL", "raises": "RuntimeError: no",
-             "full": "out of memory", "nan": "FloatingPointError", "wrong": "wrong", "refuses": "64"}
+             "full": "out of memory", "nan": "FloatingPointError", "wrong": "wrong",
+             "refuses": "64"}
     assert all(text in why[name] for name, text in named.items())
     ended = dict.fromkeys(named, "failed") | dict.fromkeys(("wrong", "refuses"), "unavailable")
     assert {n: r["status"] for n, r in rows.items()} == {"a": "ok", **ended, "b": "ok"}
@@ -65,8 +66,8 @@ def test_a_process_that_hangs_is_a_row(tmp_path: Path) -> None:
 
 
 def test_processes_that_do_not_fit_together_are_new_in_each_round(tmp_path: Path) -> None:
-    files = ",".join(kernel(tmp_path, name) for name in "abc")
-    for limit, processes in ((100, 3), (1, 6)):  # GB; one that sleeps has 0.3
+    files = ",".join(kernel(tmp_path, name) for name in "abcd")
+    for limit, processes in ((100, 4), (1, 8)):  # GB; one that sleeps has 0.3
         argv = (f"--backends={files}", f"--memory_gb={limit}", "--rounds=2")
         content = measured(*KERNELS, *argv)
         assert all(len(r["rounds"]) == 2 for r in content["rows"])
@@ -150,8 +151,9 @@ def test_no_child_survives_its_bench_and_its_rounds_are_kept(
         Path({str(note) + "_"!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
         os.rename({str(note) + "_"!r}, {str(note)!r})
         time.sleep(1000)"""
-    command = [sys.executable, "bench_mfu.py", *KERNELS, f"--backends={kernel(tmp_path, 'a', hangs)}",
-               "--record=k", f"--records_dir={tmp_path}"]
+    own = f"--backends={kernel(tmp_path, 'a', hangs)}"
+    command = [sys.executable, "bench_mfu.py", *KERNELS, own, "--record=k",
+               f"--records_dir={tmp_path}"]
     # A program that was started in the background ignores SIGINT.
     parent = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE,
                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
