@@ -84,7 +84,7 @@ class Candidate:
 
     def unsupported(self) -> Json:
         """Return {option: True if it is used} of the options that the model lacks."""
-        return {"gradient_checkpointing": self.config.gradient_checkpointing}
+        return {}
 
     def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
         self.scaler = scaler
@@ -158,9 +158,6 @@ class Ours(Candidate):
 
     as_reference = True
 
-    def unsupported(self) -> Json:
-        return {}
-
     def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
         config, device = self.config, self.job.device
         self.scaler, self.model = scaler, self.job.model()
@@ -226,7 +223,8 @@ class NanoGPT(Candidate):
         found = {n: getattr(config, n) != getattr(GPTConfig, n) for n in modern}
         found["attention_window"] = any(config.attention_window)
         found["n_kv_head"] = config.n_kv_head not in (None, config.n_head)
-        return super().unsupported() | found | {"gelu=tanh": config.gelu == "tanh"}
+        found["gradient_checkpointing"] = config.gradient_checkpointing
+        return found | {"gelu=tanh": config.gelu == "tanh"}
 
     def make_optimizer(self) -> torch.optim.AdamW:
         c = self.config

@@ -65,8 +65,7 @@ def plans(bench: Bench[Converge]) -> list[Plan]:
             jobs = {"plain": bench.job("plain", rival="bench.converge:Plain", **plain)}
             changes["attention_backend"] = config.attention_backend
             jobs |= {path: bench.job(path, **changes | PATHS[path]) for path in config.paths}
-        how: Json = {"request": {"steps": config.steps // ROUNDS}, "one_process": True}
-        how["skip"] = partial(too_long, bench)
+        how: Json = {"one_process": True, "skip": partial(too_long, bench)}
         found.append(Plan(WORK, jobs, ROUNDS, train.specs(bench), **how))
     return found
 
@@ -138,9 +137,6 @@ class Plain(candidates.Candidate):
         super().__init__(what, job)
         self.model = job.model()
 
-    def unsupported(self) -> Json:
-        return {}
-
     def make_optimizer(self) -> torch.optim.AdamW:
         ours = build_optimizer(self.model, self.config, self.setup.device)
         groups = [{k: g[k] for k in ("params", "weight_decay")} for g in ours.param_groups]
@@ -163,7 +159,7 @@ class Converging(train.Training):
         self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
 
     def round(self, request: Json) -> Json:
-        numbers = range(self.done, self.done + request["steps"])
+        numbers = range(self.done, self.done + self.settings["steps"] // ROUNDS)
         answer, losses = self.timed([(x, y) for x, y, *_ in map(self.batches.get, numbers)])
         answer["losses"] = [float(loss) for loss in losses]
         return {**answer, "peak_bytes": machine.memory(self.device)}

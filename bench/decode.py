@@ -58,18 +58,14 @@ NOTES = (
 def plans(bench: Bench[Decode]) -> list[Plan]:
     """Generation of every backend and rival over texts()."""
     config, points = bench.config, texts(bench)
-    auto = config.batch_size == "auto"
-    jobs = {
-        name: bench.job(name, rival=rival) | {"weights": config.weights}
-        for name, rival in bench.candidates(("sdpa",)).items()
-    }
+    rivals = bench.candidates(("sdpa",))
+    jobs = {name: bench.job(name, rival=rival) for name, rival in rivals.items()}
     of = {"auto": "static" if bench.cuda else "dynamic"}
     caches = dict.fromkeys(of.get(point["cache"], point["cache"]) for point in points)
     wanted: list[Json] = [{**bench.layer, "grad": False, "cache": cache} for cache in caches]
     specs = [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in wanted]
-    how: Json = {"request": {"auto": auto}, "one_process": config.compile is True}
-    how["skip"] = partial(too_slow, bench)
-    return [Plan("bench.decode:Decoding", jobs, config.rounds, specs, points, **how)]
+    skip, one_process = partial(too_slow, bench), config.compile is True
+    return [Plan("bench.decode:Decoding", jobs, config.rounds, specs, points, skip, one_process)]
 
 
 def too_slow(bench: Bench[Decode], name: str, point: Json, rows: Sequence[Row]) -> str:
@@ -82,7 +78,7 @@ def texts(bench: Bench[Decode]) -> list[Json]:
     config, T = bench.config, bench.model.block_size
     new = config.new_tokens or (128 if bench.cuda else 16)  # three record the CUDA graph
     sizes: tuple[object, ...] = config.batch_sizes or ((1, 8) if bench.cuda else (1, 4))
-    sizes = ("auto",) if config.batch_size == "auto" else sizes
+    sizes = ("auto",) if bench.auto else sizes
     prompts = config.prompts or (max(1, T // 2 - new),)
     if max(prompts) + new > T:
         raise UserError(
@@ -133,13 +129,13 @@ class Decoding:
         job = self.job = Job(sent, dropout=0.0, gradient_checkpointing=False, compile=False)
         self.device = job.device
         candidate = candidates.build(sent["rival"], job)
-        self.who = who = candidate.for_decoding(compile, sent["weights"])
+        self.who = who = candidate.for_decoding(compile, sent["settings"]["weights"])
         self.parameters, self.int8 = who.parameters, int8.parameters(who.model)
         self.about = {"title": who.title, "dtype": job.dtype}
 
     def write(self, request: Json, B: int = 0, new: int = 0) -> candidates.Times:
         """Continue B prompts by `new` tokens; 0: as many as requested."""
-        B = B or (request["batch_size"] if request["auto"] else request["B"])
+        B = B or request["batch_size"] or request["B"]
         draw = torch.Generator().manual_seed(request["P"])
         prompt = torch.randint(self.job.vocab_size, (B, request["P"]), generator=draw)
         how = constrained(request["constraint"], self.job.vocab_size)

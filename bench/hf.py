@@ -147,6 +147,9 @@ class HuggingFace(Candidate):
             raise UserError(" ".join(str(e).split()).partition(". ")[0]) from e
         self.model = model.float().to(job.device)  # lower precision by autocast
 
+    def unsupported(self) -> Json:
+        return {"gradient_checkpointing": self.config.gradient_checkpointing}
+
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         """Return each layer's kernel once it ran; [] for transformers' own attention."""
         if not self.model.config._attn_implementation.startswith(bridge.PREFIX):

@@ -45,6 +45,11 @@ class Bench(Generic[S]):
         return self.device.startswith("cuda")
 
     @property
+    def auto(self) -> bool:
+        """True if each candidate has its own number of sequences."""
+        return self.mode in ("train", "decode") and self.config.batch_size == "auto"
+
+    @property
     def compiled(self) -> bool:
         """True if the training steps are compiled."""
         return self.cuda if self.config.compile is None else self.config.compile
@@ -95,6 +100,7 @@ class Bench(Generic[S]):
         return {
             "name": name,
             "rival": rival,
+            "settings": self.config.flat(),
             "train": asdict(self.config.to(TrainConfig, **changes)),
             "device": self.device,
             "vocab_size": self.vocab_size,
@@ -112,7 +118,6 @@ class Plan:
     rounds: int
     specs: Sequence[Json]  # fields of Specs; a backend that supports none is not started
     points: Sequence[Json] = ({},)  # what differs between the rows of a candidate
-    request: Mapping[str, Any] = field(default_factory=dict)  # of every round, besides the point
     skip: Skip = lambda name, point, rows: ""
     one_process: bool = False  # for all rounds of a candidate: it compiles, or is one training
     reference: Json | None = None  # the job of hf.Reference
@@ -213,7 +218,7 @@ def begin(
     bench = replace(bench, machine={**about, "memory_limit": limit or about["free_memory"]})
     if not model:
         return bench
-    counts = mode == "train" and config.batch_size != "auto"
+    counts = mode == "train" and not bench.auto
     batch = config.batch_size * config.gradient_accumulation_steps if counts else 1
     try:
         job = bench.job(batch_size=batch)

@@ -67,9 +67,8 @@ def plans(bench: Bench[Kernel], points: Sequence[Json] = ()) -> list[Plan]:
         for p in points
     ]
     jobs = {name: bench.job(name) for name in bench.candidates()}
-    request = {"seconds": bench.config.seconds / 5}
-    skip, work = partial(too_long, bench), "bench.kernel:Kernels"
-    return [Plan(work, jobs, bench.config.rounds, specs, points, request, skip)]
+    skip, rounds = partial(too_long, bench), bench.config.rounds
+    return [Plan("bench.kernel:Kernels", jobs, rounds, specs, points, skip)]
 
 
 def grid(bench: Bench[Kernel]) -> list[Json]:
@@ -133,6 +132,7 @@ class Kernels:
         self.job, self.name = Job(sent), sent["name"]
         self.device, self.clock = self.job.device, Clock(self.job.device)
         self.about = {"title": attention.get(self.name).title, "dtype": self.job.dtype}
+        self.seconds = sent["settings"]["seconds"] / 5  # of a round
         self.kernels: dict[Spec, Json] = {}  # what ran, and how exact it was
 
     def prepare(self, request: Json) -> tuple[Call, Inputs, Spec, Resolution]:
@@ -186,7 +186,7 @@ class Kernels:
         call, inputs, *_ = self.prepare(request)
         call([])  # allocates memory
         took = time_call(lambda: call([]), self.device)
-        calls = min(max(round(request["seconds"] / max(took, 1e-6)), 1), MOST_CALLS)
+        calls = min(max(round(self.seconds / max(took, 1e-6)), 1), MOST_CALLS)
         stamps: list[Stamp] = []
         clock, start = self.clock, self.clock.start()
         for _ in range(calls):

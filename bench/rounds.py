@@ -75,7 +75,7 @@ class Turns:
         """Yield the results that are warmed up at the same time, of different candidates."""
         group: list[Result] = []
         for r in (r for r in results if not r.ended):
-            alone = not self.bench.cuda or self.crowded or self.plan.request.get("auto")
+            alone = not self.bench.cuda or self.crowded or self.bench.auto
             if len(group) == TOGETHER or (group and (alone or r.name in (g.name for g in group))):
                 yield group
                 group = []
@@ -176,7 +176,7 @@ class Turns:
         """Send the warm-up to the process of a result. With --batch_size=auto another, uncompiled
         one finds the batch size before: its memory is in pieces."""
         plan, job, timeout = self.plan, self.plan.jobs[r.name], self.bench.config.timeout
-        if plan.request.get("auto") and "batch_size" not in r.about:
+        if self.bench.auto and "batch_size" not in r.about:
             eager = {**job, "train": {**job["train"], "compile": False}}
             request = {**self.request(r), "largest": True}
             found = once(plan.work, eager, timeout, self.stop, request)
@@ -187,7 +187,7 @@ class Turns:
 
     def request(self, r: Result) -> Json:
         size = {"batch_size": r.about.get("batch_size")}
-        return {**r.point, **self.plan.request, **size, "first": not r.rounds}
+        return {**r.point, **size, "first": not r.rounds}
 
     def refer(self) -> None:
         """Compute the reference, if there is none yet."""
@@ -216,7 +216,7 @@ class Turns:
         if not e.built:
             self.refused[r.name] = e
         n = r.about.get("batch_size", 1)
-        if self.plan.request.get("auto") and n > 1 and not r.rounds and "out of memory" in str(e):
+        if self.bench.auto and n > 1 and not r.rounds and "out of memory" in str(e):
             r.about = {"batch_size": n * 3 // 4}  # several steps need more memory than one
             self.drop(r.name)
             return self.prepare([r])

@@ -52,18 +52,13 @@ NOTES = (
 def plans(bench: Bench[Train]) -> list[Plan]:
     """Training steps of every backend and rival."""
     config, micro = bench.config, bench.config.gradient_accumulation_steps
-    auto = config.batch_size == "auto"
     batch = 1 if config.batch_size == "auto" else config.batch_size
-    profiled = {"profile": PROFILED_STEPS if config.profile else 0}
-    jobs = {
-        name: bench.job(name, batch, rival) | profiled for name, rival in bench.candidates().items()
-    }
+    jobs = {name: bench.job(name, batch, rival) for name, rival in bench.candidates().items()}
     reference = bench.job(batch_size=batch * micro)
-    if auto:
+    if bench.auto:
         reference = {"why": "each backend has a batch of its own (--batch_size=auto)"}
-    request = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps, "auto": auto}
-    how: Json = {"one_process": bench.compiled, "skip": partial(too_long, bench)}
-    how |= {"request": request, "reference": reference}
+    how: Json = {"one_process": bench.compiled, "reference": reference}
+    how["skip"] = partial(too_long, bench)
     return [Plan("bench.train:Training", jobs, config.rounds, specs(bench), **how)]
 
 
@@ -115,7 +110,8 @@ class Training:
         job = self.job = Job(sent)
         self.config, self.device, self.setup = job.config, job.device, job.setup
         self.clock, self.compiled = Clock(self.device), bool(job.setup.compile)
-        self.profiled = sent.get("profile", 0)  # steps
+        self.settings = sent["settings"]  # of the mode
+        self.profiled = self.settings.get("profile", False)
         if self.device.type == "cpu" and not sent["rival"]:  # as train.py does
             keep_freed_memory()
         if self.profiled and self.compiled and self.device.type == "cpu":
@@ -157,17 +153,17 @@ class Training:
 
     def round(self, request: Json) -> Json:
         self.step(*self.batch)  # memory was freed, and a GPU's clock may be low
-        steps = max(1, round(1e3 * request["seconds"] / self.step_ms))
+        steps = max(1, round(1e3 * self.settings["seconds"] / self.step_ms))
         answer, _ = self.timed([self.batch] * steps)
         self.step_ms = min(self.step_ms, answer["ms"])  # others warmed up at the same time
         answer["peak_bytes"] = machine.memory(self.device)
         if self.profiled and request["first"]:
-            answer["about"] = {"profile": self.profile(self.profiled, answer["ms"])}
+            answer["about"] = {"profile": self.profile(answer["ms"])}
         return answer
 
     def warm_up(self, request: Json) -> Json:
         """Compile, fill caches; return the first loss and the kernels' names."""
-        if request.get("auto"):
+        if request["batch_size"]:  # --batch_size=auto
             self.resize(request["batch_size"])
         answer: Json = {"batch_size": self.batch_size}
         began = time.perf_counter()
@@ -185,7 +181,7 @@ class Training:
             answer["loss"] = float(first)
         answer["first_step_s"] = time.perf_counter() - began
         machine.reset_peak(self.device)
-        self.step_ms = self.timed([self.batch] * (1 + request["warm_up_steps"]))[0]["ms"]
+        self.step_ms = self.timed([self.batch] * (1 + self.settings["warm_up_steps"]))[0]["ms"]
         answer["peak_bytes"] = machine.memory(self.device)
         with kineto(self.device.type) as watched:
             self.step(*self.batch)
@@ -202,12 +198,12 @@ class Training:
 
         return {"batch_size": machine.largest(fits, self.device, MOST)}
 
-    def profile(self, steps: int, plain_ms: float) -> Json:
+    def profile(self, plain_ms: float) -> Json:
         """Return the milliseconds of a step by kernel: of the step that runs."""
         if self.device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not support {self.device.type}"}
-        with profile.profiled(self.device, steps) as found:
-            for _ in range(steps):
+        with profile.profiled(self.device, PROFILED_STEPS) as found:
+            for _ in range(PROFILED_STEPS):
                 self.step(*self.batch)
         machine.reset_peak(self.device)
         if not found.busy_ms:
@@ -215,4 +211,4 @@ class Training:
         row: dict[str, Any] = found.row()
         if self.device.type == "cuda":  # the profiler slows the host only
             row["classes"]["gaps"] = max(0.0, plain_ms - found.busy_ms)
-        return {**row, "steps": steps, "plain_ms": plain_ms}
+        return {**row, "steps": PROFILED_STEPS, "plain_ms": plain_ms}
