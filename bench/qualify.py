@@ -30,7 +30,7 @@ from data.prepare import PrepareConfig
 MINUTES = 9.0
 GRAPHS = 120.0  # seconds, enough to compile the decode steps and record CUDA graphs
 TRAINED = 4  # backends of the training stage
-POINTS, ALL_POINTS = 8, 20  # points of the grid; minutes from which all are measured
+LENGTHS = (1024, 4096, 16384, 512, 2048, 8192)  # of attention alone, the most informative first
 # A model for converge that learns something in a minute.
 SMALL: Json = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "n_kv_head": None}
 SMALL |= {"gradient_accumulation_steps": 1, "dropout": 0.0, "compile": False}
@@ -40,32 +40,17 @@ SMALL |= {"gradient_accumulation_steps": 1, "dropout": 0.0, "compile": False}
 STAGES: dict[str, tuple[float, str, Json]] = {
     "machine": (0.06, "kernel", {}),
     "proof": (0.17, "kernel", {}),
-    "kernels": (0.22, "kernel", {"seconds": 0.5}),
+    "kernels": (0.22, "kernel", {"seconds": 0.5, "lengths": LENGTHS}),
     "training": (0.32, "train", {"profile": True, "seconds": 0.5}),
     "decode": (0.13, "decode", {}),
     "converge": (0.10, "converge", {"batch_size": 32, "steps": 100}),
 }
 
 
-def grid(cuda: bool) -> list[Json]:
-    """Return the points of attention alone, the most informative first.
-
-    A GPU has the width and tokens of the FlashAttention papers, others width 256 and one sequence.
-    """
-    sizes = [(T, D, None, 1) for T in (1024, 4096, 16384, 512, 2048, 8192) for D in (64, 128)]
-    more = [(4096, 64, 1024, 1), (4096, 128, None, 4), (16384, 128, 1024, 1)]
-    made = []
-    for T, D, window, group in [*sizes[:4], *more[:2], *sizes[4:], more[2]]:
-        H, B = ((2048 if cuda else 256) // D, max(1, 16384 // T) if cuda else 1)
-        made.append({"B": B, "T": T, "H": H, "Hkv": max(1, H // group), "D": D, "window": window})
-    return made
-
-
 def measure(name: str, bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
     """Return the content of a stage."""
     fast = tuple(n for n in bench.backends if n not in LONGEST) or bench.backends
-    names, config = fast, bench.config
-    points: tuple[Any, ...] = ()
+    names, config = fast[:TRAINED], bench.config
     if name == "machine":
         return {"about": bench.machine["about"], "busy": bench.machine["busy"]}
     if name == "proof":
@@ -74,16 +59,13 @@ def measure(name: str, bench: Bench[Any], stop: Stop, progress: Progress) -> Jso
         return convergence(bench, fast[:1], stop, progress)
     if name == "kernels":
         names = tuple(n for n in bench.backends if n == "manual" or n in fast)  # compares machines
-        points = (grid(bench.cuda)[: POINTS if (config.minutes or MINUTES) < ALL_POINTS else None],)
-    elif name == "training":
-        names = fast[:TRAINED]
     elif name == "decode":
         names = tuple(n for n in bench.backends if n == "sdpa" or n.startswith("flash_attn"))
         names = (*(names or fast[:1]), "paged")
         if bench.cuda and stop.left >= GRAPHS:
             config = replace(config, compile=True)
     bench = replace(bench, backends=names, config=config)
-    plans = report.MODES[bench.mode].plans(bench, *points)
+    plans = report.MODES[bench.mode].plans(bench)
     return record.complete(rounds.measure(bench, plans, stop, progress))
 
 
@@ -232,11 +214,10 @@ def run(
 
 
 def ranked(content: Json, bench: Bench[Any]) -> tuple[str, ...]:
-    """Sort the backends by their time at 1,024 tokens and heads of 64, as far as known; sdpa runs
-    everywhere."""
+    """Sort the backends by their time at 1,024 tokens, as far as known; sdpa runs everywhere."""
     known = [r for r in rows_of(content, "kernels") if r["status"] == "ok"]
-    at = (1024, 64)
-    ms = {r["backend"]: r["ms"] for r in known if (r["point"]["T"], r["point"]["D"]) == at}
+    at = (1, LENGTHS[0])
+    ms = {r["backend"]: r["ms"] for r in known if (r["point"]["B"], r["point"]["T"]) == at}
     return tuple(sorted(bench.backends, key=lambda n: (ms.get(n, math.inf), n != "sdpa")))
 
 
