@@ -61,14 +61,13 @@ class Turns:
         self.target = done + plan.rounds
         first = done + min(plan.rounds, SHOWN if self.stop.deadline else 1)
         try:
-            if not bench.cuda:
-                self.refer()
             for group in self.groups(rows):
                 began, new = time.monotonic(), group[0]["backend"] not in self.workers
                 self.prepare(group)
                 self.turns(group, first)
                 if any(row["rounds"] for row in group):
                     self.took[new] = max(self.took.get(new, 0.0), time.monotonic() - began)
+                self.refer()  # after the most valuable candidate
             self.turns(rows, self.target)
         finally:
             self.drop(*self.workers)
@@ -142,7 +141,8 @@ class Turns:
                 started.append(row)
             except Failure as e:
                 self.failed(row, e)
-        self.refer()  # on CUDA meanwhile
+        if self.bench.cuda:
+            self.refer()  # meanwhile
         for row in started:
             worker = self.workers[row["backend"]]
             try:
