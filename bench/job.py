@@ -10,8 +10,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 import attention
-from bench import Json, hf, tables
-from bench.machine import free_memory
+from attention import Spec
+from bench import Json, hf
+from bench.machine import free_memory, refused
 from bench.settings import Measured, vocabulary
 from bench.workers import Failure, Progress, Stop, once
 from core import flops
@@ -70,6 +71,13 @@ class Bench(Generic[S]):
             others = {"hf_eager": hf.KIND + "eager", "hf_sdpa": hf.KIND + "sdpa"}
         return dict([*ours.items()][:1]) | others | ours
 
+    def refused(self, specs: Sequence[Json]) -> dict[str, str]:
+        """Return {name: reason} of the backends that support none of the Specs of these fields."""
+        made = [Spec(**{"dtype": self.machine["dtype"], **spec}) for spec in specs]
+        policy = replace(self.config.policy, fallback=False)
+        found = refused([*self.backends], made, self.machine, policy)
+        return {name: why[0] for name, why in found.items()} | {**self.left_out}
+
     @property
     def part(self) -> Json:
         """The entries of a record that are known before the rounds."""
@@ -121,35 +129,6 @@ class Plan:
     skip: Skip = lambda name, point, rows: ""
     one_process: bool = False  # for all rounds of a candidate: it compiles, or is one training
     reference: Json | None = None  # the job of hf.Reference
-
-
-@dataclass
-class Result:
-    """A row: one candidate at one point."""
-
-    name: str
-    point: Json
-    rounds: list[Json] = field(default_factory=list)
-    about: Json = field(default_factory=dict)  # from the set-up, the warm-up and the first round
-    failure: Failure = field(default_factory=lambda: Failure("stopped", "no round was measured"))
-    ended: bool = False  # no further rounds
-    memory: int = 0  # bytes at the peak
-
-    def __str__(self) -> str:
-        return tables.where(self.point, self.name)
-
-    def fail(self, failure: Failure) -> None:
-        """End it; if the bench was stopped, its rounds so far count."""
-        self.ended = True
-        if failure.kind != "stopped" or not self.rounds:
-            self.failure, self.rounds = failure, []
-
-    def row(self, mode: str) -> Json:
-        status = "ok" if self.rounds else self.failure.kind.replace("died", "failed")
-        row: Json = {"mode": mode, "backend": self.name, "point": self.point, "status": status}
-        row |= {"rounds": [dict(r) for r in self.rounds], **self.about}
-        row |= {"memory_bytes": self.memory} if self.memory else {}
-        return row if self.rounds else {**row, "why": [self.failure.why]}
 
 
 def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:

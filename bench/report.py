@@ -42,6 +42,18 @@ def planned(mode: str, settings: Json) -> int:
     return converge.planned(settings) if mode == "converge" else settings["rounds"]
 
 
+def incomplete(rows: list[Row], part: Json, why: str) -> str:
+    """Return why a record is not complete, and what it lacks; "" if it is. `why`: of the run."""
+    none = sum(row["status"] == "stopped" for row in rows)
+    if not why and not none:
+        return ""
+    rounds = planned(part["mode"], part["settings"])
+    few = sum(row["status"] == "ok" and len(row["rounds"]) < rounds for row in rows)
+    found = [why or "the time limit was reached"]
+    found += [f"{none} of {len(rows)} rows were not measured"] if none else []
+    return "; ".join([*found, *([f"{few} have fewer than {rounds} rounds"] if few else [])])
+
+
 def title(content: Json) -> str:
     mode = content["mode"]
     what = MODES[mode].TITLE if mode in MODES else "What this machine can do"
