@@ -72,6 +72,7 @@ def included(path: Path) -> str:
         return f"]({CODE}/{target.relative_to(ROOT).as_posix()})"
 
     page = without_marks(path.read_text(encoding="utf-8"))
+    page = re.sub(r"^```math\n((?:.*\n)*?)```$", lambda m: f"$$\n{m[1]}$$", page, flags=re.M)
     page = re.sub(r"\]\((?!http|#|pictures/)([^)]+)\)", absolute, page)
     page = re.sub(r"^!\[.+\]\(pictures/(\w+)\.svg\)$", CELL % r'picture("\1")', page, flags=re.M)
     page = re.sub(r"^```sh\n((?:.*\n)*?)```$", figures, page, flags=re.M)

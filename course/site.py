@@ -10,7 +10,6 @@ site needs no network, but a web server for its search.
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import shutil
@@ -43,12 +42,13 @@ def main(argv: list[str]) -> int:
     config = read(SiteConfig, argv).settings
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # an advertisement
     try:
+        import latex2mathml.converter  # noqa: F401
         from mkdocs.commands.build import build
         from mkdocs.config import load_config
         from mkdocs.exceptions import MkDocsException
     except ImportError as e:
         install = 'pip install -c constraints.txt -e ".[site]"'
-        raise UserError(f"the site needs MkDocs ({e}): {install}") from e
+        raise UserError(f"the site needs MkDocs and latex2mathml ({e}): {install}") from e
     with tempfile.TemporaryDirectory() as folder:
         pages = Path(folder) / "pages"
         write_pages(pages)
@@ -97,45 +97,19 @@ def relinked(page: str, path: Path, shown: set[Path]) -> str:
     return re.sub(r"(\]\(|^\[\d+\]: )(?!http|#)([^)\s]+)", link, page, flags=re.M)
 
 
-# --- formulas ---
-
-
 def typeset(page: str) -> str:
-    """The page with HTML for its formulas: indented blocks, and terms like S_ij, K^T, sqrt(D)."""
-    blocks = re.split(r"(^```.*\n(?:.*\n)*?```$)", page, flags=re.M)
-    for n in range(0, len(blocks), 2):
-        made = re.sub(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+", block, blocks[n])
-        # Code, addresses and HTML stay as they are.
-        parts = re.split(r"(`+[^`]+`+|\]\([^)]*\)|<div class(?:.*\n)+?</div>|https?://\S+)", made)
-        parts[::2] = map(terms, parts[::2])
-        blocks[n] = "".join(parts)
-    return "".join(blocks)
+    """The page with MathML for its formulas: ```math blocks, and $...$ outside code."""
+    from latex2mathml.converter import convert
 
+    def block(found: re.Match[str]) -> str:
+        return f'<div class="formula">{convert(found[1], display="block")}</div>\n'
 
-def block(found: re.Match[str]) -> str:
-    """A table for the lines of a formula: columns are two spaces or more apart."""
-    rows = []
-    for line in found[0].removesuffix("\n").splitlines():
-        indent = len(line) - len(line.lstrip()) - 4
-        parts = re.split(" {2,}", html.escape(line.strip(), False))
-        cells = [letters(terms(part)) for part in parts]
-        style = f' style="padding-left: {indent}ch"' if indent else ""
-        rows.append(f"<tr><td{style}>" + "</td><td>".join(cells) + "</td></tr>")
-    return '<div class="formula"><table>\n' + "\n".join(rows) + "\n</table></div>\n"
+    def inline(found: re.Match[str]) -> str:
+        return found[0] if found[1] is None else convert(found[1])
 
-
-def terms(text: str) -> str:
-    text = re.sub(r"(?<!\w)(∂?d?[A-Za-z]|sum|delta)_(\w{1,3})\b", r"\1<sub>\2</sub>", text)
-    power = r"\^\(((?:[^()]|\([^()]*\))+)\)|\^(-?\w+)"
-    text = re.sub(power, lambda m: f"<sup>{m[1] or m[2]}</sup>", text)
-    text = re.sub(r"\bsqrt(?=\()", "√", re.sub(r"\bsqrt\((\w)\)", r"√\1", text))
-    return re.sub(r"\bsum(?=<sub>)", "Σ", text)
-
-
-def letters(text: str) -> str:
-    """Italic for variables, which have one letter; "a" is an article."""
-    variable = r"(<sub>.*?</sub>|<[^>]*>|&\w+;)|(?<![A-Za-z])(d?[b-zA-Z])(?![A-Za-z])"
-    return re.sub(variable, lambda m: m[1] or f"<i>{m[2]}</i>", text)
+    page = re.sub(r"^```math\n((?:.*\n)*?)```\n", block, page, flags=re.M)
+    code = r"^```(?:.*\n)*?```$|`+[^`]+`+"
+    return re.sub(rf"{code}|\$([^$\s](?:[^$\n]*[^$\s])?)\$", inline, page, flags=re.M)
 
 
 if __name__ == "__main__":

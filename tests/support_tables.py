@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script
 
 from attention import BACKENDS
 from attention.caps import Caps, dotted, version
-from attention.spec import DTYPES
+from attention.select import DISABLE, resolve
+from attention.spec import DTYPES, Machine, Spec
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,14 +38,66 @@ SCORES = ("scale", "softcap", "sinks", "alibi")
 
 def overview() -> str:
     """Return the table of the README: a row for each backend."""
-    lines = ["| name | what | runs on | falls back to |", "|---|---|---|---|"]
+    lines = ["| name | runs on | what |", "|---|---|---|"]
     for backend in BACKENDS.values():
         spread = dict.fromkeys(d for caps in backend.caps for d in caps.devices)
         places = (place(d, [c for c in backend.caps if d in c.devices]) for d in spread)
-        names = " ".join(f"`{n}`" for n in (backend.name, *backend.aliases))
-        after = f"`{backend.fallback}`" if backend.fallback else "the list below"
-        lines.append(f"| {names} | {backend.title} | {', '.join(places)} | {after} |")
+        what = "; ".join([backend.title, *limits(backend.caps)])
+        lines.append(f"| `{backend.name}` | {', '.join(places)} | {what} |")
     return "\n".join(lines)
+
+
+def limits(rows: Sequence[Caps]) -> list[str]:
+    """Return what the table of the README says besides: the use that a backend lacks."""
+    found = []
+    if not any(caps.grad for caps in rows):
+        found.append("inference only")
+    elif forward := [d for d in ("cuda", "cpu") if (of := [c for c in rows if d in c.devices])
+                     and not any(c.grad for c in of)]:  # fmt: skip
+        found.append(f"on {', '.join(forward)} forward only")
+    if all(caps.dtypes == ("bfloat16",) for caps in rows):
+        found.append("bfloat16 only")
+    return found
+
+
+def auto_order() -> str:
+    """Return the table of docs/ATTENTION.md: what auto takes, in order, if all can run."""
+    packages = {"flash_attn": "2.8.3", "flash_attn_interface": "3.0.0", "triton": "3.7.1",
+                "flash_attn.cute": "4.0.0b36"}  # fmt: skip
+    base = {"torch": "2.13.0", "cuda": "13.0", "packages": packages}
+    gpus = {"7.5 (T4)": (7, 5), "8.0 (A100)": (8, 0), "9.0 (H100)": (9, 0),
+            "10.0 (B200)": (10, 0), "12.0 (RTX 5090)": (12, 0)}  # fmt: skip
+    machines = {f"CUDA {name}": Machine(device="cuda", name=name, capability=capability, **base)
+                for name, capability in gpus.items()}  # fmt: skip
+    machines["CPU"] = Machine(device="cpu", name="CPU", capability=None, **base)
+    plain = Spec(n_head=12, n_kv_head=12, head_dim=64, dtype="bfloat16")
+    uses = {
+        "training": plain,
+        "with a window or segments": replace(plain, window=256),
+        "compiled, with a window": replace(plain, window=256, compiled=True),
+        "decoding, static cache": replace(plain, grad=False, cache="static"),
+    }
+    lines = [f"| | {' | '.join(uses)} |", "|---" * (1 + len(uses)) + "|"]
+    for name, machine in machines.items():
+        dtype = "float16" if machine.capability and machine.capability < (8, 0) else "bfloat16"
+        cells = [first_of(replace(spec, dtype=dtype), machine) for spec in uses.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def first_of(spec: Spec, machine: Machine, most: int = 3) -> str:
+    """Return the first backends that auto takes, each if those before it cannot run."""
+    found: list[str] = []
+    before = os.environ.pop(DISABLE, None)
+    try:
+        while len(found) < most and (not found or found[-1] != "manual"):
+            os.environ[DISABLE] = ",".join(found)
+            found.append(resolve("auto", spec, machine).backend.name)
+    finally:
+        os.environ.pop(DISABLE, None)
+        if before is not None:
+            os.environ[DISABLE] = before
+    return ", ".join(f"`{name}`" for name in found)
 
 
 def place(device: str, rows: list[Caps]) -> str:
@@ -110,6 +166,7 @@ def abilities(caps: Caps) -> dict[str, str]:
 def write() -> None:
     put(ROOT / "README.md", overview())
     put(ROOT / "docs" / "SUPPORT.md", table())
+    put(ROOT / "docs" / "ATTENTION.md", auto_order())
 
 
 def put(page: Path, made: str) -> None:

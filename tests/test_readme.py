@@ -22,7 +22,6 @@ import sample
 from attention.__main__ import main as explained
 from attention.__main__ import parser
 from attention.check import command as check
-from attention.select import PREFERENCE
 from bench.evaluate import TasksConfig
 from bench.settings import load_config
 from checkpoint.__main__ import ExportConfig
@@ -103,14 +102,7 @@ def test_the_support_tables_are_those_that_caps_give() -> None:
     """python tests/support_tables.py writes them."""
     assert support_tables.overview() in README
     assert support_tables.table() in (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8")
-
-
-def test_auto_is_shown_in_its_order() -> None:
-    (text,) = re.findall(
-        r"`auto` takes the first that can run: on CUDA (.+?)\. `fastest`", README, re.S
-    )
-    for part, device in zip(re.sub(r"\(.*?\)", "", text).split("; on CPUs "), ("cuda", "cpu")):
-        assert tuple(re.findall(r"`(\w+)`", part)) == PREFERENCE[device]
+    assert support_tables.auto_order() in (ROOT / "docs" / "ATTENTION.md").read_text("utf-8")
 
 
 def test_every_file_that_the_pages_name_is_there() -> None:
@@ -133,19 +125,6 @@ def section(title: str) -> str:
     return text
 
 
-def test_the_map_shows_what_is_there() -> None:
-    text = section("A map of the files")
-    shown = re.findall(r"`([\w/]+(?:\.py|/))`", text)
-    for row in re.findall(r"^\| (`.+?) \|", text, re.M):  # a row names its folder once
-        first, *rest = re.findall(r"`([\w/.]+)`", row)
-        shown += [f"{Path(first).parent}/{name}" for name in rest if not name.endswith("/")]
-    for name in shown:
-        assert (ROOT / name).exists() or (ROOT / "attention" / name).exists(), name
-    folders = {f"{path.parent.name}/" for path in files("*/__init__.py")} | {"config/"}
-    assert folders - {"attention/"} <= set(shown)
-    assert {path.name for path in files("*.py")} <= set(shown), "a file of the root"
-
-
 # The knobs of nanoGPT's train.py.
 NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint
 init_from wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size
@@ -160,25 +139,33 @@ def test_the_settings_of_nanogpt_are_ours_but_for_two() -> None:
         assert f"`{name}`" in section("Coming from nanoGPT")
 
 
-def test_the_tables_of_mfu_are_the_records() -> None:
-    _, *parts = re.split(r"\[record\]\(", section("Measure MFU"))
-    names = {"nanoGPT": "nanogpt", "transformers, sdpa": "hf_sdpa"}
-    for part, count in zip(parts, (3, 4), strict=True):
-        folder = part.partition("/README.md)")[0]
-        content = json.loads((ROOT / folder / "record.json").read_text(encoding="utf-8"))
-        rows = {row["backend"]: row for row in content["rows"] if row["mode"] == "train"}
-        shown = [[cell.strip(" `") for cell in line.strip("|").split("|")]
-                 for line in part.splitlines() if line.startswith("| ")][1:]
-        assert len(shown) == count
-        for name, *cells in shown:
-            row = rows[names.get(name, name)]
-            digits, held = (1 if row["ms"] < 100 else 0), row["memory_bytes"]
-            assert cells == [
-                f"{row['tokens_per_s']:,.0f}",
-                f"{row['q1_ms']:.{digits}f} to {row['q3_ms']:.{digits}f}",
-                f"{row['mfu']:.1%}", f"{row['mfu_causal']:.1%}",
-                f"{held / 1e9:.1f} GB" if held > 1e9 else f"{held / 1e6:.0f} MB",
-            ]
+def test_the_table_of_mfu_is_the_record() -> None:
+    text = section("Measure MFU")
+    (folder,) = re.findall(r"\[record\]\((.+?)/README\.md\)", text)
+    content = json.loads((ROOT / folder / "record.json").read_text(encoding="utf-8"))
+    rows = {row["backend"]: row for row in content["rows"]}
+    shown = [[cell.strip(" `") for cell in line.strip("|").split("|")]
+             for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(shown) == len(rows)
+    for name, *cells in shown:
+        row = rows[{"nanoGPT": "nanogpt"}.get(name, name)]
+        assert cells == [
+            f"{row['tokens_per_s']:,.0f}", f"{row['q1_ms']:.1f} to {row['q3_ms']:.1f}",
+            f"{row['mfu']:.1%}", f"{row['mfu_causal']:.1%}", f"{row['memory_bytes'] / 1e9:.1f} GB",
+        ]
+    ours, other = rows["sdpa_cudnn"], rows["nanogpt"]
+    speed, memory = other["ms"] / ours["ms"], ours["memory_bytes"] / other["memory_bytes"]
+    assert f"{speed:.2f} times nanoGPT's speed in {100 * memory:.0f} % of its memory" in README
+
+
+def test_the_picture_has_the_record_in_it() -> None:
+    """python -m course.figures.cover draws it."""
+    drawn = (ROOT / "docs" / "cover.svg").read_text(encoding="utf-8")
+    (folder,) = re.findall(r"\[record\]\((.+?)/README\.md\)", section("Measure MFU"))
+    for row in json.loads((ROOT / folder / "record.json").read_text(encoding="utf-8"))["rows"]:
+        for value in (f"{100 * row['mfu']:.1f}", f"{row['tokens_per_s']:,.0f}",
+                      f"{row['memory_bytes'] / 1e9:.1f}"):
+            assert f">{value}<" in drawn
 
 
 # --- the kernel of docs/KERNEL.md ---

@@ -1,0 +1,119 @@
+"""README's picture: attention of a trained model, and a record's speed, MFU and memory, as SVG.
+
+    make train
+    python explain.py --prompt="To be, or not to be" --json=numbers.json
+    python -m course.figures.cover numbers.json bench/records/NAME > docs/cover.svg
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.settings import UserError, exit_on_user_error
+from viewer.document import Document, unpack
+
+HEADS = 4  # shown: of each layer the one with the sharpest rows
+CELL = 7  # pixels
+LEFT, TOP = 34, 58  # of the first map
+NAMES = {"nanogpt": "nanoGPT"}
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {height}" role="img">
+<title>{title}</title>
+<style>
+text {{ font: 13px ui-sans-serif, system-ui, sans-serif; fill: #1f2328 }}
+.bold {{ font-weight: 600 }} .small {{ font-size: 11px; fill: #59636e }}
+.mono {{ font: 7.5px ui-monospace, monospace }} .end {{ text-anchor: end }}
+.middle {{ text-anchor: middle }}
+.cell {{ fill: #0969da }} .ours {{ fill: #0969da }} .other {{ fill: #afb8c1 }}
+.frame {{ fill: none; stroke: #d1d9e0 }}
+@media (prefers-color-scheme: dark) {{
+  text {{ fill: #e6edf3 }} .small {{ fill: #9198a1 }} .frame {{ stroke: #3d444d }}
+  .cell, .ours {{ fill: #58a6ff }} .other {{ fill: #656c76 }}
+}}
+</style>"""
+
+
+def text(x: float, y: float, words: str, kind: str = "") -> str:
+    safe = words.replace("&", "&amp;").replace("<", "&lt;")
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{safe}</text>'
+
+
+def maps(document: Document) -> list[str]:
+    """One head of each layer: query i down, key j to the right, darker for a larger weight."""
+    about, found = document["about"], document["maps"]
+    labels = [token["label"] for token in about["tokens"]]
+    T, weights = len(labels), unpack(found["weights"]) / found["levels"]  # (L, H, T (T + 1) / 2)
+    rows, columns = np.tril_indices(T)
+    lines = []
+    for n in range(min(HEADS, about["n_layer"])):
+        head = int(np.argmin(found["entropy"][n]))
+        x0 = LEFT + n % 2 * (T * CELL + 40)
+        y0 = TOP + n // 2 * (T * CELL + 40)
+        lines.append(text(x0, y0 - 15, f"layer {n}, head {head}", "bold"))
+        for i, label in enumerate(labels):
+            lines.append(text(x0 - 5, y0 + i * CELL + 6, label, "mono end"))
+            lines.append(text(x0 + i * CELL + 4, y0 - 4, label, "mono middle"))
+        for row, column, p in zip(rows, columns, weights[n, head]):
+            if p >= 0.02:
+                x, y = x0 + column * CELL, y0 + row * CELL
+                size = f'width="{CELL}" height="{CELL}" fill-opacity="{p ** 0.5:.2f}"'
+                lines.append(f'<rect x="{x}" y="{y}" {size} class="cell"/>')
+        side = T * CELL
+        lines.append(f'<path d="M{x0} {y0}v{side}h{side}z" class="frame"/>')
+    return lines
+
+
+def bars(record: dict[str, Any], x0: float) -> list[str]:
+    """MFU, speed and memory of every measured row."""
+    rows = [row for row in record["rows"] if row["status"] == "ok"]
+    charts = [
+        ("MFU, %: higher is better", [100 * row["mfu"] for row in rows], "{:.1f}"),
+        ("tokens per second", [row["tokens_per_s"] for row in rows], "{:,.0f}"),
+        ("memory, GB: lower is better", [row["memory_bytes"] / 1e9 for row in rows], "{:.1f}"),
+    ]
+    lines, y = [], TOP
+    for title, values, shown in charts:
+        lines.append(text(x0, y - 10, title, "bold"))
+        for row, value in zip(rows, values):
+            kind = "other" if row["backend"] in NAMES else "ours"
+            width = 300 * value / max(values)
+            lines.append(text(x0, y + 14, NAMES.get(row["backend"], row["backend"])))
+            lines.append(f'<rect x="{x0 + 92}" y="{y + 2}" width="{width:.1f}" height="16" '
+                         f'rx="2" class="{kind}"/>')  # fmt: skip
+            lines.append(text(x0 + 98 + width, y + 14, shown.format(value)))
+            y += 21
+        y += 36
+    return lines
+
+
+def draw(document: Document, record: dict[str, Any]) -> str:
+    settings, side = record["settings"], len(document["about"]["tokens"]) * CELL
+    x0 = LEFT + 2 * side + 100
+    height = TOP + 2 * side + 54
+    batch, block = settings["batch_size"], settings["block_size"]
+    what = f"batch {batch}, {block:,} tokens, {record['machine']['dtype']}, compiled"
+    return "\n".join([
+        HEAD.format(height=height, title="Attention of a small GPT; its kernels next to nanoGPT"),
+        text(LEFT, 22, "A minute of make train: attention of its model", "bold"),
+        text(x0, 22, f"Training GPT-2 124M, {record['machine']['name']}", "bold"),
+        *maps(document),
+        *bars(record, x0),
+        text(x0, height - 12, f"{what}; interleaved rounds, medians", "small"),
+        "</svg>",
+    ])  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 2:
+        raise UserError("expected explain.py's JSON file and a record's folder")
+    numbers, record = Path(argv[0]), Path(argv[1]) / "record.json"
+    print(draw(*(json.loads(path.read_text(encoding="utf-8")) for path in (numbers, record))))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_on_user_error(lambda: main(sys.argv[1:]))
