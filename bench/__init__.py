@@ -1,17 +1,8 @@
 """The benchmark behind bench_mfu.py: one process a candidate, interleaved rounds, records.
 
-settings.py     options, a dataclass a mode
-job.py          the machine, the backends, and what a mode requests of each candidate
-train.py kernel.py decode.py converge.py   a mode each: what is timed, its figures, its columns
-candidates.py hf.py   what is measured: our model, nanoGPT's, transformers'
-workers.py rounds.py  a process a candidate; their turns; a result a row
-record.py       write a record; compute its figures again
-report.py tables.py   facts, tables, conclusions; medians, noise
-compare.py      whole runs: train.py next to nanoGPT's, finished runs side by side
-qualify.py      all modes on a new machine
-machine.py parts.py   memory, bandwidth, description; rooflines of a step
-board.py        all records as docs/BOARD.md
-plan/ evaluate.py     estimates for other machines; lm-evaluation-harness with our kernels
+The flow (docs/DESIGN.md, "The bench"): settings, job, a mode (train, kernel, decode, converge),
+rounds, workers, candidates (hf: transformers'), record and verify, report and tables. Next to it:
+compare (whole runs), qualify (all modes), board, machine, parts (rooflines), plan/, evaluate.
 """
 
 import importlib

@@ -14,10 +14,7 @@ from bench.tables import Cells, Row
 from core import flops
 
 MODES: dict[str, ModuleType] = {
-    "train": train,
-    "kernel": kernel,
-    "decode": decode,
-    "converge": converge,
+    mode.__name__.removeprefix("bench."): mode for mode in (train, kernel, decode, converge)
 }
 WARM_UP = {
     "train": " after a first step and {} more",
@@ -67,9 +64,8 @@ def facts(content: Json) -> dict[str, str]:
     versions = {k: m[k] for k in ("driver", "cuda", "cudnn", "python") if m.get(k)}
     software = ", ".join(f"{k} {v}" for k, v in (m["packages"] | versions).items())
     found = {name: content[name] for name in ("command", "date")}
-    found["commit"] = (content["commit"] or "none")[:10] + " (with changes)" * bool(
-        content["dirty"]
-    )
+    dirty = " (with changes)" if content["dirty"] else ""
+    found["commit"] = (content["commit"] or "none")[:10] + dirty
     found |= {"device": m["about"], "software": f"{software}, {m['system']}"}
     model = f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
     model += f"{content['vocab_size']:,}"
