@@ -5,7 +5,7 @@ job.py          the machine, the backends, and what a mode requests of each cand
 train.py kernel.py decode.py converge.py   a mode each: what is timed, its figures, its columns
 candidates.py hf.py   what is measured: our model, nanoGPT's, transformers'
 workers.py rounds.py  a process a candidate; their turns; a result a row
-record.py       write a record; compute its figures again
+record.py verify.py   write a record; compute its figures again and compare
 report.py tables.py   facts, tables, conclusions; medians, noise
 compare.py      whole runs: train.py next to nanoGPT's, finished runs side by side
 qualify.py      all modes on a new machine
