@@ -71,14 +71,15 @@ def test_a_process_that_hangs_is_a_row(tmp_path: Path) -> None:
 
 
 def test_processes_that_do_not_fit_together_are_new_in_each_round(tmp_path: Path) -> None:
-    files = ",".join(kernel(tmp_path, name) for name in "abcd")
-    for limit, processes in ((100, 4), (1, 8)):  # GB; one that sleeps has 0.3
-        argv = (f"--backends={files}", f"--memory_gb={limit}", "--rounds=2")
-        content = measured(*KERNELS, *argv)
+    argv = [*small("train"), f"--backends={','.join(kernel(tmp_path, name) for name in 'abcd')}"]
+    limit = 100.0  # GB
+    for processes in (4, 8):
+        content = measured(*argv, f"--memory_gb={limit}")
         assert all(len(r["rounds"]) == 2 for r in content["rows"])
-        assert content["fresh_rounds"] == (limit == 1)
+        assert content["fresh_rounds"] == (processes == 8)
         assert len(set(calls(tmp_path))) == processes
         (tmp_path / "log.txt").unlink()
+        limit = 3e-9 * max(r["memory_bytes"] for r in content["rows"])  # for three of the four
 
 
 def test_what_has_no_time_left_is_named_with_the_time_it_takes(
