@@ -35,7 +35,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "get", "hf", "is_code",
     "packages", "probe", "register", "report", "resolve", "select", "use", "visible", "weights",
 ]
-__version__ = "0.2.0"  # pyproject.toml reads it here
+__version__ = "0.3.0"  # pyproject.toml reads it here
 
 # pip installs this package as nanoattn. In a checkout both names are one package, so that each
 # operator is registered once.

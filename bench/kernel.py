@@ -59,9 +59,9 @@ NOTES = (
 )
 
 
-def plans(bench: Bench[Kernel], points: Sequence[Json] = ()) -> list[Plan]:
-    """Attention alone over a grid, or at `points`."""
-    points = points or grid(bench)
+def plans(bench: Bench[Kernel]) -> list[Plan]:
+    """Attention alone over a grid."""
+    points = grid(bench)
     specs = [
         {"n_head": p["H"], "n_kv_head": p["Hkv"], "head_dim": p["D"], "window": p["window"]}
         for p in points

@@ -6,11 +6,12 @@
 A group is one candidate, on CUDA three: one compiles on the CPU's cores while another warms up, and
 nothing else runs while a round is timed. If the sleeping processes do not fit into memory together,
 every round gets a new one ("fresh"); candidates of one process (compiled ones) take all their
-rounds at once instead. What fails is a row with its reason.
+rounds at once. What fails is a row with its reason.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from bench.job import Bench, Plan
 from bench.tables import Row
 from bench.workers import Failure, Progress, Stop, Worker, once
 
+Save = Callable[[Json], object]
 REFERENCE = "bench.hf:Reference"
 SHOWN = 2  # rounds from which a row is shown
 TOGETHER = 3  # candidates that warm up at the same time on CUDA
@@ -32,9 +34,7 @@ def key(row: Row) -> str:
 class Turns:
     """The rows and processes of a run."""
 
-    def __init__(
-        self, bench: Bench[Any], stop: Stop, progress: Progress, save: Callable[[Json], object]
-    ) -> None:
+    def __init__(self, bench: Bench[Any], stop: Stop, progress: Progress, save: Save) -> None:
         self.bench, self.stop, self.progress, self.save = bench, stop, progress, save
         self.began, self.reference = time.perf_counter(), bench.reference
         self.rows: dict[str, Row] = {}
@@ -61,14 +61,13 @@ class Turns:
         self.target = done + plan.rounds
         first = done + min(plan.rounds, SHOWN if self.stop.deadline else 1)
         try:
-            if not bench.cuda:
-                self.refer()
             for group in self.groups(rows):
                 began, new = time.monotonic(), group[0]["backend"] not in self.workers
                 self.prepare(group)
                 self.turns(group, first)
                 if any(row["rounds"] for row in group):
                     self.took[new] = max(self.took.get(new, 0.0), time.monotonic() - began)
+                self.refer()  # after the most valuable candidate
             self.turns(rows, self.target)
         finally:
             self.drop(*self.workers)
@@ -108,8 +107,8 @@ class Turns:
             return
         self.progress.watch(f"round {len(row['rounds']) + 1}: {key(row)}")
         try:
-            if row["rounds"]:  # else its warm-up would be lost: receive() allows some seconds more
-                self.stop.check()
+            # A warm-up is not lost: receive() allows some seconds more.
+            self.stop.check(0.0 if row["rounds"] else math.inf)
             answer = self.seen(row, self.workers[row["backend"]].ask(self.request(row)))
         except Failure as e:
             return self.failed(row, e)
@@ -131,8 +130,6 @@ class Turns:
                 self.round(row)
         self.drop(*self.workers)
 
-    # --- start and warm up ---
-
     def prepare(self, group: list[Row]) -> None:
         """Start and warm up the candidates of a group at the same time."""
         started, again = [], []
@@ -142,7 +139,8 @@ class Turns:
                 started.append(row)
             except Failure as e:
                 self.failed(row, e)
-        self.refer()  # on CUDA meanwhile
+        if self.bench.cuda:
+            self.refer()  # meanwhile
         for row in started:
             worker = self.workers[row["backend"]]
             try:
@@ -157,8 +155,8 @@ class Turns:
             worker.warm.add(key(row))
             if "setup_s" not in row:
                 warm.pop("peak_bytes", None)
-                row |= {**worker.about, **warm}
-                row |= {"setup_s": worker.setup_s, "warm_up_s": worker.took_s}
+                took = {"setup_s": worker.setup_s, "warm_up_s": worker.took_s}
+                row |= {**worker.about, **warm, **took}
         for row in again:
             self.prepare([row])
 
@@ -167,7 +165,7 @@ class Turns:
         finds the batch size before: its memory is in pieces. Raises Failure for a row that is not
         worth a process, or has no time left."""
         name, plan, stop, timeout = row["backend"], self.plan, self.stop, self.bench.config.timeout
-        stop.check(0.0 if row["rounds"] else float("inf"))  # inf: for signals only
+        stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
         if not row["rounds"]:
             if name in self.refused:
                 raise self.refused[name]
@@ -201,8 +199,6 @@ class Turns:
                 known = {"why": str(e)}
             self.reference = known
 
-    # --- what comes back ---
-
     def seen(self, row: Row, answer: Json) -> Json:
         """Note what an answer has about the row; return the rest."""
         row |= answer.pop("about", {})
@@ -212,8 +208,7 @@ class Turns:
         return answer
 
     def failed(self, row: Row, e: Failure) -> None:
-        """Note why a row has no further rounds; if the bench was stopped, its rounds so far count.
-        With --batch_size=auto try a smaller one."""
+        """Note why a row has no further rounds; with --batch_size=auto try a smaller batch."""
         if e.kind == "died" or not e.built:
             self.drop(row["backend"])
         if not e.built:
@@ -225,9 +220,8 @@ class Turns:
             row["batch_size"] = n * 3 // 4
             return self.prepare([row])
         self.ended.add(key(row))
-        if e.kind != "stopped" or not row["rounds"]:
-            status = e.kind.replace("died", "failed")
-            row |= {"status": status, "why": [e.why], "rounds": []}
+        if e.kind != "stopped" or not row["rounds"]:  # else its rounds so far count
+            row |= {"status": e.kind.replace("died", "failed"), "why": [e.why], "rounds": []}
         if e.kind not in ("stopped", "unavailable"):
             self.progress.tell(f"{key(row)}: {e.kind}: {e}")
 
@@ -246,11 +240,9 @@ class Turns:
 
 
 def measure(bench: Bench[Any], plans: Sequence[Plan], stop: Stop, progress: Progress,
-            save: Callable[[Json], object] = lambda content: None) -> Json:  # fmt: skip
-    """Measure the plans of a mode. Return the content of the record, without its figures.
-
-    `save` receives the content after every round.
-    """
+            save: Save = lambda content: None) -> Json:  # fmt: skip
+    """Measure the plans of a mode. Return the record without its figures, which `save` receives
+    after every round."""
     turns = Turns(bench, stop, progress, save)
     for plan in plans:
         turns.run(plan)

@@ -50,10 +50,8 @@ class Settings(TrainConfig):
 
     def __post_init__(self) -> None:
         if self.init_from != "scratch":
-            raise ValueError(
-                f"init_from must be 'scratch', got {self.init_from!r}: the values of weights do "
-                "not change the time, so give the sizes instead"
-            )
+            why = "weights do not change the time, so give the sizes"
+            raise ValueError(f"init_from must be 'scratch', got {self.init_from!r}: {why}")
         super().__post_init__()
         GPTConfig.of(self, self.vocab_size or 1)  # checks the sizes
 

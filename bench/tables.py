@@ -10,10 +10,11 @@ quartiles overlap.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
+
+import numpy as np
 
 from bench import Json
 
@@ -29,9 +30,7 @@ TIMES = ("ms", "forward_ms", "backward_ms", "optimizer_ms", "first_ms")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    q1, median, q3 = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return q1, median, q3
 
 

@@ -200,18 +200,21 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
         torch.cuda.set_device(job["device"])
     candidate: Any = None
     while True:
-        request = pipe.recv()
+        try:
+            request = pipe.recv()
+        except EOFError:  # as in end_with_parent()
+            os.killpg(0, signal.SIGKILL)
         try:
             if candidate is None:
                 candidate, built_at = load(work)(job), time.time()
             began = time.perf_counter()
             call = next((name for name in ("warm_up", "largest") if request.get(name)), "round")
             answer: Any = {"ok": getattr(candidate, call)(request) if request else {}}
-            json.dumps(answer, allow_nan=False)  # else it is no row of a record
             answer |= {"took_s": time.perf_counter() - began, "built_at": built_at}
             keep = getattr(candidate, "keeps_memory", False)  # between rounds
             answer["held_bytes"] = machine.empty_cache(candidate.device, keep)
             answer["about"] = candidate.about
+            json.dumps(answer, allow_nan=False)  # else it is no row of a record
         except (BackendUnavailable, UserError) as e:
             answer = Failure("unavailable", machine.reason(e), candidate is not None)
         except Exception as e:  # any error of a kernel becomes a row of the table

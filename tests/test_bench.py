@@ -267,6 +267,17 @@ def test_a_mode_refuses_the_options_of_others(capsys):
                 bench_mfu.main([mode, f"--{name}=1"])
 
 
+@pytest.mark.parametrize("word, named", [
+    ("processors", []), ("batch_sises", ["--batch_sizes"]), ("profile", ["train"]),
+    ("learning_rate", ["converge", "qualify"]), ("max_iters", ["train.py"]),
+])
+def test_a_mistyped_option_names_a_near_one_or_its_modes(word, named):
+    with pytest.raises(UserError, match=f"--{word}") as error:
+        bench_mfu.main(["decode", f"--{word}=1"])
+    words = {*re.findall(r"[\w.-]+", str(error.value))}
+    assert words >= {*named} and {w for w in words if w[:2] == "--"} <= {f"--{word}", *named}
+
+
 def test_a_config_file_of_a_run_may_have_more(tmp_path):
     (path := tmp_path / "c.py").write_text("max_iters = 9\nlearning_rate = 1.0\n", "utf-8")
     argv = [str(path), *small("kernel")[1:], "--lengths=8", "--batch_sizes=1", "--backends=sdpa"]

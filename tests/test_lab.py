@@ -54,32 +54,7 @@ def angles(dtype: torch.dtype = F64) -> tuple[Tensor, Tensor]:
     return turn.cos().to(dtype), turn.sin().to(dtype)
 
 
-def twice(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Angles as transformers takes them: (1, T, D), each twice."""
-    cos, sin = (torch.cat([t[:, 0], t[:, 0]], dim=-1)[None] for t in rope)
-    return cos, sin
-
-
-def causal(window: int = T) -> Tensor:
-    i, j = torch.arange(T)[:, None], torch.arange(T)
-    seen = (j <= i) & (j > i - window)
-    return torch.zeros(1, 1, T, T, dtype=F64).masked_fill(~seen, -torch.inf)
-
-
-def theirs(family: str, prefix: str, weights: dict[str, Tensor], mask: Tensor, rope: Any,
-           number: int = 0, **sizes: Any) -> Tensor:
-    """The output of an attention layer of transformers with these weights."""
-    config = getattr(import_module("transformers"), f"{prefix}Config")(
-        hidden_size=C, num_attention_heads=H, num_key_value_heads=H, num_hidden_layers=4,
-        attn_implementation="eager", **sizes)
-    module = import_module(f"transformers.models.{family}.modeling_{family}")
-    layer = getattr(module, f"{prefix}Attention")(config, number).double().eval()
-    known = dict(layer.named_parameters())
-    assert known.keys() == weights.keys()
-    with torch.no_grad():
-        for name, value in weights.items():
-            known[name].copy_(value)
-    return layer(X, rope, mask)[0]
+X = torch.randn(2, T, C, dtype=F64, generator=torch.Generator().manual_seed(1))
 
 
 def projections(made: Variant, **changed: Tensor) -> dict[str, Tensor]:
@@ -88,51 +63,65 @@ def projections(made: Variant, **changed: Tensor) -> dict[str, Tensor]:
     return {f"{name}.weight": value for name, value in named.items()}
 
 
-X = torch.randn(2, T, C, dtype=F64, generator=torch.Generator().manual_seed(1))
+def of_window(made: Any) -> dict[str, Tensor]:
+    return projections(made) | {"sinks": made.sinks}
 
 
-@pytest.mark.slow  # the first import of transformers
-def test_sinks_and_window_are_gpt_oss() -> None:
-    made, (cos, sin) = layer("window", attention_window=4), angles()
-    weights = projections(made) | {"sinks": made.sinks}
-    want = theirs("gpt_oss", "GptOss", weights, causal(4), (cos[None, :, 0], sin[None, :, 0]),
-                  head_dim=D, sliding_window=4, attention_bias=False)
-    assert torch.allclose(run(made, X, rope=(cos, sin)), want, atol=1e-12)
-
-
-# Parts of the following are in float32 in transformers.
-@pytest.mark.slow
-def test_the_gate_is_that_of_qwen3_next() -> None:
-    made, rope = layer("gate", qk_norm=True, norm_eps=1e-6), angles()
+def of_gate(made: Any) -> dict[str, Tensor]:
+    """Their q_proj has q and gate of a head next to one another, their norms 1 less."""
     q, gate = (w.unflatten(0, (H, D)) for w in (made.c_attn.weight.chunk(3)[0], made.c_gate.weight))
-    both = torch.stack([q, gate], dim=1).flatten(0, 2)
-    weights = projections(made, q_proj=both, q_norm=made.q_norm.weight - 1,
-                          k_norm=made.k_norm.weight - 1)
-    want = theirs("qwen3_next", "Qwen3Next", weights, causal(), twice(rope), 3, head_dim=D)
-    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-6)
+    return projections(made, q_proj=torch.stack([q, gate], dim=1).flatten(0, 2),
+                       q_norm=made.q_norm.weight - 1, k_norm=made.k_norm.weight - 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 3])
-def test_differential_is_diffllama(number) -> None:
-    made, rope = layer("differential", number, n_layer=4), angles()
+def of_differential(made: Any) -> dict[str, Tensor]:
     names = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-    weights = projections(made) | dict(zip(names, made.lam, strict=True))
-    want = theirs("diffllama", "DiffLlama", weights, causal(), twice(rope), number)
-    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-6)
+    return projections(made) | dict(zip(names, made.lam, strict=True))
 
 
-@pytest.mark.slow
-def test_mla_is_deepseeks() -> None:
-    made, rope = layer("mla", norm_eps=1e-6), angles()
+def of_mla(made: Any) -> dict[str, Tensor]:
     q, c = made.c_attn.weight.split([H * (D + made.R), made.rank + made.R])
     named = {"q_proj": q, "kv_a_proj_with_mqa": c, "kv_a_layernorm": made.c_norm.weight,
              "kv_b_proj": made.c_up.weight, "o_proj": made.c_proj.weight}
-    want = theirs("deepseek_v3", "DeepseekV3", {f"{n}.weight": w for n, w in named.items()},
-                  causal(), twice((rope[0][..., ::2], rope[1][..., ::2])), q_lora_rank=None,
-                  kv_lora_rank=made.rank, qk_nope_head_dim=D, qk_rope_head_dim=made.R,
-                  v_head_dim=D, rope_interleave=False)
-    assert torch.allclose(run(made, X, rope=rope), want, atol=1e-6)
+    return {f"{name}.weight": value for name, value in named.items()}
+
+
+EPS = {"norm_eps": 1e-6}
+MLA: dict[str, Any] = {
+    "q_lora_rank": None, "kv_lora_rank": layer("mla").rank, "qk_nope_head_dim": D,
+    "qk_rope_head_dim": layer("mla").R, "v_head_dim": D, "rope_interleave": False}
+GPT_OSS: dict[str, Any] = {"head_dim": D, "sliding_window": 4, "attention_bias": False}
+MODELS: list[tuple[Any, ...]] = [  # our layer and its weights; the layer of transformers
+    ("window", 0, {"attention_window": 4}, of_window, "gpt_oss", "GptOss", GPT_OSS),
+    ("gate", 3, {"qk_norm": True, **EPS}, of_gate, "qwen3_next", "Qwen3Next", {"head_dim": D}),
+    ("differential", 0, {"n_layer": 4}, of_differential, "diffllama", "DiffLlama", {}),
+    ("differential", 3, {"n_layer": 4}, of_differential, "diffllama", "DiffLlama", {}),
+    ("mla", 0, EPS, of_mla, "deepseek_v3", "DeepseekV3", MLA),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, number, changes, weights, family, prefix, sizes", MODELS)
+def test_a_variant_is_that_of_transformers(
+    name, number, changes, weights, family, prefix, sizes
+) -> None:
+    made, (cos, sin) = layer(name, number if "n_layer" in changes else 0, **changes), angles()
+    config = getattr(import_module("transformers"), f"{prefix}Config")(
+        hidden_size=C, num_attention_heads=H, num_key_value_heads=H, num_hidden_layers=4,
+        attn_implementation="eager", **sizes)
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    theirs = getattr(module, f"{prefix}Attention")(config, number).double().eval()
+    theirs.load_state_dict(weights(made))
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    hidden = (j > i) | (j <= i - changes.get("attention_window", T))
+    mask = torch.zeros(1, 1, T, T, dtype=F64).masked_fill(hidden, -torch.inf)
+    rope = (cos[..., ::2], sin[..., ::2]) if name == "mla" else (cos, sin)
+    rope = tuple(t[None, :, 0] if name == "window" else t.repeat(1, 1, 2)[None, :, 0]
+                 for t in rope)
+    want = theirs(X, rope, mask)[0]
+    # Parts of theirs are in float32, except GPT-OSS's.
+    room = 1e-12 if name == "window" else 1e-6
+    assert torch.allclose(run(made, X, rope=(cos, sin)), want, atol=room)
 
 
 @pytest.mark.parametrize("backend", ["manual", "tiled", "sdpa"])

@@ -18,15 +18,14 @@ from checkout import ROOT, files
 
 from course import lesson, site
 from course.exercises import exercise
-from course.notebook import notebooks
 
 NAMES = ("attention.ipynb", "qualify.ipynb")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_is_up_to_date_and_valid(name: str) -> None:
+def test_a_notebook_is_valid(name: str) -> None:
+    """That it is up to date is a matter of test_course.py."""
     text = (ROOT / "notebooks" / name).read_text(encoding="utf-8")
-    assert text == notebooks()[name], "run python -m course.build"
     nbformat.validate(nbformat.reads(text, as_version=4))
     # The badge has the address of pyproject.toml.
     address = re.findall(r'\nRepository = "(.+)"', (ROOT / "pyproject.toml").read_text("utf-8"))[0]
@@ -37,14 +36,15 @@ def executed(name: str, folder: Path, **changes: str) -> str:
     """Run the code cells in one namespace, from the notebook's folder, as Jupyter does."""
     cells = json.loads((ROOT / "notebooks" / name).read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    for n, text in enumerate(code):
-        for old, new in changes.items():
-            text = text.replace(old, new)
+    for old, new in changes.items():
+        code = [text.replace(old, new) for text in code]
+    for n, text in enumerate(code):  # files: a Triton kernel reads its own source
         (folder / f"{n}.py").write_text(text, encoding="utf-8")
-    run = (f"for n in range({len(code)}):\n    file = r'{folder}/%d.py' % n\n"
+    run = ("import sys; del sys.path[0]\n"  # notebooks/
+           f"for n in range({len(code)}):\n    file = r'{folder}/%d.py' % n\n"
            "    exec(compile(open(file, encoding='utf-8').read(), file, 'exec'), globals())")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-P", "-c", run], cwd=ROOT / "notebooks", text=True,
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT / "notebooks", text=True,
                           capture_output=True, env={**environment, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,6 @@ from explain import ExplainConfig
 from sample import SampleConfig
 from train import IGNORED, TrainConfig
 
-ALIASES = {"attn_implementation": "attention_backend"}
-
 
 def commands(text: str) -> list[str]:
     """The lines of the shell blocks, comments cut off."""
@@ -42,9 +42,11 @@ def commands(text: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def in_headers() -> list[str]:
-    """The launch lines in the headers of config/."""
+def elsewhere() -> list[str]:
+    """The launch lines in the headers of config/, and the steps of the workflows."""
     lines: list[str] = []
+    for path in files(".github/workflows/*.yml"):
+        lines += re.findall(r"- run: (.+?)(?:  #.*)?$", path.read_text("utf-8"), re.M)
     for path in files("config/*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
             if found := re.match(r"#   ((?:python|torchrun) .*)", line):
@@ -53,49 +55,57 @@ def in_headers() -> list[str]:
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *files("docs/*.md", "course/*.md")]
+PAGES = files("*.md", "docs/*.md", "course/*.md", "tests/*.md")
 SHOWN = [line for page in PAGES for line in commands(page.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(SHOWN + in_headers()))
+def as_settings(kind: type, **options: Any) -> Callable[[list[str]], object]:
+    aliases = {"attn_implementation": "attention_backend"}
+    return lambda words: read(kind, words, **options or {"aliases": aliases})
+
+
+def as_bench(words: list[str]) -> object:
+    mode = words[0] if words and words[0] in bench_mfu.MODES else None
+    return load_config(words[1:] if mode else words, mode)
+
+
+def as_dataset(words: list[str]) -> object:
+    assert words[0] in DATASETS
+    return read(PrepareConfig, words[1:])
+
+
+READERS: dict[str, Callable[[list[str]], object]] = {  # by the first words, the longest first
+    "train.py": as_settings(TrainConfig),
+    "sample.py": as_settings(SampleConfig),
+    "explain.py": as_settings(ExplainConfig),
+    "bench_mfu.py": as_bench,
+    "-m data": as_dataset,
+    "-m attention check": check.read,
+    "-m attention": lambda words: parser().parse_args(words),
+    "-m checkpoint": as_settings(ExportConfig, positional="command"),
+    "-m bench.evaluate tasks": as_settings(TasksConfig, positional="folder"),
+    "-m course.lab": as_settings(LabConfig),
+}
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(SHOWN + elsewhere()))
 def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    words = shlex.split(line)
-    if words[0] == "make":
-        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
-        assert words[1] in targets
-        return
-    if words[0] == "torchrun":
-        words = ["python", *words[words.index("train.py") :]]
-    if not words[0].endswith("python"):
-        known = re.search(r"python3|pip|ruff|git|lm_eval|source", words[0])
-        assert known or (ROOT / words[1]).is_file(), f"unknown command: {line}"
-        return
-    rest = [w for w in words[1:] if w != "--help"]
-    kinds: dict[str, Any] = {"train.py": TrainConfig, "sample.py": SampleConfig,
-                             "explain.py": ExplainConfig}
-    if rest[0] in kinds:
-        read(kinds[rest[0]], rest[1:], aliases=ALIASES)
-    elif rest[:2] == ["-m", "data"]:
-        assert rest[2] in DATASETS
-        read(PrepareConfig, rest[3:])
-    elif rest[:3] == ["-m", "attention", "check"]:
-        check.read(rest[3:])
-    elif rest[:2] == ["-m", "attention"]:
-        parser().parse_args(rest[2:])
-    elif rest[0] == "bench_mfu.py":
-        mode = rest[1] if rest[1:] and rest[1] in bench_mfu.MODES else None
-        load_config(rest[2:] if mode else rest[1:], mode)
-    elif rest[:3] == ["-m", "checkpoint", "export"]:
-        read(ExportConfig, rest[2:], positional="command")
-    elif rest[:3] == ["-m", "bench.evaluate", "tasks"]:
-        read(TasksConfig, rest[3:], positional="folder")
-    elif rest[:2] == ["-m", "course.lab"]:
-        read(LabConfig, rest[2:])
+    program, *words = shlex.split(line)
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        assert words[0] in re.findall(r"^([a-z-]+):", makefile, re.M)
+    elif program == "torchrun" or program.endswith("python"):
+        words = words[words.index("train.py") :] if program == "torchrun" else words
+        words = [word for word in words if word != "--help"]
+        for first, reads in READERS.items():
+            if words[: len(first.split())] == first.split():
+                reads(words[len(first.split()) :])
+                return
+        assert find_spec(words[1]) if words[0] == "-m" else (ROOT / words[0]).is_file(), line
     else:
-        module = rest[:2] in (["-m", "pytest"], ["-m", "bench.board"], ["-m", "bench.evaluate"],
-                              ["-m", "course.figures"], ["-m", "course.exercises"])
-        assert module or (ROOT / rest[0]).is_file(), f"unknown: {line}"
+        known = re.search(r"python3|pip|ruff|git|lm_eval|source", program)
+        assert known or any((ROOT / word).is_file() for word in (program, *words)), line
 
 
 def test_the_support_tables_are_those_that_caps_give() -> None:
@@ -183,22 +193,11 @@ def chunked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "chunked.py"
 
 
-@pytest.mark.slow
-def test_the_kernel_of_the_page_passes_the_check(chunked: str, capsys: Any) -> None:
-    assert check.main([chunked, "--quick", "--dtype=float32,float16", "--device=cpu"]) == 0
-    assert re.search(r"A sample of \d+ cases passed\.", capsys.readouterr().out)
-
-
 def test_the_kernel_of_the_page_explained(chunked: str, capsys: Any) -> None:
-    explained([chunked, "--dtype=float32"])
-    said = capsys.readouterr().out
-    assert "Attention backend: chunked (the formula, 256 queries at a time" in said
-    explained([chunked, "--dtype=float32", "--dropout=0.1"])
-    said = capsys.readouterr().out
-    assert (
-        "chunked requested but it does not support dropout" in said
-        and "Falling back to 'sdpa'" in said
-    )
+    """And for dropout, which it does not declare."""
+    for words, backend in (([], "chunked"), (["--dropout=0.1"], "sdpa")):
+        explained([chunked, "--dtype=float32", *words])
+        assert f"Attention backend: {backend} (" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         explained(["no.py"])
 
