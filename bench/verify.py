@@ -79,7 +79,7 @@ def of_part(part: Json, again: Json) -> Iterator[str]:
     known = datasheet_tflops(m["name"], m["dtype"], bool(settings.get("tf32")))
     peak, bandwidth = settings.get("peak_tflops"), settings.get("bandwidth_gbs")
     given: Json = {"dtype": settings.get("dtype", "auto").replace("auto", "")}
-    given["peak_tflops"] = known[0] if known else peak if isinstance(peak, float) else None
+    given["peak_tflops"] = known[0] if known else None if peak == "measure" else peak
     given["bandwidth"] = bandwidth and 1e9 * bandwidth
     yield from differences(m, {name: value for name, value in given.items() if value}, "machine")
     if not m["peak_source"]:
@@ -129,12 +129,11 @@ def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
     if paths:
         dtype = {"plain": {"dtype": "float32"}, **converge.PATHS}[row["backend"]]["dtype"]
     wanted, sizes = {"dtype": dtype}, dict(row["point"])
-    batch = sizes["B"] = row.get("batch_size", settings.get("batch_size"))
+    batch = row.get("batch_size", settings.get("batch_size"))
+    sizes |= {"B": batch} if "batch_size" in row else {}
     if mode in ("train", "converge"):
         wanted["batch_size"] = batch if settings["batch_size"] == "auto" else settings["batch_size"]
         sizes |= {"B": batch * settings["gradient_accumulation_steps"], "T": settings["block_size"]}
-    elif "batch_size" not in row:
-        sizes["B"] = row["point"]["B"]
     yield from differences(row, {name: wanted[name] for name in wanted.keys() & row.keys()})
     for ran in (r.get("shape", {}) for r in row["rounds"]):
         own = {name: sizes[name] for name in sizes.keys() & ran.keys()}

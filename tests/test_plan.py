@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import attention
 import bench_mfu
-from bench.plan import scale
-from bench.plan.cluster import Cluster, Sent
+from bench.plan import Cluster, Sent, scale
 from bench.plan.scale import Job, Plan
 from core import parallel
 from core.distributed import DistInfo
