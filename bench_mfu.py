@@ -24,10 +24,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from core.settings import Loaded, UserError, end_at_once, exit_on_user_error
+from core import terminal
+from core.settings import Loaded, UserError, exit_on_user_error
 
 if __name__ == "__main__":
-    end_at_once()
+    terminal.end_at_once()
 
 from bench import Json, compare, qualify, record, report, rounds
 from bench.job import begin

@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from core.settings import UserError, check_fields, exit_on_user_error, read, read_early
+from core.settings import UserError, check_fields, exit_on_user_error, read, read_early, user_errors
 
 log = logging.getLogger("nanoattn")
 MOST_TOKENS = 256  # shown
@@ -57,16 +57,15 @@ class ExplainConfig:
 
 ALIASES = {"attn_implementation": "attention_backend"}
 
-if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
+if __name__ == "__main__":  # --help and mistakes come before torch, which takes seconds
     read_early(ExplainConfig, sys.argv[1:], aliases=ALIASES)
 
 import torch
 
 import checkpoint
 import sample
-from attention import DeviceLost
 from core.files import write_at_once
-from core.runtime import describe, show_log
+from core.runtime import describe, explained, show_log
 from data.tokenizer import Tokenizer
 from model import GPT
 from viewer.document import About, Document, token_of
@@ -117,15 +116,34 @@ def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> P
 @torch.no_grad()
 def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str) -> Document:
     """Compute the document; `source` names the weights. Raises ValueError or UserError."""
-    prompt = prompt_of(config, tokenizer, model.config.block_size)
+    c = model.config
+    prompt = prompt_of(config, tokenizer, c.block_size)
     pieces = tokenizer.token_bytes()
     calls = forward(model, prompt)
     found = maps(calls)
-    return {
-        "about": about(model, config, prompt, pieces, source, lowest(found["entropy"], config)),
-        "maps": found,
-        "tiles": tiles(calls),
+    layer, head = lowest(found["entropy"], config)
+    _, spec, chosen = model.plan(grad=False, segments=prompt.segments is not None)[0]
+    about: About = {
+        "source": source,
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "n_kv_head": c.kv_heads,
+        "head_dim": c.head_dim,
+        "n_params": sum(p.numel() for p in model.parameters()),
+        "device": describe(model.transformer.wte.weight.device),
+        "dtype": spec.dtype,
+        "backend": chosen.backend.name,
+        "announced": chosen.info(),
+        "refused": [{"name": name, "why": list(why)} for name, why in chosen.rejected.items()],
+        "prompt": prompt.text,
+        "tokens": [token_of(id_, pieces) for id_ in prompt.ids],
+        "segments": prompt.segments,
+        "windows": list(c.windows),
+        "layer": layer,
+        "head": head,
+        "notes": prompt.notes,
     }
+    return {"about": about, "maps": found, "tiles": tiles(calls)}
 
 
 def lowest(entropy: list[list[float]], config: ExplainConfig) -> tuple[int, int]:
@@ -156,38 +174,6 @@ def forward(model: GPT, prompt: Prompt) -> list[Call]:
     return calls
 
 
-def about(
-    model: GPT,
-    config: ExplainConfig,
-    prompt: Prompt,
-    pieces: list[bytes],
-    source: str,
-    first: tuple[int, int],
-) -> About:
-    c = model.config
-    _, spec, chosen = model.plan(grad=False, segments=prompt.segments is not None)[0]
-    return {
-        "source": source,
-        "n_layer": c.n_layer,
-        "n_head": c.n_head,
-        "n_kv_head": c.kv_heads,
-        "head_dim": c.head_dim,
-        "n_params": sum(p.numel() for p in model.parameters()),
-        "device": describe(model.transformer.wte.weight.device),
-        "dtype": spec.dtype,
-        "backend": chosen.backend.name,
-        "announced": chosen.info(),
-        "refused": [{"name": name, "why": list(why)} for name, why in chosen.rejected.items()],
-        "prompt": prompt.text,
-        "tokens": [token_of(id_, pieces) for id_ in prompt.ids],
-        "segments": prompt.segments,
-        "windows": list(c.windows),
-        "layer": first[0],
-        "head": first[1],
-        "notes": prompt.notes,
-    }
-
-
 def source_of(config: ExplainConfig) -> str:
     """The folder or name of the weights that sample.load() loads."""
     source = config.out_dir if config.init_from == "resume" else config.init_from
@@ -197,11 +183,9 @@ def source_of(config: ExplainConfig) -> str:
 def main(argv: list[str]) -> int:
     show_log()
     config = read(ExplainConfig, argv, aliases=ALIASES).settings
-    try:
+    with explained("a shorter --prompt"), user_errors():
         model, tokenizer = load(config)
         document = explain(model, tokenizer, config, source_of(config))
-    except (ValueError, DeviceLost) as e:  # BackendUnavailable too
-        raise UserError(str(e)) from e
     for note in document["about"]["notes"]:
         log.warning(note)
     if config.json is not None:
@@ -212,17 +196,16 @@ def main(argv: list[str]) -> int:
         print(as_text(document))
         return 0
     folder = Path(config.out_dir if config.init_from == "resume" else ".")
-    path, page = config.html or str(folder / "explain.html"), as_page(document)
+    path = config.html or str(folder / "explain.html")
+    page = as_page(document)
     write(path, page)
     print(f"{path} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser")
     return 0
 
 
 def write(path: str, text: str) -> None:
-    try:
+    with user_errors(f"cannot write {path}: "):
         write_at_once(Path(path), text)
-    except OSError as e:
-        raise UserError(f"cannot write {path}: {e.strerror}") from e
 
 
 if __name__ == "__main__":

@@ -24,7 +24,16 @@ from typing import IO, Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from core import terminal
-from core.settings import Size, Texts, UserError, check_fields, exit_on_user_error, read, read_early
+from core.settings import (
+    Size,
+    Texts,
+    UserError,
+    check_fields,
+    exit_on_user_error,
+    read,
+    read_early,
+    user_errors,
+)
 
 log = logging.getLogger("nanoattn")
 
@@ -81,7 +90,7 @@ class SampleConfig:
 
 ALIASES = {"attn_implementation": "attention_backend"}
 
-if __name__ == "__main__":  # --help and errors before torch takes its seconds
+if __name__ == "__main__":  # --help and mistakes come before torch, which takes seconds
     read_early(SampleConfig, sys.argv[1:], aliases=ALIASES)
 
 
@@ -142,10 +151,8 @@ def default_prompt(tokenizer: data.Tokenizer) -> str:
 
 
 def _read(path: str) -> str:
-    try:
+    with user_errors(f"cannot read {path}: "):
         return Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"cannot read {path} ({getattr(e, 'strerror', None) or e})") from e
 
 
 # --- texts ---
@@ -228,7 +235,9 @@ def main(argv: list[str]) -> int:
     terminal.prepare(*["stdout"] * bool(config.out))  # the texts go on without their reader
     writer = Writer(config, load(config)[0], starts)
     code = written = 0
-    with _open(config.out or os.devnull) as out:
+    with user_errors(f"cannot write {config.out}: "):
+        out = open_output(Path(config.out or os.devnull), "w")
+    with out:
         steps = writer.steps()
         try:
             for row in writer.rows:
@@ -275,13 +284,6 @@ def _print(row: serve.Row, writer: Writer, out: IO[str]) -> None:
         print("\n---------------", flush=True)
     elif writer.config.out is None:
         print(f"{row.text}{new}\n---------------", flush=True)
-
-
-def _open(path: str) -> IO[str]:
-    try:
-        return open_output(Path(path), "w")
-    except OSError as e:
-        raise UserError(f"cannot write {path} ({e.strerror})") from e
 
 
 if __name__ == "__main__":

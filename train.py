@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -20,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from core.options import ALIASES, IGNORED, TrainConfig
-from core.settings import Loaded, exit_on_user_error, read, read_early
+from core.settings import Loaded, exit_on_user_error, read, read_early, user_errors
 
-if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
+if __name__ == "__main__":  # --help and mistakes come before torch, which takes seconds
     read_early(TrainConfig, sys.argv[1:], aliases=ALIASES, ignored=IGNORED)
 
 import torch
@@ -33,7 +32,7 @@ import checkpoint
 import data
 from attention import Resolution
 from core import flops, parallel, profile, runtime
-from core.distributed import DistInfo, Stop, Stopped
+from core.distributed import SLOW_S, DistInfo, Stop, Stopped
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
 from core.optimizer import about, build_optimizer, schedule_warnings, set_learning_rate, update
@@ -62,28 +61,10 @@ class Run:
     micro_steps: int  # micro-batches per step in this process
     saver: checkpoint.Saver
     step: int = 0  # steps done
+    saved_step: int = 0  # of the newest checkpoint
     sequences_seen: int = 0  # in these steps
     evaluated: bool = True  # False: the evaluation after this step is to come
-
-    @property
-    def global_batch(self) -> int:
-        """Sequences per step, summed over processes and micro-batches."""
-        return self.config.batch_size * self.config.gradient_accumulation_steps
-
-
-def check_sizes(config: TrainConfig) -> None:
-    """Raise ValueError if a new model's sizes are inconsistent; otherwise a checkpoint has them."""
-    if config.init_from == "scratch":
-        GPTConfig.of(config, config.vocab_size or 1)
-
-
-def create_model(loaded: Loaded[TrainConfig], meta: data.tokenizer.Json) -> GPT:
-    """Create the model on the CPU, new or with the weights of --init_from."""
-    config = loaded.settings
-    if config.init_from != "scratch":
-        return checkpoint.build_model(loaded, meta)
-    vocab_size = config.vocab_size or data.padded(meta["vocab_size"])
-    return GPT(GPTConfig.of(config, vocab_size), config.policy)
+    val_loss: float | None = None  # of the last evaluation
 
 
 def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
@@ -96,14 +77,18 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     torch.manual_seed(config.seed)
     folder = data.find(config.dataset, config.data_dir)
     meta = data.read_meta(folder)
-    model = create_model(loaded, meta)
+    if config.init_from == "scratch":
+        vocab_size = config.vocab_size or data.padded(meta["vocab_size"])
+        with user_errors():  # sizes that contradict one another
+            model = GPT(GPTConfig.of(config, vocab_size), config.policy)
+    else:
+        model = checkpoint.build_model(loaded, meta)
     setup = config.setup(device, model.config.n_embd)
     T = model.config.block_size
     decided: Any = {"dtype": runtime.dtype_name(setup.dtype), "residual_dtype": setup.residual}
     config = replace(config, block_size=T, **decided)  # a resumed run keeps them
     if config.profile_step:
-        profile.check(device)
-        profile.name_cpu_kernels()  # of a compiled step
+        profile.prepare(device)
     if config.parallel == "fsdp":
         parallel.shard(model, distributed, setup, config.shard_size)
     model = setup.place(model)
@@ -136,15 +121,15 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     return Run(
         config=config, distributed=distributed, setup=setup, meta=meta, model=model, module=module,
         optimizer=optimizer, scaler=scaler, splits=splits, borders=borders, attention=kernel,
-        micro_steps=micro_steps, saver=saver, step=done.step, sequences_seen=done.sequences_seen,
-        evaluated=done.evaluated)  # fmt: skip
+        micro_steps=micro_steps, saver=saver, step=done.step, saved_step=done.step,
+        sequences_seen=done.sequences_seen, evaluated=done.evaluated)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- the loop
 
 
 def main(argv: list[str]) -> int:
-    loaded = read(TrainConfig, argv, aliases=ALIASES, ignored=IGNORED, further=check_sizes)
+    loaded = read(TrainConfig, argv, aliases=ALIASES, ignored=IGNORED)
     runtime.show_log()
     with checkpoint.locked(loaded.settings):
         if loaded.settings.init_from == "resume":
@@ -160,12 +145,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     distributed.say("\n".join([*loaded.report(), *schedule_warnings(loaded.settings)]))
     run = set_up(loaded, distributed)
     config = run.config
-    T = config.block_size
-    device = distributed.device
-    meter = Meter(distributed, run.model.config, T, run.global_batch * T, config.max_iters,
-                  config.dtype, config.peak_tflops)  # fmt: skip
-    meter.keys = flops.keys_of(run.attention.backend, T, run.model.config.n_head, device)
-    meter.begin(run.step)
+    meter = Meter(distributed, run.model.config, config, run.attention.backend, run.step)
     if config.eval_only:
         evaluate(run)
         return 0
@@ -179,34 +159,55 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         wandb = {"project": config.wandb_project, "name": config.wandb_run_name,
                  "config": asdict(config)} if config.wandb_log else None  # fmt: skip
         meter.metrics = Metrics(Path(config.out_dir), run.step, wandb, run.evaluated)
-    val_loss = None if run.evaluated else evaluate(run, meter.metrics)
+    if not run.evaluated:
+        evaluate(run, meter.metrics)
 
     stop = Stop(distributed)
-    lost = ""  # the part of a step that a signal cut off
-    saved_step = run.step
-    found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
+    stopped = False
+    try:
+        finite = loop(run, meter, stop)
+    except Stopped:
+        stopped = finite = True
+        if run.step > run.saved_step:
+            save(run, None)
+    run.saver.wait()
+    if not finite:
+        return 1
+    stopped = any(distributed.sum([float(stopped or stop.request.noted)]))
+    alone = checkpoint.gathered(run.model) if config.sample_tokens and not stopped else None
+    meter.close()  # from here on no process waits for the main one, which may take long
+    stop.request.close()
+    if stopped:
+        distributed.say(f"stopped after step {run.step}; {run.saver.last_good()}")
+        return 128 + (stop.request.signal or signal.SIGTERM)
+    meter.end(run.val_loss, run.meta.get("baselines", {}))
+    if alone and distributed.main:
+        sample(run, alone)
+    return 0
+
+
+def loop(run: Run, meter: Meter, stop: Stop) -> bool:
+    """The steps to come, with their evaluations and checkpoints; False: a loss is not finite.
+
+    Raises Stopped, if a process was signalled.
+    """
+    config = run.config
+    distributed = run.distributed
+    device = distributed.device
     warm = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
-    batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device,
-                           run.borders, (run.step, run.sequences_seen))  # fmt: skip
-
-    def save(val_loss: float | None) -> None:
-        run.saver.save(run.model, run.optimizer, run.scaler, asdict(config), run.meta["tokenizer"],
-                       step=run.step, val_loss=val_loss, sequences_seen=run.sequences_seen,
-                       attention_backend=run.attention.backend.name,
-                       attention_kernels=list(run.attention.kernels))  # fmt: skip
-
+    found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
+    batches = data.Batches(run.splits["train"], config.block_size, config.global_batch, config.seed,
+                           device, run.borders, (run.step, run.sequences_seen))  # fmt: skip
     runtime.settle(device)
-    stopping: bool = False
-    began = runtime.now(device)  # of the steps that the next line counts
-    began_step = run.step
+    meter.restart(run.step, timed=False)
     for batch in batches.prefetch(run.step, config.max_iters, *distributed.data):
         # --- one step ---
         lr = set_learning_rate(run.optimizer, run.step, config)
         meter.count(*batch[2:])
         x, y, *segments = parallel.shard_batch(run.model.ring, *batch)
         random = runtime.random_state(device)
-        watching: Any = nullcontext()
         profiling = run.step + 1 == config.profile_step
+        watching: Any = nullcontext()
         if profiling and distributed.main:
             watching = profile.profiled(device, trace=Path(config.out_dir) / "profile.json")
         try:
@@ -215,98 +216,84 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
                     run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
                     micro_steps=run.micro_steps, clip=config.grad_clip, found_inf=found_inf,
                     mark=stop.mark, segments=segments)  # fmt: skip
-        except Stopped:
+        except Stopped:  # between two micro-batches: as if the step had not begun
             runtime.set_random_state(random, device)
-            stopping = True
-            lost = f", {stop.micro_batches}/{run.micro_steps} of the next is lost"
-            break
+            raise
         run.step += 1
-        run.sequences_seen += run.global_batch
+        run.sequences_seen += config.global_batch
         if seen:
             distributed.say("\n".join([f"step {run.step}:", *seen.lines(), f"trace: {seen.trace}"]))
-        if run.step == warm:
-            if distributed.control:
-                evaluate(run, batches=1)  # the first one compiles
-            distributed.limit(config.hang_timeout)  # until here it was half an hour, to compile
+        limit = config.hang_timeout if run.step >= warm else SLOW_S  # of waiting for other ranks
         if run.step == warm or profiling:  # neither is a usual step
-            began = runtime.now(device)
-            began_step = run.step
-            meter.counted.clear()
+            distributed.limit(limit)
+            meter.restart(run.step, timed=run.step >= warm)
 
         # --- all processes agree: stop? log? (found_inf: on a GPU it would wait) ---
-        due = time.perf_counter() - began > 30 or (device.type == "cpu" and bool(found_inf))
+        due = meter.overdue() or (device.type == "cpu" and bool(found_inf))
         stopping, overdue = map(bool, distributed.sum([float(stop.request.noted), float(due)]))
         done = run.step == config.max_iters
         often = run.step == 1 or run.step % config.log_interval == 0
-        logging_now = stopping or overdue or done or often
         evaluating = done or run.step % config.eval_interval == 0
-        if not (logging_now or evaluating):
+        if not (stopping or overdue or often or evaluating):
             continue
 
-        # --- evaluation, logging ---
+        # --- logging, evaluation ---
         total, any_inf = distributed.sum([float(loss), float(found_inf)])
         mean_loss = total / distributed.world_size
-        steps = run.step - began_step
-        seconds = (time.perf_counter() - began) / steps if steps and run.step > warm else None
         val_loss = None
-        if evaluating and not (any_inf or stopping):
-            val_loss = evaluate(run, meter.metrics, stop)
-            stopping = val_loss is None
-        value = mean_loss if val_loss is None else val_loss
-        if any_inf or not math.isfinite(value):
+        if finite := not any_inf and math.isfinite(mean_loss):
+            meter.log(run.step, mean_loss, lr)
+            if stopping:
+                raise Stopped
+            if evaluating:
+                distributed.limit(SLOW_S if run.val_loss is None else limit)  # the first compiles
+                val_loss = evaluate(run, meter.metrics, stop)
+                distributed.limit(limit)
+                finite = math.isfinite(val_loss)
+        if not finite:
+            value = mean_loss if val_loss is None else val_loss
             meter.not_finite(run.step, value, lr, run.attention, run.saver.last_good())
-            run.saver.wait()
-            return 1
-        if logging_now:
-            meter.log(run.step, mean_loss, lr, seconds)
-        if stopping:
-            break
+            return False
         if evaluating:
-            save(val_loss)
-            saved_step = run.step
-        began = runtime.now(device)
-        began_step = run.step
+            save(run, val_loss)
+        meter.restart(run.step, timed=run.step >= warm)
+    return True
 
-    if stopping and run.step > saved_step:
-        save(None)
-    run.saver.wait()
-    stopping = bool(distributed.sum([float(stopping or stop.request.noted)])[0])
-    alone = checkpoint.gathered(run.model) if config.sample_tokens and not stopping else None
-    meter.close()  # from here on no process waits for the main one, which may take long
-    stop.request.close()
-    if stopping:
-        distributed.say(f"stopped after step {run.step}{lost}; {run.saver.last_good()}")
-        return 128 + (stop.request.signal or signal.SIGTERM)
-    meter.end(val_loss, run.meta.get("baselines", {}))
-    if alone and distributed.main:
-        sample(run, alone)
-    return 0
+
+def save(run: Run, val_loss: float | None) -> None:
+    """Write a checkpoint; val_loss: None if this step was not evaluated."""
+    run.saver.save(
+        run.model, run.optimizer, run.scaler, asdict(run.config), run.meta["tokenizer"],
+        step=run.step, val_loss=val_loss, sequences_seen=run.sequences_seen,
+        attention_backend=run.attention.backend.name,
+        attention_kernels=list(run.attention.kernels))  # fmt: skip
+    run.saved_step = run.step
 
 
 @torch.no_grad()
-def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None,
-             batches: int | None = None) -> float | None:  # fmt: skip
-    """Print and log the splits' losses; returns val's, None: stopped. batches: only try so many."""
+def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None) -> float:
+    """Print and log the splits' losses; returns val's. Raises Stopped."""
     config = run.config
     distributed = run.distributed
-    sizes = config.block_size, batches or config.eval_iters, config.batch_size, *distributed.data
     losses: dict[str, float] = {}
     run.model.eval()
     try:
         for split, tokens in run.splits.items():
-            each = data.eval_batches(tokens, *sizes, run.setup.device, run.borders)
-            sums = parallel.summed_loss(run.module, run.model.ring, each, run.setup.autocast, stop)
-            summed, n_targets = distributed.sum([*sums])
-            losses[split] = summed / n_targets if n_targets else math.nan
+            each = data.eval_batches(
+                tokens, config.block_size, config.eval_iters, config.batch_size,
+                *distributed.data, run.setup.device, run.borders)  # fmt: skip
+            losses[split] = parallel.mean_loss(
+                run.module, each, run.setup.autocast, run.model.ring, distributed, stop
+            )
     except Stopped:
         distributed.say(f"the evaluation after step {run.step} was not finished")
-        return None
+        raise
     finally:
         parallel.reshard(run.model)
         run.model.train()
-    if batches:
-        return None
-    train_loss, val_loss = losses["train"], losses["val"]
+    train_loss = losses["train"]
+    val_loss = losses["val"]
+    run.val_loss = val_loss
     bits = data.bits_per_byte(run.meta, val_loss)
     also = f" ({bits:.4f} bits per byte)" if bits else ""
     distributed.say(f"step {run.step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{also}")
@@ -319,13 +306,14 @@ def sample(run: Run, alone: GPT) -> None:
     """Print text from the model, unsharded."""
     torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
     torch.manual_seed(run.config.seed)
-    n, start = run.config.sample_tokens, [run.splits["train"][:1].tolist()]
-    tokenizer = data.from_meta(run.meta["tokenizer"])
+    n = run.config.sample_tokens
+    start = run.splits["train"][:1].tolist()
+    alone.tokenizer = data.from_meta(run.meta["tokenizer"])
     alone.eval().plan(grad=False, dtype=run.config.dtype)
-    how = {"vocab_size": tokenizer.vocab_size, "unused": tokenizer.unused}
     with run.setup.autocast:
-        (ids,) = generate(alone, start, n, kv_cache="none", temperature=0.8, top_k=200, **how)
-    print(f"--- a sample of {n} tokens ---\n{tokenizer.decode(ids.tolist()).strip()}", flush=True)
+        (ids,) = generate(alone, [start], n, kv_cache="none", temperature=0.8, top_k=200)
+    text = alone.tokenizer.decode(ids.tolist()).strip()
+    print(f"--- a sample of {n} tokens ---\n{text}", flush=True)
 
 
 # ----------------------------------------------------------------------------- the step
@@ -351,21 +339,22 @@ def train_step(
         of the step. On a GPU nothing here waits for the device.
     """
     loss = torch.zeros((), device=x.device)
-    parts = [t.tensor_split(micro_steps) for t in (x, y, *segments)]
-    targets = torch.stack([(part != IGNORE).sum() for part in parts[1]])
+    xs = x.tensor_split(micro_steps)
+    ys = y.tensor_split(micro_steps)
+    more = [s.tensor_split(micro_steps) for s in segments]
+    targets = torch.stack([(y != IGNORE).sum() for y in ys])
     weights = parallel.loss_weights(module, targets)
     for i, weight in enumerate(weights):
-        micro_batch = [part[i] for part in parts]
-        # Processes average their gradients once, in the backward pass of the last micro-step.
-        with parallel.no_sync(module) if i < micro_steps - 1 else nullcontext():
-            mark("forward")
-            with autocast:
-                # Without targets the mean is NaN.
-                part = torch.where(weight == 0, 0.0, module(*micro_batch)[1] * weight)
-                # A loss that is not finite makes the gradients NaN: every process sees it.
-                part = part * torch.where(part.isfinite(), 1.0, torch.nan)
-            mark("backward")
-            scaler.scale(part).backward()
+        # Processes average their gradients once, in the last backward pass.
+        parallel.average_gradients(module, i == micro_steps - 1)
+        mark("forward")
+        with autocast:
+            _, mean = module(xs[i], ys[i], *[s[i] for s in more])
+            part = torch.where(weight == 0, 0.0, mean * weight)  # without targets the mean is NaN
+            # A loss that is not finite makes the gradients NaN: every process sees it.
+            part = part * torch.where(part.isfinite(), 1.0, torch.nan)
+        mark("backward")
+        scaler.scale(part).backward()
         loss += part.detach()
     mark("update")
     update(optimizer, scaler, loss, clip, found_inf)

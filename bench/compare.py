@@ -23,10 +23,11 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median
 
-from core.settings import UserError, end_at_once, exit_on_user_error
+from core import terminal
+from core.settings import UserError, exit_on_user_error
 
 if __name__ == "__main__":
-    end_at_once()
+    terminal.end_at_once()
 
 import numpy as np
 import torch

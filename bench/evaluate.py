@@ -26,11 +26,12 @@ from typing import Annotated, Any
 
 from pydantic import PositiveInt
 
+from core import terminal
 from core.files import write_at_once
-from core.settings import UserError, check_fields, end_at_once, exit_on_user_error, read
+from core.settings import UserError, check_fields, exit_on_user_error, read
 
 if __name__ == "__main__":
-    end_at_once()
+    terminal.end_at_once()
 
 import attention
 

@@ -224,7 +224,7 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
             of = " and ".join(modes) or "train.py"
             raise UserError(f"--{name}: an option of {of}, not of mode {mode}")
         raise UserError(f"unknown option --{name}{did_you_mean(name, mine, '--')}")
-    given, origins = gather(kind, [w for w in argv if w not in ("-h", "--help")], **how)
+    given, origins, _ = gather(kind, [w for w in argv if w not in ("-h", "--help")], **how)
     named = any(origin != "command line" for origin in origins.values())
     here = not named and issubclass(kind, Measured)
     if here and pick_device(given.get("device", "auto")).type == "cpu":

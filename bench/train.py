@@ -115,7 +115,7 @@ class Training:
         if self.device.type == "cpu" and not sent["rival"]:  # as train.py does
             keep_freed_memory()
         if self.profiled and self.compiled and self.device.type == "cpu":
-            profile.name_cpu_kernels()
+            profile.prepare(self.device)
         self.scaler = job.setup.scaler()
         self.who = candidates.build(sent["rival"], job).for_training(self.scaler)
         self.micro = self.config.gradient_accumulation_steps

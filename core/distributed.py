@@ -6,6 +6,7 @@ PyTorch handles a dead or frozen process: the collectives of the others fail, at
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -22,7 +23,6 @@ from core.settings import LaunchError, UserError
 T = TypeVar("T")
 SLOW_S = 1800.0  # limit of a collective while ranks start, compile or write a checkpoint
 ROLL_CALL_S = 5.0  # after a failed collective: the other ranks find out too
-AGREE_S = 2.0  # between two agreements to stop
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,18 @@ class DistInfo:
     @classmethod
     def join(cls, wanted: str, context_parallel: int = 1) -> DistInfo:
         """Join the processes that torchrun started. Raises UserError."""
-        device, N = pick_device(wanted), context_parallel
+        device = pick_device(wanted)
+        N = context_parallel
         n = _world_size(device)
         if n % N:
-            raise UserError(
-                f"--context_parallel={N} needs a multiple of {N} processes, got {n}: "
-                f"torchrun --nproc_per_node={N} train.py ..."
-            )
+            raise UserError(f"--context_parallel={N} needs a multiple of {N} processes, got {n}")
         if "RANK" not in os.environ:
             return cls(device=device)
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            local_size, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-            if local_size > gpus:  # raised on all ranks: rank 0 prints it
-                raise UserError(
-                    f"--nproc_per_node={local_size} needs {local_size} GPUs, found {gpus}"
-                )
+            local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+            if local_size > (gpus := torch.cuda.device_count()):  # on all ranks: rank 0 prints it
+                raise UserError(f"--nproc_per_node={local_size} needs as many GPUs, found {gpus}")
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         slow = timedelta(seconds=SLOW_S)
@@ -90,9 +86,9 @@ class DistInfo:
 
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
         """Micro-batches per step and process. Raises UserError if a process would have none."""
-        least, more = divmod(batch_size * accumulated, self.data_size)
-        steps = -(-(least + bool(more)) // batch_size)
-        if least < steps:
+        share = batch_size * accumulated / self.data_size  # sequences of a process, on average
+        steps = math.ceil(math.ceil(share) / batch_size)
+        if int(share) < steps:
             raise UserError(
                 f"--batch_size={batch_size} times --gradient_accumulation_steps={accumulated} "
                 f"cannot be divided among {self.data_size} processes: make the second a multiple"
@@ -172,22 +168,19 @@ class DistInfo:
 
 def _world_size(device: torch.device) -> int:
     """The number of processes that a launcher started. Raises LaunchError if it does not add up."""
-    alone = {"RANK": None, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    found = [name for name, value in alone.items() if os.environ.get(name, value) != value]
-    if not found:
+    rank, n = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
+    if rank is None and n == "1" and os.environ.get("LOCAL_RANK", "0") == "0":
         return 1
     needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     needed += ["LOCAL_RANK", "LOCAL_WORLD_SIZE"] if device.type == "cuda" else []
-    wrong = [f"no {name}" for name in needed if name not in os.environ]
-    if not wrong:
-        rank, n = os.environ["RANK"], os.environ["WORLD_SIZE"]
-        if rank.isdecimal() and n.isdecimal() and int(rank) < int(n):
-            return int(n)
-        wrong = [f"RANK={rank} and WORLD_SIZE={n}"]
-    raise LaunchError(
-        f"the environment has {found[0]}={os.environ[found[0]]}, but {', '.join(wrong)}: start "
-        f"with torchrun, which sets all, or for one process: unset {' '.join(found)}"
-    )
+    missing = [name for name in needed if name not in os.environ]
+    if missing or not (rank and rank.isdecimal() and n.isdecimal() and int(rank) < int(n)):
+        why = f"{', '.join(missing)} missing" if missing else f"RANK={rank} and WORLD_SIZE={n}"
+        raise LaunchError(
+            f"a launcher's environment is not complete ({why}): start with torchrun, which sets "
+            "all, or for one process: unset RANK WORLD_SIZE LOCAL_RANK"
+        )
+    return int(n)
 
 
 class Stopped(Exception):
@@ -201,8 +194,8 @@ class Stop:
     """
 
     def __init__(self, distributed: DistInfo) -> None:
-        self.distributed, self.request = distributed, StopSignal()
-        self.calls, self.every, self.last = 0, 1, time.perf_counter()
+        self.distributed = distributed
+        self.request = StopSignal()
         self.micro_batches = 0  # done in a step that is not
 
     def mark(self, part: str) -> None:
@@ -214,16 +207,6 @@ class Stop:
             self.micro_batches = 0
 
     def check(self) -> None:
-        """Raise Stopped on all processes if one was signalled. All call it equally often.
-
-        They communicate about every AGREE_S seconds.
-        """
-        n, now = self.distributed.world_size, time.perf_counter()
-        self.calls += 1
-        if n > 1 and self.calls < self.every:
-            return
-        signals, seconds = self.distributed.sum([float(self.request.noted), now - self.last])
-        self.every = max(1, min(2 * self.calls, int(self.calls * AGREE_S * n / (seconds or 1.0))))
-        self.calls, self.last = 0, time.perf_counter()
-        if signals:
+        """Raise Stopped on all processes if one was signalled. All must call it."""
+        if any(self.distributed.sum([float(self.request.noted)])):
             raise Stopped

@@ -27,12 +27,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
-from functools import cache, singledispatch
+from functools import cache, partial, singledispatch
 from typing import Any, Literal
 
 import torch
 
-from attention import Backend, visible
+from attention import visible
 from attention.plan import memory
 from core.cpu import matmul as cpu_matmul
 from core.files import write_at_once
@@ -54,14 +54,9 @@ def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
     return [qkv, (C, q, bias), (fc, C, bias), (C, config.hidden, bias)]
 
 
-def norm_vectors(config: Sizes) -> int:
-    """Vectors of n_embd numbers in a norm: its weight, and LayerNorm's bias."""
-    return 2 if config.norm == "layer" and config.bias is True else 1
-
-
 def n_params(config: Sizes) -> int:
     """N: the parameters of GPT(config), without those that are only looked up, by arithmetic."""
-    norm = config.n_embd * norm_vectors(config)
+    norm = config.n_embd * (2 if config.norm == "layer" and config.bias is True else 1)
     block = sum(rows * (columns + bias) for rows, columns, bias in matrices(config))
     block += 2 * norm + 2 * config.head_dim * config.qk_norm
     return config.vocab_size * config.n_embd + config.n_layer * block + norm
@@ -95,14 +90,6 @@ def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Te
     T = starts.shape[1]
     keys = torch.arange(1, T + 1, device=starts.device) - starts
     return torch.stack([keys.clamp(max=window or T).float().mean() for window in windows]).mean()
-
-
-def keys_of(backend: Backend, T: int, n_head: int, device: torch.device) -> float | None:
-    """Keys that a query sees by a backend's own mask (flex:FILE.py); None: visible() is the mask.
-
-    mask_mod is evaluated for each query, key and head of a sequence.
-    """
-    return None if backend.mods is None else backend.mods.mean_keys(T, n_head, device)
 
 
 @singledispatch  # bench/hf.py adds models that were counted
@@ -156,10 +143,7 @@ def peak(
 
 
 def allows_tf32() -> bool:
-    matmul = torch.backends.cuda.matmul
-    # Reading allow_tf32 raises once somebody has set fp32_precision, which torch 2.9 brought.
-    new = hasattr(matmul, "fp32_precision")
-    return matmul.fp32_precision == "tf32" if new else matmul.allow_tf32
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
@@ -168,13 +152,10 @@ def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
     return known and Peak(*known)
 
 
-def measured_peak(device: torch.device, dtype: str, again: bool = False, least: float = 0) -> Peak:
-    """This machine's peak rate by kept_rate(); `least`: TFLOP/s that were reached before."""
+def measured_peak(device: torch.device, dtype: str, again: bool = False) -> Peak:
+    """This machine's peak rate by kept_rate()."""
     tf32 = " in TF32" if device.type == "cuda" and dtype == "float32" and allows_tf32() else ""
-
-    def measure() -> float:
-        return max(least, measured_tflops(device, getattr(torch, dtype)))
-
+    measure = partial(measured_tflops, device, getattr(torch, dtype))
     rate, when = kept_rate(f"TFLOP/s, {dtype}{tf32}", device, measure, again)
     return Peak(rate, f"{when}: the best of several large matrix products", True)
 
@@ -256,18 +237,6 @@ def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
 # --- MFU ---
 
 
-def mfu(
-    config: Sizes, T: int, tokens_per_second: float, peak: Peak, devices: int = 1,
-    keys: float | None = None,
-) -> tuple[float, float]:  # fmt: skip
-    """(mfu, mfu_causal), each a fraction of the peak of all devices. keys: of keys_seen()."""
-    mfu, causal = (flops_per_token(config, T, causal=c) for c in (False, True))
-    if keys is not None:
-        causal = mfu - 12 * config.n_head * config.head_dim * config.n_layer * (T - keys)
-    per_flop = tokens_per_second / (peak.tflops * 1e12 * devices)
-    return mfu * per_flop, causal * per_flop
-
-
 @dataclass(frozen=True)
 class Speed:
     """A run's tokens per second, and its share of the peak."""
@@ -281,8 +250,15 @@ class Speed:
 
     @property
     def mfu(self) -> tuple[float, float]:
-        """(mfu, mfu_causal); above 1 if the peak is too low."""
-        return mfu(self.model, self.T, self.tokens_per_s, self.peak, self.devices, self.keys)
+        """(mfu, mfu_causal), fractions of all devices' peak; above 1 if the peak is too low."""
+        m = self.model
+        full = flops_per_token(m, self.T)
+        if self.keys is None:
+            causal = flops_per_token(m, self.T, causal=True)
+        else:
+            causal = full - 12 * m.n_head * m.head_dim * m.n_layer * (self.T - self.keys)
+        at_peak = self.tokens_per_s / (self.peak.tflops * 1e12 * self.devices)
+        return full * at_peak, causal * at_peak
 
     def row(self) -> Row:
         """The fields of metrics.jsonl and the records. MFU above 1 is None; "mfu_why" is why."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -23,16 +23,6 @@ from attention.machine.system import autocast_dtype
 IGNORE = -1  # an ignored target (ignore_index)
 
 Switch = Callable[[], AbstractContextManager[object]]
-
-
-class Context(Protocol):
-    """The `ctx` of a torch.autograd.Function."""
-
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-    dtypes: tuple[torch.dtype, torch.dtype]  # our own: of x and of the weight
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 class Head(nn.Module):
@@ -83,7 +73,7 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: Any,
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -125,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / n
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, n, *empty = ctx.saved_tensors
         # Not in forward: float16 gradients need the loss scale before they underflow. In float32:
         # bfloat16 would round the scale, and float16 has no 65536.

@@ -9,19 +9,18 @@ import json
 import logging
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from attention import Resolution
+from attention import Backend, Resolution
 from core.distributed import DistInfo
 from core.files import open_output, refuse_link, replacing, write_at_once
-from core.flops import ALONE, Row, Sizes, Speed, in_words, keys_seen, measured_peak, peak
-from core.runtime import peak_memory
+from core.flops import ALONE, Row, Sizes, Speed, in_words, keys_seen, peak
+from core.options import TrainConfig
+from core.runtime import now, peak_memory
 from core.settings import UserError, first_line
 
 log = logging.getLogger("nanoattn")
@@ -40,12 +39,10 @@ class Metrics:
         """
         self.path, known = out_dir / "metrics.jsonl", out_dir / "wandb_id.txt"
         try:
-            out_dir.mkdir(parents=True, exist_ok=True)
             refuse_link(self.path)
             rows = [r for r in read(self.path) if r["iter"] <= step] if step else []
             rows = [r for r in rows if evaluated or r["iter"] < step or "val_loss" not in r]
-            write_at_once(self.path, "".join(json.dumps(r) + "\n" for r in rows))
-            self.file = open_output(self.path, "a")
+            self._write("".join(json.dumps(r) + "\n" for r in rows))
         except OSError as e:
             raise UserError(f"{self.path} cannot be read and written ({e.strerror})") from e
         self.failed = False
@@ -64,8 +61,17 @@ class Metrics:
             except (Exception, SystemExit) as e:  # not installed, not logged in, not reachable
                 log.warning("wandb is off (%s: %s)", type(e).__name__, e)
 
+    def _write(self, text: str) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_at_once(self.path, text)
+        self.file = open_output(self.path, "a+")
+
     def log(self, **row: object) -> None:
         try:
+            if not self.path.exists():  # somebody has deleted or moved the folder
+                log.warning("%s has vanished; it is written again", self.path)
+                self.file.seek(0)
+                self._write(self.file.read())
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
         except OSError as e:  # a full disk, for example; what is buffered is written later
@@ -96,32 +102,36 @@ class Meter:
     """Prints and logs a run's loss, speed, memory and remaining time."""
 
     def __init__(
-        self,
-        distributed: DistInfo,
-        model: Sizes,
-        T: int,
-        tokens: int,
-        max_iters: int,
-        dtype: str,
-        peak_tflops: float | Literal["measure"] | None = None,
+        self, distributed: DistInfo, model: Sizes, config: TrainConfig, backend: Backend, step: int
     ) -> None:
-        """Look the peak rate up, or measure it (core/flops.py).
+        """Print the peak rate, looked up or measured (core/flops.py), and the time it would take.
 
-        tokens: of a step, over all processes; T: of a sequence; dtype: of the matrix products.
+        config: of the run, its block_size and dtype decided; backend: of the steps after `step`.
         """
-        self.distributed, self.model, self.T, self.tokens = distributed, model, T, tokens
-        self.max_iters, self.dtype = max_iters, dtype
-        self.peak = peak(distributed.device, dtype, peak_tflops)
-        self.checked = False  # the peak was measured a second time
+        device = distributed.device
+        self.distributed = distributed
+        self.model = model
+        self.config = config
+        self.T = config.block_size
+        self.tokens = config.global_batch * self.T  # of a step, over all processes
+        self.peak = peak(device, config.dtype, config.peak_tflops)
         self.rates: list[float] = []  # tokens a second, of each logged interval
         self.quiet: list[float] = []  # of those without other programs
-        self.told: set[str] = set()  # reasons why MFU is not known
-        self.since = time.perf_counter(), waited()
+        self.printed: set[str] = set()  # reasons why MFU is not known
+        self.core_waits = time.perf_counter(), waited()
         self.metrics: Metrics | None = None  # the main process's
         # Keys that the queries of each sequence saw, of all steps since the last line.
         self.counted: list[Tensor] = []
-        self.keys: float | None = None  # their mean since the line before
+        self.keys: float | None = None  # their mean since the line before; None: visible() has it
+        if backend.mods is not None:  # a mask of one's own (flex:FILE.py)
+            self.keys = backend.mods.mean_keys(self.T, model.n_head, device)
         self.means: list[float] = []  # these means, of all lines
+        at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, config.max_iters - step)  # s
+        distributed.say(
+            f"peak: {self.peak}\n{self.tokens:,} tokens a step, {config.max_iters:,} steps: at the "
+            f"peak rate {duration(at_peak)}, in practice more"
+        )
+        self.restart(step, timed=False)
 
     def speed(self, tokens_per_s: float) -> Speed:
         n = self.distributed.world_size
@@ -131,81 +141,65 @@ class Meter:
         """Count the keys that a step's queries see. starts: see keys_seen(); or none: no mask."""
         self.counted += [keys_seen(t, self.model.windows).expand(len(t)) for t in starts]
 
-    def begin(self, step: int) -> None:
-        """Print the peak rate and the least time of the remaining steps."""
-        at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, self.max_iters - step)  # s
-        long = self.distributed.device.type == "cpu" and at_peak > 86400
-        hint = "; config/train_shakespeare_cpu.py takes minutes" if long else ""
-        self.distributed.say(
-            f"peak: {self.peak}\n{self.tokens:,} tokens a step, {self.max_iters:,} steps: at the "
-            f"peak rate {duration(at_peak)}, in practice more{hint}"
-        )
+    def restart(self, step: int, timed: bool) -> None:
+        """Begin the interval of the next line after `step` steps; timed=False: of first steps."""
+        self.step = step
+        self.timed = timed
+        self.began = now(self.distributed.device)
+        self.counted.clear()
 
-    def log(self, step: int, loss: float, lr: float, seconds: float | None) -> None:
-        """Print and log a step; all processes call this. seconds: per step; None: a first step."""
+    def overdue(self) -> bool:
+        """True half a minute after the last line."""
+        return time.perf_counter() - self.began > 30
+
+    def log(self, step: int, loss: float, lr: float) -> None:
+        """Print and log a step; all processes call this, after the device has finished it."""
+        seconds = (time.perf_counter() - self.began) / max(1, step - self.step)
         if self.counted:
             local = torch.cat(self.counted)
             total, sequences = self.distributed.sum([float(local.sum()), float(len(local))])
             self.keys = total / sequences
-            self.counted.clear()
         if not self.distributed.main:
             return
         memory = peak_memory(self.distributed.device)
         row: Row = {"iter": step, "loss": loss, "lr": lr, "mem_bytes": memory}
-        speed, left, busy = "a first step, not timed", "", self._busy()
-        if seconds is not None:
-            found = self._check_peak(self.speed(self.tokens / seconds))
+        busy = self._busy()
+        speed = "a first step, not timed"
+        if self.timed and step > self.step:
+            found = self.speed(self.tokens / seconds)
             self.rates.append(found.tokens_per_s)
             self.quiet += [] if busy else [found.tokens_per_s]
-            if self.keys is not None:
-                self.means.append(self.keys)
+            self.means += [] if self.keys is None else [self.keys]
             row |= {"ms": seconds * 1e3, **found.row()}
             row |= {"mfu": None, "mfu_causal": None, "mfu_why": BUSY} if busy else {}
             speed = f"{seconds * 1e3:,.1f} ms, {found.tokens_per_s:,.0f} tok/s"
             if row["mfu"] is not None:
                 speed += f", {in_words(row, self.peak.of)}"
-            elif row["mfu_why"] not in self.told:
-                self.told.add(row["mfu_why"])
+            elif row["mfu_why"] not in self.printed:
+                self.printed.add(row["mfu_why"])
                 print(f"mfu is left out below: {row['mfu_why']}", flush=True)
-            if step < self.max_iters:
-                left = f", {duration(seconds * (self.max_iters - step))} left"
-        text = (
-            f"iter {step}: loss {loss:.4f}, lr {lr:.1e}, {speed}, mem {memory / 1e9:.1f} GB{left}"
-        )
+        text = f"iter {step}: loss {loss:.4f}, lr {lr:.1e}, {speed}, mem {memory / 1e9:.1f} GB"
+        if "ms" in row and step < self.config.max_iters:
+            text += f", {duration(seconds * (self.config.max_iters - step))} left"
         print(text, flush=True)
         if self.metrics:
             self.metrics.log(**row)
 
     def _busy(self) -> bool:
         """True if the peak was measured, and others had this process's core since the last call."""
-        (since, before), self.since = self.since, (time.perf_counter(), waited())
-        share = (self.since[1] - before) / (self.since[0] - since)
+        since, before = self.core_waits
+        self.core_waits = time.perf_counter(), waited()
+        share = (self.core_waits[1] - before) / (self.core_waits[0] - since)
         return self.peak.measured and share > 1 - ALONE
-
-    def _check_peak(self, speed: Speed) -> Speed:
-        """Above a measured peak: the machine was busy when it was measured. Try once more."""
-        if speed.mfu[0] <= 1 or not self.peak.measured or self.checked:
-            return speed
-        self.checked, device = True, self.distributed.device
-        try:
-            self.peak = measured_peak(device, self.dtype, True, self.peak.tflops)
-        except RuntimeError as e:  # memory is exhausted
-            log.warning("the peak could not be measured again (%s)", first_line(e))
-            return speed
-        print(f"peak: measured again, because MFU exceeded 100 %: {self.peak}", flush=True)
-        return replace(speed, peak=self.peak)
 
     def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
         """Print the error; good: the checkpoint before it, and the command to continue."""
+        name = "+".join([kernel.backend.name, *kernel.kernels])
         self.distributed.say(
             f"error: a loss or gradient is not finite at step {step} or shortly before (loss "
-            f"{loss}, lr {lr:.2e}, backend {kernel.backend.name}). Try a lower --learning_rate "
-            f"(Muon's: --muon_rates), or --attention_backend=manual to test the kernel; {good}",
+            f"{loss}, lr {lr:.2e}, kernel {name}; docs/TRAIN.md); {good}",
             file=sys.stderr,
         )
-        if "cudnn" in kernel.kernels:
-            cure = "cuDNN's kernel may be the cause: try --attention_backend=sdpa_flash"
-            self.distributed.say(cure, file=sys.stderr)
 
     def close(self) -> None:
         if self.metrics:
@@ -218,10 +212,9 @@ class Meter:
             found = self.speed(median(self.quiet or self.rates))
             busy = f"{found.tokens_per_s:,.0f} tok/s; no mfu: {BUSY}"
             self.distributed.say(f"{found}; peak: {self.peak}" if self.quiet else busy)
-        if baselines:
+        if baselines and val_loss is not None:
             known = ", ".join(f"{name} model {x:.2f}" for name, x in baselines.items())
-            say = f"val loss {val_loss:.4f} nats a token; for comparison: {known}"
-            self.distributed.say(say)
+            self.distributed.say(f"val loss {val_loss:.4f} nats a token; for comparison: {known}")
 
 
 def waited() -> float:

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from core import profile
 from core.cpu.matmul import why_not_bfloat16
-from core.parallel import copies, deal, held, local, whole
+from core.parallel import deal, held, local, whole
 from core.settings import UserError
 
 if TYPE_CHECKING:
@@ -44,26 +44,21 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def schedule_warnings(config: Config) -> list[str]:
-    """Return a warning if the schedule does not reach learning_rate, or min_lr by a decay."""
-    rate, warm_up, steps = config.learning_rate, config.warmup_iters, config.max_iters
-    last = steps if config.lr_decay_iters is None else config.lr_decay_iters
+    """Return a warning if the schedule does not reach learning_rate, or rises to min_lr."""
     if not config.decay_lr or config.eval_only:
         return []
+    last = config.max_iters - 1
+    steps = min(last, max(0, config.warmup_iters - 1)), min(last, config.warmup_iters)
+    highest = max(learning_rate(step, config) for step in steps)
     found = []
-    if warm_up >= steps:
-        found += [
-            f"--warmup_iters={warm_up} of --max_iters={steps}: learning_rate={rate} is not reached"
-        ]
-    elif last <= warm_up:
-        found += [f"--lr_decay_iters={last} is within --warmup_iters={warm_up}: no decay to min_lr"]
-    elif config.decay_lr == "linear" and warm_up > FLAT * last:
-        found += [
-            f"--warmup_iters={warm_up} is more than {FLAT:.0%} of the {last} steps of "
-            f"--decay_lr=linear: the rate drops at its end and learning_rate={rate} is not reached"
-        ]
-    if (config.min_lr or 0) > rate:
-        found += [f"--min_lr={config.min_lr} is above --learning_rate={rate}: the rate rises"]
-    return [f"WARNING: {line}" for line in found]
+    if highest < (1 - 1e-9) * config.learning_rate:
+        names = ("learning_rate", "warmup_iters", "lr_decay_iters", "max_iters")
+        why = ", ".join(f"--{name}={getattr(config, name)}" for name in names)
+        found += [f"WARNING: the highest learning rate is {highest:.3g} ({why})"]
+    if (config.min_lr or 0) > config.learning_rate:
+        why = f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}"
+        found += [f"WARNING: {why}: the rate rises"]
+    return found
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
@@ -88,11 +83,14 @@ def build_optimizer(
     betas, fused = (config.beta1, config.beta2), device.type in ("cuda", "cpu")
     how: Group = {"lr": config.learning_rate, "betas": betas, "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
+        from torch.distributed.device_mesh import init_device_mesh
+
         gpt: Any = model
         half = device.type == "cpu" and config.dtype == "bfloat16"
         half = half and why_not_bfloat16(gpt.config.n_embd) is None
         dtype = torch.bfloat16 if half or device.type == "cuda" else None
-        return Muon(muon_groups(model, config), dtype, copies(device, processes), **how)
+        mesh = init_device_mesh(device.type, (processes,)) if processes > 1 else None
+        return Muon(muon_groups(model, config), dtype, mesh, **how)
     if (rates := getattr(config, "muon_rates", None)) != getattr(type(config), "muon_rates", None):
         raise UserError(f"--muon_rates: for --optimizer=muon only, got {rates} with adamw")
     groups = [

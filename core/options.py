@@ -122,6 +122,11 @@ class TrainConfig(ModelOptions):
             raise ValueError(f"{step}: expected at most max_iters={self.max_iters}")
 
     @property
+    def global_batch(self) -> int:
+        """Sequences per step, summed over processes and micro-batches."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
     def policy(self) -> Policy:
         from attention import Policy
 
@@ -130,6 +135,7 @@ class TrainConfig(ModelOptions):
     def setup(self, device: torch.device, width: int | None = None) -> Setup:
         from core.runtime import Setup
 
-        names = ("dtype", "residual_dtype", "tf32", "compile", "compile_mode", "onednn",
-                 "deterministic")  # fmt: skip
-        return Setup.of(device, n_embd=width or self.n_embd, **{n: getattr(self, n) for n in names})
+        return Setup.of(
+            device, self.dtype, n_embd=width or self.n_embd, residual_dtype=self.residual_dtype,
+            tf32=self.tf32, compile=self.compile, compile_mode=self.compile_mode,
+            onednn=self.onednn, deterministic=self.deterministic)  # fmt: skip

@@ -12,8 +12,8 @@ gradients in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import math
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -114,27 +114,32 @@ def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
     return batch if ring is None else (*map(ring.shard, batch, fillings),)
 
 
-def summed_loss(
+def mean_loss(
     module: nn.Module,
-    ring: Ring | None,
     batches: Iterable[tuple[Tensor, ...]],
     autocast: torch.autocast,
+    ring: Ring | None,
+    distributed: DistInfo,
     stop: Stop | None,
-) -> tuple[float, float]:
-    """The summed loss of all targets in this process's batches, and their number.
+) -> float:
+    """The mean loss of all targets in all processes' batches; NaN if there is none.
 
     batches: (tokens, targets), and perhaps segments, (B, T) each; stop: checked before each.
     """
-    total, targets = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+    device = distributed.device
+    total = torch.zeros((), device=device)
+    targets = torch.zeros((), dtype=torch.int64, device=device)
     for batch in batches:
         if stop:
             stop.check()
         x, y, *segments = shard_batch(ring, *batch)
+        n = (y != IGNORE).sum()
         with autocast:
-            mean, n = module(x, y, *segments)[1], (y != IGNORE).sum()
-        total = total.to(x.device) + torch.where(n == 0, 0.0, mean * n)
-        targets = targets.to(x.device) + n
-    return float(total), float(targets)
+            mean = module(x, y, *segments)[1]
+        total += torch.where(n == 0, 0.0, mean * n)
+        targets += n
+    summed, n_targets = distributed.sum([float(total), float(targets)])
+    return summed / n_targets if n_targets else math.nan
 
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
@@ -152,20 +157,12 @@ def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
     return targets * processes / total
 
 
-def no_sync(module: object) -> AbstractContextManager[None]:
-    """A context in which backward accumulates gradients without communication."""
+def average_gradients(module: object, on: bool) -> None:
+    """Let backward passes average the gradients over processes, or only add them up."""
     if isinstance(module, DistributedDataParallel):
-        return module.no_sync()
-    return _no_sync(module) if isinstance(module, Sharded) else nullcontext()
-
-
-@contextmanager
-def _no_sync(module: Sharded) -> Iterator[None]:
-    module.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)
+        module.require_backward_grad_sync = on
+    elif isinstance(module, Sharded):
+        module.set_requires_gradient_sync(on)
 
 
 def reshard(module: object) -> None:
@@ -204,13 +201,6 @@ def fill(target: Any, source: Tensor) -> None:
     """Copy a full tensor into one that may be sharded."""
     shape, at, _ = local_part(target)
     local(target).copy_(source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))])
-
-
-def copies(device: torch.device, processes: int) -> DeviceMesh | None:
-    """The mesh of all processes, of which each has the whole model; None: there is only one."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device.type, (processes,)) if processes > 1 else None
 
 
 def deal(

@@ -147,10 +147,11 @@ def check(device: torch.device) -> None:
         raise UserError(f"the profiler supports cpu and cuda, not {device.type}")
 
 
-def name_cpu_kernels() -> None:
+def prepare(device: torch.device) -> None:
     """Let the kernels that Inductor compiles for the CPU from now on appear in a profile."""
     import torch._inductor.config as inductor
 
+    check(device)
     inductor.cpp.enable_kernel_profile = True
 
 

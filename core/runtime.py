@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -28,7 +27,7 @@ from attention import BackendUnavailable, DeviceLost
 from attention.machine.system import bfloat16_units, cpu_name, synchronize
 from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
-from core.terminal import SIGNALS
+from core.terminal import SIGNALS, escaped
 
 M = TypeVar("M", bound=nn.Module)
 OUT_OF_MEMORY = re.compile("DefaultCPUAllocator: |out of memory")
@@ -130,14 +129,20 @@ class Setup:
             torch.use_deterministic_algorithms(True)
             # Otherwise every torch.empty() is filled first.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        chosen, graph = pick_dtype(dtype, device, n_embd), decide_compile(compile, device)
-        products = decide_onednn(onednn, device, chosen)
+        chosen = pick_dtype(dtype, device, n_embd)
         why = ""
         if dtype == "auto" and device.type == "cpu" and n_embd is not None:
             why = cpu_matmul.why_not_bfloat16(n_embd) or f"this processor has {bfloat16_units()}"
-        residual = decide_residual(residual_dtype, device.type, dtype_name(chosen))
-        few_rows = onednn is not False
-        return cls(device, chosen, graph, compile_mode, products, residual, why, few_rows)
+        return cls(
+            device=device,
+            dtype=chosen,
+            compile=decide_compile(compile, device),
+            compile_mode=compile_mode,
+            onednn=decide_onednn(onednn, device, chosen),
+            residual=decide_residual(residual_dtype, device.type, dtype_name(chosen)),
+            why_dtype=why,
+            few_rows=onednn is not False,
+        )
 
     @property
     def autocast(self) -> torch.autocast:
@@ -151,10 +156,12 @@ class Setup:
         """Move the model to the device; cast=True converts its weights to `dtype` (inference)."""
         model = model.to(self.device, self.dtype if cast else None)
         if self.device.type == "cpu":
-            if self.onednn or not (self.compile or cast):
-                cpu_matmul.convert(model, self.onednn.on)
-            if cast and self.few_rows:
-                cpu_matmul.for_inference(model)
+            if self.onednn:
+                cpu_matmul.convert(model, "onednn")
+            elif cast and self.few_rows and cpu_matmul.few_rows_pay():
+                cpu_matmul.convert(model, "few")
+            elif not (cast or self.compile):
+                cpu_matmul.convert(model, "mkl")
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:
@@ -228,7 +235,8 @@ class StopSignal:
 
     def __init__(self, says: str = "stopping; saving the last step") -> None:
         self.signal: int | None = None
-        self.says, self.parent = says, os.getppid()
+        self.says = says
+        self.parent = os.getppid()
         self.torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not self.torchrun
         self.before = {s: signal.signal(s, self._note) for s in SIGNALS[: 2 if nohup else 3]}
@@ -265,16 +273,6 @@ def explained(less_memory: str) -> Iterator[None]:
         text = str(e).strip() or type(e).__name__
         if isinstance(e, MemoryError | torch.OutOfMemoryError) or OUT_OF_MEMORY.search(text):
             raise UserError(f"out of memory ({text.splitlines()[0]}); try {less_memory}") from e
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-        # A compiler that fails, or libraries of a run that was killed while it linked them.
-        if f"{cache_dir()}/" in text or "InvalidCxxCompiler" in text:
-            lines = [line for line in text.splitlines() if "rror" in line]
-            why = " ".join(lines[:2] or text.splitlines()[:1])
-            raise UserError(
-                f"torch.compile failed ({why:.400}); if its cache is damaged: "
-                f"rm -r {shlex.quote(cache_dir())}; else --compile=False"
-            ) from e
         raise
 
 
@@ -338,7 +336,16 @@ def describe(device: torch.device) -> str:
     return f"{cpu_name() or device.type}, {threads} thread{'' if threads == 1 else 's'}"
 
 
+class Escaping(logging.Formatter):
+    """Texts of a checkpoint or dataset in a warning steer no terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
 def show_log() -> None:
     """Print the project's log and other libraries' warnings on stderr."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(Escaping("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("nanoattn").setLevel(logging.INFO)

@@ -7,9 +7,17 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+import unicodedata
 from contextlib import suppress
 from typing import Any, NoReturn
+
+
+def escaped(text: str) -> str:
+    r"""Write control characters but newline and tab as \x1b: a terminal would obey them."""
+    if text.isprintable():
+        return text
+    plain = (c in "\n\t" or unicodedata.category(c) != "Cc" for c in text)
+    return "".join(c if p else repr(c)[1:-1] for c, p in zip(text, plain))
 
 
 class _Lasting(io.FileIO):
@@ -33,6 +41,15 @@ class _Lasting(io.FileIO):
             return memoryview(data).nbytes
 
 
+class _Output(io.TextIOWrapper):
+    """A standard stream for any text; models' and other people's texts steer no terminal."""
+
+    safe = False
+
+    def write(self, text: str, /) -> int:
+        return super().write(escaped(text) if self.safe else text)
+
+
 def prepare(*lasting: str) -> None:
     """Let the standard streams take any text, and those named, "stdout" or "stderr", never fail."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed: a file would take its number
@@ -40,12 +57,14 @@ def prepare(*lasting: str) -> None:
     os.close(fd)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, PLW1514
-        if isinstance(stream, io.TextIOWrapper):  # \u4e00 for a text outside an ASCII terminal's
-            stream.reconfigure(errors="backslashreplace")
-            if name in lasting and stream is getattr(sys, f"__{name}__"):
-                raw = _Lasting(stream.fileno(), "wb", closefd=False)
-                code = stream.encoding, "backslashreplace"
-                stream = io.TextIOWrapper(io.BufferedWriter(raw), *code, line_buffering=True)
+        if stream is getattr(sys, f"__{name}__") or isinstance(stream, _Output):
+            stream.flush()
+            raw = (_Lasting if name in lasting else io.FileIO)(stream.fileno(), "wb", closefd=False)
+            lines = name in lasting or stream.line_buffering or stream.write_through
+            # \u4e00 for a text outside an ASCII terminal's.
+            code = stream.encoding, "backslashreplace"
+            stream = _Output(io.BufferedWriter(raw), *code, line_buffering=lines)
+            stream.safe = name == "stdout" and stream.isatty()  # stderr: bars of downloads
         setattr(sys, name, stream)
 
 
@@ -53,22 +72,22 @@ def prepare(*lasting: str) -> None:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def interrupt(number: int, frame: object) -> NoReturn:
-    on_signals(signal.SIG_DFL)  # once more ends at once
-    raise KeyboardInterrupt(128 + number)
+def end_at_once() -> None:
+    """Let Ctrl-C end the process without a trace of slow imports, of which some would lose it."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def on_signals(handler: Callable[[int, object], object] | signal.Handlers) -> None:
-    """Handle SIGNALS so, unless they are ignored. torchrun's SIGTERM and SIGHUP end a process."""
-    for number in SIGNALS[: 1 if "RANK" in os.environ else 3]:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            again = handler == signal.SIG_DFL and number == signal.SIGHUP
-            signal.signal(number, signal.SIG_IGN if again else handler)
+def raise_on_signals() -> None:
+    """Let SIGNALS raise KeyboardInterrupt(128 + number), unless they are ignored; once more ends at
+    once. torchrun's SIGTERM and SIGHUP end a process."""
 
+    def interrupt(number: int, frame: object) -> NoReturn:
+        for other in mine:
+            signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
+        raise KeyboardInterrupt(128 + number)
 
-def interrupted(number: int) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):
-            word = "interrupted" if number == signal.SIGINT else "terminated"
-            os.write(2, f"\n{word}\n".encode())
-    return 128 + number
+    mine = SIGNALS[: 1 if "RANK" in os.environ else 3]
+    mine = tuple(number for number in mine if signal.getsignal(number) != signal.SIG_IGN)
+    for number in mine:
+        signal.signal(number, interrupt)

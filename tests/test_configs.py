@@ -56,39 +56,6 @@ def test_a_header_names_the_launch_line_the_hardware_and_the_loss(path):
         read(TrainConfig, [str(ROOT / w) if w.startswith("config/") else w for w in words])
 
 
-def test_shakespeare_char_is_nanogpts():
-    c = load("train_shakespeare_char")
-    assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.batch_size) == (6, 6, 384, 256, 64)
-    assert (c.dropout, c.learning_rate, c.beta2, c.warmup_iters) == (0.2, 1e-3, 0.99, 100)
-    assert (c.max_iters, c.lr_decay_iters, c.min_lr) == (5000, None, None)  # to 5000, to 1e-4
-    assert (c.eval_interval, c.eval_iters, c.gradient_accumulation_steps) == (250, 200, 1)
-    assert (c.weight_decay, c.beta1, c.grad_clip, c.bias) == (0.1, 0.9, 1.0, False)
-    assert c.dataset == "shakespeare_char"
-
-
-def test_gpt2_is_nanogpts():
-    c = load("train_gpt2")
-    assert c.batch_size * c.gradient_accumulation_steps * c.block_size == 491_520
-    assert c.gradient_accumulation_steps % 8 == 0  # the launch line's eight processes share it
-    assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.bias) == (12, 12, 768, 1024, False)
-    assert (c.learning_rate, c.min_lr, c.warmup_iters) == (6e-4, None, 2000)
-    assert (c.max_iters, c.lr_decay_iters) == (600_000, 600_000)
-    assert (c.weight_decay, c.beta1, c.beta2, c.grad_clip, c.dropout) == (0.1, 0.9, 0.95, 1.0, 0.0)
-    assert c.dataset == "openwebtext"
-    assert (c.eval_interval, c.eval_iters, c.log_interval) == (1000, 200, 10)
-    assert "491,520" in (ROOT / "config" / "train_gpt2.py").read_text()
-
-
-@pytest.mark.parametrize("size", ["", "_medium", "_large", "_xl"])
-def test_eval_gpt2_evaluates_and_no_more(size):
-    c = load(f"eval_gpt2{size}")
-    assert c.init_from == "gpt2" + size.replace("_", "-")
-    assert c.eval_only and c.dataset == "openwebtext" and c.block_size == 1024
-    # What is compared was evaluated alike, the largest in smaller batches.
-    assert (c.eval_iters, c.dropout, c.dtype) == (500, 0.0, "auto")
-    assert c.batch_size == (4 if size == "_xl" else 8)
-
-
 # Of nanoGPT's config/finetune_shakespeare.py.
 NANOGPT = """import time
 wandb_run_name = 'ft-' + str(time.time())

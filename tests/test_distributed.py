@@ -137,14 +137,3 @@ def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun) ->
     distributed.leave()
 
 
-def has_higher_order_op(graph: Any) -> bool:
-    return any(n.op == "get_attr" for n in graph.graph.nodes)
-
-
-def refusing(self: Any, graph: Any, inputs: Any) -> Any:
-    """DDPOptimizer.compile_fn as in torch 2.5: no graph with an autograd.Function."""
-    if has_higher_order_op(graph):
-        raise NotImplementedError("Found a higher order op in the graph")
-    return graph
-
-

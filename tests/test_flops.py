@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attention import visible
 from core import flops
 from core.cpu import matmul as cpu_matmul
-from core.flops import Peak, datasheet_peak, flops_per_token, mean_keys, mfu, n_params
+from core.flops import Peak, Speed, datasheet_peak, flops_per_token, mean_keys, n_params
 from core.gpus import RATED, datasheet_bandwidth
 from model import GPT, GPTConfig
 
@@ -36,10 +36,6 @@ def test_gpt2_124m_by_hand() -> None:
     assert f"{flops_per_token(GPT2, 1024, causal=True) / 1e6:.2f}" == "798.20"
 
 
-def test_the_length_is_the_one_trained_on_and_not_block_size() -> None:
-    assert flops_per_token(GPT2, 256) == 6 * n_params(GPT2) + 12 * 12 * 768 * 256
-
-
 def test_n_params_of_llamas_options() -> None:
     for name, value in LLAMA.items():
         config = replace(GPTConfig(16, 65, 3, 4, 48, head_size=8, n_hidden=20), **{name: value})
@@ -49,10 +45,8 @@ def test_n_params_of_llamas_options() -> None:
 
 def test_swiglu_has_as_many_parameters_as_gelu() -> None:
     for C in (384, 768, 2048):
-        gelu, swiglu = (
-            n_params(GPTConfig(n_head=4, n_embd=C, mlp=mlp, bias=False))
-            for mlp in ("gelu", "swiglu")
-        )
+        gelu, swiglu = (n_params(GPTConfig(n_head=4, n_embd=C, mlp=mlp, bias=False))
+                        for mlp in ("gelu", "swiglu"))
         assert abs(swiglu / gelu - 1) < 0.01
 
 
@@ -91,11 +85,8 @@ def test_a_window_makes_only_the_causal_count_smaller() -> None:
 # --- against torch's counter ---
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"bias": True}, {"bias": False, "n_kv_head": 2}, LLAMA],
-    ids=["gpt2", "gqa", "llama"],
-)
+@pytest.mark.parametrize("options", [{"bias": True}, {"bias": False, "n_kv_head": 2}, LLAMA],
+                         ids=["gpt2", "gqa", "llama"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
     """Exactly equal, after three differences:
@@ -171,60 +162,17 @@ def test_the_mfu_anchors_are_recomputed_from_their_own_columns() -> None:
         tokens_per_s, tokens, ms = (x.replace(",", "") for x in (rate, tokens, ms))
         if ms != "-":
             assert round(1000 * int(tokens) / float(ms) / int(count)) == int(tokens_per_s), gpus
-        found = mfu(by_size[N], 1024, int(tokens_per_s), peak)
+        found = Speed(by_size[N], 1024, int(tokens_per_s), peak).mfu
         assert [f"{share:.1%}" for share in found] == shares, gpus
 
 
 # --- peak rates ---
 
-# As torch.cuda.get_device_name gives them: TFLOP/s in bfloat16, dense, and in float32; GB/s.
-RATES = {
-    "NVIDIA A100-SXM4-80GB": (312, 19.5, 2039),
-    "NVIDIA A100-SXM4-40GB": (312, 19.5, 1555),
-    "A100-SXM4-40GB": (312, 19.5, 1555),
-    "A100-SXM-80GB": (312, 19.5, 2039),
-    "NVIDIA A100-PCIE-40GB": (312, 19.5, 1555),
-    "NVIDIA A100 80GB PCIe": (312, 19.5, 1935),
-    "NVIDIA A800-SXM4-80GB": (312, 19.5, 2039),
-    "NVIDIA A800 80GB PCIe": (312, 19.5, 1935),
-    "NVIDIA A800 40GB Active": (312, 19.5, 1555),
-    "NVIDIA H100 80GB HBM3": (989.4, 66.9, 3350),
-    "NVIDIA H100 PCIe": (756, 51.2, 2000),
-    "NVIDIA H100 NVL": (835.5, 60, 3900),
-    "NVIDIA H800": (989.4, 66.9, 3350),
-    "NVIDIA H800 PCIe": (756, 51.2, 2000),
-    "NVIDIA H200": (989.4, 66.9, 4800),
-    "NVIDIA H200 NVL": (835.5, 60, 4800),
-    "NVIDIA GH200 480GB": (989.4, 66.9, 4000),
-    "NVIDIA GH200 144G HBM3e": (989.4, 66.9, 4900),
-    "NVIDIA B200": (2250, 75, 8000),
-    "NVIDIA A40": (149.7, 37.4, 696),
-    "NVIDIA A30": (165, 10.3, 933),
-    "NVIDIA A10": (125, 31.2, 600),
-    "NVIDIA L4": (121, 30.3, 300),
-    "NVIDIA L40": (181, 90.5, 864),
-    "NVIDIA L40S": (362, 91.6, 864),
-    "NVIDIA GeForce RTX 3090": (71, 35.6, 936),
-    "NVIDIA GeForce RTX 3090 Ti": (80, 40, 1008),
-    "NVIDIA GeForce RTX 4090": (165.2, 82.6, 1008),
-    "NVIDIA GeForce RTX 5090": (209.5, 104.8, 1792),
-    "NVIDIA RTX A6000": (154.8, 38.7, 768),
-    "AMD Instinct MI300X": (1307.4, 163.4, 5300),
-    "AMD Instinct MI300X OAM": (1307.4, 163.4, 5300),
-    "AMD Instinct MI300X VF": (1307.4, 163.4, 5300),
-}
-NAMES = {name: half for name, (half, _, _) in RATES.items()}
-TURING_AND_BEFORE = {  # no bfloat16, no TF32: float16 in place of it
-    "Tesla T4": (65, 8.1, 320),
-    "TITAN RTX": (130.5, 16.3, 672),
-    "NVIDIA TITAN RTX": (130.5, 16.3, 672),
-    "Tesla V100-SXM2-16GB": (125, 15.7, 900),
-    "Tesla V100-SXM2-32GB": (125, 15.7, 900),
-    "Tesla V100-PCIE-16GB": (112, 14, 900),
-    "Tesla V100-PCIE-32GB": (112, 14, 900),
-}
-UNKNOWN = (
-    """
+ALSO = """A100-SXM4-40GB, A100-SXM-80GB, NVIDIA A100-PCIE-40GB, NVIDIA A800-SXM4-80GB,
+NVIDIA A800 80GB PCIe, NVIDIA A800 40GB Active, NVIDIA H800, NVIDIA H800 PCIe, TITAN RTX,
+AMD Instinct MI300X OAM, AMD Instinct MI300X VF
+""".replace("\n", " ").strip().split(", ")  # other names of devices in the table
+UNKNOWN = """
 NVIDIA A10G, NVIDIA A10M, NVIDIA A100X, NVIDIA A16, NVIDIA A2, NVIDIA H20, NVIDIA H20-3e,
 NVIDIA GB200, NVIDIA B300, NVIDIA GB10, NVIDIA L20, NVIDIA L40G, NVIDIA T4G, NVIDIA T400,
 NVIDIA T1000,
@@ -236,39 +184,23 @@ Tesla P100-PCIE-16GB,
 NVIDIA A100-SXM4-40GB MIG 1g.5gb, NVIDIA H100 80GB HBM3 MIG 3g.40gb, GRID A100-10C, GRID T4-8Q,
 NVIDIA A40-8Q, NVIDIA L40S-48Q, NVIDIA H100 64GB HBM2, AMD Instinct MI250X, AMD Instinct MI325X,
 Intel(R) Arc(TM) A770 Graphics
-""".replace("\n", " ")
-    .strip()
-    .split(", ")
-)
+""".replace("\n", " ").strip().split(", ")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_datasheet_of_a_device(name) -> None:
-    for dtype in ("bfloat16", "float16"):
-        for tf32 in (False, True):
-            found = datasheet_peak(name, dtype, tf32)
-            assert found is not None and found.tflops == NAMES[name]
-            assert found.source.startswith("datasheet: ") and "TFLOP/s (datasheet: " in str(found)
-    plain, tf32_ = datasheet_peak(name, "float32"), datasheet_peak(name, "float32", tf32=True)
-    assert plain is not None and tf32_ is not None
-    # A TF32 product runs at half the rate of a half precision one. A table that took the sparse
-    # figure for one of the two would show here, for sparse is twice dense.
-    rounded = {"NVIDIA A30": 82, "NVIDIA L4": 60, "NVIDIA L40S": 183}  # as their sheets have it
-    assert tf32_.tflops == pytest.approx(rounded.get(name, NAMES[name] / 2), abs=0.26)
-    assert (plain.tflops, datasheet_bandwidth(name)) == (
-        RATES[name][1],
-        (RATES[name][2] * 1e9, found.source),
-    )
+@pytest.mark.parametrize("name", [*(gpu.name for gpu in RATED), *ALSO])
+def test_the_rates_of_a_datasheet_fit_one_another(name) -> None:
+    """Dense: a TF32 product runs at half the rate of a half precision one, as NVIDIA's sheets round
+    them. A sparse figure, which is twice the dense one, would show."""
+    half, bfloat16, single = (datasheet_peak(name, d) for d in ("float16", "bfloat16", "float32"))
+    tf32 = datasheet_peak(name, "float32", True)
+    assert half and single and half.tflops > single.tflops
+    assert half.source.startswith("datasheet: ") and str(half.source) in str(half)
+    assert (bfloat16 is None) == (tf32 is None)  # before Ampere there is neither
+    if tf32:
+        assert bfloat16 == half and tf32.tflops == pytest.approx(half.tflops / 2, rel=0.012)
     assert datasheet_peak(name, "float64") is None
-
-
-@pytest.mark.parametrize("name", TURING_AND_BEFORE)
-def test_the_datasheet_of_an_older_device(name) -> None:
-    half, single, bandwidth = TURING_AND_BEFORE[name]
-    found = {d: datasheet_peak(name, d) for d in ("float16", "float32", "bfloat16")}
-    assert (found["float16"].tflops, found["float32"].tflops) == (half, single)
-    assert found["bfloat16"] is None and datasheet_peak(name, "float32", tf32=True) is None
-    assert (datasheet_bandwidth(name) or [0])[0] == bandwidth * 1e9
+    rate, source = datasheet_bandwidth(name)
+    assert 3e11 <= rate < 1e13 and source == half.source
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -303,10 +235,10 @@ def test_a_measured_peak_leaves_the_random_state_alone(dtype, small) -> None:
 def test_mfu() -> None:
     """312e12 / 854.77e6 tokens a second would be all of an A100."""
     a100 = Peak(312, "datasheet")
-    full, causal = mfu(GPT2, 1024, 150_000, a100)
+    full, causal = Speed(GPT2, 1024, 150_000, a100).mfu
     assert full == pytest.approx(150_000 * 854.770e6 / 312e12, rel=1e-5)
     assert causal / full == pytest.approx(798.204 / 854.770, rel=1e-5)
-    eight = mfu(GPT2, 1024, 8 * 150_000, a100, devices=8)
+    eight = Speed(GPT2, 1024, 8 * 150_000, a100, devices=8).mfu
     assert eight == pytest.approx((full, causal))
 
 
@@ -334,8 +266,7 @@ def test_a_measured_peak_is_kept_and_shown_with_its_age(kept: Path) -> None:
     assert again.tflops == 3.0 and today in again.source
     assert flops.peak("cpu", "float32").tflops == 3.0
     assert flops.peak("cpu", "float32", 0.5).tflops == 0.5  # the user's
-    assert flops.measured_peak(torch.device("cpu"), "float32", True, least=9.0).tflops == 9.0
-    assert flops.peak("cpu", "float32").tflops == 9.0 and flops.peak("cpu", "bfloat16").tflops == 2
+    assert flops.peak("cpu", "bfloat16").tflops == 2
 
 
 @pytest.mark.parametrize("value", [None, 1.0, [0, "2026-11-22", False], [math.nan, "x", False]])
@@ -373,9 +304,8 @@ def test_a_rate_of_a_busy_machine_is_measured_again_when_it_is_idle(
 @pytest.mark.parametrize("position", ["learned", "rope"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_parameters_left_out_are_named(position: Any, tied: bool) -> None:
-    config = GPTConfig(
-        block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8, position=position, tied=tied
-    )
+    config = GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8,
+                       position=position, tied=tied)
     model, text = GPT(config), flops.uncounted(config)
     left_out = 8 * 8 * ("position" in text) + 50 * 8 * ("token" in text)
     assert sum(p.numel() for p in model.parameters()) - flops.n_params(config) == left_out

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import sys
 import types
@@ -110,6 +111,20 @@ def test_a_picture_that_fails_is_one_warning(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     m.close()
     assert [r.getMessage().split(" (")[0] for r in caplog.records] == ["loss.png was not finished"]
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved"])
+def test_a_folder_that_vanishes_is_made_again_with_every_row(how, tmp_path, caplog):
+    m = Metrics(tmp_path / "out", 0)
+    for i in range(1, 5):
+        m.log(iter=i, loss=float(i))
+        if i == 2:
+            folder = (tmp_path / "out").rename(tmp_path / "elsewhere")
+            shutil.rmtree(folder) if how == "deleted" else None
+    m.close()
+    assert [r["iter"] for r in read(m.path)] == [1, 2, 3, 4]
+    (line,) = caplog.messages
+    assert str(m.path) in line
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):

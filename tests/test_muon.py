@@ -15,7 +15,6 @@ import processes
 import pytest
 import test_step
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_parallel import data_dir, ended_well, lines, losses, trained
@@ -26,9 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import checkpoint
 import train
 from core import parallel
-from core.distributed import DistInfo
 from core.optimizer import build_optimizer, orthogonal, set_learning_rate, update
-from core.runtime import Setup
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -158,29 +155,6 @@ def test_clipping_and_what_is_not_finite(spoiled: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_weight_without_a_gradient_stays_and_a_closure_is_called() -> None:
-    model, calls = small(LLAMA), []
-    frozen = model.transformer.h[1].mlp.c_proj.weight
-    optimizer, before = muon(model), {n: p.clone() for n, p in model.named_parameters()}
-
-    def closure() -> float:
-        assert torch.is_grad_enabled()
-        gradients(model, 0)
-        frozen.grad = None
-        calls.append(1)
-        return 2.5
-
-    assert optimizer.step(closure) == 2.5 and calls == [1]
-    stayed = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
-    assert stayed == ["transformer.h.1.mlp.c_proj.weight"]
-
-
-def test_a_divergence_names_the_rates(data_dir: Path, tmp_path: Path, capsys) -> None:
-    how = {**HOW, "muon_rates": "1e30,0.02,0.01,0.003", "warmup_iters": 0}
-    assert train.main(lines(data_dir, tmp_path, one=how)["one"]) == 1
-    assert "--muon_rates" in capsys.readouterr().err
-
-
 def test_a_step_never_asks_the_device() -> None:
     step = test_step.Step("float32", "float32", 2)
     step.optimizer = muon(step.model)
@@ -213,39 +187,6 @@ def test_all_rates_follow_the_schedule() -> None:
 
 
 # --- several processes ---
-
-
-def stepped(rank: int, n: int, kinds: list[str]) -> dict[str, dict[str, Tensor]]:
-    """The weights after three steps, by the kind of sharing."""
-    found = {}
-    everyone = DistInfo(CPU, rank, n, dist.group.WORLD if n > 1 else None)
-    setup = Setup.of(CPU, "float32")
-    for kind in kinds:
-        module: Any = (model := small(LLAMA))
-        if kind != "ddp":
-            parallel.shard(model, everyone, setup, 2 if kind == "hybrid" else None)
-        optimizer = build_optimizer(model, TrainConfig(**HOW), CPU, n)
-        module = parallel.replicate(model, everyone) if kind == "ddp" else model
-        for step in range(3):
-            torch.manual_seed(step)
-            x, y = (t.tensor_split(n)[rank] for t in torch.randint(19, (2, 12, 8)))
-            how = setup.scaler(), setup.autocast, x, y, 1, 0.0, torch.zeros(())
-            train.train_step(module, optimizer, *how)
-        found[kind] = {name: parallel.whole(t).clone() for name, t in model.state_dict().items()}
-    return found
-
-
-SHARED = {2: ["ddp", "fsdp"], 3: ["ddp", "fsdp"], 4: ["ddp", "fsdp", "hybrid"]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_whole_matrices_are_orthogonalized(n: int) -> None:
-    """In float64 the weights of one process, with rows that n does not divide."""
-    want = stepped(0, 1, ["ddp"])["ddp"]
-    for found in processes.run(stepped, n, SHARED[n]):
-        for kind in SHARED[n]:
-            torch.testing.assert_close(found[kind], want, rtol=0, atol=1e-8, msg=kind)
 
 
 RUN: dict[str, Any] = {**HOW, "muon_rates": "0.02", "max_iters": 20, "eval_interval": 20,

@@ -238,31 +238,6 @@ def test_a_process_holds_its_part_and_learns_what_one_does() -> None:
         assert sum(mine["kept"] for mine in found) == one[0]["total"]
 
 
-def dtypes(rank: int, n: int) -> list[str]:
-    """In bfloat16: of a block's weight while it computes, then of its input, output, and weight."""
-    device, seen = torch.device("cpu"), list[str]()
-    model: Any = GPT(GPTConfig(16, 65, 1, 2, 32, attention_backend="sdpa"))
-    setup = Setup.of(device, "bfloat16")
-    parallel.shard(model, DistInfo(device, rank, n, dist.group.WORLD), setup, None)
-    block = model.transformer.h[0]
-
-    def note(*tensors: torch.Tensor) -> None:
-        seen.extend(str(t.dtype) for t in tensors)
-
-    block.attn.register_forward_pre_hook(lambda attn, args: note(attn.c_attn.weight))
-    block.register_forward_hook(lambda block, args, out: note(args[0], out))
-    with setup.autocast:
-        loss = model(*torch.randint(65, (2, 2, 16)))[1]
-    loss.backward()
-    note(block.attn.c_attn.weight, block.attn.c_attn.weight.grad)
-    return seen
-
-
-@pytest.mark.slow
-def test_in_bfloat16_blocks_are_gathered_so_and_the_stream_between_them_stays_float32() -> None:
-    assert processes.run(dtypes, 2) == [["torch.bfloat16", *["torch.float32"] * 4]] * 2
-
-
 def compiled_steps(rank: int, n: int, backend: str) -> tuple[list[float], list[float], int]:
     """The losses of steps and of an evaluation, eager and compiled, and the number of graphs."""
     device = torch.device("cpu")
@@ -392,30 +367,26 @@ def test_the_processes_of_a_ring_have_the_same_sequences() -> None:
     assert [p.data for p in places] == [(0, 2)] * 3 + [(1, 2)] * 3
 
 
-def test_parts_need_processes() -> None:
+@pytest.mark.parametrize(("n", "size", "how", "named"), [
+    (3, 2, {}, "--shard_size=2"), (1, None, {}, "--parallel=fsdp"),
+    (3, None, {"dtype": "float16"}, "--dtype"),
+    (3, None, {"compile": True, "compile_mode": "reduce-overhead"}, "reduce-overhead"),
+])
+def test_what_does_not_go_with_fsdp(n: int, size: int | None, how: Any, named: str) -> None:
     device = torch.device("cpu")
-    with pytest.raises(UserError, match="--parallel=fsdp"):
-        parallel.shard(None, DistInfo(device), Setup.of(device), None)
+    everyone: Any = DistInfo(device, 0, n, "group" if n > 1 else None)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=named):
+        parallel.shard(None, everyone, Setup.of(device, **how), size)  # type: ignore[arg-type]
 
 
-def test_a_ring_needs_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(UserError, match="--context_parallel=2"):
+@pytest.mark.parametrize("world, named", [
+    ({}, "--context_parallel=2"), ({"WORLD_SIZE": "2"}, "RANK"), ({"RANK": "0"}, "MASTER_ADDR"),
+    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=2"),
+    ({"LOCAL_RANK": "1"}, "RANK")])  # fmt: skip
+def test_a_ring_and_an_incomplete_launch_need_processes(world, named, monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=named):
         DistInfo.join("cpu", 2)
-
-
-@pytest.mark.parametrize(
-    ("how", "size", "said"),
-    [
-        ({}, 2, "--shard_size=2 does not divide the 3 processes"),
-        ({"dtype": "float16"}, None, "no loss scaling"),
-        ({"compile": True, "compile_mode": "reduce-overhead"}, None, "CUDA graphs"),
-    ],
-)
-def test_what_does_not_go_with_fsdp(how: dict[str, Any], size: int | None, said: str) -> None:
-    device = torch.device("cpu")
-    with pytest.raises(UserError, match=said):
-        parallel.shard(None, DistInfo(device, 0, 3, "group"), Setup.of(device, **how), size)
-
-
-# --- one process among others that are made up: nothing is sent ---

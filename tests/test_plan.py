@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -104,11 +103,11 @@ def stepped(model: GPT, dtype: str, batch: int, micro: int) -> tuple[int, Any]:
             live.add([[*model.parameters()], [[*s.values()] for s in optimizer.state.values()]])
             for i in range(micro):
                 x = tokens(model.config, batch)
-                with contextlib.nullcontext() if i == micro - 1 else parallel.no_sync(model):
-                    with autocast(dtype):
-                        loss = model(x, x)[1]
-                    loss.backward()
-                    del loss
+                parallel.average_gradients(model, i == micro - 1)
+                with autocast(dtype):
+                    loss = model(x, x)[1]
+                loss.backward()
+                del loss
             optimizer.step()
     return live.peak, optimizer
 

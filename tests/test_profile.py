@@ -63,7 +63,7 @@ def test_a_step_by_classes(backend: str, tmp_path: Path):
 
 
 def test_kernels_of_a_compiled_step():
-    profile.name_cpu_kernels()
+    profile.prepare(torch.device("cpu"))
     found = profiled("manual", compiled=True)
     fused = {
         kind: [n for n, _, _ in found.largest(kind, 99) if "fused" in n] for kind in found.kernels

@@ -89,17 +89,6 @@ def test_a_stream_is_the_same_text(how, trained):
 # --- prompts ---
 
 
-def test_every_prompt_is_continued(trained):
-    prompts = ["Ann sees", "The king", "moon"]
-    words = [f"--start={p}" for p in prompts]
-    texts = text_of(*of(trained, "--num_samples=2", *words))
-    assert len(texts) == 6
-    for p, pair in zip(prompts, (texts[:2], texts[2:4], texts[4:])):
-        assert all(t.startswith(p) for t in pair)
-    alone = text_of(*of(trained, "--start=The king", "--seed=1339"))
-    assert texts[2:3] == alone
-
-
 def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = Path("FILES: LIFE.txt")
@@ -318,20 +307,14 @@ def test_errors_name_the_option_or_the_value(words, said, trained, monkeypatch):
     (MemoryError(), "--batch_size"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried"), "CUDA out of memory"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate 9 bytes"), "9 bytes"),
-    (RuntimeError("one\nOSError: {cache}/a/x.so: file too short"), "rm -r '{cache}'"),
-    (RuntimeError("InvalidCxxCompiler: no\nworking"), "--compile=False"),
 ])
-def test_failures_with_a_remedy_are_one_sentence(error, said, trained, tmp_path, monkeypatch):
-    cache = str(tmp_path / "of the compiler")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
-    error.args = tuple(text.replace("{cache}", cache) for text in error.args)
-
+def test_failures_with_a_remedy_are_one_sentence(error, said, trained, monkeypatch):
     def fail(*args: Any) -> Any:
         raise error
 
     monkeypatch.setattr(GPT, "hidden", fail)
     err = refused(*of(trained))
-    assert said.replace("{cache}", cache) in err and err.count("\n") == err.count("error: ") == 1
+    assert said in err and err.count("\n") == err.count("error: ") == 1
 
 
 def test_errors_name_the_file(trained, tmp_path):
@@ -415,14 +398,6 @@ def test_a_dataset_names_the_tokenizer_of_a_model_without_one(trained, tmp_path)
     own = text_of(*of(trained, "--start=Ann", "--seed=3", f"--dataset={tmp_path / 'gone'}"))
     assert own == texts
     assert str(tmp_path / "gone") in refused(*words, f"--dataset={tmp_path / 'gone'}")
-
-
-def test_from_a_folder_of_transformers(bpe, tmp_path):
-    torch.manual_seed(0)
-    config = GPTConfig(8, 50257, n_layer=1, n_head=1, n_embd=8, gelu="tanh")
-    checkpoint.save_hf(GPT(config), tmp_path / "hf")
-    (text,) = text_of(f"--init_from={tmp_path / 'hf'}", "--start=x", "--max_new_tokens=5")
-    assert len(text) > 1
 
 
 # --- from Python, and stop strings ---

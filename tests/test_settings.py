@@ -1,10 +1,11 @@
-"""core/settings.py: config files, the command line, errors, --help."""
+"""core/settings.py, core/terminal.py: config files, command line, errors, --help, streams."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -14,24 +15,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from checkout import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, PositiveInt
 
+from bench.settings import MODES
+from core.options import TrainConfig
 from core.settings import Texts, UserError, check_fields, exit_on_user_error, from_dict, read
-
-ROOT = Path(__file__).resolve().parent.parent
+from data.__main__ import DataConfig
+from explain import ExplainConfig
+from sample import SampleConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A command."""
 
-    # --- sizes ---
     n_layer: PositiveInt = 12  # transformer blocks
     rate: Annotated[float, Field(ge=0, lt=1)] = 0.1  # a fraction
     window: PositiveInt | None = None  # keys that a query sees
-    # --- the rest ---
     dtype: Literal["auto", "float32"] = "auto"  # of matrix products
     compile: bool | None = None  # torch.compile
     stream: bool = False  # print tokens as they come
@@ -43,78 +46,107 @@ class Config:
         check_fields(self)
 
 
-def config_file(tmp_path: Path, text: str, name: str = "c.py") -> str:
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    return str(tmp_path / name)
+ALIASES = {"blocks": "n_layer"}
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+VALID: dict[str, Any] = {
+    "n_layer": st.integers(1, 10**6),
+    "rate": st.floats(0, 1, exclude_max=True),
+    "window": st.none() | st.integers(1, 99),
+    "dtype": st.sampled_from(["auto", "float32"]),
+    "compile": st.none() | st.booleans(),
+    "stream": st.booleans(),
+    "name": NAMES.filter(lambda text: not text.startswith("~")),
+    "lengths": st.lists(st.none() | st.integers(1, 99), min_size=1).map(tuple),
+    "start": st.lists(NAMES, min_size=1).map(tuple),
+}
+WRONG: dict[str, Any] = {
+    "n_layer": st.integers(max_value=0) | st.floats(1.1, 1.9) | st.sampled_from(["abc", "none"]),
+    "rate": st.floats(1, 9) | st.floats(max_value=-1e-9) | st.just(float("nan")),
+    "window": st.integers(max_value=0) | st.just("all"),
+    "dtype": st.sampled_from(["int8", "Float32", "none"]),
+    "compile": st.sampled_from(["maybe", "2"]),
+    "stream": st.sampled_from(["none", "maybe"]),
+    "name": st.just(""),
+    "lengths": st.sampled_from(["1,,3", ",1", "1,", ",", "1,024", "256, 064", "+01", "1,abc", "0"]),
+}
+given_values = st.fixed_dictionaries({}, optional=VALID)
 
 
-@pytest.mark.parametrize(
-    "argv, expected",
-    [
-        (["--n_layer=3"], {"n_layer": 3}),
-        (["--n_layer", "3"], {"n_layer": 3}),
-        (["--n-layer=3"], {"n_layer": 3}),
-        (["--blocks=3"], {"n_layer": 3}),
-        (["--rate=0"], {"rate": 0.0}),
-        (["--rate=1e-3"], {"rate": 1e-3}),
-        (["--window=none"], {"window": None}),
-        (["--window=7"], {"window": 7}),
-        (["--compile=False"], {"compile": False}),
-        (["--compile"], {"compile": True}),
-        (["--compile=None"], {"compile": None}),
-        (["--stream", "--n_layer=2"], {"stream": True, "n_layer": 2}),
-        (["--stream", "false"], {"stream": False}),
-        (["--name=a=b, c"], {"name": "a=b, c"}),
-        (["--lengths=1,none,3"], {"lengths": (1, None, 3)}),
-        (["--lengths=1", "--lengths=2,3"], {"lengths": (1, 2, 3)}),
-        (["--start=Well, well", "--start=-x"], {"start": ("Well, well", "-x")}),
-    ],
-)
-def test_command_line(argv: list[str], expected: dict[str, Any]) -> None:
-    loaded = read(Config, argv, aliases={"blocks": "n_layer"})
-    assert loaded.settings == Config(**expected)
-    assert set(loaded.origins) == set(expected)
+def as_words(name: str, value: Any, spelling: str) -> list[str]:
+    """An option in one of its spellings."""
+    if name == "start":
+        return [word for text in value for word in as_words("", text, spelling.replace("{}", name))]
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    option = spelling.format(name)
+    return [f"{option}={text}"] if option.startswith("--") else [f"--{option.strip()}", text]
 
 
-def test_files_come_before_the_command_line(tmp_path: Path) -> None:
-    first = config_file(tmp_path, '"""Doc."""\nn_layer = 2 * 3\nrate = 1 / 4\nname = "a"\n', "a.py")
-    second = config_file(tmp_path, "name = 'b'\nlengths = [1, 2]\n", "b.py")
-    loaded = read(Config, [first, f"--config={second}", "--rate=0.5"])
-    assert loaded.settings == Config(n_layer=6, rate=0.5, name="b", lengths=(1, 2))
-    assert loaded.origins["n_layer"] == f"{first}:2"
-    assert loaded.origins["rate"] == "command line"
+def config_file(folder: Path, text: str, name: str = "c.py") -> str:
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+@settings(deadline=None)
+@given(given_values, given_values, st.sampled_from(["--{}", "{}"]))
+def test_a_file_and_the_command_line_are_what_was_written(in_file, on_line, spelling) -> None:
+    """The command line wins; each value has its place."""
+    lines = [f"{name} = {value!r}" for name, value in in_file.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        path = config_file(Path(folder), "\n".join(['"""Doc."""', "import time", *lines]))
+        words = [w for name, value in on_line.items() for w in as_words(name, value, spelling)]
+        loaded = read(Config, [*words, path])
+    assert loaded.settings == Config(**in_file | on_line)
+    places = {name: f"{path}:{3 + n}" for n, name in enumerate(in_file)}
+    assert loaded.origins == places | dict.fromkeys(on_line, "command line")
     report = "\n".join(loaded.report())
-    assert f"{second}:1" in report and "command line" in report and "window" not in report
+    for name, value in (in_file | on_line).items():
+        changed = value != getattr(Config, name)
+        assert bool(re.search(rf"^  {name} ", report, re.M)) == changed
+    assert loaded.notes == ()
 
 
-@pytest.mark.parametrize("words, compiled, stream", [
-    ("--compile 1", True, False), ("--compile off --stream ON", False, True),
-    ("--stream y --compile None", None, True), ("--stream 0 --compile c.py", True, False)])
-def test_a_word_after_a_switch_is_its_value(tmp_path: Path, words, compiled, stream) -> None:
-    file = config_file(tmp_path, "n_layer = 3\n")
-    config = read(Config, [file, *words.replace("c.py", file).split()]).settings
-    assert (config.n_layer, config.compile, config.stream) == (3, compiled, stream)
+@pytest.mark.parametrize("name", WRONG)
+@given(st.data())
+def test_a_wrong_value_is_named(name: str, data: st.DataObject) -> None:
+    value = data.draw(WRONG[name])
+    with pytest.raises(UserError) as told:
+        read(Config, [f"--{name}={value}"])
+    said = str(told.value)
+    assert f"--{name}" in said
+    assert repr(value) in said or str(value).rpartition(",")[2][:9] in said
+    with tempfile.TemporaryDirectory() as folder:
+        path = config_file(Path(folder), f"\n{name} = {value!r}\n")
+        if value == value and "," not in str(value):
+            with pytest.raises(UserError, match=re.escape(f"{path}:2")):
+                read(Config, [path])
 
 
-@pytest.mark.parametrize("value", ["1,,3", ",1", "1,", ",", "1,024", "256, 064", "+01", "12,-007"])
-def test_a_list_with_an_empty_place_or_a_leading_zero_is_refused(value: str) -> None:
-    with pytest.raises(UserError, match=re.escape(repr(value))):
-        read(Config, [f"--lengths={value}"])
-    assert read(Config, ["--lengths=10,100,none"]).settings.lengths == (10, 100, None)
+COMMANDS = [TrainConfig, SampleConfig, ExplainConfig, DataConfig, *MODES.values()]
 
 
-def test_a_file_with_texts_between_and_variables_of_its_own(tmp_path: Path) -> None:
-    """As exec() reads it in nanoGPT; a variable without effect leaves a note."""
-    text = '"""head"""\n"""\nn_layer = 99\n"""\ngpus = 2\nn_layer = 3 * gpus\nauthor = "me"\n'
-    first, names = config_file(tmp_path, text, "a.py"), {}
-    exec(text, names)
-    loaded = read(Config, [first, config_file(tmp_path, "window = 16 * gpus\n", "b.py")])
-    assert loaded.settings == Config(n_layer=names["n_layer"], window=16 * names["gpus"])
-    assert set(loaded.origins) == {"n_layer", "window"}
-    (note,) = loaded.notes
-    assert "author" in note and f"{first}:7" in note
-    with pytest.raises(UserError, match="gpus"):
-        read(Config, ["--gpus=2"])
+@pytest.mark.parametrize("cls", COMMANDS)
+def test_every_default_of_every_command_may_be_given(cls: type, tmp_path: Path) -> None:
+    """On the command line, in a file and in JSON."""
+    values = dataclasses.asdict(cls())
+    lines = [f"{name} = {value!r}\n" for name, value in values.items()]
+    given_values = [(name, value) for name, value in values.items() if value != ()]
+    words = [word for name, value in given_values for word in as_words(name, value, "--{}")]
+    assert read(cls, words).settings == cls() == from_dict(cls, json.loads(json.dumps(values)))
+    assert read(cls, [config_file(tmp_path, "".join(lines))]).settings == cls()
+
+
+@pytest.mark.parametrize("words, expected", [
+    ("--n-layer=3", {"n_layer": 3}), ("--blocks=3", {"n_layer": 3}),
+    ("--compile 1", {"compile": True}), ("--stream y --compile None", {"stream": True}),
+    ("--compile off --stream ON", {"compile": False, "stream": True}),
+    ("--stream --compile c.py", {"stream": True, "compile": True, "n_layer": 7}),
+    ("--lengths=1 --lengths=2,none", {"lengths": (1, 2, None)}),
+    ("--config=c.py --window=none", {"n_layer": 7}),
+])  # fmt: skip
+def test_other_spellings(tmp_path: Path, words: str, expected: dict[str, Any]) -> None:
+    file = config_file(tmp_path, "n_layer = 7\n")
+    loaded = read(Config, words.replace("c.py", file).split(), aliases=ALIASES)
+    assert loaded.settings == Config(**expected)
 
 
 def test_bare_words_of_a_command() -> None:
@@ -124,29 +156,26 @@ def test_bare_words_of_a_command() -> None:
         read(Config, ["a", "b"], positional="name")
 
 
-@pytest.mark.parametrize(
-    "text, named",
-    [
-        ("n_layers = 3\n", "'n_layer'"),  # the nearest name
-        ("n_layer = 0\n", "c.py:1: n_layer"),
-        ("n_layer = True\n", "n_layer"),
-        ("\nn_layer = 'three'\n", "c.py:2"),
-        ("n_layer = open('x')\n", "open"),
-        ("from os import *\n", "from os import"),
-        ("n_layer = __import__('os').getpid()\n", "__import__"),
-        ("n_layer = 2 * heads\n", "heads"),
-        ("n_layer = 2 * window\n", "c.py:1"),  # of the default, none
-        ("name = 'a' * 10**12\n", "c.py:1"),
-        ("n_layer = 9 ** 9 ** 9\n", "c.py:1"),
-        ("n_layer = \n", "c.py:1"),
-        ("n_layer = 1 / 0\n", "c.py:1"),
-        ("rate = 1e999\n", "rate"),
-        ("name = ''\n", "c.py:1: name"),
-    ],
-)
-def test_errors_in_a_file_name_their_place(tmp_path: Path, text: str, named: str) -> None:
-    with pytest.raises(UserError, match=named.replace("(", r"\(")):
-        read(Config, [config_file(tmp_path, text)])
+def test_a_variable_or_ignored_name_without_effect_leaves_a_note(tmp_path: Path) -> None:
+    """As exec() reads the file in nanoGPT."""
+    text = '"""\nn_layer = 99\n"""\ngpus = 2\nn_layer = 3 * gpus\nauthor = "me"\nsaving = False\n'
+    first, names = config_file(tmp_path, text, "a.py"), {}
+    exec(text, names)
+    argv = [first, config_file(tmp_path, "window = 16 * gpus\n", "b.py"), "--other=x"]
+    loaded = read(Config, argv, ignored={"saving": "why", "other": "because"})
+    assert loaded.settings == Config(n_layer=names["n_layer"], window=16 * names["gpus"])
+    assert set(loaded.origins) == {"n_layer", "window"}
+    notes = "\n".join(loaded.notes)
+    assert len(loaded.notes) == 3 and f"author is ignored ({first}:6)" in notes
+    assert "why" in notes and "because" in notes
+    with pytest.raises(UserError, match="gpus"):
+        read(Config, ["--gpus=2"])
+
+
+def test_a_typo_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
+    for argv in (["--n_layr=3"], [config_file(tmp_path, "n_layers = 3\n")]):
+        with pytest.raises(UserError, match=r"n_lay.*'(--)?n_layer'"):
+            read(Config, argv)
 
 
 @settings(deadline=None)  # it reads a file
@@ -158,99 +187,154 @@ def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) ->
     expected: dict[str, Any] = {"rate": Config.rate}
     exec("\n".join(lines), expected)
     with tempfile.TemporaryDirectory() as folder:
-        loaded = read(Config, [config_file(Path(folder), "import time\n" + "\n".join(lines))])
+        loaded = read(Config, [config_file(Path(folder), "\n".join(lines))])
     expected["lengths"] = tuple(expected["lengths"])
     assert {name: getattr(loaded.settings, name) for name in loaded.origins} == {
         name: expected[name] for name in ("n_layer", "window", "lengths", "rate", "name")
     }
 
 
-@pytest.mark.parametrize("first, line", [
+@pytest.mark.parametrize("line", [
+    "n_layer = open('x')", "from os import *", "n_layer = __import__('os').getpid()",
+    "n_layer = 2 * heads", "n_layer = 2 * window", "name = 'a' * 10**12", "n_layer = 9 ** 9 ** 9",
+    "n_layer = ", "n_layer = 1 / 0", "rate = 1e999", "n_layer = 1 << 10**12", "lengths = {1, 2}",
+    "n_layer = round(1, -10**9)", "lengths = [1] * 10**12", "lengths = [x for x in (1, 2)]",
+    "name = {'a': 1}", "name = b'x'",
+    "n_layer = lengths[0]", "name = f'{n_layer:9999999999}'", "n_layer += 1", "del n_layer",
+    "n_layer = " + "-" * 9999 + "1", "n_layer = " + "(" * 300 + "1" + ")" * 300,
+    "n_layer = 1" + " + 1" * 9999, "name = str(" * 3000 + "1" + ")" * 3000, "name = '\0'",
+    "name = f'" + "{name}" * 3000 + "'", "name = str([" + "name, " * 3000 + "])",
+    "# " + "x" * 10**6,
+])  # fmt: skip
+def test_what_a_file_cannot_have_is_one_error(tmp_path: Path, line: str) -> None:
+    path = config_file(tmp_path, f"\nname = 'abc' + {'b' * 9999!r}\n{line}\n")
+    with pytest.raises(UserError, match=re.escape(path)) as told:
+        read(Config, [path])
+    assert len(str(told.value)) < 500 + len(path)
+
+
+GROWING = [
     ("x = 'ab'", "x = x + x"), ("x = 'ab'", "x = f'{x}{x}'"), ("x = 3", "x = x * x"),
-    ("x = 1", "x = [x, x]"),
-])
-def test_a_value_that_doubles_in_each_line_is_refused(tmp_path: Path, first, line) -> None:
-    path = config_file(tmp_path, "\n".join([first, *[line] * 60, "name = str(x)"]))
-    with pytest.raises(UserError, match="x = "):
+    ("x = 3", "x = x ** 60"), ("x = 3.5", "x = [x, x]"), ("x = 1", "x = (x,)"),
+    ("x = 1", "x = str([x])"), ("x = [1]", "x = str(x) + str(x)"), ("x = 'a'", "x = str((x, x))"),
+    ("x = 1", "x = int(str(x) + str(x))"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first, line", GROWING)
+def test_a_value_that_grows_in_each_line_is_refused(tmp_path: Path, first, line) -> None:
+    path = config_file(tmp_path, "\n".join([first, *[line] * 4000, "name = str(x)"]))
+    with pytest.raises(UserError, match=re.escape(path)):
         read(Config, [path])
 
 
-def test_ignored_names_leave_a_note_and_no_origin(tmp_path: Path) -> None:
-    path = config_file(tmp_path, "n_layer = 5\nsaving = False\n")
-    loaded = read(Config, [path, "--other=x"], ignored={"saving": "why", "other": "because"})
-    assert set(loaded.origins) == {"n_layer"}
-    report = "\n".join(loaded.report())
-    assert f"{path}:2" in report and "why" in report and "because" in report
-
-
-def test_a_missing_config_file_suggests_a_near_one(tmp_path: Path, monkeypatch: Any) -> None:
-    config_file(tmp_path, "", "my_tiny_run.py")
-    with pytest.raises(UserError, match=str(tmp_path / "my_tiny_run.py")):
-        read(Config, [str(tmp_path / "my_tiny_rum.py")])
+def test_a_file_that_is_not_there_or_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for word in ("train_gpt2.py", "train_gpt2", "elsewhere/train_gpt2.py", "train_gtp2.py"):
-        with pytest.raises(UserError, match=r"'config/train_gpt2.py'"):
-            read(Config, [word])
+    with pytest.raises(UserError, match="/dev/zero"):
+        read(Config, ["/dev/zero"])
+    with pytest.raises(UserError, match=r"config/train_gpt2\.py"):  # the nearest one
+        read(Config, ["elsewhere/train_gtp2.py"])
 
 
-@pytest.mark.parametrize(
-    "argv, named",
-    [
-        (["--n_layr=3"], ["--n_layr", "--n_layer"]),
-        (["--n_layer=abc"], ["--n_layer", "abc"]),
-        (["--dtype=int8"], ["--dtype", "int8", "float32"]),
-        (["--lengths=1,abc"], ["--lengths", "abc"]),
-        (["--name="], ["--name", "''"]),
-        (["--n_layer=0"], ["--n_layer"]), (["--rate=1"], ["--rate"]),
-        (["--rate=nan"], ["--rate"]), (["--n_layer"], ["--n_layer"]),
-    ],
-)
-def test_mistakes_exit_with_2(argv: list[str], named: list[str], capsys: Any) -> None:
+@given(given_values)
+def test_settings_survive_json(values: dict[str, Any]) -> None:
+    config = Config(**values)
+    assert from_dict(Config, json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+@pytest.mark.parametrize("mapping", [{"unknown": 1}, {"n_layer": "3"}, {"n_layer": -1}, [1]])
+def test_saved_settings_are_checked(mapping: Any) -> None:
+    with pytest.raises(UserError, match=r"settings\.json"):
+        from_dict(Config, mapping)
+
+
+# --- the process ---
+
+
+@pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
+def test_a_mistake_is_one_line_of_rank_0_and_code_2(rank, lines, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as ended:
-        exit_on_user_error(lambda: read(Config, argv) and None)
+        exit_on_user_error(lambda: read(Config, ["--n_layer=\x1b[2J"]) and None)
     shown = capsys.readouterr()
-    assert ended.value.code == 2
-    assert all(word in shown.out + shown.err for word in named)
+    assert ended.value.code == 2 and shown.out == "" and shown.err.count("\n") == lines
+    assert "\x1b" not in shown.err
+
+
+def test_help_shows_comments_and_the_values_of_a_file(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read(Config, [config_file(tmp_path, "n_layer = 77\n"), "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "--n_layer" in shown and "transformer blocks" in shown and "77" in shown
+
+
+@pytest.mark.parametrize("program", ["train.py", "sample.py", "explain.py"])
+def test_help_needs_no_torch(program: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True,
+                          text=True, env=env)
+    assert done.returncode == 0 and "--init_from" in done.stdout
+
+
+RUN = "from core.settings import exit_on_user_error as run; run"
+
+
+def bash(line: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PY": sys.executable}
+    line = f"set -o pipefail; {line}"
+    return subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
-@pytest.mark.parametrize("to, code, said", [
-    ("| head -c 1", 1, ""), ("> /dev/full", 2, "cannot write"), ("> /dev/null 2>&-", 0, "")])
-def test_a_closed_pipe_is_quiet_and_a_full_disk_one_line(to: str, code: int, said: str) -> None:
-    program = "from core.settings import exit_on_user_error as run; run(lambda: print('x' * 99999))"
-    line = f'set -o pipefail; "{sys.executable}" -c "{program}" {to}'
-    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("to, code", [
+    ("| head -c 1", 1), ("> /dev/full", 2), ("> /dev/null 2>&-", 0)])
+def test_a_closed_pipe_is_quiet_and_a_full_disk_one_line(to: str, code: int) -> None:
+    done = bash(f"\"$PY\" -c \"{RUN}(lambda: print('x' * 99999))\" {to}")
     assert done.returncode == code and done.stderr.count("\n") == (code == 2)
-    assert said in done.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
 @pytest.mark.parametrize("to, out, err", [
     ("2> err | true", 0, 1), ("> /dev/full 2> err", 0, 1), ("2> /dev/full > out", 1, 0),
-    ("> /dev/full 2>&1", 0, 0), ("<&- >&- 2> /dev/full", 0, 0), ("2>&- | true", 0, 0),
-    ("<&- >&- 2>&-", 0, 0)])
+    ("> /dev/full 2>&1", 0, 0), ("<&- >&- 2> /dev/full", 0, 0), ("<&- >&- 2>&-", 0, 0)])
 def test_a_lasting_command_ends_well_without_its_streams(to, out, err, tmp_path: Path) -> None:
     """One warning on the other stream, and none in the files that it writes."""
-    program = """import sys, time; from core.settings import exit_on_user_error as run
+    program = """import sys, time
 def main():
     with open(sys.argv[1] + "/result", "w") as f:
         time.sleep(0.3)
         for i in range(3):
             print(i, flush=True), print(i, file=sys.stderr, flush=True)
         f.write("complete")
-run(main, lasting=True)"""
-    line = f"set -o pipefail; '{sys.executable}' -c '{program}' {tmp_path} "
+""" + f"{RUN}(main, lasting=True)"
     to = to.replace(" err", f" {tmp_path}/err").replace(" out", f" {tmp_path}/out")
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    assert subprocess.run(["bash", "-c", line + to], env=env).returncode == 0
+    assert bash(f"\"$PY\" -c '{program}' {tmp_path} {to}").returncode == 0
     texts = {p.name: p.read_text() for p in tmp_path.iterdir()}
     assert texts.pop("result") == "complete"
     assert [texts.get(name, "").count("WARNING") for name in ("out", "err")] == [out, err]
 
 
+@pytest.mark.parametrize("lasting", [True, False])
+def test_texts_steer_no_terminal_and_pipes_have_them_as_they_are(lasting: bool) -> None:
+    text = "a\x1b[31m\x9b2J\r\x07\x7f\t\u00e9\u4e00\n"
+    program = f"{RUN}(lambda: print({text!r}, end=''), lasting={lasting})"
+    how: Any = {"cwd": ROOT, "env": os.environ | {"PYTHONIOENCODING": "utf-8"}}
+    piped = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, **how)
+    assert piped.stdout == text.encode()
+    ours, theirs = pty.openpty()
+    subprocess.run([sys.executable, "-c", program], stdout=theirs, **how)
+    os.close(theirs)
+    shown = os.read(ours, 999).decode()
+    os.close(ours)
+    assert shown == "a\\x1b[31m\\x9b2J\\r\\x07\\x7f\t\u00e9\u4e00\r\n"  # the terminal adds \r
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("early", [True, False])
 def test_signals_are_one_line_and_their_exit_code(signum: int, early: bool) -> None:
+    """During the imports a signal ends the process; a shell has the same exit code."""
     program = f"""
 import os, time
 from dataclasses import dataclass
@@ -270,8 +354,8 @@ if {early}:
 exit_on_user_error(main)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    said = [line for line in done.stderr.splitlines() if line and not line.startswith("threads:")]
-    assert done.returncode == 128 + signum and len(said) == 1
+    lines = [x for x in done.stderr.splitlines() if x and not x.startswith("threads:")]
+    assert done.returncode == (-signum if early else 128 + signum) and len(lines) == (not early)
     assert done.stdout == ("" if early else "cleaned up\n")
 
 
@@ -286,64 +370,9 @@ sys.argv = ["attention"]; runpy.run_module("attention", run_name="__main__")"""
     *(["-m", "checkpoint", "export", "x"], ["-m", "bench.evaluate"], ["-c", MEASURING]),
 ])
 def test_an_interrupt_is_not_lost(argv: list[str], tmp_path: Path) -> None:
+    """Also where an import would catch it."""
     (tmp_path / "torch.py").write_text(KILL)
     env = os.environ | ({} if argv[0] == "-c" else {"PYTHONPATH": str(tmp_path)})
     argv = [sys.executable, *argv]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env)
-    assert (done.returncode, done.stderr.split()) == (130, ["interrupted"])
-
-
-def test_other_ranks_print_nothing(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit):
-        exit_on_user_error(lambda: read(Config, ["--n_layr=3"]) and None)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_help_shows_comments_and_the_values_of_a_file(tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        read(Config, [config_file(tmp_path, "n_layer = 77\n"), "--help"])
-    shown = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert "--n_layer" in shown and "transformer blocks" in shown and "77" in shown
-
-
-@pytest.mark.parametrize("program", ["train.py", "sample.py", "explain.py"])
-def test_help_needs_no_torch(program: str) -> None:
-    code = (
-        "import runpy, sys\n"
-        f"sys.argv = [{program!r}, '--help']\n"
-        "try:\n"
-        f"    runpy.run_path({program!r}, run_name='__main__')\n"
-        "except SystemExit as e:\n"
-        "    assert not e.code and 'torch' not in sys.modules\n"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert shown.returncode == 0
-    assert "--init_from" in shown.stdout
-
-
-values = st.fixed_dictionaries(
-    {},
-    optional={
-        "n_layer": st.integers(1, 10**6),
-        "rate": st.floats(0, 1, exclude_max=True),
-        "window": st.none() | st.integers(1, 99),
-        "compile": st.none() | st.booleans(),
-        "name": st.text(),
-        "lengths": st.lists(st.none() | st.integers(1, 99)).map(tuple),
-        "start": st.lists(st.text()).map(tuple),
-    },
-)
-
-
-@given(values)
-def test_settings_survive_json(given_values: dict[str, Any]) -> None:
-    config = Config(**given_values)
-    assert from_dict(Config, json.loads(json.dumps(dataclasses.asdict(config)))) == config
-
-
-@pytest.mark.parametrize("mapping", [{"unknown": 1}, {"n_layer": "3"}, {"n_layer": -1}, [1]])
-def test_saved_settings_are_checked(mapping: Any) -> None:
-    with pytest.raises(UserError, match=r"settings\.json"):
-        from_dict(Config, mapping)
+    assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr

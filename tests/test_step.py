@@ -1,16 +1,9 @@
-"""What a training step costs beside its mathematics: copies, casts, waits, breaks.
-
-A real step of train.py on a small GPT is watched operator by operator; the counts are exact, and
-each that is not zero says why. They are guards: an added copy makes a test fail, and one that was
-saved asks for its line here to go. What they count holds on every device where PyTorch takes the
-same operators: the casts and the views do, the kernels' own inside does not.
-"""
+"""A training step beside its mathematics: waits for the device, and breaks of its graph."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -23,7 +16,6 @@ import torch._dynamo
 from conftest import few
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import train
 from core.distributed import DistInfo
@@ -32,11 +24,7 @@ from core.settings import Loaded
 from model import GPT, GPTConfig
 from train import TrainConfig, train_step
 
-# No size of an activation is one of a weight: B, T and B T occur in no weight but the positions.
 B, T, L, C, V = 3, 20, 2, 32, 80
-N = B * T
-
-COPIES = ("clone", "copy_", "_to_copy", "cat", "repeat", "expand_copy", "contiguous")
 KINDS = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "autocast")]
 kinds = pytest.mark.parametrize("dtype, residual", few(KINDS), ids=map(" ".join, KINDS))
 
@@ -45,41 +33,18 @@ def name_of(function: Any) -> str:
     return str(function).removeprefix("aten.").partition(".")[0]
 
 
-def kind_of(t: Tensor) -> str | None:
-    """How it is counted: "1x" for (N, C), "3x", "logits", "weight"; None for what is small."""
-    if t.shape[:1] in ((B,), (N,)) and t.numel() >= N * C:
-        return "logits" if t.shape[-1] == V else f"{t.numel() // (N * C)}x"
-    return "weight" if t.dim() == 2 and t.numel() >= C * C and N not in t.shape else None
-
-
 class Watch(TorchDispatchMode):
-    """Counts what is made of every operator. It holds no tensor: a gradient that somebody holds
-    is copied where it else would be taken."""
+    """Notes which numbers the host reads, by where they lie."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies: Counter[str] = Counter()  # "cat 3x", "float32 -> bfloat16 weight"
-        self.reads: list[int] = []  # by the host, where the number lies
-        self.attended: list[tuple[Any, ...]] = []
+        self.reads: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        name = name_of(function)
-        taken = [t for t in tree_leaves(args) if isinstance(t, Tensor) and not t.is_sparse]
-        if name == "_local_scalar_dense":
-            self.reads.append(taken[0].data_ptr())
-        if "scaled_dot_product" in name and "backward" not in name:
-            self.attended.append(tuple(
-                (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), t.stride())
-                for t in taken[:3]))
-        for t in tree_leaves(out):
-            if not isinstance(t, Tensor) or t.is_sparse or (kind := kind_of(t)) is None:
-                continue
-            if name in COPIES:
-                source, to = (str(x.dtype).removeprefix("torch.") for x in (taken[-1], t))
-                self.copies[f"{source} -> {to} {kind}" if source != to else f"{name} {kind}"] += 1
-        return out
+        if name_of(function) == "_local_scalar_dense":
+            self.reads.append(args[0].data_ptr())
+        return function(*args, **(kwargs or {}))
 
 
 class Step:
@@ -111,65 +76,6 @@ class Step:
             loss = self()
         assert math.isfinite(loss)
         return watch
-
-
-# ----------------------------------------------------------------------------- copies and casts
-
-JOINED = {"cat 3x": L}  # the gradients of q, k and v: the kernel's backward makes three tensors
-
-WEIGHTS = {  # autocast: each weight of a product as bfloat16, and its gradient back
-    "float32 -> bfloat16 weight": 4 * L + 1,  # once a micro-batch; 1: the head's
-    "bfloat16 -> float32 weight": 4 * L + 1,
-}
-LOSS = {
-    "bfloat16 -> float32 logits": 1,  # log_softmax in float32; on CUDA it casts while it reads
-    "float32 -> bfloat16 logits": 1,  # their gradient, for the two products
-    "bfloat16 -> float32 1x": 1,  # the gradient of x, scaled in float32
-}
-COPIED = {
-    "float32 float32": JOINED,
-    "bfloat16 float32": {
-        **JOINED,
-        **WEIGHTS,
-        **LOSS,
-        # Forward after each norm but the last, which the head casts; backward where the gradient
-        # of the residual stream goes into a branch.
-        "float32 -> bfloat16 1x": (2 * L + 1) + 2 * L,
-        "bfloat16 -> float32 1x": LOSS["bfloat16 -> float32 1x"] + 2 * L,  # back to the norms
-    },
-    "bfloat16 autocast": {
-        **JOINED,
-        **WEIGHTS,
-        **LOSS,
-        "float32 -> bfloat16 1x": 1 + 1,  # after the embeddings; the gradient from the head
-        "bfloat16 -> float32 1x": LOSS["bfloat16 -> float32 1x"] + 1,  # back to the embeddings
-    },
-}
-
-
-@kinds
-def test_the_copies_of_a_step(dtype, residual):
-    assert dict(Step(dtype, residual).watched().copies) == COPIED[f"{dtype} {residual}"]
-
-
-def test_a_micro_batch_has_the_copies_of_a_step():
-    """Summing up gradients copies nothing."""
-    once, four = (Step("float32", "float32", micro).watched().copies for micro in (1, 4))
-    assert four == Counter({k: 4 * n for k, n in once.items()})
-
-
-# ----------------------------------------------------------------------------- attention's inputs
-
-
-@kinds
-@pytest.mark.parametrize("n_kv_head", [2, 1])
-def test_q_k_and_v_are_views_of_one_projection(dtype, residual, n_kv_head):
-    watch = Step(dtype, residual, n_kv_head=n_kv_head).watched()
-    size, width = (4 if dtype == "float32" else 2), C + 2 * n_kv_head * C // 2
-    assert len(watch.attended) == L
-    for q, k, v in watch.attended:
-        assert q[0] == k[0] == v[0] and {x[1] for x in (q, k, v)} == {size * N * width}
-        assert {x[2] for x in (q, k, v)} == {(T * width, C // 2, width, 1)}
 
 
 # ----------------------------------------------------------------------------- waits

@@ -15,6 +15,7 @@ from __future__ import annotations
 import platform
 from contextlib import nullcontext
 from functools import cache
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -23,35 +24,34 @@ from torch import Tensor
 
 from attention.function import once
 from attention.machine.system import bfloat16_units, cpu_name
-from core.loss import Context, Head, linear_cross_entropy
+from core.loss import Head, linear_cross_entropy
+
+# float32 products by oneDNN; by oneDNN for four rows or more, without gradients (decoding); or as
+# PyTorch has them.
+Float32 = Literal["onednn", "few", "mkl"]
 
 
-def convert(model: nn.Module, float32: bool = True) -> None:
-    """Give the layers of `model` the faster forward passes; float32=True: oneDNN's products too."""
+def convert(model: nn.Module, float32: Float32 = "onednn") -> None:
+    """Give the layers of `model` the faster products, in bfloat16 too."""
     tied = all(m.weight is None for m in model.modules() if isinstance(m, Head))
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
-            module.__class__ = Linear if float32 else HalfLinear
+            module.__class__ = Linear
+            module.float32 = float32  # type: ignore[assignment]
+        elif type(module) is Head:
+            module.__class__ = OneDNNHead
+            module.float32 = float32  # type: ignore[assignment]
         elif type(module) is nn.Embedding and name.endswith("wte") and tied:
             module.__class__ = Embedding
-        elif type(module) is Head and float32:
-            module.__class__ = OneDNNHead
 
 
-class HalfLinear(nn.Linear):
-    """nn.Linear whose bfloat16 products under autocast are half_product()'s."""
+class Linear(nn.Linear):
+    """nn.Linear by linear()."""
+
+    float32: Float32
 
     def forward(self, x: Tensor) -> Tensor:
-        half = torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
-        if not half or torch.get_autocast_dtype("cpu") != torch.bfloat16 or _compiling():
-            return super().forward(x)
-        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        return _Linear.apply(x.to(torch.bfloat16), self.weight, bias)
-
-
-class Linear(HalfLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if _plain(x) else linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.float32)
 
 
 class Embedding(nn.Embedding):
@@ -68,20 +68,18 @@ class Embedding(nn.Embedding):
 class OneDNNHead(Head):
     """The head by linear(), and the loss with the switch on around its products."""
 
+    float32: Float32
+
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, weight, None)
+        return linear(x, weight, None, self.float32)
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        switch = nullcontext if _plain(x) or _compiling() else onednn
+        plain = x.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or _compiling()
+        switch = nullcontext if plain or self.float32 != "onednn" else onednn
         return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), switch)
 
 
 _compiling = torch.compiler.is_compiling
-
-
-def _plain(x: Tensor) -> bool:
-    """True if oneDNN's float32 products do not apply."""
-    return x.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
 
 
 class onednn:
@@ -103,30 +101,34 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear by oneDNN, with its gradients; x (..., K), weight (N, K), float32 -> (..., N)."""
-    if _plain(x):
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, float32: Float32 = "onednn") -> Tensor:
+    """F.linear and its gradients; x (..., K), weight (N, K) -> (..., N).
+
+    float32 by oneDNN's operator: for eight rows MKL takes 2.7 times as long as for one, oneDNN 1.6
+    times. Under autocast to bfloat16 by half_product().
+    """
+    grad = torch.is_grad_enabled()
+    if torch.is_autocast_enabled("cpu"):
+        half = torch.get_autocast_dtype("cpu") == torch.bfloat16
+        if not (half and grad) or _compiling():
+            return F.linear(x, weight, bias)
+        return _Linear.apply(x.bfloat16(), weight, None if bias is None else bias.bfloat16())
+    few = float32 == "few" and (grad or _compiling() or x.numel() < 4 * x.shape[-1])
+    if x.dtype != torch.float32 or float32 == "mkl" or few:
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled():
-        return _Linear.apply(x, weight, bias)
-    return _linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias) if grad else _linear(x, weight, bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _compiling():
         return torch.ops.nanoattn.linear(x, weight, bias)
     if x.dtype == torch.float32:
-        return product(x, weight, bias)
+        bias = None if bias is None else bias.contiguous()  # the operator ignores its stride
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     y = half_product(x.reshape(-1, x.shape[-1]), weight.t())
     if bias is not None:
         y += bias
     return y.view(*x.shape[:-1], weight.shape[0])
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear by oneDNN, float32, without gradients; x (..., K), weight (N, K) -> (..., N)."""
-    bias = None if bias is None else bias.contiguous()  # the operator ignores its stride
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
@@ -136,13 +138,13 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight = weight.to(x.dtype)
         ctx.save_for_backward(x, weight)
         return _linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         inputs = dy, *ctx.saved_tensors
         dy, x, weight = (t.detach() for t in inputs)
         want_x, want_w, want_b = ctx.needs_input_grad
@@ -178,41 +180,6 @@ _LIBRARY.impl("linear", _linear, "CPU")
 _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), "Meta")
 
 
-# --- a few rows, without gradients: a decode step of several texts ---
-
-
-def for_inference(model: nn.Module) -> None:
-    """Give layers that convert() has not swapped the fastest product of a few rows (decoding)."""
-    if why_missing() or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = FewLinear
-        elif type(module) is Head:
-            module.__class__ = FewHead
-
-
-class FewLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return few_rows(x, self.weight, self.bias)
-
-
-class FewHead(Head):
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return few_rows(x, weight, None)
-
-
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, in float32 by oneDNN from four rows on; x (..., K), weight (N, K) -> (..., N).
-
-    For eight rows MKL takes 2.7 times as long as for one, oneDNN 1.6 times.
-    """
-    few = x.numel() < 4 * x.shape[-1] or _plain(x) or torch.is_grad_enabled()
-    if few or torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
-    return product(x, weight, bias)
-
-
 @cache
 def exact() -> bool:
     """True if oneDNN's error against float64 is float32's: it does not round to bfloat16."""
@@ -227,6 +194,11 @@ def why_missing() -> str | None:
     """The reason why this build of PyTorch cannot use oneDNN, or None."""
     known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return None if known else "this PyTorch has no oneDNN"
+
+
+def few_rows_pay() -> bool:
+    """True if oneDNN's product of a few rows is the faster one (decoding)."""
+    return not why_missing() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _amd() -> bool:
