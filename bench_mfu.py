@@ -30,12 +30,11 @@ from core.settings import Loaded, UserError, exit_on_user_error
 if __name__ == "__main__":
     terminal.end_at_once()
 
-from bench import Json, parts, qualify, record, report, rounds, runs, tables
-from bench.begin import begin
+from bench import Json, compare, qualify, record, report, rounds
+from bench.job import begin
 from bench.plan import planned
-from bench.results import Progress
 from bench.settings import MODES, load_config
-from bench.workers import Failure, Stop
+from bench.workers import Failure, Progress, Stop
 from core.runtime import StopSignal, pick_device
 
 MINUTES_ON_CUDA = 10.0
@@ -87,7 +86,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
             raise UserError(f"nothing can be measured on {device}{given}: {e}") from None
         if recorded := whole or config.record is not None:
             record.write(folder(), content)
-    show(content)
+    print(report.terminal(content))
     if recorded:
         print(f"record: {folder()}")
     if config.json:
@@ -96,25 +95,6 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
         return stop.code or int(qualify.failed(content))
     failed = mode == "converge" and any(r.get("verdict") == "FAIL" for r in content["rows"])
     return stop.code or int(failed or not any(r["status"] == "ok" for r in content["rows"]))
-
-
-def show(content: Json) -> None:
-    """Print the tables, each with a line that explains its headers, and the conclusions."""
-    print(report.title(content))
-    if "incomplete" in content:
-        print(f"incomplete: {content['incomplete']}")
-    for name, value in report.facts(content).items():
-        if name not in ("command", "date", "commit", "device", "software"):
-            print(f"{name}: {value}")
-    if why := content.get("reference", {}).get("why"):
-        print(f"no reference: {why}")
-    if content["mode"] != "qualify":  # its tables are in the record
-        notes = {mode.TITLE: mode.NOTES for mode in report.MODES.values()}
-        for name, made in report.sections(content):
-            print(f"\n{name}\n{tables.markdown(made)}")
-            if note := notes.get(name, parts.NOTES if name.startswith("A step of ") else ""):
-                print(f"\n{note}")
-    print("", *content["answers"], sep="\n")
 
 
 def main(argv: list[str]) -> int:
@@ -128,7 +108,7 @@ def main(argv: list[str]) -> int:
         print(*(f"  {name:<9} {kind.__doc__}" for name, kind in MODES.items()), "", sep="\n")
     loaded = load_config(rest, mode)
     if mode in ("plan", "runs"):
-        return (planned if mode == "plan" else runs).run(loaded.settings)
+        return (planned.run if mode == "plan" else compare.runs)(loaded.settings)
     return measure(mode or "train", rest, loaded)
 
 

@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from bench import ROOT, Json, report, tables
 from bench.hf import model_of
@@ -27,9 +28,13 @@ INTRO = """All records in [bench/records](../bench/records), written by `python 
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
 compare the same work where heading and columns left of "machine" are equal. "~" is noisy, "*" has \
 a remark below. A column "peak" names the source of a peak that was not measured there."""
-Part = Json  # a record, or a stage of one
-Table = dict[str, tables.Cells]  # by what is done
 Line = dict[str, str]  # a cell by its column
+FIGURES = {  # columns right of "machine", of the records' own tables
+    "train": ("tok/s", "ms/step", "quartiles", "mfu", "causal"),
+    "kernel": ("TFLOP/s", "of peak", "both ms", "quartiles"),
+    "decode": ("tok/s", "ms/token", "quartiles", "mbu"),
+    "converge": ("final loss", "off", "verdict"),
+}
 
 
 def main(argv: list[str]) -> int:
@@ -39,9 +44,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="verify, write nothing")
     parser.add_argument("--records_dir", type=Path, help="verify another folder's, write nothing")
     given = parser.parse_args(argv)
-    found, problems = load(given.records_dir or FOLDER)
-    for name, content in found.items():
-        problems += [f"{name}: {why}" for why in verify(content)]
+    folder: Path = given.records_dir or FOLDER
+    found: dict[str, Json] = {}
+    problems = []
+    for path in sorted(p for p in folder.glob("*") if p.is_dir()):
+        try:
+            found[path.name] = json.loads((path / "record.json").read_text(encoding="utf-8"))
+            problems += [f"{path.name}: {why}" for why in verify(found[path.name])]
+        except (OSError, ValueError) as e:
+            problems.append(f"{path.name}: cannot read record.json ({e})")
+    problems = problems or [f"no records in {folder}"] * (not found)
     if not problems and not given.records_dir:
         text = page(found)
         if not given.check:
@@ -52,47 +64,53 @@ def main(argv: list[str]) -> int:
     return 1 if problems else 0
 
 
-def load(folder: Path) -> tuple[dict[str, Part], list[str]]:
-    """Return the records by folder name, and a sentence for each unreadable one."""
-    found, problems = {}, []
-    for path in sorted(p for p in folder.glob("*") if p.is_dir()):
-        try:
-            content = json.loads((path / "record.json").read_text(encoding="utf-8"))
-            if not isinstance(content, dict):
-                raise ValueError("not an object")
-            found[path.name] = content
-        except (OSError, ValueError) as e:
-            problems.append(f"{path.name}: cannot read record.json ({e})")
-    return found, problems or [f"no records in {folder}"] * (not found)
+def page(found: dict[str, Json]) -> str:
+    """Return the page of the records by folder name."""
+    machines: dict[str, str] = {}  # short names
+    remarks, links = [], []
+    groups: dict[tuple[str, str], list[tuple[Any, Line]]] = {}
+    for number, (name, content) in enumerate(found.items(), 1):
+        ours = bool({"rows", "stages"} & content.keys())
+        links.append(f"[{number}]: ../bench/records/{name}/README.md")
+        if doubt := doubts(content) if ours else "other work":
+            remarks.append(f"- [{name}][{number}]: {doubt}")
+        for part in report.sections_of(content) if ours else ():
+            short = machines.setdefault(part["machine"]["about"], f"M{len(machines) + 1}")
+            for row in (r for r in part["rows"] if r["status"] == "ok"):
+                what = work(row, part)
+                line = {**what, "machine": short, **figures(row, part)}
+                line["record"] = f"[{part['date'][:10]}{'*' if doubt else ''}][{number}]"
+                order = [by_value(cell) for cell in what.values()], short, row["ms"]
+                groups.setdefault((row["mode"], heading(row, part)), []).append((order, line))
+    named = "; ".join(f"{short}: {about}" for about, short in machines.items())
+    text = ["# The board", INTRO, f"Machines: {named}."]
+    for mode in FIGURES:
+        of_mode = {what: group for (own, what), group in sorted(groups.items()) if own == mode}
+        text += [f"## {report.MODES[mode].TITLE}"] * bool(of_mode)
+        for title, group in of_mode.items():
+            lines = [line for _, line in sorted(group, key=lambda item: item[0])]
+            head = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
+            cells = [[line[name] for name in head] for line in lines]
+            text += [f"### {title}", tables.markdown((head, cells))]
+    text += ["## Remarks", "\n".join(remarks)] if remarks else []
+    return "\n\n".join([*text, "\n".join(links)]) + "\n"
 
 
-# --- the tables ---
-
-# Columns right of "machine", of the records' own tables.
-FIGURES = {
-    "train": ("tok/s", "ms/step", "quartiles", "mfu", "causal"),
-    "kernel": ("TFLOP/s", "of peak", "both ms", "quartiles"),
-    "decode": ("tok/s", "ms/token", "quartiles", "mbu"),
-    "converge": ("final loss", "off", "verdict"),
-}
+def by_value(cell: str) -> tuple[float, str]:
+    """Return a sort key for cells: numbers by value."""
+    digits = cell.replace(",", "")
+    return (float(digits), "") if digits.isdecimal() else (0.0, cell)
 
 
-def work(row: Row, part: Part) -> Line:
-    """Return the columns left of "machine", which with the heading define the work."""
-    mode, p, s = row["mode"], row["point"], part["settings"]
-    compiled = "yes" if row.get("compiled", s.get("compile") is True) else "no"
-    if mode == "kernel":
-        return {"tokens": f"{p['T']:,}", "sequences": str(p["B"])}
-    if mode == "decode":
-        sizes = {"prompt": str(p["P"]), "new": str(p["new_tokens"])}
-        sizes |= {"sequences": str(row.get("batch_size", p["B"]))}
-        return {**sizes, "cache": tables.cache(row), "compiled": compiled}
-    sequences = row.get("batch_size", s["batch_size"]) * s["gradient_accumulation_steps"]
-    sizes = {"tokens": f"{s['block_size']:,}", "sequences": str(sequences)}
-    return {**sizes, "compiled": compiled} if mode == "train" else sizes
+def doubts(part: Json) -> str:
+    if part["format"] == 1:
+        return "old: causality not tested"
+    found = [] if part.get("complete", True) else ["incomplete"]
+    found += ["uncommitted code"] if part["dirty"] else ["no commit"] * (not part["commit"])
+    return ", ".join(found)
 
 
-def heading(row: Row, part: Part) -> str:
+def heading(row: Row, part: Json) -> str:
     """Return the title of a row's table: sizes and dtype."""
     m, p, s, dtype = model_of(part), row["point"], part["settings"], part["machine"]["dtype"]
     if row["mode"] == "kernel":
@@ -101,8 +119,8 @@ def heading(row: Row, part: Part) -> str:
         return f"{p['H']} heads of {p['D']}{shared}{window}, {dtype}"
     windows = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
     shared = f" ({m.kv_heads} for keys)" if m.kv_heads != m.n_head else ""
-    wanted, kind = s.get("residual_dtype", "float32"), part["machine"]["kind"]
-    residual = decide_residual(wanted, kind, dtype)
+    kind = part["machine"]["kind"]
+    residual = decide_residual(s.get("residual_dtype", "float32"), kind, dtype)
     words = {
         part.get("hf", {}).get("name", ""): "hf" in part,
         f"{m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads{shared}": True,
@@ -118,43 +136,22 @@ def heading(row: Row, part: Part) -> str:
     return ", ".join(word for word, on in words.items() if on)
 
 
-def doubts(part: Part) -> str:
-    if part["format"] == 1:
-        return "old: causality not tested"
-    found = [] if part.get("complete", True) else ["incomplete"]
-    found += ["uncommitted code"] if part["dirty"] else ["no commit"] * (not part["commit"])
-    return ", ".join(found)
+def work(row: Row, part: Json) -> Line:
+    """Return the columns left of "machine", which with the heading define the work."""
+    mode, p, s = row["mode"], row["point"], part["settings"]
+    compiled = {"compiled": "yes" if row.get("compiled", s.get("compile") is True) else "no"}
+    if mode == "kernel":
+        return {"tokens": f"{p['T']:,}", "sequences": str(p["B"])}
+    if mode == "decode":
+        sizes = {"prompt": str(p["P"]), "new": str(p["new_tokens"])}
+        sizes |= {"sequences": str(row.get("batch_size", p["B"])), "cache": tables.cache(row)}
+        return sizes | compiled
+    sequences = row.get("batch_size", s["batch_size"]) * s["gradient_accumulation_steps"]
+    sizes = {"tokens": f"{s['block_size']:,}", "sequences": str(sequences)}
+    return sizes | (compiled if mode == "train" else {})
 
 
-def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], dict[str, str]]:
-    """Return the tables by mode and work, the machines by short name, and remarks on records."""
-    machines: dict[str, str] = {}
-    remarks: dict[str, str] = {}
-    groups: dict[tuple[str, str], list[tuple[tuple[object, ...], Line]]] = {}
-    for number, (name, content) in enumerate(found.items(), 1):
-        ours = bool({"rows", "stages"} & content.keys())
-        if doubt := doubts(content) if ours else "other work":
-            remarks[f"[{name}][{number}]"] = doubt
-        for part in report.sections_of(content) if ours else ():
-            link = f"[{part['date'][:10]}{'*' if doubt else ''}][{number}]"
-            machine = machines.setdefault(part["machine"]["about"], f"M{len(machines) + 1}")
-            for row in (r for r in part["rows"] if r["status"] == "ok"):
-                done = work(row, part)
-                order = ([by_value(cell) for cell in done.values()], machine, row["ms"])
-                made = {**done, "machine": machine, **figures(row, part), "record": link}
-                groups.setdefault((row["mode"], heading(row, part)), []).append((order, made))
-    by_mode: dict[str, Table] = {}
-    for mode in FIGURES:
-        for (of_mode, what), group in sorted(groups.items()):
-            if of_mode == mode:
-                lines = [line for _, line in sorted(group, key=lambda one: one[0])]
-                head = [title for title in lines[0] if any(line[title] != "-" for line in lines)]
-                table = head, [[line[title] for title in head] for line in lines]
-                by_mode.setdefault(report.MODES[mode].TITLE, {})[what] = table
-    return by_mode, machines, remarks
-
-
-def figures(row: Row, part: Part) -> Line:
+def figures(row: Row, part: Json) -> Line:
     """Return the columns between "machine" and "record"."""
     cells = dict(report.MODES[row["mode"]].COLUMNS)
     made = {"kernel": f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")}
@@ -163,27 +160,6 @@ def figures(row: Row, part: Part) -> Line:
     source = re.split("[: ]", part["machine"]["peak_source"])[0]
     error = row.get("error_out", (row.get("proof") or {}).get("error"))
     return made | {"peak": re.sub("^measured,?", "-", source), "error": tables.error(error)}
-
-
-def by_value(cell: str) -> tuple[float, str]:
-    """Return a sort key for cells: numbers by value."""
-    digits = cell.replace(",", "")
-    return (float(digits), "") if digits.isdecimal() else (0.0, cell)
-
-
-def page(found: dict[str, Part]) -> str:
-    sections, machines, remarks = board(found)
-    named = "; ".join(f"{short}: {about}" for about, short in machines.items())
-    text = ["# The board", INTRO, f"Machines: {named}."]
-    for title, by_work in sections.items():
-        text.append(f"## {title}")
-        for what, cells in by_work.items():
-            text += [f"### {what}", tables.markdown(cells)]
-    if remarks:
-        text += ["## Remarks", "\n".join(f"- {link}: {why}" for link, why in remarks.items())]
-    links = (f"[{i}]: ../bench/records/{name}/README.md" for i, name in enumerate(found, 1))
-    text.append("\n".join(links))
-    return "\n\n".join(text) + "\n"
 
 
 if __name__ == "__main__":

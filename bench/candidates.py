@@ -1,6 +1,6 @@
-"""Candidates: our model with one backend, and rivals of the same size in the same rounds.
+"""Candidates in their process: our model with one backend, and nanoGPT's of the same size.
 
-transformers' GPT-2 always has biases; its MFU uses the same FLOPs as all others.
+A candidate builds, steps and generates; transformers' models are in hf.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,36 +19,53 @@ import attention
 import train
 from attention import Resolution
 from attention.machine.system import synchronize
-from bench import Json, hf
-from bench.job import Job
-from checkpoint import families
+from bench import Json, load
 from core.cpu import int8
 from core.optimizer import build_optimizer
-from core.settings import UserError
+from core.options import TrainConfig
+from core.runtime import dtype_name
+from core.settings import UserError, from_dict
 from inference import engine
 from inference.sampling import Stats
-from model import GPTConfig
+from model import GPT, GPTConfig
 
 Mark = Callable[[str], None]
 Times = tuple[float, float, int]  # of Candidate.write()
 
 
+class Job:
+    """Settings, device and model of a job in its process; seeded."""
+
+    def __init__(self, job: Json, **changes: Any) -> None:
+        self.config = replace(from_dict(TrainConfig, job["train"]), **changes)
+        self.vocab_size = job["vocab_size"]
+        self.hf = job["hf"]  # config of a model of transformers, or None
+        self.device = torch.device(job["device"])
+        self.setup = self.config.setup(self.device)
+        self.dtype = dtype_name(self.setup.dtype)
+        torch.manual_seed(self.config.seed)
+
+    def model(self, cast: bool = False) -> GPT:
+        """Return a new model on the device, in float32 unless `cast`."""
+        config = self.config
+        model = self.setup.place(GPT(GPTConfig.of(config, self.vocab_size), config.policy), cast)
+        model.gradient_checkpointing = config.gradient_checkpointing
+        model.residual_autocast = self.setup.residual == "autocast"
+        return model
+
+    def random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
+        """Return n sequences, the same for every backend, and their targets: (n, T) int64 each."""
+        draw = torch.Generator().manual_seed(self.config.seed)
+        tokens = torch.randint(self.vocab_size, (n, self.config.block_size + 1), generator=draw)
+        x, y = tokens[:, :-1], tokens[:, 1:]
+        return x.contiguous().to(self.device), y.contiguous().to(self.device)
+
+
 def build(rival: str, job: Job) -> Candidate:
-    """Build our model or a rival. Raises UserError for what it does not support."""
-    name, _, what = rival.partition("=")
-    if not name:
-        return Ours(job)
-    config = job.config
-    wanted = {"gradient_checkpointing": config.gradient_checkpointing}
-    if name == "nanogpt":
-        modern = "position", "norm", "mlp", "qk_norm", "tied"
-        wanted |= {n: getattr(config, n) != getattr(GPTConfig, n) for n in modern}
-        wanted["attention_window"] = any(config.attention_window)
-        wanted["n_kv_head"] = config.n_kv_head not in (None, config.n_head)
-        wanted["gelu=tanh"] = config.gelu == "tanh"
-    if lacks := [k for k, v in wanted.items() if v]:
-        raise UserError(f"it does not support {' and '.join(lacks)}")
-    return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
+    """Build our model, or "MODULE:CLASS=WHAT". Raises UserError for what it does not support."""
+    kind, _, what = rival.partition("=")
+    candidate: Candidate = load(kind or "bench.candidates:Ours")(what, job)
+    return candidate
 
 
 class Candidate:
@@ -60,8 +77,14 @@ class Candidate:
     optimizer: torch.optim.AdamW
     as_reference = False  # has the weights of the reference, so that losses compare
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, what: str, job: Job) -> None:
         self.job, self.setup, self.config = job, job.setup, job.config
+        if lacks := [name for name, used in self.unsupported().items() if used]:
+            raise UserError(f"it does not support {' and '.join(lacks)}")
+
+    def unsupported(self) -> Json:
+        """Return {option: True if it is used} of the options that the model lacks."""
+        return {}
 
     def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
         self.scaler = scaler
@@ -93,9 +116,11 @@ class Candidate:
     @property
     def parameters(self) -> int:
         """N of core/flops.py: without the position embeddings."""
-        if self.job.hf:
-            return hf.parameters(self.model)
         return sum(p.numel() for name, p in self.model.named_parameters() if "wpe" not in name)
+
+    def gradient_norm(self) -> float:
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).float()))
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
         """Continue `prompt`, (B, T) int64, by `new` tokens; more: options of our engine.
@@ -182,7 +207,7 @@ class NanoGPT(Candidate):
     title = "nanoGPT"
 
     def __init__(self, path: str, job: Job) -> None:
-        super().__init__(job)
+        super().__init__(path, job)
         spec = importlib.util.spec_from_file_location("nanogpt_model", path)
         assert spec and spec.loader
         theirs = importlib.util.module_from_spec(spec)
@@ -192,6 +217,14 @@ class NanoGPT(Candidate):
         sizes = {name: getattr(self.config, name) for name in same}
         config = theirs.GPTConfig(vocab_size=job.vocab_size, **sizes)
         self.model = theirs.GPT(config).to(job.device)
+
+    def unsupported(self) -> Json:
+        config, modern = self.config, ("position", "norm", "mlp", "qk_norm", "tied")
+        found = {n: getattr(config, n) != getattr(GPTConfig, n) for n in modern}
+        found["attention_window"] = any(config.attention_window)
+        found["n_kv_head"] = config.n_kv_head not in (None, config.n_head)
+        found["gradient_checkpointing"] = config.gradient_checkpointing
+        return found | {"gelu=tanh": config.gelu == "tanh"}
 
     def make_optimizer(self) -> torch.optim.AdamW:
         c = self.config
@@ -209,55 +242,9 @@ class NanoGPT(Candidate):
             began.append(time.perf_counter())
 
         # Without a streamer: each call of the model means one more token.
-        hook = self.model.register_forward_pre_hook(note)
-        try:
+        with self.model.register_forward_pre_hook(note):
             text = self.model.generate(prompt, new, temperature=1.0, top_k=None)
-        finally:
-            hook.remove()
         synchronize(self.setup.device)
         end = time.perf_counter()
         assert len(began) == new and text.shape[1] == prompt.shape[1] + new, text.shape
         return began[1], end, 0
-
-
-class HuggingFace(Candidate):
-    """The same model in transformers, or the model of --hf, which has our backends too."""
-
-    def __init__(self, implementation: str, job: Job) -> None:
-        super().__init__(job)
-        if importlib.util.find_spec("transformers") is None:
-            raise UserError("package 'transformers' is not installed (pip install transformers)")
-        import transformers
-
-        self.title, self.as_reference = f"transformers {transformers.__version__}", bool(job.hf)
-        if implementation == "flash_attention_2" and job.device.type != "cuda":
-            raise UserError(f"flash_attention_2 runs on cuda, not on {job.device.type}")
-        same = families.write_config(GPTConfig.of(self.config, job.vocab_size))
-        same |= {"bos_token_id": None, "eos_token_id": None}
-        self.model = hf.build(job.hf or same, implementation, self.config).to(job.device)
-
-    def chosen(self, cache: str | None = None) -> list[Resolution]:
-        return hf.ran(self.model)
-
-    def make_optimizer(self) -> torch.optim.AdamW:
-        c, fused = self.config, self.setup.device.type in ("cuda", "cpu")
-        how: Json = {"lr": c.learning_rate, "betas": (c.beta1, c.beta2), "fused": fused}
-        return torch.optim.AdamW(self.model.parameters(), weight_decay=c.weight_decay, **how)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        # It shifts the labels itself and ignores the last position.
-        return self.run(input_ids=x, labels=x, use_cache=False).loss
-
-    def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
-        if cache not in hf.CACHES or more:
-            raise UserError("it has the caches dynamic and static, and no --constraint")
-        times: list[float] = []
-        note = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
-        how: Json = {"max_new_tokens": new, "do_sample": False, "use_cache": True}
-        how |= {"cache_implementation": cache, "disable_compile": not self.compile}
-        how |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
-        found = self.model.generate(prompt, streamer=note, **how)
-        # The streamer receives the prompt first.
-        assert len(times) == 1 + new and found.sequences.shape[1] == prompt.shape[1] + new
-        layers = found.past_key_values.layers
-        return times[1], times[-1], sum(t.nbytes for x in layers for t in (x.keys, x.values))

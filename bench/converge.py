@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,12 +16,14 @@ from torch import Tensor
 
 import data
 from bench import Json, candidates, machine, tables, train
-from bench.job import Bench, Job, Plan
+from bench.candidates import Job
+from bench.job import Bench, Plan
 from bench.settings import Converge
 from bench.tables import MEMORY, QUARTILES, Column, Row, number, percent
 from core.optimizer import build_optimizer, set_learning_rate
 
 TITLE = "Final losses and the baseline's"
+WORK = "bench.converge:Converging"
 ROUNDS = 10  # parts of a training, interleaved
 PATHS: dict[str, Json] = {  # of --paths
     "float32": {"dtype": "float32"},
@@ -61,13 +62,11 @@ def plans(bench: Bench[Converge]) -> list[Plan]:
         if config.paths:
             exact = {"dtype": "float32", "tf32": False, "residual_dtype": "float32"}
             plain: Json = {**changes, **exact, "attention_backend": "manual", "compile": False}
-            jobs = {"plain": bench.job("plain", rival="plain", **plain)}
+            jobs = {"plain": bench.job("plain", rival="bench.converge:Plain", **plain)}
             changes["attention_backend"] = config.attention_backend
             jobs |= {path: bench.job(path, **changes | PATHS[path]) for path in config.paths}
-        request, work = {"steps": config.steps // ROUNDS}, "bench.converge:Converging"
-        plan = Plan(work, jobs, ROUNDS, train.specs(bench), request=request)
-        how: Json = {"skip": partial(too_long, bench), "compiled": train.compiled(bench)}
-        found.append(replace(plan, fresh=False, **how))  # a training is one process
+        how: Json = {"one_process": True, "skip": partial(too_long, bench)}
+        found.append(Plan(WORK, jobs, ROUNDS, train.specs(bench), **how))
     return found
 
 
@@ -134,8 +133,8 @@ class Plain(candidates.Candidate):
 
     title = "plain PyTorch, float32"
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, what: str, job: Job) -> None:
+        super().__init__(what, job)
         self.model = job.model()
 
     def make_optimizer(self) -> torch.optim.AdamW:
@@ -159,13 +158,8 @@ class Converging(train.Training):
         n = config.batch_size * self.micro
         self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
 
-    def candidate(self, rival: str) -> candidates.Candidate:
-        return Plain(self.job) if rival == "plain" else super().candidate(rival)
-
     def round(self, request: Json) -> Json:
-        if request.get("warm_up"):
-            return self.warm_up(request)
-        numbers = range(self.done, self.done + request["steps"])
+        numbers = range(self.done, self.done + self.settings["steps"] // ROUNDS)
         answer, losses = self.timed([(x, y) for x, y, *_ in map(self.batches.get, numbers)])
         answer["losses"] = [float(loss) for loss in losses]
         return {**answer, "peak_bytes": machine.memory(self.device)}

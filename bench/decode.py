@@ -24,7 +24,8 @@ from torch import Tensor
 import data
 from attention.machine.system import kineto, synchronize
 from bench import Json, candidates, hf, machine, parts, tables
-from bench.job import LONGEST, Bench, Job, Plan
+from bench.candidates import Job
+from bench.job import LONGEST, Bench, Plan
 from bench.settings import Decode
 from bench.tables import MEMORY, QUARTILES, Column, Row, bytes_, number, percent
 from core import flops
@@ -57,18 +58,14 @@ NOTES = (
 def plans(bench: Bench[Decode]) -> list[Plan]:
     """Generation of every backend and rival over texts()."""
     config, points = bench.config, texts(bench)
-    auto = config.batch_size == "auto"
-    jobs = {
-        name: bench.job(name, rival=rival) | {"weights": config.weights}
-        for name, rival in bench.candidates(("sdpa",)).items()
-    }
+    rivals = bench.candidates(("sdpa",))
+    jobs = {name: bench.job(name, rival=rival) for name, rival in rivals.items()}
     of = {"auto": "static" if bench.cuda else "dynamic"}
     caches = dict.fromkeys(of.get(point["cache"], point["cache"]) for point in points)
     wanted: list[Json] = [{**bench.layer, "grad": False, "cache": cache} for cache in caches]
     specs = [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in wanted]
-    how: Json = {"request": {"auto": auto}, "compiled": config.compile is True}
-    how["skip"] = partial(too_slow, bench)
-    return [Plan("bench.decode:Decoding", jobs, config.rounds, specs, points, **how)]
+    skip, one_process = partial(too_slow, bench), config.compile is True
+    return [Plan("bench.decode:Decoding", jobs, config.rounds, specs, points, skip, one_process)]
 
 
 def too_slow(bench: Bench[Decode], name: str, point: Json, rows: Sequence[Row]) -> str:
@@ -81,7 +78,7 @@ def texts(bench: Bench[Decode]) -> list[Json]:
     config, T = bench.config, bench.model.block_size
     new = config.new_tokens or (128 if bench.cuda else 16)  # three record the CUDA graph
     sizes: tuple[object, ...] = config.batch_sizes or ((1, 8) if bench.cuda else (1, 4))
-    sizes = ("auto",) if config.batch_size == "auto" else sizes
+    sizes = ("auto",) if bench.auto else sizes
     prompts = config.prompts or (max(1, T // 2 - new),)
     if max(prompts) + new > T:
         raise UserError(
@@ -132,41 +129,46 @@ class Decoding:
         job = self.job = Job(sent, dropout=0.0, gradient_checkpointing=False, compile=False)
         self.device = job.device
         candidate = candidates.build(sent["rival"], job)
-        self.who = who = candidate.for_decoding(compile, sent["weights"])
+        self.who = who = candidate.for_decoding(compile, sent["settings"]["weights"])
         self.parameters, self.int8 = who.parameters, int8.parameters(who.model)
         self.about = {"title": who.title, "dtype": job.dtype}
 
-    def round(self, request: Json) -> Json:
-        how, new = constrained(request["constraint"], self.job.vocab_size), request["new_tokens"]
-        B = request["batch_size"] if request["auto"] else request["B"]
+    def write(self, request: Json, B: int = 0, new: int = 0) -> candidates.Times:
+        """Continue B prompts by `new` tokens; 0: as many as requested."""
+        B = B or request["batch_size"] or request["B"]
+        draw = torch.Generator().manual_seed(request["P"])
+        prompt = torch.randint(self.job.vocab_size, (B, request["P"]), generator=draw)
+        how = constrained(request["constraint"], self.job.vocab_size)
+        new = new or request["new_tokens"]
+        return self.who.write(prompt.to(self.device), new, request["cache"], **how)
 
-        def write(B: int, new: int = new) -> candidates.Times:
-            draw = torch.Generator().manual_seed(request["P"])
-            prompt = torch.randint(self.job.vocab_size, (B, request["P"]), generator=draw)
-            return self.who.write(prompt.to(self.device), new, request["cache"], **how)
+    def largest(self, request: Json) -> Json:
+        fits = partial(self.write, request)
+        return {"batch_size": machine.largest(fits, self.device, MOST)}
 
-        if request.get("largest"):
-            return {"batch_size": machine.largest(write, self.device, MOST)}
-        if request.get("warm_up"):
-            # Before the text: plans that come after it compile its graphs again.
-            planned = not self.job.hf and self.who.chosen(request["cache"])
-            early = self.who.evidence(request["cache"]) if planned else {}
-            machine.reset_peak(self.device)
-            write(B)
-            answer: Json = {"peak_bytes": machine.memory(self.device)}
-            if planned:
-                return answer | early
-            if self.job.hf and self.who.chosen(request["cache"]):
-                return answer | self.who.evidence(request["cache"])
-            # The kernels that torch chose, from the profiler, in two tokens.
+    def warm_up(self, request: Json) -> Json:
+        who, cache = self.who, request["cache"]
+        # Before the text: plans that come after it compile its graphs again.
+        evidence = who.evidence(cache) if not self.job.hf and who.chosen(cache) else None
+        machine.reset_peak(self.device)
+        self.write(request)
+        answer: Json = {"peak_bytes": machine.memory(self.device)}
+        if self.job.hf and who.chosen(cache):  # its layers' kernels are known once they ran
+            evidence = who.evidence(cache)
+        if evidence is None:  # the kernels that torch chose, from the profiler, in two tokens
             with kineto(self.device.type) as watched:
-                write(B, 2)
+                self.write(request, new=2)
                 synchronize(self.device)
-            return answer | {"kernels": parts.kernels_of(watched)["kernels"], "proof": None}
+            evidence = {"kernels": parts.kernels_of(watched)["kernels"], "proof": None}
+        return answer | evidence
+
+    def round(self, request: Json) -> Json:
         synchronize(self.device)
         start = time.perf_counter()
-        first, last, cache_bytes = write(B)
-        shape = {"B": B, "P": request["P"], "new_tokens": new, "parameters": self.parameters}
+        first, last, cache_bytes = self.write(request)
+        new = request["new_tokens"]
+        shape = {"B": request["batch_size"] or request["B"], "P": request["P"], "new_tokens": new}
+        shape["parameters"] = self.parameters
         return {
             "first_ms": (first - start) * 1e3,
             "ms": (last - first) / (new - 1) * 1e3,

@@ -36,8 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 import core.loss
 from attention import triton_tiles
 from bench import candidates
-from bench.job import Job
-from bench.reference import gradient_norm
+from bench.candidates import Job
 from bench.settings import load_config
 from core import flops
 from core.options import TrainConfig
@@ -137,7 +136,7 @@ class Variant:
         sent = {"train": dataclasses.asdict(config), "vocab_size": V, "hf": None}
         job = Job({**sent, "device": str(device)})
         self.name, self.times = name, []
-        self.who = candidates.Ours(job).for_training(job.setup.scaler())
+        self.who = candidates.build("", job).for_training(job.setup.scaler())
         self.batch = job.random_tokens(config.batch_size)
         self.tokens = config.batch_size * config.block_size
         start = time.time()
@@ -153,7 +152,7 @@ class Variant:
 
     def look(self, part):
         if part == "update":
-            self.norm = gradient_norm(self.who.model.parameters())
+            self.norm = self.who.gradient_norm()
 
     def step(self, mark=lambda part: None):
         # In place at each step: Dynamo guards them, and would compile the old ones again.

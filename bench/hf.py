@@ -1,21 +1,30 @@
-"""--hf=FOLDER_OR_NAME: benchmark a causal language model of transformers with random weights.
+"""Models of transformers with random weights: as a rival, or instead of ours (--hf=FOLDER_OR_NAME).
+And the reference: loss and FLOPs of the first batch by plain attention in float32.
 
-FLOPs are counted by FlopCounterMode; those of attention are core/flops.py's, by layer.
+FLOPs are counted by FlopCounterMode; those of attention are core/flops.py's, by layer. A rival
+GPT-2 always has biases; its MFU uses the same FLOPs as all others.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from attention import Resolution, Spec
 from attention import hf as bridge
 from bench import Json
+from bench.candidates import Candidate, Job, Times, build
+from checkpoint import families
 from core.flops import Sizes, flops_per_token, mean_keys
 from core.options import TrainConfig
 from core.settings import UserError, first_line, from_dict
@@ -24,7 +33,7 @@ from model import GPTConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-RIVALS = {"hf_eager": "hf=eager", "hf_sdpa": "hf=sdpa"}  # transformers' own attention
+KIND = "bench.hf:HuggingFace="  # and the name of an attention
 CACHES = ("dynamic", "static")  # of its generate()
 FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sinks")  # of a layer
 
@@ -71,56 +80,21 @@ def read(name: str) -> Json:
     """Return the config of the model's text part; UserError without transformers or a config."""
     try:
         from transformers import AutoConfig
-    except ImportError as e:
-        raise UserError(f"--hf needs the package transformers ({first_line(e)})") from e
-    if not Path(name).exists() and (name[:1] in "/.~" or name.count("/") > 1):  # not a hub name
-        raise UserError(f"--hf={name}: no such folder")
-    try:
+
+        if not Path(name).exists() and (name[:1] in "/.~" or name.count("/") > 1):  # no hub name
+            raise FileNotFoundError("no such folder")
         config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
     except Exception as e:  # a config's own checks may raise anything
         raise UserError(f"--hf={name}: cannot read a model's config ({first_line(e)})") from e
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def rows_of(backends: Iterable[str]) -> dict[str, str]:
-    """Return {row: argument of candidates.build()} of our backends."""
-    return {name: f"hf={bridge.implementation(name)}" for name in backends}
+def ours(backend: str) -> str:
+    """Return the argument of candidates.build() of one of our backends."""
+    return KIND + bridge.implementation(backend)
 
 
-def build(sizes: Json, implementation: str, config: TrainConfig) -> torch.nn.Module:
-    """Return the model of a config with random float32 weights.
-
-    Raises UserError if transformers cannot build it, or it has fewer positions than block_size.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    given = dict(sizes)
-    for name in given:  # the name depends on the architecture
-        if name.endswith(("dropout", "pdrop")) and isinstance(given[name], (int, float)):
-            given[name] = config.dropout
-    made = CONFIG_MAPPING[given["model_type"]].from_dict(given)
-    longest = getattr(made, "max_position_embeddings", None)
-    if longest and longest < config.block_size:
-        raise UserError(f"--block_size={config.block_size}: the model has {longest} positions")
-    if implementation.startswith(bridge.PREFIX):
-        bridge.register(policy=config.policy)  # no fallback: job.Bench.job()
-    try:
-        new: Callable[..., torch.nn.Module] = AutoModelForCausalLM.from_config
-        model = new(made, attn_implementation=implementation, trust_remote_code=False)
-    except (ValueError, ImportError) as e:
-        raise UserError(" ".join(str(e).split()).partition(". ")[0]) from e
-    return model.float()  # lower precision by autocast
-
-
-def ran(model: PreTrainedModel) -> list[Resolution]:
-    """Return each layer's kernel; [] for transformers' own attention."""
-    if not model.config._attn_implementation.startswith(bridge.PREFIX):
-        return []
-    return [chosen for layer in bridge.report(model) for _, chosen, _ in layer.ran]
-
-
-def specs(model: PreTrainedModel, x: torch.Tensor) -> list[Spec]:
+def specs_of(model: PreTrainedModel, x: Tensor) -> list[Spec]:
     """Run x, (B, T) int64, once; return the layers' Specs and set eager attention.
 
     Raises BackendUnavailable if the bridge refuses the model, UserError if it is not causal.
@@ -140,3 +114,113 @@ def parameters(model: PreTrainedModel) -> int:
     head = model.get_output_embeddings()
     looked_up -= {id(head.weight)} if head is not None else set()
     return sum(p.numel() for p in model.parameters() if id(p) not in looked_up)
+
+
+class HuggingFace(Candidate):
+    """Our sizes in transformers, or the model of --hf, which has our backends too."""
+
+    def __init__(self, implementation: str, job: Job) -> None:
+        super().__init__(implementation, job)
+        if importlib.util.find_spec("transformers") is None:
+            raise UserError("package 'transformers' is not installed (pip install transformers)")
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        self.title, self.as_reference = f"transformers {transformers.__version__}", bool(job.hf)
+        if implementation == "flash_attention_2" and job.device.type != "cuda":
+            raise UserError(f"flash_attention_2 runs on cuda, not on {job.device.type}")
+        same = families.write_config(GPTConfig.of(self.config, job.vocab_size))
+        sizes = dict(job.hf or same | {"bos_token_id": None, "eos_token_id": None})
+        for name, value in sizes.items():  # the name depends on the architecture
+            if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)):
+                sizes[name] = self.config.dropout
+        config = CONFIG_MAPPING[sizes["model_type"]].from_dict(sizes)
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest and longest < (T := self.config.block_size):
+            raise UserError(f"--block_size={T}: the model has {longest} positions")
+        if implementation.startswith(bridge.PREFIX):
+            bridge.register(policy=self.config.policy)  # no fallback: Bench.job()
+        try:
+            new = transformers.AutoModelForCausalLM.from_config
+            model = new(config, attn_implementation=implementation, trust_remote_code=False)
+        except (ValueError, ImportError) as e:
+            raise UserError(" ".join(str(e).split()).partition(". ")[0]) from e
+        self.model = model.float().to(job.device)  # lower precision by autocast
+
+    def unsupported(self) -> Json:
+        return {"gradient_checkpointing": self.config.gradient_checkpointing}
+
+    def chosen(self, cache: str | None = None) -> list[Resolution]:
+        """Return each layer's kernel once it ran; [] for transformers' own attention."""
+        if not self.model.config._attn_implementation.startswith(bridge.PREFIX):
+            return []
+        return [chosen for layer in bridge.report(self.model) for _, chosen, _ in layer.ran]
+
+    @property
+    def parameters(self) -> int:
+        return parameters(self.model) if self.job.hf else super().parameters
+
+    def make_optimizer(self) -> torch.optim.AdamW:
+        c, fused = self.config, self.setup.device.type in ("cuda", "cpu")
+        how: Json = {"lr": c.learning_rate, "betas": (c.beta1, c.beta2), "fused": fused}
+        return torch.optim.AdamW(self.model.parameters(), weight_decay=c.weight_decay, **how)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        # It shifts the labels itself and ignores the last position.
+        return self.run(input_ids=x, labels=x, use_cache=False).loss
+
+    def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
+        if cache not in CACHES or more:
+            raise UserError("it has the caches dynamic and static, and no --constraint")
+        times: list[float] = []
+        note = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
+        how: Json = {"max_new_tokens": new, "do_sample": False, "use_cache": True}
+        how |= {"cache_implementation": cache, "disable_compile": not self.compile}
+        how |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
+        found = self.model.generate(prompt, streamer=note, **how)
+        # The streamer receives the prompt first.
+        assert len(times) == 1 + new and found.sequences.shape[1] == prompt.shape[1] + new
+        layers = found.past_key_values.layers
+        return times[1], times[-1], sum(t.nbytes for x in layers for t in (x.keys, x.values))
+
+
+class Reference:
+    """Loss, gradient norm and counted FLOPs of the first batch by manual (--hf: eager) in float32,
+    one sequence at a time to save memory."""
+
+    def __init__(self, sent: Json) -> None:
+        exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
+        job = Job(sent, attention_backend="manual", gradient_checkpointing=False, **exact)
+        self.device = job.device
+        kind = ours("manual") if job.hf else ""
+        who = build(kind, job).for_training(job.setup.scaler())
+        x, y = job.random_tokens(job.config.batch_size)
+        specs = specs_of(who.model, x[:1]) if job.hf else []
+        who.loss(x[:1], y[:1])  # probes the backend, which must not be counted
+
+        def addmm(out: object, a: torch.Size, b: torch.Size, out_shape: object, **_: object) -> int:
+            return 2 * a[0] * a[1] * b[1]  # of shapes
+
+        # torch does not count addmm_, with which the loss adds up the head's gradient
+        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm})
+        total = 0.0
+        for i in range(len(x)):
+            with counter if i == 0 else nullcontext():
+                loss = who.loss(x[i : i + 1], y[i : i + 1]) / len(x)
+                loss.backward()
+            total += float(loss.detach())
+        params = list(who.model.parameters())
+        per_token = counter.get_total_flops() / job.config.block_size
+        self.about = {
+            "loss": total,
+            "gradient_norm": who.gradient_norm(),
+            "flops_per_token": per_token,
+            # counted by the formula (6 N), but not by torch, which counts matmuls only
+            "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
+        }
+        if job.hf:
+            T, C = job.config.block_size, who.model.config.hidden_size
+            layers = [{name: getattr(spec, name) for name in FIELDS} for spec in specs]
+            others = per_token - sum(12 * spec.n_head * spec.head_dim * T for spec in specs)
+            sizes = (who.parameters, others, C, job.vocab_size, T, job.config.dropout)
+            self.about["counted"] = asdict(Counted(layers, *sizes))

@@ -1,4 +1,4 @@
-"""Bench and Plan say what is measured, before anything runs; Job is a job in its process."""
+"""The measurement before anything runs: the machine, the backends, and a mode's Plan."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 import attention
+from attention import Spec
 from bench import Json, hf
-from bench.settings import Settings
+from bench.machine import free_memory, refused
+from bench.settings import Measured, vocabulary
+from bench.workers import Failure, Progress, Stop, once
 from core import flops
 from core.options import TrainConfig
-from core.runtime import dtype_name
-from core.settings import UserError, from_dict
-from model import GPT, GPTConfig
+from core.settings import UserError
 
 HF = ("eager", "sdpa", "flash_attention_2")  # attention of transformers
 # Longest sequences of a backend that is not named: the scores fill the memory (manual, math), or a
 # loop over tiles launches 10,000 kernels (tiled).
 LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=Measured)
 Skip = Callable[[str, Json, Sequence[Json]], str]  # name, point, rows so far -> why not, or ""
 
 
@@ -45,6 +45,16 @@ class Bench(Generic[S]):
     def cuda(self) -> bool:
         return self.device.startswith("cuda")
 
+    @property
+    def auto(self) -> bool:
+        """True if each candidate has its own number of sequences."""
+        return self.mode in ("train", "decode") and self.config.batch_size == "auto"
+
+    @property
+    def compiled(self) -> bool:
+        """True if the training steps are compiled."""
+        return self.cuda if self.config.compile is None else self.config.compile
+
     def named(self, name: str) -> bool:
         """True if the user named this backend, not only "all"."""
         words = [word for word in self.config.backends if word != "all"]
@@ -57,9 +67,16 @@ class Bench(Generic[S]):
         ours = dict.fromkeys([*(n for n in self.backends if n not in slow), *slow], "")
         others = rivals(getattr(self.config, "rival", ()), implementations)
         if self.hf:
-            ours, others = hf.rows_of(ours), hf.RIVALS
-        first = dict([*ours.items()][:1])
-        return first | others | ours
+            ours = {name: hf.ours(name) for name in ours}
+            others = {"hf_eager": hf.KIND + "eager", "hf_sdpa": hf.KIND + "sdpa"}
+        return dict([*ours.items()][:1]) | others | ours
+
+    def refused(self, specs: Sequence[Json]) -> dict[str, str]:
+        """Return {name: reason} of the backends that support none of the Specs of these fields."""
+        made = [Spec(**{"dtype": self.machine["dtype"], **spec}) for spec in specs]
+        policy = replace(self.config.policy, fallback=False)
+        found = refused([*self.backends], made, self.machine, policy)
+        return {name: why[0] for name, why in found.items()} | {**self.left_out}
 
     @property
     def part(self) -> Json:
@@ -91,6 +108,7 @@ class Bench(Generic[S]):
         return {
             "name": name,
             "rival": rival,
+            "settings": self.config.flat(),
             "train": asdict(self.config.to(TrainConfig, **changes)),
             "device": self.device,
             "vocab_size": self.vocab_size,
@@ -108,12 +126,9 @@ class Plan:
     rounds: int
     specs: Sequence[Json]  # fields of Specs; a backend that supports none is not started
     points: Sequence[Json] = ({},)  # what differs between the rows of a candidate
-    request: Mapping[str, Any] = field(default_factory=dict)  # of every round, besides the point
     skip: Skip = lambda name, point, rows: ""
-    fresh: bool | None = None  # a new process each round; None: if not all fit into memory
-    compiled: bool = False  # a new process would compile again
-    profile: int = 0  # steps to profile after the warm-up
-    reference: Json | None = None  # the job of train.Reference
+    one_process: bool = False  # for all rounds of a candidate: it compiles, or is one training
+    reference: Json | None = None  # the job of hf.Reference
 
 
 def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
@@ -125,37 +140,70 @@ def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dic
             model = Path(path).expanduser().resolve() / "model.py"
             if not model.is_file():
                 raise UserError(f"{path} is not a nanoGPT checkout (model.py not found)")
-            found["nanogpt"] = f"nanogpt={model}"
+            found["nanogpt"] = f"bench.candidates:NanoGPT={model}"
         elif word == "hf":
-            found |= {f"hf_{a}": f"hf={a}" for a in implementations}
+            found |= {f"hf_{a}": hf.KIND + a for a in implementations}
         else:
             raise UserError(f"--rival must be nanogpt=PATH or hf, got {word!r}")
     return found
 
 
-class Job:
-    """Settings, device and model of a job in its process; seeded."""
+def names(config: Measured, device: str) -> tuple[list[str], dict[str, str]]:
+    """Return the backends, and {name: reason} of those of "all" that are not to be measured."""
+    words = config.backends if not getattr(config, "paths", ()) else ()
+    if words == ("all",) and config.attention_backend != "auto":  # --attention_backend=sdpa
+        words = (config.attention_backend,)
+    found: dict[str, None] = {}
+    for word in (word for word in words if word != "all"):
+        if word in attention.RULES:
+            raise UserError(f"{word!r} is a rule, not a backend; name backends, or all")
+        try:
+            backend = attention.get(word)
+        except ValueError as e:
+            raise UserError(str(e)) from None
+        if backend.mods is not None:
+            raise UserError(f"{word} has another mask than the kernels it is compared with")
+        found[word if attention.is_code(word) else backend.name] = None  # of code the worker's
+    left_out = {}
+    for name, backend in attention.BACKENDS.items() if "all" in words else ():
+        caps = [c for c in backend.caps if device in c.devices]
+        if name not in found and caps and all(c.interpreted for c in caps):
+            left_out[name] = "only Triton's interpreter runs it here; its speed is meaningless"
+        found[name] = None
+    return list(found), left_out
 
-    def __init__(self, job: Json, **changes: Any) -> None:
-        self.config = replace(from_dict(TrainConfig, job["train"]), **changes)
-        self.vocab_size = job["vocab_size"]
-        self.hf = job["hf"]  # config of a model of transformers, or None
-        self.device = torch.device(job["device"])
-        self.setup = self.config.setup(self.device)
-        self.dtype = dtype_name(self.setup.dtype)
-        torch.manual_seed(self.config.seed)
 
-    def model(self, cast: bool = False) -> GPT:
-        """Return a new model on the device, in float32 unless `cast`."""
-        config = self.config
-        model = self.setup.place(GPT(GPTConfig.of(config, self.vocab_size), config.policy), cast)
-        model.gradient_checkpointing = config.gradient_checkpointing
-        model.residual_autocast = self.setup.residual == "autocast"
-        return model
-
-    def random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return n sequences, the same for every backend, and their targets: (n, T) int64 each."""
-        draw = torch.Generator().manual_seed(self.config.seed)
-        tokens = torch.randint(self.vocab_size, (n, self.config.block_size + 1), generator=draw)
-        x, y = tokens[:, :-1], tokens[:, 1:]
-        return x.contiguous().to(self.device), y.contiguous().to(self.device)
+def begin(
+    mode: str, config: Measured, device: torch.device, stop: Stop, progress: Progress
+) -> Bench[Any]:
+    """Describe the machine, and count the model of --hf. Raises UserError for a mistake."""
+    rivals(getattr(config, "rival", ()))
+    backends, left_out = names(config, device.type)
+    vocab_size, source = vocabulary(config)
+    found: Json = {}
+    if model := getattr(config, "hf", None):
+        found = {"name": model, "config": hf.read(model)}
+        vocab_size, source = found["config"]["vocab_size"], f"--hf={model}"
+    if mode != "kernel":
+        progress.tell(f"vocabulary: {vocab_size:,} ({source})")
+    limit = None
+    if device.type == "cpu":
+        limit = int(1e9 * config.memory_gb if config.memory_gb else 0.7 * free_memory(device))
+    here = {"memory_limit": limit}
+    bench = Bench(mode, config, str(device), (*backends,), here, vocab_size, left_out, found)
+    job = bench.job() | {"bandwidth_gbs": getattr(config, "bandwidth_gbs", None)}
+    job["wants_bandwidth"] = mode in ("decode", "qualify") or getattr(config, "profile", False)
+    about = once("bench.machine:Description", job, config.timeout, stop)
+    bench = replace(bench, machine={**about, "memory_limit": limit or about["free_memory"]})
+    if not model:
+        return bench
+    counts = mode == "train" and not bench.auto
+    batch = config.batch_size * config.gradient_accumulation_steps if counts else 1
+    try:
+        job = bench.job(batch_size=batch)
+        reference = once("bench.hf:Reference", job, config.timeout, stop)
+    except Failure as e:
+        if e.kind == "stopped":
+            raise
+        raise UserError(f"--hf={model}: {e}") from None
+    return replace(bench, hf=found | {"counted": reference.pop("counted")}, reference=reference)

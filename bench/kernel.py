@@ -22,13 +22,15 @@ import torch
 from torch import Tensor
 
 import attention
+from attention import Resolution
 from attention.machine.system import kineto, synchronize
 from attention.machine.timing import Clock, Stamp, time_call
 from attention.select import select
 from attention.spec import Spec
 from attention.truth import Inputs, truth
 from bench import Json, machine, parts, tables
-from bench.job import LONGEST, Bench, Job, Plan
+from bench.candidates import Job
+from bench.job import LONGEST, Bench, Plan
 from bench.settings import Kernel
 from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
 from core.flops import Peak, mean_keys
@@ -57,17 +59,16 @@ NOTES = (
 )
 
 
-def plans(bench: Bench[Kernel], points: Sequence[Json] = ()) -> list[Plan]:
-    """Attention alone over a grid, or at `points`."""
-    points = points or grid(bench)
+def plans(bench: Bench[Kernel]) -> list[Plan]:
+    """Attention alone over a grid."""
+    points = grid(bench)
     specs = [
         {"n_head": p["H"], "n_kv_head": p["Hkv"], "head_dim": p["D"], "window": p["window"]}
         for p in points
     ]
     jobs = {name: bench.job(name) for name in bench.candidates()}
-    request = {"seconds": bench.config.seconds / 5}
-    skip, work = partial(too_long, bench), "bench.kernel:Kernels"
-    return [Plan(work, jobs, bench.config.rounds, specs, points, request, skip)]
+    skip, rounds = partial(too_long, bench), bench.config.rounds
+    return [Plan("bench.kernel:Kernels", jobs, rounds, specs, points, skip)]
 
 
 def grid(bench: Bench[Kernel]) -> list[Json]:
@@ -131,12 +132,16 @@ class Kernels:
         self.job, self.name = Job(sent), sent["name"]
         self.device, self.clock = self.job.device, Clock(self.job.device)
         self.about = {"title": attention.get(self.name).title, "dtype": self.job.dtype}
+        self.seconds = sent["settings"]["seconds"] / 5  # of a round
         self.kernels: dict[Spec, Json] = {}  # what ran, and how exact it was
 
-    def round(self, request: Json) -> Json:
+    def prepare(self, request: Json) -> tuple[Call, Inputs, Spec, Resolution]:
+        """Return the call at a point, and its tensors, the same of every backend."""
         heads = request["H"], request["Hkv"], request["D"]
         spec = Spec(*heads, self.job.dtype, window=request["window"])
-        draw = torch.Generator(self.device).manual_seed(self.job.config.seed)  # of all backends
+        chosen = select(self.name, spec, self.device, self.job.config.policy)
+        backend = chosen.backend  # a prebuilt one, if that is allowed
+        draw = torch.Generator(self.device).manual_seed(self.job.config.seed)
         q, k, v, dout = (
             torch.randn(request["B"], request["T"], h, spec.head_dim, generator=draw,
                         device=self.device).to(self.job.setup.dtype)
@@ -144,47 +149,30 @@ class Kernels:
         )  # fmt: skip
         for t in (q, k, v):
             t.requires_grad_()
-        clock, chosen = self.clock, select(self.name, spec, self.device, self.job.config.policy)
-        backend = chosen.backend  # a prebuilt one, if that is allowed
 
         def call(stamps: list[Stamp]) -> tuple[Tensor, ...]:
-            stamps.append(clock.stamp())
+            stamps.append(self.clock.stamp())
             out = backend.attend(q, k, v, spec)
-            stamps.append(clock.stamp())
+            stamps.append(self.clock.stamp())
             grads = torch.autograd.grad(out, (q, k, v), dout)
-            stamps.append(clock.stamp())
+            stamps.append(self.clock.stamp())
             return out.detach(), *grads
 
-        if request.get("warm_up"):
-            if spec not in self.kernels:
-                with kineto(self.device.type) as watched:
-                    call([])
-                    synchronize(self.device)
-                proof = {"kernels": list(chosen.kernels), "proof": chosen.proof}
-                self.kernels[spec] = parts.kernels_of(watched) | proof
-            return self.kernels[spec] | self.warm_up(call, Inputs(q, k, v, dout), spec)
-        call([])  # allocates memory
-        took = time_call(lambda: call([]), self.device)
-        calls = min(max(round(request["seconds"] / max(took, 1e-6)), 1), MOST_CALLS)
-        stamps: list[Stamp] = []
-        start = clock.start()
-        for _ in range(calls):
-            call(stamps)
-        ms = clock.ms(start, clock.stop()) / calls
-        shape = dict(zip(("B", "T", "H", "D"), q.shape)) | {"Hkv": k.shape[2]}  # as executed
-        answer: Json = {"ms": ms, "calls": calls, "shape": shape}
-        if clock.apart:
-            pairs = zip(stamps[0::3], stamps[1::3], strict=True)
-            answer["forward_ms"] = sum(clock.ms(a, b) for a, b in pairs) / calls
-            answer["backward_ms"] = ms - answer["forward_ms"]
-        return answer
+        return call, Inputs(q, k, v, dout), spec, chosen
 
-    def warm_up(self, call: Call, given: Inputs, spec: Spec) -> Json:
-        """Return the errors of a call, and the memory that it takes."""
-        answer: Json = {}
+    def warm_up(self, request: Json) -> Json:
+        """Return the kernels, the errors of a call, and the memory that it takes."""
+        call, inputs, spec, chosen = self.prepare(request)
+        if spec not in self.kernels:
+            with kineto(self.device.type) as watched:
+                call([])
+                synchronize(self.device)
+            proof = {"kernels": list(chosen.kernels), "proof": chosen.proof}
+            self.kernels[spec] = parts.kernels_of(watched) | proof
+        answer = dict(self.kernels[spec])
         got = call([])
-        if given.q.shape[1] <= LONGEST_CHECKED:
-            answer["error_out"], answer["error_grad"] = errors(got, given, spec)
+        if request["T"] <= LONGEST_CHECKED:
+            answer["error_out"], answer["error_grad"] = errors(got, inputs, spec)
         del got
         known = machine.reset_peak(self.device)
         before = machine.memory(self.device, peak=False)
@@ -194,12 +182,30 @@ class Kernels:
             answer["memory_bytes"] = max(0, machine.memory(self.device) - before)
         return answer
 
+    def round(self, request: Json) -> Json:
+        call, inputs, *_ = self.prepare(request)
+        call([])  # allocates memory
+        took = time_call(lambda: call([]), self.device)
+        calls = min(max(round(self.seconds / max(took, 1e-6)), 1), MOST_CALLS)
+        stamps: list[Stamp] = []
+        clock, start = self.clock, self.clock.start()
+        for _ in range(calls):
+            call(stamps)
+        ms = clock.ms(start, clock.stop()) / calls
+        shape = dict(zip(("B", "T", "H", "D"), inputs.q.shape))  # as executed
+        answer: Json = {"ms": ms, "calls": calls, "shape": shape | {"Hkv": inputs.k.shape[2]}}
+        if clock.apart:
+            pairs = zip(stamps[0::3], stamps[1::3], strict=True)
+            answer["forward_ms"] = sum(clock.ms(a, b) for a, b in pairs) / calls
+            answer["backward_ms"] = ms - answer["forward_ms"]
+        return answer
 
-def errors(got: Sequence[Tensor], given: Inputs, spec: Spec) -> tuple[float, float]:
+
+def errors(got: Sequence[Tensor], inputs: Inputs, spec: Spec) -> tuple[float, float]:
     """Return the errors of the output and of the worst gradient."""
     group = spec.n_head // spec.n_kv_head
     heads = (group, 1, 1, group)  # of the first key/value head: q, k, v, dout
-    first = Inputs(*(t.detach()[:1, :, :h] for t, h in zip(given[:4], heads, strict=True)))
+    first = Inputs(*(t.detach()[:1, :, :h] for t, h in zip(inputs[:4], heads, strict=True)))
     exact = truth(first, replace(spec, n_head=group, n_kv_head=1)).tensors.values()
     off = []
     for mine, true in zip(got, exact, strict=True):

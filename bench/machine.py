@@ -1,13 +1,14 @@
 """Memory, bandwidth and description of this machine; bench.machine:Description is a worker's job.
 
 Memory: on CUDA the peak of PyTorch's allocator, on the CPU the peak resident size of the
-process, which Linux can reset. Bandwidth: bytes read and written per second by copies of 1 GB.
+process, which Linux can reset. Bandwidth: bytes read and written per second by copies and reads.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import platform
 import re
@@ -19,13 +20,14 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import attention
 from attention.machine.system import cpu_name
 from attention.machine.timing import Clock
 from attention.spec import Machine, Policy, Spec
 from bench import Json
-from bench.job import Job
+from bench.candidates import Job
 from core import flops
 from core.runtime import OUT_OF_MEMORY, describe, peak_memory
 
@@ -36,6 +38,7 @@ CGROUP = Path("/sys/fs/cgroup")  # a container's limits
 DRIVER = Path("/proc/driver/nvidia/version")
 CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
 LARGEST_COPY = 2**30  # bytes, beyond the caches
+SLICE = 2**26  # bytes of a copy on a CPU: a fraction of a scheduler's turn
 NO_MEMORY = re.compile(f"bad_alloc|could not create a (primitive|memory)|{OUT_OF_MEMORY.pattern}")
 
 
@@ -58,12 +61,16 @@ def reset_peak(device: torch.device) -> bool:
 
 def memory(device: torch.device, peak: bool = True) -> int:
     """Return the peak memory since reset_peak, or the current memory, in bytes."""
-    if device.type == "cuda":
-        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
-        return read(device)
-    text = STATUS.read_text(encoding="utf-8") if STATUS.exists() else ""
-    found = re.search(rf"{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB", text)
-    return int(found[1]) * 1024 if found else peak_memory(device)
+    if device.type == "cuda" and not peak:
+        return torch.cuda.memory_allocated(device)
+    if device.type == "cuda" or not STATUS.exists():
+        return peak_memory(device)
+    return kilobytes(STATUS, "VmHWM" if peak else "VmRSS")
+
+
+def kilobytes(file: Path, name: str) -> int:
+    """Return the bytes of a line of a file of /proc."""
+    return 1024 * int(re.findall(rf"{name}:\s+(\d+) kB", file.read_text(encoding="utf-8"))[0])
 
 
 def empty_cache(device: torch.device, keep: bool = False) -> int:
@@ -111,11 +118,9 @@ def free_memory(device: torch.device) -> int:
     """Return the free bytes of the device or of this container; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        text = MEMINFO.read_text(encoding="ascii")
-    except OSError:
+    if not MEMINFO.exists():
         return 0
-    free = int(re.findall(r"MemAvailable:\s+(\d+) kB", text)[0]) * 1024
+    free = kilobytes(MEMINFO, "MemAvailable")
     limit = CGROUP / "memory.max"  # "max" where there is none
     if limit.exists() and (most := limit.read_text().strip()).isdecimal():
         free = min(free, int(most) - int((CGROUP / "memory.current").read_text(encoding="ascii")))
@@ -126,17 +131,24 @@ def free_memory(device: torch.device) -> int:
 
 
 def bandwidth(device: torch.device, limit: int | None) -> float:
-    """Return the memory bandwidth in bytes/s, the best of several copies."""
+    """Return the memory bandwidth in bytes/s: the best of copies and reads, on a CPU of short ones
+    in a buffer beyond the caches, since another program's turn on a core is part of a long one."""
     free = min(f for f in (free_memory(device), limit, 2**50) if f)
     a = torch.ones(min(LARGEST_COPY, free // 4) // 4, device=device)  # float32
-    b = torch.ones_like(a)
-    clock, rates, began = Clock(device), list[float](), time.perf_counter()
-    least = 0.5 if device.type == "cuda" else 0.0  # seconds in which a GPU raises its clocks
-    while (passed := time.perf_counter() - began) < least or len(rates) < (10 if passed < 4 else 3):
-        start = clock.start()
-        b.copy_(a)
-        rates.append(2 * a.nbytes / (clock.ms(start, clock.stop()) / 1e3))
-    return max(rates)
+    b, cuda = torch.ones_like(a), device.type == "cuda"
+    slices = [(a, b)] if cuda else [*zip(a.split(SLICE // 4), b.split(SLICE // 4))]
+    kinds: list[tuple[int, Callable[[Tensor, Tensor], Tensor]]] = [
+        (2, lambda x, y: y.copy_(x)), (1, lambda x, y: x.sum())
+    ]  # fmt: skip
+    clock, best, began = Clock(device), 0.0, time.perf_counter()
+    least, sweeps = 0.5 if cuda else 0.0, 0  # seconds in which a GPU raises its clocks
+    while (passed := time.perf_counter() - began) < least or sweeps < (5 if passed < 4 else 2):
+        for (x, y), (moved, move) in itertools.product(slices, kinds):
+            start = clock.start()
+            move(x, y)
+            best = max(best, moved * x.nbytes / (clock.ms(start, clock.stop()) / 1e3))
+        sweeps += 1
+    return best
 
 
 class Description:
@@ -145,33 +157,49 @@ class Description:
     def __init__(self, sent: Json) -> None:
         job = Job(sent)
         self.device = device = job.device
-        wanted, name = job.config.peak_tflops, cpu_name() or platform.machine()
-        here: Json = {"device": str(device), "kind": device.type, "name": name, "cpu": name}
-        here |= {"about": describe(device), "threads": torch.get_num_threads(), "packages": {}}
-        here |= {"system": f"{platform.system()} {platform.release()}", "dtype": job.dtype}
-        here |= {"python": platform.python_version(), "cuda": torch.version.cuda}
-        # Before the rates, whose memory PyTorch keeps.
-        here |= {"free_memory": free_memory(device), "busy": busy(device)}
+        wanted, cpu, cuda = job.config.peak_tflops, cpu_name() or platform.machine(), None
+        packages = {}
         for package in PACKAGES:
             with suppress(metadata.PackageNotFoundError):
-                here["packages"][package] = metadata.version(package)
+                packages[package] = metadata.version(package)
+        if device.type == "cuda":
+            cuda = torch.cuda.get_device_properties(device)
+            driver = DRIVER.read_text(encoding="utf-8") if DRIVER.exists() else ""
+            version = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", driver)
+        here: Json = {
+            "device": str(device),
+            "kind": device.type,
+            "name": cuda.name if cuda else cpu,
+            "about": describe(device),
+            "cpu": cpu,
+            "threads": torch.get_num_threads(),
+            "packages": packages,
+            "system": f"{platform.system()} {platform.release()}",
+            "python": platform.python_version(),
+            "dtype": job.dtype,
+            "capability": [cuda.major, cuda.minor] if cuda else None,
+            "driver": version[1] if cuda and version else None,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version() if cuda else None,
+            # Before the rates, whose memory PyTorch keeps.
+            "free_memory": free_memory(device),
+            "busy": busy(device),
+            # What matmuls reach now, always below the datasheet's.
+            "products_tflops": None,
+        }
         peak = flops.peak(device, job.dtype, wanted)
         here |= {"peak_tflops": peak.tflops, "peak_source": peak.source}
         here |= {"peak_measured": peak.measured}
-        here |= dict.fromkeys(("capability", "driver", "products_tflops"))
-        if device.type == "cuda":
-            here |= {"name": describe(device), "driver": driver()}
-            here["capability"] = list(torch.cuda.get_device_capability(device))
-            here["cudnn"] = torch.backends.cudnn.version()
-            # What matmuls reach now, always below the datasheet's.
+        if cuda:
             here["products_tflops"] = flops.measured_tflops(device, getattr(torch, job.dtype))
         rate, source = None, "not measured"
         if sent["bandwidth_gbs"]:
             rate, source = sent["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
         elif sent["wants_bandwidth"]:  # takes seconds
-            copies = lambda: bandwidth(device, sent["memory_limit"])  # noqa: E731
-            rate, when = flops.kept_rate("bytes/s", device, copies, wanted == "measure")
-            source = f"{when}: copies of up to {LARGEST_COPY / 1e9:.2g} GB"
+            measure = lambda: bandwidth(device, sent["memory_limit"])  # noqa: E731
+            what = "bytes/s of copies and reads"
+            rate, when = flops.kept_rate(what, device, measure, wanted == "measure")
+            source = f"{when}: copies and reads in {LARGEST_COPY / 1e9:.2g} GB"
         self.about = here | {"bandwidth": rate, "bandwidth_source": source}
         reset_peak(device)
 
@@ -188,13 +216,6 @@ def busy(device: torch.device) -> list[str]:
     return found
 
 
-def driver() -> str | None:
-    """Return the version of NVIDIA's driver."""
-    text = DRIVER.read_text(encoding="utf-8") if DRIVER.exists() else ""
-    found = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", text)
-    return found[1] if found else None
-
-
 # --- refusals ---
 
 
@@ -203,20 +224,20 @@ def refused(
 ) -> dict[str, list[str]]:
     """Return {name: reasons} of the backends that declare support for none of the Specs on the
     machine of a description; nothing is run."""
-    here, found = Machine.here("cpu"), {}
+    here = Machine.here("cpu")
     if machine["kind"] != "cpu":
         capability = tuple(machine["capability"] or ()) or None
         here = replace(here, device=machine["kind"], name=machine["name"], capability=capability)
-    for name in names:
-        reasons = []
-        for spec in specs:
-            try:
-                attention.resolve(name, spec, here, policy)
-            except attention.BackendUnavailable as e:
-                reasons.append(reason(e))
-        if len(reasons) == len(specs):
-            found[name] = reasons[:1]
-    return found
+
+    def why_not(name: str, spec: Spec) -> str:
+        try:
+            attention.resolve(name, spec, here, policy)
+        except attention.BackendUnavailable as e:
+            return reason(e)
+        return ""
+
+    found = {name: [why_not(name, spec) for spec in specs] for name in names}
+    return {name: why[:1] for name, why in found.items() if why and all(why)}
 
 
 def reason(error: ValueError) -> str:

@@ -157,24 +157,25 @@ def title(backend: str, found: Json) -> str:
 
 def table(found: Json, of: str = "") -> Cells:
     """Return classes of a step, their sum and its longest kernels; `of` as in tables.cells()."""
-    head = ["kernels", "ms", "share", "calls", "roofline ms", "times", "limit"]
-    names = [(ms, c, name, n) for c, of_c in found["names"].items() for name, ms, n in of_c]
+    head = ["kernels", "ms", "share", "roofline ms", "times", "limit"]
     total = sum(found["classes"].values())
     lines = []
     for c, p in found["rooflines"].items():
         least = number(p["roofline_ms"]) if p["roofline_ms"] else "-"
-        cells = [c, number(p["ms"]), percent(p["share"]), "-", least]
-        lines.append([*cells, number(p["times"]), p["limit"]])
-    sums = [("the step", "ceiling")]
+        lines.append(
+            [c, number(p["ms"]), percent(p["share"]), least, number(p["times"]), p["limit"]]
+        )
+    of_all = {"the step": found["ceiling"]}
     if "reachable" in found:
-        sums.append((f"with products at {found['products_tflops']:,.4g} TFLOP/s", "reachable"))
-    for name, rate in sums:
-        least_ms = found[rate]["ms"]
-        times = number(total / least_ms if total >= least_ms else None)
-        lines.append([name, number(total), "100.0%", "-", number(least_ms), times, "-"])
+        rate = f"with products at {found['products_tflops']:,.4g} TFLOP/s"
+        of_all[rate] = found["reachable"]
+    for name, least in of_all.items():
+        times = total / least["ms"] if total >= least["ms"] else None
+        lines.append([name, number(total), "100.0%", number(least["ms"]), number(times), "-"])
+    names = [(ms, c, name, n) for c, of_c in found["names"].items() for name, ms, n in of_c]
     for ms, c, name, n in sorted(names, reverse=True)[:LARGEST]:
-        share = percent(ms / total)
-        lines.append([f"{c}: {profile.short(name, 60)}", number(ms), share, str(n), "-", "-", "-"])
+        calls = f"{c}: {profile.short(name, 60)}, {tables.count(n, 'call')}"
+        lines.append([calls, number(ms), percent(ms / total), "-", "-", "-"])
     return [tables.marked(name, of) for name in head], lines
 
 

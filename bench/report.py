@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -13,10 +14,7 @@ from bench.tables import Cells, Row
 from core import flops
 
 MODES: dict[str, ModuleType] = {
-    "train": train,
-    "kernel": kernel,
-    "decode": decode,
-    "converge": converge,
+    mode.__name__.removeprefix("bench."): mode for mode in (train, kernel, decode, converge)
 }
 WARM_UP = {
     "train": " after a first step and {} more",
@@ -41,6 +39,18 @@ def planned(mode: str, settings: Json) -> int:
     return converge.planned(settings) if mode == "converge" else settings["rounds"]
 
 
+def incomplete(rows: list[Row], part: Json, why: str) -> str:
+    """Return why a record is not complete, and what it lacks; "" if it is. `why`: of the run."""
+    none = sum(row["status"] == "stopped" for row in rows)
+    if not why and not none:
+        return ""
+    rounds = planned(part["mode"], part["settings"])
+    few = sum(row["status"] == "ok" and len(row["rounds"]) < rounds for row in rows)
+    found = [why or "the time limit was reached"]
+    found += [f"{none} of {len(rows)} rows were not measured"] if none else []
+    return "; ".join([*found, *([f"{few} have fewer than {rounds} rounds"] if few else [])])
+
+
 def title(content: Json) -> str:
     mode = content["mode"]
     what = MODES[mode].TITLE if mode in MODES else "What this machine can do"
@@ -54,9 +64,8 @@ def facts(content: Json) -> dict[str, str]:
     versions = {k: m[k] for k in ("driver", "cuda", "cudnn", "python") if m.get(k)}
     software = ", ".join(f"{k} {v}" for k, v in (m["packages"] | versions).items())
     found = {name: content[name] for name in ("command", "date")}
-    found["commit"] = (content["commit"] or "none")[:10] + " (with changes)" * bool(
-        content["dirty"]
-    )
+    dirty = " (with changes)" if content["dirty"] else ""
+    found["commit"] = (content["commit"] or "none")[:10] + dirty
     found |= {"device": m["about"], "software": f"{software}, {m['system']}"}
     model = f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
     model += f"{content['vocab_size']:,}"
@@ -81,23 +90,23 @@ def facts(content: Json) -> dict[str, str]:
     return found | {"rounds": rounds.format(s.get("warm_up_steps")) + fresh}
 
 
-def sections(content: Json) -> list[tuple[str, Cells]]:
-    """Return the tables of a record or its stages, with titles."""
-    if content["mode"] == "qualify":
-        found = [("Proof", proof(s["record"]["rows"])) for s in content["stages"]
-                 if s["name"] == "proof" and s["record"]]  # fmt: skip
-        return found + [table for part in sections_of(content) for table in sections(part)]
-    of, found = flops.given(content["machine"]["peak_source"]), []
-    for name, mode in MODES.items():
-        made = tables.cells(mode.COLUMNS, [r for r in content["rows"] if r["mode"] == name], of)
-        found += [(mode.TITLE, made)] if made[1] else []
-    for row in content["rows"]:
-        p = row.get("profile", {})
-        if "rooflines" in p:  # not of older records, nor of a run that was stopped
-            found.append((parts.title(row["backend"], p), parts.table(p, of)))
-    if (made := tables.missing(content["rows"]))[1]:
-        found.append(("Not measured", made))
-    return found
+def sections(content: Json) -> Iterator[tuple[str, Cells, str]]:
+    """Yield the tables of a record or its stages, with titles and notes."""
+    for stage in content.get("stages", ()):
+        if stage["name"] == "proof" and stage["record"]:
+            yield "Proof", proof(stage["record"]["rows"]), ""
+    for part in sections_of(content):
+        of, rows = flops.given(part["machine"]["peak_source"]), part["rows"]
+        for name, mode in MODES.items():
+            made = tables.cells(mode.COLUMNS, [r for r in rows if r["mode"] == name], of)
+            if made[1]:
+                yield mode.TITLE, made, mode.NOTES
+        for row in rows:
+            p = row.get("profile", {})
+            if "rooflines" in p:  # not of older records, nor of a run that was stopped
+                yield parts.title(row["backend"], p), parts.table(p, of), parts.NOTES
+        if (made := tables.missing(rows))[1]:
+            yield "Not measured", made, ""
 
 
 def proof(rows: list[Json]) -> Cells:
@@ -123,11 +132,25 @@ def readme(content: Json) -> str:
     known = ((k, f"`{v}`" if k == "command" else v) for k, v in facts(content).items())
     text.append("\n".join(f"- {name}: {value}" for name, value in known))
     text += [f"- **{a.partition(': ')[0]}**: {a.partition(': ')[2]}" for a in content["answers"]]
-    notes = {mode.TITLE: mode.NOTES for mode in MODES.values() if hasattr(mode, "NOTES")}
-    for name, made in sections(content):
-        text += [f"## {name}", tables.markdown(made), *([notes[name]] if name in notes else [])]
+    for name, made, notes in sections(content):
+        text += [f"## {name}", tables.markdown(made), *([notes] if notes else [])]
     text.append(f"[Every round](record.json). Columns, and what to report: {MEASURE}")
     return "\n\n".join(text) + "\n"
+
+
+def terminal(content: Json) -> str:
+    """Return the same for the terminal, without what the user knows; the conclusions at the end."""
+    known = facts(content)
+    hidden = ("command", "date", "commit", "device", "software")
+    text = [title(content)]
+    text += [f"incomplete: {content['incomplete']}"] if "incomplete" in content else []
+    text += [f"{name}: {value}" for name, value in known.items() if name not in hidden]
+    if why := content.get("reference", {}).get("why"):
+        text.append(f"no reference: {why}")
+    if content["mode"] != "qualify":  # its tables are in the record
+        for name, made, notes in sections(content):
+            text.append(f"\n{name}\n{tables.markdown(made)}" + (f"\n\n{notes}" if notes else ""))
+    return "\n".join([*text, "", *content["answers"]])
 
 
 # --- conclusions ---

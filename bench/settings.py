@@ -12,9 +12,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 import data
 from bench import ROOT, Json
-from core.options import IGNORED, TrainConfig
+from core.options import IGNORED, ModelOptions, TrainConfig
 from core.runtime import pick_device
-from core.settings import Loaded, UserError, gather, read
+from core.settings import Loaded, UserError, did_you_mean, gather, read
 from model import GPTConfig
 
 C = TypeVar("C", bound="TrainConfig")
@@ -26,52 +26,57 @@ NewTokens = Annotated[int, Field(ge=2)]
 CPU_CONFIG = "config/bench_cpu.py"
 RECORDS = "bench/records"
 ALIASES = {"attn_implementation": "attention_backend", "backend": "backends"}
-OTHERS = {name: why for name, why in IGNORED.items() if name not in ALIASES}
 
-# Options of train.py, by what they have an effect on.
-RUN = (
-    "out_dir", "init_from", "eval_interval", "eval_iters", "eval_on_start", "eval_only",
-    "log_interval", "profile_step", "keep_checkpoints", "sample_tokens", "wandb_log",
-    "wandb_project", "wandb_run_name", "max_iters", "warmup_iters", "lr_decay_iters", "parallel",
-    "shard_size", "async_checkpoint", "hang_timeout", "attention_fallback", "document_mask",
-)  # fmt: skip
+# Options of train.py that have an effect: in every mode, and in a mode with training steps.
+USUAL = {f.name for f in fields(ModelOptions)} - {"dropout"} | {
+    "dataset", "data_dir", "batch_size", "attention_window", "attention_hub_kernels",
+    "allow_mps_sdpa", "device", "dtype", "tf32", "onednn", "deterministic", "seed", "peak_tflops",
+}  # fmt: skip
+STEP = ("gradient_accumulation_steps", "gradient_checkpointing", "residual_dtype", "grad_clip")
+TRAINING = (*STEP, "dropout", "optimizer", "weight_decay", "beta1", "beta2", "compile",
+            "compile_mode")  # fmt: skip
 RATES = ("learning_rate", "min_lr", "decay_lr", "muon_rates")
-OPTIMIZER = ("optimizer", "weight_decay", "beta1", "beta2", "dropout", "compile_mode")
-STEP = ("gradient_accumulation_steps", "grad_clip", "gradient_checkpointing", "residual_dtype")
 # A config file may be a run's: its options without effect are no error there, but these are.
 CHANGING = {"document_mask", "context_parallel"}
 
 
 @dataclass(frozen=True)
 class Settings(TrainConfig):
-    """Options of every mode that measures this machine."""
+    """Options of every mode but runs."""
 
-    without: ClassVar[tuple[str, ...]] = (*RUN, "context_parallel")  # train.py's, without effect
-    backends: tuple[str, ...] = ("all",)  # names from python -m attention or files, with commas
+    uses: ClassVar[tuple[str, ...]] = ()  # train.py's options with an effect, besides USUAL
     memory_gb: PositiveFloat | None = None  # CPU: limit of each process; none: 70 % of free
-    minutes: PositiveFloat | None = None  # time limit; none: qualify 9, on CUDA 10
-    timeout: PositiveFloat = 900.0  # seconds for one answer of a process
     json: bool = False  # one JSON object as the last line
-    record: str | None = None  # write bench/records/DATE_DEVICE_RECORD
-    records_dir: str = RECORDS  # the folder of the records
 
     def __post_init__(self) -> None:
         if self.init_from != "scratch":
-            raise ValueError(
-                f"init_from must be 'scratch', got {self.init_from!r}: the values of weights do "
-                "not change the time, so give the sizes instead"
-            )
+            why = "weights do not change the time, so give the sizes"
+            raise ValueError(f"init_from must be 'scratch', got {self.init_from!r}: {why}")
         super().__post_init__()
         GPTConfig.of(self, self.vocab_size or 1)  # checks the sizes
-        if not self.backends or not getattr(self, "kv_caches", True):
-            raise ValueError("--backends, --kv_caches: expected at least one name, got none")
-        if getattr(self, "hf", None) and (self.rival or getattr(self, "profile", False)):  # type: ignore[attr-defined]
-            raise ValueError("--hf does not support --rival and --profile")
 
     def to(self, kind: type[C], **changes: Any) -> C:
         """Return another mode's or train.py's settings with these values and changes."""
         shared = {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
         return kind(**shared | changes)
+
+
+@dataclass(frozen=True)
+class Measured(Settings):
+    """Options of the modes that measure this machine."""
+
+    backends: tuple[str, ...] = ("all",)  # names from python -m attention or files, with commas
+    minutes: PositiveFloat | None = None  # time limit; none: qualify 9, on CUDA 10
+    timeout: PositiveFloat = 900.0  # seconds for one answer of a process
+    record: str | None = None  # write bench/records/DATE_DEVICE_RECORD
+    records_dir: str = RECORDS  # the folder of the records
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.backends or not getattr(self, "kv_caches", True):
+            raise ValueError("--backends, --kv_caches: expected at least one name, got none")
+        if getattr(self, "hf", None) and (self.rival or getattr(self, "profile", False)):  # type: ignore[attr-defined]
+            raise ValueError("--hf does not support --rival and --profile")
 
     def flat(self) -> Json:
         """Return the mode's options, as in a record."""
@@ -91,10 +96,10 @@ class Rivals:
 
 
 @dataclass(frozen=True)
-class Train(Rivals, Settings):
+class Train(Rivals, Measured):
     """Training steps of every backend: speed, MFU, memory."""
 
-    without: ClassVar[tuple[str, ...]] = (*Settings.without, *RATES)
+    uses: ClassVar[tuple[str, ...]] = TRAINING
     profile: bool = False  # kernels of a step by class, with rooflines
     products_tflops: PositiveFloat | None = None  # rate of large matmuls; none: measured
     seconds: PositiveFloat = 1.0  # per round, at least one step
@@ -102,10 +107,9 @@ class Train(Rivals, Settings):
 
 
 @dataclass(frozen=True)
-class Kernel(Settings):
+class Kernel(Measured):
     """Attention alone over a grid, against float64."""
 
-    without: ClassVar[tuple[str, ...]] = (*Settings.without, *RATES, *OPTIMIZER, *STEP, "compile")
     lengths: tuple[PositiveInt, ...] = ()  # tokens; none: 128 to 2048, on CUDA to 32768
     batch_sizes: tuple[PositiveInt, ...] = ()  # sequences; none: 1 and 4, on CUDA 1 and 8
     windows: tuple[PositiveInt | None, ...] = ()  # keys, or none; none: the model's
@@ -115,10 +119,10 @@ class Kernel(Settings):
 
 
 @dataclass(frozen=True)
-class Decode(Rivals, Settings):
+class Decode(Rivals, Measured):
     """Generation: tokens a second, first token, memory bandwidth."""
 
-    without: ClassVar[tuple[str, ...]] = (*Settings.without, *RATES, *OPTIMIZER, *STEP)
+    uses: ClassVar[tuple[str, ...]] = ("compile",)
     batch_sizes: tuple[PositiveInt, ...] = ()  # sequences; none: 1 and 4, on CUDA 1 and 8
     prompts: tuple[PositiveInt, ...] = ()  # tokens; none: about block_size / 2
     new_tokens: NewTokens | None = None  # none: 16, on CUDA 128
@@ -128,9 +132,10 @@ class Decode(Rivals, Settings):
 
 
 @dataclass(frozen=True)
-class Converge(Settings):
+class Converge(Measured):
     """The same training with each backend, before you trust a faster kernel."""
 
+    uses: ClassVar[tuple[str, ...]] = (*TRAINING, *RATES)
     steps: Annotated[PositiveInt, Field(multiple_of=10)] = 100  # of a training
     seeds: PositiveInt = 1  # if above 1, their scatter is the tolerance
     paths: tuple[TrainingPath, ...] = ()  # precisions, instead of backends
@@ -146,7 +151,6 @@ class Converge(Settings):
 class Runs:
     """Whole runs of train.py and of nanoGPT's train.py, on a CPU."""
 
-    without: ClassVar[tuple[str, ...]] = ()
     rival: tuple[str, ...] = ()  # nanogpt=PATH
     sizes: tuple[Literal["a", "b", "c"], ...] = ("a", "b", "c")  # docs/SPEED.md
     rounds: PositiveInt = 5  # pairs of runs
@@ -157,9 +161,10 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Qualify(Settings):
+class Qualify(Measured):
     """All of these on a new machine, in nine minutes."""
 
+    uses: ClassVar[tuple[str, ...]] = (*TRAINING, *RATES)
     rival: tuple[str, ...] = ()  # in the same rounds: nanogpt=PATH, hf
     stages: tuple[Annotated[int, Field(ge=1, le=6)], ...] = (1, 2, 3, 4, 5, 6)  # docs/MEASURE.md
     prompts: tuple[PositiveInt, ...] = ()  # tokens; none: about block_size / 2
@@ -176,10 +181,7 @@ class Qualify(Settings):
 class Plan(Settings):
     """A training step on GPUs that you do not have (docs/PLAN.md)."""
 
-    without: ClassVar[tuple[str, ...]] = (
-        *RUN, *RATES, *OPTIMIZER, "compile", "backends", "minutes", "timeout", "record",
-        "records_dir",
-    )  # fmt: skip
+    uses: ClassVar[tuple[str, ...]] = (*STEP, "context_parallel")
     gpu: str | None = None  # "NVIDIA H200", or a part: H100
     gpus: tuple[PositiveInt, ...] = (8,)  # numbers of GPUs
     gpus_per_node: PositiveInt = 8  # joined by NVLink
@@ -192,19 +194,16 @@ class Plan(Settings):
 
 
 MODES: dict[str, type[Any]] = {
-    "train": Train,
-    "kernel": Kernel,
-    "decode": Decode,
-    "converge": Converge,
-    "runs": Runs,
-    "qualify": Qualify,
-    "plan": Plan,
+    kind.__name__.lower(): kind for kind in (Train, Kernel, Decode, Converge, Runs, Qualify, Plan)
 }
 
 
 def shown(kind: type[Any]) -> set[str]:
     """Return the options that have an effect in a mode."""
-    return {f.name for f in fields(kind)} - {*kind.without}
+    known = {f.name for f in fields(kind)}
+    if kind is Runs:
+        return known
+    return known - {f.name for f in fields(TrainConfig)} | USUAL | {*kind.uses}
 
 
 def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
@@ -213,14 +212,21 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     Without a config file a CPU uses config/bench_cpu.py: GPT-2 124M takes half an hour there.
     """
     kind = MODES[mode := mode or "train"]
+    aliases = {name: option for name, option in ALIASES.items() if option in shown(kind)}
+    ignored = {name: why for name, why in IGNORED.items() if name not in aliases}
+    how: Json = {"aliases": aliases, "ignored": ignored}
+    mine = shown(kind) | {"config", "h", "help", *aliases, *ignored}
     for name in (w.lstrip("-").partition("=")[0].replace("-", "_") for w in argv if w[:1] == "-"):
+        if name in mine or not name.isidentifier():
+            continue
         modes = [other for other, its in MODES.items() if name in shown(its)]
-        if mode not in modes and (modes or name in RUN):
-            raise UserError(f"--{name}: for {', '.join(modes) or 'train.py'} only, got mode {mode}")
-    how: Json = {"aliases": ALIASES if kind is not Runs else {}, "ignored": OTHERS}
+        if modes or hasattr(TrainConfig, name):
+            of = " and ".join(modes) or "train.py"
+            raise UserError(f"--{name}: an option of {of}, not of mode {mode}")
+        raise UserError(f"unknown option --{name}{did_you_mean(name, mine, '--')}")
     given, origins, _ = gather(kind, [w for w in argv if w not in ("-h", "--help")], **how)
     named = any(origin != "command line" for origin in origins.values())
-    here = not named and mode not in ("plan", "runs")
+    here = not named and issubclass(kind, Measured)
     if here and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
     loaded = read(kind, argv, shown=shown(kind), **how)

@@ -10,10 +10,11 @@ quartiles overlap.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
+
+import numpy as np
 
 from bench import Json
 
@@ -29,9 +30,7 @@ TIMES = ("ms", "forward_ms", "backward_ms", "optimizer_ms", "first_ms")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    q1, median, q3 = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return q1, median, q3
 
 
@@ -66,6 +65,8 @@ def bytes_(n: float | None) -> str:
     """Format a size, such as "1.23 GB"."""
     if n is None:
         return "-"
+    if n < 1e6:
+        return f"{number(n / 1e3)} KB"
     return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 
@@ -178,20 +179,26 @@ def groups(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
     return found
 
 
-def per_sequence(row: Row, name: str) -> float:
-    """Return a time of a row; with --batch_size=auto each has its own number of sequences."""
-    return row[name] / row.get("batch_size", 1)
-
-
 def fastest_of(rows: list[Row], old: bool = False) -> tuple[Row, list[Row]]:
-    """Return the fastest row and those that are level with it."""
-    best = min(rows, key=lambda row: per_sequence(row, "ms"))
-    upper = per_sequence(best, "q3_ms")
+    """Return the fastest row and those that are level with it. With --batch_size=auto each has its
+    own number of sequences."""
+    best = min(rows, key=lambda row: row["ms"] / row.get("batch_size", 1))
+    upper = best["q3_ms"] / best.get("batch_size", 1)
 
     def level(row: Row) -> bool:
-        return not differ(best, row) if old else per_sequence(row, "q1_ms") <= upper
+        if old:
+            return not differ(best, row)
+        return row["q1_ms"] / row.get("batch_size", 1) <= upper
 
     return best, [row for row in rows if row is not best and level(row)]
+
+
+def differ(a: Row, b: Row) -> bool:
+    """Return True if two rows differ by more than the ratios of their rounds scatter."""
+    times = [[r["ms"] / row.get("batch_size", 1) for r in row["rounds"]] for row in (a, b)]
+    ratios = [x / y for x, y in zip(*times)]
+    spread = spread_of(ratios)
+    return spread is None or abs(math.log(quartiles(ratios)[1])) > spread
 
 
 def fastest(rows: list[Row], old: bool = False) -> list[str]:
@@ -211,21 +218,14 @@ def fastest(rows: list[Row], old: bool = False) -> list[str]:
 def winner(rows: list[Row], old: bool) -> str:
     """Return the fastest, and those that are level with it."""
     best, level = fastest_of(rows, old)
-    few = len(best["rounds"]) < ENOUGH and (len(rows) > 1 or not old)
-    if few and old:
-        return f"{label(best)} (too few rounds)"
-    remarks = [count(len(best["rounds"]), "round")] if few else []
+    remarks = []
+    if (n := len(best["rounds"])) < ENOUGH and (len(rows) > 1 or not old):
+        if old:
+            return f"{label(best)} (too few rounds)"
+        remarks = [count(n, "round")]
     remarks += [f"level: {', '.join(dict.fromkeys(map(label, level)))}"] if level else []
     return label(best) + (f" ({'; '.join(remarks)})" if remarks else "")
 
 
 def label(row: Row) -> str:
     return row["backend"] + (f" with cache {cache(row)}" if "cache" in row["point"] else "")
-
-
-def differ(a: Row, b: Row) -> bool:
-    """Return True if two rows differ by more than the ratios of their rounds scatter."""
-    times = [[r["ms"] / row.get("batch_size", 1) for r in row["rounds"]] for row in (a, b)]
-    ratios = [x / y for x, y in zip(*times)]
-    spread = spread_of(ratios)
-    return spread is None or abs(math.log(quartiles(ratios)[1])) > spread

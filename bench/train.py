@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch import Tensor
 from attention.machine.system import kineto, synchronize
 from attention.machine.timing import Clock, Stamp
 from bench import Json, candidates, hf, machine, parts, tables
-from bench.job import LONGEST, Bench, Job, Plan
-from bench.reference import gradient_norm
+from bench.candidates import Job
+from bench.job import LONGEST, Bench, Plan
 from bench.settings import Train
 from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
 from core import flops, profile
@@ -54,31 +53,22 @@ def plans(bench: Bench[Train]) -> list[Plan]:
     """Training steps of every backend and rival."""
     config, micro = bench.config, bench.config.gradient_accumulation_steps
     batch = 1 if config.batch_size == "auto" else config.batch_size
-    profiled = PROFILED_STEPS if config.profile else 0
-    jobs = {
-        name: bench.job(name, batch, rival) | {"profile": profiled}
-        for name, rival in bench.candidates().items()
-    }
-    reference = None if bench.reference else bench.job(batch_size=batch * micro)
-    if auto := config.batch_size == "auto":
+    jobs = {name: bench.job(name, batch, rival) for name, rival in bench.candidates().items()}
+    reference = bench.job(batch_size=batch * micro)
+    if bench.auto:
         reference = {"why": "each backend has a batch of its own (--batch_size=auto)"}
-    request = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps, "auto": auto}
-    plan = Plan("bench.train:Training", jobs, config.rounds, specs(bench), request=request)
-    how: Json = {"compiled": compiled(bench), "skip": partial(too_long, bench)}
-    return [replace(plan, profile=profiled, reference=reference, **how)]
+    how: Json = {"one_process": bench.compiled, "reference": reference}
+    how["skip"] = partial(too_long, bench)
+    return [Plan("bench.train:Training", jobs, config.rounds, specs(bench), **how)]
 
 
 def specs(bench: Bench[Any]) -> list[Json]:
     return [{**bench.layer, "dropout": bench.model.dropout}]
 
 
-def compiled(bench: Bench[Any]) -> bool:
-    return bench.cuda if bench.config.compile is None else bench.config.compile
-
-
 def too_long(bench: Bench[Any], name: str, point: Json, rows: Sequence[Row]) -> str:
     """Return why a backend is not measured, or ""."""
-    how, longest = ("as a compiled step ", COMPILED) if compiled(bench) else ("", LONGEST)
+    how, longest = ("as a compiled step ", COMPILED) if bench.compiled else ("", LONGEST)
     most, T = longest.get(name, math.inf), bench.config.block_size
     if bench.named(name) or most >= T:
         return ""
@@ -120,19 +110,18 @@ class Training:
         job = self.job = Job(sent)
         self.config, self.device, self.setup = job.config, job.device, job.setup
         self.clock, self.compiled = Clock(self.device), bool(job.setup.compile)
+        self.settings = sent["settings"]  # of the mode
+        self.profiled = self.settings.get("profile", False)
         if self.device.type == "cpu" and not sent["rival"]:  # as train.py does
             keep_freed_memory()
-        if sent.get("profile") and self.compiled and self.device.type == "cpu":
+        if self.profiled and self.compiled and self.device.type == "cpu":
             profile.prepare(self.device)
         self.scaler = job.setup.scaler()
-        self.who = self.candidate(sent["rival"]).for_training(self.scaler)
+        self.who = candidates.build(sent["rival"], job).for_training(self.scaler)
         self.micro = self.config.gradient_accumulation_steps
         self.resize(self.config.batch_size)
         self.step_ms = math.inf  # of the fastest steps so far
         self.about = {"title": self.who.title, "compiled": self.compiled, "dtype": job.dtype}
-
-    def candidate(self, rival: str) -> candidates.Candidate:
-        return candidates.build(rival, self.job)
 
     def resize(self, batch_size: int) -> None:
         """Draw the batch of all steps."""
@@ -163,28 +152,25 @@ class Training:
         return answer, losses
 
     def round(self, request: Json) -> Json:
-        if request.get("largest"):
-            return {"batch_size": machine.largest(self.fits, self.device, MOST)}
-        if request.get("warm_up"):
-            return self.warm_up(request)
-        if "profile" in request:
-            return {"profile": self.profile(request["profile"])}
         self.step(*self.batch)  # memory was freed, and a GPU's clock may be low
-        steps = max(1, round(1e3 * request["seconds"] / self.step_ms))
+        steps = max(1, round(1e3 * self.settings["seconds"] / self.step_ms))
         answer, _ = self.timed([self.batch] * steps)
         self.step_ms = min(self.step_ms, answer["ms"])  # others warmed up at the same time
-        return {**answer, "peak_bytes": machine.memory(self.device)}
+        answer["peak_bytes"] = machine.memory(self.device)
+        if self.profiled and request["first"]:
+            answer["about"] = {"profile": self.profile(answer["ms"])}
+        return answer
 
     def warm_up(self, request: Json) -> Json:
         """Compile, fill caches; return the first loss and the kernels' names."""
-        if request.get("auto"):
+        if request["batch_size"]:  # --batch_size=auto
             self.resize(request["batch_size"])
         answer: Json = {"batch_size": self.batch_size}
         began = time.perf_counter()
 
         def look(part: str) -> None:
             if part == "update" and self.who.as_reference:
-                norm = gradient_norm(self.who.model.parameters())
+                norm = self.who.gradient_norm()
                 if math.isfinite(norm):  # else the first scale of float16 was too large
                     answer["gradient_norm"] = norm / self.scaler.get_scale()
 
@@ -195,7 +181,7 @@ class Training:
             answer["loss"] = float(first)
         answer["first_step_s"] = time.perf_counter() - began
         machine.reset_peak(self.device)
-        self.step_ms = self.timed([self.batch] * (1 + request["warm_up_steps"]))[0]["ms"]
+        self.step_ms = self.timed([self.batch] * (1 + self.settings["warm_up_steps"]))[0]["ms"]
         answer["peak_bytes"] = machine.memory(self.device)
         with kineto(self.device.type) as watched:
             self.step(*self.batch)
@@ -204,23 +190,25 @@ class Training:
         machine.reset_peak(self.device)
         return {**self.who.evidence(), **answer}
 
-    def fits(self, n: int) -> None:
-        """Run a step of a micro-batch of n sequences."""
-        self.who.step(*self.job.random_tokens(n), 1, lambda part: None)
-        synchronize(self.device)
+    def largest(self, request: Json) -> Json:
+        def fits(n: int) -> None:
+            """Run a step of a micro-batch of n sequences."""
+            self.who.step(*self.job.random_tokens(n), 1, lambda part: None)
+            synchronize(self.device)
 
-    def profile(self, steps: int) -> Json:
+        return {"batch_size": machine.largest(fits, self.device, MOST)}
+
+    def profile(self, plain_ms: float) -> Json:
         """Return the milliseconds of a step by kernel: of the step that runs."""
         if self.device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not support {self.device.type}"}
-        plain = self.timed([self.batch] * steps)[0]["ms"]
-        with profile.profiled(self.device, steps) as found:
-            for _ in range(steps):
+        with profile.profiled(self.device, PROFILED_STEPS) as found:
+            for _ in range(PROFILED_STEPS):
                 self.step(*self.batch)
         machine.reset_peak(self.device)
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}
         row: dict[str, Any] = found.row()
         if self.device.type == "cuda":  # the profiler slows the host only
-            row["classes"]["gaps"] = max(0.0, plain - found.busy_ms)
-        return {**row, "steps": steps, "plain_ms": plain}
+            row["classes"]["gaps"] = max(0.0, plain_ms - found.busy_ms)
+        return {**row, "steps": PROFILED_STEPS, "plain_ms": plain_ms}

@@ -1,6 +1,6 @@
 """Checks of a record that need no other machine: docs/MEASURE.md lists them.
 
-All figures are computed again from the raw rounds and compared.
+All that complete() computes is computed again and compared.
 """
 
 from __future__ import annotations
@@ -13,32 +13,30 @@ from typing import Any
 import torch
 
 from attention import is_code
-from bench import Json, converge, tables
+from bench import Json, converge, report, tables
 from bench.record import complete, digest
-from bench.report import disagreeing, planned, sections_of
 from bench.tables import Row
 from core.gpus import datasheet_tflops
 from core.settings import UserError
 
-# Kernels by backend: a pattern of the short names (KERNELS in attention/proof.py; empty: none of
-# them), and one of the names on a GPU (empty: not checked).
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
-SHOWS: dict[str, tuple[str, str]] = {
-    "manual tiled hf_eager": ("", ""),
-    "sdpa sdpa_bmm hf_sdpa": (ANY, r"flash|fmha|sdpa|cudnn|attn"),
-    "sdpa_flash": (r"flash( \((CPU|FA\d)\))?", "flash|attn"),
-    "sdpa_efficient": ("efficient", "fmha|attn"),
-    "sdpa_cudnn": ("cudnn", "cudnn|sdpa"),
-    "sdpa_math": (r"math( \(MPS\))?", ""),
-    "flex": ("", "flex"),
-    "flex_flash": ("", "flash"),
-    "triton": (r"flash \(our Triton\)", r"forward|dkdv|dq"),
-    # PyTorch's own FlashAttention-2 is not the package.
-    "flash_attn_2 flash_attn_3 flash_attn_4 hf_flash_attention_2": ("", "^(?!.*pytorch_).*flash"),
-    "paged": (rf"(paged decode \(Triton\)|{ANY})?", ""),
-    "nanogpt": (rf"({ANY})?", ""),
+SHORT = {  # of the short names (KERNELS in attention/proof.py); empty: none of them
+    "manual tiled hf_eager": "",
+    "sdpa sdpa_bmm hf_sdpa": ANY,
+    "sdpa_flash": r"flash( \((CPU|FA\d)\))?",
+    "sdpa_efficient": "efficient",
+    "sdpa_cudnn": "cudnn",
+    "sdpa_math": r"math( \(MPS\))?",
+    "triton": r"flash \(our Triton\)",
+    "paged": rf"(paged decode \(Triton\)|{ANY})?",
+    "nanogpt": rf"({ANY})?",
 }
-SHOWS = {name: shown for names, shown in SHOWS.items() for name in names.split()}
+ON_GPU = {  # of the names on the device, for kernels without short ones
+    "flex": "flex",
+    "flex_flash": "flash",
+    # PyTorch's own FlashAttention-2 is not the package.
+    "flash_attn_2 flash_attn_3 flash_attn_4 hf_flash_attention_2": "^(?!.*pytorch_).*flash",
+}
 FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
 RIVALS = {"nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2"}
 STATUSES = ("ok", "unavailable", "failed", "skipped", "stopped")
@@ -47,51 +45,65 @@ TOLERANCE = 0.01  # of a final loss in converge: a larger one proves nothing
 
 def verify(content: Json) -> list[str]:
     """Return the problems of a record, one sentence each."""
-    if not {"rows", "stages"} & content.keys():
-        return []  # another program's
     try:
-        return list(dict.fromkeys(_problems(content)))
+        ours = {"rows", "stages"} & content.keys()  # else another program's
+        return list(dict.fromkeys(problems(content))) if ours else []
     except UserError as e:
         return [f"its settings are invalid: {e}"]
     except Exception as e:  # whatever its fields lead to, also within torch
         return [f"it is malformed ({type(e).__name__}: {e})"]
 
 
-def _problems(content: Json) -> Iterator[str]:
+def problems(content: Json) -> Iterator[str]:
     sealed = content["format"] > 2 or "digest" in content
     if sealed and content.get("digest") != digest(content):
         yield "its digest is another one: a field was edited"
-    for part in sections_of(content):
-        m, settings, again = part["machine"], part["settings"], complete(part)
-        known = datasheet_tflops(m["name"], m["dtype"], bool(settings.get("tf32")))
-        if not m["peak_source"]:
-            yield f"its peak of {m['peak_tflops']:,.4g} TFLOP/s has no source"
-        elif known and not math.isclose(m["peak_tflops"], known[0]):
-            yield f"its peak is {m['peak_tflops']:,.4g} TFLOP/s, but {known[1]} has {known[0]:,.4g}"
-        if settings.get("dtype", "auto") not in ("auto", m["dtype"]):
-            yield f"its settings have dtype={settings['dtype']}, its machine {m['dtype']}"
-        if part["format"] > 1:
-            name = "flops_per_token"
-            yield from differences(part[name], again[name], name)
-            lost = [text for text in again["answers"] if text not in part["answers"]]
-            yield from (f"its conclusions lack {text!r}" for text in lost)  # older ones have more
-        for row, new in zip(part["rows"], again["rows"], strict=True):
-            at = tables.where(row["point"], row["mode"], row["backend"])
-            cut = part["mode"] == "converge" and row["status"] == "stopped"
-            if row["status"] not in (["ok"] if row.get("rounds") and not cut else STATUSES):
-                rounds = len(row.get("rounds", ()))
-                yield f"{at}: its status is {row['status']!r}, and it has {rounds} rounds"
-            if row["status"] == "ok":
-                yield from (f"{at}: {why}" for why in _row(row, new, part))
-        yield from disagreeing([row for row in part["rows"] if row["status"] == "ok"], part)
-        if part["mode"] == "converge" and settings["tolerance"] > TOLERANCE:
-            wide = settings["tolerance"]
-            yield f"its tolerance is {wide:.0%}, at most {TOLERANCE:.0%} is allowed"
+    if content["mode"] == "qualify" and content["format"] > 2:
+        yield from conclusions(content, complete(content))
+    for part in report.sections_of(content):
+        yield from of_part(part, complete(part))
 
 
-def differences(got: Any, want: Any, name: str) -> Iterator[str]:
-    """Yield a sentence for each value that differs; the last digits of floats may, between
-    processors."""
+def conclusions(content: Json, again: Json) -> Iterator[str]:
+    """Compare the conclusions. Older records have others too, which are no longer drawn."""
+    lost = [text for text in again["answers"] if text not in content["answers"]]
+    yield from (f"its conclusions lack {text!r}" for text in lost)
+    begins = "Fastest: " if content["format"] < 3 else ""
+    more = [text for text in content["answers"] if text not in again["answers"]]
+    yield from (f"nothing gives its conclusion {x!r}" for x in more if x.startswith(begins))
+
+
+def of_part(part: Json, again: Json) -> Iterator[str]:
+    """Check a record of one mode, or a stage of qualify."""
+    m, settings, mode = part["machine"], part["settings"], part["mode"]
+    known = datasheet_tflops(m["name"], m["dtype"], bool(settings.get("tf32")))
+    peak, bandwidth = settings.get("peak_tflops"), settings.get("bandwidth_gbs")
+    given: Json = {"dtype": settings.get("dtype", "auto").replace("auto", "")}
+    given["peak_tflops"] = known[0] if known else None if peak == "measure" else peak
+    given["bandwidth"] = bandwidth and 1e9 * bandwidth
+    yield from differences(m, {name: value for name, value in given.items() if value}, "machine")
+    if not m["peak_source"]:
+        yield f"its peak of {m['peak_tflops']:,.4g} TFLOP/s has no source"
+    if part["format"] > 1:
+        yield from differences(part["flops_per_token"], again["flops_per_token"], "flops_per_token")
+        yield from conclusions(part, again)
+    for row, new in zip(part["rows"], again["rows"], strict=True):
+        at = tables.where(row["point"], row["mode"], row["backend"])
+        cut = mode == "converge" and row["status"] == "stopped"
+        rounds = 0 if cut else len(row.get("rounds", ()))
+        if row["status"] not in (STATUSES[:1] if rounds else STATUSES):
+            yield f"{at}: its status is {row['status']!r}, and it has {rounds} rounds"
+        if row["status"] == "ok":
+            yield from (f"{at}: {why}" for why in of_row(row, new, part))
+    yield from report.disagreeing([row for row in part["rows"] if row["status"] == "ok"], part)
+    if mode == "converge" and settings["tolerance"] > TOLERANCE:
+        wide = settings["tolerance"]
+        yield f"its tolerance is {wide:.0%}, at most {TOLERANCE:.0%} is allowed"
+
+
+def differences(got: Any, want: Any, name: str = "") -> Iterator[str]:
+    """Yield a sentence for each value of `want` that differs; the last digits of floats may,
+    between processors."""
     if isinstance(want, dict) and isinstance(got, dict):
         for key, value in want.items():
             yield from differences(got.get(key), value, f"{name} {key}".strip())
@@ -101,72 +113,68 @@ def differences(got: Any, want: Any, name: str) -> Iterator[str]:
     else:
         numbers = isinstance(want, (int, float)) and isinstance(got, (int, float))
         if not (math.isclose(got, want, rel_tol=1e-9, abs_tol=1e-15) if numbers else got == want):
-            yield f"{name} is {got}, but its rounds and sizes give {want}"
+            yield f"{name} is {got}, and the rest of the record gives {want}"
 
 
-def _row(row: Row, again: Row, part: Json) -> Iterator[str]:
-    settings, mode = part["settings"], row["mode"]
-    paths, dtype = mode == "converge" and settings.get("paths"), part["machine"]["dtype"]
-    if paths:
-        dtype = {"plain": {"dtype": "float32"}, **converge.PATHS}[row["backend"]]["dtype"]
-    old = part["format"] == 1  # it has no sizes in its rounds, and no proofs
-    expected = planned(mode, settings)
+def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
+    """Check a row that was measured; `again`: the same with its figures computed again."""
+    settings, mode, dtype = part["settings"], row["mode"], part["machine"]["dtype"]
+    old = part["format"] == 1  # no sizes in its rounds, no proofs, no parameters of rivals
+    expected = report.planned(mode, settings)
     if len(row["rounds"]) < expected and part.get("complete", True) and not old:
         yield f"it has {len(row['rounds'])} of {expected} rounds"
-    if old and row["backend"] in RIVALS:  # it lacks their parameters
-        again = {name: value for name, value in again.items() if name != "mbu"}
-    yield from differences(row, again, "")
-    sizes, wanted = dict(row["point"]), {"dtype": dtype}
-    if "batch_size" in row:
-        sizes["B"] = row["batch_size"]
+    unknown = {"mbu"} if old and row["backend"] in RIVALS else ()
+    yield from differences(row, {k: v for k, v in again.items() if k not in unknown})
+    paths = mode == "converge" and settings.get("paths")
+    if paths:
+        dtype = {"plain": {"dtype": "float32"}, **converge.PATHS}[row["backend"]]["dtype"]
+    wanted, sizes = {"dtype": dtype}, dict(row["point"])
+    batch = row.get("batch_size", settings.get("batch_size"))
+    sizes |= {"B": batch} if "batch_size" in row else {}
     if mode in ("train", "converge"):
-        wanted["batch_size"] = settings["batch_size"]
-        sequences = row.get("batch_size", settings["batch_size"])
-        sizes["B"] = sequences * settings["gradient_accumulation_steps"]
-        sizes["T"] = settings["block_size"]
-    for name in wanted.keys() & row.keys():
-        if wanted[name] not in ("auto", row[name]):
-            yield f"it has {name}={row[name]}, but the record's is {wanted[name]}"
+        wanted["batch_size"] = batch if settings["batch_size"] == "auto" else settings["batch_size"]
+        sizes |= {"B": batch * settings["gradient_accumulation_steps"], "T": settings["block_size"]}
+    yield from differences(row, {name: wanted[name] for name in wanted.keys() & row.keys()})
     for ran in (r.get("shape", {}) for r in row["rounds"]):
-        for name in sizes.keys() & ran.keys():
-            if sizes[name] != ran[name]:
-                yield f"it has {name}={sizes[name]}, but a round ran {name}={ran[name]}"
+        own = {name: sizes[name] for name in sizes.keys() & ran.keys()}
+        yield from differences(ran, own, "a round's")
     held, peak = row.get("memory_bytes", 0), max(r.get("peak_bytes", 0) for r in row["rounds"])
     if held < peak:  # else of the warm-up
         yield f"memory_bytes is {held}, but the most of its rounds is {peak}"
-    for name in ("mfu", "share"):  # mfu_causal is never more than mfu
-        if (row.get(name) or 0) > 1:
-            yield f"{name} of {row[name]:.1%} is more than the peak"
     if row.get("verdict") == "FAIL":
         yield f"it did not converge: its final loss is {row['difference']:+.2%} off"
     if not paths:
-        yield from _kernel(row, part["machine"]["kind"] == "cuda")
+        yield from of_kernels(row, part["machine"]["kind"] == "cuda")
         if row["backend"] not in RIVALS and not old:
-            yield from _proof(row, row.get("dtype", dtype))
+            yield from of_proof(row, row.get("dtype", dtype))
 
 
-def _kernel(row: Row, cuda: bool) -> Iterator[str]:
+def of_kernels(row: Row, cuda: bool) -> Iterator[str]:
     """Compare the kernels in the profile with the backend's name."""
     name, seen, on_device = row["backend"], row["kernels"], row.get("device_kernels") or []
-    if is_code(name):  # a user's kernel: no name to expect
+    short, device = (
+        next((shown for names, shown in table.items() if name in names.split()), None)
+        for table in (SHORT, ON_GPU)
+    )
+    wrong = [kernel for kernel in seen if not re.fullmatch(short or "", kernel)]
+    if device:  # only these modes record the names on the device
+        some = any(re.search(device, kernel, re.I) for kernel in on_device)
+        lacks = cuda and row["mode"] in ("train", "kernel") and not some
+    elif short is None:
+        if not is_code(name):  # a user's kernel: no name to expect
+            yield f"unknown backend {name!r}"
         return
-    if name not in SHOWS:
-        yield f"unknown backend {name!r}"
-        return
-    short, device = SHOWS[name]
-    wrong = [kernel for kernel in seen if not re.fullmatch(short, kernel)]
-    if not (short or device):
-        wrong += [kernel for kernel in on_device if FUSED.search(kernel)]
+    else:
+        wrong += [k for k in on_device if FUSED.search(k)] if not short else []
+        lacks = not seen and not re.fullmatch(short, "")
     if wrong:
         yield f"another kernel than {name}'s ran: {', '.join(wrong)}"
-    # Only these modes record the names on the device.
-    profiled = cuda and device and row["mode"] in ("train", "kernel")
-    missing = profiled and not any(re.search(device, kernel, re.I) for kernel in on_device)
-    if not seen and (missing or not re.fullmatch(short, "")):
+    if lacks:
         yield f"the profiler saw no kernel of this backend, but: {', '.join(on_device) or 'none'}"
 
 
-def _proof(row: Row, dtype: str) -> Iterator[str]:
+def of_proof(row: Row, dtype: str) -> Iterator[str]:
+    """Check the errors and the causality test of a row."""
     proof, eps = row.get("proof") or {}, torch.finfo(getattr(torch, dtype)).eps
     # Above allowed_error(): plain PyTorch is off by some roundings, the largest value is some times
     # the others' mean.

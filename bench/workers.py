@@ -1,17 +1,14 @@
 """A process for each candidate: it builds, warms up, and measures a round for each request.
 
-The first request also builds the candidate. Answers are JSON: {"ok": {"ms": ...}, ...}, or
-{"unavailable": reason}, or {"failed": error}. What libraries print goes to a file. A process ends
-with all that it started when its parent closes it or dies.
+The first request also builds the candidate. An answer is JSON's types, or a Failure. What libraries
+print goes to a file. A process ends with all that it started when its parent closes it or dies.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
-import queue
 import signal
 import sys
 import tempfile
@@ -19,7 +16,7 @@ import threading
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
@@ -27,7 +24,7 @@ from typing import Any
 import torch
 
 from attention import BackendUnavailable
-from bench import Json, machine
+from bench import Json, load, machine
 from core.runtime import StopSignal
 from core.settings import UserError
 
@@ -40,9 +37,28 @@ class Failure(Exception):
     """No result: "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
 
     def __init__(self, kind: str, why: str, built: bool = True) -> None:
-        super().__init__(why)
+        super().__init__(kind, why, built)  # for pickle
         self.kind, self.why = kind, why
         self.built = built  # False: the candidate cannot be built, at no point
+
+    def __str__(self) -> str:
+        return self.why
+
+
+class Progress:
+    """Plain lines on stderr, with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self.began = self.last = time.monotonic()
+
+    def tell(self, line: str) -> None:
+        print(f"[{time.monotonic() - self.began:4.0f} s] {line}", file=sys.stderr, flush=True)
+
+    def watch(self, what: str) -> None:
+        """Print at most every two seconds."""
+        if time.monotonic() - self.last >= 2:
+            self.last = time.monotonic()
+            self.tell(what)
 
 
 @dataclass
@@ -52,11 +68,16 @@ class Stop:
     deadline: float | None = None  # time.monotonic(), after which nothing more begins
     signals: StopSignal | None = None
     why: str = ""  # set when the bench was stopped
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def left(self) -> float:
         """Seconds until the deadline."""
         return float("inf") if self.deadline is None else self.deadline - time.monotonic()
+
+    @property
+    def spent(self) -> str:
+        return f"set-up and measuring took {time.monotonic() - self.began:.0f} s so far"
 
     def check(self, late: float = 0.0) -> None:
         """Raises Failure ("stopped") after a signal, or `late` seconds after the deadline."""
@@ -64,7 +85,7 @@ class Stop:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             self.why = f"stopped by {name}"
         elif self.left < -late:
-            self.why = self.why or "the time limit was reached"
+            self.why = self.why or f"the time limit was reached: {self.spent}"
         else:
             return
         raise Failure("stopped", self.why)
@@ -82,13 +103,13 @@ class Worker:
     def __init__(self, work: str, job: Json, timeout: float, stop: Stop) -> None:
         stop.check()
         self.timeout, self.stop, self.began = timeout, stop, time.time()
+        self.warm: set[str] = set()  # the rows that it has warmed up
         self.about: Json = {}  # of the candidate, after the first answer
         self.setup_s = self.took_s = 0.0  # of building it, of the last answer
         self.held_bytes = 0  # of memory, by the sleeping process
         self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
-        args = (theirs, work, job, self.errors.name)
-        self.process = SPAWN.Process(target=serve, args=args)
+        self.process = SPAWN.Process(target=serve, args=(theirs, work, job, self.errors.name))
         # Python removes the semaphores of compilers that close() kills, with a warning.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         main = sys.modules["__main__"]
@@ -104,37 +125,31 @@ class Worker:
 
     def send(self, request: Json) -> None:
         with suppress(OSError):  # receive() raises for a process that died
-            self.pipe.send_bytes(json.dumps(request).encode())
+            self.pipe.send(request)
 
     def receive(self) -> Json:
         """Return the next answer. Raises Failure, after `timeout` seconds too."""
         deadline = time.monotonic() + self.timeout
-        with suppress(EOFError, OSError):
+        try:
             while not self.pipe.poll(LOOK):
                 self.stop.check(GRACE)
                 if time.monotonic() > deadline:
                     raise Failure("died", f"no answer within {self.timeout:g} s (--timeout)")
-                if not self.process.is_alive() and not self.pipe.poll():
-                    break
-            else:
-                return self.result(json.loads(self.pipe.recv_bytes()))
-        self.stop.check()  # perhaps ended by Ctrl-C, too
-        raise Failure("died", self.death())
+                if not self.process.is_alive() and not self.pipe.poll():  # its children hold it
+                    raise EOFError
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            self.stop.check()  # perhaps ended by Ctrl-C, too
+            raise Failure("died", self.death()) from None
+        if isinstance(answer, Failure):
+            raise answer
+        self.about, self.setup_s = answer["about"], answer["built_at"] - self.began
+        self.took_s, self.held_bytes = answer["took_s"], answer["held_bytes"]
+        return answer["ok"]
 
     def ask(self, request: Json) -> Json:
         self.send(request)
         return self.receive()
-
-    def result(self, answer: Json) -> Json:
-        """Return the content of an answer. Raises Failure for a refusal or an error."""
-        if "unavailable" in answer:
-            raise Failure("unavailable", answer["unavailable"], answer["built"])
-        if "failed" in answer:
-            kind = "died" if answer["broken"] else "failed"
-            raise Failure(kind, answer["failed"], answer["built"])
-        self.about, self.setup_s = answer["about"], answer["built_at"] - self.began
-        self.took_s, self.held_bytes = answer["took_s"], answer["held_bytes"]
-        return answer["ok"]
 
     def death(self) -> str:
         self.process.join()
@@ -155,17 +170,17 @@ class Worker:
         self.errors.close()
 
 
-def once(work: str, job: Json, timeout: float, stop: Stop) -> Json:
-    """Return what a worker that only builds something has found."""
+def once(work: str, job: Json, timeout: float, stop: Stop, request: Json | None = None) -> Json:
+    """Return what a worker that only builds something has found, with its answer to a request."""
     worker = Worker(work, job, timeout, stop)
     try:
-        worker.ask({})
+        answer = worker.ask(request or {})
     finally:
         worker.close()
-    return worker.about
+    return worker.about | answer
 
 
-# --- in the process ---
+# --- in the worker ---
 
 
 def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
@@ -175,8 +190,7 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     warnings.simplefilter("ignore")
-    requests = queue.SimpleQueue[Json]()
-    threading.Thread(target=read, args=(pipe, requests), daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     if job.get("memory_limit") and sys.platform == "linux":
         import resource
 
@@ -184,53 +198,37 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (job["memory_limit"],) * 2)
     if torch.device(job["device"]).index is not None:  # "cuda:1"
         torch.cuda.set_device(job["device"])
-    handler = Handler(work, job)
+    candidate: Any = None
     while True:
-        pipe.send_bytes(handler.answer(requests.get()))
-
-
-def read(pipe: Connection, requests: queue.SimpleQueue[Json]) -> None:
-    """Queue the requests. When the parent ends, even by kill -9, end with all that was started."""
-    with suppress(EOFError, OSError):
-        while True:
-            requests.put(json.loads(pipe.recv_bytes()))
-    os.killpg(0, signal.SIGKILL)
-
-
-class Handler:
-    """The candidate of a process."""
-
-    def __init__(self, work: str, job: Json) -> None:
-        self.name, self.job = work, job
-        self.work: Any = None
-
-    def answer(self, request: Json) -> bytes:
         try:
-            answer = self.result(request)
-            return json.dumps(answer, allow_nan=False).encode()
+            request = pipe.recv()
+        except EOFError:  # as in end_with_parent()
+            os.killpg(0, signal.SIGKILL)
+        try:
+            if candidate is None:
+                candidate, built_at = load(work)(job), time.time()
+            began = time.perf_counter()
+            call = next((name for name in ("warm_up", "largest") if request.get(name)), "round")
+            answer: Any = {"ok": getattr(candidate, call)(request) if request else {}}
+            answer |= {"took_s": time.perf_counter() - began, "built_at": built_at}
+            keep = getattr(candidate, "keeps_memory", False)  # between rounds
+            answer["held_bytes"] = machine.empty_cache(candidate.device, keep)
+            answer["about"] = candidate.about
+            json.dumps(answer, allow_nan=False)  # else it is no row of a record
         except (BackendUnavailable, UserError) as e:
-            answer = {"unavailable": machine.reason(e)}
+            answer = Failure("unavailable", machine.reason(e), candidate is not None)
         except Exception as e:  # any error of a kernel becomes a row of the table
-            answer = {"failed": machine.first_line(e), "broken": self.broken()}
-        return json.dumps({**answer, "built": self.work is not None}).encode()
+            kind, why = "failed", machine.first_line(e)
+            try:
+                machine.reset_peak(candidate.device)  # also frees what the failed call held
+            except Exception:  # nothing was built, or CUDA is unusable now
+                kind = "died"
+            answer = Failure(kind, why, candidate is not None)
+        pipe.send(answer)
 
-    def result(self, request: Json) -> Json:
-        """Do what is requested, if anything; the first request builds the candidate."""
-        if self.work is None:
-            module, _, kind = self.name.partition(":")
-            self.work = getattr(importlib.import_module(module), kind)(self.job)
-            self.built_at = time.time()
-        began = time.perf_counter()
-        answer: Json = {"ok": self.work.round(request) if request else {}}
-        answer["took_s"] = time.perf_counter() - began
-        keep = getattr(self.work, "keeps_memory", False)  # between rounds
-        answer["held_bytes"] = machine.empty_cache(self.work.device, keep)
-        return {**answer, "about": self.work.about, "built_at": self.built_at}
 
-    def broken(self) -> bool:
-        """True if nothing was built, or after an error that leaves CUDA unusable."""
-        try:
-            machine.reset_peak(self.work.device)  # also frees what the failed call held
-        except Exception:
-            return True
-        return False
+def end_with_parent() -> None:
+    """When the parent ends, even by kill -9, end with all that was started."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+    os.killpg(0, signal.SIGKILL)

@@ -164,7 +164,8 @@ def kept_rate(
     what: str, device: torch.device, measure: Callable[[], float], again: bool
 ) -> tuple[float, str]:
     """Return a rate of this machine, and its date and age in words. It takes seconds to measure, so
-    all runs use the first one, from rates.json in the cache folder, until one measures again."""
+    all runs use the first one, from rates.json in the cache folder, until one measures again. One
+    from a busy machine is measured again as soon as nothing else runs."""
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
     today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
     try:
@@ -175,11 +176,10 @@ def kept_rate(
         usable = math.isfinite(rate) and rate > 0
     except (OSError, ValueError, TypeError, LookupError):  # none yet, or a damaged file
         usable = False
-    if again or not usable:
-        began, used = time.perf_counter(), time.thread_time()
-        rate, day, age = measure(), str(today), 0
-        passed, used = time.perf_counter() - began, time.thread_time() - used
-        busy = device.type == "cpu" and used < ALONE * passed
+    if again or not usable or (busy and not disturbed(spin)[1]):
+        day, age = str(today), 0
+        rate, busy = disturbed(measure)
+        busy = busy and device.type == "cpu"
         try:
             file = memory().with_name("rates.json")
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -187,8 +187,23 @@ def kept_rate(
         except OSError as e:
             log.warning("a measured rate cannot be kept for later runs (%s)", e)
     when = f"measured {day}, {age} days ago" if age else f"measured {day}, today"
-    disturbed = ", while other programs used these cores (--peak_tflops=measure repeats it)"
-    return rate, when + (disturbed if busy else "")
+    return rate, when + (", while other programs used these cores" if busy else "")
+
+
+def disturbed(compute: Callable[[], float]) -> tuple[float, bool]:
+    """Return a result, and True if this thread, which always computed, had to wait for a core."""
+    began, used = time.perf_counter(), time.thread_time()
+    result = compute()
+    passed, used = time.perf_counter() - began, time.thread_time() - used
+    return result, passed - used > max(0.01, (1 - ALONE) * passed)
+
+
+def spin() -> float:
+    """Compute for a tenth of a second."""
+    end = time.perf_counter() + 0.1
+    while (now := time.perf_counter()) < end:
+        pass
+    return now
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:

@@ -147,8 +147,7 @@ def gather(
             without_effect[name] = "command line"
             continue
         if name not in fields:
-            near = did_you_mean(f"--{name}", [f"--{known}" for known in fields])
-            raise UserError(f"unknown option --{name}{near}")
+            raise UserError(f"unknown option --{name}{did_you_mean(name, fields, '--')}")
         field = fields[name]
         value = _parse(hints[field], text, f"--{name}")
         if origins.get(field) == "command line" and _is_tuple(hints[field]):
@@ -331,12 +330,12 @@ def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoR
     sys.exit(0)
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return "; did you mean ...?" for a mistyped word, or ""."""
-    names, close = list(choices), difflib.get_close_matches
-    starts = [name for name in names if len(word.strip("-")) > 2 and name.startswith(word)]
-    near = close(word, names, 1, 0.85) or starts or close(word, names, 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def did_you_mean(word: str, choices: Iterable[str], before: str = "") -> str:
+    """Return "; did you mean ...?" for a mistyped word, with `before` each name, or ""."""
+    names, close = sorted(choices), difflib.get_close_matches
+    starts = [name for name in names if len(word) > 2 and name.startswith(word)]
+    near = close(word, names, 1, 0.85) or starts or close(word, names, 1, 0.7)
+    return f"; did you mean {before + near[0]!r}?" if near else ""
 
 
 # --- the config file ---

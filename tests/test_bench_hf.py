@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import in_process
 import pytest
-from test_bench import SMALL, by_backend, measured, run, small
+from benches import by_backend, measured, run, small
 
 from bench import hf
 from bench.verify import verify
@@ -29,10 +28,9 @@ def folder(path: Path, kind: str = "llama", **more: Any) -> str:
 
 
 @pytest.mark.slow
-def test_a_row_for_every_backend_and_for_transformers_own(tmp_path, monkeypatch):
-    in_process.use(monkeypatch)
-    content = measured(*SMALL, folder(tmp_path), "--backends=manual,sdpa,tiled,flash_attn_2",
-                       "--gradient_accumulation_steps=2")
+def test_a_row_for_every_backend_and_for_transformers_own(tmp_path):
+    content = measured(*small("train"), folder(tmp_path), "--gradient_accumulation_steps=2",
+                       "--backends=manual,sdpa,tiled,flash_attn_2")
     rows = by_backend(content)
     assert list(rows)[:3] == ["manual", "hf_eager", "hf_sdpa"]
     ours = {"manual": [], "tiled": [], "sdpa": ["flash (CPU)"]}
@@ -60,11 +58,10 @@ def test_a_head_that_is_tied_counts_though_its_weights_are_looked_up_too(tied):
     assert hf.parameters(transformers.GPT2LMHeadModel(config)) == N
 
 
-def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
+def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path):
     """Gemma 2 caps its scores, has a scale of its own, and a window in every second layer."""
-    in_process.use(monkeypatch)
     model = folder(tmp_path, "gemma2", sliding_window=8)
-    content = measured(*SMALL, model, "--backends=manual,sdpa")
+    content = measured(*small("train"), model, "--backends=manual,sdpa")
     rows = by_backend(content)
     assert rows["manual"]["status"] == rows["hf_eager"]["status"] == "ok"
     assert abs(rows["manual"]["loss_difference"]) < 1e-5
@@ -75,8 +72,7 @@ def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_generation_with_its_caches(tmp_path, monkeypatch):
-    in_process.use(monkeypatch)
+def test_generation_with_its_caches(tmp_path):
     content = measured(*small("decode"), folder(tmp_path), "--backends=sdpa", "--batch_sizes=2",
                        "--prompts=5", "--new_tokens=4")
     at = {(r["backend"], r["point"]["cache"]): r for r in content["rows"]}
@@ -92,13 +88,13 @@ def test_generation_with_its_caches(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, kind, more, value", [
-    (SMALL, "bert", {}, "causal"), (SMALL, "t5", {}, "T5Config"),
-    (SMALL, "llama", {"max_position_embeddings": 16}, "--block_size=32"),
-    (SMALL, "BROKEN", None, ""), (SMALL, "NOT_THERE", None, ""), (small("kernel"), "x", None, ""),
-    ([*SMALL, "--rival=hf"], "BROKEN", None, ""), ([*SMALL, "--profile"], "BROKEN", None, ""),
+    (small("train"), "bert", {}, "causal"), (small("train"), "t5", {}, "T5Config"),
+    (small("train"), "llama", {"max_position_embeddings": 16}, "--block_size=32"),
+    (small("train"), "BROKEN", None, ""), (small("train"), "NOT_THERE", None, ""),
+    (small("kernel"), "x", None, ""), ([*small("train"), "--rival=hf"], "BROKEN", None, ""),
+    ([*small("train"), "--profile"], "BROKEN", None, ""),
 ])
-def test_a_mistake_names_the_model(argv, kind, more, value, tmp_path, monkeypatch):
-    in_process.use(monkeypatch)
+def test_a_mistake_names_the_model(argv, kind, more, value, tmp_path):
     (tmp_path / "BROKEN").mkdir()
     (tmp_path / "BROKEN" / "config.json").write_text("{", encoding="utf-8")
     model = f"--hf={tmp_path / kind}" if more is None else folder(tmp_path, kind, **more)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import in_process
 import pytest
-from test_bench import MODEL, SMALL, run
+from benches import MODEL, run, small
 
-from bench import parts
-from bench.parts import work
+from bench.parts import at_roofline, work
 from core import flops
 from model import GPTConfig
 
@@ -28,7 +25,7 @@ def test_a_step_of_gpt2_on_an_h200():
     assert works["embedding"].bytes == N * C * 8 + 8 * C * 50304
     by_bytes = {k for k, w in works.items() if w.limit(PEAK, H200) == "bytes"}
     assert by_bytes == {"norms and elementwise", "optimizer", "embedding"}
-    best = parts.at_roofline(works, GPT2, 64, PEAK, H200, PEAK)
+    best = at_roofline(works, GPT2, 64, PEAK, H200, PEAK)
     assert f"{best['ms']:.2f}" == "58.66"
     assert best["mfu"] == pytest.approx(854.77e6 * N / (best["ms"] / 1e3) / 989.4e12, rel=1e-5)
 
@@ -46,13 +43,11 @@ def test_the_flops_of_the_parts_are_those_of_mfu(kv_head, window):
 
 @pytest.mark.parametrize("more", [
     (), pytest.param(("--compile=True", "--rounds=1"), marks=pytest.mark.slow)])
-def test_a_profile_is_of_the_step_that_runs(tmp_path: Path, monkeypatch, more):
+def test_a_profile_is_of_the_step_that_runs(more):
     """Of all its micro-batches, and if it is compiled of Inductor's kernels."""
-    in_process.use(monkeypatch)
-    code, out = run([*SMALL, "--backends=sdpa", "--gradient_accumulation_steps=3", "--profile",
-                     "--bandwidth_gbs=8", "--record=p", f"--records_dir={tmp_path}", *more])
-    (written,) = tmp_path.glob("*_cpu_p/record.json")
-    row = json.loads(written.read_text(encoding="utf-8"))["rows"][0]
+    code, out = run([*small("train"), "--backends=sdpa", "--gradient_accumulation_steps=3",
+                     "--profile", "--json", *more])
+    row = json.loads(out.splitlines()[-1])["rows"][0]
     found = row["profile"]
     assert code == 0 and {"products", "attention", "optimizer", "loss"} <= {*found["classes"]}
     calls = {name: n for name, _, n in found["names"]["attention"]}
@@ -60,10 +55,16 @@ def test_a_profile_is_of_the_step_that_runs(tmp_path: Path, monkeypatch, more):
     fused = [name for name, *_ in found["names"]["elementwise"] if "cpp_fused" in name]
     assert bool(fused) == bool(more) == row["compiled"]
     works = work(MODEL, 3 * 4, 3, "float32", clip=True)
-    for kind, at in found["rooflines"].items():
-        of = [works[part] for part in parts.OF_CLASS.get(kind, ())]
-        assert at["roofline_ms"] == pytest.approx(sum(max(w.flops / 0.5e9, w.bytes / 8e6)
-                                                      for w in of))
-    title, (head, lines) = parts.title("sdpa", found), parts.table(found)
-    assert title in out and head[:2] == ["kernels", "ms"]
-    assert max(len(cell) for line in lines for cell in line) < 80  # no sentence in a cell
+    parts = {"products": ("linear", "head and loss"), "attention": ("attention",), "gaps": (),
+             "elementwise": ("norms and elementwise", "embedding"), "optimizer": ("optimizer",)}
+    for kind, names in parts.items():
+        least = sum(max(w.flops / 0.5e9, w.bytes / 8e6) for w in (works[name] for name in names))
+        line = found["rooflines"][kind]
+        assert line["roofline_ms"] == pytest.approx(least)
+        assert line["share"] == pytest.approx(line["ms"] / sum(found["classes"].values()))
+    table = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")]
+    head = next(i for i, cells in enumerate(table) if cells[0].split()[1] == "kernels")
+    shown = [[cell.strip(" |") for cell in line] for line in table[head + 2 :]]
+    assert {line[0] for line in shown} >= {*found["classes"], "the step"}
+    assert all(len(line) == 6 for line in shown)
+    assert max(len(cell) for line in shown for cell in line) < 80  # no sentence in a cell

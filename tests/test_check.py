@@ -17,7 +17,7 @@ import attention
 import checkpoint
 import train
 from attention.check import command as check
-from bench.begin import names
+from bench.job import names
 from bench.settings import load_config
 from core.settings import UserError
 from model import GPT, GPTConfig

@@ -282,15 +282,23 @@ def test_a_damaged_file_of_rates_is_measured_again(value: Any, kept: Path, caplo
     assert len(caplog.records) == 2
 
 
-def test_the_mark_of_a_peak_and_of_a_busy_machine(kept: Path, monkeypatch) -> None:
+def test_the_mark_of_a_peak(kept: Path) -> None:
     assert flops.peak("cpu", "float32", 3.0).of == " of --peak_tflops"
     assert Peak(3.0, "datasheet: x").of == ""
-    for share, busy in ((0.5, True), (1.0, False)):
-        wall, cpu = iter([0.0, 10.0]), iter([0.0, 10.0 * share])
-        clocks = {"perf_counter": wall.__next__, "thread_time": cpu.__next__}
-        monkeypatch.setattr(flops, "time", SimpleNamespace(**clocks))
-        for wanted in ("measure", None):  # also when it is read again
-            assert ("other programs" in flops.peak("cpu", "float32", wanted).source) == busy
+
+
+def test_a_rate_of_a_busy_machine_is_measured_again_when_it_is_idle(
+    kept: Path, monkeypatch
+) -> None:
+    share, ticks = [0.0], itertools.count()  # of the time in which this thread has a core
+    clock = {
+        "perf_counter": lambda: float(next(ticks)),
+        "thread_time": lambda: share[0] * next(ticks),
+    }
+    monkeypatch.setattr(flops, "time", SimpleNamespace(**clock))
+    for share[0], rate, busy in ((0.5, 1, True), (0.5, 1, True), (1.0, 2, False), (0.5, 2, False)):
+        found = flops.peak("cpu", "float32")
+        assert found.tflops == rate and ("other programs" in found.source) == busy
 
 
 @pytest.mark.parametrize("position", ["learned", "rope"])

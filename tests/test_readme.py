@@ -11,10 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import in_process
+import benches
 import pytest
 import support_tables
-import test_bench
 import test_train
 from checkout import ROOT, files
 
@@ -211,7 +210,7 @@ def test_the_mask_of_the_page(chunked: str) -> None:
 
 @pytest.mark.slow
 def test_the_kernel_of_the_page_trains_and_is_measured(
-    chunked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chunked: str, tmp_path: Path
 ) -> None:
     out, line = tmp_path / "out", test_train.argv
     run = test_train.run_line(
@@ -222,8 +221,5 @@ def test_the_kernel_of_the_page_trains_and_is_measured(
     code, said, _ = test_train.enter(sample.main, [f"--out_dir={out}", "--max_new_tokens=4",
         "--device=cpu", f"--attention_backend={chunked}"])
     assert code == 0 and said
-    in_process.use(monkeypatch)
-    config = [*test_bench.SMALL, f"--backends=sdpa,{chunked}", "--json"]
-    code, said, _ = test_train.enter(bench_mfu.main, config)
-    rows = {row["backend"]: row["status"] for row in json.loads(said.splitlines()[-1])["rows"]}
-    assert code == 0 and rows == {"sdpa": "ok", chunked: "ok"}
+    rows = benches.measured(*benches.small("train"), f"--backends=sdpa,{chunked}")["rows"]
+    assert {row["backend"]: row["status"] for row in rows} == {"sdpa": "ok", chunked: "ok"}

@@ -1,4 +1,4 @@
-"""`bench_mfu.py plan`: options and tables of the estimates in bench/plan/scale.py."""
+"""`bench_mfu.py plan`: its GPUs, and tables of the estimates in bench/plan/scale.py."""
 
 from __future__ import annotations
 
@@ -7,18 +7,62 @@ import math
 from collections.abc import Callable
 
 from bench import ROOT, Json, tables
-from bench.plan.cluster import SHARE, Cluster, cluster
+from bench.plan import Cluster
 from bench.plan.scale import KINDS, Job, Plan
-from bench.settings import Plan as BenchConfig
+from bench.settings import Plan as Settings
 from bench.settings import vocabulary
 from core import flops
-from core.gpus import describe_rated
+from core.gpus import SERVERS, describe_rated
 from core.runtime import decide_residual
 from core.settings import UserError
 from model import GPTConfig
 
+SHARE = 0.95  # of the memory that may be used
 
-def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
+
+def cluster(config: Settings) -> tuple[Cluster, list[str]]:
+    """Return the GPUs of --gpu, and lines about them. Raises UserError for an unknown rate."""
+    if config.gpu is None or config.peak_tflops == "measure":
+        raise UserError("plan measures nothing: give --gpu=H200 and --peak_tflops as a number")
+    try:
+        gpu, note = describe_rated(config.gpu)
+    except ValueError as e:
+        raise UserError(f"--gpu: {e}") from None
+    dtype: str = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if flops.datasheet_peak(gpu.name, "bfloat16") else "float16"
+    peak = flops.datasheet_peak(gpu.name, dtype, config.tf32)
+    if peak is None:
+        raise UserError(f"--gpu: no {dtype} rates known for {gpu.name!r}")
+    if config.peak_tflops:
+        peak = flops.Peak(config.peak_tflops, "--peak_tflops")
+    server = SERVERS.get(gpu.name) if "800" not in config.gpu else None  # A800, H800: less NVLink
+
+    def rate(of: str, option: str, unit: str) -> float:
+        found = getattr(config, option) or getattr(gpu, of, None) or getattr(server, of, None)
+        if found is None:
+            raise UserError(f"the {of} of {gpu.name!r} is unknown: give --{option}, in {unit}")
+        return 1e9 * float(found)
+
+    memory = rate("memory", "memory_gb", "GB")
+    bandwidth = rate("bandwidth", "bandwidth_gbs", "GB/s")
+    source = "--bandwidth_gbs" if config.bandwidth_gbs else f"datasheet: {gpu.source}"
+    several, between = max(config.gpus) > 1, max(config.gpus) > config.gpus_per_node
+    nvlink = rate("nvlink", "nvlink_gbs", "GB/s each way") if several else math.inf
+    network = rate("network", "network_gbs", "GB/s each way, a GPU") if between else math.inf
+    products, node = config.products_tflops or peak.tflops, config.gpus_per_node
+    at = Cluster(dtype, peak, products, bandwidth, memory, node, nvlink, network)
+    lines = [note] if note else []
+    size = f"memory: {memory / 1e9:,.4g} GB, to be filled to {SHARE:.0%}"
+    lines += [f"peak: {peak}", f"{size}, at {bandwidth / 1e9:,.4g} GB/s ({source})"]
+    if several:
+        links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {node} GPUs"
+        links += f", network {network / 1e9:,.4g} GB/s a GPU" if between else ""
+        lines += [f"{links}, each way", f"       ({server.source})"] if server else [links]
+    return at, [*lines, f"computing: its roofline, with matmuls at {products:,.4g} TFLOP/s"]
+
+
+def plans(config: Settings, job: Job, at: Cluster, gpus: int) -> list[Plan]:
     """Return every way to run the job on `gpus` GPUs."""
     if gpus > at.node and gpus % at.node:
         raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
@@ -30,7 +74,7 @@ def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
     return [Plan(job, at, way, gpus, N) for way in ways for N in rings]
 
 
-def run(config: BenchConfig) -> int:
+def run(config: Settings) -> int:
     """Print the tables, with --json the rows too. Returns the exit code."""
     at, lines = cluster(config)
     vocab_size, source = vocabulary(config)
@@ -71,9 +115,9 @@ def row(plan: Plan) -> Json:
         return {**row, "why": plan.why_not}
     sent, links, seconds = dict.fromkeys(KINDS, 0.0), {"nvlink": 0.0, "network": 0.0}, 0.0
     for kind, times, s in plan.sent():
-        sent[kind] += times * (s.nvlink + s.network)
         links["nvlink"] += times * s.nvlink
         links["network"] += times * s.network
+        sent[kind] += times * (s.nvlink + s.network)
         seconds += times * s.seconds  # without overlap
     m, compute = plan.job.model, plan.computing[0]
     total = compute + plan.exposed

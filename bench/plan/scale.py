@@ -14,7 +14,7 @@ from functools import cache, cached_property
 import torch
 
 from bench import parts
-from bench.plan.cluster import HOPS, Cluster, Sent, collective
+from bench.plan import HOPS, Cluster, Sent, collective
 from core.loss import chunk_rows
 from core.parallel import BUCKET_MB
 from model import GPT, GPTConfig
@@ -133,7 +133,7 @@ class Plan:
 
     # --- communication ---
 
-    def reduce(self, kind: str, size: float) -> Sent:
+    def cost(self, kind: str, size: float) -> Sent:
         """A collective within a copy of the weights; with "ddp" among all ranks."""
         return collective(kind, size, *self.group, self.at)
 
@@ -148,19 +148,31 @@ class Plan:
             return Sent(size, 0, HOPS[0] + size / self.at.nvlink)
         return Sent(0, size, HOPS[1] + size / self.at.network)  # of the server's last rank
 
+    @cached_property
+    def costs(self) -> dict[str, Sent]:
+        """The collectives of fsdp and hybrid, for a block and outside the blocks."""
+        S, block, root = self.shard, self.block, self.root
+        return {
+            "gather": self.cost("all-gather", self.a * block * S),
+            "gather root": self.cost("all-gather", 4 * root * S),
+            "scatter": self.cost("reduce-scatter", 4 * block * S),
+            "scatter root": self.cost("reduce-scatter", 4 * root * S),
+            "across": self.replicas(4 * block),
+            "across root": self.replicas(4 * root),
+        }
+
     def sent(self) -> Iterator[tuple[str, int, Sent]]:
         """Yield (kind, times per step, cost of each)."""
-        L, N, block, root = self.job.model.n_layer, self.context, self.block, self.root
+        L, N, cost = self.job.model.n_layer, self.context, self.costs
         if self.parallel == "ddp":
             buckets = math.ceil(4 * self.kept / (BUCKET_MB * 2**20))
-            yield "all-reduce", buckets, self.reduce("all-reduce", 4 * self.kept / buckets)
+            yield "all-reduce", buckets, self.cost("all-reduce", 4 * self.kept / buckets)
         else:
-            gather = self.reduce("all-gather", self.a * block * self.shard)
-            yield "all-gather", 2 * L * self.micro, gather
-            yield "all-gather", self.micro, self.reduce("all-gather", 4 * root * self.shard)
-            for times, size in ((L, 4 * block), (1, 4 * root)):
-                yield "reduce-scatter", times, self.reduce("reduce-scatter", size * self.shard)
-                yield "all-reduce", times, self.replicas(size)
+            yield "all-gather", 2 * L * self.micro, cost["gather"]
+            yield "all-gather", self.micro, cost["gather root"]
+            for times, of in ((L, ""), (1, " root")):
+                yield "reduce-scatter", times, cost[f"scatter{of}"]
+                yield "all-reduce", times, cost[f"across{of}"]
         if N > 1:
             passes = (2 + self.job.checkpointing) * (N - 1)  # forward, perhaps again, and backward
             yield "ring", L * self.micro * passes, self.passed(self.a)
@@ -192,22 +204,19 @@ class Plan:
     def exposed(self) -> float:
         """Seconds of communication that computing does not hide."""
         _, forward, backward, scores = self.computing
-        block, root, L, m = self.block, self.root, self.job.model.n_layer, self.micro
+        L, m = self.job.model.n_layer, self.micro
         if self.parallel == "ddp":  # the last bucket, the embeddings', is never hidden
-            last = self.reduce("all-reduce", 4 * root).seconds
+            last = self.cost("all-reduce", 4 * self.root).seconds
             total = sum(times * s.seconds for kind, times, s in self.sent() if kind != "ring")
             seconds = max(min(last, total), total - L * backward)
         else:  # a block's all-gather overlaps the block before, its reduce-scatter the one after
-            gather = self.reduce("all-gather", self.a * block * self.shard).seconds
-            first = self.reduce("all-gather", 4 * root * self.shard).seconds
-            scatter, end = (
-                self.reduce("reduce-scatter", 4 * n * self.shard).seconds for n in (block, root)
-            )
-            across, last = (self.replicas(4 * n).seconds for n in (block, root))
-            each = first + gather + (L - 1) * max(0, gather - forward)
+            cost = {name: sent.seconds for name, sent in self.costs.items()}
+            gather, scatter, across = cost["gather"], cost["scatter"], cost["across"]
+            each = cost["gather root"] + gather + (L - 1) * max(0, gather - forward)
             back = gather + (L - 1) * max(0, gather - backward)
             reducing = gather + (L - 1) * max(0, gather + scatter - backward, across - backward)
-            seconds = m * each + (m - 1) * back + reducing + scatter + across + end + last
+            ends = scatter + across + cost["scatter root"] + cost["across root"]
+            seconds = m * each + (m - 1) * back + reducing + ends
         if (N := self.context) == 1:
             return seconds
         # K and V overlap attention to the previous chunk; the last dK and dV overlap nothing.

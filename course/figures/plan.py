@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bench import tables
-from bench.plan import planned
-from bench.plan.cluster import Cluster
+from bench.plan import Cluster, planned
 from bench.plan.scale import Job, Plan
 from core import flops
 from course.format import table

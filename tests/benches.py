@@ -1,0 +1,132 @@
+"""Runs of bench_mfu.py in tests: the real command with its real processes.
+
+Only the way in which these start is another one: forked from a server that has imported torch,
+which takes a fifth of a second instead of five.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import multiprocessing
+from multiprocessing.context import ForkServerProcess, SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bench_mfu
+from data.prepare import PrepareConfig, prepare
+from model import GPTConfig
+
+HOW = {
+    "train": ["--rounds=2", "--seconds=0.01", "--warm_up_steps=1", "--bandwidth_gbs=8"],
+    "kernel": ["--rounds=2", "--seconds=0.01"],
+    "decode": ["--rounds=2", "--bandwidth_gbs=8"],
+    "converge": [],
+    "qualify": ["--rounds=2", "--warm_up_steps=1", "--bandwidth_gbs=8"],
+}
+MODEL = GPTConfig(32, 64, 2, 2, 32, bias=False)  # of small()
+
+
+def small(mode: str) -> list[str]:
+    """A mode, and options of a model that is quickly measured."""
+    sizes = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=32",
+             "--vocab_size=64", "--batch_size=4", "--peak_tflops=0.5", "--dtype=float32"]
+    return [mode, *sizes, *HOW[mode]]
+
+
+def run(argv: list[str]) -> tuple[int, str]:
+    """Return the exit code and stdout."""
+    out = io.StringIO()
+    multiprocessing.set_forkserver_preload(["bench_mfu", "torch._dynamo"])
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(SpawnProcess, "_Popen", staticmethod(ForkServerProcess._Popen))
+        with contextlib.redirect_stderr(io.StringIO()):
+            code = bench_mfu.main(argv)
+    return code, out.getvalue()
+
+
+def measured(*argv: str, code: int = 0) -> dict[str, Any]:
+    """Return the content of a run."""
+    ended, out = run([*argv, "--json"])
+    assert ended == code, out
+    return json.loads(out.splitlines()[-1])
+
+
+def by_backend(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rows by the names of their backends, of files without folder and suffix."""
+    return {Path(r["backend"]).stem: r for r in content["rows"]}
+
+
+KERNEL = """
+import os, signal, time
+from pathlib import Path
+import torch
+from attention import Backend, Caps, manual
+
+def attend(q, k, v, spec, **_):
+    B, T = q.shape[:2]
+    if B > 2:  # not in its proof
+        with open({log!r}, "a") as log:
+            print({name!r}, os.getpid(), file=log)
+    out = manual.attend(q, k, v, spec)
+    {does}
+    return out
+
+caps = Caps(dropout=False, segments=False, window=False, caches=("none",){caps})
+BACKEND = Backend({name!r}, "a test's", attend, (caps,), fallback=None)
+"""
+
+
+def kernel(folder: Path, name: str, does: str = "pass", caps: str = "") -> str:
+    """Write a kernel, NAME.py, and return its path. It adds its name and its process to log.txt
+    with every call of more than two sequences."""
+    log, path = str(folder / "log.txt"), folder / f"{name}.py"
+    path.write_text(KERNEL.format(name=name, does=does, caps=caps, log=log), encoding="utf-8")
+    return str(path)
+
+
+def write_tokens(folder: Path) -> Path:
+    """A dataset of characters, each of which follows from its place."""
+    text = "".join(chr(60 + (i * i + i // 7) % 61) for i in range(6000))
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    given = PrepareConfig(source=str(folder / "text.txt"), out_dir=str(folder / "tiny"))
+    prepare("shakespeare_char", given)
+    return folder
+
+
+RIVAL = '''
+"""A stand-in with nanoGPT's interface."""
+from types import SimpleNamespace as GPTConfig
+import torch
+import torch.nn.functional as F
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = torch.nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = torch.nn.Embedding(config.block_size, config.n_embd)
+    def forward(self, idx, targets=None):
+        logits = self.wte(idx) @ self.wte.weight.T
+        if targets is None:
+            return logits[:, [-1]], None
+        return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+    def configure_optimizers(self, weight_decay, lr, betas, device_type):
+        print("a line on stdout, which belongs to nobody")
+        return torch.optim.AdamW(self.parameters(), lr, betas, weight_decay=weight_decay)
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        for _ in range(max_new_tokens):
+            probs = F.softmax(self(idx)[0][:, -1] / temperature, dim=-1)
+            idx = torch.cat((idx, torch.multinomial(probs, 1)), dim=1)
+        return idx
+'''
+
+
+def rival(folder: Path) -> str:
+    """Write a stand-in of nanoGPT; return the option that measures it."""
+    (folder / "model.py").write_text(RIVAL, encoding="utf-8")
+    return f"--rival=nanogpt={folder}"

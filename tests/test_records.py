@@ -1,0 +1,315 @@
+"""Records: real ones are accepted, also old ones; an edited field or figure is refused."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benches import measured, small, write_tokens
+from checkout import files
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import board, record
+from bench.verify import verify
+from core.gpus import datasheet_tflops
+
+Content = dict[str, Any]
+MODES = {  # a record of each
+    "train": ["--backends=manual,sdpa_math,sdpa", "--rounds=3", "--profile"],
+    "kernel": ["--backends=manual,sdpa_math,sdpa", "--rounds=3", "--lengths=16", "--batch_sizes=1"],
+    "decode": ["--backends=sdpa", "--rounds=3", "--prompts=5", "--new_tokens=4"],
+    "converge": ["--backends=sdpa", "--dataset=tiny", "--steps=10"],
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Content]:
+    data = f"--data_dir={write_tokens(tmp_path_factory.mktemp('data'))}"
+    return {mode: measured(*small(mode), *argv, *[data] * (mode == "converge"))
+            for mode, argv in MODES.items()}
+
+
+@pytest.fixture
+def content(made: dict[str, Content]) -> Content:
+    return copy.deepcopy(made["train"])
+
+
+def row(content: Content, backend: str) -> Content:
+    return next(r for r in content["rows"] if r["backend"] == backend)
+
+
+def sealed(content: Content) -> Content:
+    """A digest for what the record holds now: of its JSON with sorted keys, without the digest."""
+    rest = {name: value for name, value in content.items() if name != "digest"}
+    text = json.dumps(rest, sort_keys=True)
+    return json.loads(text) | {"digest": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def on_a_gpu(content: Content) -> Content:
+    """The same rounds as if they were an H200's, of which the table of GPUs knows the peak."""
+    known = datasheet_tflops("NVIDIA H200", "float32", tf32=True)
+    assert known is not None
+    here = {"name": "NVIDIA H200", "about": "NVIDIA H200", "kind": "cuda"}
+    content["machine"] |= here | {"peak_tflops": known[0], "peak_source": known[1]}
+    return record.complete(content)
+
+
+def test_a_real_record_is_accepted(made: dict[str, Content]) -> None:
+    for mode, content in made.items():
+        assert verify(content) == verify(sealed(content)) == [], mode
+    for r in (r for content in made.values() for r in content["rows"] if "rounds" in r):
+        q1, median, q3 = np.quantile([one["ms"] for one in r["rounds"]], [0.25, 0.5, 0.75])
+        assert [r["q1_ms"], r["ms"], r["q3_ms"]] == pytest.approx([q1, median, q3])
+        assert r["spread"] == pytest.approx((q3 - q1) / median)
+        assert r["noisy"] == (r["spread"] > 0.05)
+    assert verify(on_a_gpu(copy.deepcopy(made["kernel"]))) == []
+
+
+def test_a_record_that_was_cut_off_says_so_and_may_have_fewer_rounds(content: Content) -> None:
+    for r in content["rows"]:
+        r["rounds"] = r["rounds"][:2]
+    content |= {"complete": False, "incomplete": "stopped by Ctrl-C"}
+    assert verify(record.complete(content)) == []
+    del content["complete"]  # nothing said is a claim to be whole
+    assert any("it has 2 of " in why for why in verify(record.complete(content)))
+
+
+# --- edited figures ---
+
+RECORDS = {path.parent.name: json.loads(path.read_text(encoding="utf-8"))
+           for path in files("bench/records/*/record.json")}
+OLD = {name: whole for name, whole in RECORDS.items() if {"rows", "stages"} & whole.keys()}
+Path_ = tuple[Any, ...]
+ALWAYS = "ms q1_ms q3_ms spread noisy "
+FIGURES = {  # of a row, that follow from its rounds, the settings and the machine
+    "train": "forward_ms backward_ms optimizer_ms tokens_a_step tokens_per_s mfu mfu_causal "
+             "loss_difference gradient_norm_difference profile",
+    "kernel": "forward_ms backward_ms tflops_causal tflops_full share",
+    "decode": "first_ms tokens_per_s mbu cache_bytes",
+    "converge": "tokens_per_s mfu mfu_causal final_loss final_losses difference verdict time_saved "
+                "memory_saved",
+}
+# Of a profile; "parts" in old ones.
+PROFILE = {"rooflines", "ceiling", "reachable", "bandwidth", "products_tflops"}
+PARTS = {"share", "roofline_ms", "times", "over_ms", "limit"}
+
+
+def leaves(value: Any, *path: Any) -> Iterator[Path_]:
+    """The places of a JSON value that hold no further ones."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, one in inside:
+        if isinstance(one, (dict, list)):
+            yield from leaves(one, *path, name)
+        else:
+            yield (*path, name)
+
+
+def at(value: Any, path: Path_) -> Any:
+    for name in path:
+        value = value[name]
+    return value
+
+
+def other(value: Any, by: float) -> Any:
+    if isinstance(value, bool) or value is None:
+        return not value
+    return value + "x" if isinstance(value, str) else value * by or by
+
+
+def figures(whole: Content) -> dict[str, Path_]:
+    """A place of each kind of figure in a record, by its names."""
+    stages = [("stages", i, "record") for i in range(len(whole.get("stages", ())))]
+    found = {}
+    for place in stages or [()]:
+        for i, r in enumerate(at(whole, place).get("rows", ())):
+            known = (ALWAYS + FIGURES[r["mode"]]).split() if r.get("status") == "ok" else []
+            for path in leaves({name: r[name] for name in known if name in r}):
+                ours = path[0] != "profile" or path[1] in PROFILE
+                ours |= path[1:2] == ("parts",) and path[3] in PARTS
+                # The first records lack the sizes of rivals.
+                if ours and (path != ("mbu",) or whole["format"] > 1):
+                    kind = " ".join(name for name in path if isinstance(name, str))
+                    found.setdefault(f"{r['mode']} {kind}", (*place, "rows", i, *path))
+    return found
+
+
+@pytest.mark.parametrize("name", [*MODES, *OLD])
+def test_an_edited_figure_is_refused_with_its_row(name: str, made: dict[str, Content]) -> None:
+    """Of the profile rooflines, ceilings, shares, ... A new record has a digest of the edit."""
+    whole = {**OLD, **made}[name]
+    places = figures(whole)
+    assert len(places) > 7
+    for kind, (*path, figure) in places.items():
+        edited = copy.deepcopy(whole)
+        inside = at(edited, tuple(path))
+        inside[figure] = other(inside[figure], 1.01)
+        its = at(edited, tuple(path[: path.index("rows") + 2]))
+        found = verify(sealed(edited) if name in MODES else edited)
+        assert any(why.startswith(f"{its['mode']} {its['backend']}") for why in found), kind
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_no_field_of_a_new_record_can_be_edited(
+    made: dict[str, Content], data: st.DataObject
+) -> None:
+    """Device, kernel and dtype, which no formula uses, as every figure and every round."""
+    edited = copy.deepcopy(made[data.draw(st.sampled_from([*MODES]))])
+    *path, name = data.draw(st.sampled_from([*leaves(edited)]))
+    place = at(edited, tuple(path))
+    if isinstance(name, str) and data.draw(st.booleans()):
+        del place[name]
+    else:
+        place[name] = other(place[name], data.draw(st.sampled_from([0.5, 0.99, 1.01, 2.0])))
+    assert verify(edited), (path, name)
+
+
+# --- the records here ---
+
+
+def test_every_record_here_is_accepted_and_the_board_is_up_to_date(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A private record may be there, on the board already or not."""
+    assert {1, 2} <= {whole["format"] for whole in OLD.values()}
+    page = board.PAGE.read_text(encoding="utf-8")
+    for path in board.FOLDER.iterdir():
+        if path.name in RECORDS or f"/{path.name}/README.md" in page:
+            (tmp_path / path.name).symlink_to(path)
+    monkeypatch.setattr(board, "FOLDER", tmp_path)
+    assert board.main(["--check"]) == 0, capsys.readouterr().err
+
+
+# --- lies ---
+
+LIES: list[tuple[str, Callable[[Content], Any], str]] = [  # and what a problem names
+    ("train", lambda c: row(c, "sdpa")["rounds"].pop(), "train sdpa.*2 of 3"),
+    ("kernel", lambda c: row(c, "sdpa")["point"].update(D=32), "sdpa.*round's D.*16.*32"),
+    ("decode", lambda c: row(c, "sdpa")["point"].update(P=9), "sdpa.*round's P.*5.*9"),
+    ("train", lambda c: c["settings"].update(batch_size=8), "train sdpa.*batch_size is 4.*8"),
+    ("train", lambda c: c["settings"].update(block_size=64), "round's T is 32.*64"),
+    ("train", lambda c: c.update(machine=on_a_gpu(c)["machine"] | {"peak_tflops": 989.4}),
+     "peak_tflops is 989.4.*494.7"),
+    ("train", lambda c: c["machine"].update(peak_source=""), "peak of 0.5 .*source"),
+    ("train", lambda c: c["machine"].update(peak_tflops=0.25), "peak_tflops is 0.25.*0.5"),
+    ("decode", lambda c: c["machine"].update(bandwidth=4e9), "bandwidth is 4.*8000000000"),
+    ("train", lambda c: c["settings"].update(dtype="bfloat16"), "dtype is float32.*bfloat16"),
+    ("train", lambda c: c["machine"].update(dtype="float16"), "train sdpa.*dtype is float32"),
+    ("train", lambda c: row(c, "sdpa_math").update(kernels=["flash (CPU)"]), r"math.*flash \(CPU"),
+    ("train", lambda c: row(c, "sdpa").update(backend="flash_attn_9"), "'flash_attn_9'"),
+    ("train", lambda c: row(c, "manual").update(backend="triton"), "train triton.*none"),
+    ("train", lambda c: row(c, "manual").update(device_kernels=["flash_fwd"]), "manual.*flash_fwd"),
+    ("kernel", lambda c: c["machine"].update(on_a_gpu(c)["machine"]) or row(c, "manual").update(
+        backend="flash_attn_2", device_kernels=["pytorch_flash::x"]), "pytorch_flash::x"),
+    ("train", lambda c: row(c, "sdpa")["proof"].update(canary=False), "train sdpa.*causality"),
+    ("train", lambda c: row(c, "sdpa")["proof"].update(error=math.nan), "sdpa.*error is nan"),
+    ("train", lambda c: row(c, "sdpa")["proof"].update(error=0.9, allowed=1.0), "allowed is 1"),
+    ("kernel", lambda c: row(c, "sdpa").update(error_out=0.1), "sdpa.*error_out 1.0e-01"),
+    ("train", lambda c: row(c, "sdpa").update(loss=9.9), "sdpa DISAGREES"),
+    ("train", lambda c: row(c, "sdpa").update(gradient_norm=9e9), "sdpa DISAGREES"),
+    ("train", lambda c: row(c, "sdpa").update(memory_bytes=1), "sdpa.*memory_bytes is 1,"),
+    ("train", lambda c: row(c, "sdpa").update(status="x"), "train sdpa.*'x'"),
+    ("converge", lambda c: row(c, "sdpa").update(losses=[9.0] * 10), r"sdpa.*\+1.*off"),
+    ("converge", lambda c: row(c, "sdpa").update(losses=[0.1] * 10), r"sdpa.*-9.*off"),  # is wrong
+    ("converge", lambda c: c["settings"].update(tolerance=0.1), "10%"),
+]
+CLAIMS: list[tuple[str, Callable[[Content], Any], str]] = [  # complete() would remove them
+    ("train", lambda c: c["flops_per_token"].update(mfu=1.0), "flops_per_token mfu is 1.0"),
+    ("train", lambda c: c.update(answers=[]), "lack 'Fastest: train"),
+    ("train", lambda c: c["answers"].append("Fastest: mine"), "'Fastest: mine'"),
+    ("train", lambda c: row(c, "sdpa").update(status="failed"), "'failed', and it has 3 rounds"),
+    ("train", lambda c: c["settings"].update(n_layer="x"), "n_layer"),
+    ("train", lambda c: c.update(rows=None), "NoneType"),
+]
+
+
+@pytest.mark.parametrize("mode, lie, named", [*LIES, *CLAIMS], ids=[n for *_, n in LIES + CLAIMS])
+def test_a_lie_is_refused_by_its_name(
+    mode: str, lie: Callable[[Content], Any], named: str, made: dict[str, Content]
+) -> None:
+    """With figures and digest as if it were true."""
+    content = copy.deepcopy(made[mode])
+    lie(content)
+    claim = (mode, lie, named) in CLAIMS
+    found = verify(sealed(content) if claim else record.complete(content))
+    assert any(re.search(named, why) for why in found), found
+    assert not any("digest" in why for why in found)
+
+
+# --- conclusions ---
+
+
+def concluded(content: Content, times: dict[str, list[float]], **more: Any) -> list[str]:
+    """The conclusions if the rounds had taken these milliseconds."""
+    content["rows"] = [{**copy.deepcopy(row(content, "sdpa")), "backend": name, **more,
+                        "rounds": [{"ms": t} for t in ms]} for name, ms in times.items()]
+    return record.complete(content)["answers"]
+
+
+def test_the_fastest_is_named_with_those_that_are_level(content: Content) -> None:
+    fast = [50.0, 50.5, 49.5, 50, 51]
+    three = {"manual": [2 * t for t in fast], "sdpa": fast, "tiled": [50.4, 50.2, 49.9, 49.6, 51.3]}
+    assert concluded(content, three)[0].endswith("train: sdpa (level: tiled)")
+    few = {name: ms[:2] for name, ms in three.items()}
+    assert concluded(content, few)[0].endswith("train: sdpa (2 rounds; level: tiled)")
+    content["settings"]["batch_size"] = "auto"  # of each sequence
+    assert concluded(content, {"sdpa": fast}, batch_size=1)[0].endswith("train: sdpa")
+
+
+def test_the_fastest_of_attention_alone_depends_on_the_length(made: dict[str, Content]) -> None:
+    content = copy.deepcopy(made["kernel"])
+    first = row(content, "sdpa")
+    content["rows"] = []
+    for T, manual, sdpa in ((128, 1.0, 2.0), (256, 2.0, 4.0), (1024, 20.0, 10.0)):
+        for name, ms in (("manual", manual), ("sdpa", sdpa)):
+            new = copy.deepcopy(first) | {"backend": name, "rounds": [{"ms": ms}] * 3}
+            content["rows"].append(new | {"point": first["point"] | {"T": T}})
+    (found,) = (text for text in record.complete(content)["answers"] if "Fastest" in text)
+    assert re.search(r"manual .* 128 .* sdpa .* 1,024", found) and "256" not in found
+
+
+# --- the page ---
+
+
+def test_the_page_holds_every_row_and_the_check_sees_a_change(
+    tmp_path: Path, content: Content, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for name in ("FOLDER", "PAGE"):
+        monkeypatch.setattr(board, name, tmp_path / name)
+    content |= {"commit": None, "dirty": True, "complete": False}  # not of this checkout
+    content = record.complete(content)
+    record.write(board.FOLDER / "mine", content, whole=False)
+    record.write(board.FOLDER / "other", record.complete(on_a_gpu(copy.deepcopy(content))))
+    assert board.main(["--check"]) == 1 and not board.PAGE.exists()
+    assert board.main([]) == 0 and board.main(["--check"]) == 0
+    text, sdpa = board.PAGE.read_text(encoding="utf-8"), row(content, "sdpa")
+    for cell in (f"{sdpa['tokens_per_s']:,.0f}", f"{sdpa['mfu']:.1%}", "--peak_tflops", "datasheet",
+                 f"{sdpa['proof']['error']:.1e}"):
+        assert f"| {cell} " in text
+    assert text.count("2 layers, 32 wide, 2 heads, vocabulary 64, float32") == 1  # the same work
+    assert "- [mine][1]: incomplete, uncommitted code\n" in text
+    machines = re.findall(r"\| 32 .*\| (M[12]) ", text)
+    assert machines == sorted(machines) and len(machines) == 2 * len(content["rows"])
+    board.PAGE.write_text(text + "x", encoding="utf-8")
+    assert board.main(["--check"]) == 1
+    assert board.main([f"--records_dir={board.FOLDER}"]) == 0  # the page is not read
+    assert board.main([f"--records_dir={board.FOLDER / 'mine'}"]) == 1  # no record is in it
+    sdpa["mfu"] = 0.6
+    record.write(board.FOLDER / "mine", content, whole=False)
+    for name, text in {"empty": "", "list": "[]"}.items():
+        (board.FOLDER / name).mkdir()
+        (board.FOLDER / name / "record.json").write_text(text, encoding="utf-8")
+    capsys.readouterr()
+    assert board.main([]) == 1  # and nothing is written
+    said = capsys.readouterr().err.splitlines()
+    assert {line.partition(":")[0] for line in said} == {"empty", "list", "mine"}
+    assert any("train sdpa: mfu is 0.6" in line for line in said)
