@@ -61,11 +61,12 @@ class GPTConfig(ModelOptions):
         if (scaling := self.rope_scaling) and not 0 <= scaling[1] < scaling[2]:
             raise ValueError(f"rope_scaling: expected 0 <= low < high, got {scaling}")
         check_name(self.attention_backend)  # runs no code: a saved config may name some
-        if isinstance(windows := self.attention_window, tuple):
-            if not 1 <= (n := len(windows)) <= self.n_layer:
+        if isinstance(self.attention_window, tuple):
+            n = len(self.attention_window)
+            if not 1 <= n <= self.n_layer:
                 raise ValueError(f"attention_window: expected 1 to n_layer={self.n_layer}, got {n}")
             if n == 1:  # equal models have equal configs
-                object.__setattr__(self, "attention_window", windows[0])
+                object.__setattr__(self, "attention_window", self.attention_window[0])
         self.specs(Phase("cpu", "float32"))  # checks n_kv_head, attention_window and dropout
 
     @classmethod
@@ -91,9 +92,10 @@ class GPTConfig(ModelOptions):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer: several are repeated, and the last layer takes the last one."""
-        window = self.attention_window
-        several = window if isinstance(window, tuple) else (window,)
-        layers = [*(several[i % len(several)] for i in range(self.n_layer - 1)), several[-1]]
+        pattern = self.attention_window
+        if not isinstance(pattern, tuple):
+            pattern = (pattern,)
+        layers = [*(pattern[i % len(pattern)] for i in range(self.n_layer - 1)), pattern[-1]]
         # As wide as every sequence is None: then kernels without a window can run it.
         return tuple(None if w is None or w >= self.block_size else w for w in layers)
 
@@ -182,8 +184,8 @@ class CausalSelfAttention(nn.Module):
             k, v, view = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
             if segments is not None:  # of the keys that this layer's window has kept
                 segments = segments[:, -k.shape[1] :]
-        more = {} if slopes is None else {"alibi_slopes": slopes}
-        y = attend(q, k, v, spec, segments=segments, cache=view, **more)  # (B, T, H, D)
+        alibi = {} if slopes is None else {"alibi_slopes": slopes}
+        y = attend(q, k, v, spec, segments=segments, cache=view, **alibi)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
 
@@ -227,7 +229,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, policy: Policy = Policy()) -> None:
         super().__init__()
-        self.config, self.policy = config, policy
+        self.config = config
+        self.policy = policy
         # Set by the program that runs the model:
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
@@ -272,49 +275,44 @@ class GPT(nn.Module):
             cache: a step of a KV cache (inference/cache.py): its tokens come before idx, which is
                 appended. It has its own positions and segments.
         """
-        if cache is not None and segments is not None:
-            raise ValueError("segments cannot be passed with a cache, which has its own")
-        pos = self.positions(idx) if cache is None else cache.positions(idx.shape[1])
-        segments = segments if cache is None else cache.segments
+        config, T, device = self.config, idx.shape[1], idx.device
+        if cache is not None:
+            if segments is not None:
+                raise ValueError("segments cannot be passed with a cache, which has its own")
+            pos, segments = cache.positions(T), cache.segments  # (T,) or (B, T)
+        elif self.ring:
+            pos = self.ring.positions(T, config.block_size - 1, device)  # (T,)
+        elif config.block_size < T:
+            raise ValueError(f"{T} tokens do not fit into block_size {config.block_size}")
+        else:
+            pos = torch.arange(T, device=device)  # (T,)
         if self.packed and segments is not None and cache is None:
             pos = (pos - segments).clamp(min=0)  # (B, T)
-        x, rope = self.embed(idx, pos)
-        slopes: tuple[Tensor, ...] = ()
-        if self.config.position == "alibi":
-            slopes = (alibi_slopes(self.config.n_head, idx.device),)
+
+        x = self.transformer.wte(idx)  # (B, T, C)
+        rope, slopes = None, None
+        if config.position == "learned":
+            x = x + self.transformer.wpe(pos)
+        elif config.position == "rope":
+            angles = pos[..., None, None] * rope_rates(config, device)  # (..., T, 1, D / 2)
+            rope = angles.cos(), angles.sin()
+        elif config.position == "alibi":
+            slopes = alibi_slopes(config.n_head, device)  # (H,)
+        if self.residual_autocast:
+            x = x.to(autocast_dtype(device.type) or x.dtype)
+        x = self.transformer.drop(x)
+
         plan = self.plans.look_up(self.phase(segments is not None, cache, x), idx.shape[0])
         for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):
             if spec.lse and self.ring:
                 attend = self.ring.attend(chosen.backend)
             layer = None if cache is None else cache.layer(i)
-            given = attend, spec, segments, rope, layer, *slopes
+            args = attend, spec, segments, rope, layer, slopes
             if self.gradient_checkpointing and self.training and cache is None:
-                x = checkpoint(block, x, *given, use_reentrant=False)
+                x = checkpoint(block, x, *args, use_reentrant=False)
             else:
-                x = block(x, *given)
+                x = block(x, *args)
         return self.transformer.ln_f(x)
-
-    def positions(self, idx: Tensor) -> Tensor:
-        """Positions (T,) of tokens (B, T) without a cache."""
-        T, size = idx.shape[1], self.config.block_size
-        if self.ring:
-            return self.ring.positions(T, size - 1, idx.device)
-        if size < T:
-            raise ValueError(f"{T} tokens do not fit into block_size {size}")
-        return torch.arange(T, device=idx.device)
-
-    def embed(self, idx: Tensor, pos: Tensor) -> tuple[Tensor, Rope]:
-        """Embeddings (B, T, C), and with RoPE the angles of each position and pair of channels."""
-        rope: Rope = None
-        x = self.transformer.wte(idx)
-        if self.config.position == "learned":
-            x = x + self.transformer.wpe(pos)
-        elif self.config.position == "rope":  # (T, 1, D / 2) or (B, T, 1, D / 2)
-            angles = pos[..., None, None] * rope_rates(self.config, idx.device)
-            rope = angles.cos(), angles.sin()
-        if self.residual_autocast:
-            x = x.to(autocast_dtype(x.device.type) or x.dtype)
-        return self.transformer.drop(x), rope
 
     def head(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., V) logits."""
@@ -327,8 +325,9 @@ class GPT(nn.Module):
 
     def phase(self, segments: bool = False, cache: Cache = None, x: Tensor | None = None) -> Phase:
         """The phase of a forward pass that begins now; x: the embeddings, in the blocks' dtype."""
-        x, shared = self.transformer.wte.weight if x is None else x, bool(self.ring)
-        now = Phase.now(x, self.training, segments, cache, shared and cache is None)
+        x = self.transformer.wte.weight if x is None else x
+        ring = self.ring is not None and cache is None
+        now = Phase.now(x, self.training, segments, cache, ring)
         return now._replace(compiled=now.compiled or self.compiled_blocks)
 
     def plan(self, B: int = 1, ranks: Ranks | None = None, **changes: Any) -> Plan:
@@ -343,8 +342,8 @@ class GPT(nn.Module):
         The plain loop: each token costs a pass over the whole text. inference/engine.py has KV
         caches, and draws other random numbers from the same distributions.
         """
-        possible = max_new_tokens >= 0 and temperature >= 0 and (top_k is None or top_k >= 1)
-        if not possible or idx.dim() != 2 or not idx.shape[1]:
+        valid = max_new_tokens >= 0 and temperature >= 0 and (top_k is None or top_k >= 1)
+        if not valid or idx.dim() != 2 or not idx.shape[1]:
             raise ValueError(f"got idx {idx.shape}, {max_new_tokens=}, {temperature=}, {top_k=}")
         for _ in range(max_new_tokens):
             logits = self.head(self.hidden(idx[:, -self.config.block_size :])[:, -1])  # (B, V)
@@ -370,13 +369,14 @@ class GPT(nn.Module):
 
     def crop_block_size(self, block_size: int) -> None:
         """Keep only the first `block_size` positions. Raises ValueError if there are fewer."""
-        if block_size > (have := self.config.block_size) or block_size < 1:
-            raise ValueError(f"block_size can only be cropped, from {have}; got {block_size}")
-        if self.config.position == "learned":
-            kept = self.transformer.wpe.weight.detach()[:block_size].clone()
-            self.transformer["wpe"] = nn.Embedding.from_pretrained(kept, freeze=False)
-        config = self.config = replace(self.config, block_size=block_size)
-        self.plans = Plans(config.attention_backend, self.policy, config.specs, block_size)
+        config, n = self.config, self.config.block_size
+        if not 1 <= block_size <= n:
+            raise ValueError(f"block_size can only be cropped, from {n}; got {block_size}")
+        if config.position == "learned":
+            rows = self.transformer.wpe.weight.detach()[:block_size].clone()
+            self.transformer["wpe"] = nn.Embedding.from_pretrained(rows, freeze=False)
+        self.config = replace(config, block_size=block_size)
+        self.plans = Plans(config.attention_backend, self.policy, self.config.specs, block_size)
 
     @classmethod
     def from_pretrained(cls, source: str, override_args: Any = None, **changes: Any) -> GPT:

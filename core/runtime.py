@@ -162,6 +162,8 @@ class Setup:
                 cpu_matmul.convert(model, "few")
             elif not (cast or self.compile):
                 cpu_matmul.convert(model, "mkl")
+            if cast and self.few_rows:
+                cpu_matmul.pack(model)
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:

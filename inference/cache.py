@@ -17,12 +17,11 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attention.masks import PagedView, StaticView
@@ -31,16 +30,6 @@ from inference.pages import PagePool
 
 Numbers = Sequence[int] | None
 Appended = tuple[Tensor, Tensor, StaticView | PagedView | None]  # keys, values, view of them
-
-
-class Step:
-    """One step of a cache: the model's argument `cache`."""
-
-    segments: Tensor | None = None
-    page_size: int | None = None
-
-    def advance(self) -> None:
-        """Count the tokens of the step as stored."""
 
 
 class Cache:
@@ -54,9 +43,10 @@ class Cache:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
-    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Step | None:
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Any:
         """Begin a step of T columns: counts[b] tokens of row b, 0 to T, then padding (None: T).
-        `rows` are the rows of the step (None: all; only a paged cache takes some).
+        `rows` are the rows of the step (None: all; only a paged cache takes some). The step is the
+        model's argument `cache`; its advance() counts the tokens as stored.
 
         Raises ValueError: a text would exceed the cache.
         """
@@ -148,11 +138,12 @@ class DynamicCache(Cache):
 
 
 @dataclass(frozen=True)
-class DynamicStep(Step):
+class DynamicStep:
     cache: DynamicCache
     pos: Tensor  # (T,) or, with padding, (B, T) int64
     segments: Tensor | None  # (B, Tk) int32, 0 for padding and 1 for text; None: no padding
     kind: ClassVar[str] = "dynamic"
+    page_size: ClassVar[None] = None
 
     def positions(self, T: int) -> Tensor:
         """Positions, (T,) or (B, T) int64; 0 for padding."""
@@ -171,9 +162,10 @@ class DynamicStep(Step):
 
 
 @dataclass(frozen=True)
-class RowsStep(Step):
+class RowsStep:
     """A step in which the rows have their own lengths."""
 
+    segments: ClassVar[None] = None
     cache: Any
     start: Tensor  # (B,) int32, tokens of each row stored before this step
     count: Tensor  # (B,) int32, tokens of each row in this step; the rest is padding
@@ -237,16 +229,18 @@ class StaticCache(Cache):
                 <-- max_len --->
 
     in_order: a kernel needs the distances of tokens (ALiBi): those of a window are copied.
+    in_buckets: False: the kernel reads bounds on the device, not all keys of a bucket.
     """
 
-    key: tuple[Any, ...] | None = None  # of inference/graphs.py
-    in_buckets = True  # False: the kernel reads bounds on the device, not all keys of a bucket
+    key: Hashable = None  # of inference/graphs.py
 
     def __init__(self, n_layer: int, batch: int, max_len: int, n_kv_head: int, head_dim: int, *,
                  windows: Sequence[int | None] = (), in_order: bool = False,
-                 dtype: torch.dtype = torch.float32,
+                 in_buckets: bool = True, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
-        self.max_len, self.in_order = max_len, in_order
+        self.max_len = max_len
+        self.in_order = in_order
+        self.in_buckets = in_buckets
         self.kinds = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
         shapes = [(batch, slots + 1, n_kv_head, head_dim) for slots in self.kinds]
         self.k = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
@@ -282,6 +276,7 @@ class StaticCache(Cache):
 class StaticStep(RowsStep):
     length: int  # slots that are read
     kind: str  # "static"; "none" if nothing is stored yet: plain attention
+    page_size: ClassVar[None] = None
 
     def read(self, layer: int, k: Tensor, v: Tensor) -> Appended:
         if self.kind == "none":
@@ -321,10 +316,10 @@ class StaticStep(RowsStep):
 
 
 class PagedCache(Cache):
-    """Pages of `page_size` tokens, and page tables on the device (inference/pages.py).
+    """Pages of `page_size` tokens (inference/pages.py).
 
     A row is a sequence of the pool. A page number is one page in every layer that has the same
-    window. A step writes the pages to the tables that are new in it. ::
+    window. ::
 
         page_table, page_size = 4            pages
         row 0   [5 2 0]  start 6             page 0   the null page: padding is written there
@@ -343,8 +338,6 @@ class PagedCache(Cache):
         shapes = [(n_pages[window], page_size, n_kv_head, head_dim) for window in self.kinds]
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.zeros_like(k) for k in self.k]
-        table = torch.zeros(0, 0, dtype=torch.int32, device=device)  # (sequences, pages)
-        self.tables = dict.fromkeys(self.pool.n_pages, table)
 
     def length(self, row: int) -> int:
         return self.pool.length(row)
@@ -356,26 +349,20 @@ class PagedCache(Cache):
         """As Cache. Raises OutOfPages, with nothing changed, or ValueError: no such sequence."""
         assert rows and len(set(rows)) == len(rows), "a sequence twice"
         step = dict(zip(rows, (T,) * len(rows) if counts is None else counts, strict=True))
-        numbers = [self.pool.length(row) for row in rows], [*step.values()], rows
+        start = [self.pool.length(row) for row in rows]
         self.pool.grow(step)
-        start, count, index = to_device(torch.tensor(numbers), self.k[0].device)
-        width = max(1, *(len(self.pool.pages(r, w)) for w in self.tables for r in rows))
-        for window in self.tables:
-            self._write_new_pages(window, rows, width)
-        tables = {w: table[:, :width].index_select(0, index) for w, table in self.tables.items()}
-        return PagedStep(self, start.int(), count.int(), step, tables, self.pool.page_size)
+        tables = {window: self._table(rows, window) for window in self.pool.n_pages}
+        sizes = self._on_device(start), self._on_device([*step.values()])
+        return PagedStep(self, *sizes, step, tables, self.pool.page_size)
 
-    def _write_new_pages(self, window: int | None, rows: Sequence[int], width: int) -> None:
-        """Write the rows' new pages to the table of a window."""
-        table = self.tables[window]
-        missing = max(rows) + 1 - table.shape[0], width - table.shape[1]
-        if max(missing) > 0:
-            columns = missing[1] + 31 if missing[1] > 0 else 0  # few copies
-            self.tables[window] = table = F.pad(table, (0, columns, 0, max(0, missing[0])))
-        new = [(r, *page) for r in rows for page in self.pool.new_pages(r, window)]
-        if new:
-            row, column, page = to_device(torch.tensor(new), table.device).unbind(1)
-            table[row, column] = page.int()
+    def _table(self, rows: Sequence[int], window: int | None) -> Tensor:
+        """The rows' pages in the layers with this window, (B, max_pages) int32."""
+        pages = [self.pool.pages(row, window) for row in rows]
+        width = max(1, *map(len, pages))
+        return self._on_device([[*numbers, *[0] * (width - len(numbers))] for numbers in pages])
+
+    def _on_device(self, numbers: Sequence[Any]) -> Tensor:
+        return to_device(torch.tensor(numbers, dtype=torch.int32), self.k[0].device)
 
 
 @dataclass(frozen=True)

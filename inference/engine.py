@@ -9,7 +9,7 @@ A batch is serving (serve.py) with a row for each prompt.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +78,6 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
 
 
 def _scheduler(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Scheduler:
-    if not isinstance(idx, Iterable):
-        raise TypeError(f"expected texts or token ids, got {idx!r:.60}")
     prompts = [idx] if isinstance(idx, str) else idx
     if not len(prompts):
         raise ValueError("expected at least one prompt of at least one token")

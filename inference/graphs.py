@@ -1,8 +1,8 @@
-"""Graphs of decode steps, compiled or captured, and the static caches that they write to.
+"""Decode steps as CUDA graphs, and the static caches that they write to.
 
-    compiled    torch.compile, on CUDA with CUDA graphs: the fastest step, half a minute to make
-    captured    the eager step as a CUDA graph (torch.cuda.CUDAGraph): the same kernels, launched
-                at once; made in the first step of its kind
+    captured    the step's kernels as a CUDA graph (torch.cuda.CUDAGraph), launched at once; made in
+                the first step of its kind
+    compiled    the step by torch.compile, half a minute to make; on CUDA it is then captured
 
 A captured graph holds the addresses of weights and cache, and numbers as constants: key() has them
 all. Tensors that change in each step, as tokens and random numbers, are copied into buffers of the
@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache as memoize
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +32,6 @@ from model import GPT
 
 log = logging.getLogger("nanoattn")
 
-F = TypeVar("F", bound=Callable[..., Any])
 KV_CACHES = ("none", "dynamic", "static", "paged")
 MOST = 8  # captured graphs of a model
 MOST_IDLE = 2  # their caches that are not in use
@@ -59,13 +58,16 @@ def check_int8(model: GPT, rows: int) -> None:
         _warn("int8 weights with several texts at a time on CUDA save memory, but are slow")
 
 
-def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """function(*args), a decode step or a part of it, by a graph of that kind."""
-    if kind is None:
-        return function(*args)
+def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[Any, ...],
+        of_call: object = None) -> Any:  # fmt: skip
+    """function(*args), a decode step or a part of it, by a graph of that kind; with `of_call` one
+    that no other call uses."""
     if kind == "compiled":
-        return compiled(function, model.transformer.wte.weight.device.type)(*args)
-    graphs, at = _captured.setdefault(model, OrderedDict()), key(function, args)
+        function = compiled(function)
+    if kind is None or not possible(model.transformer.wte.weight.device):
+        return function(*args)
+    graphs = _captured.setdefault(model, OrderedDict())
+    at = key(function, args), of_call
     if at not in graphs:  # the first call prepares the kernels, then it is captured
         graphs[at], result = capture(function, args)
         while len(graphs) > MOST:
@@ -80,62 +82,47 @@ def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[
     return graph.outputs
 
 
+@memoize
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile for fixed shapes."""
+    torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
 # --- static caches ---
 
 # A graph holds the addresses of its cache: a new cache for each call would mean a new graph.
-_idle: WeakKeyDictionary[GPT, dict[tuple[Any, ...] | None, StaticCache]] = WeakKeyDictionary()
+_idle: WeakKeyDictionary[GPT, OrderedDict[Hashable, StaticCache]] = WeakKeyDictionary()
 
 
 def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticCache:
     """An empty static cache; for graphs that of an earlier call, if there is one."""
     config, phase = model.config, model.phase()._replace(cache="static")
+    phase = phase._replace(compiled=graph == "compiled")
     device, dtype = model.transformer.wte.weight.device, getattr(torch, phase.dtype)
-    key = None if graph is None else (graph, B, max_len, dtype, device)
-    static = _idle.get(model, {}).pop(key, None)
+    plan = model.plans.known.get(phase) or model.plans.plan(phase, B)
+    bounded = device.type == "cuda" and {call.chosen.backend.name for call in plan} == {"paged"}
+    key = graph, bounded, B, max_len, dtype, device
+    static = _idle.get(model, OrderedDict()).pop(key, None)
     if static is not None:
         static.reset()
         return static
     with torch.inference_mode(False):  # tensors of inference mode cannot be written to outside it
         static = StaticCache(
             config.n_layer, B, max_len, config.kv_heads, config.head_dim, windows=config.windows,
-            in_order=config.position == "alibi", dtype=dtype, device=device,
+            in_order=config.position == "alibi", in_buckets=not bounded, dtype=dtype, device=device,
         )  # fmt: skip
-    static.key = key
-    if graph == "compiled":
-        for t in (*static.k, *static.v, static.start, static.count):
-            torch._dynamo.mark_static_address(t, guard=False)  # a CUDA graph writes there
-        phase = phase._replace(compiled=True)
-    plan = model.plans.known.get(phase) or model.plans.plan(phase, B)
-    kernels = {call.chosen.backend.name for call in plan}
-    static.in_buckets = device.type != "cuda" or kernels != {"paged"}
+    static.key = key if graph and possible(device) else None
     return static
 
 
 def give_back(model: GPT, cache: Cache) -> None:
-    """Keep a static cache, of captured graphs the last few."""
+    """Keep a static cache whose steps are captured, of a model the last few."""
     if isinstance(cache, StaticCache) and cache.key:
-        idle = _idle.setdefault(model, {})
+        idle = _idle.setdefault(model, OrderedDict())
         idle[cache.key] = cache
-        for key in [key for key in idle if key and "captured" in key][:-MOST_IDLE]:
-            del idle[key]
-
-
-# --- compiled ---
-
-
-@memoize
-def compiled(function: F, device: str) -> F:
-    """torch.compile for fixed shapes; results are copied out of the graph's memory."""
-    torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
-    mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs
-    graph = torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
-
-    def run(*args: object) -> Any:
-        if device == "cuda":
-            torch.compiler.cudagraph_mark_step_begin()
-        return tree_map_only(Tensor, Tensor.clone, graph(*args))
-
-    return run  # type: ignore[return-value]
+        while len(idle) > MOST_IDLE:
+            idle.popitem(last=False)
 
 
 # --- captured ---
@@ -158,7 +145,9 @@ def _of_leaf(x: Any) -> Hashable:
     if not isinstance(x, GPT):
         return id(x), *at
     phase = x.phase()._replace(cache="static")
-    return id(x), phase, *(call[:2] for call in x.plans.look_up(phase)), *at
+    phases = phase, phase._replace(compiled=True)
+    calls = [call[:2] for p in phases for call in x.plans.known.get(p, ())]
+    return id(x), phase, *calls, *at
 
 
 def _place(t: Tensor | None) -> Hashable:
@@ -179,14 +168,16 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captur
     """The graph of a call, and the result of this one."""
     leaves, tree = tree_flatten(args)
     device = next(x.device for x in leaves if isinstance(x, Tensor))
-    with side_stream(device):
-        result = function(*args)
     with torch.inference_mode(False):  # later calls may be outside it
         inputs = [x.clone() for x in leaves if isinstance(x, Tensor)]
+    buffers = iter(inputs)
+    fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
+    with side_stream(device):  # with the buffers: a compiled step must not compile while captured
+        result = function(*tree_unflatten(fixed, tree))
+    with torch.inference_mode(False):
         outputs = tree_map_only(Tensor, torch.empty_like, result)
     values = [x for x in leaves if not isinstance(x, Tensor | StaticStep | GPT)]
-    graph, buffers = Captured(values, inputs, outputs), iter(inputs)
-    fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
+    graph = Captured(values, inputs, outputs)
 
     def step() -> None:
         # A copy of the cache's step: it notes tensors, which would be the graph's.

@@ -8,9 +8,8 @@ token of it can see: with a window of 4 and pages of 2, after 7 tokens::
 
 The name of a full page is a hash of its token ids and of the previous page's name. Equal names mean
 equal prefixes: a new sequence shares the named pages of its prompt's prefix, if every window finds
-those that it sees. A named page without holders keeps its content until it is reused: unnamed pages
-go first, then named ones in the order in which they were freed, the last page of a sequence before
-its first. ::
+those that it sees. A page that nothing holds keeps its content until it is reused, unnamed pages
+first, then in the order in which they were freed. ::
 
     pages, page_size = 2          held by        name
     1   "the cat"                 A B            h1 = hash("the cat")
@@ -47,7 +46,6 @@ class _Held:
     names: list[bytes]  # of the prompt's full pages
     length: int = 0  # tokens stored; the pages can hold more
     pages: dict[int | None, list[int]] = field(default_factory=dict)  # of each window
-    read: dict[int | None, int] = field(default_factory=dict)  # how many new_pages() has returned
 
 
 class _Pages:
@@ -129,13 +127,6 @@ class PagePool:
     def pages(self, seq: int, window: int | None = None) -> tuple[int, ...]:
         """The pages of a sequence, in order; 0: no later token sees it."""
         return tuple(self._held(seq).pages[window])
-
-    def new_pages(self, seq: int, window: int | None = None) -> list[tuple[int, int]]:
-        """The pages that no earlier call returned: (place in the sequence, page)."""
-        held = self._held(seq)
-        begin = held.read.get(window, 0)
-        held.read[window] = len(held.pages[window])
-        return [*enumerate(held.pages[window][begin:], begin)]
 
     def length(self, seq: int) -> int:
         return self._held(seq).length

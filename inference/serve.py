@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from core.runtime import to_device
 from core.settings import UserError
-from inference import decode, graphs, sampling
+from inference import graphs, sampling
 from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, bucket
 from inference.constrain import combined
 from inference.pages import PagePool, pages_for
@@ -102,7 +101,7 @@ class Row:
 
 
 # Rows, and a function that waits for their tokens: [token] a row, with a constraint [token, 1 if it
-# ends the text]. A row without room has none.
+# ends the text].
 Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
 
 
@@ -114,7 +113,9 @@ class Scheduler:
                  slots: int = 8, kv_cache: str = "paged", compile: bool = False,
                  n_pages: int | None = None, page_size: int = 16,
                  **options: Any) -> None:  # fmt: skip
-        self.model, self.options = model, Options(**options)
+        sampling.check_names(options, inspect.signature(Scheduler).parameters)
+        self.model = model
+        self.options = Options(**options)
         self.options.fit(model.config.vocab_size, model.tokenizer)
         self.device = model.transformer.wte.weight.device
         self.block_size = model.config.block_size
@@ -124,13 +125,13 @@ class Scheduler:
         if self.constraint is not None:
             self.constraint.to(self.device)
         # A processor with a parameter `lengths` is part of the step (docs/GENERATE.md). Its numbers
-        # may change between calls: another object, another graph.
+        # may change between calls: each has graphs of its own.
         self.processor = self.options.logits_processor
         called = getattr(self.processor, "forward", self.processor)
         self.in_step = called is None or "lengths" in inspect.signature(called).parameters
-        if self.processor is not None and self.graph == "captured":
-            self.processor = partial(self.processor)
-        self.slots, page_size = in_range("slots", slots, 1), in_range("page_size", page_size, 1)
+        self.of_call = object() if called is not None and self.in_step else None
+        self.slots = in_range("slots", slots, 1)
+        page_size = in_range("page_size", page_size, 1)
         graphs.check_int8(model, slots)
         rooms, generators = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
         self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
@@ -161,37 +162,22 @@ class Scheduler:
         """Each row's tokens as they come; ENDED when its text has ended."""
         pending: deque[Launched] = deque()
         try:
-            for step in self._launch():
-                pending.append(step)
-                if len(pending) > self.ahead:
+            while True:
+                new = [*islice(self.coming, self.slots - len(self.rows) - len(self.waiting))]
+                self.waiting += [row for row in new if row.room]
+                for row in new:
+                    if not row.room:
+                        yield row, ENDED
+                self._admit()
+                going = bool(self.rows)
+                if going:
+                    pending.append(self._step())
+                elif not new and not pending:
+                    return
+                if pending and (len(pending) > self.ahead or not going):
                     yield from self._read(*pending.popleft())
-            for step in pending:
-                yield from self._read(*step)
         finally:
             self._free([*self.rows])
-
-    def _launch(self) -> Iterator[Launched]:
-        """Sample a token for each row on the device."""
-        while True:
-            free = self.slots - len(self.rows) - len(self.waiting)
-            new = [*islice(self.coming, free)]
-            self.waiting += [row for row in new if row.room]
-            if empty := [row for row in new if not row.room]:
-                yield empty, list
-            if self.cache.pool is not None:
-                self._admit_to_pages(self.cache.pool)
-            elif self.waiting and not self.rows:
-                self._admit_together()
-            if self.rows:
-                yield self._step()
-            elif self.waiting:  # with all pages free
-                row = self.waiting[0]
-                raise UserError(
-                    f"prompt {row.index} ({len(row.prompt)} tokens, {row.room} new ones) needs "
-                    f"more than the {self.stats.all_pages} pages of the pool: raise n_pages"
-                )
-            elif not empty:
-                return
 
     def _read(
         self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]]
@@ -210,9 +196,8 @@ class Scheduler:
             row.ended = any(over) or len(row.new) == row.room or self.stops(row)
         self._leave()
         for row in going:
-            if row.new:
-                yield row, row.new[-1]
-            if row.ended or not row.room:
+            yield row, row.new[-1]
+            if row.ended:
                 yield row, ENDED
 
     def stops(self, row: Row) -> bool:
@@ -249,6 +234,19 @@ class Scheduler:
         self.cache = Cache()
 
     # --- admission ---
+
+    def _admit(self) -> None:
+        """Start waiting texts, if there is room."""
+        if self.cache.pool is not None:
+            self._admit_to_pages(self.cache.pool)
+        elif self.waiting and not self.rows:
+            self._admit_together()
+        if self.waiting and not self.rows:  # with all pages free
+            row = self.waiting[0]
+            raise UserError(
+                f"prompt {row.index} ({len(row.prompt)} tokens, {row.room} new ones) needs more "
+                f"than the {self.stats.all_pages} pages of the pool: raise n_pages"
+            )
 
     def _new_row(
         self, index: int, prompt: Prompt, new: int, generator: torch.Generator | None
@@ -336,7 +334,8 @@ class Scheduler:
 
     def _most_pages(self, row: Row, window: int | None, page_size: int) -> int:
         """The most pages that the row may hold from now on in the layers with this window."""
-        stored, prefill = min(row.most, self.block_size), 0 if row.launched else len(row.prompt)
+        stored = min(row.most, self.block_size)
+        prefill = 0 if row.launched else len(row.prompt)
         if row.most > self.block_size:  # a text that slides is read again in each step
             prefill = stored
         return max(pages_for(stored, page_size, window), pages_for(prefill, page_size))
@@ -362,13 +361,13 @@ class Scheduler:
         if processor is not None and self.in_step:
             texts = processor, self.texts[self.slot], self.length
         if len(groups) == 1 and self.in_step:
-            token, after, over = self._forward(decode.next_token, rows, how, texts)
+            token, after, over = self._forward(sampling.next_token, rows, how, texts)
         else:  # two graphs, Python between them
-            logits = torch.cat([self._forward(decode.next_logits, group) for group in groups])
+            logits = torch.cat([self._forward(sampling.next_logits, group) for group in groups])
             if processor is not None and not self.in_step:
                 lengths = [row.n for row in rows]
-                logits = decode.process_rows(processor, self.texts[self.slot], logits, lengths)
-            token, after, over = self._run(decode.sample_step, logits, how, texts)
+                logits = sampling.process_rows(processor, self.texts[self.slot], logits, lengths)
+            token, after, over = self._run(sampling.sample_step, logits, how, texts)
         self.token = token.clamp(min=0)  # INVALID is for the host
         self.texts[self.slot, self.length] = self.token
         if after is not None:
@@ -377,7 +376,7 @@ class Scheduler:
             row.launched += not row.done
         self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.nbytes)
         self._leave()
-        return rows, decode.to_host(token, over)
+        return rows, sampling.to_host(token, over)
 
     def _groups(self) -> list[list[Row]]:
         """Batches of similar length: no row is padded to twice its length."""
@@ -400,7 +399,7 @@ class Scheduler:
         return row.n - self.cache.length(row.slot)
 
     def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
-        """function(read, *args), where `read` is these rows' next tokens (decode.next_logits)."""
+        """function(read, *args), where `read` is these rows' next tokens (sampling.next_logits)."""
         counts = [0 if row.done else self._reads(row) for row in rows]
         T, last = max(counts), None
         if self.decoding and T == 1 and len(rows) == len(self.batch):
@@ -413,12 +412,13 @@ class Scheduler:
             at = (at + torch.arange(T, device=self.device)).clamp(0, self.texts.shape[1] - 1)
             idx = self.texts[slot, at]
             last = None if left or min(counts) == T else last
+        pool = self.cache.pool
         for row in rows:
-            if self.cache.pool and row.n > self.block_size:  # every position moves
-                self.cache.pool.free(row.slot)
-                row.slot = self.cache.pool.new()  # the same one again
+            if pool is not None and row.n > self.block_size:  # every position moves
+                pool.free(row.slot)
+                row.slot = pool.new()  # the same one again
         step = self.cache.reserve(T, counts, [row.slot for row in rows])
-        if pool := self.cache.pool:
+        if pool is not None:
             self.stats.pages = max(self.stats.pages, sum(map(pool.n_used, pool.n_pages)))
         made = self._run(function, (self.model, idx, last, step, self.options.vocab_size), *args)
         if step is not None:
@@ -428,7 +428,7 @@ class Scheduler:
     def _run(self, function: Callable[..., T], *args: object) -> T:
         """A decode step, or a part of it, by a graph if there is one."""
         kind = self.graph if self.decoding and isinstance(self.cache, StaticCache) else None
-        return graphs.run(self.model, kind, function, args)
+        return graphs.run(self.model, kind, function, args, self.of_call)
 
     def _on_device(self, numbers: Sequence[Any]) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)

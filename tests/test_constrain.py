@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache, partial
@@ -124,24 +129,6 @@ def test_the_texts_are_those_that_python_matches(pattern, pieces, left, n_ends) 
     assert all_texts(automaton, vocabulary, left) == expected - goes_on
 
 
-@pytest.mark.slow
-@settings(max_examples=12, deadline=None)
-@given(patterns, patterns, st.integers(0, 9), st.sampled_from([0.0, 0.7, 3.0]), st.booleans())
-def test_texts_of_a_model_match(pattern, other, more, temperature, has_ends) -> None:
-    """A constraint for each row, with prompts of different lengths, in all WAYS."""
-    vocabulary = Vocabulary(TOKENS, ENDS if has_ends else ())
-    try:
-        both = [constrain.regex(p, vocabulary) for p in (pattern, other)]
-    except UserError:  # no text but the empty one
-        return
-    room = max(1, *(int(c.shortest[constrain.START]) for c in both)) + more
-    how: Any = small(block_size=32), ragged()[:3], room
-    texts = every_way(*how, temperature=temperature, constraint=[both[0], None, both[1]])
-    free = every_way(*how, temperature=temperature)
-    assert vocabulary.matches(pattern, texts[0]) and vocabulary.matches(other, texts[2])
-    assert texts[1] == free[1]
-
-
 def test_other_constraints_reuse_the_graph(eager_graphs) -> None:  # noqa: F811
     for pattern in ("[a-f]{3}-[0-9]{4}", "(ab|é)+c?", "[^a]{9}"):
         constraint = constrain.regex(pattern, Vocabulary(TOKENS, ENDS))
@@ -167,11 +154,36 @@ def test_the_tokenizers_of_models() -> None:
 
 @pytest.mark.parametrize("pattern", [
     "(a", "a)(b", "a{", "[a", "*", "(?=a)b", r"(a)\1", r"(?<!a)b", "a\\",
-    "^^a", "a$$", "(^a)", "(a$)|b", r"\Aa", r"a\b", r"a\B", r"a\z", "Z", "",
+    "^^a", "a$$", "(^a)", "(a$)|b", r"\Aa", r"a\b", r"a\B", r"a\z", "Z", "", "\ud800",
 ])
 def test_a_pattern_that_cannot_be_is_named(pattern) -> None:
     with pytest.raises(UserError, match=re.escape(repr(pattern))):
         constrain.regex(pattern, Vocabulary(TOKENS))
+
+
+@pytest.mark.parametrize("pattern", few([
+    "(" * 9 + "a?" + "){9}" * 9, "(a{1000}){1000}{10}", "((a{1,99}){1,99}){1,99}",
+    "(a|b)*a(a|b){40}", "(?:[a-c]{1,300}){300}"]))
+def test_a_pattern_of_too_many_states_is_refused(pattern) -> None:
+    with pytest.raises(UserError, match=re.escape(repr(pattern)[:50])):
+        constrain.regex(pattern, Vocabulary(TOKENS))
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4.2 * 2**20  # kB
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_compilation(number) -> None:
+    code = (
+        "import sys; from core import terminal; from inference import automaton\n"
+        "terminal.on_signals(lambda number, _: sys.exit(terminal.interrupted(number)))\n"
+        "print('ready', flush=True)\n"
+        "automaton.build('(a{1000}){1000}{10}', [b'a'], [])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                          cwd=Path(__file__).parents[1]) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(1)
+        process.send_signal(number)
+        assert process.wait(timeout=15) == 128 + number
 
 
 def test_rows_and_constraints_must_fit() -> None:
@@ -223,14 +235,6 @@ def test_a_processor_reads_exactly_the_text(eager_graphs) -> None:  # noqa: F811
         eager_graphs.clear()
         assert every_way(*how, temperature=0, logits_processor=processor) == want != plain
         assert len(eager_graphs) == n_graphs
-
-
-def test_the_constraint_has_the_last_word() -> None:
-    vocabulary = Vocabulary(TOKENS, ENDS)
-    constraint = constrain.regex("[ab]{4}-é", vocabulary)
-    nothing = {"logits_processor": lambda tokens, logits, lengths: logits - math.inf}
-    for text in every_way(small(), ragged(), 9, constraint=constraint, **nothing):
-        assert vocabulary.matches("[ab]{4}-é", text)
 
 
 PROCESSORS: dict[str, Any] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from core.cpu import matmul as cpu_matmul
+from core.runtime import Decision, Setup
 from model import GPT, GPTConfig
 
 # On processors with bfloat16 matrix units the switch means bfloat16: there nothing of this is used,
@@ -105,6 +108,39 @@ def test_layouts_of_a_few_rows(shape: tuple[int, ...]) -> None:
                 got = cpu_matmul.linear(x_, w_, b_, float32)
             assert got.shape == truth.shape
             assert not got.numel() or close(got, truth, F.linear(x, w, b))
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_for_inference_follows_its_weights(dtype: str, onednn: bool) -> None:
+    """Written in place, replaced, moved, copied; and with gradients."""
+    config = GPTConfig(block_size=16, vocab_size=96, n_layer=1, n_head=2, n_embd=64)
+    idx = torch.arange(12).view(2, 6)
+    setup = replace(Setup.of(torch.device("cpu"), dtype), onednn=Decision(onednn))
+    model, other = setup.place(GPT(config), cast=True).eval(), GPT(config)
+
+    def check(model: GPT) -> None:
+        plain = GPT(config)
+        plain.load_state_dict(model.state_dict())
+        truth = plain.double().eval()(idx)[0]
+        with torch.no_grad():
+            for T in (1, 6):  # two rows, twelve
+                error = (model(idx[:, :T])[0] - truth[:, :T]).abs().max()
+                digits = 1e-5 if dtype == "float32" else 0.03
+                assert error <= digits * truth.abs().max()
+
+    check(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    check(model)
+    model.load_state_dict(other.to(setup.dtype).state_dict(), assign=True)
+    check(model)
+    check(model.half().to(setup.dtype))
+    check(copy.deepcopy(model))
+    loss = model(idx, idx)[1]
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_the_switch_is_off_again_after_a_product_and_after_an_error() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from test_constrain import ENDS, TOKENS, Vocabulary, by_python, rarely
-from test_generate import lively, ragged
+from test_generate import eager_graphs, lively, ragged  # noqa: F401 (a fixture)
 from test_model import SHAPES
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from core.cpu import int8
-from inference import constrain, decode, engine, graphs
+from inference import constrain, engine, graphs, sampling
 from inference.cache import StaticCache
 from inference.sampling import Options, SamplingParams
 
@@ -63,14 +63,16 @@ def test_captured_tokens_are_those_of_the_eager_static_cache(shape, how, recorde
     assert n == (2 if how == "python" else 1)
     assert text(model, **options) == want
     assert len(recorded) == (2 * n if how == "in step" else n)  # its numbers may have changed
+    with torch.inference_mode():
+        assert text(model, **options) == want
 
 
-def test_calls_in_inference_mode_share_the_graphs(recorded) -> None:
+def test_a_compiled_step_is_captured(recorded, eager_graphs) -> None:  # noqa: F811
     model = lively()
     want = text(model, kv_cache="static")
-    with torch.inference_mode():
-        assert text(model) == want
-    assert text(model) == want and len(recorded) == 1
+    for _ in range(2):
+        assert text(model, kv_cache="static", compile=True) == want
+        assert len(recorded) == len(eager_graphs) == 1
 
 
 def test_weights_that_moved_are_captured_again(recorded) -> None:
@@ -89,26 +91,6 @@ def test_weights_that_moved_are_captured_again(recorded) -> None:
         model.transformer.wte.weight.mul_(-1)
     assert text(model, temperature=0) == text(model, temperature=0, kv_cache="static") != before
     assert len(recorded) == n
-
-
-def test_a_graph_for_each_kind_of_step_and_eight_of_them(recorded) -> None:
-    model = lively(block_size=300)
-    kinds: list[dict[str, Any]] = [
-        {}, {"temperature": 0}, {"top_k": 5}, {"top_k": 6}, {"top_p": 0.5}, {"vocab_size": 30},
-        {"unused": [3]}, {"unused": [3, 4]},
-    ]  # fmt: skip
-    for options in kinds:
-        text(model, **options)
-    assert len(recorded) == 8
-    text(model, temperature=0.5, generator=None)  # another number, not another graph
-    text(model, 5)  # a shorter text in the same bucket
-    assert len(recorded) == 8
-    text(model, 150)  # a longer cache, two buckets
-    assert len(recorded) == 10
-    text(model, **kinds[2])  # freed; the cache of this size is still there
-    assert len(recorded) == 11
-    text(model, **kinds[-1])
-    assert len(recorded) == 11
 
 
 def test_a_capture_that_fails_is_one_warning_and_eager(recorded, monkeypatch, caplog) -> None:
@@ -136,8 +118,8 @@ def test_hooks_run_in_every_step(recorded) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"top_k": 5, "top_p": 0.9, "unused": 3}])
-def test_a_step_waits_for_nothing(shape, sampling) -> None:
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 5, "top_p": 0.9, "unused": 3}])
+def test_a_step_waits_for_nothing(shape, options) -> None:
     """Traced without data: an operator that reads values would be an error, or is listed."""
     model = lively(**SHAPES[shape])
     config = model.config
@@ -145,12 +127,12 @@ def test_a_step_waits_for_nothing(shape, sampling) -> None:
     heads = config.kv_heads, config.head_dim
     cache = StaticCache(config.n_layer, 2, 16, *heads, windows=config.windows)
     cache.reserve(3).advance()
-    params = SamplingParams.on(torch.device("cpu"), Options(**sampling))
-    u = None if sampling.get("temperature") == 0 else torch.rand(2, dtype=torch.float64)
+    params = SamplingParams.on(torch.device("cpu"), Options(**options))
+    u = None if options.get("temperature") == 0 else torch.rand(2, dtype=torch.float64)
 
     def step(idx: Tensor, state: Tensor, u: Tensor | None, tokens: Tensor, n: Tensor) -> Any:
         read = model, idx, None, cache.reserve(1), None
-        return decode.next_token(read, (params, constraint, state, u), (rarely, tokens, n))
+        return sampling.next_token(read, (params, constraint, state, u), (rarely, tokens, n))
 
     tokens, n = torch.zeros(2, 16, dtype=torch.int64), torch.tensor([3, 3])
     args = tokens[:, :1], constraint.start([0, 0], [9, 9]), u, tokens, n

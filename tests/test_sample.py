@@ -376,7 +376,7 @@ def test_the_space_after_the_prompt_stays(kind, tmp_path, monkeypatch):
     if kind == "llama":
         texts["a rose "] = "a rose  rose a"  # the prompt's space is a token of its own
     tokens = itertools.cycle([[token] for token in [*new, 1]])
-    monkeypatch.setattr("inference.decode.sample_token", lambda *a: torch.tensor(next(tokens)))
+    monkeypatch.setattr("inference.sampling.sample_token", lambda *a: torch.tensor(next(tokens)))
     for prompt, stream in itertools.product(texts, (False, True)):
         words = [f"--init_from={path}", f"--start={prompt}", f"--dataset={prepared}"]
         assert text_of(*words, f"--stream={stream}") == [texts[prompt]]

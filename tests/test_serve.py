@@ -18,7 +18,6 @@ from test_model import SHAPES, build, tokens
 from torch import Tensor
 
 from inference import engine, serve
-from inference.cache import PagedCache
 from inference.sampling import ENDED, Stats
 from model import GPT
 
@@ -60,19 +59,6 @@ def texts_of(model: GPT, prompts: Any, n: Any, **options: Any) -> list[list[int]
 
 
 @pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    made: list[Any] = []
-
-    def note(*args: Any, **sizes: Any) -> Any:
-        cache = PagedCache(*args, **sizes)
-        made.append(cache.pool)
-        return cache
-
-    monkeypatch.setattr(serve, "PagedCache", note)
-    return made
-
-
-@pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(B, T) of each call of the model."""
     made: list[tuple[int, int]] = []
@@ -86,28 +72,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return made
 
 
-# --- continuous batching ---
-
-
-def test_a_prompt_enters_when_a_text_ends(calls) -> None:
-    """No row idles or is padded: (B, T) of each call of the model."""
-    model, five = build(block_size=64).eval(), [tokens(1, 5, seed=i)[0] for i in range(4)]
-    list(whole(model, five, iter([4, 2, 3, 2]), slots=2))
-    assert calls == [
-        (2, 5),  # prompts 0 and 1
-        (2, 1),  # a token of each: text 1 ends
-        (1, 5), (1, 1),  # prompt 2, and a token of text 0
-        (2, 1),  # text 0 ends
-        (1, 5), (1, 1),  # prompt 3, and text 2 ends
-        (1, 1),
-    ]
-
-
-# --- the pool ---
-
-
-def test_a_prompt_waits_until_its_pages_are_free(calls, pools) -> None:
-    """9 pages for texts that need 4, 2, 4 and 1: the third waits, and the last behind it."""
+def test_a_prompt_enters_when_a_text_ends_and_its_pages_are_free(calls) -> None:
+    """9 pages for texts that need 4, 2, 4 and 1: the third waits, and the last behind it. No row
+    idles or is padded: (B, T) of each call of the model."""
     model = lively(block_size=64)
     prompts = [tokens(1, T, seed=T)[0] for T in (10, 5, 12, 1)]
     stats = Stats()
@@ -123,9 +90,6 @@ def test_a_prompt_waits_until_its_pages_are_free(calls, pools) -> None:
     assert stats.cache_bytes == 10 * 4 * 512
 
 
-# --- sharing ---
-
-
 def test_samples_of_one_prompt_are_read_once(calls) -> None:
     """Seven tokens in pages of 4: the others wait a step for the full page, and read three."""
     model, prompt = lively(block_size=64), tokens(1, 7)[0]
@@ -135,9 +99,6 @@ def test_samples_of_one_prompt_are_read_once(calls) -> None:
     assert got == [alone(model, prompt, 6, i, top_k=9) for i in range(5)] and got[0] != got[1]
     assert stats.shared_pages == 4
     assert stats.pages == 1 + 5 * 2  # 12 tokens each, of which 4 are everybody's
-
-
-# --- under random load ---
 
 
 BRIEF = settings(max_examples=40, deadline=None, derandomize=True, database=None,
@@ -188,9 +149,6 @@ def known_text(window: Any, prompt: tuple[int, ...], n: int) -> list[int]:
     return nine_tokens(window, prompt)[: len(prompt) + n]
 
 
-# --- errors ---
-
-
 def test_invalid_options_are_named() -> None:
     model, prompts = build().eval(), some_prompts()
     for options, words in (
@@ -218,7 +176,7 @@ def test_invalid_options_are_named() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_on_a_gpu_every_text_is_that_of_its_prompt_alone(shape, pools) -> None:
+def test_on_a_gpu_every_text_is_that_of_its_prompt_alone(shape) -> None:
     """The decode kernel, the copies of pages, and steps that are launched before one is read."""
     model, prompts = lively(block_size=64, **SHAPES[shape]).cuda(), some_prompts()
     prompts += [prompts[4], prompts[4], torch.cat([prompts[4], prompts[2]])]
@@ -227,4 +185,3 @@ def test_on_a_gpu_every_text_is_that_of_its_prompt_alone(shape, pools) -> None:
             got = texts_of(model, prompts, 30, slots=4, page_size=4, n_pages=n_pages, **options)
             want = [alone(model, p, 30, i, **options) for i, p in enumerate(prompts)]
             assert got == want
-    assert not any(n for pool in pools for n in map(pool.n_used, pool.n_pages))

@@ -6,8 +6,9 @@ rounding to bfloat16; oneDNN does that only on processors with bfloat16 units (A
 
 The switch is set around single products: it would slow PyTorch's CPU attention down. A layer's
 forward pass needs none: Inductor's operator for linear layers calls oneDNN, and is the fastest at
-every number of rows (docs/LOG.md). oneDNN is used if its error on this machine is float32's; speed
-is not measured: a resumed run must decide the same.
+every number of rows; with weights that oneDNN has packed decoding is twice as fast (docs/LOG.md).
+oneDNN is used if its error on this machine is float32's; speed is not measured: a resumed run must
+decide the same.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 import platform
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.function import once
 from attention.machine.system import bfloat16_units, cpu_name
@@ -49,9 +51,11 @@ class Linear(nn.Linear):
     """nn.Linear by linear()."""
 
     float32: Float32
+    packed = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.float32)
+        product = packed_linear if self.packed else linear
+        return product(x, self.weight, self.bias, self.float32)
 
 
 class Embedding(nn.Embedding):
@@ -69,9 +73,11 @@ class OneDNNHead(Head):
     """The head by linear(), and the loss with the switch on around its products."""
 
     float32: Float32
+    packed = False
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, weight, None, self.float32)
+        product = packed_linear if self.packed else linear
+        return product(x, weight, None, self.float32)
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         plain = x.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or _compiling()
@@ -178,6 +184,59 @@ _LIBRARY = torch.library.Library("nanoattn", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.impl("linear", _linear, "CPU")
 _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), "Meta")
+
+
+# --- without gradients: oneDNN with a packed copy of the weights ---
+
+ROWS = 8  # the layout is chosen for as many; it is as good for one and for 512 (docs/LOG.md)
+MOST_BYTES = 2**31  # of a model's weights: the copy doubles them
+
+
+def pack(model: nn.Module) -> None:
+    """Let the layers that convert() has changed use packed_linear()."""
+    layers = [m for m in model.modules() if isinstance(m, Linear | OneDNNHead)]
+    weights = [m.weight for m in layers if m.weight is not None]
+    half = any(w.dtype == torch.bfloat16 for w in weights)
+    if (half and not bfloat16_units()) or sum(w.nbytes for w in weights) > MOST_BYTES:
+        return
+    for module in layers:
+        module.packed = True
+
+
+class _Packed(NamedTuple):
+    alias: Tensor  # of the weight: while it lives no other tensor has its address
+    version: int
+    weight: Tensor
+
+
+_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> _Packed
+
+
+def packed_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, float32: Float32 = "onednn"
+) -> Tensor:
+    """linear() by oneDNN with a copy of the weight in its own layout; with gradients, in a graph,
+    in other dtypes, and with "few" below four rows of float32 without it.
+
+    A weight that has changed is packed again; a write through .data is not seen.
+    """
+    few = x.dtype == torch.float32 and float32 != "onednn" and x.numel() < 4 * x.shape[-1]
+    in_graph = torch.is_grad_enabled() or _compiling() or torch.is_autocast_enabled("cpu")
+    unlike = x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.bfloat16)
+    if few or in_graph or unlike or not weight.is_cpu or weight.is_inference():
+        return linear(x, weight, bias, float32)
+    found = _packed.get(weight)
+    if (
+        found is None
+        or found.version != weight._version
+        or found.alias.data_ptr() != weight.data_ptr()
+        or found.alias.dtype != weight.dtype
+    ):
+        alias = weight.detach()
+        made = torch.ops.mkldnn._reorder_linear_weight(alias, ROWS)
+        found = _packed[weight] = _Packed(alias, weight._version, made)
+    bias = None if bias is None else bias.contiguous()  # the operator ignores its stride
+    return torch.ops.mkldnn._linear_pointwise(x, found.weight, bias, "none", [], "")
 
 
 @cache

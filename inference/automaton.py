@@ -1,0 +1,187 @@
+"""The automaton over tokens of a regular expression, computed in a process of its own: the library
+returns to Python only when it is done, so no signal would end it, and 17 characters can ask for
+millions of states.
+
+    regular expression  ->  automaton over bytes  ->  automaton over tokens
+                              (n states, 256)           (n states, classes)
+
+Tokens with the same column are one class: GPT-2's 50,257 tokens need hundreds.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache, reduce
+from typing import Any
+
+import numpy as np
+
+DEAD, END, START = 0, 1, 2  # states
+NEVER = 2**31 - 1  # tokens to a match if there is none
+SECONDS = 15  # of one core
+GIGABYTES = 4
+STATES = 2**17
+ENTRIES = 2**27  # of the table of states and classes
+TOO_LARGE = 3  # exit code
+# An escape, a class, or another character.
+PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|.", re.DOTALL)
+
+Tables = tuple[np.ndarray, np.ndarray, np.ndarray]  # see table()
+
+
+def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
+    """The tables of an expression over `tokens`, ended by the tokens `stop`. Raises ValueError:
+    not supported, no text can match, or beyond SECONDS, GIGABYTES, STATES or ENTRIES."""
+    what = f"the regex {pattern!r:.100}"
+    beyond = ValueError(
+        f"{what} needs more than {SECONDS} seconds of a core, {GIGABYTES} GB or {STATES:,} states: "
+        "use fewer alternatives and repetitions"
+    )
+    sent = pickle.dumps((pattern, what, [*tokens], [*stop]))
+    try:  # its own limit is the processor's time, so that a busy machine refuses no more
+        done = subprocess.run(
+            [sys.executable, __file__], input=sent, capture_output=True, timeout=4 * SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise beyond from None
+    if done.returncode < 0 or done.returncode == TOO_LARGE:  # the system ended it, or we
+        raise beyond
+    if done.returncode:
+        raise ValueError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
+    tables: Tables = pickle.loads(done.stdout)
+    return tables
+
+
+def main() -> None:
+    """Read what build() sends, write the tables; an error is the last line of stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with suppress(ImportError):  # not on Windows
+        import resource
+
+        size = GIGABYTES * 2**30
+        for kind, most in (("RLIMIT_CPU", SECONDS), ("RLIMIT_AS", size), ("RLIMIT_CORE", 0)):
+            with suppress(ValueError, OSError):  # macOS has no limit of memory
+                resource.setrlimit(getattr(resource, kind), (most, most))
+    try:
+        pickle.dump(tables_of(*pickle.load(sys.stdin.buffer)), sys.stdout.buffer)
+    except MemoryError:
+        sys.exit(TOO_LARGE)
+    except ValueError as e:
+        sys.exit(str(e))
+
+
+def tables_of(pattern: str, what: str, tokens: list[bytes], stop: list[int]) -> Tables:
+    table_of_bytes, accepts = over_bytes(pattern, what)
+    step, token_class = over_tokens(table_of_bytes, tokens)  # (n, classes), (V,)
+    least = np.where(accepts, 0, NEVER).astype(np.int32)  # the fewest tokens to a match
+    while (near := (least == NEVER) & (least[step].min(1) < NEVER)).any():
+        least[near] = least[step[near]].min(1) + 1
+    alive = least < NEVER
+    if not alive[step[0]].any():
+        raise ValueError(
+            f"no text of the model's {len(tokens)} tokens, but the empty, matches {what}"
+        )
+    renamed = np.where(alive, START + np.cumsum(alive) - 1, DEAD)
+    ends = np.where(accepts[alive], END, DEAD)
+    columns = [np.zeros_like(ends), *renamed[step[alive]].T]  # of no token, then of the classes
+    token_class = token_class + 1
+    if stop:
+        token_class[stop] = len(columns)
+        columns.append(ends)
+    return table(np.stack(columns, 1), token_class, least[alive])
+
+
+def table(allowed: np.ndarray, token_class: np.ndarray, least: Any) -> Tables:
+    """The next states (states, classes), of each token its class (V,), and of each state the fewest
+    tokens to a match (states,), from the rows of START and later ones. Class 0 is all DEAD: such a
+    column sorts first."""
+    # Columns may differ in removed states only.
+    columns, same = np.unique(allowed, axis=1, return_inverse=True)
+    transition = np.pad(columns, ((START, 0), (0, 0)), constant_values=DEAD).astype(np.int32)
+    transition[END] = END
+    return transition, same.reshape(-1)[token_class], np.array([NEVER, 0, *least], dtype=np.int32)
+
+
+# --- over bytes ---
+
+
+def unanchored(pattern: str, what: str) -> str:
+    pieces = PIECE.findall(pattern)
+    pieces = pieces[pieces[:1] == ["^"] :]
+    pieces = pieces[: len(pieces) - (pieces[-1:] == ["$"])]
+    for piece in pieces:
+        if piece in ("^", "$", r"\A", r"\z", r"\b", r"\B"):
+            raise ValueError(f"{what}: {piece} is not supported there")
+    return "".join(pieces)
+
+
+def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
+    """The automaton by outlines-core 0.2.14: the next states (n, 256), and (n,) True for accepting
+    ones. The first state is the start, the last is dead.
+
+    Workarounds:
+    - it stops at the first match of a backtracking search: "a|ab" never matches "ab". With a NUL
+      after the pattern no match ends early; a state accepts if NUL is possible.
+    - it tracks matches that begin later: 2^20 states for "a[ab]{20}". An empty alternative matches
+      at the start. The library drops steps into the state after it, so a NUL precedes the pattern,
+      with tokens of NUL and each byte.
+    """
+    try:
+        import outlines_core as outlines
+    except ImportError as e:
+        raise ValueError(f"constraints need: pip install outlines-core ({e})") from e
+    pattern = unanchored(pattern, what)
+    tokens = {bytes([b]): [b] for b in range(256)} | {bytes([0, b]): [256 + b] for b in range(256)}
+    try:
+        # Alone first: "a)(b" is an error, "(?:a)(b)" is not. UTF-8 has no byte ff.
+        outlines.Index(f"{pattern}|", outlines.Vocabulary(1, {b"\xff": [0]}))
+        index = outlines.Index(f"\\x00(?:{pattern})\\x00|", outlines.Vocabulary(512, tokens))
+    except ValueError as e:
+        why = f"({str(e).split('. ')[0]}); look-around and back-references are not supported"
+        raise ValueError(f"cannot compile {what} {why}") from e
+    found, finals = index.get_transitions(), index.get_final_states()
+    if len(found) > STATES:
+        raise MemoryError
+    start = found.get(index.get_initial_state(), {})
+    rows = [{t - 256: state for t, state in start.items() if 256 <= t < 512}, *found.values()]
+    number = {state: i for i, state in enumerate(found, 1)}
+    steps = np.full((len(rows) + 1, 256), len(rows), dtype=np.int32)
+    for i, row in enumerate(rows):
+        for byte, state in row.items():
+            if 0 < byte < 256:
+                steps[i, byte] = number.get(state, len(rows))
+    return steps, np.array([*(row.get(0) in finals for row in rows), False])
+
+
+# --- over tokens ---
+
+
+def over_tokens(steps: np.ndarray, tokens: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """The next state (n, classes) and the class of each token (V,); an empty token is dead. Each
+    pair of a map of states and a byte is composed once (the automaton's transition monoid)."""
+    maps = [np.arange(len(steps), dtype=np.int32)]  # state -> next state
+    number = {maps[0].tobytes(): 0}
+
+    @cache
+    def composed(at: int, byte: int) -> int:
+        after = steps[maps[at], byte]
+        if (n := number.setdefault(after.tobytes(), len(maps))) == len(maps):
+            maps.append(after)
+            if after.size * len(maps) > ENTRIES:
+                raise MemoryError
+        return n
+
+    of_token = [reduce(composed, token, 0) if token else -1 for token in tokens]
+    maps.append(np.full_like(maps[0], len(steps) - 1))
+    used, token_class = np.unique(of_token, return_inverse=True)
+    return np.stack([maps[i] for i in used], axis=1), token_class.reshape(-1)
+
+
+if __name__ == "__main__":
+    main()
