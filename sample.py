@@ -164,7 +164,9 @@ class Writer:
     def __init__(self, config: SampleConfig, model: GPT, prompts: list[str]) -> None:
         self.config, self.model = config, model
         self.device = model.transformer.wte.weight.device
-        starts = prompts or [default_prompt(model.tokenizer)]
+        first = default_prompt(model.tokenizer)
+        empty = first if model.tokenizer.eot is None else ""  # no token begins a document
+        starts = [prompt or empty for prompt in prompts] or [first]
         texts = [prompt for prompt in starts for _ in range(config.num_samples)]
         self.seeds = [config.seed + n for n in range(len(texts))]
         regex = config.regex

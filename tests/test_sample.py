@@ -63,6 +63,7 @@ def test_a_seed_gives_the_same_text_every_time(trained):
     assert a == b != c
     assert len(a) == 41 and a.startswith("\n")
     assert set(a) <= set(TEXT)
+    assert text_of(*of(trained, "--seed=3", "--start=")) == [a]  # an empty prompt begins so, too
 
 
 def test_any_integer_is_a_seed(trained):
