@@ -279,6 +279,9 @@ class Backend:
         more = {"packages": f" ({self.install})"} if self.install else {}
         if any(c.grad for c in self.caps if machine.device not in c.devices):
             more["grad"] = f" on {machine.device}"
+        if self.prebuilt and not {"device", "capability"} & {
+                w.kind for w in self.prebuilt.why_not(spec, machine)}:
+            more["capability"] = "; its prebuilt kernel runs there (--attention_hub_kernels=True)"
         return [Refusal(w + more.get(w.kind, ""), w.kind) for w in why]
 
 
@@ -392,9 +395,9 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
     """Raise ValueError unless t is a tensor of this shape (-1: any size), device and dtype."""
     import torch
 
-    if (isinstance(t, torch.Tensor) and t.dim() == len(shape) and t.device == on
-            and str(t.dtype)[6:] in dtypes
-            and all(n == -1 or n == m for n, m in zip(shape, t.shape))):  # `in` fails in a trace
+    if isinstance(t, torch.Tensor) and t.device == on and str(t.dtype)[6:] in dtypes and (
+            t.shape == shape or (t.dim() == len(shape) and all(
+                n == -1 or n == m for n, m in zip(shape, t.shape)))):  # `in` fails in a trace
         return
     raise ValueError(f"{name} must be {shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}")
 

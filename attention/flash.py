@@ -190,7 +190,7 @@ FA3_HUB_CAPS = (
     *FA3_CAPS, *(replace(c, min_capability=(8, 0), max_capability=(8, 0)) for c in FA3_CAPS)
 )
 
-# flash_attn/cute/interface.py of 4.0.0b27: Hopper and Blackwell, 11.0 as 10.x. head_dim to 128, on
+# flash_attn/cute/interface.py of 4.0.0b36: Hopper and Blackwell, 11.0 as 10.x. head_dim to 128, on
 # Hopper to 256, multiples of 8. On Blackwell 256 has separate kernels, without window, softcap and
 # sinks, and pages of 128 only. Before b26 a sink's gradient was None (5579b121).
 _FA4 = Caps(("cuda",), HALF, (9, 0), (11, 0), right=True, head_dim_max=128, head_dim_multiple=8,
@@ -198,9 +198,9 @@ _FA4 = Caps(("cuda",), HALF, (9, 0), (11, 0), right=True, head_dim_max=128, head
             packages=("flash_attn.cute>=4.0.0b26",))
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 # Silently wrong gradients if head_dim is no multiple of 32: dQ at 72 and 104 on Hopper
-# (flash-attention pull request 2896), dK and dV on Blackwell (2698); and at 256 on Blackwell, where
-# random inputs do not show it (NVIDIA/TransformerEngine issue 3216). A softcap's backward hung on
-# a GB200 (issue 2466, open): Hopper only.
+# (flash-attention pull request 2896), dK and dV on Blackwell before pull request 2698; and at 256
+# on Blackwell, where random inputs do not show it (NVIDIA/TransformerEngine issue 3216). Above 192
+# Hopper's backward has a tile since b36. A softcap's hung on a GB200 (issue 2466): Hopper only.
 _FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32, softcap=False)
 # 8.x and 12.x share a kernel without sinks, pages and, in the backward, a softcap or a fixed order;
 # only 12.x has a backward.
@@ -212,6 +212,8 @@ FA4_CAPS = (
     _FA4_GRAD,
     replace(_FA4_GRAD, max_capability=(9, 0), softcap=True),
     replace(_FA4_WIDE, max_capability=(9, 0)),
+    replace(_FA4_WIDE, max_capability=(9, 0), grad=True, head_dim_multiple=32,
+            packages=("flash_attn.cute>=4.0.0b36",)),
     replace(_FA4_WIDE, min_capability=(10, 0), max_capability=(10, 3), head_dim_multiple=256,
             window=False, softcap=False, sinks=False),
     _FA4_MMA,
@@ -242,6 +244,6 @@ def _backend(
 
 
 V2 = _backend(2, FA2, FA2_CAPS, "sdpa", "pip install flash-attn --no-build-isolation", HUB2)
-V3 = _backend(3, FA3, FA3_CAPS, "flash_attn_2", "from github.com/Dao-AILab/flash-attention: "
-              "cd hopper && python setup.py install", HUB3, FA3_HUB_CAPS)
+V3 = _backend(3, FA3, FA3_CAPS, "flash_attn_2", "pip install flash-attn-3 --no-deps --index-url "
+              "https://download.pytorch.org/whl/cu130", HUB3, FA3_HUB_CAPS)
 V4 = _backend(4, FA4, FA4_CAPS, "flash_attn_3", "pip install --pre flash-attn-4")

@@ -170,4 +170,7 @@ def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
             made.append(torch.compiler.disable(f))
         return made[0](*args, **kwargs)
 
+    # As disable() marks its functions: Dynamo stops here, and with fullgraph=True prints why.
+    vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=(
+        "no graph can hold it: take another attention backend, or fullgraph=False"))
     return call

@@ -77,7 +77,9 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
             return nothing(q, k, v, options.get("sinks"), lse)
         if Tq > Tk and (options.get("segments") is not None
                         or not sees_all(Tq, Tk, spec.window, Tk - Tq, spec.right)):
-            return queries_before_keys(wrapped, q, k, v, spec, options, lse)
+            call = wrapped if lse else lambda *args, **options: (wrapped(*args, **options),)
+            found = queries_before_keys(call, q, k, v, spec, options)
+            return found if lse else found[0]
         if q.is_cuda or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = loadable(q), loadable(k), loadable(v)
         return attend(q, k, v, spec, **options)
@@ -85,24 +87,55 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
     return wrapped
 
 
-def queries_before_keys(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-                        options: dict[str, Any], lse: bool) -> Any:
+Parts = tuple[Tensor, ...]  # out, and with `lse` the log-sum-exp
+
+
+def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+                        options: dict[str, Any]) -> Parts:
     """Two calls. The first Tq - Tk queries come before every key: they see the first `right` keys,
     and none with segments, since no id is theirs. The rest are as many as the keys."""
     n, Tk = q.shape[1] - k.shape[1], k.shape[1]
     n_seen = Tk if spec.right is None else min(spec.right, Tk)
     if options.get("segments") is not None:
         n_seen = 0
-    if spec.alibi and n_seen:  # the first call would measure distances from another place
-        got = f"{q.shape[1]} queries, {Tk} keys, right={spec.right}"
-        raise ValueError(f"ALiBi with more queries than keys must be causal, got {got}")
-    early = replace(spec, window=None, right=None if spec.right is None else spec.right - n_seen)
-    alone = {**options, "segments": None}
-    first = attend(q[:, :n], k[:, :n_seen], v[:, :n_seen], early, **alone)
-    rest = attend(q[:, n:], k, v, spec, **options)
-    if lse:
-        return torch.cat((first[0], rest[0]), dim=1), torch.cat((first[1], rest[1]), dim=2)
-    return torch.cat((first, rest), dim=1)
+    if spec.alibi and n_seen:
+        first = early_by_alibi(attend, q, k, v, spec, options)
+    else:
+        right = None if spec.right is None else spec.right - n_seen
+        early = replace(spec, window=None, right=right)
+        alone = {**options, "segments": None}
+        first = attend(q[:, :n], k[:, :n_seen], v[:, :n_seen], early, **alone)
+    return joined(first, attend(q[:, n:], k, v, spec, **options))
+
+
+def early_by_alibi(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+                   options: dict[str, Any]) -> Parts:
+    """The queries before every key with ALiBi; the one at p < 0 sees keys to p + right.
+
+    The last of them see all keys. Of the others the scores, -m (j - p), are those of causal
+    attention with slopes of the other sign, but for m * right, which the sinks lack there."""
+    slopes, sinks = options["alibi_slopes"], options.get("sinks")
+    if sinks is not None and slopes.dim() == 2:  # other sinks in each row
+        rows = (early_by_alibi(attend, q[b : b + 1], k[b : b + 1], v[b : b + 1], spec,
+                               {**options, "alibi_slopes": slopes[b]}) for b in range(len(q)))
+        return joined(*rows, dims=(0, 0))
+    n, Tk = q.shape[1] - k.shape[1], k.shape[1]
+    n_all = n if spec.right is None else min(n, max(0, spec.right - Tk + 1))
+    m_right, n_seen = slopes * (spec.right or 0), min(spec.right or 0, Tk - 1)
+    moved = {**options, "alibi_slopes": -slopes}
+    if sinks is not None:
+        moved["sinks"] = sinks + m_right
+    some, all_and_rest = q.tensor_split([n - n_all], dim=1)
+    causal, full = replace(spec, window=None, right=0), replace(spec, window=None, right=None)
+    out, *L = attend(some, k[:, :n_seen], v[:, :n_seen], causal, **moved)
+    L = [x - m_right.view(-1, m_right.shape[-1], 1) for x in L]
+    last = attend(all_and_rest, k, v, full, **options)  # the rest gives them their distances
+    return joined((out, *L), tuple(x.narrow(d, 0, n_all) for d, x in enumerate(last, 1)))
+
+
+def joined(*parts: Parts, dims: tuple[int, int] = (1, 2)) -> Parts:
+    """Several calls as one, along the queries."""
+    return tuple(torch.cat(tensors, d) for tensors, d in zip(zip(*parts), dims))
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) -> Any:

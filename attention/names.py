@@ -1,6 +1,7 @@
 """Backends by name.
 
     sdpa                      one of BACKENDS, or an alias of it
+    triton:dq64-dkdv128       triton with other backward kernels (triton_tiles.py)
     mine                      registered in this process, or an entry point of an installed package
                               (group nanoattn.backends)
     folder/kernel.py          a file that defines BACKEND
@@ -8,8 +9,9 @@
     flex:folder/mask.py       flex with a person's own mask (mods.py)
     hub:org/repo@commit       FlashAttention's functions from the hub (hub.py)
 
-All but the first run code of other people (is_code()): once a process, if the user names it on a
-command line, in a config or in a call. Such a name read from a checkpoint or a record runs nothing.
+All but the first two run code of other people (is_code()): once a process, if the user names it
+on a command line, in a config or in a call. Such a name read from a checkpoint or a record runs
+nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from . import flash, flex, hub, manual, mods, paged, sdpa, sdpa_bmm, tiled, triton_flash
 from .caps import Backend, BackendUnavailable
 from .machine.system import KERNEL_ERRORS, first_line
+from .spec import Machine, Spec
+from .triton_tiles import TILED, TMA
 
 # A new kernel is a file with a BACKEND, imported above and listed here.
 BACKENDS: dict[str, Backend] = {b.name: b for b in (
@@ -36,7 +40,8 @@ BACKENDS: dict[str, Backend] = {b.name: b for b in (
     paged.BACKEND)}
 RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (plan.py)
 ENTRY_POINTS = "nanoattn.backends"  # the group of an installed package's entry points
-_BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
+_BY_ANY_NAME = {n: b for b in (*BACKENDS.values(), *TILED, TMA)
+                for n in (b.name, *b.aliases)}
 _BUILT_IN = frozenset(_BY_ANY_NAME)
 
 
@@ -79,6 +84,12 @@ def get(name: str) -> Backend:
     near = [f"did you mean {n!r}? " for n in difflib.get_close_matches(name, known, 1)]
     hint = "".join([*near, "known: ", ", ".join(known)])
     raise ValueError(f"unknown attention backend {name!r}; {hint}")
+
+
+def timed(spec: Spec, machine: Machine) -> list[str]:
+    """The names that "fastest" measures: to train, triton with other tiles, too, where it runs."""
+    others = (b for b in TILED if spec.grad and not b.why_not(spec, machine))
+    return [*BACKENDS, *(b.name for b in others)]
 
 
 def check_name(name: str) -> None:

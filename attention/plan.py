@@ -33,7 +33,7 @@ from .caps import BackendUnavailable
 from .machine.apart import apart, outside_a_trace
 from .machine.system import autocast_dtype
 from .machine.timing import measure, table
-from .names import BACKENDS
+from .names import timed
 from .proof import LONG
 from .select import Ranks, Resolution, Shape, announce, debug, disabled, gather, resolve, select
 from .spec import Machine, Policy, Spec
@@ -158,7 +158,7 @@ class Plans:
             machine, name = Machine.here(device), self.name
             if name == "fastest":
                 known = (n for k, n in stored().items() if k.startswith(memory_key(spec, machine)))
-                name = next((n for n in known if n in BACKENDS), "auto")
+                name = next((n for n in known if n in timed(spec, machine)), "auto")
             failed = {n: why for k in (*others, key) for n, why in self.refused.get(k, {}).items()}
             chosen = resolve(name, spec, machine, self.policy, failed=failed)
             chosen = replace(chosen, requested=self.name, traced=True)
@@ -258,7 +258,7 @@ def find_fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: P
     machine = Machine.here(str(device))
     key = memory_key(spec, machine) + repr((shape, policy))
     name = stored().get(key)
-    if isinstance(name, str) and name in BACKENDS:  # a file is never run from here
+    if isinstance(name, str) and name in timed(spec, machine):  # a file is never run from here
         try:
             select(name, spec, device, replace(policy, fallback=False), shape=shape)
             log.info(f"fastest: {name}, remembered; delete {memory()} to measure again")
@@ -266,7 +266,7 @@ def find_fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: P
         except BackendUnavailable as e:
             log.warning(f"fastest: the remembered {name} cannot run now ({e}): measuring again")
     rule, began = select("auto", spec, device, policy, shape=shape).backend.name, perf_counter()
-    names = dict.fromkeys((rule, *BACKENDS))
+    names = dict.fromkeys((rule, *timed(spec, machine)))
     rows = measure(names, [spec], machine, policy, torch.device(device), shape)
     ms = {row.name: row.ms[-1] for row in rows if row.ms}
     name = min(ms, key=lambda name: ms[name], default=rule)

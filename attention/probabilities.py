@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .caps import check_call, must_be
 from .machine.system import autocast_off
-from .spec import DTYPES, Spec, alibi_bias, visible
+from .spec import DTYPES, Spec
+from .truth import Inputs, changed, grouped
 
 
 def weights(
@@ -48,20 +49,11 @@ def weights(
     if at.dim() != 1:
         raise ValueError(f"rows must be a list of indices or a mask, got {rows}")
     at, acc = at.to(q.device), torch.promote_types(q.dtype, torch.float32)
-    q_BGRTD = q[:, at].to(acc).transpose(1, 2).unflatten(1, (Hkv, H // Hkv))
-    k_BG1DT = k.to(acc).permute(0, 2, 3, 1)[:, :, None]
     with autocast_off(q):
-        S = (q_BGRTD * spec.softmax_scale @ k_BG1DT).flatten(1, 2)
-    if spec.softcap is not None:
-        S = spec.softcap * torch.tanh(S / spec.softcap)
-    i, j, offset = at[:, None], torch.arange(Tk, device=q.device), Tk - Tq
-    if alibi_slopes is not None:
-        S = S + alibi_bias(alibi_slopes.to(acc).view(-1, H, 1, 1), i, j, offset)
-    seen = visible(i, j, offset, spec.window, right=spec.right)
-    if segments is not None and Tk:
-        own = segments[:, (at + offset).clamp(min=0), None]  # a query before all keys has none
-        seen = (seen & (i + offset >= 0) & (own == segments[:, None]))[:, None]
-    S = S.masked_fill(~seen, -torch.inf)
+        raw = grouped(q[:, at].to(acc), Hkv) * spec.softmax_scale @ k.to(acc).permute(0, 2, 3, 1)
+    given = Inputs(q, k, k, q, segments if Tk else None, alibi_slopes=alibi_slopes)
+    scores, bias, seen = changed(raw, given, spec, at)
+    S = (scores + bias).masked_fill(~seen, -torch.inf).view(B, H, len(at), Tk)
     if L is None:
         L_i = S.logsumexp(dim=-1)
         if sinks is not None:

@@ -43,9 +43,9 @@ from .spec import Spec
 
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-           cache: None = None, sinks: Tensor | None = None,
-           alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attention by our own kernels; shapes as in caps.Backend."""
+           cache: None = None, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+           kernel: Partial | None = None) -> Tensor:
+    """Attention by our own kernels; shapes as in caps.Backend. kernel: None is WHOLE."""
     assert cache is None, "triton has no cache"
     pair = None
     if segments is not None:
@@ -53,7 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         pair = runs[:, :, k.shape[1] - q.shape[1] :].contiguous(), runs
     seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
     options = {"sinks": sinks, "seed": seed, "alibi_slopes": alibi_slopes}
-    return attention(q, k, v, spec, kernel=WHOLE, segments=pair, **options)[0]
+    return attention(q, k, v, spec, kernel=kernel or WHOLE, segments=pair, **options)[0]
 
 
 def forward(
@@ -73,13 +73,16 @@ def forward(
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
              offset: int, segments: Pair = None, sinks: Tensor | None = None,
              seed: Tensor | None = None, alibi_slopes: Tensor | None = None,
-             *, whole: bool = False) -> tuple[Tensor, ...]:
+             *, whole: bool = False, tiles: list[int] | None = None,
+             tma: bool = False) -> tuple[Tensor, ...]:
+    """As caps.Partial; tiles, tma: of flash_backward()."""
     from .triton.flash_kernels import LOWEST, flash_backward, unpack
 
     if not whole:  # -inf, where no key is seen, would give NaN
         out, L = out.contiguous(), (L / math.log(2)).clamp(min=LOWEST.value).contiguous()
     runs, numbers = _given(k, spec, offset, segments, seed, whole)
-    packed, delta = flash_backward(dout, q, k, v, out, L, *runs, seed, alibi_slopes, *numbers)
+    packed, delta = flash_backward(
+        dout, q, k, v, out, L, *runs, seed, alibi_slopes, tiles, tma, *numbers)
     grads = unpack(packed, q, k)
     if sinks is None:
         return grads

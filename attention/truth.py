@@ -67,7 +67,7 @@ def grouped(t: Tensor, Hkv: int) -> Tensor:
 
 
 def changed(raw: Tensor, given: Inputs, spec: Spec, rows: Tensor,
-            mods: Mods | None) -> tuple[Tensor, Tensor | float, Tensor]:
+            mods: Mods | None = None) -> tuple[Tensor, Tensor | float, Tensor]:
     """The scores after the softcap and a score_mod, ALiBi's bias of them, and visible() or a
     mask_mod as bool. All broadcast to `raw`, tau q . k: (B, Hkv, H / Hkv * rows, Tk), of grouped()
     queries. With segments a query before all keys belongs to none."""

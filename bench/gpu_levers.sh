@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import core.loss
-from attention.triton import flash_kernels
+from attention import triton_tiles
 from bench import candidates
 from bench.candidates import Job
 from bench.settings import load_config
@@ -97,20 +97,9 @@ def half_chunks(N, V, *about):
     return max(128, chunk_rows(N, V, *about) // 256 * 128)
 
 
-def with_tiles(dq=None, dkdv=None):
-    """Return the Triton kernels' tiles with others for the backward pass at head_dim 64."""
-    here = (9, 0) if TINY else torch.cuda.get_device_capability()
-    row = max(c for c in flash_kernels.TILES if c <= here)
-    forward, *backward = flash_kernels.TILES[row][flash_kernels.HALF, 64]
-    backward = [new or old for new, old in zip((dq, dkdv), backward)]
-    own = {**flash_kernels.TILES[row], (flash_kernels.HALF, 64): (forward, *backward)}
-    return {(flash_kernels, "TILES"): {**flash_kernels.TILES, row: own}}
-
-
 chunk_rows = core.loss.chunk_rows
 RESIDUAL = {"residual_dtype": "autocast"}
-TRITON = {**RESIDUAL, "attention_backend": "triton"}
-SMALL_TILE, LARGE_TILE = (64, 64, 4, 3), (128, 64, 8, 3)  # queries, keys, warps, stages
+TRITON = ["triton", *(b.name for b in (*triton_tiles.TILED, triton_tiles.TMA))]
 VARIANTS = {  # options of train.py, replaced names of modules, options of Inductor
     "base": ({}, {}, {}),
     "residual": (RESIDUAL, {}, {}),
@@ -120,10 +109,7 @@ VARIANTS = {  # options of train.py, replaced names of modules, options of Induc
     "nomix": ({}, {}, {"triton.mix_order_reduction": False}),
     "triton": ({"attention_backend": "triton"}, {}, {}),
     "sdpa_flash": ({"attention_backend": "sdpa_flash"}, {}, {}),
-    "residual+triton": (TRITON, {}, {}),
-    "triton dkdv small": (TRITON, with_tiles(dkdv=SMALL_TILE), {}),
-    "triton dkdv large": (TRITON, with_tiles(dkdv=LARGE_TILE), {}),
-    "triton dq large": (TRITON, with_tiles(dq=LARGE_TILE), {}),
+    **{f"residual+{name}": ({**RESIDUAL, "attention_backend": name}, {}, {}) for name in TRITON},
     "residual+batch 64": ({**RESIDUAL, "batch_size": 64}, {}, {}),
     "graphs": ({"compile_mode": "reduce-overhead"}, {}, {}),
     "tuned": ({"compile_mode": "max-autotune-no-cudagraphs"}, {}, {}),

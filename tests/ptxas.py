@@ -55,6 +55,7 @@ def compiled(case: Case) -> dict[str, Any]:
     if kernel in flash.KERNELS:
         fn = flash.KERNELS[kernel]
         given |= {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "GROUP": group}
+        given |= {"TMA": "tma" in features} if "TMA" in fn.arg_names else {}
     else:
         fn = paged.decode_kernel if kernel == "decode" else paged.combine_kernel
         types |= dict.fromkeys(("Table", "Start", "Count"), "*i32")

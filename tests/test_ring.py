@@ -349,7 +349,7 @@ def test_sdpa_flash_on_cuda_by_stand_ins_of_its_operators(monkeypatch) -> None:
     backend = replace(BACKENDS["sdpa_flash"], partial=Partial(forward, backward))
     for Hkv, D, scale in ((4, 32, None), (2, 20, None), (1, 64, 0.3)):
         case = Case("50", 50, 50, 4, Hkv, D, scale=scale, lse=True)
-        Item(case, "float16", probed, ()).ask(backend, case.spec("float16"), "cpu")
+        probed(Item(case, "float16", probed, ()).of(backend, case.spec("float16"), "cpu"))
 
 
 # --- the model ---

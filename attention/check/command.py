@@ -20,7 +20,7 @@ import torch
 
 from .. import hub
 from ..caps import LACKS, Backend, Caps, Refusal
-from ..machine.system import devices, first_line
+from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device, settings_stay
 from ..machine.timing import aligned
 from ..names import RULES, get
 from ..spec import DTYPES, Machine, Spec
@@ -32,6 +32,7 @@ from .script import script
 
 VERDICTS = {"right": "passed", "wrong": "failed", "refused": "refused"}  # columns
 ORDER = "float32", "bfloat16", "float16", "float64"  # --quick runs most tests in the first alone
+QUICK_S = 120  # after these seconds on a device --quick begins no test
 
 
 def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
@@ -63,17 +64,23 @@ def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequen
 
 
 def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
-    """Run one test; returns it with `verdict` and `why`, and the sizes that the backend takes. An
+    """Run one test, at the sizes that the backend takes; returns it with `verdict` and `why`. An
     exception means that the kernel has lost the device."""
     spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
-    asked = item.of(backend, spec, device)
+    item = item.of(backend, spec, device)
     if why:
-        return replace(asked, verdict="refused", why=tuple(why))
+        return replace(item, verdict="refused", why=tuple(why))
+    cuda = [device] if torch.device(device).type == "cuda" else []
     try:
-        item.ask(backend, spec, device)
+        with torch.random.fork_rng(cuda), settings_stay():
+            item.test(item)
     except AssertionError as e:
-        return replace(asked, verdict="wrong", why=(str(e),))
-    return replace(asked, verdict="right")
+        return replace(item, verdict="wrong", why=(str(e),))
+    except (*KERNEL_ERRORS, GeneratorExit) as e:  # the kernel's own
+        if loses_device(e):
+            raise
+        return replace(item, verdict="wrong", why=(f"{type(e).__name__}: {first_line(e)}",))
+    return replace(item, verdict="right")
 
 
 def untested(caps: Iterable[Caps], ran: Iterable[Item], machine: Machine,
@@ -141,9 +148,9 @@ def check(
     first: bool = False, length: int = 0, test: str = "",
     watch: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Report:
-    """Run every test (`quick`: a sample, most of it in one dtype; `test`: one, by its name;
-    `first`: up to the first failure) on a backend, given by its name, alias or file. `watch` hears
-    of each: how many are done, of all, its name.
+    """Run every test (`quick`: a sample, most of it in one dtype, two minutes a device; `test`:
+    one, by its name; `first`: up to the first failure) on a backend, given by its name, alias or
+    file. `watch` receives of each: how many are done, of all, its name.
     Raises ValueError: unknown backend or test, or a file that defines none."""
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
@@ -154,6 +161,8 @@ def check(
     here = {device: Machine.here(device) for device in devices}
     dtypes = sorted(dtypes, key=ORDER.index)
     every, some = ([*items(dtypes, few, length, backend.caps)] for few in (False, quick))
+    if quick:  # numbers in each dtype before the properties, which take longer
+        some.sort(key=lambda item: bool(item.title))
     todo = [(device, item) for device in devices for item in some if test in ("", item.name)]
     if not todo:
         raise ValueError(f"unknown test {test!r}")
@@ -161,9 +170,12 @@ def check(
                     {device: machine.name for device, machine in here.items()}, torch.__version__)
     ran: list[Item] = []
     done: set[tuple[str, str]] = set()
-    lost = False
+    lost, stopped = False, bool(test)
     for n, (device, item) in enumerate(todo):
         if quick and (device, item.name) in done and item.name not in matrix.EACH_DTYPE:
+            continue
+        if quick and time.monotonic() - began > QUICK_S * (1 + devices.index(device)):
+            stopped = True
             continue
         watch(n, len(todo), f"{item.name}, {item.dtype}, {device}")
         try:
@@ -181,10 +193,11 @@ def check(
             report.script = script(name, item, length)
             report.mistake = [] if lost else named(item)
         if lost or (first and report.failures):
+            stopped = True
             break
-    else:
+    if not stopped:
         report.untested = [
-            f"{capability} on {device}" for device in ([] if test else devices)
+            f"{capability} on {device}" for device in devices
             for capability in untested(backend.caps, [i for i in ran if i.device == device],
                                        here[device], dtypes)]
     watch(len(todo), len(todo), "done")
@@ -249,7 +262,8 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     add("--device", dest="devices", help="cpu, cuda, cuda:1 or mps (default: all that are here)")
     add("--dtype", dest="dtypes", type=lambda text: text.split(","), default=DTYPES,
         help=f"some of {','.join(DTYPES)} (default: all)")
-    add("--quick", action="store_true", help="run a sample of the tests, most of it in one dtype")
+    add("--quick", action="store_true",
+        help=f"run a sample, most of it in one dtype, {QUICK_S} s a device")
     add("--test", default="", help="run one test, by its name")
     add("--length", type=int, default=0, help="check sequences of N tokens too")
     add("--first", action="store_true", help="stop at the first failure")

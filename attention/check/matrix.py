@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .. import proof
 from ..caps import Backend
-from ..machine.system import KERNEL_ERRORS, first_line, loses_device, settings_stay
 from ..proof import Inputs, Result, run
 from ..spec import Spec
 
@@ -121,18 +120,6 @@ class Item:
                        dropout=spec.dropout, grad=spec.grad)
         return replace(self, case=case, backend=backend, device=device)
 
-    def ask(self, backend: Backend, spec: Spec, device: str) -> None:
-        """Run it. Raises AssertionError: the kernel fails, also by an error of its own, or another
-        exception: the device is lost."""
-        cuda = [device] if torch.device(device).type == "cuda" else []
-        try:
-            with torch.random.fork_rng(cuda), settings_stay():
-                self.test(self.of(backend, spec, device))
-        except (*KERNEL_ERRORS, GeneratorExit) as e:
-            if isinstance(e, AssertionError) or loses_device(e):
-                raise
-            raise AssertionError(f"{type(e).__name__}: {first_line(e)}") from e
-
 
 # --- the table ---
 
@@ -213,7 +200,8 @@ CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203-H4 Hkv4, 128x217, 2x
     long-both-packed-550x900, long-many-window40-right20-520x600, large-sinks-both size4 D64,
     sinks, sinks-1x97 float32, scale-softcap-sinks-gqa-113x203 H6 Hkv3 B1, alibi-1x97 H8 B5,
     rows-gqa-packed, alibi-left, rows-window60-right100-280x700 B1, rows-many-520x600,
-    rows-scale-sinks-mqa-65 H8""")
+    rows-scale-sinks-mqa-65 H8, alibi-right9-113x97, rows-sinks-both-window20-113x97 H4,
+    alibi-sinks-right40-65x17, rows-sinks-right30-65x17, alibi-right500-65x17 H4""")
 
 
 def in_order() -> list[Case]:

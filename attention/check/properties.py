@@ -259,83 +259,72 @@ def log_sum_exp(item: Item) -> None:
 
 # --- the table ---
 
-Row = tuple[Any, ...]  # title, row of the report, test, and texts whose combinations are its cases
-SIDES = ", window9, right5, window9-right5, window9-both, both"
-MASKS = "packed, window9-packed, window9-both-packed, both-packed"
+# How many --quick runs, title, row of the report, test, and texts whose combinations are its cases.
+Row = tuple[Any, ...]
+SIDES = (", window9, packed, both, right5, window9-right5, window9-both, window9-packed,"
+         "window9-both-packed, both-packed")
 SOME = ", packed, sinks, both"
 ALL = ", window5, packed, sinks, scale-softcap4, both"
-CACHED = ", window9, both, sinks-scale-softcap4, alibi-window9"
+CACHED = (", window9, both, sinks-scale-softcap4, alibi-window9, window9-right5, window9-both,"
+          "alibi-both")
+LSE = f"{SIDES}, scale-softcap4, alibi, alibi-both"
 autocast = partial(surrounded, context=partial(torch.autocast, dtype=torch.bfloat16))
 inference = partial(surrounded, context=lambda device: torch.inference_mode())
-SAMPLE: list[Row] = [  # for --quick
-    ("the same bits", "determinism", same_bits, "97-mqa", ", dropout.25"),
-    ("causality", "causality", unseen, "33-gqa, 20x33-gqa-inference", ", window9, packed, both"),
-    ("causality", "causality", unseen, "1x33-gqa-inference", ", window9-packed"),
-    ("empty", "lengths", empty, "5-gqa", ", packed, inference"),
-    ("gradients of some inputs", "gradients", some_gradients, "17-gqa", ", sinks"),
-    ("other values in the same memory", "repeated calls", again, "33-gqa", ", packed"),
-    ("autocast", "surroundings", autocast, "33-gqa"),
-    ("inference mode", "surroundings", inference, "33-gqa-inference"),
+PROPERTIES: list[Row] = [
+    (2, "the same bits", "determinism", same_bits, "97-mqa, 97-gqa", ", dropout.25"),
+    (4, "causality", "causality", unseen, "33-gqa", SIDES),
+    (4, "causality", "causality", unseen, "20x33-gqa-inference, 33-gqa-inference", SIDES),
+    (1, "causality", "causality", unseen, "1x33-gqa-inference", SIDES),
+    (1, "causality", "causality", unseen, "33, 33-inference, 33-window9, 33-inference-window9,"
+     "20x33-inference, 20x33-inference-window9, 2049-H1-Hkv1, 2049-H1-Hkv1-inference"),
+    (3, "empty", "lengths", empty, "5-gqa", ", packed, inference, inference-packed"),
+    (2, "gradients of some inputs", "gradients", some_gradients, "17-gqa", ", sinks, packed, both"),
+    (2, "other values in the same memory", "repeated calls", again, "33-gqa", SOME),
+    (1, "autocast", "surroundings", autocast, "33-gqa", SOME),
+    (1, "inference mode", "surroundings", inference, "33-gqa-inference"),
     # A mask may repeat in tiles of 128 queries and keys; each entry needs many calls.
-    ("dropout rate", "dropout", rate, "16-gqa-B8-D16-dropout.25, 300-B1-D128-dropout.5"),
-    ("the same mask again", "dropout", replay, "9x16-gqa-D16-dropout.25", ALL),
-    ("the same mask again", "dropout", replay, "9x150-mqa-B1-D64-dropout.25"),
-    ("one graph", "torch.compile", compiled, "65-gqa-compiled"),
-    ("left padding", "caches", accuracy, "3x24-left-gqa-B3-dynamic, 3x24-gqa-dynamic"),
-    ("in a cache", "caches", probed, "64-gqa-static, 64-gqa-inference-page_size16", CACHED),
-    ("in parts, merged by L", "parts", probed, "50-mqa-lse", ", window9-packed"),
-    ("log-sum-exp", "parts", log_sum_exp, "33-mqa-lse, 40x33-mqa-lse", ", right5"),
-]
-PROPERTIES = [*SAMPLE,
-    ("the same bits", "determinism", same_bits, "97-gqa", ", dropout.25"),
-    ("causality", "causality", unseen,
-     "33-gqa, 33-gqa-inference, 20x33-gqa-inference, 1x33-gqa-inference", f"{SIDES}, {MASKS}"),
-    ("causality", "causality", unseen, "33, 33-inference, 20x33-inference", ", window9"),
-    ("causality", "causality", unseen, "2049-H1-Hkv1, 2049-H1-Hkv1-inference"),
-    ("empty", "lengths", empty, "5-gqa-inference-packed"),
-    ("gradients of some inputs", "gradients", some_gradients, "17-gqa", SOME),
-    ("other values in the same memory", "repeated calls", again, "33-gqa", SOME),
-    ("autocast", "surroundings", autocast, "33-gqa", SOME),
-    ("dropout rate", "dropout", rate, "20x128-gqa-B8-D128-dropout.5"),
-    ("the same mask again", "dropout", replay, "16-gqa-B4-D16-dropout.25", ALL),
-    ("the same mask again", "dropout", replay, "150x190-gqa-B1-D64-dropout.25",
-     ", window70, window70-packed"),
-    ("one graph", "torch.compile", compiled, "65-gqa-compiled", ", window9-right5",
+    (2, "dropout rate", "dropout", rate,
+     "16-gqa-B8-D16-dropout.25, 300-B1-D128-dropout.5, 20x128-gqa-B8-D128-dropout.5"),
+    (6, "the same mask again", "dropout", replay,
+     "9x16-gqa-D16-dropout.25, 16-gqa-B4-D16-dropout.25", ALL),
+    (1, "the same mask again", "dropout", replay, "9x150-mqa-B1-D64-dropout.25,"
+     "150x190-gqa-B1-D64-dropout.25, 150x190-gqa-B1-D64-dropout.25-window70,"
+     "150x190-gqa-B1-D64-dropout.25-window70-packed"),
+    (1, "one graph", "torch.compile", compiled, "65-gqa-compiled", ", window9-right5",
      ", inference"),
-    ("left padding", "caches", accuracy, "24-left-gqa-B3-dynamic, 3x24-left-gqa-B3-dynamic,"
-     "1x24-left-gqa-B3-dynamic, 3x24-gqa-dynamic", ", window6"),
-    ("in a cache", "caches", probed,
-     "64-gqa-static, 64-gqa-inference-page_size16, 300-gqa-inference-page_size256",
-     f"{CACHED}, window9-right5, window9-both, alibi-both"),
-    ("in parts, merged by L", "parts", probed, "50-gqa-lse", ", window9, packed, window9-packed,"
-     "scale-softcap4, alibi-packed"),
-    ("log-sum-exp", "parts", log_sum_exp, "33-mqa-lse, 20x33-mqa-lse, 40x33-mqa-lse",
-     f"{SIDES}, scale-softcap4, alibi, alibi-both"),
-    ("log-sum-exp", "parts", log_sum_exp, "33-mqa-lse, 20x33-mqa-lse", MASKS),
+    (2, "left padding", "caches", accuracy, "3x24-left-gqa-B3-dynamic, 3x24-gqa-dynamic,"
+     "24-left-gqa-B3-dynamic, 1x24-left-gqa-B3-dynamic", ", window6"),
+    (5, "in a cache", "caches", probed, "64-gqa-static", CACHED),
+    (5, "in a cache", "caches", probed,
+     "64-gqa-inference-page_size16, 300-gqa-inference-page_size256", CACHED),
+    (2, "in parts, merged by L", "parts", probed, "50-mqa-lse, 50-gqa-lse",
+     ", window9-packed, window9, packed, scale-softcap4, alibi-packed"),
+    (2, "log-sum-exp", "parts", log_sum_exp, "33-mqa-lse, 20x33-mqa-lse", LSE),
+    (2, "log-sum-exp", "parts", log_sum_exp, "40x33-mqa-lse", LSE),
 ]
 
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = (),
                quick: bool = False) -> Iterator[Item]:
-    """All (quick: SAMPLE); the last are those at `length` tokens (0: none) and the limits of
-    `caps`."""
-    rows = [*(SAMPLE if quick else PROPERTIES)]
+    """All (quick: some of each row); the last are those at `length` tokens (0: none) and the limits
+    of `caps`."""
+    rows = [*PROPERTIES]
     if length:
-        rows.append((f"{length:,} tokens", "long sequences", accuracy_at_length,
+        rows.append((4, f"{length:,} tokens", "long sequences", accuracy_at_length,
                      f"{length}-mqa-D64", ", window100", ", inference"))
     for row in caps:
         size = row.page_multiple
         pages = f"{300 if size >= 64 else 64}-gqa-inference-page_size{size}"
         if "paged" in row.caches:
-            rows.append(("smallest pages", "caches", probed, pages))
+            rows.append((1, "smallest pages", "caches", probed, pages))
         if row.head_dim_max:
             test, text = probed, pages if row.caches[0] == "paged" else f"64-gqa-{row.caches[0]}"
             if "none" in row.caches:
                 test, text = accuracy, "33-gqa" if row.grad else "33-gqa-inference"
-            rows.append(("largest head_dim", "causal", test, f"{text}-D{row.head_dim_max}"))
+            rows.append((1, "largest head_dim", "causal", test, f"{text}-D{row.head_dim_max}"))
     found: dict[str, Item] = {}  # by name
-    for title, feature, test, *texts in rows:
-        for case in cases(*texts):
+    for some, title, feature, test, *texts in rows:
+        for case in cases(*texts)[: some if quick else None]:
             item = Item(case, dtype, test, (feature,), title, deterministic=test is same_bits)
             found.setdefault(item.name, item)
     yield from found.values()

@@ -62,9 +62,11 @@ def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors:
     `on` this device. `sizes` are those of one call, by the names in its layouts."""
     for name, (t, layout) in tensors.items():
         if t is not None:
-            axes = layout.split()
-            must_be(name, t, tuple(sizes.get(axis, -1) for axis in axes), on, dtypes)
-            sizes.update(zip(axes, t.shape))
+            axes, shape = layout.split(), getattr(t, "shape", ())
+            want = tuple(map(sizes.setdefault, axes, shape))  # the known sizes, or else its own
+            if len(axes) != len(shape):
+                want = tuple(sizes.get(axis, -1) for axis in axes)
+            must_be(name, t, want, on, dtypes)
 
 
 def requested(
@@ -99,12 +101,23 @@ def requested(
     except (TypeError, ValueError):
         raise TypeError(f"window_size must be two integers, got {window!r}") from None
     left, right = [n if 0 <= n < NO_LIMIT else None for n in (first, last)]
-    traced = torch.compiler.is_compiling()  # then a constant, not the symbol of any float
-    number = (lambda x: math.ldexp(*math.frexp(float(x)))) if traced else float
+    dropout = number("dropout_p", dropout)
+    softcap = None if softcap is None else number("softcap", softcap) or None
+    scale = None if scale is None else number("softmax_scale", scale)
     return Request(
-        *heads, dtype, None if left is None else left + 1, number(dropout), False, grad, "none",
-        traced, None, None if scale is None else number(scale), number(softcap or 0) or None,
-        False, lse, 0 if causal else right, slopes is not None)
+        *heads, dtype, None if left is None else left + 1, dropout, False, grad, "none",
+        torch.compiler.is_compiling(), None, scale, softcap, False, lse, 0 if causal else right,
+        slopes is not None)
+
+
+def number(name: str, value: Any) -> float:
+    """A float, also NumPy's or a tensor of one; in a trace a constant, not any float's symbol."""
+    if type(value) is not float:
+        try:
+            value = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
+            raise TypeError(f"{name} must be a number, got {shape_of(value)}") from None
+    return math.ldexp(*math.frexp(value)) if torch.compiler.is_compiling() else value
 
 
 def check_deterministic(q: Tensor) -> None:
@@ -255,9 +268,6 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
     if not (q.numel() and k.numel()):
         out, L = nothing(q, k, v, None, lse=True)
         return out, L.float() if request.lse else None
-    limited = request.right or (request.right is None and request.window)
-    if slopes is not None and limited and q.shape[1] > k.shape[1]:
-        return _with_early_queries(q, k, v, request, slopes)
     more = {} if segments is None else {"segments": segments}
     more |= {} if slopes is None else {"alibi_slopes": slopes}
     backend, spec = kernel(q, k.shape[1], request._replace(segments=segments is not None))
@@ -268,26 +278,6 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
             more["seed"] = torch.randint(2**62, (1,), device=q.device)
         out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
         return out, L.float()
-
-
-def _with_early_queries(q: Tensor, k: Tensor, v: Tensor, request: Request,
-                        slopes: Tensor) -> tuple[Tensor, Tensor | None]:
-    """dense() with ALiBi where queries come before every key: one at p < 0 sees keys to p + right.
-
-    Some see all keys. Of the others the scores -m (j - p) are, but for a constant m right, those of
-    causal attention with slopes of the other sign."""
-    early, Tk, right = q.shape[1] - k.shape[1], k.shape[1], request.right
-    see_all = early if right is None else min(early, max(0, right - Tk + 1))
-    a, keys = early - see_all, min(right or 0, Tk - 1)
-    causal, full = request._replace(window=None, right=0), request._replace(window=None, right=None)
-    out, L = dense(q[:, :a], k[:, :keys], v[:, :keys], causal, -slopes)
-    out_all, L_all = dense(q[:, a:], k, v, full, slopes)
-    out_late, L_late = dense(q[:, early:], k, v, request, slopes)
-    out = torch.cat((out, out_all[:, :see_all], out_late), dim=1)
-    if L is None or L_all is None or L_late is None:
-        return out, None
-    L = L - slopes.reshape(-1, slopes.shape[-1], 1) * (right or 0)
-    return out, torch.cat((L, L_all[:, :, :see_all], L_late), dim=2)
 
 
 def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request,

@@ -38,6 +38,7 @@ float32         is multiplied in float32 (input_precision="ieee"), without tenso
 # ^ the parameters of a kernel have no Python types: pointers, and compile-time values.
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,24 +92,38 @@ def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def rows_of(X, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+            TMA: tl.constexpr):
+    """What load_rows() takes: the pointer X, or with TMA a descriptor of one head's (T, HEAD_DIM),
+    whose address and stride are multiples of 16 bytes."""
+    if TMA:
+        return tl.make_tensor_descriptor(X, [T, HEAD_DIM], [stride, 1], [BLOCK, BLOCK_D])
+    else:
+        return X
+
+
+@triton.jit
 def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-              BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):
+              BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr = False):
     """Load X[start : start + BLOCK] of one head, (BLOCK, BLOCK_D); zeros outside (T, HEAD_DIM).
 
     Without BOUNDED all rows must exist.
     """
-    t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
-    if BOUNDED:
-        if HEAD_DIM == BLOCK_D:
-            return tl.load(tile, mask=start + t < T, other=0.0)
-        else:
-            return tl.load(tile, mask=(start + t < T) & (d < HEAD_DIM), other=0.0)
+    if TMA:
+        return X.load([start, 0])
     else:
-        if HEAD_DIM == BLOCK_D:
-            return tl.load(tile)
+        t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
+        tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
+        if BOUNDED:
+            if HEAD_DIM == BLOCK_D:
+                return tl.load(tile, mask=start + t < T, other=0.0)
+            else:
+                return tl.load(tile, mask=(start + t < T) & (d < HEAD_DIM), other=0.0)
         else:
-            return tl.load(tile, mask=d < HEAD_DIM, other=0.0)
+            if HEAD_DIM == BLOCK_D:
+                return tl.load(tile)
+            else:
+                return tl.load(tile, mask=d < HEAD_DIM, other=0.0)
 
 
 @triton.jit
@@ -299,7 +314,7 @@ def dq_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, d_b, d_t,
     Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
     """dQ_i = tau * sum_j dS_ij K_j for one block of queries; stores delta_i for dkdv_kernel."""
     i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
@@ -316,6 +331,8 @@ def dq_kernel(
     if Seed is not None:
         seed = tl.load(Seed)
 
+    K = rows_of(K, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
+    V = rows_of(V, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
     first, last, begin, inner_begin, inner_end, end = keys_seen(
         i0, Tq, Tk, offset, window, right, Run, BLOCK_M, BLOCK_N
     )
@@ -337,7 +354,7 @@ def dq_kernel(
             j0 = n
             if MASKED:
                 j0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
-            K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, TMA)
             S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
             if softcap is not None:
                 S_ij = tanh(S_ij * (tau / softcap))
@@ -354,7 +371,7 @@ def dq_kernel(
             P_ij = tl.exp2(S_ij * unit - L_i[:, None])
             if softcap is not None:
                 P_ij *= slope  # for dS_ij; here it frees registers
-            V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, TMA)
             dP_ij = tl.dot(dO_i, tl.trans(V_j), input_precision="ieee")
             if Seed is not None:
                 kept = dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M, BLOCK_N)
@@ -370,7 +387,7 @@ def dkdv_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, d_b, d_t,
     Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
     """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head.
 
@@ -410,8 +427,8 @@ def dkdv_kernel(
     for r in range(GROUP):
         h = g * GROUP + r
         bh = b * H + h
-        Q_h = Q + b * q_b + h * q_h
-        dO_h = dO + b * do_b + h * do_h
+        Q_h = rows_of(Q + b * q_b + h * q_h, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
+        dO_h = rows_of(dO + b * do_b + h * do_h, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
         for MASKED in tl.static_range(2):
             if MASKED:
                 start, stop = begin, end - (inner_end - inner_begin)
@@ -422,7 +439,7 @@ def dkdv_kernel(
                 if MASKED:
                     i0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
                 i = i0 + tl.arange(0, BLOCK_M)
-                Q_i = load_rows(Q_h, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
+                Q_i = load_rows(Q_h, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED, TMA)
                 if MASKED:
                     L_i = tl.load(L + bh * Tq + i, mask=i < Tq, other=0.0)
                     delta_i = tl.load(Delta + bh * Tq + i, mask=i < Tq, other=0.0)
@@ -444,7 +461,7 @@ def dkdv_kernel(
                         seen = seen & (p[None, :] <= seen_to[:, None])
                     S_T = tl.where(seen, S_T, float("-inf"))
                 P_T = tl.exp2(S_T * unit - L_i[None, :])
-                dO_i = load_rows(dO_h, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
+                dO_i = load_rows(dO_h, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED, TMA)
                 if Seed is not None:
                     kept = tl.trans(
                         dropout_keeps(seed, bh.to(tl.int32), i0, j0, threshold, BLOCK_M, BLOCK_N)
@@ -520,18 +537,26 @@ def default_tile(
 # --- Launch ---
 
 
-def _launch(name: str, heads: int, T: int, q: Tensor, *args: object) -> None:
+def _launch(name: str, heads: int, T: int, q: Tensor, *args: object,
+            tile: Sequence[int] | None = None, **constants: bool) -> None:
     """Run a kernel: a program for each head and each block of T queries (for dkdv of T keys)."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     head_dim, itemsize = q.shape[3], q.element_size()
-    M, N, warps, stages = default_tile(name, capability, head_dim, itemsize)
+    M, N, warps, stages = tile or default_tile(name, capability, head_dim, itemsize)
+    if constants.get("TMA"):
+        triton.set_allocator(_descriptors)
     programs = heads * triton.cdiv(T, N if name == "dkdv" else M)
     with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
         KERNELS[name][programs,](
             q, *args, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-            BLOCK_M=M, BLOCK_N=N, num_warps=warps, num_stages=stages,
+            BLOCK_M=M, BLOCK_N=N, **constants, num_warps=warps, num_stages=stages,
             # S_ij * tau - m_i should be one instruction. Triton before 3.10 fuses by default.
             enable_fp_fusion=True)
+
+
+def _descriptors(size: int, _alignment: int, _stream: int | None) -> Tensor:
+    """Return the current device's memory in which a kernel writes its descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -610,11 +635,16 @@ def _result(shape: tuple[int, ...], q: Tensor, offset: int | None) -> Tensor:
 @torch.library.custom_op("nanoattn::flash_backward", mutates_args=())
 def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    run_q: Tensor | None, run_k: Tensor | None, seed: Tensor | None,
-                   slopes: Tensor | None, window: int | None, right: int | None, dropout: float,
-                   scale: float, softcap: float | None,
+                   slopes: Tensor | None, tiles: list[int] | None, tma: bool, window: int | None,
+                   right: int | None, dropout: float, scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor]:
     """Return the gradients, to unpack(), and delta (B, H, Tq) float32, the row sums of dO * O.
-    `out` and `L` are flash_forward's."""
+
+    Args:
+        out, L: of flash_forward.
+        tiles: the Tiles of dq and dkdv, one after the other; None: default_tile().
+        tma: load tiles by descriptors: rows of 16 bytes, compute capability 9.0.
+    """
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
@@ -623,11 +653,12 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     delta = torch.empty_like(L)
     before = seed, by_row(slopes, B), *_strides(q, k, v, dout)
     numbers = _numbers(q, k, window, right, dropout, scale, softcap, offset)
+    dq_tile, dkdv_tile = (tiles[:4], tiles[4:]) if tiles else (None, None)
     _launch("dq", B * H, Tq, q, k, v, out, dout, L, delta, dq, run_q, *before, *dq.stride()[:2],
-            *numbers)  # fmt: skip
+            *numbers, tile=dq_tile, TMA=tma)  # fmt: skip
     # After dq: it reads delta.
     _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, delta, dk, dv, run_k, *before, *dk.stride()[:2],
-            *numbers)  # fmt: skip
+            *numbers, tile=dkdv_tile, TMA=tma)  # fmt: skip
     return grads, delta
 
 
