@@ -64,6 +64,16 @@ def every(n: int, values: Sequence[Any]) -> list[Any]:
     return [v for at in range(0, len(values), n) for v in few(values[at : at + n])]
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the slow tests of a file .ci/run takes those marked `ci`, else the first."""
+    chosen = {item.path for item in items if item.get_closest_marker("ci")}
+    for item in items:
+        if item.get_closest_marker("slow") and item.path not in chosen:
+            chosen.add(item.path)
+            item.add_marker(pytest.mark.ci)
+
+
 gc.disable()  # while modules are imported, of which none goes
 if os.environ.get("TRITON_INTERPRET") == "1":
     hurry_the_interpreter()
