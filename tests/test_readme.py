@@ -169,7 +169,7 @@ def test_the_table_of_mfu_is_the_record() -> None:
 
 
 def test_the_picture_has_the_record_in_it() -> None:
-    """python -m course.figures.cover draws it."""
+    """python tests/cover.py draws it."""
     drawn = (ROOT / "docs" / "cover.svg").read_text(encoding="utf-8")
     (folder,) = re.findall(r"\[record\]\((.+?)/README\.md\)", section("Measure MFU"))
     for row in json.loads((ROOT / folder / "record.json").read_text(encoding="utf-8"))["rows"]:

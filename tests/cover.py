@@ -2,7 +2,7 @@
 
     make train
     python explain.py --prompt="To be, or not to be" --json=numbers.json
-    python -m course.figures.cover numbers.json bench/records/NAME > docs/cover.svg
+    python tests/cover.py numbers.json bench/records/NAME > docs/cover.svg
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script
 
 from core.settings import UserError, exit_on_user_error
 from viewer.document import Document, unpack
