@@ -320,8 +320,8 @@ def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoR
         kinds = re.findall(r"'[\w.-]+'|\b(?:bool|int|float|str)\b", str(_hints(cls)[field.name]))
         kind = "|".join(kinds).replace("'", "").removesuffix("|whole")
         words = f"{comments.get(field.name, '')} ({kind}; default: {default})"
-        lines.append(textwrap.fill(words, 98, initial_indent=f"  --{field.name:<22}",
-                                   subsequent_indent=" " * 26))  # fmt: skip
+        lines.append(textwrap.fill(words, 98, initial_indent=f"  --{field.name:<23} ",
+                                   subsequent_indent=" " * 28))  # fmt: skip
     try:
         if os.environ.get("RANK", "0") == "0":
             print("\n".join(lines), flush=True)
