@@ -155,8 +155,8 @@ def loadable(t: Tensor) -> Tensor:
     The fused kernels load 16 bytes at once and check no address: what is not aligned is read wrong,
     or CUDA is lost to the process ("misaligned address").
     """
-    if t.stride(-1) != 1:
-        return t.contiguous()
+    if t.stride(-1) != 1:  # contiguous() would leave the stride of a single number
+        return t.clone(memory_format=torch.contiguous_format)
     n = 16 // t.element_size()
     if not t.is_cuda or t.shape[-1] % n:
         return t

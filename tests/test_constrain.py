@@ -173,10 +173,11 @@ def test_a_pattern_of_too_many_states_is_refused(pattern) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_compilation(number) -> None:
     code = (
-        "import sys; from core import terminal; from inference import automaton\n"
-        "terminal.on_signals(lambda number, _: sys.exit(terminal.interrupted(number)))\n"
-        "print('ready', flush=True)\n"
-        "automaton.build('(a{1000}){1000}{10}', [b'a'], [])\n"
+        "from core.settings import exit_on_user_error; from inference import automaton\n"
+        "def main():\n"
+        "    print('ready', flush=True)\n"
+        "    automaton.build('(a{1000}){1000}{10}', [b'a'], [])\n"
+        "exit_on_user_error(main)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
                           cwd=Path(__file__).parents[1]) as process:  # fmt: skip

@@ -23,7 +23,7 @@ from pydantic import Field, PositiveInt
 from bench.settings import MODES
 from core.options import TrainConfig
 from core.settings import Texts, UserError, check_fields, exit_on_user_error, from_dict, read
-from data.__main__ import DataConfig
+from data.prepare import PrepareConfig
 from explain import ExplainConfig
 from sample import SampleConfig
 
@@ -121,7 +121,7 @@ def test_a_wrong_value_is_named(name: str, data: st.DataObject) -> None:
                 read(Config, [path])
 
 
-COMMANDS = [TrainConfig, SampleConfig, ExplainConfig, DataConfig, *MODES.values()]
+COMMANDS = [TrainConfig, SampleConfig, ExplainConfig, PrepareConfig, *MODES.values()]
 
 
 @pytest.mark.parametrize("cls", COMMANDS)
