@@ -57,6 +57,10 @@ def ids(x: Any) -> str:
     (replace(H100, torch="2.11.0"), replace(BF16, segments=True), TRITON, "triton"),
     (replace(H100, torch="2.11.0"), BF16, TRITON, "sdpa"),
     (H100, replace(BF16, segments=True, compiled=True), TRITON, "triton"),
+    # ALiBi: sdpa stores the bias of all pairs.
+    *((machine, replace(BF16, alibi=True, **more), installed, best)
+      for machine in (A100, H100) for more in ({}, {"window": 9, "segments": True})
+      for installed, best in ((FLASH2 | TRITON, "flash_attn_2"), (TRITON, "triton"), ({}, "sdpa"))),
     # Where 4 uses the instructions of Ampere; 2's backward needs 144 KB a block with dropout.
     (A100, replace(BF16, grad=False), FLASH2 | FLASH4, "flash_attn_2"),
     (A100, replace(BF16, grad=False), FLASH4, "flash_attn_4"),
@@ -110,14 +114,6 @@ def test_a_capability_is_that_of_the_row_nearest_to_the_request(machine, change,
     (first, *_) = reasons = get("flash_attn_4").why_not(replace(BF16, **change), there)
     assert all(word in " ".join(reasons) for word in words)
     assert ("--inference" in first) == ("--inference" in words)
-
-
-def test_a_prebuilt_kernel_has_to_be_allowed() -> None:
-    there = replace(H100, packages={"kernels": "0.14"})
-    for name in ("flash_attn_2", "flash_attn_3"):
-        assert resolve(name, BF16, there).backend.name == "sdpa"
-        chosen = resolve(name, BF16, there, Policy(hub_kernels=True))
-        assert chosen.backend is get(name).prebuilt and not chosen.rejected
 
 
 @pytest.mark.parametrize("torch, change, issue", [  # the pages of pytorch/pytorch give the releases
