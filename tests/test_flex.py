@@ -1,5 +1,4 @@
-"""flex.py on the CPU: how often it compiles, with the numbers of test_attention.py's cases; and its
-lists of tiles against visible().
+"""flex.py on the CPU beyond test_attention.py's cases: how often it compiles, and gradients.
 
 Each compilation takes seconds of a C++ compiler, so one spec has all lengths and windows. Gradients
 run on CUDA alone: here the traced graph is computed by PyTorch's own unfused operator.
@@ -20,12 +19,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from attention import BACKENDS, Spec, flex, get, visible
+from attention import BACKENDS, Spec, flex, get
 from attention.check import matrix
-from attention.flex import TILE, block_mask
-
-CPU = torch.device("cpu")
-SIZES = (1, 127, 128, 129, 300)
 
 
 @pytest.fixture
@@ -83,49 +78,3 @@ def test_scores_with_gradients(case, only_traced, monkeypatch) -> None:
     monkeypatch.setattr(module, "_validate_device", lambda *_: None)
     rows = tuple(replace(row, devices=("cpu",)) for row in get("flex").caps)
     matrix.check(replace(get("flex"), caps=rows), case, "float32")
-
-
-# --- the lists of tiles ---
-
-
-def tiles(count: Tensor, index: Tensor) -> Tensor:
-    """The lists as a bool table, (1 or B, tiles, tiles)."""
-    count, index = count[:, 0], index[:, 0]
-    listed = torch.arange(index.shape[-1]) < count[..., None]
-    return torch.zeros(index.shape, dtype=torch.int32).scatter(
-        -1, index.long(), listed.int()).bool()
-
-
-def cut(seen: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    """Of (B, Tq, Tk): whether any, and whether every entry of each tile is visible."""
-    rows = [r.split(TILE, dim=2) for r in seen.split(height, dim=1)]
-    some = [torch.stack([t.flatten(1).any(1) for t in r], dim=1) for r in rows]
-    every = [torch.stack([t.flatten(1).all(1) for t in r], dim=1) for r in rows]
-    return torch.stack(some, dim=1), torch.stack(every, dim=1)
-
-
-@pytest.mark.parametrize(
-    ("window", "rows"), [*((w, None) for w in (None, 1, 100, 128, 129, 200, 1000)), (129, 256)]
-)
-def test_the_lists_are_those_of_visible(window, rows) -> None:
-    for Tq, Tk in product(SIZES, SIZES):
-        if Tq > Tk:
-            continue
-        i, j = torch.arange(Tq)[:, None], torch.arange(Tk)
-        for segments in (None, packed(2, Tk), packed(2, Tk) * 0, torch.stack((j, j)) // 64):
-            mask = block_mask(segments, CPU, Tq, Tk, window, rows=rows)
-            seen = visible(i, j, Tk - Tq, window)[None]
-            if segments is not None:
-                seg_i = segments[:, -Tq:, None]
-                seen = visible(i, j, Tk - Tq, window, seg_i, segments[:, None])
-            some, every = cut(seen, rows or TILE)
-            partial_ = tiles(mask.kv_num_blocks, mask.kv_indices)
-            full = tiles(mask.full_kv_num_blocks, mask.full_kv_indices)
-            assert torch.equal(full, every)
-            assert not (partial_ & full).any() and not (some & ~full & ~partial_).any()
-            if segments is None:
-                assert torch.equal(partial_, some & ~every)
-            # The backward pass for dK and dV goes by columns.
-            assert torch.equal(tiles(mask.q_num_blocks, mask.q_indices), partial_.mT)
-            assert torch.equal(tiles(mask.full_q_num_blocks, mask.full_q_indices), full.mT)
-            assert mask.shape[-2:] == (Tq, Tk)

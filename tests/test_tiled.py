@@ -1,4 +1,4 @@
-"""tiled.py beyond the matrix of test_attention.py: tile sizes, finite differences, memory."""
+"""tiled.py beyond the matrix of test_attention.py: finite differences and memory."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attention import BACKENDS, Partial, Spec, tiled
 from attention.check import matrix
-from attention.check.matrix import Case
 from attention.function import attention
-from attention.proof import run
-
-SIZES = [(1, 1), (3, 3), (16, 16), (64, 64), (5, 16), (16, 7), (1, 64)]
 
 
 def by_tiles(B_r: int, B_c: int, seed: Tensor | None = None) -> Any:
@@ -30,14 +23,6 @@ def by_tiles(B_r: int, B_c: int, seed: Tensor | None = None) -> Any:
     kernel = Partial(*(partial(f, B_r=B_r, B_c=B_c) for f in passes))
     return lambda q, k, v, spec, **more: attention(
         q, k, v, spec, kernel=kernel, seed=seed, **more)[0]
-
-
-@settings(max_examples=60, deadline=None)
-@given(oracle.cases(longest=50), st.sampled_from(["float64", "float32", "bfloat16", "float16"]),
-       st.sampled_from(SIZES))
-def test_every_tile_size_gives_the_numbers_of_the_oracle(case: Case, dtype: str, size: Any) -> None:
-    given_ = matrix.inputs(case, dtype)
-    matrix.compare(run(by_tiles(*size), given_, case.spec(dtype)), case, dtype, "cpu")
 
 
 @pytest.mark.slow

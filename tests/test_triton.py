@@ -1,6 +1,5 @@
-"""triton_flash.py beyond the matrix of test_attention.py: tiles, borders of masks, what is not
-read, dropout, the operators, offsets beyond 32 bits. What a compiler says of the kernels, and the
-table of tiles, are in test_triton_compiled.py.
+"""triton_flash.py beyond the matrix of test_attention.py: what is not read, dropout, the operators,
+offsets beyond 32 bits. What a compiler says of the kernels is in test_triton_compiled.py.
 
 Without CUDA the kernels run in Triton's interpreter, slowly: the shapes here are small.
 """
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, Spec
+from attention import Spec
 from attention.check import matrix
 from attention.check.matrix import Case
 from attention.masks import mask
@@ -21,23 +20,13 @@ from attention.proof import run
 from attention.triton_flash import attend, borders
 
 pytest.importorskip("triton", reason="package 'triton' is not installed")
-import triton
-import triton.language as tl
-
 from attention.triton import flash_kernels as triton_kernels
-from attention.triton.flash_kernels import KERNELS, tanh
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"  # where the kernels run
 pytestmark = [pytest.mark.gpu] * HAS_CUDA
 interpreted = pytest.mark.skipif(HAS_CUDA, reason="sets the interpreter's tiles; CUDA has its own")
 CI = [pytest.mark.slow, pytest.mark.ci]
-# At the borders of tiles of 16: one more and one less, whole ones, masked rows, every mask.
-BORDERS = matrix.cases("""49 gqa D16 B1, 32 H1 Hkv1 D16 B1, window16-48 H1 Hkv1 D8 B1,
-    window17-48 H1 Hkv1 D16 B1, window1-20x66 H1 Hkv1 D16 B1, packed-65 H1 Hkv1 D16 B1,
-    window21-many-20x70 mqa D16 B1, packed-50x34 H1 Hkv1 D16 B1,
-    scale-softcap-sinks-packed-50x34 gqa D20 B1, rows-window9-right5-33x49 D16""")
-
 
 def both_passes(tensors: list[Tensor], spec: Spec, call: Any = attend) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in tensors[:3]]
@@ -48,41 +37,10 @@ def both_passes(tensors: list[Tensor], spec: Spec, call: Any = attend) -> list[T
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(M: int, N: int) -> None:
-        monkeypatch.setattr(triton_kernels, "INTERPRETED", dict.fromkeys(KERNELS, (M, N, 1, 1)))
+        kernels = dict.fromkeys(triton_kernels.KERNELS, (M, N, 1, 1))
+        monkeypatch.setattr(triton_kernels, "INTERPRETED", kernels)
 
     return use
-
-
-@interpreted
-@pytest.mark.parametrize("case, M, N", [
-    pytest.param(case, M, N, id=f"{case.name}-{M}-{N}",
-                 marks=[pytest.mark.slow] * ((n, M, N) not in ((0, 16, 16), (3, 64, 16))))
-    for n, case in enumerate(BORDERS) for M, N in ((16, 16), (16, 64), (64, 16))])
-def test_every_tile_shape_gives_the_numbers_of_the_oracle(tiles, case: Case, M, N) -> None:
-    tiles(M, N)
-    got = run(BACKENDS["triton"].attend, matrix.inputs(case, "float32"), case.spec("float32"))
-    matrix.compare(got, case, "float32", "cpu")
-
-
-def test_tanh_of_small_and_large_numbers() -> None:
-    x = torch.cat([torch.logspace(-6, 2, 500, dtype=torch.float64), torch.tensor([3e4])])
-    x = torch.cat([x, -x]).float().to(DEVICE)
-    want = torch.tanh(x.double())
-    off = float(((_tanh(x) - want) / want).abs().max())
-    assert off < (6 if HAS_CUDA else 4) * torch.finfo(torch.float32).eps
-    assert _tanh(torch.tensor([torch.nan, 0.0], device=DEVICE)).isnan().tolist() == [True, False]
-
-
-def _tanh(x: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    _tanh_kernel[(1,)](x, out, len(x), BLOCK=1024)
-    return out
-
-
-@triton.jit
-def _tanh_kernel(X, Out, n, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(Out + i, tanh(tl.load(X + i, mask=i < n, other=0.0)), mask=i < n)
 
 
 @interpreted
