@@ -51,7 +51,7 @@ TRITON = ("1", "2", "1x97", "17", "k BHTD", "beyond the view", "negative-20", "D
           "log-sum-exp, 33-mqa-lse", "gradients of some inputs, 17-gqa-sinks")
 FLEX = ("1x97", "packed-window16-gqa", "empty, 5-gqa-inference",
         "causality, 20x33-gqa-inference-window9", "left padding, 3x24-gqa-dynamic")
-SLOW = {"flex": (FLEX, 0, 24), "triton": (TRITON, 9, 5)}  # CI's, the fast of them, one in so many
+SLOW = {"flex": (FLEX, 0, 40), "triton": (TRITON, 9, 10)}  # CI's, the fast of them, one in so many
 
 
 def tier(name: str, item: Item) -> str:
@@ -67,8 +67,7 @@ def tier(name: str, item: Item) -> str:
         sampled = zlib.crc32(f"{item.name} {item.spec.dtype}".encode()) % one_in == 0
         return "slow" if sampled and not heavy and item.spec.dtype != "bfloat16" else ""
     if in_float32:
-        one_of_each = name == "sdpa" or not heavy or item.name.startswith("dropout")
-        return "fast" if one_of_each else "slow"
+        return "fast" if name in ("sdpa", "tiled") or not heavy else "slow"
     if name in ("sdpa", "sdpa_math") and item.spec.dtype != "float64":
         return "slow"  # PyTorch's own numbers
     own = item.spec.dtype == "bfloat16" and not heavy if item.title else item.name in FEW
@@ -116,11 +115,14 @@ def test_right(name: str, device: str, item: Item) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_what_is_refused(name: str, device: str) -> None:
     """By name it is an error with every reason; with fallback another kernel runs."""
-    here = need(device, name)
+    here, asked = need(device, name), set()
     for item in (i for i in ITEMS if refuses(name, i, device)):
-        assert judge(BACKENDS[name], item, here, device).verdict == "refused"
         there = replace(here, deterministic=item.deterministic)
         why = BACKENDS[name].why_not(item.spec, there)
+        if tuple(why) in asked:
+            continue
+        asked.add(tuple(why))
+        assert judge(BACKENDS[name], item, here, device).verdict == "refused"
         with pytest.raises(BackendUnavailable) as e:
             resolve(name, item.spec, there, STRICT)
         assert all(reason in str(e.value) for reason in why)
@@ -221,7 +223,7 @@ def formula(given: Inputs, spec: Spec, rows: list[int]) -> list[Tensor]:
         at, g = i + k.shape[1] - q.shape[1], h // (spec.n_head // spec.n_kv_head)
         ids = [None] * k.shape[1] if given.segments is None else given.segments[b].tolist()
         keys = [j for j, id_ in enumerate(ids) if (id_ is None or at >= 0) and visible(
-            i, j, at - i, spec.window, ids[at], id_, spec.right)]
+            i, j, at - i, spec.window, ids[max(at, 0)], id_, spec.right)]
         scores = k[b, keys, g] @ q[b, i, h] * spec.softmax_scale
         if spec.softcap:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)

@@ -234,6 +234,16 @@ def test_a_mistake_in_the_command_line(words, value, capsys) -> None:
     assert code == 2 and value in capsys.readouterr().err
 
 
+def test_a_leak_within_the_tolerance_is_found(tmp_path: Path, capsys) -> None:
+    """A few roundings that depend on the last value: only the question of causality fails."""
+    path = wrapped(tmp_path, "dtypes=('float32',)", "return get('manual').compute("
+                   "q, k, v, spec, **more) * (1 + 4e-7 * v[:, -1:].detach().mean())")
+    for test, code in (("33", 1), ("33-gqa", 1), ("97", 0), ("packed", 0)):
+        name = f"causality, {test}" if code else test
+        words = path, f"--test={name}", "--dtype=float32", "--device=cpu"
+        assert ask(capsys, *words)[0] == code, name
+
+
 @pytest.mark.parametrize("line, why", [
     ("import sys; sys.exit(0)", "SystemExit"),
     ("import torch; torch.set_default_dtype(torch.float64)", "default dtype"),

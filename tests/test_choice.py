@@ -102,20 +102,6 @@ def test_a_feature_goes_to_the_first_kernel_that_has_it(machine, spec, installed
             assert all(reason in str(e.value) for reason in get(name).why_not(spec, there))
 
 
-@pytest.mark.parametrize("machine, change, words", [
-    (A100, {}, ["9.0 to 11.0", "8.0", "--inference"]),
-    (RTX4090, {}, ["9.0 to 11.0", "8.9", "--inference"]),
-    (A100, {"softcap": 30.0}, ["capability 9.0,", "8.0"]),
-    (replace(B200, capability=(13, 0)), {}, ["12.0 to 12.1", "13.0"]),
-    (A100, {"head_dim": 512}, ["128", "512"]),
-])
-def test_a_capability_is_that_of_the_row_nearest_to_the_request(machine, change, words) -> None:
-    there = replace(machine, packages=ALL)
-    (first, *_) = reasons = get("flash_attn_4").why_not(replace(BF16, **change), there)
-    assert all(word in " ".join(reasons) for word in words)
-    assert ("--inference" in first) == ("--inference" in words)
-
-
 @pytest.mark.parametrize("torch, change, issue", [  # the pages of pytorch/pytorch give the releases
     ("2.12.1", {"dtype": "bfloat16"}, "195910"), ("2.11.0", {"dtype": "float16"}, "195910"),
     ("2.12.1", {"segments": True}, "184180"), ("2.11.0", {"scale": 0.1}, "184122"),
@@ -156,18 +142,6 @@ def test_what_is_chosen_can_run_and_what_is_refused_cannot(
         return
     assert chosen.backend.name in able and all(n == name for n in chosen.rejected)
     assert (chosen.backend.name == name) == (name in able) or name == "auto"
-
-
-def test_what_failed_is_reported_and_the_search_ends() -> None:
-    failed: dict[str, tuple[str, ...]] = {}
-    with pytest.raises(BackendUnavailable, match="manual: broken"):
-        for _ in range(2 * len(BACKENDS)):
-            chosen = resolve("auto", CAPPED, replace(H100, packages=ALL), failed=failed)
-            assert list(chosen.rejected) == list(failed)
-            failed[chosen.backend.name] = ("broken",)
-    assert next(iter(failed)) == "flash_attn_4" and [*failed][-2:] == ["manual", "tiled"]
-    with pytest.raises(BackendUnavailable, match="xpu"):
-        resolve("auto", BF16, Machine("xpu", "an Intel GPU", None, "2.13.0"))
 
 
 # --- what is declared ---

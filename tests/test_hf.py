@@ -260,19 +260,6 @@ def test_a_downloaded_config_runs_no_code(tmp_path: Path, capsys) -> None:
     assert "it ran" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [  # flex compiles for seconds
-    pytest.param(n, marks=[pytest.mark.slow] * n.startswith("flex"))
-    for n in hf.names() if n != "fastest"])
-def test_every_name_is_accepted_and_runs_or_falls_back(name: str) -> None:
-    """Also by models that have no SDPA of transformers, and with names that hold "flash"."""
-    model = build("gemma2", hf.implementation(name))
-    got = run(model, "left-padded")
-    hf_table.check("gemma2", "left-padded", got)
-    (_, chosen, calls), *_ = hf.report(model)[0].ran
-    assert calls == 1
-    assert chosen.backend.name == name or chosen.rejected or name == "auto"
-
-
 def test_gpt2s_scale_of_each_layer_is_honoured_or_refused() -> None:
     asked = {"scale_attn_by_inverse_layer_idx": True}
     with torch.no_grad():

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from processes import run
 
-from attention import BACKENDS, Machine, Ring, Spec, visible
+from attention import BACKENDS, Machine, Ring, Spec
 from attention.check import matrix
 from attention.check.matrix import Case
 from attention.proof import Result
@@ -183,27 +183,6 @@ def test_shards_are_the_zigzag_and_positions_say_where_they_stand(n, T) -> None:
         if c > 1:
             with pytest.raises(ValueError, match=f"fit into block_size {2 * n * (c - 1)}"):
                 ring.positions(2 * c, 2 * n * (c - 1) - 1)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 5, 9])
-def test_every_visible_pair_is_computed_once_and_no_hidden_tile_at_all(n, window) -> None:
-    c, times = 3, torch.zeros(6 * n, 6 * n)
-    work = []
-    for r in range(n):
-        at = place(r, n).positions(2 * c, 6 * n)
-        for step in range(n):
-            keys = place((r - step) % n, n).positions(2 * c, 6 * n)
-            for I, J, offset in place(r, n).tiles(step, 2 * c, window):
-                i, j = torch.arange(c)[:, None], torch.arange(c)
-                seen = visible(i, j, offset, window)
-                assert seen.any()
-                times[at[I, None], keys[J]] += seen
-        work.append(int(times[at].sum()))
-    i, j = torch.arange(6 * n)[:, None], torch.arange(6 * n)
-    assert torch.equal(times.bool(), visible(i, j, 0, window)) and times.max() == 1
-    if window is None:
-        assert len(set(work)) == 1, "causal work is even"
 
 
 # --- the model ---

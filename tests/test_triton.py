@@ -17,7 +17,7 @@ from attention.check import matrix
 from attention.check.matrix import Case
 from attention.masks import mask
 from attention.proof import run
-from attention.triton_flash import attend, borders
+from attention.triton_flash import attend
 
 pytest.importorskip("triton", reason="package 'triton' is not installed")
 from attention.triton import flash_kernels as triton_kernels
@@ -113,29 +113,6 @@ def test_no_two_sequences_heads_rows_or_seeds_share_a_mask() -> None:
     assert ((share - 0.5).abs() < 5 * 0.5 / 256**0.5).all()
     neighbours = (full[..., 1:] == full[..., :-1]).float().mean()
     assert abs(float(neighbours) - 0.5) < 5 * 0.5 / (256 * 31) ** 0.5
-
-
-# --- the operators ---
-
-
-@pytest.mark.slow
-def test_opcheck() -> None:
-    (case,) = matrix.cases("many-window21-20x70 gqa D16 B1")
-    q, k, v, dout, segments, *_ = matrix.inputs(case, "float32")
-    runs, seed = borders(segments), torch.tensor([7], device=DEVICE)
-    own = runs[:, :, k.shape[1] - q.shape[1] :].contiguous()
-    sinks, slopes = torch.tensor([1.0, -torch.inf, 0.0, 2.0]), torch.rand(len(q), q.shape[2])
-    numbers = 21, 3, 0.5, 0.3, 2.0, None
-    whole = own, runs, seed, sinks, slopes, *numbers
-    for more in ((None, None, None, None, None, None, None, 0.0, 0.25, None, None), whole):
-        torch.library.opcheck(triton_kernels.flash_forward, (q, k, v, *more))
-    out, L = triton_kernels.flash_forward(q, k, v, *whole)
-    kept, rest = [dout, q, k, v, out], (own, runs, seed, slopes, *numbers)
-    torch.library.opcheck(triton_kernels.flash_backward, (*kept, L, *rest))
-    half = [t.half() for t in kept]  # whose gradients are float16
-    for op, args in ((triton_kernels.flash_backward, (*half, L, *rest)),
-                     (triton_kernels.flash_forward, (*half[1:4], *whole))):
-        torch.library.opcheck(op, args, test_utils="test_faketensor")
 
 
 @pytest.mark.gpu
