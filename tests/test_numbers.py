@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import Largest
 from torch import Tensor
 
 import attention as nanoattn
@@ -198,7 +199,37 @@ def test_a_second_derivative_is_right_or_an_error_and_torch_func_has_the_first(s
                     penalty(attend, behind)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["70", "scale-softcap-sinks-window40-packed-66x90 gqa"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_gradients_of_tiles_are_those_of_finite_differences(text, dropout) -> None:
+    """Past a tile; with dropout too: one seed gives the forward passes and the backward a mask."""
+    (case,) = matrix.cases(f"{text} B1")
+    case = replace(case, D=2)
+    x, spec = matrix.inputs(case, "float64"), case.spec("float64", dropout=dropout)
+    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v, x.sinks) if t is not None]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        more = x.options | ({"sinks": sinks[0]} if sinks else {})
+        return BACKENDS["tiled"].attend(q, k, v, spec, **more)
+
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+
+
 # --- single cases ---
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_tiled_stores_no_tensor_larger_than_its_inputs(dropout) -> None:
+    """O(T): out and dq have T * H * D entries, and no intermediate has more."""
+    for T in (128, 256):
+        qkv = [torch.randn(1, T, 2, 64, requires_grad=True) for _ in range(3)]
+        with Largest() as forward:
+            out = BACKENDS["tiled"].attend(*qkv, Spec(2, 2, 64, "float32", dropout=dropout))
+        with Largest() as backward:
+            torch.autograd.grad(out, qkv, torch.ones_like(out))
+        assert forward.numbers == backward.numbers == T * 2 * 64
 
 
 @pytest.mark.parametrize("softcap", [None, 50.0])

@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from attention import BACKENDS, manual, select
 from attention.__main__ import main
@@ -248,18 +246,6 @@ def test_a_gradient_wrong_beyond_some_keys_is_found() -> None:
     assert "dk" in reason and "1,000" in reason
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers in a tensor that is made."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        out = function(*args, **(kwargs or {}))
-        made = [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)]
-        self.numbers = max([self.numbers, *made])
-        return out
-
-
 @pytest.mark.parametrize("changes", [
     {"grad": False}, {"window": 100}, {"softcap": 9.0}, {"sinks": True}, {"right": None},
     {"segments": True}, {"dtype": "bfloat16"}])
@@ -269,7 +255,7 @@ def test_no_proof_makes_a_tensor_of_keys_times_keys(changes) -> None:
 
     spec, T = replace(SPEC, head_dim=16, **changes), 4096
     for Tq in (1, T):
-        with Largest() as made:
+        with kernels.Largest() as made:
             assert probe_long(kernels.backend(attend), spec, "cpu", (8, Tq, T))  # it is wrong
         assert made.numbers <= 2 * 64 * T
 
