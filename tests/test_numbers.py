@@ -48,7 +48,7 @@ CONTEXTS: list[Callable[[], Any]] = [
     torch.autograd.graph.save_on_cpu,
 ]
 SLOW = [pytest.param(*row, marks=pytest.mark.slow) for row in (
-    ("sdpa_math", 40), ("sdpa_bmm", 40), ("flex", 8), ("triton", 60))]
+    ("sdpa_math", 40), ("sdpa_bmm", 40), ("flex", 3), ("triton", 30))]
 
 
 @pytest.mark.parametrize("name, examples", [
