@@ -25,7 +25,7 @@ from attention.__main__ import main
 from attention.machine.system import import_version
 from attention.masks import Mods
 from attention.proof import Inputs, truth
-from bench.begin import names
+from bench.job import names
 from bench.settings import load_config
 from core.settings import UserError
 from model import GPT, GPTConfig
