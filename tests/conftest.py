@@ -102,13 +102,13 @@ def switches_as_they_were() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(scope="session")
+@cache
 def probe_once() -> Any:
     return cache(importlib.import_module("attention.select").probe)
 
 
 @pytest.fixture
-def remembered_probes(monkeypatch: pytest.MonkeyPatch, probe_once: Any) -> None:
-    """A backend is probed once for each Spec, not anew for every model that a test builds."""
+def remembered_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend is probed once for each Spec, not for every model that a test builds."""
     # By its name in sys.modules: attention.select is the function.
-    monkeypatch.setattr(sys.modules["attention.select"], "probe", probe_once)
+    monkeypatch.setattr(sys.modules["attention.select"], "probe", probe_once())

@@ -1,4 +1,4 @@
-"""Users' kernels: files that define BACKEND, whose functions are those of a test."""
+"""Users' kernels: files that define BACKEND with the functions of a test; what a call stores."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attention import Backend, Caps, manual
 
@@ -49,3 +51,15 @@ class Recorder:
         if not torch.compiler.is_compiling():
             self.shapes.append((q.shape[0], q.shape[1], k.shape[1], q.shape[2]))
         return manual.attend(q, k, v, spec, **options)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in a tensor that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        out = function(*args, **(kwargs or {}))
+        made = [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.numbers = max([self.numbers, *made])
+        return out

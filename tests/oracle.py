@@ -1,17 +1,18 @@
-"""attention/proof.py's truth and tolerance, for tests that have tensors and no Spec."""
+"""The truth and the one tolerance of attention/proof.py, for tests that have tensors and no Spec;
+and random cases of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
+from hypothesis import strategies as st
+from torch import Tensor, device, dtype
 
 from attention import Spec, proof
-from attention.check.matrix import agree
+from attention.check.matrix import Case, agree
 from attention.proof import Inputs, Result
 
-NAMES = ("window", "right", "scale", "softcap")
+Sides = st.none() | st.integers(0, 40)
 
 
 def _call(of: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: Any) -> Result:
@@ -23,7 +24,7 @@ def _call(of: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: Any) 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> Result:
     """The truth in float64, on the CPU."""
-    with torch.device("cpu"):
+    with device("cpu"):
         return _call(proof.truth, q.cpu(), k.cpu(), v.cpu(), dout.cpu(), options)
 
 
@@ -32,5 +33,22 @@ def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> Resu
     return _call(proof.plain, q, k, v, dout, options)
 
 
-def check(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> None:
+def check(got: Result, rough: Result, exact: Result, dtype: dtype) -> None:
     agree(got, rough, exact, str(dtype).removeprefix("torch."))
+
+
+@st.composite
+def cases(draw: Any, longest: int = 70, layouts: tuple[str, ...] = ("contiguous",)) -> Case:
+    """Calls with any lengths, masks, heads and options of the contract."""
+    Hkv, group = draw(st.sampled_from([(2, 1), (1, 3), (2, 2)]))
+    window, right = draw(Sides), draw(st.just(0) | Sides)
+    Tq, Tk = draw(st.integers(1, longest)), draw(st.integers(1, longest))
+    alibi = draw(st.sampled_from([False, False, True, "rows"]))
+    if alibi and right != 0:  # refused with more queries than keys
+        Tq = min(Tq, Tk)
+    return Case(
+        "random", Tq, Tk, Hkv * group, Hkv, draw(st.sampled_from([4, 16])),
+        draw(st.integers(1, 3)), None if window is None else window + 1, right,
+        draw(st.sampled_from([None, None, "packed", "many", "left"])),
+        draw(st.sampled_from(layouts)), scale=draw(st.sampled_from([None, 0.5])),
+        softcap=draw(st.sampled_from([None, None, 3.0])), sinks=draw(st.booleans()), alibi=alibi)

@@ -1,8 +1,10 @@
-"""Every backend against the oracle: all tests of `python -m attention check`, and refusals.
+"""The matrix, backend x case x dtype: the questions of `python -m attention check` in numbers, and
+a refusal for all that a backend does not declare. The truth itself against loops.
 
-Backends come from the registry, so a new kernel is tested without an edit here. What a backend
-declares must be right, and the rest refused. CUDA tests carry the marker `gpu`; without a GPU they
-skip, or fail for the backends that REQUIRE_BACKENDS (names separated by commas) lists.
+Backends come from the registry, so a new kernel is tested without an edit here. CUDA tests carry
+the marker `gpu`; without a GPU they skip, or fail for the backends that REQUIRE_BACKENDS (names
+separated by commas) lists. On the CPU flex compiles and Triton interprets for seconds a case: of
+their cases CI runs those named here, and `make test-all` those that a hash takes.
 """
 
 from __future__ import annotations
@@ -18,183 +20,138 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 
 from attention import BACKENDS, BackendUnavailable, Machine, Policy, Spec, probe, resolve, visible
 from attention.check import matrix
 from attention.check.command import fitted, items, judge
-from attention.check.matrix import CASES, SAMPLE, Item
-from attention.proof import Inputs
+from attention.check.matrix import CASES, Case, Item
+from attention.proof import Inputs, truth
 from attention.spec import DTYPES
 
 STRICT = Policy(fallback=False)
 REQUIRED = [name for name in os.environ.get("REQUIRE_BACKENDS", "").split(",") if name]
 HAS_CUDA = torch.cuda.is_available()
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
 ITEMS = list(items(DTYPES, length=600))
-# make test runs everything in float32 on the kernels that are fast. In other dtypes it runs these
-# cases, which have every feature, and in bfloat16 other properties, too. make test-all runs all of
-# these kernels' cases.
+
+# All features and borders: the cases that run fast in every dtype.
 FEW = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window7-17x33",
        "BHTD-31x64-window20-packed", "large", "overflow", "dominant",
        "softcap50-large-window16-packed", "sinks-gqa-window16-padded",
        "scale-softcap-sinks-packed-window20-43x97")
-# make test runs only these cases of the slow kernels (flex compiles, Triton interprets).
-FEWER = {
-    "flex": (),
-    "triton": ("1", "2", "1x97", "64x17", "mqa-64x17", "window10-64x17", "packed-97x43", "k BHTD",
-               "D80-mqa-window7-17x33", "scale-softcap-sinks-packed-window20-43x97",
-               "negative-20", "causality, 1x33-gqa-inference-w", "causality, 33-gqa-window9-packed",
-               "beyond the view", "left padding, 3x24-left"),
-}
-# Cases of flex in make test-all; test_flex.py covers more shapes and dtypes.
-FLEX = ("1x97", "packed-window16-gqa", "softcap50-large-window16-packed", "beyond the view",
-        "causality, 33-gqa-inference-packed", "causality, 2049", "negative-7x20",
-        "causality, 20x33-gqa-inference-w", "left padding, 3x24", "one graph",
-        "causality, 1x33-gqa-inference-w")
-# Further cases of triton in float16 there.
-HALF = ("D128", "in parts, 50-gqa-lse-packed", "the same mask again", "one graph",
-        "causality, 33-gqa")
+# The interpreter's 30 cases of CI in float32; the first line is fast enough for `make test`.
+TRITON = ("1", "2", "1x97", "17", "k BHTD", "beyond the view", "negative-20", "D17", "equal",
+          "64x17", "mqa-64x17", "window10-64x17", "packed-97x43", "padded-43x97", "large",
+          "D80-mqa-window7-17x33", "BHTD-31x64-window20-packed", "alibi-gqa-43x97", "both-97x43",
+          "window16-right7-packed-gqa", "scale-softcap-sinks-packed-window20-43x97",
+          "causality, 1x33-gqa-inference-window9-packed", "causality, 33-gqa-packed",
+          "left padding, 3x24-left-gqa-B3-dynamic", "empty, 5-gqa", "one graph, 65-gqa-compiled",
+          "the same mask again, 9x16-gqa-D16-dropout.25-sinks", "in parts, merged by L, 50-mqa-lse",
+          "log-sum-exp, 33-mqa-lse", "gradients of some inputs, 17-gqa-sinks")
+FLEX = ("1x97", "packed-window16-gqa", "empty, 5-gqa-inference",
+        "causality, 20x33-gqa-inference-window9", "left padding, 3x24-gqa-dynamic")
+SLOW = {"flex": (FLEX, 0, 40), "triton": (TRITON, 9, 10)}  # CI's, the fast of them, one in so many
 
 
-def _among(names: tuple[str, ...], item: Item) -> bool:
-    return item.name.startswith(names) if item.title else item.name in names
-
-
-def _left_to_check(name: str, item: Item, device: str) -> bool:
-    """True if only `attention check` runs this item: it takes seconds, and others are like it. Of
-    Triton's further cases in float32 every third one runs here."""
-    if device == "cuda" or name not in FEWER:
-        return False
-    if name == "flex":
-        return item.spec.dtype != "float32" or not _among(FLEX, item)
-    if "causality, 2049" in item.name:
-        return item.spec.dtype != "float32" or item.spec.grad
-    if item.spec.dtype == "float32" and not _among((*FEW, *FEWER[name]), item):
-        return zlib.crc32(item.name.encode()) % 3 > 0
-    return item.spec.dtype == "float16" and not _among((*FEW, *FEWER[name], *HALF), item)
-
-
-def _long(name: str, item: Item) -> bool:
-    """True if only make test-all runs this item on the CPU."""
-    if name in FEWER and (name, item.spec.dtype, item.name) != ("triton", "float16", "overflow"):
-        return item.spec.dtype != "float32" or not _among(FEWER[name], item)
-    if item.spec.dtype == "float32":
-        if item.name == "1025" or item.name.startswith("long"):
-            return item.name != "long-600"
-        if item.name.startswith("one graph"):
-            return name != "sdpa"
-        return item.spec.page_size == 256 or ("causality, 2049" in item.name and item.spec.grad)
+def tier(name: str, item: Item) -> str:
+    """Where a case runs on the CPU: "fast", "ci", "slow" or only in `attention check`."""
+    in_float32, heavy = item.spec.dtype == "float32", item.name.startswith(("one graph", "dropout"))
+    heavy |= item.spec.page_size == 256 or "2049" in item.name or max(item.case.Tk, 0) > 700
+    if name in SLOW:
+        chosen, fast, one_in = SLOW[name]
+        if in_float32 and item.name in chosen:
+            return "fast" if item.name in chosen[:fast] else "ci"
+        if (name, item.name, item.spec.dtype) == ("triton", "overflow", "float16"):
+            return "fast"
+        sampled = zlib.crc32(f"{item.name} {item.spec.dtype}".encode()) % one_in == 0
+        return "slow" if sampled and not heavy and item.spec.dtype != "bfloat16" else ""
+    if in_float32:
+        return "fast" if name in ("sdpa", "tiled") or not heavy else "slow"
     if name in ("sdpa", "sdpa_math") and item.spec.dtype != "float64":
-        return True  # PyTorch's own numbers
-    heavy = item.name.startswith(("one graph", "causality, 2049")) or item.spec.page_size == 256
-    own = item.spec.dtype == "bfloat16" and not heavy
-    return not own if item.title else item.name not in FEW
+        return "slow"  # PyTorch's own numbers
+    own = item.spec.dtype == "bfloat16" and not heavy if item.title else item.name in FEW
+    return "fast" if own else "slow"
+
+
+MARKS = {"fast": (), "ci": (pytest.mark.slow, pytest.mark.ci), "slow": (pytest.mark.slow,)}
 
 
 @cache
-def _machine(device: str) -> Machine:
+def machine(device: str) -> Machine:
     return Machine.here(device)
 
 
-def _refuses(name: str, item: Item, device: str) -> bool:
-    machine = replace(_machine(device), deterministic=item.deterministic)
-    return bool(fitted(item, BACKENDS[name], machine)[1])
+def refuses(name: str, item: Item, device: str) -> bool:
+    there = replace(machine(device), deterministic=item.deterministic)
+    return bool(fitted(item, BACKENDS[name], there)[1])
 
 
-def _grid() -> Iterator[Any]:
-    """(backend, device, item) of what a backend says that it can."""
+def grid() -> Iterator[Any]:
+    """(backend, device, item) of what a backend declares."""
     for device in ("cpu", "cuda") if HAS_CUDA else ("cpu",):
         for item, name in itertools.product(ITEMS, BACKENDS):  # the oracle runs once for all
-            if _refuses(name, item, device) or _left_to_check(name, item, device):
-                continue
-            on_cuda, long = device == "cuda", device == "cpu" and _long(name, item)
-            marks = [pytest.mark.gpu] * on_cuda + [pytest.mark.slow] * long
-            id_ = f"{name}-{device}-{item.name}-{item.spec.dtype}"
-            yield pytest.param(name, device, item, marks=marks, id=id_)
+            where = "gpu" if device == "cuda" else tier(name, item)
+            if where and not refuses(name, item, device):
+                marks = [pytest.mark.gpu] if where == "gpu" else MARKS[where]
+                id_ = f"{name}-{device}-{item.name}-{item.spec.dtype}"
+                yield pytest.param(name, device, item, marks=marks, id=id_)
 
 
-def _need(device: str, name: str) -> Machine:
+def need(device: str, name: str) -> Machine:
     """The machine; where the device is missing the test skips, or fails if `name` is required."""
     if device == "cuda" and not HAS_CUDA:
-        if name in REQUIRED:
-            pytest.fail(f"REQUIRE_BACKENDS names {name}, but there is no CUDA device")
-        pytest.skip("no CUDA device")
-    return _machine(device)
+        (pytest.fail if name in REQUIRED else pytest.skip)(f"no CUDA device for {name}")
+    return machine(device)
 
 
-def _assert_refused(name: str, spec: Spec, machine: Machine) -> None:
-    """Asked for by name it is an error with every reason; with fallback another one runs."""
-    why = BACKENDS[name].why_not(spec, machine)
-    with pytest.raises(BackendUnavailable) as e:
-        resolve(name, spec, machine, STRICT)
-    assert all(reason in str(e.value) for reason in why)
-    chosen = resolve(name, spec, machine)
-    assert chosen.backend.name != name and chosen.rejected[name] == tuple(why)
-
-
-@pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math", "triton"])
-def test_torchs_default_dtype_changes_nothing(name: str) -> None:
-    case = next(case for case in CASES if case.name == "64")
-    spec = case.spec("float32")
-    if why := BACKENDS[name].why_not(spec, _machine("cpu")):
-        pytest.skip(why[0])
-    q, k, v, dout, *_ = matrix.inputs(case, spec.dtype)
-
-    def results() -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = BACKENDS[name].attend(*leaves, spec)
-        return [out, *torch.autograd.grad(out, leaves, dout)]
-
-    want, was = results(), torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert all(map(torch.equal, results(), want))
-    finally:
-        torch.set_default_dtype(was)
-
-
-@pytest.mark.parametrize("name, device, item", list(_grid()))
+@pytest.mark.parametrize("name, device, item", list(grid()))
 def test_right(name: str, device: str, item: Item) -> None:
-    """What python -m attention check asks, in any dtype."""
-    answer = judge(BACKENDS[name], item, _machine(device), device)
+    answer = judge(BACKENDS[name], item, machine(device), device)
     assert answer.verdict == "right", answer.why
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_what_is_refused(name: str, device: str) -> None:
-    """All other questions; resolve() refuses them too."""
-    machine = _need(device, name)
-    for item in ITEMS:
-        if _refuses(name, item, device):
-            assert judge(BACKENDS[name], item, machine, device).verdict == "refused"
-            _assert_refused(name, item.spec, replace(machine, deterministic=item.deterministic))
-
-
-def test_the_sample_has_every_feature_and_names_are_unique() -> None:
-    assert {*matrix.in_order()[: len(SAMPLE)]} == {*SAMPLE} and {*matrix.in_order()} == {*CASES}
-    assert {f for c in SAMPLE for f in c.features} == {f for c in CASES for f in c.features}
-    assert max(min(c.Tq, c.Tk) for c in SAMPLE) > 512
-    assert len({(item.name, item.spec.dtype) for item in ITEMS}) == len(ITEMS)
+    """By name it is an error with every reason; with fallback another kernel runs."""
+    here, asked = need(device, name), set()
+    for item in (i for i in ITEMS if refuses(name, i, device)):
+        there = replace(here, deterministic=item.deterministic)
+        why = BACKENDS[name].why_not(item.spec, there)
+        if tuple(why) in asked:
+            continue
+        asked.add(tuple(why))
+        assert judge(BACKENDS[name], item, here, device).verdict == "refused"
+        with pytest.raises(BackendUnavailable) as e:
+            resolve(name, item.spec, there, STRICT)
+        assert all(reason in str(e.value) for reason in why)
+        chosen = resolve(name, item.spec, there)
+        assert chosen.backend.name != name and chosen.rejected[name] == tuple(why)
 
 
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math"])
 def test_these_refuse_nothing_on_the_cpu(name: str) -> None:
     """Without this, a backend whose caps refuse everything would pass the matrix."""
     every = name in ("manual", "tiled")
-    cases = [c for c in CASES if every or not (c.scale or c.softcap or c.sinks)]
+    cases = [c for c in CASES if every or not (c.softcap or c.sinks)]
     specs = [case.spec(dtype) for case in cases for dtype in DTYPES]
-    assert [s for s in specs if BACKENDS[name].why_not(s, _machine("cpu"))] == []
+    assert [s for s in specs if BACKENDS[name].why_not(s, machine("cpu"))] == []
+
+
+def test_names_and_lists_are_of_the_matrix() -> None:
+    names = {item.name for item in ITEMS}
+    assert len({(item.name, item.spec.dtype) for item in ITEMS}) == len(ITEMS)
+    assert {*FEW, *TRITON, *FLEX} <= names and len(TRITON) == 30 and len(FLEX) == 5
+    sample = {*matrix.SAMPLE}
+    assert {f for c in sample for f in c.features} == {f for c in CASES for f in c.features}
 
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_required_backends_run(name: str) -> None:
     device = "cuda" if HAS_CUDA else "cpu"
     spec = Spec(4, 4, 64, "float16")
-    assert resolve(name, spec, _machine(device), STRICT).backend.name == name
+    assert resolve(name, spec, machine(device), STRICT).backend.name == name
     assert probe(BACKENDS[name], spec, device).why == ()
 
 
@@ -204,12 +161,10 @@ def test_required_backends_run(name: str) -> None:
 @pytest.mark.parametrize("name, kernels", [
     ("sdpa_math", ("math",)), ("sdpa_flash", ("flash (CPU)",)), ("sdpa", ("flash (CPU)",)),
     ("manual", ()), ("tiled", ())])
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in
-                         ("113x203", "1x97", "packed-window16-gqa", "D20")],
-                         ids=lambda c: c.name)
-def test_on_the_cpu_the_kernel_that_was_named_runs(name, kernels, case) -> None:
-    for dtype in ("float32", "bfloat16"):
-        assert probe(BACKENDS[name], case.spec(dtype), "cpu").kernels == kernels
+def test_on_the_cpu_the_kernel_that_was_named_runs(name, kernels) -> None:
+    for case in matrix.cases("113x203", "1x97", "packed-window16-gqa", "D20"):
+        for dtype in ("float32", "bfloat16"):
+            assert probe(BACKENDS[name], case.spec(dtype), "cpu").kernels == kernels
 
 
 @pytest.mark.gpu
@@ -217,11 +172,8 @@ def test_on_the_cpu_the_kernel_that_was_named_runs(name, kernels, case) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("window", [None, 16])
 def test_on_cuda_the_kernel_that_was_named_runs(name, dtype, window) -> None:
-    machine = _need("cuda", name)
-    spec = Spec(4, 2, 64, dtype, window=window)
-    if BACKENDS[name].why_not(spec, machine):
-        _assert_refused(name, spec, machine)
-    else:
+    here, spec = need("cuda", name), Spec(4, 2, 64, dtype, window=window)
+    if not BACKENDS[name].why_not(spec, here):
         assert probe(BACKENDS[name], spec, "cuda").kernels == (name.removeprefix("sdpa_"),)
 
 
@@ -234,15 +186,16 @@ def test_a_pinned_kernel_that_cannot_run_raises_and_nothing_else_runs(name, Tk) 
         BACKENDS[name].attend(q, k, k, Spec(2, 2, 16, "float32"))
 
 
-# --- the truth, its tolerance, and the definition of masking ---
+# --- the definition of masking, the truth, its tolerance ---
 
 
 def test_visible_against_a_table_by_hand() -> None:
-    def table(Tq: int, Tk: int, window: int | None = None, seg: str | None = None) -> list[str]:
+    def table(Tq: int, Tk: int, window: int | None = None, seg: str | None = None,
+              right: int | None = 0) -> list[str]:
         rows = []
         for i in range(Tq):
             seg_i = seg[i + Tk - Tq] if seg and i + Tk >= Tq else None
-            row = [visible(i, j, Tk - Tq, window, seg_i, seg and seg[j]) for j in range(Tk)]
+            row = [visible(i, j, Tk - Tq, window, seg_i, seg and seg[j], right) for j in range(Tk)]
             assert {type(x) for x in row} == {bool}
             rows.append("".join(".x"[x] for x in row))
         return rows
@@ -252,44 +205,51 @@ def test_visible_against_a_table_by_hand() -> None:
     assert table(3, 5, window=2) == [".xx..", "..xx.", "...xx"]
     assert table(5, 3) == ["...", "...", "x..", "xx.", "xxx"]
     assert table(5, 3, window=1) == ["...", "...", "x..", ".x.", "..x"]
+    assert table(3, 5, window=2, right=1) == [".xxx.", "..xxx", "...xx"]
+    assert table(2, 3, window=1, right=None) == [".xx", "..x"]
     assert table(4, 4, seg="aabb") == ["x...", "xx..", "..x.", "..xx"]
     assert table(2, 4, seg="aabb") == ["..x.", "..xx"]
     assert table(4, 4, window=2, seg="aaab") == ["x...", "xx..", ".xx.", "...x"]
-    assert table(1, 4) == ["xxxx"]
     i, j = torch.arange(3)[:, None], torch.arange(5)
     assert visible(i, j, 2, 2).tolist() == [[c == "x" for c in r] for r in table(3, 5, window=2)]
 
 
-def formula(given: Inputs, spec: Spec) -> list[Tensor]:
-    """out and the gradients of q, k, v and sinks: spec.py's formula row by row, by autograd."""
+def formula(given: Inputs, spec: Spec, rows: list[int]) -> list[Tensor]:
+    """out of `rows` and the gradients of q, k, v and sinks that flow from them: spec.py's formula,
+    a head and a query at a time, by autograd."""
     leaves = [t.clone().requires_grad_() for t in (*given[:3], given.sinks) if t is not None]
-    (q, k, v), rows = leaves[:3], []
-    for b, i, h in itertools.product(*map(range, q.shape[:3])):
-        place, g = i + k.shape[1] - q.shape[1], h // (spec.n_head // spec.n_kv_head)
+    (q, k, v), found = leaves[:3], []
+    for b, i, h in itertools.product(range(len(q)), rows, range(spec.n_head)):
+        at, g = i + k.shape[1] - q.shape[1], h // (spec.n_head // spec.n_kv_head)
         ids = [None] * k.shape[1] if given.segments is None else given.segments[b].tolist()
-        keys = [j for j, id_ in enumerate(ids) if (id_ is None or place >= 0) and visible(
-            i, j, place - i, spec.window, ids[place], id_, spec.right)]
+        keys = [j for j, id_ in enumerate(ids) if (id_ is None or at >= 0) and visible(
+            i, j, at - i, spec.window, ids[max(at, 0)], id_, spec.right)]
         scores = k[b, keys, g] @ q[b, i, h] * spec.softmax_scale
         if spec.softcap:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        if spec.sinks:
+        if given.alibi_slopes is not None:
+            slope = given.alibi_slopes.expand(len(q), -1)[b, h].double()
+            scores = scores - slope * torch.tensor([abs(at - j) for j in keys]).double()
+        if given.sinks is not None:
             scores = torch.cat([scores, leaves[3][h : h + 1]])
-        rows.append(scores.softmax(0)[: len(keys)] @ v[b, keys, g])
-    out = torch.stack(rows).view_as(q)
-    return [out.detach(), *torch.autograd.grad(out, leaves, given.dout)]
+        found.append(scores.softmax(0)[: len(keys)] @ v[b, keys, g])
+    out = torch.stack(found).view(len(q), len(rows), *q.shape[2:])
+    return [out.detach(), *torch.autograd.grad(out, leaves, given.dout[:, rows])]
 
 
-@pytest.mark.parametrize("text", [
-    "5 gqa D3", "window2-3x9 D3", "6x4 mqa H3 D3", "packed-9x12 D3", "both-packed-7x5 D3",
-    "scale-softcap-sinks-5x7 gqa", "window2-right1-sinks-6x4 mqa H3", "right2-left-12x12 gqa"])
-def test_the_truth_and_plain_pytorch_are_the_formula(text: str) -> None:
-    """The error of plain PyTorch sets the tolerance, so a wrong one would hide errors."""
-    (case,) = matrix.cases(text)
-    given, spec = matrix.inputs(case, "float64"), case.spec("float64")
-    wanted = formula(given, spec)
-    for found in (matrix.truth(case, "float64"), matrix.plain(case, "float64")):
-        for t, want in zip(found.tensors.values(), wanted, strict=True):
-            torch.testing.assert_close(t, want, rtol=1e-11, atol=1e-12)
+@settings(max_examples=60, deadline=None)
+@given(oracle.cases(longest=9))
+def test_the_truth_and_plain_pytorch_are_the_formula(case: Case) -> None:
+    """The error of plain PyTorch sets the tolerance, so a wrong one would hide errors. The truth
+    also of some queries."""
+    inputs, spec = matrix.inputs(case, "float64"), case.spec("float64")
+    every, some = list(range(case.Tq)), list(range(0, case.Tq, 2))
+    exact = matrix.truth(case, "float64")
+    few = truth(inputs, spec, torch.tensor(some))
+    for found, rows in ((exact, every), (matrix.plain(case, "float64"), every), (few, some)):
+        for (name, t), want in zip(found.tensors.items(), formula(inputs, spec, rows), strict=True):
+            want = want[:, rows] if name == "dq" else want
+            torch.testing.assert_close(t, want, rtol=1e-9, atol=1e-9)
 
 
 def test_the_truth_ignores_nan_in_keys_that_nothing_sees() -> None:
@@ -302,26 +262,19 @@ def test_the_truth_ignores_nan_in_keys_that_nothing_sees() -> None:
         assert torch.equal(found.tensors[name], t), name
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.scale or c.softcap or c.sinks],
-                         ids=lambda c: c.name)
-def test_a_backend_that_drops_scale_softcap_or_sinks_is_off(case) -> None:
-    """Without this the cases could be such that they change nothing."""
-    truth, rough = matrix.truth(case, "bfloat16"), matrix.plain(case, "bfloat16")
-    for name, nothing in (("scale", None), ("softcap", None), ("sinks", False)):
-        if getattr(case, name):
-            without = matrix.plain(replace(case, **{name: nothing}), "bfloat16")
-            with pytest.raises(AssertionError):
-                matrix.agree(without, rough, truth, "bfloat16")
-
-
 def test_the_tolerance_refuses_nan_wrong_shapes_and_errors() -> None:
+    """Twice the limit of the policy of docs/KERNEL.md is refused, half of it is not."""
     (case,) = matrix.cases("97")
-    truth, plain = matrix.truth(case, "bfloat16"), matrix.plain(case, "bfloat16")
-    matrix.agree(plain, plain, truth, "bfloat16")
-    nan, wrong = plain.out.clone(), plain.out.clone()
+    exact, plain = matrix.truth(case, "bfloat16"), matrix.plain(case, "bfloat16")
+    matrix.agree(plain, plain, exact, "bfloat16")
+    nan, off = plain.out.clone(), float((plain.out - exact.out).abs().max())
     nan[0, 0, 0, 0] = torch.nan
-    wrong[1, 5, 1, 7] += 0.2
+    limit = 2 * off + 2**-7 * float(exact.out.abs().max())
+    wrong, little = (exact.out.clone() for _ in range(2))
+    wrong[1, 5, 1, 7] += 2 * limit
+    little[1, 5, 1, 7] += limit / 2
+    matrix.agree(replace(plain, out=little), plain, exact, "bfloat16")
     for name, t, where in (("out", nan, "0, 0, 0, 0"), ("out", wrong, "1, 5, 1, 7"),
-                           ("out", plain.out[:, :5], "5"), ("dk", truth.dk + 0.1, "")):
+                           ("out", plain.out[:, :5], "5"), ("dk", exact.dk + 0.1, "")):
         with pytest.raises(AssertionError, match=rf"{name} .*{where}"):
-            matrix.agree(replace(plain, **{name: t}), plain, truth, "bfloat16")
+            matrix.agree(replace(plain, **{name: t}), plain, exact, "bfloat16")

@@ -1,262 +1,235 @@
-"""FlashAttention's functions against the float64 oracle: numbers, effects on caches, refusals."""
+"""FlashAttention's functions, modules and programs: numbers by float64, effects on caches, and
+refusals before anything is written."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from conftest import every, few
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels import as_file, wrong_beyond
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attention as nanoattn
 from attention import BACKENDS
-from attention.check import matrix
-from attention.check.matrix import CASES
 from attention.masks import PagedView
 
-SIZE = 8  # of a page
+SIZE, S, D = 8, 24, 8  # of a page; slots of a cache; head_dim
 
 
-@pytest.fixture(autouse=True, params=["auto", "manual"])
-def backend(request, remembered_probes) -> Iterator[str]:
-    nanoattn.use(request.param)
-    yield request.param
+@pytest.fixture(autouse=True)
+def auto(remembered_probes) -> Iterator[None]:
+    nanoattn.use("auto")
+    yield
     nanoattn.use("auto")
 
 
-def truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, **options: Any) -> Any:
-    """The oracle on (T, H, D) or (B, T, H, D)."""
-    one = q.dim() == 3
-    dout = torch.zeros_like(q) if dout is None else dout
-    given = [t[None] if one else t for t in (q, k, v, dout)]
-    got = oracle.attention(*(t.detach() for t in given), **options)
-    return got.out[0] if one else got.out
+# flash_attn/flash_attn_interface.py and layers/rotary.py of flash-attn 2.8.3.
+OPTIONS = ("dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 "
+           "alibi_slopes=None deterministic=False return_attn_probs=False")
+ENDS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+SIGNATURES = {
+    "flash_attn_func": f"q k v {OPTIONS}",
+    "flash_attn_kvpacked_func": f"q kv {OPTIONS}",
+    "flash_attn_qkvpacked_func": f"qkv {OPTIONS}",
+    "flash_attn_varlen_func": f"q k v {ENDS} {OPTIONS} block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q kv {ENDS} {OPTIONS}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {OPTIONS}",
+    "flash_attn_with_kvcache":
+        "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None "
+        "cache_batch_idx=None cache_leftpad=None block_table=None softmax_scale=None causal=False "
+        "window_size=(-1,-1) softcap=0.0 rotary_interleaved=True alibi_slopes=None num_splits=0 "
+        "return_softmax_lse=False",
+    "rotary.apply_rotary_emb":
+        "x cos sin interleaved=False inplace=False seqlen_offsets=0 cu_seqlens=None "
+        "max_seqlen=None",
+    "rotary.apply_rotary_emb_qkv_":
+        "qkv cos sin cos_k=None sin_k=None interleaved=False seqlen_offsets=0 num_heads_q=None",
+    "rotary.apply_rotary_emb_kv_": "kv cos sin interleaved=False seqlen_offsets=0",
+}
 
 
-def same(got: Tensor, want: Tensor, largest: float = 0.0) -> None:
-    """Equal up to rounding; `largest` true value of all gradients, as in probing.allowed_error:
-    with a window of 1 those of q and k are 0, and what is left is the rounding of those of v."""
-    atol = max(2e-6, 32 * torch.finfo(torch.float32).eps * largest)
-    torch.testing.assert_close(got.double(), want, atol=atol, rtol=2e-5)
+def public(name: str) -> Any:
+    room = nanoattn.compat.rotary if name.startswith("rotary.") else nanoattn
+    return getattr(room, name.removeprefix("rotary."))
 
 
-def side(window: int | None, right: int | None = 0) -> tuple[int, int]:
-    left = -1 if window is None else window - 1
-    return left, -1 if right is None else right
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_flash_attns_and_ours_come_after(name) -> None:
+    got = [p for p in inspect.signature(public(name)).parameters.values()
+           if p.kind is p.POSITIONAL_OR_KEYWORD]
+    shown = [p.name + ("" if p.default is p.empty else f"={p.default}") for p in got]
+    assert " ".join(shown).replace(", ", ",") == SIGNATURES[name]
 
 
-PLAIN = [c for c in CASES if not (c.segments or c.sinks or getattr(c, "alibi", False))]
-LONG = [c for c in PLAIN if max(c.Tq, c.Tk) >= 300]
-SHORT = [c for c in PLAIN if c not in LONG]
+# --- the same in float64, with autograd's gradients ---
 
 
-@pytest.mark.parametrize("case", [*every(3, SHORT), *few(LONG, 0)], ids=lambda c: c.name)
-def test_flash_attn_func_and_its_gradients(case, backend) -> None:
-    *qkv, dout = (t.detach() for t in matrix.inputs(case, "float32")[:4])
-    leaves = [t.requires_grad_() for t in qkv]
-    out = nanoattn.flash_attn_func(*leaves, 0.0, case.scale, case.right == 0,
-                                   side(case.window, case.right), case.softcap or 0.0)
-    got = oracle.Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
-    matrix.compare(got, case, "float32", "cpu")
+def turned(x: Tensor, cos: Tensor, sin: Tensor, at: Any, interleaved: bool) -> Tensor:
+    """x (T, H, D) of the tokens at positions `at` (T,): pairs of dimensions are complex numbers."""
+    R = cos.shape[1]
+    a = torch.arange(R) * 2 if interleaved else torch.arange(R)
+    b = a + 1 if interleaved else a + R
+    c, s = (t.double()[torch.as_tensor(at, dtype=torch.long)][:, None] for t in (cos, sin))
+    z = torch.complex(x.double()[..., a], x.double()[..., b]) * torch.complex(c, s)
+    return x.double().index_copy(-1, a, z.real).index_copy(-1, b, z.imag)
 
 
-def cache(B: int, S: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Caches that hold NaN where nothing was written."""
-    n = -(-S // SIZE)
-    k, v = (torch.full((B * n, SIZE, 2, 16), torch.nan) for _ in range(2))
-    return k, v, torch.randperm(B * n).view(B, n).int()
+def attended(q: Tensor, k: Tensor, v: Tensor, left: int | None, right: int | None,
+             slopes: Tensor | None = None, scale: float | None = None,
+             softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+    """out (Tq, H, D) and the log-sum-exp (H, Tq) of q (Tq, H, D), k and v (Tk, Hkv, D)."""
+    (Tq, H, D), (Tk, Hkv, _) = q.shape, k.shape
+    k, v = (t.double().repeat_interleave(H // Hkv, dim=1) for t in (k, v))
+    ahead = torch.arange(Tk) - (torch.arange(Tq)[:, None] + Tk - Tq)
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    hidden |= False if left is None else ahead < -left
+    hidden |= False if right is None else ahead > right
+    scores = torch.einsum("ihd,jhd->hij", q.double(), k) * (scale or 1 / math.sqrt(D))
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * ahead.abs()
+    blind = hidden.all(1)
+    weights = scores.masked_fill(hidden & ~blind[:, None], -math.inf).softmax(-1)
+    L = scores.detach().masked_fill(hidden, -math.inf).logsumexp(-1)
+    return torch.einsum("hij,jhd->ihd", weights.masked_fill(blind[:, None], 0), v), L
 
 
-@pytest.mark.parametrize("window, right", few([(50, 30), (None, 0), (50, 0), (None, None)]))
-def test_a_long_prompt_in_pages(window, right) -> None:
-    """Longer than the queries that `paged` takes at a time, into rows of different lengths."""
-    nanoattn.use("paged")
-    q, k, v = (torch.randn(2, 400, h, 16) for h in (4, 2, 2))
-    k_cache, v_cache, table = cache(2, 400)
-    rows = torch.arange(2)[:, None], torch.arange(40)[None]
-    at = table[rows[0], rows[1] // SIZE].long(), rows[1] % SIZE
-    for pages, t in ((k_cache, k), (v_cache, v)):
-        pages[at] = t[:, :40]
-    before = [0, 40]
-    new = [torch.stack([t[b, n : n + 320] for b, n in enumerate(before)]) for t in (q, k, v)]
-    out = nanoattn.flash_attn_with_kvcache(
-        new[0], k_cache, v_cache, *new[1:], cache_seqlens=torch.tensor(before).int(),
-        block_table=table, causal=right == 0, window_size=side(window, right))
-    for b, n in enumerate(before):
-        want = truth(q[b, n : n + 320], k[b, : n + 320], v[b, : n + 320], window=window,
-                     right=right)
-        same(out[b], want)
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("integer", (torch.tensor, np.int64))
-def test_a_window_may_be_any_integer(integer: Any) -> None:
-    """As in flash-attention's own tests, which draw it with torch.randint."""
-    q = torch.randn(1, 9, 2, 16)
-    out = nanoattn.flash_attn_func(q, q, q, window_size=(integer(3), integer(2)))
-    assert torch.equal(out, nanoattn.flash_attn_func(q, q, q, window_size=(3, 2)))
-    for wrong in ((3.5, 2), (3,), (3, 2, 1), 3):
-        with pytest.raises(TypeError, match="window_size"):
-            nanoattn.flash_attn_func(q, q, q, window_size=wrong)
+def same_gradients(got: Tensor, want: Tensor, leaves: list[Tensor]) -> None:
+    dout = torch.randn_like(want)
+    pairs = zip(torch.autograd.grad(got, leaves, dout.to(got.dtype)),
+                torch.autograd.grad(want, leaves, dout, retain_graph=True), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a.double(), b.double(), atol=3e-5, rtol=1e-3)
 
 
-X = torch.randn(2, 6, 2, 16)
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(TypeError, match="a_typo"):
-        nanoattn.flash_attn_func(X, X, X, causal=True, a_typo=None)
-    with pytest.raises(TypeError, match="max_seqlen"):
-        nanoattn.flash_attn_varlen_qkvpacked_func(X, ints(0, 2))
-    with pytest.raises(ValueError, match="k and v"):
-        nanoattn.flash_attn_with_kvcache(X, X, X, X[:, :1], cache_seqlens=3, causal=True)
-    with pytest.raises(ValueError, match="nonsense"):
-        nanoattn.use("nonsense")
-
-
-def test_hints_change_nothing() -> None:
-    want = nanoattn.flash_attn_func(X, X, X)
-    assert torch.equal(nanoattn.flash_attn_func(X, X, X, num_splits=4, pack_gqa=True), want)
-
-
-def test_a_longer_call_is_probed_at_its_length(tmp_path) -> None:
-    """A kernel that is wrong beyond 700 keys is refused at the first long call."""
-    nanoattn.use(as_file(tmp_path, wrong_beyond(700).compute))
-    for T in (200, 1200):
-        q, k, v = (torch.randn(1, T, h, 16) for h in (2, 1, 1))
-        out = nanoattn.flash_attn_func(q, k, v, causal=True)
-        want = BACKENDS["manual"].attend(q, k, v, nanoattn.Spec(2, 1, 16, "float32"))
-        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)
-
-
-# --- contradictions, and numbers that change ---
-
-Call = dict[str, Any]
+SIDES = [(None, None, {}), (None, 0, {"causal": True}),
+         (3, 2, {"window_size": (torch.tensor(3), np.int64(2))}),
+         (None, 4, {"window_size": (-1, 4)}), (2, None, {"window_size": (2, -1)}),
+         (0, 0, {"window_size": (0, 0)}), (4, 0, {"causal": True, "window_size": (4, 9)})]
+sides = st.sampled_from(SIDES)
+heads = st.sampled_from([(4, 2), (2, 2), (3, 1)])
+scores = st.fixed_dictionaries({"softmax_scale": st.none() | st.floats(0.05, 1.0),
+                                "softcap": st.just(0.0) | st.floats(0.5, 50.0)})
 
 
 def ints(*numbers: Any) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def tensors(names: str, *shapes: tuple[int, ...]) -> Call:
-    return {name: torch.randn(*shape, 16) for name, shape in zip(names.split(), shapes)}
+def some_slopes(data: Any, H: int, B: int) -> Any:
+    return data.draw(st.sampled_from([None, None, torch.rand(H), torch.rand(B, H)]))
 
 
-def dense_call() -> Call:
-    return tensors("q k v", (3, 5, 4), (3, 7, 2), (3, 7, 2))
+def of_row(slopes: Tensor | None, b: int) -> Tensor | None:
+    return slopes if slopes is None or slopes.dim() == 1 else slopes[b]
 
 
-def varlen_call() -> Call:
-    ends = {"cu_seqlens_q": ints(0, 2, 4, 9), "cu_seqlens_k": ints(0, 3, 7, 12)}
-    longest = {"max_seqlen_q": 5, "max_seqlen_k": 5}
-    return tensors("q k v", (9, 4), (12, 2), (12, 2)) | ends | longest
+def strided(data: Any, *shape: int) -> Tensor:
+    """A leaf of this shape, whose memory has another order or gaps."""
+    t = torch.randn(*shape)
+    orders = [t, t.transpose(0, -2).contiguous().transpose(0, -2),
+              torch.stack((t, t), dim=-1)[..., 0], torch.cat((t, t), dim=-2)[..., : shape[-2], :]]
+    return data.draw(st.sampled_from(orders)).detach().requires_grad_()
 
 
-def paged_varlen_call() -> Call:
-    pages = tensors("k v", (7, 4, 2), (7, 4, 2))
-    return varlen_call() | pages | {"block_table": ints([0, -1], [5, 2], [1, 4])}
+@pytest.mark.parametrize("name", ["auto", "manual", "tiled", "sdpa_flash"])
+def test_any_dense_call(name: str) -> None:
+    """Also packed: lengths 0 and 1, more queries than keys, layouts, ALiBi, gradients. Calls of one
+    kind share a plan, and each has its own numbers."""
+    nanoattn.use(name)
+
+    @settings(max_examples=120 if name == "auto" else 40, deadline=None)
+    @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 2), heads, sides, scores,
+           st.data())
+    def check(Tq, Tk, B, heads, sides, scores, data) -> None:
+        (H, Hkv), (left, right, options) = heads, sides
+        q, k, v = (strided(data, B, n, h, D) for n, h in ((Tq, H), (Tk, Hkv), (Tk, Hkv)))
+        slopes = some_slopes(data, H, B)
+        numbers = left, right, scores["softmax_scale"], scores["softcap"]
+        options = options | scores | {"alibi_slopes": slopes}
+        out, L, none = nanoattn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        want = [attended(*row, *numbers[:2], of_row(slopes, b), *numbers[2:])
+                for b, row in enumerate(zip(q, k, v))]
+        exact = torch.stack([row for row, _ in want])
+        close(out, exact)
+        close(L, torch.stack([row for _, row in want]))
+        assert none is None and not L.requires_grad
+        plain = nanoattn.flash_attn_func(q, k, v, num_splits=4, pack_gqa=True, **options)  # hints
+        close(plain, exact)
+        for got in (out, plain):
+            same_gradients(got, exact, [q, k, v])
+        kv = torch.stack((k, v), dim=2)
+        close(nanoattn.flash_attn_kvpacked_func(q, kv, **options), exact)
+        if q.shape == k.shape:
+            qkv = torch.stack((q, k, v), dim=2)
+            close(nanoattn.flash_attn_qkvpacked_func(qkv, **options), exact)
+
+    check()
 
 
-def cached_call() -> Call:
-    rows = {"cache_seqlens": ints(0, 6, 3), "cache_batch_idx": ints(2, 3, 0)}
-    return rows | tensors("q k_cache v_cache k v", (3, 2, 4), (4, 8, 2), (4, 8, 2), (3, 2, 2),
-                          (3, 2, 2))
+def paged(t: Tensor, table: Tensor) -> Tensor:
+    """Rows (B, S, Hkv, D) as pages, of which each row of the table names its own."""
+    pages = t.new_empty(table.numel(), SIZE, *t.shape[2:])
+    pages[table.long()] = t.unflatten(1, (-1, SIZE))
+    return pages
 
 
-def paged_call() -> Call:
-    pages = tensors("k_cache v_cache", (7, 4, 2), (7, 4, 2))
-    table = {"block_table": ints([6, -1], [5, 2], [1, 4]), "cache_batch_idx": None}
-    return cached_call() | pages | table
-
-
-def attend(name: str, spec: nanoattn.Spec, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
-    return BACKENDS[name].attend(q, k, v, spec, **more)
-
-
-def attend_call() -> Call:
-    spec = nanoattn.Spec(4, 2, 16, "float32", segments=True, sinks=True, grad=False)
-    more = {"segments": ints(*[[0] * 7] * 3), "sinks": torch.randn(4), "spec": spec}
-    return dense_call() | more | {"name": "manual"}
-
-
-def paged_attend_call() -> Call:
-    spec = nanoattn.Spec(4, 2, 16, "float32", grad=False, cache="paged", page_size=4)
-    view = PagedView(ints([1, 2], [3, 4], [5, 6]), ints(2, 0, 1), ints(5, 5, 5))
-    pages = tensors("k v", (9, 4, 2), (9, 4, 2))
-    return dense_call() | pages | {"cache": view, "spec": spec, "name": "paged"}
-
-
-# What of a call may be changed, and to what: a shape, a dtype, a device, heads, a number.
-SHAPES = (lambda t: t[:-1], lambda t: t[None], lambda t: t.to("meta"), lambda t: t.double())
-THREE = lambda t: t.repeat_interleave(2, -2)[..., :3, :]  # noqa: E731
-HEADS = (lambda t: t[..., :-1], lambda t: t[..., :0, :], THREE)
-FEWER = (lambda t: t[:-1], lambda t: t[None], lambda t: t.to("meta"), lambda t: t.float())
-
-
-def written(*places: tuple[int, ...]) -> tuple[Any, ...]:
-    """The last number at the place of the others."""
-
-    def write(t: Tensor, place: tuple[int, ...]) -> Tensor:
-        t = t.clone()
-        t[place[:-1]] = place[-1]
-        return t
-
-    return tuple(partial(write, place=place) for place in places)
-
-
-IDS = [ints(*[[0, 1, 1, 0, 2, 2, 2]] * 3), torch.zeros(3, 7)]
-CALLS: list[tuple[Any, Callable[[], Call], dict[str, tuple[Any, ...]]]] = [
-    (nanoattn.flash_attn_func, dense_call, dict.fromkeys("qkv", SHAPES + HEADS)),
-    (nanoattn.flash_attn_varlen_func, varlen_call, {
-        **dict.fromkeys("qkv", SHAPES + HEADS),
-        "cu_seqlens_q": (*FEWER, lambda t: t + 1, lambda t: t.flip(0)),
-        "cu_seqlens_k": (*FEWER, *written((1, 8), (1, -1), (0, 1), (3, 11), (3, 13)))}),
-    (nanoattn.flash_attn_varlen_func, paged_varlen_call, {
-        "k": (*SHAPES[1:], *HEADS), "cu_seqlens_k": written((3, 16)),
-        "block_table": (*FEWER, *written((0, 0, -1), (1, 0, 7), (2, 1, -1)))}),
-    (nanoattn.flash_attn_with_kvcache, cached_call, {
-        **dict.fromkeys(("q", "k_cache", "v_cache", "k", "v"), SHAPES[1:] + HEADS),
-        "cache_batch_idx": (*FEWER, *written((0, -1), (0, 4), (0, 3))),
-        "cache_seqlens": (*FEWER, *written((0, -1), (1, 7)), lambda t: 7), "k": (lambda t: None,)}),
-    (nanoattn.flash_attn_with_kvcache, paged_call, {
-        "cache_batch_idx": (lambda t: ints(0, 1, 2),), "cache_seqlens": (lambda t: None,),
-        "block_table": (*FEWER, *written((0, 0, -1), (1, 1, 7), (2, 1, -1)))}),
-    (attend, attend_call, {
-        **dict.fromkeys("qkv", SHAPES + HEADS), "sinks": (*SHAPES[:3], lambda t: None),
-        "segments": (*FEWER, lambda t: None, *(lambda t, ids=ids: ids for ids in IDS))}),
-    (attend, paged_attend_call, {
-        "q": SHAPES[:3], "k": SHAPES[1:], "segments": (lambda t: IDS[0],),
-        "cache": (lambda t: None, lambda t: PagedView(t.page_table[:1], t.start, t.count))}),
-]
-
-
-def test_contradictions_raise_value_errors_before_anything_is_written(backend) -> None:
-    """Of batch, heads, dtypes, devices, segments, sinks, lengths and pages: one a call."""
-    for function, make, changes in CALLS:
-        if backend == "manual" and "block_table" in make():
-            continue  # it reads no pages
-        function(**make())
-        for name, change in ((n, change) for n, many in changes.items() for change in many):
-            call = make()
-            call[name] = change(call.get(name))
-            before = {n: t.clone() for n, t in call.items() if isinstance(t, Tensor)}
-            with pytest.raises(ValueError):
-                function(**call)
-                pytest.fail(f"{function.__name__} accepts {name}={call[name]}")
-            for n, t in before.items():
-                assert t.is_meta or torch.equal(call[n], t), (name, n)
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 4), min_size=1, max_size=4), heads, sides, scores,
+       st.sampled_from(["tokens", "used", "pages"]), st.sampled_from(["auto", "manual"]), st.data())
+def test_any_varlen_call(rows, heads, sides, scores, layout, name, data) -> None:
+    nanoattn.use(name)
+    (H, Hkv), (left, right, options) = heads, sides
+    n_q, n_k = [a for a, *_ in rows], [c for _, _, c, _ in rows]
+    used_q, used_k, more = n_q, n_k, {}
+    if layout == "used":
+        used_q, used_k = [min(a, b) for a, b, *_ in rows], [min(c, d) for *_, c, d in rows]
+        more = {"seqused_q": ints(*used_q), "seqused_k": ints(*used_k)}
+    q, k, v = (strided(data, sum(n), h, D) for n, h in ((n_q, H), (n_k, Hkv), (n_k, Hkv)))
+    slopes, given = some_slopes(data, H, len(rows)), [k, v]
+    if layout == "pages":
+        more = {"block_table": torch.randperm(2 * len(rows)).view(-1, 2).int()}
+        given = [paged(torch.stack([F.pad(row, (0, 0, 0, 0, 0, 2 * SIZE - len(row)), value=math.nan)
+                                    for row in t.split(n_k)]), more["block_table"]) for t in given]
+    ends = ints(0, *n_q).cumsum(0).int(), ints(0, *n_k).cumsum(0).int(), 9, 9
+    options = options | scores | more | {"alibi_slopes": slopes}
+    out, L, _ = nanoattn.flash_attn_varlen_func(q, *given, *ends, return_attn_probs=True, **options)
+    wants, parts = [], zip(q.split(n_q), k.split(n_k), v.split(n_k), strict=True)
+    for b, (Q, K, V) in enumerate(parts):
+        n, m = used_q[b], used_k[b]
+        want, want_L = attended(Q[:n], K[:m], V[:m], left, right, of_row(slopes, b),
+                                scores["softmax_scale"], scores["softcap"])
+        want_L = F.pad(want_L, (0, len(Q) - n), value=-math.inf)
+        wants.append((F.pad(want, (0, 0, 0, 0, 0, len(Q) - n)), want_L))
+    exact = torch.cat([want for want, _ in wants])
+    close(out, exact)
+    close(L, torch.cat([want for _, want in wants], dim=1))
+    if layout != "pages":
+        same_gradients(out, exact, [q, k, v])
+    if layout == "tokens":
+        packed = torch.stack((k, v), dim=1)
+        close(nanoattn.flash_attn_varlen_kvpacked_func(q, packed, *ends, **options), exact)
+        if n_q == n_k and Hkv == H:
+            qkv = torch.stack((q, k, v), dim=1)
+            close(nanoattn.flash_attn_varlen_qkvpacked_func(qkv, ends[0], 9, **options), exact)
 
 
 @pytest.mark.parametrize("lse", [False, True])
@@ -278,15 +251,307 @@ def test_nan_in_one_text_reaches_no_other(name, lse) -> None:
         assert torch.equal(a[:41], b[:41]) and torch.equal(a[78:], b[78:])
 
 
-def test_nan_in_one_row_of_a_cache_reaches_no_other() -> None:
-    nanoattn.use("auto")
-    for make in (cached_call, paged_call):
-        clean = make()
-        dirty = {n: t.clone() if isinstance(t, Tensor) else t for n, t in clean.items()}
-        for name in "qkv":
-            dirty[name][1] = torch.nan
-        a, b = (nanoattn.flash_attn_with_kvcache(**call, causal=True) for call in (clean, dirty))
-        assert torch.equal(a[::2], b[::2]) and b[1].isnan().any()
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)), min_size=1, max_size=3),
+       st.integers(1, 4), st.integers(0, 6), st.integers(0, 4), sides, scores,
+       st.sampled_from(["rows", "pads", "pages"]), st.data())
+def test_any_call_with_a_cache(rows, Tq, n_new, R, sides, scores, layout, data) -> None:
+    """Rows of other lengths, first slots, places, positions and slopes; nothing else is written,
+    and what is not seen may be NaN, and its page absent."""
+    left, right, options = sides
+    B, draw = len(rows), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    lengths, pads = [n for n, _ in rows], [min(pad, n) * (layout == "pads") for n, pad in rows]
+    q, k, v = (torch.randn(B, n, h, D, generator=draw)
+               for n, h in ((Tq, 4), (n_new, 2), (n_new, 2)))
+    cos, sin = torch.randn(2, 40, max(R, 1), generator=draw)
+    interleaved, lse = data.draw(st.booleans()), data.draw(st.booleans())
+    own = data.draw(st.sampled_from([None, [7] * B, [*range(3, 3 + B)]]))
+    where, slopes = [*range(B)], some_slopes(data, 4, B)
+    options = options | scores | {"cache_seqlens": ints(*lengths), "return_softmax_lse": lse}
+    options |= {"alibi_slopes": slopes}
+    if rotate := bool(R and n_new):
+        options |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved,
+                    "rotary_seqlens": None if own is None else ints(*own)}
+    if layout == "pads":
+        options["cache_leftpad"] = ints(*pads)
+    if layout == "rows":
+        where = data.draw(st.permutations(range(B + 1)))[:B]
+        options["cache_batch_idx"] = ints(*where)
+    caches = [torch.full((B + 1, S, 2, D), math.nan) for _ in range(2)]
+    for t in caches:
+        for b, row in enumerate(where):
+            t[row, pads[b] : lengths[b]] = torch.randn(lengths[b] - pads[b], 2, D, generator=draw)
+    written, table = [t.clone() for t in caches], torch.randperm(3 * B, generator=draw).view(B, 3)
+    if layout == "pages":
+        written = [paged(t[:B], table) for t in caches]
+        options["block_table"] = seen = table.int()
+        for b, n in enumerate(lengths if left is not None else ()):
+            seen[b, : max(0, min(n, n + n_new - Tq - left)) // SIZE] = -1
+    got = nanoattn.flash_attn_with_kvcache(q, *written, *((k, v) if n_new else ()), **options)
+    out, L = got if lse else (got, None)
+    if layout == "pages":
+        written = [t[table].flatten(1, 2) for t in written]
+    for b, row in enumerate(where):
+        ks, vs = (t[row].double() for t in caches)
+        first, new, queries = lengths[b] if own is None else own[b], k[b].double(), q[b].double()
+        if rotate:
+            new = turned(k[b], cos, sin, [first + n for n in range(n_new)], interleaved)
+            moves = (left, right) != (None, None)
+            queries = turned(q[b], cos, sin, [first + n * moves for n in range(Tq)], interleaved)
+        end = lengths[b] + n_new
+        ks[lengths[b] : end], vs[lengths[b] : end] = new, v[b].double()
+        keys = slice(pads[b], end)
+        want, want_L = attended(queries, ks[keys], vs[keys], left, right, of_row(slopes, b),
+                                scores["softmax_scale"], scores["softcap"])
+        close(out[b], want)
+        if L is not None:
+            close(L[b], want_L)
+        for got_cache, exact in ((written[0], ks), (written[1], vs)):
+            torch.testing.assert_close(got_cache[row].double(), exact, atol=1e-5, rtol=1e-5,
+                                       equal_nan=True)
+
+
+@pytest.mark.parametrize("left, right", [(None, None), (None, 0), (50, 30)])
+def test_long_calls(left, right) -> None:
+    """A kernel is proved at such a length too, where a ring has no parts; and in pages, longer than
+    the queries that `paged` takes at a time, into rows of different lengths."""
+    window = (-1 if left is None else left, -1 if right is None else right)
+    for Tq, Tk in ((1, 300), (301, 301), (300, 280)):
+        q, k = torch.randn(1, Tq, 1, 8), torch.randn(1, Tk, 1, 8)
+        out, L, _ = nanoattn.flash_attn_func(q, k, k, window_size=window, return_attn_probs=True)
+        want, want_L = attended(q[0], k[0], k[0], left, right)
+        close(out[0], want)
+        close(L[0], want_L)
+    nanoattn.use("paged")
+    q, k, v = (torch.randn(2, 400, h, 16) for h in (4, 2, 2))
+    table, before = torch.randperm(100).view(2, 50).int(), [0, 40]
+    pages = [torch.full((100, SIZE, 2, 16), torch.nan) for _ in "kv"]
+    at = table[:, torch.arange(40) // SIZE].long(), torch.arange(40) % SIZE
+    for held, t in zip(pages, (k, v)):
+        held[at] = t[:, :40]
+    new = [torch.stack([t[b, n : n + 320] for b, n in enumerate(before)]) for t in (q, k, v)]
+    out = nanoattn.flash_attn_with_kvcache(
+        new[0], *pages, *new[1:], cache_seqlens=ints(*before), block_table=table,
+        window_size=window)
+    for b, n in enumerate(before):
+        close(out[b], attended(q[b, n : n + 320], k[b, : n + 320], v[b, : n + 320], left, right)[0])
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa_flash", "tiled", "triton"])
+def test_dropout_with_the_log_sum_exp(name) -> None:
+    """L is that of all keys; kept weights are doubled, and the gradient has the same mask."""
+    nanoattn.use(name)
+    q, k = torch.randn(2, 1, 40, 1, 40).unbind(0)
+    v = torch.eye(40)[None, :, None].requires_grad_()
+    out, L, _ = nanoattn.flash_attn_func(q, k, v, 0.5, causal=True, return_attn_probs=True)
+    want, want_L, _ = nanoattn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    torch.testing.assert_close(L, want_L)
+    kept = out != 0
+    torch.testing.assert_close(out, 2 * want * kept)
+    assert 0.3 < kept.sum() / (want > 1e-6).sum() < 0.7
+    (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
+    torch.testing.assert_close(dv[0, :, 0, 0], out.detach()[0, :, 0].sum(0))
+    assert f"backend: {name if name in ('tiled', 'triton') else 'tiled'} (" in nanoattn.report()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), min_size=1, max_size=3),
+       st.booleans(), st.integers(1, 4), st.booleans(), st.booleans())
+def test_apply_rotary_emb(rows, interleaved, R, inplace, leaf) -> None:
+    """Sequences of different lengths and offsets, and the gradient, also of a leaf in place."""
+    rotary, lengths = nanoattn.compat.rotary, [n for n, _ in rows]
+    x = torch.randn(sum(lengths), 3, D, dtype=torch.float64, requires_grad=True)
+    angle = torch.rand(30, R, dtype=torch.float64) * 6
+    cos, sin, offsets = angle.cos(), angle.sin(), ints(*(start for _, start in rows))
+    at = [start + n for many, start in rows for n in range(many)]
+    want = turned(x, cos, sin, at, interleaved)
+    given, root = (x.detach().clone().requires_grad_(),) * 2
+    if not leaf:  # a part of a split tensor, which PyTorch lets nobody write to
+        root = torch.cat((x.detach(), x.detach()), dim=1).requires_grad_()
+        given = (root * 1).split(3, dim=1)[0]
+    ends = ints(0, *lengths).cumsum(0).int()
+    out = rotary.apply_rotary_emb(given, cos, sin, interleaved, inplace, offsets, ends, 6)
+    close(out, want)
+    close(given, want if inplace else x)
+    dout = torch.randn_like(want)
+    (grad,), (exact,) = torch.autograd.grad(out, root, dout), torch.autograd.grad(want, x, dout)
+    close(grad[:, :3], exact)
+    back = rotary.apply_rotary(out, cos, sin, offsets, ends, 6, interleaved, conjugate=True)
+    close(back, x)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), heads, st.booleans(), st.sampled_from([None, 64.0]),
+       st.sampled_from(["qkv", "heads", "q and kv"]), st.integers(0, 5) | st.none())
+def test_rotary_embedding(T, heads, interleaved, scale_base, layout, offset) -> None:
+    """Tables that grow, offsets of each row, in place, and xPos, where tables of k are inverse."""
+    H, Hkv = (heads[1], heads[1]) if layout == "qkv" else heads
+    module = nanoattn.compat.rotary.RotaryEmbedding(6, 100.0, interleaved, scale_base)
+    first, length = ([1, 4], T + 4) if offset is None else ([offset] * 2, T + offset)
+    options = {"seqlen_offset": ints(*first) if offset is None else offset}
+    options |= {"max_seqlen": T + 4} if offset is None else {}
+    x = torch.randn(2, T, H + 2 * Hkv, D)
+    leaf = x.clone().requires_grad_()
+    if layout == "heads":
+        out = module(leaf, num_heads_q=H, **options)
+    elif layout == "qkv":
+        module(leaf[:, :1].detach().clone().unflatten(2, (3, H)), **options)
+        out = module(leaf.unflatten(2, (3, H)), **options).flatten(2, 3)
+    else:
+        q, kv = leaf.split((H, 2 * Hkv), dim=2)
+        q, kv = module(q, kv.unflatten(2, (2, Hkv)), **options)
+        out = torch.cat((q, kv.flatten(2, 3)), dim=2)
+    angle = torch.outer(torch.arange(length), 100.0 ** -(torch.arange(3) / 3))
+    scale = torch.ones(length, 1)
+    if scale_base:
+        power = (torch.arange(length) - length // 2) / scale_base
+        scale = ((torch.arange(3) / 3 + 0.4) / 1.4) ** power[:, None]
+    q, k, v = x.split((H, Hkv, Hkv), dim=2)
+    for b in range(2):
+        want = [turned(t[b], angle.cos() * m, angle.sin() * m, torch.arange(T) + first[b],
+                       interleaved) for t, m in ((q, scale), (k, 1 / scale))]
+        close(out[b], torch.cat([*want, v[b].double()], dim=1))
+    close(leaf, out.detach().double())
+    assert torch.autograd.grad(out.sum(), leaf)[0][:, :, -Hkv:].eq(1).all()
+
+
+# --- contradictions ---
+
+X, C = torch.randn(2, 6, 2, D), torch.ones(6, 4)
+NEW = {"k": X[:, :1], "v": X[:, :1]}
+CACHED: dict[str, Any] = {"cache_seqlens": ints(3, 3), "causal": True}
+
+
+@pytest.mark.parametrize("name, options", [
+    ("rotary_cos", {"rotary_cos": C, "rotary_sin": C}),  # nothing new to rotate
+    ("rotary_sin", NEW | {"rotary_cos": C}),
+    ("rotary_sin", NEW | {"rotary_cos": C, "rotary_sin": C[:, :3]}),
+    ("rotary_cos", NEW | dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(6, 5))),
+    ("rotary_cos", {"k": X[:, :2], "v": X[:, :2], "rotary_cos": C[:4], "rotary_sin": C[:4]}),
+    ("cache_leftpad", {"cache_leftpad": ints(0, 4)}),
+    ("cache_leftpad", {"cache_leftpad": ints(0, 1), "block_table": ints([0], [1])}),
+    ("alibi_slopes", {"alibi_slopes": torch.ones(3)}),
+    ("alibi_slopes", {"alibi_slopes": torch.ones(2, dtype=torch.float64)}),
+    ("alibi_slopes", {"alibi_slopes": torch.ones(2, requires_grad=True)}),
+    ("qv", {"qv": X}), ("k_descale", {"k_descale": torch.ones(2, 2)}),
+    ("attention_chunk", {"attention_chunk": 4}), ("cu_seqlens_q", {"cu_seqlens_q": ints(0, 1)}),
+    ("k and v", {"k": X}), ("window_size", {"window_size": (3.5, 2)}),
+    ("window_size", {"window_size": 3}), ("a_typo", {"a_typo": None}),
+])
+def test_what_a_cache_cannot_is_refused_by_name_and_nothing_is_written(name, options) -> None:
+    caches = X.clone(), X.clone()
+    with pytest.raises((ValueError, TypeError), match=name):
+        nanoattn.flash_attn_with_kvcache(X, *caches, **CACHED | options)
+    assert torch.equal(caches[0], X) and torch.equal(caches[1], X)
+
+
+Call = dict[str, Any]
+
+
+def tensors(names: str, *shapes: tuple[int, ...]) -> Call:
+    return {name: torch.randn(*shape, 16) for name, shape in zip(names.split(), shapes)}
+
+
+def dense_call() -> Call:
+    return tensors("q k v", (3, 5, 4), (3, 7, 2), (3, 7, 2))
+
+
+def varlen_call(pages: bool = False) -> Call:
+    ends = {"cu_seqlens_q": ints(0, 2, 4, 9), "cu_seqlens_k": ints(0, 3, 7, 12),
+            "max_seqlen_q": 5, "max_seqlen_k": 5}
+    keys = (7, 4, 2) if pages else (12, 2)
+    table = {"block_table": ints([0, -1], [5, 2], [1, 4])} if pages else {}
+    return tensors("q k v", (9, 4), keys, keys) | ends | table
+
+
+def cached_call(pages: bool = False) -> Call:
+    held = (7, 4, 2) if pages else (4, 8, 2)
+    rows = {"block_table": ints([6, -1], [5, 2], [1, 4])} if pages else {
+        "cache_batch_idx": ints(2, 3, 0)}
+    return rows | {"cache_seqlens": ints(0, 6, 3)} | tensors(
+        "q k_cache v_cache k v", (3, 2, 4), held, held, (3, 2, 2), (3, 2, 2))
+
+
+def attend(name: str, spec: nanoattn.Spec, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+    return BACKENDS[name].attend(q, k, v, spec, **more)
+
+
+def attend_call(pages: bool = False) -> Call:
+    spec = nanoattn.Spec(4, 2, 16, "float32", grad=False)
+    if pages:
+        view = PagedView(ints([1, 2], [3, 4], [5, 6]), ints(2, 0, 1), ints(5, 5, 5))
+        return dense_call() | tensors("k v", (9, 4, 2), (9, 4, 2)) | {
+            "cache": view, "spec": replace(spec, cache="paged", page_size=4), "name": "paged"}
+    spec = replace(spec, segments=True, sinks=True, alibi=True)
+    return dense_call() | {
+        "segments": ints(*[[0] * 7] * 3), "sinks": torch.randn(4), "alibi_slopes": torch.ones(4),
+        "spec": spec, "name": "manual"}
+
+
+# What of a call may be changed, and to what: a shape, a dtype, a device, heads, a number.
+SHAPES = (lambda t: t[:-1], lambda t: t[None], lambda t: t.to("meta"), lambda t: t.double())
+HEADS = (lambda t: t[..., :-1], lambda t: t[..., :0, :],
+         lambda t: t.repeat_interleave(2, -2)[..., :3, :])
+FEWER = (*SHAPES[:3], lambda t: t.float())
+NONE = (lambda t: None,)
+
+
+def written(*places: tuple[int, ...]) -> tuple[Any, ...]:
+    """The last number at the place of the others."""
+
+    def write(t: Tensor, place: tuple[int, ...]) -> Tensor:
+        t = t.clone()
+        t[place[:-1]] = place[-1]
+        return t
+
+    return tuple(partial(write, place=place) for place in places)
+
+
+CALLS: list[tuple[Any, Callable[[], Call], dict[str, tuple[Any, ...]]]] = [
+    (nanoattn.flash_attn_func, dense_call, dict.fromkeys("qkv", SHAPES + HEADS)),
+    (nanoattn.flash_attn_varlen_func, varlen_call, {
+        **dict.fromkeys("qkv", SHAPES + HEADS),
+        "cu_seqlens_q": (*FEWER, lambda t: t + 1, lambda t: t.flip(0)),
+        "cu_seqlens_k": (*FEWER, *written((1, 8), (1, -1), (0, 1), (3, 11), (3, 13)))}),
+    (nanoattn.flash_attn_varlen_func, partial(varlen_call, pages=True), {
+        "k": (*SHAPES[1:], *HEADS), "cu_seqlens_k": written((3, 16)),
+        "block_table": (*FEWER, *written((0, 0, -1), (1, 0, 7), (2, 1, -1)))}),
+    (nanoattn.flash_attn_with_kvcache, cached_call, {
+        **dict.fromkeys(("q", "k_cache", "v_cache", "k", "v"), SHAPES[1:] + HEADS),
+        "cache_batch_idx": (*FEWER, *written((0, -1), (0, 4), (0, 3))),
+        "cache_seqlens": (*FEWER, *written((0, -1), (1, 7)), lambda t: 7), "k": NONE}),
+    (nanoattn.flash_attn_with_kvcache, partial(cached_call, pages=True), {
+        "cache_batch_idx": (lambda t: ints(0, 1, 2),), "cache_seqlens": NONE,
+        "block_table": (*FEWER, *written((0, 0, -1), (1, 1, 7), (2, 1, -1)))}),
+    (attend, attend_call, {
+        **dict.fromkeys("qkv", SHAPES + HEADS), "sinks": (*SHAPES[:3], *NONE),
+        "alibi_slopes": (*SHAPES, *NONE, lambda t: 0.5, lambda t: t.view(1, 4),
+                         lambda t: t.clone().requires_grad_()),
+        "segments": (*FEWER, *NONE, lambda t: torch.zeros(3, 7),
+                     lambda t: ints(*[[0, 1, 1, 0, 2, 2, 2]] * 3))}),
+    (attend, partial(attend_call, pages=True), {
+        "q": SHAPES[:3], "k": SHAPES[1:], "segments": (lambda t: ints(*[[0] * 7] * 3),),
+        "cache": (*NONE, lambda t: PagedView(t.page_table[:1], t.start, t.count))}),
+]
+
+
+@pytest.mark.parametrize("backend", ["auto", "manual"])
+def test_contradictions_raise_value_errors_before_anything_is_written(backend) -> None:
+    """Of batch, heads, dtypes, devices, segments, sinks, lengths and pages: one a call."""
+    nanoattn.use(backend)
+    for function, make, changes in CALLS:
+        if backend == "manual" and "block_table" in make():
+            continue  # it reads no pages
+        function(**make())
+        for name, change in ((n, change) for n, many in changes.items() for change in many):
+            call = make()
+            call[name] = change(call.get(name))
+            before = {n: t.clone() for n, t in call.items() if isinstance(t, Tensor)}
+            with pytest.raises(ValueError):
+                function(**call)
+                pytest.fail(f"it accepts {name}={call[name]}")
+            for n, t in before.items():
+                assert t.is_meta or torch.equal(call[n], t), (name, n)
 
 
 def test_lengths_and_segments_that_numpy_writes_are_read_again() -> None:
@@ -317,35 +582,40 @@ def test_tensors_without_values_give_shapes(fake) -> None:
         assert L.shape == (*batch, H, T) and out.device == L.device == call["q"].device
 
 
-NUMBERS = st.tuples(
-    st.integers(1, 40), st.integers(1, 40), st.none() | st.floats(0.01, 3.0), st.booleans(),
-    st.integers(-1, 50), st.integers(-1, 50), st.just(0.0) | st.floats(0.5, 50.0),
-    st.just(0.0) | st.integers(1, 900).map(lambda n: n / 1001))
-
-
-def test_calls_of_one_kind_share_a_plan_and_each_has_its_own_numbers(backend) -> None:
-    """Scales, windows, softcaps, dropouts and lengths that change: few plans, and the truth."""
-    nanoattn.use(backend)
-
-    @given(NUMBERS)
-    @settings(max_examples=1000 if backend == "auto" else 100, deadline=None)
-    def check(numbers: Any) -> None:
-        Tq, Tk, scale, causal, left, right, softcap, dropout = numbers
-        q, k, v = (torch.randn(1, n, h, 8) for n, h in ((Tq, 4), (Tk, 2), (Tk, 2)))
-        q.requires_grad_(backend == "auto")
-        out = nanoattn.flash_attn_func(q, k, v, dropout, scale, causal, (left, right), softcap)
-        if not dropout:
-            sides = {"window": None if left < 0 else left + 1,
-                     "right": 0 if causal else None if right < 0 else right}
-            want = truth(q, k, v, scale=scale, softcap=softcap or None, **sides)
-            torch.testing.assert_close(out.detach().double(), want, atol=1e-5, rtol=1e-4)
-
-    check()
-    plans = sys.modules["attention.compat.calls"]._plans[False].known
-    assert len(plans) <= 64, [*plans]
-
-
 # --- programs that import flash_attn ---
+
+
+def test_the_report_names_each_kind_its_kernel_and_what_was_refused() -> None:
+    assert "sdpa" in str(nanoattn.use("sdpa"))
+    assert "no call" in nanoattn.report()
+    for _ in range(2):
+        nanoattn.flash_attn_func(X, X, X, softmax_scale=np.float32(0.3))
+    nanoattn.flash_attn_with_kvcache(X, X, X, softmax_scale=0.3)
+    nanoattn.flash_attn_func(X, X, X, causal=True, return_attn_probs=True)
+    torch.compile(nanoattn.flash_attn_func, backend="eager")(X, X, X)
+    plain, lse, traced = nanoattn.report().split("\nheads")
+    assert "sdpa" in plain and "3 calls" in plain
+    assert "sdpa requested" in lse and "lse" in lse
+    assert "traced" in traced
+
+
+def test_a_compiled_function_has_calls_of_several_kinds() -> None:
+    """In one graph, with sizes that change; rotated in place with offsets in a tensor."""
+    nanoattn.use("auto")
+    cos, sin = torch.randn(2, 40, 3)
+
+    def f(x: Tensor, slopes: Tensor, first: Tensor) -> Tensor:
+        x = nanoattn.compat.rotary.apply_rotary_emb(x, cos, sin, inplace=True, seqlen_offsets=first)
+        some = nanoattn.flash_attn_func(x, x[:, :4], x[:, :4], alibi_slopes=slopes,
+                                        window_size=(3, 2))
+        return some + nanoattn.flash_attn_qkvpacked_func(torch.stack((x, x, x), 2), causal=True)
+
+    compiled = torch.compile(f, backend="eager", fullgraph=True)
+    for B, T in ((2, 5), (2, 7), (3, 9)):
+        x, slopes, first = torch.randn(B, T, 2, D), torch.rand(B, 2), torch.arange(B)
+        other = x.clone()
+        torch.testing.assert_close(compiled(x, slopes, first), f(other, slopes, first))
+        assert torch.equal(x, other)
 
 
 @settings(max_examples=40, deadline=None)
@@ -387,31 +657,58 @@ def test_a_padding_mask_that_is_none_is_refused(mask, spare, name) -> None:
         nanoattn.bert_padding.unpad_input(torch.randn(2, 5, 3), torch.tensor(mask), *more)
 
 
-# As public models do: the names of flash-attn 2, a padded batch, a scale that is a tensor.
+# As a new user writes it: padded texts, a layer with rotary embeddings and a cache, ALiBi.
 PROGRAM = """
 import nanoattn
 nanoattn.as_flash_attn()
 nanoattn.as_flash_attn()
-import flash_attn, flash_attn.flash_attn_interface, importlib.util, torch
-from flash_attn import bert_padding, flash_attn_varlen_qkvpacked_func
+import importlib.util, math, torch
+from torch import nn
+import flash_attn, flash_attn.flash_attn_interface
+from flash_attn import flash_attn_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache
 from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
-from flash_attn.flash_attn_interface import flash_attn_varlen_func
+from flash_attn.flash_attn_interface import flash_attn_qkvpacked_func
+from flash_attn.layers.rotary import RotaryEmbedding
+from flash_attn.ops.triton.rotary import apply_rotary
 assert int(flash_attn.__version__[0]) == 2 and importlib.util.find_spec("flash_attn")
 for name in ("flash_attn.layers.linear", "flash_attn.ops.rms_norm", "flash_attn.cute"):
     try: __import__(name)
     except ModuleNotFoundError as e: assert name.startswith(e.name)
     else: raise SystemExit(name)
-mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-qkv = torch.randn(2, 4, 3, 2, 8)
+here = nanoattn.Machine.here("cpu")
+assert not any(here.version_of(p) for p in ("flash_attn", "flash_attn.cute"))
+
+mask, qkv = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]), torch.randn(2, 4, 3, 2, 8)
 rows, indices, ends, longest, _ = unpad_input(qkv, mask)
 out = flash_attn_varlen_qkvpacked_func(qkv=rows, cu_seqlens=ends, max_seqlen=longest,
                                        softmax_scale=1 / torch.tensor(8.0).sqrt())
 q, k, v = qkv.transpose(1, 3).unbind(2)
-want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask.bool()[:, None, None])
-seen = mask == 1
-torch.testing.assert_close(pad_input(out, indices, 2, 4)[seen], want.transpose(1, 2)[seen])
-here = nanoattn.Machine.here("cpu")
-assert not any(here.version_of(p) for p in ("flash_attn", "flash_attn.cute"))
+want = nn.functional.scaled_dot_product_attention(q, k, v, mask.bool()[:, None, None])
+torch.testing.assert_close(pad_input(out, indices, 2, 4)[mask == 1],
+                           want.transpose(1, 2)[mask == 1])
+
+heads, kv_heads, D, x = 4, 2, 16, torch.randn(2, 12, 64)
+wqkv, rotary = nn.Linear(64, (heads + 2 * kv_heads) * D), RotaryEmbedding(D)
+split = lambda x: wqkv(x).unflatten(2, (-1, D)).split((heads, kv_heads, kv_heads), dim=2)
+full = flash_attn_func(*rotary(torch.cat(split(x), 2), num_heads_q=heads).split(
+    (heads, kv_heads, kv_heads), dim=2), causal=True)
+full.square().sum().backward()
+cache, lengths, steps = torch.zeros(2, 2, 64, kv_heads, D), torch.zeros(2, dtype=torch.int32), []
+rotary._update_cos_sin_cache(64, device=x.device, dtype=x.dtype)
+for t in x.split([5, 1, 1, 5], dim=1):
+    q, k, v = split(t)
+    steps.append(flash_attn_with_kvcache(
+        q, *cache, k, v, rotary_cos=rotary._cos_cached, rotary_sin=rotary._sin_cached,
+        cache_seqlens=lengths, causal=True, rotary_interleaved=False))
+    lengths += t.shape[1]
+torch.testing.assert_close(torch.cat(steps, 1), full.detach(), atol=1e-5, rtol=1e-4)
+
+qkv, slopes, i = torch.randn(2, 12, 3, 4, 16), 2.0 ** -torch.arange(1, 9, 2), torch.arange(12)
+q, k, v = qkv.permute(2, 0, 3, 1, 4)
+bias = (-slopes[:, None, None] * (i[:, None] - i)).masked_fill(i > i[:, None], -math.inf)
+want = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
+out = flash_attn_qkvpacked_func(qkv, causal=True, alibi_slopes=slopes)
+torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)
 print("ran")
 """
 
@@ -424,15 +721,9 @@ def run_program(program: str, folder: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["auto"], indirect=True)
-def test_a_program_that_imports_flash_attn(tmp_path) -> None:
+def test_a_program_that_imports_flash_attn_and_an_installed_one_is_not_hidden(tmp_path) -> None:
     ran = run_program(PROGRAM, tmp_path)
     assert ran.stdout == "ran\n", ran.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["auto"], indirect=True)
-def test_an_installed_flash_attn_is_not_hidden(tmp_path) -> None:
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("")
     for program in (PROGRAM, f"import flash_attn\n{PROGRAM}"):

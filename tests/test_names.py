@@ -1,12 +1,13 @@
-"""Kernels by name: modules, registered backends, entry points, the hub, a person's own mask."""
+"""Kernels by name: files, modules, entry points, registered backends, the hub, a mask of one's own;
+and that no config, checkpoint or record runs code."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -17,20 +18,25 @@ import torch
 from checkout import ROOT
 
 import attention
+import checkpoint
+import train
 from attention import BACKENDS, Backend, BackendUnavailable, Caps, Policy, Spec, get, select
 from attention.__main__ import main
 from attention.machine.system import import_version
 from attention.masks import Mods
 from attention.proof import Inputs, truth
-from model import GPTConfig
+from bench.job import names
+from bench.settings import load_config
+from core.settings import UserError
+from model import GPT, GPTConfig
 
 F32 = Spec(4, 2, 16, "float32")
-MODULE = """from nanoattn import Backend, Caps, get
+KERNEL = """from nanoattn import Backend, Caps, get
 print("it ran")
-BACKEND = Backend({name!r}, "a test's", get("manual").attend, (Caps(),), "sdpa", ("mine_too",))
+BACKEND = Backend("mine", "a test's", get("manual").attend, (Caps({caps}),), "sdpa", ("mine_too",))
 """
 ENTRY = """[nanoattn.backends]
-offered = offered_kernels.ours:BACKEND
+offered = offered_kernels.mine:BACKEND
 broken = offered_kernels.no:X
 """
 # FlashAttention's two functions by PyTorch's SDPA: no window. A test replaces CAUSAL.
@@ -51,36 +57,64 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 HUB = f"hub:somebody/kernels@{COMMIT}"
 PREFIX = "def mask_mod(b, h, q_idx, kv_idx):\n    return (kv_idx <= q_idx) | (kv_idx < 5)\n"
+MINE = ("mine.py", "offered_kernels.mine:BACKEND", "offered")  # the ways to name KERNEL
+CODE = (*MINE, HUB, "flex:prefix.py")
+SIZES: dict[str, Any] = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 32}
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installed package with a kernel, whose name is an entry point, next to a broken one."""
+    """The current folder: kernel files, and an installed package with a kernel, whose name is an
+    entry point, next to a broken one."""
     folder, info = tmp_path / "offered_kernels", tmp_path / "offered_kernels-1.0.dist-info"
-    folder.mkdir(), info.mkdir()
-    (folder / "ours.py").write_text(MODULE.format(name="ours"))
-    (folder / "named_sdpa.py").write_text(MODULE.format(name="sdpa"))
+    folder.mkdir(), info.mkdir(), (tmp_path / "data").mkdir()
+    for path in (tmp_path / "mine.py", folder / "mine.py"):
+        path.write_text(KERNEL.format(caps=""))
+    (tmp_path / "needs.py").write_text(KERNEL.format(
+        caps="dropout=False, packages=('no_such_package',)"))
+    (tmp_path / "wrong.py").write_text(KERNEL.format(caps="").replace(
+        'get("manual").attend', 'lambda q, k, v, spec, **more: 2 * get("manual").compute('
+        'q, k, v, spec, **more)'))
+    (folder / "named_sdpa.py").write_text(KERNEL.format(caps="").replace('"mine"', '"sdpa"'))
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: offered-kernels\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY)
+    (tmp_path / "prefix.py").write_text(PREFIX)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     for module in [name for name in sys.modules if name.startswith("offered_kernels")]:
         monkeypatch.delitem(sys.modules, module)
-    (tmp_path / "prefix.py").write_text(PREFIX)
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["offered_kernels.ours:BACKEND", "offered"])
-def test_a_kernel_of_a_package_is_imported_when_it_is_used(name, package, capsys) -> None:
-    GPTConfig(attention_backend=name)
+@pytest.mark.parametrize("name", MINE)
+def test_a_kernel_runs_once_a_process_when_it_is_used(name, package, capsys) -> None:
+    """Not when a config is made; a file by any path."""
+    model = GPT(GPTConfig(vocab_size=16, attention_backend=name, **SIZES))
+    train.TrainConfig(attention_backend=name)
     assert capsys.readouterr().out == ""
-    chosen = select(name, F32, "cpu")
-    assert chosen.backend.name == "ours" and chosen.requested == name
-    assert get("offered_kernels.ours:BACKEND") is chosen.backend
+    chosen = model.plan()[0].chosen
+    assert (chosen.backend.name, chosen.requested) == ("mine", name)
+    others = [name, "./mine.py", str(package / "mine.py")] if name == "mine.py" else [MINE[1]]
+    assert {id(get(other)) for other in others} == {id(chosen.backend)}
+    ran = capsys.readouterr().out  # of a module, once for both of its names
+    assert ran == "it ran\n" or (ran == "" and name != "mine.py")
+
+
+@pytest.mark.parametrize("file, words", [
+    ("needs.py", ["no_such_package", "dropout"]), ("wrong.py", ["its numbers are wrong"])])
+def test_a_kernel_file_goes_through_caps_probe_and_fallback(file, words, package) -> None:
+    spec = Spec(2, 2, 16, "float32", dropout=0.1)
+    chosen = select(file, spec, "cpu")
+    assert chosen.backend.name == "sdpa" and chosen.requested == file
+    assert all(word in why for word, why in zip(words, chosen.rejected["mine"], strict=True))
+    assert ("no_such_package" in attention.packages(file)) == (file == "needs.py")
+    with pytest.raises(BackendUnavailable, match="mine"):
+        select(file, spec, "cpu", Policy(fallback=False))
 
 
 @pytest.mark.parametrize("name, why", [
-    ("offered_kernels.no:X", "offered_kernels.no"), ("offered_kernels.ours:X", "'X'"),
-    ("offered_kernels.ours:get", "BACKEND"), ("offered_kernels.named_sdpa:BACKEND", "'sdpa'"),
+    ("offered_kernels.no:X", "offered_kernels.no"), ("offered_kernels.mine:X", "'X'"),
+    ("offered_kernels.mine:get", "BACKEND"), ("offered_kernels.named_sdpa:BACKEND", "'sdpa'"),
     ("a b:c", "package.module:BACKEND"), ("broken", "offered_kernels.no"), ("flex:no.py", "no.py")])
 def test_what_names_no_kernel_is_an_error_of_one_line(name, why, package) -> None:
     with pytest.raises(BackendUnavailable, match=why) as e:
@@ -88,18 +122,58 @@ def test_what_names_no_kernel_is_an_error_of_one_line(name, why, package) -> Non
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("name", ["offered_kernels.ours:BACKEND", "offered", HUB, "flex:prefix.py"])
-def test_a_checkpoint_or_a_record_runs_no_code(name, package, caplog, capsys, monkeypatch) -> None:
-    from checkpoint.store import Checkpoint
+OWN = KERNEL.format(caps="")
 
-    monkeypatch.chdir(package)
-    there = Checkpoint(package, {"model": {"attention_backend": name}}, {})
+
+@pytest.mark.parametrize("text, why", [
+    (None, "no such file"), ("x = 1", "BACKEND"), ("BACKEND = {}", "BACKEND"),
+    (OWN.replace('"mine"', '"auto"'), "'auto'"), (OWN.replace("(Caps(),)", "(Caps())"), "caps"),
+    (OWN.replace('"sdpa"', "'auto'"), "'auto'"),
+    ("def f():\n  return 1 / 0\n\nx = f()", "line 2: ZeroDivisionError"),
+    ("def f():\n  return [\n", "line 2: SyntaxError"),
+    ("import sys\nsys.exit('bye')", "line 2: SystemExit"),
+])
+def test_a_file_that_defines_no_backend_is_an_error_of_one_line(text, why, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(BackendUnavailable) as e:
+        get(str(path))
+    assert str(path) in str(e.value) and why in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_a_checkpoint_a_resumed_run_or_a_record_runs_no_code(name, package, caplog, capsys) -> None:
+    """Only if it is named again."""
+    config = GPTConfig(vocab_size=16, attention_backend=name, **SIZES)
+    settings = train.TrainConfig(out_dir="out", attention_backend=name, **SIZES)
+    checkpoint.save(
+        package / "out", weights=GPT(config).state_dict(), optimizer={}, keep=1, state={"step": 1},
+        settings={"model": vars(config), "train": vars(settings), "tokenizer": {}})
+    there = checkpoint.load(checkpoint.latest(package / "out"))
     assert there.config().attention_backend == "auto" and name in caplog.text
     assert there.config(attention_backend=name).attention_backend == name
-    assert capsys.readouterr().out == "" and "offered_kernels.ours" not in sys.modules
+    with torch.no_grad():
+        there.model().plan()
     caplog.clear()
-    there.config(attention_backend="sdpa")  # a mask is a part of the model
-    assert (name in caplog.text) == name.startswith("flex:")
+    there.config(attention_backend="sdpa")
+    assert (name in caplog.text) == name.startswith("flex:")  # a mask is a part of the model
+    words = ["--init_from=resume", "--out_dir=out"]
+    for asked, want in (([], "auto"), ([f"--attention_backend={name}"], name)):
+        caplog.clear()
+        again = checkpoint.resumed(train.read(train.TrainConfig, words + asked)).settings
+        assert again.attention_backend == want and len(caplog.records) == (not asked)
+    assert capsys.readouterr().out == "" and "offered_kernels.mine" not in sys.modules
+
+
+def test_the_bench_takes_a_path(package) -> None:
+    for word, want in (("--backends=manual,mine.py", ["manual", "mine.py"]),
+                       ("--backends=mine.py", ["mine.py"])):
+        config = load_config([str(ROOT / "config" / "bench_cpu.py"), word])
+        assert names(config.settings, "cpu")[0] == want
+    with pytest.raises(UserError, match=r"none\.py"):
+        names(load_config([str(ROOT / "config" / "bench_cpu.py"), "--backends=none.py"]).settings,
+              "cpu")
 
 
 def test_entry_points_are_listed_with_their_times_or_reasons(package, capsys, monkeypatch) -> None:
@@ -129,7 +203,7 @@ def test_a_registered_backend_has_its_names_in_this_process(monkeypatch) -> None
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """`kernels`, whose get_kernel runs REPOSITORY; its calls."""
     calls: list[Any] = []
     module: Any = ModuleType("kernels")
@@ -172,36 +246,10 @@ def test_the_hub_runs_with_permission_and_at_a_commit(hub) -> None:
     assert "wrong" in select(wrong, F32, "cpu", permitted).rejected[wrong][0]
 
 
-def test_the_package_kernels_loads_such_a_repository(tmp_path: Path) -> None:
-    try:
-        metadata.version("kernels")
-    except metadata.PackageNotFoundError:
-        pytest.skip("the package kernels is not installed")
-    variant = tmp_path / "build" / "torch-cpu"
-    variant.mkdir(parents=True)
-    source = REPOSITORY.replace("CAUSAL", "k.shape[1] - q.shape[1]")
-    (variant / "__init__.py").write_text(source)
-    (variant / "metadata.json").write_text(json.dumps({
-        "id": "k1", "name": "kernels", "version": 1, "license": "MIT", "backend": {"type": "cpu"},
-        "python-depends": []}))
-    local = {"LOCAL_KERNELS": f"somebody/kernels={tmp_path}", "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, "-m", "attention", HUB, "--hub_kernels", "--device=cpu", "--json"]
-    ran = subprocess.run(words, cwd=ROOT, env=os.environ | local, capture_output=True, check=True)
-    assert json.loads(ran.stdout)["backend"] == HUB
-
-
 # --- a mask of one's own ---
 
 
-def test_its_visible_pairs_are_counted() -> None:
-    """Prefix-LM: a query at i sees max(i + 1, prefix) keys."""
-    mods = Mods(lambda b, h, i, j: (j <= i) | (j < 40))
-    assert mods.mean_keys(300, 3) == sum(max(i + 1, 40) for i in range(300)) / 300
-    by_head = Mods(lambda b, h, i, j: (j <= i) & (i - j <= h))
-    assert by_head.mean_keys(9, 2) == (9 + 17) / 18
-
-
-def test_the_truth_has_its_mask_and_its_scores() -> None:
+def test_the_truth_has_its_mask_and_its_scores_and_counts_its_pairs() -> None:
     """Against autograd through the formula, with loops over heads."""
     bias = torch.linspace(-2, 2, 50, dtype=torch.float64)
     mods = Mods(lambda b, h, i, j: (j <= i) & ((i + j + b + h) % 3 != 0),
@@ -211,15 +259,18 @@ def test_the_truth_has_its_mask_and_its_scores() -> None:
                      for T, h in ((7, 4), (12, 2), (12, 2), (7, 4)))
     out = torch.zeros_like(q)
     i, j = torch.arange(5, 12)[:, None], torch.arange(12)
-    for b in range(2):
-        for h in range(4):
-            s = 2 * torch.tanh(q[b, :, h] @ k[b, :, h // 2].T * 0.3) + bias[i - j + 20] * (h + 1)
-            seen = (j <= i) & ((i + j + b + h) % 3 != 0)
-            out[b, :, h] = torch.softmax(s.masked_fill(~seen, -torch.inf), 1) @ v[b, :, h // 2]
+    for b, h in itertools.product(range(2), range(4)):
+        s = 2 * torch.tanh(q[b, :, h] @ k[b, :, h // 2].T * 0.3) + bias[i - j + 20] * (h + 1)
+        seen = (j <= i) & ((i + j + b + h) % 3 != 0)
+        out[b, :, h] = torch.softmax(s.masked_fill(~seen, -torch.inf), 1) @ v[b, :, h // 2]
     exact = truth(Inputs(q, k, v, dout), spec, mods=mods)
     wanted = out, *torch.autograd.grad(out, (q, k, v), dout)
     for got, want in zip((exact.out, exact.dq, exact.dk, exact.dv), wanted):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    prefix = Mods(lambda b, h, i, j: (j <= i) | (j < 40))  # sees max(i + 1, 40) keys
+    assert prefix.mean_keys(300, 3) == sum(max(i + 1, 40) for i in range(300)) / 300
+    by_head = Mods(lambda b, h, i, j: (j <= i) & (i - j <= h))
+    assert by_head.mean_keys(9, 2) == (9 + 17) / 18
 
 
 def test_it_trains_on_no_cpu_and_no_other_kernel_replaces_it(package) -> None:

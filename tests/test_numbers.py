@@ -1,4 +1,5 @@
-"""Every kernel on any input: shapes without queries or keys, strides, contexts, derivatives."""
+"""Every kernel on any call: random masks, shapes, strides, contexts and views of caches; second
+derivatives; what no query sees; attention weights."""
 
 from __future__ import annotations
 
@@ -13,26 +14,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import Largest
 from torch import Tensor
 
-from attention import BACKENDS, Machine, Ring, Spec
-from attention.function import attention
+import attention as nanoattn
+from attention import BACKENDS, Machine, Ring, Spec, visible
+from attention.check import matrix
+from attention.check.matrix import Case
 from attention.masks import filled_cache
-from attention.spec import visible
+from attention.proof import Inputs, Result, run, truth
 
 HERE, D = Machine.here("cpu"), 8
 
 
-def kernels(spec: Spec) -> dict[str, Callable[..., Any]]:
-    """Those that take a Spec on this CPU, and those that also return the log-sum-exp. Not flex,
-    which compiles for seconds and has no gradient here."""
-    found: dict[str, Callable[..., Any]] = {}
-    for name, backend in BACKENDS.items():
-        if name != "flex" and not backend.why_not(spec, HERE):
-            found[name] = backend.attend
-        if not backend.why_not(replace(spec, lse=True), HERE):
-            found[f"{name}, lse"] = partial(attention, kernel=backend.partial)
-    return found
+def able(spec: Spec) -> list[str]:
+    """The backends that take a Spec on this CPU; not flex, which compiles for seconds."""
+    return [n for n, b in BACKENDS.items() if n != "flex" and not b.why_not(spec, HERE)]
 
 
 @contextmanager
@@ -46,102 +43,120 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 CONTEXTS: list[Callable[[], Any]] = [
-    nullcontext,
-    partial(default_dtype, torch.float64),
-    partial(default_dtype, torch.bfloat16),
-    partial(torch.device, "meta"),
-    partial(torch.autocast, "cpu", torch.bfloat16),
+    nullcontext, partial(default_dtype, torch.float64), partial(default_dtype, torch.bfloat16),
+    partial(torch.device, "meta"), partial(torch.autocast, "cpu", torch.bfloat16),
     torch.autograd.graph.save_on_cpu,
 ]
-LAYOUTS: list[Callable[[Tensor], Tensor]] = [
-    lambda t: t,
-    lambda t: torch.stack([t, t], dim=-1).flatten(-2)[..., ::2],
-    lambda t: t.transpose(1, 3).contiguous().transpose(1, 3),
-    lambda t: t[..., :1].expand_as(t),
-    lambda t: t[:, :, :1].expand_as(t),
-]
+SLOW = [pytest.param(*row, marks=pytest.mark.slow) for row in (
+    ("sdpa_math", 40), ("sdpa_bmm", 40), ("flex", 3), ("triton", 30))]
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> tuple[Spec, list[Tensor], dict[str, Tensor]]:
-    """Spec, [q, k, v, dout], and segments and sinks.
+@pytest.mark.parametrize("name, examples", [
+    ("manual", 30), ("tiled", 60), ("sdpa", 60), ("sdpa_flash", 60), ("triton", 4), *SLOW])
+def test_any_call(name: str, examples: int) -> None:
+    """Without what the backend does not declare, which test_attention.py sees refused."""
+    grad = name != "flex"
 
-    Half precision is left to the matrix: of a few numbers plain PyTorch, which sets the tolerance,
-    is often exact by luck.
-    """
-    Hkv = draw(st.integers(1, 2))
-    spec = Spec(
-        Hkv * draw(st.integers(1, 3)), Hkv, draw(st.sampled_from([1, 4, 16])),
-        draw(st.sampled_from(["float32", "float64"])), window=draw(st.none() | st.integers(1, 12)),
-        segments=draw(st.booleans()), softcap=draw(st.sampled_from([None, None, 1.5])),
-        sinks=draw(st.sampled_from([False, False, True])),
-    )
-    B, Tq, Tk = draw(st.sampled_from([1, 2, 2, 0])), *(draw(st.integers(0, 12)) for _ in "qk")
-    noise = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    inputs = [
-        draw(st.sampled_from(LAYOUTS))(
-            torch.randn(B, T, H, spec.head_dim, generator=noise).to(getattr(torch, spec.dtype))
-        )
-        for T, H in ((Tq, spec.n_head), (Tk, Hkv), (Tk, Hkv), (Tq, spec.n_head))
-    ]
-    options = {}
-    if spec.segments:
-        options["segments"] = torch.randint(2, (B, Tk), generator=noise).cumsum(1).int()
-    if spec.sinks:
-        options["sinks"] = torch.randn(spec.n_head, generator=noise).to(inputs[0])
-    return spec, inputs, options
+    @settings(max_examples=examples, deadline=None)
+    @given(oracle.cases(layouts=("contiguous", *matrix.LAYOUTS)),
+           st.sampled_from(["float32", "bfloat16", "float64"]), st.sampled_from(CONTEXTS))
+    def check(case: Case, dtype: str, context: Callable[[], Any]) -> None:
+        dtype = {"sdpa_bmm": "bfloat16", "triton": "float32", "flex": "float32"}.get(name, dtype)
+        without = {"softcap": None, "sinks": False, "segments": None, "alibi": False, "scale": None}
+        for _ in without:  # one row of caps may lack what another has
+            why = {w.kind for w in BACKENDS[name].why_not(case.spec(dtype, grad=grad), HERE)}
+            case = replace(case, **{n: x for n, x in without.items() if n in why})
+        if name == "flex" and BACKENDS[name].why_not(case.spec(dtype, grad=False), HERE):
+            return
+        spec, inputs = case.spec(dtype, grad=grad), matrix.inputs(case, dtype)
+        leaves = {n: t.detach().requires_grad_(grad) for n, t in inputs._asdict().items()
+                  if n in ("q", "k", "v", "sinks") and t is not None}
+        given = inputs._replace(**leaves)
+        with context():
+            out = BACKENDS[name].attend(given.q, given.k, given.v, spec, **given.options)
+            with torch.autocast("cpu", enabled=False):  # PyTorch's own backward obeys it, too
+                grads = torch.autograd.grad(out, [*leaves.values()], given.dout) if grad else ()
+        assert {t.dtype for t in (out, *grads)} == {out.dtype} == {given.q.dtype}
+        matrix.compare(Result(out.detach(), *grads), case, dtype, "cpu")
+
+    check()
 
 
-@given(calls(), st.data(), st.sampled_from(CONTEXTS))
-@settings(max_examples=80, deadline=None)
-def test_every_kernel_is_right_for_any_shape_stride_and_context(call, data, context) -> None:
-    spec, (q, k, v, dout), options = call
-    able = kernels(spec)
-    name = data.draw(st.sampled_from(sorted(able)))
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    own = dict(options)
-    if spec.sinks:
-        own["sinks"] = options["sinks"].clone().requires_grad_()
-        leaves.append(own["sinks"])
-    with context():
-        out = able[name](*leaves[:3], spec, **own)
-        out, L = out if name.endswith("lse") else (out, None)
-        with torch.autocast("cpu", enabled=False):  # PyTorch's own backward obeys it, too
-            grads = torch.autograd.grad(out, leaves, dout)
-    got = oracle.Result(out.detach(), *grads)
-    if not (q.numel() and k.numel()):
-        for g, t in zip((out, *grads), (q, *leaves), strict=True):
-            assert g.dtype == t.dtype and g.shape == t.shape and not g.any()
-        assert L is None or bool(L.isneginf().all())
-        return
-    asked = {"window": spec.window, "softcap": spec.softcap, **options}
-    truth, plain = (f(q, k, v, dout, **asked) for f in (oracle.attention, oracle.plain))
-    oracle.check(got, plain, truth, getattr(torch, spec.dtype))
+@pytest.mark.parametrize("name, block", [("tiled", 64), ("sdpa", 256), ("sdpa_flash", 256)])
+def test_nan_that_no_query_sees_is_not_read(name: str, block: int) -> None:
+    """In keys beyond a window on both sides, and in another segment: 0 * NaN would be NaN."""
+    T, far = 640, slice(320, 352)
+    before = slice(0, (far.start - 9) // block * block)  # blocks whose keys end before `far`
+    after = slice(-(-(-(-far.stop // 64) * 64 + 4) // block) * block, T)
+    for spec, ids, rows in (
+        (Spec(1, 1, 16, "float32", window=5, right=9), None, [before, after]),
+        (Spec(1, 1, 16, "float32", segments=True, right=None),
+         (torch.arange(T) >= T // 2).int()[None], [slice(0, T // 2)]),
+    ):
+        draw = torch.Generator().manual_seed(0)
+        given = Inputs(*torch.randn(4, 1, T, 1, 16, generator=draw), ids)
+        want = run(BACKENDS[name].attend, given, spec)
+        for t in (given.k, given.v):
+            t[:, far if ids is None else slice(T // 2, T)] = torch.nan
+        got = run(BACKENDS[name].attend, given, spec)
+        for a, b in ((got.out, want.out), (got.dq, want.dq)):
+            assert all(torch.equal(a[:, at], b[:, at]) for at in rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(oracle.cases(30), st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), min_size=3,
+                                  max_size=3),
+       st.sampled_from([("manual", None), ("sdpa", None), ("paged", 8), ("paged", 1)]))
+def test_any_view_of_a_cache(case: Case, rows: list[tuple[int, int]], by: Any) -> None:
+    """Token i of row b stands at start[b] + i. Rows with fewer tokens than queries: the real ones
+    see up to the row's end, whatever is stored after it."""
+    (name, size), T = by, 60
+    start, count = zip(*rows)
+    spec = Spec(case.H, case.Hkv, 16, "float32", window=case.window, right=case.right, grad=False,
+                cache="paged" if size else "static", page_size=size, alibi=bool(case.alibi))
+    shapes = ((max(count), case.H), (T, case.Hkv), (T, case.Hkv))
+    q, k, v = (torch.randn(3, n, h, 16) for n, h in shapes)
+    m = torch.rand((3, case.H) if case.alibi == "rows" else (case.H,)) if case.alibi else None
+    held_k, held_v, view = filled_cache(k, v, spec)
+    slopes = {} if m is None else {"alibi_slopes": m}
+    out = BACKENDS[name].attend(q, held_k, held_v, spec, cache=view(start, count), **slopes)
+    for b, (a, n) in enumerate(rows):
+        one = q[b : b + 1, :n], k[b : b + 1, : a + n], v[b : b + 1, : a + n], q[b : b + 1, :n]
+        own = {"alibi_slopes": m if m is None or m.dim() == 1 else m[b]}
+        want = oracle.attention(*one, window=case.window, right=case.right, **own).out
+        torch.testing.assert_close(out[b : b + 1, :n].double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_long_prompt_into_a_static_cache() -> None:
+    """Rows begin at different places, and the prompt is longer than a block of queries."""
+    for window in (None, 30):
+        spec = Spec(4, 2, 16, "float32", window=window, cache="static", grad=False)
+        q, k, v = (torch.randn(2, T, h, 16) for T, h in ((300, 4), (400, 2), (400, 2)))
+        cache = filled_cache(k, v, spec)[2]([0, 90], [300, 300])
+        got, want = (BACKENDS[n].attend(q, k, v, spec, cache=cache) for n in ("sdpa", "manual"))
+        torch.testing.assert_close(got, want)
 
 
 # --- derivatives ---
 
-SPECS = {
-    "plain": Spec(2, 2, D, "float32"),
-    "window": Spec(4, 2, D, "float32", window=3),
-    "segments": Spec(4, 1, D, "float32", segments=True),
-    "sinks": Spec(4, 2, D, "float32", sinks=True),
-    "long": Spec(1, 1, D, "float32", window=260),  # several blocks of queries
-}
+SPECS = [
+    Spec(2, 2, D, "float32"), Spec(4, 2, D, "float32", window=3),
+    Spec(4, 1, D, "float32", segments=True), Spec(4, 2, D, "float32", sinks=True),
+    Spec(1, 1, D, "float32", window=260),  # several blocks of queries
+]
 
 
-def some(spec: Spec, T: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    noise = torch.Generator().manual_seed(0)
+def some(spec: Spec) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    noise, T = torch.Generator().manual_seed(0), 300 if spec.window == 260 else 6
     q, k, v = (
-        torch.randn(2, T, H, D, generator=noise) for H in (spec.n_head, *[spec.n_kv_head] * 2)
-    )
+        torch.randn(2, T, H, D, generator=noise) for H in (spec.n_head, *[spec.n_kv_head] * 2))
     options = {"segments": (torch.arange(T) // 3).int().expand(2, T)} if spec.segments else {}
     return q, k, v, options | ({"sinks": torch.arange(4.0)} if spec.sinks else {})
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
             sinks: Tensor | None = None) -> Tensor:
-    """The contract in six lines that autograd differentiates as often as needed."""
+    """The contract in lines that autograd differentiates as often as needed."""
     i = torch.arange(q.shape[-3])
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=-2) for t in (k, v))
     seg = () if segments is None else (segments[..., None, :, None], segments[..., None, None, :])
@@ -151,73 +166,70 @@ def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
     return torch.einsum("...hij,...jhd->...ihd", weights / total, v)
 
 
-def derivable(spec: Spec) -> dict[str, Callable[..., Tensor]]:
-    found = {name: attend for name, attend in kernels(spec).items() if "lse" not in name}
-    if not spec.sinks:
-        found["ring"] = Ring().attend(BACKENDS["tiled"])
-    if not (spec.sinks or spec.segments):  # the interpreter is slow
-        found.pop("triton", None)
-    return found
-
-
-@pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("case", SPECS)
-def test_a_second_derivative_is_right_or_an_error(case, behind: bool) -> None:
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_second_derivative_is_right_or_an_error_and_torch_func_has_the_first(spec) -> None:
     """W is in front of the kernel and of its gradient, or only of its gradient: a zero of one path
     is a wrong sum."""
-    spec = SPECS[case]
-    *qkv, options = some(spec, 300 if case == "long" else 6)
+    *qkv, options = some(spec)
     leaves, W = [t.requires_grad_() for t in qkv], torch.eye(D).requires_grad_()
 
-    def penalty(attend: Callable[..., Tensor]) -> Tensor:
+    def penalty(attend: Callable[..., Tensor], behind: bool) -> Tensor:
         before, after = (torch.eye(D), W) if behind else (W, torch.eye(D))
         out = attend(*(x @ before for x in leaves), spec, **options) @ after
         dx = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
         return torch.autograd.grad(sum(d.square().sum() for d in dx) + W.sum(), W)[0]
 
-    want = penalty(formula)
-    for name, attend in derivable(spec).items():
-        if name in ("manual", "sdpa_math"):
-            torch.testing.assert_close(penalty(attend), want, rtol=1e-4, atol=1e-4)
-        else:
-            with pytest.raises(RuntimeError, match="derivative"):
-                penalty(attend)
-
-
-@pytest.mark.parametrize("case", SPECS)
-def test_torch_func_differentiates_every_kernel(case) -> None:
-    spec = SPECS[case]
-    q, k, v, options = some(spec, 300 if case == "long" else 6)
-
     def grads(attend: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         def loss(q: Tensor, k: Tensor) -> Tensor:
-            return attend(q, k, v, spec, **options).square().sum()
+            return attend(q, k, qkv[2].detach(), spec, **options).square().sum()
 
-        return torch.func.grad(loss, argnums=(0, 1))(q, k)
+        return torch.func.grad(loss, argnums=(0, 1))(qkv[0].detach(), qkv[1].detach())
 
-    want = grads(formula)
-    for attend in derivable(spec).values():
-        torch.testing.assert_close(grads(attend), want, rtol=1e-3, atol=1e-4)
+    kernels = {n: BACKENDS[n].attend for n in able(spec) if n != "triton"}
+    if not spec.sinks:
+        kernels["ring"] = Ring().attend(BACKENDS["tiled"])
+    for name, attend in kernels.items():
+        torch.testing.assert_close(grads(attend), grads(formula), rtol=1e-3, atol=1e-4)
+        for behind in (False, True):
+            if name in ("manual", "sdpa_math"):
+                want = penalty(formula, behind)
+                torch.testing.assert_close(penalty(attend, behind), want, rtol=1e-4, atol=1e-4)
+            else:
+                with pytest.raises(RuntimeError, match="derivative"):
+                    penalty(attend, behind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["70", "scale-softcap-sinks-window40-packed-66x90 gqa"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_gradients_of_tiles_are_those_of_finite_differences(text, dropout) -> None:
+    """Past a tile; with dropout too: one seed gives the forward passes and the backward a mask."""
+    (case,) = matrix.cases(f"{text} B1")
+    case = replace(case, D=2)
+    x, spec = matrix.inputs(case, "float64"), case.spec("float64", dropout=dropout)
+    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v, x.sinks) if t is not None]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        more = x.options | ({"sinks": sinks[0]} if sinks else {})
+        return BACKENDS["tiled"].attend(q, k, v, spec, **more)
+
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
 
 
 # --- single cases ---
 
 
-@pytest.mark.parametrize("softcap", [None, 50.0])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_scores_past_the_range_of_float16(sign, softcap) -> None:
-    """All scores are +-72,408 or the softcap: each output is the mean of the visible values."""
-    for cache in ("none", "static", "paged"):
-        paged = {"cache": cache, "page_size": 4 if cache == "paged" else None}
-        spec = Spec(1, 1, 128, "float16", softcap=softcap, grad=False, **paged)
-        q = torch.full((1, 4, 1, 128), 80.0).half()
-        v = torch.arange(4.0).view(1, 4, 1, 1).expand(1, 4, 1, 128).half().contiguous()
-        held_k, held_v, view = filled_cache(sign * q, v, spec)
-        options = {} if cache == "none" else {"cache": view([0], [4])}
-        for name, backend in BACKENDS.items():
-            if name != "flex" and not backend.why_not(spec, HERE):
-                out = backend.attend(q, held_k, held_v, spec, **options)
-                assert out[0, :, 0, 0].tolist() == [0, 0.5, 1, 1.5], (name, cache)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_tiled_stores_no_tensor_larger_than_its_inputs(dropout) -> None:
+    """O(T): out and dq have T * H * D entries, and no intermediate has more."""
+    for T in (128, 256):
+        qkv = [torch.randn(1, T, 2, 64, requires_grad=True) for _ in range(3)]
+        with Largest() as forward:
+            out = BACKENDS["tiled"].attend(*qkv, Spec(2, 2, 64, "float32", dropout=dropout))
+        with Largest() as backward:
+            torch.autograd.grad(out, qkv, torch.ones_like(out))
+        assert forward.numbers == backward.numbers == T * 2 * 64
 
 
 @pytest.mark.parametrize("softcap", [None, 50.0])
@@ -225,37 +237,73 @@ def test_gradients_past_the_range_of_float16(softcap) -> None:
     """dO V^T is about 460,000 and the gradients a few hundred: rounding O moves them."""
     noise = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 8, 2, 128, generator=noise) for _ in range(4))
-
-    def gradients(attend: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        leaves = [t.to(dtype).requires_grad_() for t in (q, k, 60 + v)]
-        spec = Spec(2, 2, 128, str(dtype)[6:], softcap=softcap)
-        return torch.autograd.grad(attend(*leaves, spec), leaves, (60 + dout).to(dtype))
-
-    want = gradients(BACKENDS["manual"].attend, torch.float64)
-    for name, backend in BACKENDS.items():
-        if name == "flex" or backend.why_not(Spec(2, 2, 128, "float16", softcap=softcap), HERE):
-            continue
-        for got, exact in zip(gradients(backend.attend, torch.float16), want, strict=True):
-            assert (got - exact).abs().max() < 0.2 * exact.abs().max(), name
+    given = Inputs(*(t.half() for t in (q, k, 60 + v, 60 + dout)))
+    spec = Spec(2, 2, 128, "float16", softcap=softcap)
+    want = truth(given, spec)
+    for name in able(spec):
+        got = run(BACKENDS[name].attend, given, spec)
+        for n in ("dq", "dk", "dv"):
+            off = (got.tensors[n] - want.tensors[n]).abs().max()
+            assert off < 0.2 * want.tensors[n].abs().max(), (name, n)
 
 
-def test_a_part_with_queries_before_every_key_has_their_zero_gradients() -> None:
-    spec = Spec(4, 2, D, "float32", window=3, lse=True)
-    q, k, v, _ = some(spec, 7)
-    k, v, dout = k[:, :4], v[:, :4], torch.ones_like(q)
-    for name, backend in BACKENDS.items():
-        if backend.partial is None or backend.why_not(spec, HERE):
-            continue
-        out, L = backend.partial.forward(q, k, v, spec, -3, None)
-        assert L[:, :, :3].isneginf().all() and L[:, :, 3:].isfinite().all(), name
-        got = oracle.Result(out, *backend.partial.backward(dout, q, k, v, out, L, spec, -3, None))
-        truth, plain = (f(q, k, v, dout, window=3) for f in (oracle.attention, oracle.plain))
-        oracle.check(got, plain, truth, torch.float32)
+def test_a_sink_of_minus_infinity_is_none_and_rows_that_see_nothing_move_none() -> None:
+    spec = Spec(3, 1, 16, "float32", segments=True)
+    (case,) = matrix.cases("packed-40x23 H3 Hkv1 D16")
+    given, sunk = matrix.inputs(case, "float32"), replace(spec, sinks=True)
+    blind = given.dout * (torch.arange(40) < 17)[:, None, None]  # queries before the keys
+    for name in able(sunk):
+        attend = BACKENDS[name].attend
+        without = run(attend, given, spec)
+        got = run(attend, given._replace(sinks=torch.full((3,), -torch.inf)), sunk)
+        for n, t in without.tensors.items():
+            torch.testing.assert_close(got.tensors[n], t, rtol=1e-6, atol=1e-6)
+        other = run(attend, given._replace(sinks=torch.ones(3), dout=blind), sunk)
+        assert not got.dsinks.any() and not other.dsinks.any(), name
 
 
-def test_flex_takes_no_queries_no_keys_and_no_batch() -> None:
-    spec = Spec(2, 2, 16, "float32", grad=False)
-    for B, Tq, Tk in ((2, 0, 5), (2, 5, 0), (0, 5, 5)):
-        q, k = torch.randn(B, Tq, 2, 16), torch.randn(B, Tk, 2, 16)
-        out = BACKENDS["flex"].attend(q, k, k, spec)
-        assert out.shape == q.shape and not out.any()
+# --- attention weights ---
+
+
+@settings(max_examples=40, deadline=None)
+@given(oracle.cases(), st.data())
+def test_weights_of_some_rows(case: Case, data: Any) -> None:
+    """They are the softmax of visible scores, have its gradients, and times v are the output; also
+    by flash_attn_func's log-sum-exp, and under autocast."""
+    inputs, exact = matrix.inputs(case, "float64"), matrix.truth(case, "float64")
+    q, k, spec, more = inputs.q, inputs.k, case.spec("float64"), inputs.options
+    leaves = [q.clone().requires_grad_(), k.clone().requires_grad_()]
+    values = inputs.v.repeat_interleave(case.H // case.Hkv, dim=2)
+    whole = nanoattn.weights(*leaves, spec, **more)
+    out = torch.einsum("bhij,bjhd->bihd", whole, values)
+    torch.testing.assert_close(out, exact.out)
+    for got, want in zip(torch.autograd.grad(out, leaves, inputs.dout), (exact.dq, exact.dk)):
+        torch.testing.assert_close(got, want)
+    rows = data.draw(st.lists(st.integers(-case.Tq, case.Tq - 1), min_size=1, max_size=4))
+    with torch.autocast("cpu", torch.bfloat16):
+        some = nanoattn.weights(q, k, spec, rows=rows, **more)
+    torch.testing.assert_close(some, whole[:, :, rows])
+    if not (case.segments or case.sinks):
+        left, right = (-1 if x is None else x for x in (case.window, case.right))
+        _, L = nanoattn.flash_attn_func(
+            q, k, inputs.v, 0.0, spec.softmax_scale, False, (left - 1 if left > 0 else -1, right),
+            case.softcap or 0.0, inputs.alibi_slopes, return_softmax_lse=True)
+        P = nanoattn.weights(q, k, spec, L=L, **more)
+        torch.testing.assert_close(P, whole, rtol=1e-4, atol=1e-5)
+        assert torch.equal(L.isneginf(), ~P.sum(-1).bool())
+
+
+def test_weights_of_rows_in_a_graph_and_of_rows_that_are_none() -> None:
+    q, spec = torch.randn(1, 300, 2, 8), Spec(2, 2, 8, "float32")  # 300 is no int8
+    few = partial(nanoattn.weights, q, q, spec)
+    traced = torch.compile(lambda: few(rows=[1, 99]), fullgraph=True, backend="eager")
+    for P in (few(rows=torch.tensor([1, 99], dtype=torch.int8)), traced()):
+        torch.testing.assert_close(P, few()[:, :, [1, 99]])
+    for rows in ([1.7], [300], [[1]], [True], torch.ones(4, dtype=torch.bool), ["1"]):
+        with pytest.raises((ValueError, IndexError)):
+            few(rows=rows)
+    for wrong in ({"L": torch.zeros(1, 2, 4)}, {"segments": torch.zeros(1, 300).int()}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            few(**wrong)
+    assert nanoattn.weights(q, q[:, :0], spec).shape == (1, 2, 300, 0)
+    assert few(rows=[]).shape == (1, 2, 0, 300)

@@ -12,20 +12,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kernels
-import oracle
 import processes
 import pytest
 import torch
-from conftest import every
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -72,33 +70,6 @@ def test_random_numbers_make_few_plans(tmp_path: Path) -> None:
     assert len(mine.shapes) - long <= 20 * len(plans.known)
 
 
-@pytest.mark.parametrize("name", ["auto", "manual", "tiled"])
-@given(data=st.data())
-@settings(max_examples=10, deadline=None)
-def test_calls_of_a_kind_with_other_numbers_are_right(name: str, data: Any) -> None:
-    """Of flash_attn_func under one plan, in any order, against float64."""
-    fa.use(name)
-    number = {"window": st.integers(1, 40), "right": st.integers(1, 40),
-              "scale": st.floats(0.05, 2), "softcap": st.floats(1, 50)}
-    on = data.draw(st.sets(st.sampled_from([*number])))
-    for _ in range(3):
-        options: dict[str, Any] = {n: data.draw(number[n]) for n in on}
-        if "right" in on and "window" not in on:
-            options["right"] = None
-        Tq, Tk = sorted(data.draw(st.tuples(st.integers(1, 50), st.integers(1, 300))))
-        draw = torch.Generator().manual_seed(Tk)
-        leaves = [torch.randn(2, n, h, D, generator=draw).requires_grad_()
-                  for n, h in ((Tq, 4), (Tk, 2), (Tk, 2))]
-        right = options.get("right", 0)
-        out = fa.flash_attn_func(
-            *leaves, softmax_scale=options.get("scale"), softcap=options.get("softcap", 0.0),
-            window_size=(options.get("window", 0) - 1, -1 if right is None else right))
-        grads = torch.autograd.grad(out.sum(), leaves)
-        want = oracle.attention(*leaves, torch.ones_like(out), **options)
-        for got, exact in zip((out, *grads), (want.out, want.dq, want.dk, want.dv)):
-            torch.testing.assert_close(got.double(), exact, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("which", ["function", "GPT", "planned GPT"])
 def test_deterministic_algorithms_make_another_plan(which: str, tmp_path: Path) -> None:
@@ -112,7 +83,7 @@ def test_deterministic_algorithms_make_another_plan(which: str, tmp_path: Path) 
     for on in (False, True, False, True):
         torch.use_deterministic_algorithms(on)
         mine.shapes.clear()
-        dense(leaf) if which == "function" else model(IDX, IDX)
+        fa.flash_attn_func(leaf, leaf, leaf) if which == "function" else model(IDX, IDX)
         assert bool(mine.shapes) is not on
 
 
@@ -170,6 +141,8 @@ print("returned")
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_compiled_call_without_a_plan_returns() -> None:
     """flex and fastest compile, for which a thread of the choice would wait."""
     done = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True,
@@ -190,15 +163,8 @@ def test_a_graph_takes_numbers_that_change() -> None:
 
 
 def dense(q: Tensor) -> Tensor:
-    return fa.flash_attn_func(q, q[:, :, :2], q[:, :, 2:], causal=True)
-
-
-def windowed(q: Tensor) -> Tensor:
-    return fa.flash_attn_func(q, q, q, causal=True, window_size=(2, 0))
-
-
-def with_lse(q: Tensor) -> Tensor:
-    out, L = fa.flash_attn_func(q, q, q, causal=True, return_softmax_lse=True)
+    out, L = fa.flash_attn_func(
+        q, q[:, :, :2], q[:, :, 2:], causal=True, window_size=(2, 0), return_softmax_lse=True)
     return out * L.detach().transpose(1, 2)[..., None]
 
 
@@ -213,15 +179,28 @@ def ragged(q: Tensor) -> Tensor:
     return fa.flash_attn_varlen_func(one, one, one, ends, ends, T, T, causal=True)
 
 
-CALLS: list[Function] = [dense, windowed, with_lse, cached, ragged]
-
-
 def inside(enter: Callable[[], Any]) -> Callable[[Function, Tensor], Tensor]:
     def call(f: Function, q: Tensor) -> Tensor:
         with enter():
             return f(q)
 
     return call
+
+
+@contextmanager
+def float64_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def profiled() -> Iterator[None]:
+    with torch.profiler.profile() as profile:
+        torch.ones(3).exp()
+        yield
+        torch.ones(3).tan()
+    assert {"aten::exp", "aten::tan"} <= {e.key for e in profile.key_averages()}
 
 
 def in_checkpoint(f: Function, q: Tensor) -> Tensor:
@@ -254,24 +233,9 @@ def in_hooks(f: Function, q: Tensor) -> Tensor:
 
 
 def under_grad(f: Function, q: Tensor) -> Tensor:
+    if f is not dense:
+        return f(q)  # the cache has no gradients, and the lengths of texts are data
     return torch.func.grad(lambda q: ((out := f(q)).sum(), out), has_aux=True)(q)[1]
-
-
-def with_default_dtype(f: Function, q: Tensor) -> Tensor:
-    torch.set_default_dtype(torch.float64)
-    try:
-        return f(q)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def while_profiled(f: Function, q: Tensor) -> Tensor:
-    with torch.profiler.profile() as profile:
-        torch.ones(3).exp()
-        out = f(q)
-        torch.ones(3).tan()
-    assert {"aten::exp", "aten::tan"} <= {e.key for e in profile.key_averages()}
-    return out
 
 
 def in_a_graph(f: Function, q: Tensor) -> Tensor:
@@ -284,29 +248,22 @@ def in_a_graph(f: Function, q: Tensor) -> Tensor:
 SURROUNDINGS = {
     "autocast": inside(lambda: torch.autocast("cpu", torch.bfloat16)), "hooks": in_hooks,
     "checkpoint": in_checkpoint, "backward": in_backward, "no_grad": inside(torch.no_grad),
-    "default device": inside(lambda: torch.device("meta")), "default dtype": with_default_dtype,
-    "inference": inside(torch.inference_mode), "profiler": while_profiled, "func.grad": under_grad,
-    "FLOP counter": inside(lambda: FlopCounterMode(display=False)), "fullgraph": in_a_graph,
+    "default device": inside(lambda: torch.device("meta")), "func.grad": under_grad,
+    "default dtype": inside(float64_by_default), "inference": inside(torch.inference_mode),
+    "FLOP counter": inside(lambda: FlopCounterMode(display=False)), "profiler": inside(profiled),
+    "fullgraph": in_a_graph,
 }
 
 
-@cache
-def alone(f: Function, name: str) -> Tensor:
-    fa.use(name)
-    return f(Q)
-
-
-# The cache's function has no gradients, and the lengths of texts are data.
-@pytest.mark.parametrize("f, around", every(2, [
-    (f, around) for f in CALLS for around in SURROUNDINGS
-    if not (around == "func.grad" and f in (cached, ragged))]),
-    ids=lambda v: getattr(v, "__name__", v))
+@pytest.mark.parametrize("around", SURROUNDINGS)
+@pytest.mark.parametrize("f", [dense, cached, ragged])
 def test_a_first_call_is_the_same_in_all_surroundings(f: Function, around: str) -> None:
     for name in ("auto", "manual", "tiled"):
         if name == "tiled" and (around == "fullgraph" or f is cached):
             continue  # a graph break, and no static cache
-        want = alone(f, name)
         fa.use(name)
+        want = f(Q)
+        fa.use(name)  # which forgets all plans
         state = torch.get_rng_state()
         got = SURROUNDINGS[around](f, Q)
         assert got.dtype == want.dtype == torch.float32
@@ -316,13 +273,11 @@ def test_a_first_call_is_the_same_in_all_surroundings(f: Function, around: str) 
 
 @pytest.mark.filterwarnings("ignore")  # of the tracer, which Python's numbers leave
 def test_tracers_record_a_first_call() -> None:
-    for q in (Q, torch.randn(1, 2000, 1, 8)):
-        fa.use()
-        traced = torch.jit.trace(windowed, q, check_trace=False)
-        torch.testing.assert_close(traced(q), windowed(q))
+    fa.use()
+    torch.testing.assert_close(torch.jit.trace(dense, Q, check_trace=False)(Q), dense(Q))
     for mode in ("real", "fake", "symbolic"):
         fa.use()
-        torch.testing.assert_close(make_fx(windowed, tracing_mode=mode)(Q)(Q), windowed(Q))
+        torch.testing.assert_close(make_fx(dense, tracing_mode=mode)(Q)(Q), dense(Q))
 
 
 def test_a_planned_model_is_copied_pickled_moved_and_exported() -> None:
@@ -350,51 +305,36 @@ def test_threads_choose_once_and_get_the_same(tmp_path: Path) -> None:
     for n in (1, 6):
         mine = kernels.Recorder()
         fa.use(kernels.as_file(tmp_path, mine))
-        threads = [threading.Thread(target=lambda: outs.append(windowed(Q))) for _ in range(n)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(n) as pool:
+            outs += pool.map(lambda _: fa.flash_attn_func(Q, Q, Q), range(n))
         counts.append(len(mine.shapes) - n)
     assert counts[0] == counts[1] > 0 and len(outs) == 7
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-class Waits(kernels.Recorder):
-    """A kernel that waits in its first run."""
+def test_after_ctrl_c_in_a_choice_the_next_one_goes_on(tmp_path: Path) -> None:
+    begun, end = threading.Event(), threading.Event()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.end = threading.Event(), threading.Event()
+    def waits(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Any) -> Tensor:
+        if not begun.is_set():
+            begun.set()
+            end.wait(60)
+        return manual.attend(q, k, v, spec, **more)
 
-    def __call__(self, *args: Any, **options: Any) -> Tensor:
-        if not self.begun.is_set():
-            self.begun.set()
-            self.end.wait(60)
-        return super().__call__(*args, **options)
-
-
-@pytest.fixture
-def usual_ctrl_c() -> Iterator[None]:
-    """Python's own handler: a command that another test ran in this process has set its own."""
+    fa.use(kernels.as_file(tmp_path, waits))
+    # Python's own handler: a command that another test ran in this process has set its own.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_after_ctrl_c_in_a_choice_the_next_one_goes_on(tmp_path: Path, usual_ctrl_c) -> None:
-    mine, found = Waits(), list[Tensor]()
-    fa.use(kernels.as_file(tmp_path, mine))
-    interrupt = lambda: (mine.begun.wait(), os.kill(os.getpid(), signal.SIGINT))  # noqa: E731
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        windowed(Q)
+    threading.Thread(target=lambda: (begun.wait(), os.kill(os.getpid(), signal.SIGINT))).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fa.flash_attn_func(Q, Q, Q)
+    finally:
+        signal.signal(signal.SIGINT, before)
     fa.use("manual")
-    other = threading.Thread(target=lambda: found.append(windowed(Q)), daemon=True)
-    other.start()
-    other.join(30)
-    mine.end.set()
-    assert found and torch.equal(found[0], alone(windowed, "manual"))
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(dense, Q).result(30)
+    end.set()
+    assert torch.equal(found, dense(Q))
 
 
 # --- ranks ---
@@ -448,30 +388,32 @@ class Clock:
     """Seconds that pass only where a test lets them; what kernels ran is not recorded."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.now, self.patch, self.shapes = 0.0, patch, list[int]()
+        self.now, self.patch, self.calls = 0.0, patch, 0
         patch.setenv("NANOATTN_CACHE", str(folder))
         patch.setattr(timing, "perf_counter", lambda: self.now)
         patch.setattr("attention.proof.profiled", lambda events: nullcontext())
+        patch.setitem(SELECT.PREFERENCE, "cpu", ("sdpa",))
 
-    def only(self, **ms: float | Exception) -> None:
-        """Backends that take so many ms, or raise at SHAPE; auto's choice is "sdpa"."""
-        for known in (BACKENDS, fa.names._BY_ANY_NAME):
+    def fastest(self, spec: Spec = SPEC, shape: Any = SHAPE, ranks: Any = None,
+                **ms: float | Exception) -> str:
+        """The choice among backends that take so many ms, or raise at SHAPE; auto's is "sdpa"."""
+        for known in (BACKENDS, fa.names._BY_ANY_NAME) if ms else ():
             for name in reversed([*known]):  # undone from the last: their order stays
                 self.patch.delitem(known, name)
             for name, of in ms.items():
                 made = Backend(name, "made up", partial(self.attend, of), (Caps(),), None)
                 self.patch.setitem(known, name, made)
-        self.patch.setitem(SELECT.PREFERENCE, "cpu", ("sdpa",))
-        self.shapes.clear()
+        self.calls = 0
+        chosen = fa.fastest(spec, "cpu", shape, ranks=ranks)
+        assert chosen.requested == "fastest" and chosen.rejected == {}
+        return chosen.backend.name
 
     def attend(self, of: Any, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Any) -> Tensor:
-        if len(q) == SHAPE[0]:  # the probe has two sequences
-            self.shapes.append(q.shape[1])
-            if isinstance(of, Exception):
-                raise of
-            self.now += of / 1e3
-        elif isinstance(of, ValueError):
+        timed = len(q) == SHAPE[0]  # the probe has two sequences
+        self.calls += timed
+        if isinstance(of, Exception) and (timed or isinstance(of, ValueError)):
             raise of
+        self.now += of / 1e3 if timed else 0
         return manual.attend(q, k, v, spec, **more)
 
 
@@ -487,49 +429,31 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> Clock
     (ValueError("no kernel image"), "sdpa")])
 def test_two_percent_unseat_autos_choice(rival, winner, clock, caplog) -> None:
     """And what fails, in the probe or at the real shape, is dropped with its reason."""
-    clock.only(rival=rival, sdpa=10.0)
-    chosen = fa.fastest(SPEC, "cpu", SHAPE)
-    assert (chosen.backend.name, chosen.requested, chosen.rejected) == (winner, "fastest", {})
+    assert clock.fastest(rival=rival, sdpa=10.0) == winner
     [row] = [x for x in caplog.text.splitlines() if x.split()[:1] == ["rival"]]
     assert (f"{rival:.3f}" if isinstance(rival, float) else str(rival)) in row
 
 
 def test_a_measured_name_is_remembered_and_proved_again(clock, tmp_path, caplog) -> None:
-    clock.only(sdpa=10.0, rival=5.0)
-    assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "rival"
-    [file] = tmp_path.iterdir()
-    clock.only(sdpa=1.0, rival=5.0)
-    assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "rival" and clock.shapes == []
-    assert fa.fastest(SPEC, "cpu", (3, 97, 97)).backend.name == "sdpa"  # another shape
-    assert fa.fastest(replace(SPEC, window=9), "cpu", SHAPE).backend.name == "sdpa"  # and kind
-    clock.shapes.clear()
-    assert fa.fastest(replace(SPEC, window=8), "cpu", SHAPE).backend.name == "sdpa"
-    assert clock.shapes == []  # the kind is the same
-    clock.only(sdpa=10.0, rival=ValueError("no kernel image"))
-    assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
+    """For a kind, a shape and a machine; not where nothing could be measured."""
+    assert clock.fastest(sdpa=RuntimeError("no")) == "sdpa" and not [*tmp_path.iterdir()]
+    assert clock.fastest(sdpa=10.0, rival=5.0) == "rival"
+    assert clock.fastest(sdpa=1.0, rival=5.0) == "rival" and not clock.calls
+    assert clock.fastest(shape=(3, 97, 97)) == "sdpa"
+    for window in (9, 8):  # one kind
+        assert clock.fastest(replace(SPEC, window=window)) == "sdpa"
+        assert bool(clock.calls) == (window == 9)
+    assert clock.fastest(sdpa=10.0, rival=ValueError("no kernel image")) == "sdpa"
     assert "no kernel image" in caplog.text
+    [file] = tmp_path.iterdir()
     names = json.loads(file.read_text())
     for damaged in ("cut sho", "[" * 100_000, json.dumps({key: ["x"] for key in names}), "[1]"):
         file.write_text(damaged)
-        assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
-        assert "sdpa" in file.read_text()
-
-
-def test_nothing_is_remembered_where_nothing_could_be_measured(clock, tmp_path) -> None:
-    clock.only(sdpa=RuntimeError("no"))
-    assert fa.fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa" and not [*tmp_path.iterdir()]
-
-
-class SecondOfTwo:
-    """Rank 1, next to a rank 0 that measured "rival" and otherwise agrees."""
-
-    rank = 1
-
-    def gather(self, value: Any) -> list[Any]:
-        return ["rival" if value == "auto" else value, value]
+        assert clock.fastest() == "sdpa" and "sdpa" in file.read_text()
 
 
 def test_all_processes_take_what_rank_0_measured(clock) -> None:
-    clock.only(sdpa=1.0, rival=5.0)  # sdpa is faster here
-    chosen = fa.fastest(SPEC, "cpu", SHAPE, ranks=SecondOfTwo())
-    assert (chosen.backend.name, chosen.requested, clock.shapes) == ("rival", "fastest", [])
+    """Rank 1, next to a rank 0 that measured "rival" and otherwise agrees; here sdpa is faster."""
+    gather = lambda value: ["rival" if value == "auto" else value, value]  # noqa: E731
+    ranks = SimpleNamespace(rank=1, gather=gather)
+    assert clock.fastest(ranks=ranks, sdpa=1.0, rival=5.0) == "rival" and not clock.calls

@@ -7,42 +7,28 @@ To start processes takes most of the time. Three and four are started once, and 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
-from functools import lru_cache, partial
-from types import SimpleNamespace
+from functools import lru_cache
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
 from processes import run
-from torch import Tensor
 
-from attention import BACKENDS, Machine, Partial, Ring, Spec, sdpa_flash, visible
+from attention import BACKENDS, Machine, Ring, Spec
 from attention.check import matrix
-from attention.check.matrix import Case, Item
-from attention.check.properties import probed
+from attention.check.matrix import Case
+from attention.proof import Result
 from inference.cache import DynamicCache
 from model import GPT, GPTConfig
 
+HERE = Machine.here("cpu")
 INNER = ("tiled", "sdpa_flash")  # the kernels that run on any CPU
-CASES = [
-    Case("64", 64, 64),
-    Case("97-gqa", 97, 97, H=4),  # 7 positions of filling at 4 processes
-    Case("61-window1", 61, 61, window=1),
-    Case("90-window16-gqa", 90, 90, H=4, window=16),
-    Case("96-window13-mqa-split", 96, 96, H=3, Hkv=1, window=13, layout="split"),
-    Case("97-packed", 97, 97, segments="packed"),
-    Case("77-padded-window20-BHTD", 77, 77, window=20, segments="padded", layout="BHTD"),
-    Case("97-alibi-packed", 97, 97, H=4, segments="packed", alibi="rows"),
-    Case("33-D20-scale", 33, 33, D=20, scale=0.4),
-    Case("64-large", 64, 64, D=64, size=30),
-    Case("128-gqa-size3", 128, 128, H=4, size=3),
-    Case("3", 3, 3),  # most processes have filling alone
-    Case("1", 1, 1),
-]
-OF_THREE = [case for case in CASES if case.name in ("64", "97-packed")]
+# At 4 processes 97 has 7 positions of filling; of 3 and 1 most processes have filling alone.
+CASES = matrix.cases("""64, gqa-97, window1-61, window16-90 gqa, window13-96 H3 mqa split,
+    packed-97, padded-window20-BHTD-77, rows-packed-97 gqa, scale-33 D20, large-64 D64,
+    size3-128 gqa, 3, 1""")
+OF_THREE = [case for case in CASES if case.name in ("64", "packed-97")]
 DTYPES = ("float32", "bfloat16")
 
 
@@ -52,7 +38,7 @@ def answers(rank: int, n: int) -> dict[str, Any]:
     group = dist.new_group([1, 2]) if n == 3 else dist.group.WORLD
     if n == 4 or rank:
         ring = Ring(group)
-        found["cases"] = all_cases(ring) if ring.rank == 0 else all_cases(ring) and None
+        found["cases"] = all_cases(ring)
         found["borders"], found["layers"] = borders(ring), layers(ring)
     if n == 4:  # two rings of two, each with its own share of the sequences
         pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
@@ -62,7 +48,6 @@ def answers(rank: int, n: int) -> dict[str, Any]:
         found["models"] = [trained(ring, group, slice(4), *m) for m in MODELS[2]]
     if n == 3:
         found["of three"] = all_cases(Ring(dist.group.WORLD), OF_THREE)
-        found["traffic"] = [traffic(Ring(dist.group.WORLD), *how) for how in TRAFFIC]
     return found
 
 
@@ -104,80 +89,59 @@ def attention(ring: Ring, name: str, case: Case, inputs: Any, dtype: str, pad: f
 # --- numbers ---
 
 
-def all_cases(ring: Ring, cases: list[Case] = CASES) -> Any:
+def all_cases(ring: Ring, cases: list[Case] = CASES, inner: tuple[str, ...] = INNER,
+              dtypes: tuple[str, ...] = DTYPES) -> Any:
     """What each case gives, the same bits twice, whatever the filling is."""
     found = {}
-    for name, case, dtype in itertools.product(INNER, cases, DTYPES):
-        spec, here = case.spec(dtype, lse=True), Machine.here("cpu")
-        assert not BACKENDS[name].why_not(spec, here)
+    for name, case, dtype in itertools.product(inner, cases, dtypes):
         inputs = matrix.inputs(case, dtype)[:4]
         got = attention(ring, name, case, inputs, dtype)
         again = attention(ring, name, case, inputs, dtype, pad=3.0)
         assert all(map(torch.equal, got, again)), f"not the same bits: {case.name}"
-        found[name, case.name, dtype] = got
+        found[name, case, dtype] = got
     return found  # by gather(), the same on each process
 
 
-@lru_cache
-def found(n: int) -> Any:
-    """All that a ring of n processes gives."""
-    return answer(n, "cases")[0] if n > 1 else all_cases(Ring())
-
-
-@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-@pytest.mark.parametrize("name", INNER)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_every_case_is_right_whatever_the_number_of_processes(n, name, case) -> None:
-    """The bound knows nothing of the number of processes: it is the same at 4 as at 1."""
-    for dtype in DTYPES:
-        got = oracle.Result(*found(n)[name, case.name, dtype])
-        exact, rough = matrix.truth(case, dtype), matrix.plain(case, dtype)
-        oracle.check(got, rough, exact, getattr(torch, dtype))
-
-
-@pytest.mark.slow
-def test_three_processes_which_know_the_next_from_the_one_before() -> None:
-    by_rank = answer(3, "of three")
-    for name, case, dtype in itertools.product(INNER, OF_THREE, DTYPES):
-        exact, rough = matrix.truth(case, dtype), matrix.plain(case, dtype)
-        for found in by_rank:
-            got = oracle.Result(*found[name, case.name, dtype])
-            oracle.check(got, rough, exact, getattr(torch, dtype))
+@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
+def test_every_case_is_right_whatever_the_number_of_processes(n) -> None:
+    """The bound knows nothing of the number of processes: it is the same at 4 as at 1. Three know
+    the next from the one before."""
+    by_rank = [all_cases(Ring())] if n == 1 else answer(n, "of three" if n == 3 else "cases")
+    if n == 1 and not BACKENDS["triton"].why_not(Spec(1, 1, 16, "float32", lse=True), HERE):
+        by_rank.append(all_cases(Ring(), OF_THREE[1:], ("triton",), ("float32",)))
+    for found in by_rank:
+        for (_, case, dtype), tensors in found.items():
+            matrix.compare(Result(*tensors), case, dtype, "cpu")
 
 
 # --- what an output depends on ---
 
 
-def borders(ring: Ring, T: int = 29) -> list[str]:
+def borders(ring: Ring, T: int = 29) -> None:
     """A later token moves no earlier output, nor an output before it a gradient, on any process."""
-    wrong, c = [], -(-T // (2 * ring.size))
+    c = -(-T // (2 * ring.size))
     tokens = sorted({*range(c - 1, T, c), *range(c, T, c), T - 1})
     rows = torch.arange(len(tokens))  # a row of the batch for each
     for name, window in itertools.product(INNER, (None, 5)):
         case = Case("canary", T, T, H=4, B=len(tokens), window=window)
-        q, k, v, dout = matrix.inputs(case, "float32")[:4]
+        q, k, v, dout = (t.clone() for t in matrix.inputs(case, "float32")[:4])
         before = attention(ring, name, case, (q, k, v, dout), "float32")[0]
-        changed = [x.clone() for x in (q, k, v)]
-        for x in changed:
-            x[rows, tokens] = 3 - x[rows, tokens]
-        after = attention(ring, name, case, (*changed, dout), "float32")[0]
-        moved = (after != before).flatten(2).any(dim=2)
-        early = dout.clone()
         for b, t in enumerate(tokens):
-            early[b, t:] = 0
-        grads = attention(ring, name, case, (q, k, v, early), "float32")[1:]
+            dout[b, t:] = 0
+        grads = attention(ring, name, case, (q, k, v, dout), "float32")[1:]
+        for x in (q, k, v):
+            x[rows, tokens] = 3 - x[rows, tokens]
+        after = attention(ring, name, case, (q, k, v, dout), "float32")[0]
+        moved = (after != before).flatten(2).any(dim=2)
         for b, t in enumerate(tokens):
             last = T - 1 if window is None else min(t + window - 1, T - 1)
-            if moved[b].nonzero().flatten().tolist() != list(range(t, last + 1)):
-                wrong.append(f"{name}, window {window}: {t} moves {moved[b].tolist()}")
-            if any(x[b, t:].any() for x in grads):
-                wrong.append(f"{name}, window {window}: gradients from {t} on")
-    return wrong
+            assert moved[b].nonzero().flatten().tolist() == [*range(t, last + 1)], (name, window, t)
+            assert not any(x[b, t:].any() for x in grads), (name, window, t)
 
 
 @pytest.mark.parametrize("n", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_nothing_leaks_across_the_borders_of_chunks_and_processes(n) -> None:
-    assert not any(answer(n, "borders") if n > 1 else borders(Ring()))
+    assert [None] * n == (answer(n, "borders") if n > 1 else [borders(Ring())])
 
 
 def layers(ring: Ring) -> bool:
@@ -200,62 +164,6 @@ def test_the_backward_pass_takes_the_keys_of_its_own_forward_pass(n) -> None:
     assert all(answer(n, "layers"))
 
 
-# --- what is sent, and what is kept ---
-
-
-TRAFFIC = (31, False, "float32", None), (31, True, "bfloat16", 2)
-
-
-def traffic(ring: Ring, T: int, segments: bool, dtype: str, window: int | None) -> Any:
-    """What this process sends forward and backward, in order with its computations."""
-    spec = Spec(4, 2, 16, dtype, window=window, segments=segments, lse=True)
-    log: list[Any] = []
-    send = dist.batch_isend_irecv
-
-    def counted(ops: list[Any]) -> Any:
-        sent = [op.tensor for op in ops if op.op is dist.isend]
-        log.append(("send", sum(t.nbytes for t in sent)))
-        works = send(ops)
-        wait = lambda *limit, w: (log.append(("wait",)), w.wait(*limit))  # noqa: E731
-        return [SimpleNamespace(wait=partial(wait, w=w)) for w in works]
-
-    def logged(f: Any) -> Any:
-        return lambda *args: (log.append(("compute",)), f(*args))[1]
-
-    tiled = BACKENDS["tiled"]
-    assert tiled.partial
-    kernel = Partial(logged(tiled.partial.forward), logged(tiled.partial.backward))
-    whole = [torch.randn(2, T, h, 16, dtype=getattr(torch, dtype)) for h in (4, 2, 2)]
-    q, k, v = (ring.shard(t).requires_grad_() for t in whole)
-    seg = ring.shard(torch.zeros(2, T, dtype=torch.int32), -1) if segments else None
-    dist.batch_isend_irecv = counted
-    out = ring.attend(replace(tiled, partial=kernel))(q, k, v, spec, segments=seg)
-    forward, log[:] = list(log), []
-    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    dist.batch_isend_irecv = send
-    return forward, log, q.shape[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", range(len(TRAFFIC)))
-def test_bytes_are_those_of_the_docstring_and_sent_while_a_block_is_computed(which) -> None:
-    n, B, Hkv, D = 3, 2, 2, 16
-    T, segments, dtype, window = TRAFFIC[which]
-    for forward, backward, T_r in (found[which] for found in answer(n, "traffic")):
-        assert T_r == 2 * -(-T // (2 * n))
-        item = torch.finfo(getattr(torch, dtype)).bits // 8
-        block = 2 * B * T_r * Hkv * D * item + 4 * B * T_r * segments
-        sums = 8 * B * T_r * Hkv * D
-        sent = [[e[1] for e in events if e[0] == "send"] for events in (forward, backward)]
-        assert sent[0] == [block] * (n - 1)
-        assert sorted(sent[1]) == sorted([block] * (n - 1) + [sums] * n)
-        if window is None:  # else there are steps at which nothing is computed
-            order = [name for name, _ in itertools.groupby(e[0] for e in forward)]
-            assert order == [*["send", "compute", "wait"] * 2, "compute"]
-            order = [name for name, _ in itertools.groupby(e[0] for e in backward)]
-            assert order[:3] == ["send", "compute", "send"]
-
-
 # --- without processes ---
 
 
@@ -275,81 +183,6 @@ def test_shards_are_the_zigzag_and_positions_say_where_they_stand(n, T) -> None:
         if c > 1:
             with pytest.raises(ValueError, match=f"fit into block_size {2 * n * (c - 1)}"):
                 ring.positions(2 * c, 2 * n * (c - 1) - 1)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 5, 9])
-def test_every_visible_pair_is_computed_once_and_no_hidden_tile_at_all(n, window) -> None:
-    c, times = 3, torch.zeros(6 * n, 6 * n)
-    work = []
-    for r in range(n):
-        at = place(r, n).positions(2 * c, 6 * n)
-        for step in range(n):
-            keys = place((r - step) % n, n).positions(2 * c, 6 * n)
-            for I, J, offset in place(r, n).tiles(step, 2 * c, window):
-                i, j = torch.arange(c)[:, None], torch.arange(c)
-                seen = visible(i, j, offset, window)
-                assert seen.any()
-                times[at[I, None], keys[J]] += seen
-        work.append(int(times[at].sum()))
-    i, j = torch.arange(6 * n)[:, None], torch.arange(6 * n)
-    assert torch.equal(times.bool(), visible(i, j, 0, window)) and times.max() == 1
-    if window is None:
-        assert len(set(work)) == 1, "causal work is even"
-
-
-# --- sdpa_flash on CUDA: its operators' documented masks, in float64 ---
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, debug: bool = False, *,
-           scale: float) -> Any:
-    """aten._scaled_dot_product_flash_attention: (B, H, T, D), causal to the bottom-right corner."""
-    assert q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and not (p or debug)
-    k, v = (t.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    S = scale * q.double() @ k.mT
-    if causal:
-        i, j = torch.arange(S.shape[2])[:, None], torch.arange(S.shape[3])
-        S = S.masked_fill(j > i + S.shape[3] - S.shape[2], -torch.inf)
-    return (S.softmax(dim=-1) @ v).to(q.dtype), S.logsumexp(dim=-1).float(), S, v, k
-
-
-def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-                    cum_q: None, cum_k: None, max_q: int, max_k: int, p: float, causal: bool,
-                    seed: Tensor, offset: Tensor, *, scale: float) -> Any:
-    assert (max_q, max_k) == (q.shape[2], k.shape[2]) and out.dtype == dout.dtype == q.dtype
-    assert L.dtype == torch.float32 and L.is_contiguous() and L.shape == q.shape[:3]
-    S, values, keys = _flash(q, k, v, p, causal, scale=scale)[2:]
-    P = (S - L[..., None]).exp()
-    D = (dout.double() * out.double()).sum(dim=-1, keepdim=True)
-    dS = P * (dout.double() @ values.mT - D)
-    group = q.shape[1] // k.shape[1]
-    dk, dv = ((x.mT @ y.double()).unflatten(1, (-1, group)).sum(dim=2)
-              for x, y in ((scale * dS, q), (P, dout)))
-    return tuple(t.to(q.dtype) for t in (scale * dS @ keys, dk, dv))
-
-
-def test_sdpa_flash_on_cuda_by_stand_ins_of_its_operators(monkeypatch) -> None:
-    monkeypatch.setattr(sdpa_flash, "aten", SimpleNamespace(
-        _scaled_dot_product_flash_attention=_flash,
-        _scaled_dot_product_flash_attention_backward=_flash_backward))
-
-    class OnCuda(Tensor):
-        is_cuda, is_cpu = True, False
-
-    def moved(args: Any) -> Any:
-        return [x.as_subclass(OnCuda) if isinstance(x, Tensor) else x for x in args]
-
-    def forward(*args: Any) -> Any:
-        out, L = sdpa_flash.PARTIAL.forward(*moved(args))
-        return out.as_subclass(Tensor), L.as_subclass(Tensor)
-
-    def backward(*args: Any) -> Any:
-        return [t.as_subclass(Tensor) for t in sdpa_flash.PARTIAL.backward(*moved(args))]
-
-    backend = replace(BACKENDS["sdpa_flash"], partial=Partial(forward, backward))
-    for Hkv, D, scale in ((4, 32, None), (2, 20, None), (1, 64, 0.3)):
-        case = Case("50", 50, 50, 4, Hkv, D, scale=scale, lse=True)
-        probed(Item(case, "float16", probed, ()).of(backend, case.spec("float16"), "cpu"))
 
 
 # --- the model ---
@@ -391,16 +224,6 @@ MODELS: dict[int, list[Any]] = {  # by processes: what trained() takes last
     2: [(TILED,), (WINDOW, True)],
     4: [(TILED,), (WINDOW, False, True)],
 }
-
-
-def test_triton_in_a_ring_takes_packed_texts() -> None:
-    case = next(c for c in CASES if c.name == "97-packed")
-    if BACKENDS["triton"].why_not(case.spec("float32", lse=True), Machine.here("cpu")):
-        pytest.skip("triton cannot run here")
-    inputs = matrix.inputs(case, "float32")[:4]
-    got = oracle.Result(*attention(Ring(), "triton", case, inputs, "float32"))
-    exact, rough = matrix.truth(case, "float32"), matrix.plain(case, "float32")
-    oracle.check(got, rough, exact, torch.float32)
 
 
 @pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
