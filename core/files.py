@@ -13,7 +13,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import IO
@@ -95,13 +95,14 @@ def locked(folder: Path) -> Iterator[None]:
     import fcntl
 
     path, made, option = folder / ".lock", not folder.exists(), f"--out_dir={printable(folder)}"
-    with socket.socket(socket.AF_UNIX) as name:
+    with ExitStack() as held:
         try:
             with suppress(PermissionError):  # in a sandbox
                 if sys.platform == "linux":
+                    name = held.enter_context(socket.socket(socket.AF_UNIX))
                     name.bind(b"\0nanoattn" + sha256(os.fsencode(folder.resolve())).digest())
             folder.mkdir(parents=True, exist_ok=True)
-            file = open_output(path, "a+")
+            file = held.enter_context(open_output(path, "a+"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -114,14 +115,13 @@ def locked(folder: Path) -> Iterator[None]:
                 found = path.read_text("utf-8", "replace") if path.is_file() else "now deleted"
                 why = f"is in use by another process ({printable(found[:99])}); name another folder"
             raise UserError(f"{option} {why}") from e
-        with file:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}")
-            file.flush()
-            try:
-                yield
-            finally:
-                with suppress(OSError):
-                    path.unlink()
-                    if made:
-                        folder.rmdir()  # it stays if something was written
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()
+                if made:
+                    folder.rmdir()  # it stays if something was written

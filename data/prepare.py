@@ -72,10 +72,10 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
     made_from = _made_from(dataset, config)
     one_text = dataset == "chars" or dataset.startswith("shakespeare")
     how = prepare_shards if dataset == "shards" else prepare_text if one_text else prepare_documents
+    if _is_prepared(out_dir, made_from, config.force):
+        print(f"{out_dir} is already prepared (--force prepares it again)")
+        return
     with locked(out_dir):
-        if _is_prepared(out_dir, made_from, config.force):
-            print(f"{out_dir} is already prepared (--force prepares it again)")
-            return
         new = out_dir / ".partial"
         try:
             refuse_link(new)

@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -332,8 +333,11 @@ def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
 
 # --- a folder in use, and damage ---
 
-def test_a_folder_in_use_is_refused(data_dir, out):
-    """To a new run and a resumed one; --eval_only writes nothing."""
+@pytest.mark.parametrize("sandbox", [False, True])
+def test_a_folder_in_use_is_refused(data_dir, out, monkeypatch, sandbox):
+    """To a new run and a resumed one; --eval_only writes nothing. A sandbox permits no sockets."""
+    if sandbox:
+        monkeypatch.setattr("socket.socket", Mock(side_effect=PermissionError))
     with files.locked(out):
         before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
         for r in (run(data_dir, out, max_iters=2), resume(out, "--max_iters=12")):
