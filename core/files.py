@@ -94,7 +94,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     import fcntl
 
-    path, made, option = folder / ".lock", not folder.exists(), f"--out_dir={printable(folder)}"
+    path, there, option = folder / ".lock", os.path.exists(folder), f"--out_dir={printable(folder)}"
     with ExitStack() as held:
         try:
             with suppress(PermissionError):  # in a sandbox
@@ -123,5 +123,5 @@ def locked(folder: Path) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 path.unlink()
-                if made:
+                if not there:
                     folder.rmdir()  # it stays if something was written

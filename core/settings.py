@@ -58,7 +58,8 @@ def user_errors(where: str = "") -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raise UserError(f"{where}{getattr(error, 'strerror', None) or error}") from error
+        why = where and getattr(error, "strerror", None)  # without the file's name
+        raise UserError(f"{where}{why or error}") from error
 
 
 def first_line(error: BaseException) -> str:

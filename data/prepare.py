@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field, PositiveInt
 
 from core.background import map_ahead
-from core.files import locked, refuse_link, write_at_once
+from core.files import locked, printable, refuse_link, write_at_once
 from core.settings import UserError, check_fields
 from data import documents, shards, sources
 from data.documents import DATASETS, HUB, Piece
@@ -92,8 +92,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
                     os.fsync(f.fileno())
                 os.replace(file, out_dir / file.name)
         except OSError as e:  # errors while reading are UserErrors by now
-            why = e.strerror or e
-            raise UserError(f"cannot write {out_dir} ({why}); use another --out_dir") from e
+            raise UserError(f"cannot write {out_dir} ({e.strerror or e}); name another one") from e
         finally:
             shutil.rmtree(new, ignore_errors=True)
     n = found.get("files") or sum(map(len, found.get("shards", {}).values()))
@@ -174,7 +173,7 @@ def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tok
     dtype = dtype_for(tokenizer.vocab_size)
     ids = {split: np.array(tokenizer.encode(part), dtype) for split, part in parts.items()}
     if min(map(len, ids.values())) < 2:
-        raise UserError(f"{config.source} is too short ({len(text)} characters)")
+        raise UserError(f"{printable(config.source)} is too short ({len(text)} characters)")
     for split, tokens in ids.items():
         tokens.tofile(folder / f"{split}.bin")
     found: Json = {"dtype": dtype.name, "files": len(files)}
@@ -250,7 +249,7 @@ def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tupl
                 shown = time.monotonic()
                 done = f"{count:,} documents, {tokens.total():,} tokens"
                 print(f"preparing {dataset}: {done}", file=sys.stderr, flush=True)
-    where = config.source or dataset
+    where = printable(config.source or dataset)
     if tokens.total() == count * (len(tokenizer.begin) + 1):
         raise UserError(f"{where} contains no text; use another --source")
     missing = math.ceil(tokens.total() * fraction) - tokens["val"]

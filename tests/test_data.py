@@ -511,6 +511,7 @@ def test_two_preparations_do_not_share_a_folder(tmp_path: Path, text: Path, gpt2
         ("a.jsonl", b'{"text": null}\n{"text": ""}\n', ["no text"]),
         ("a.md", b"text", [".jsonl"]),
         ("a.txt", b"", ["no text"]),
+        ("a\nb.txt", b"tea", ["short"]),
     ],
 )
 def test_bad_sources_are_named(tmp_path: Path, gpt2: Any, name: str, content: bytes,
@@ -518,7 +519,7 @@ def test_bad_sources_are_named(tmp_path: Path, gpt2: Any, name: str, content: by
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
         run("text", tmp_path / "out", source=str(tmp_path / name))
-    assert all(word in str(error.value) for word in (*words, name))
+    assert all(word in str(error.value) for word in (*words, repr(name)[1:-1]))
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
@@ -533,6 +534,7 @@ def test_bad_sources_are_named(tmp_path: Path, gpt2: Any, name: str, content: by
         (["openwebtext", "--source=x"], "--source"),
         (["text", "--source=no-such-folder"], "no-such-folder"),
         (["text"], "--source"),
+        (["chars", f"--source={__file__}", f"--out_dir={'a' * 300}"], "a" * 300),
     ],
 )
 def test_mistakes_on_the_command_line(argv: list[str], word: str) -> None:

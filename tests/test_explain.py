@@ -274,12 +274,15 @@ def test_the_page_is_written_through_no_link(run, tmp_path, monkeypatch) -> None
         path.unlink()
 
 
+LONG = "a" * 300  # no file may have this name
+
+
 @pytest.mark.parametrize("words, named", [
     (["--layer=2"], "got 2"), (["--head=-1"], "got -1"), (["--prompt=né"], "'é'"),
     (["--prompt="], "prompt"), (["--prompt=||", "--segments=|"], "prompt"),
     (["--window=0"], "window"), (["--segments="], "segments"),
     (["--prompt=FILE:no/such.txt"], "no/such.txt"), (["--html=no/x.html"], "no/x.html"),
-    (["--promt=a"], "--prompt"), (["--out_dir=no/run"], "no/run"),
+    (["--promt=a"], "--prompt"), (["--out_dir=no/run"], "no/run"), ([f"--out_dir={LONG}"], LONG),
     (["--attention_backend=flash_attn_3", "--attention_fallback=False"], "flash_attn_3"),
 ])
 def test_a_wrong_setting_is_named(run, words, named) -> None:
