@@ -125,7 +125,7 @@ def early_by_alibi(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor
     moved = {**options, "alibi_slopes": -slopes}
     if sinks is not None:
         moved["sinks"] = sinks + m_right
-    some, all_and_rest = q.tensor_split([n - n_all], dim=1)
+    some, all_and_rest = q[:, : n - n_all], q[:, n - n_all :] if n_all else q[:, :0]
     causal, full = replace(spec, window=None, right=0), replace(spec, window=None, right=None)
     out, *L = attend(some, k[:, :n_seen], v[:, :n_seen], causal, **moved)
     L = [x - m_right.view(-1, m_right.shape[-1], 1) for x in L]

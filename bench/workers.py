@@ -17,6 +17,7 @@ import time
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
@@ -115,6 +116,7 @@ class Worker:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # else it runs the user's script again
         # Until it has a process group of its own Ctrl-C reaches it too.
+        resource_tracker.ensure_running()  # with the first process, and it unblocks Ctrl-C
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()

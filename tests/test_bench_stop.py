@@ -178,3 +178,18 @@ def test_no_child_survives_its_bench_and_its_rounds_are_kept(
     (record,) = tmp_path.glob("*_k/record.json")
     content = json.loads(record.read_text(encoding="utf-8"))
     assert content["complete"] is False and len(content["rows"][0]["rounds"]) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_first_process_starts_is_one_line() -> None:
+    bench = subprocess.Popen(
+        [sys.executable, "bench_mfu.py", *small("train"), "--backends=sdpa"], cwd=ROOT, text=True,
+        start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert bench.stderr
+    with bench:
+        next(line for line in bench.stderr if "vocabulary" in line)
+        time.sleep(2)  # it imports torch
+        os.killpg(bench.pid, signal.SIGINT)
+        assert "Traceback" not in bench.stderr.read()
+    assert bench.returncode == 130

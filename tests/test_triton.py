@@ -6,6 +6,7 @@ Without CUDA the kernels run in Triton's interpreter, slowly: the shapes here ar
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from attention.check.matrix import Case
 from attention.masks import mask
 from attention.proof import run
 from attention.triton_flash import attend
+from attention.truth import truth
 
 pytest.importorskip("triton", reason="package 'triton' is not installed")
 from attention.triton import flash_kernels as triton_kernels
@@ -99,6 +101,17 @@ def revealed(spec: Spec, B: int, seed: int) -> Tensor:
     torch.manual_seed(seed)
     with torch.no_grad():
         return (attend(zeros, zeros, eye, spec) != 0).cpu()
+
+
+def test_what_a_tile_has_past_the_last_query_overflows_nowhere() -> None:
+    """ALiBi's scores grow with the distance where queries come before every key, and by slopes
+    below 0."""
+    case = Case("steep", 33, 17, right=9, alibi=True, B=1, H=2, Hkv=2, D=16)
+    spec, given = case.spec("float32"), matrix.inputs(case, "float32", DEVICE)
+    given = given._replace(alibi_slopes=torch.tensor([9.0, -9.0], device=DEVICE))
+    found = both_passes([*given], spec, partial(attend, **given.options))
+    for got, want in zip(found, truth(given, spec).tensors.values(), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

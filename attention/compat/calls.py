@@ -63,10 +63,9 @@ def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors:
     for name, (t, layout) in tensors.items():
         if t is not None:
             axes, shape = layout.split(), getattr(t, "shape", ())
-            want = tuple(map(sizes.setdefault, axes, shape))  # the known sizes, or else its own
-            if len(axes) != len(shape):
-                want = tuple(sizes.get(axis, -1) for axis in axes)
-            must_be(name, t, want, on, dtypes)
+            same = len(axes) == len(shape)  # then the sizes that are not known are its own
+            want = map(sizes.setdefault, axes, shape) if same else (sizes.get(a, -1) for a in axes)
+            must_be(name, t, tuple(want), on, dtypes)
 
 
 def requested(

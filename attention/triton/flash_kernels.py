@@ -342,7 +342,7 @@ def dq_kernel(
     delta_i = tl.sum(dO_i.to(tl.float32) * O_i.to(tl.float32), axis=1)
     tl.store(Delta + i, delta_i, mask=i < Tq)
     Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
-    L_i = tl.load(L + i, mask=i < Tq, other=0.0)
+    L_i = tl.load(L + i, mask=i < Tq, other=float("inf"))  # 0: ALiBi's scores might overflow
     dQ_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     unit = unit_of_scores(tau, softcap)
     for MASKED in tl.static_range(2):
@@ -441,7 +441,7 @@ def dkdv_kernel(
                 i = i0 + tl.arange(0, BLOCK_M)
                 Q_i = load_rows(Q_h, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED, TMA)
                 if MASKED:
-                    L_i = tl.load(L + bh * Tq + i, mask=i < Tq, other=0.0)
+                    L_i = tl.load(L + bh * Tq + i, mask=i < Tq, other=float("inf"))
                     delta_i = tl.load(Delta + bh * Tq + i, mask=i < Tq, other=0.0)
                 else:
                     L_i = tl.load(L + bh * Tq + i)
