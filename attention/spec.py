@@ -87,8 +87,8 @@ DROPOUT_STEP = 1 / 16  # to which cuDNN rounds dropout: a multiple of it is a ki
 class Spec:
     """The attention that is requested.
 
-    `kind` names its features without the values of numbers: "2 queries a key/value head of 64,
-    float32, window, scale, training". One plan serves all calls of a kind (plan.py).
+    `kind` names its features without the values of numbers: "2 query heads a key/value head of
+    64, float32, window, scale, training". One plan serves all calls of a kind (plan.py).
 
     Raises:
         ValueError: an option is out of range.
@@ -152,7 +152,7 @@ class Spec:
 
     def _words(self, numbers: bool) -> str:
         group = self.n_head // self.n_kv_head
-        heads = f"{group} queries a key/value head" if group > 1 else "heads"
+        heads = f"{group} query heads a key/value head" if group > 1 else "heads"
         if numbers:
             heads = f"{self.n_head} heads" + f" over {self.n_kv_head}" * (group > 1)
         words = [f"{heads} of {self.head_dim}", self.dtype]

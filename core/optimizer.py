@@ -51,6 +51,9 @@ def schedule_warnings(config: Config) -> list[str]:
     steps = min(last, max(0, config.warmup_iters - 1)), min(last, config.warmup_iters)
     highest = max(learning_rate(step, config) for step in steps)
     found = []
+    if config.lr_decay_iters is not None and config.lr_decay_iters < config.max_iters:
+        ends = f"the learning rate's decay ends at step {config.lr_decay_iters} (--lr_decay_iters)"
+        found += [f"WARNING: {ends}, the run at {config.max_iters}"]
     if highest < (1 - 1e-9) * config.learning_rate:
         names = ("learning_rate", "warmup_iters", "lr_decay_iters", "max_iters")
         why = ", ".join(f"--{name}={getattr(config, name)}" for name in names)

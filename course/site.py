@@ -105,7 +105,8 @@ def typeset(page: str) -> str:
         return f'<div class="formula">{convert(found[1], display="block")}</div>\n'
 
     def inline(found: re.Match[str]) -> str:
-        return found[0] if found[1] is None else convert(found[1])
+        # Markdown takes <math> at the beginning of a line for a block.
+        return found[0] if found[1] is None else f"<span>{convert(found[1])}</span>"
 
     page = re.sub(r"^```math\n((?:.*\n)*?)```\n", block, page, flags=re.M)
     code = r"^```(?:.*\n)*?```$|`+[^`]+`+"

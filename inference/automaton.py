@@ -143,7 +143,7 @@ def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
         outlines.Index(f"{pattern}|", outlines.Vocabulary(1, {b"\xff": [0]}))
         index = outlines.Index(f"\\x00(?:{pattern})\\x00|", outlines.Vocabulary(512, tokens))
     except ValueError as e:
-        why = f"({str(e).split('. ')[0]}); look-around and back-references are not supported"
+        why = f"({str(e).split('. ')[0]}): check brackets; no look-around, no back-references"
         raise ValueError(f"cannot compile {what} {why}") from e
     found, finals = index.get_transitions(), index.get_final_states()
     if len(found) > STATES:

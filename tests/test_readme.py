@@ -193,6 +193,12 @@ def chunked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "chunked.py"
 
 
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_kernel_of_the_page_passes_the_check(chunked: str) -> None:
+    assert check.main([chunked, "--quick", "--device=cpu"]) == 0
+
+
 def test_the_kernel_of_the_page_explained(chunked: str, capsys: Any) -> None:
     """And for dropout, which it does not declare."""
     for words, backend in (([], "chunked"), (["--dropout=0.1"], "sdpa")):

@@ -292,7 +292,8 @@ PROPERTIES: list[Row] = [
      "150x190-gqa-B1-D64-dropout.25-window70-packed"),
     (1, "one graph", "torch.compile", compiled, "65-gqa-compiled", ", window9-right5",
      ", inference"),
-    (2, "left padding", "caches", accuracy, "3x24-left-gqa-B3-dynamic, 3x24-gqa-dynamic,"
+    (1, "in a cache", "caches", accuracy, "3x24-gqa-dynamic", ", window6"),
+    (2, "left padding", "caches", accuracy, "3x24-left-gqa-B3-dynamic,"
      "24-left-gqa-B3-dynamic, 1x24-left-gqa-B3-dynamic", ", window6"),
     (5, "in a cache", "caches", probed, "64-gqa-static", CACHED),
     (5, "in a cache", "caches", probed,

@@ -306,7 +306,8 @@ class Layer(NamedTuple):
             kernels = ", ".join(chosen.kernels) or "plain operators"
             lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
             options, _, _ = str(spec).rpartition(", ")  # the last word is training or inference
-            found.append(f"{chosen.backend.name} (kernel: {kernels}), {calls} calls, {options}, "
+            found.append(f"{chosen.backend.name} (kernel: {kernels}), {calls} "
+                         f"call{'s' * (calls > 1)}, {options}, "
                          f"gradients {'on' if spec.grad else 'off'}{lost}")
         return tuple(found) or ("NOT CALLED",)
 

@@ -287,5 +287,5 @@ def why_not_bfloat16(n_embd: int) -> str | None:
     if units == "AVX512_BF16" and not _amd():  # Intel's do as many operations a cycle as float32's
         return "AVX512_BF16 is faster on AMD's processors only"
     if n_embd < LEAST_WIDTH[units]:
-        return f"measured to be faster from n_embd={LEAST_WIDTH[units]} on, this is {n_embd}"
+        return f"bfloat16 is measured faster from n_embd={LEAST_WIDTH[units]} on, this is {n_embd}"
     return None
