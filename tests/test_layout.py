@@ -19,7 +19,7 @@ BELOW: dict[str, set[str]] = {  # the rooms that each may import
 }
 TOP = {*COMMANDS, "bench", "viewer", "course"}
 # Lines in all, exercises and web pages included. They only fall: who adds shortens something else.
-CAPS = {"source": 28_860, "tests": 22_600}
+CAPS = {"source": 28_810, "tests": 19_100}
 KERNELS = ("manual", "tiled", "sdpa", "sdpa_bmm", "flex", "triton_flash", "flash", "paged")
 # A backend has about 150 lines. flash.py holds three packages, flex.py two kernels and their
 # compilation, tiled.py the backward pass written out; sdpa.py is five backends.
