@@ -51,13 +51,13 @@ def schedule_warnings(config: Config) -> list[str]:
     steps = min(last, max(0, config.warmup_iters - 1)), min(last, config.warmup_iters)
     highest = max(learning_rate(step, config) for step in steps)
     found = []
-    if config.lr_decay_iters is not None and config.lr_decay_iters < config.max_iters:
-        ends = f"the learning rate's decay ends at step {config.lr_decay_iters} (--lr_decay_iters)"
-        found += [f"WARNING: {ends}, the run at {config.max_iters}"]
     if highest < (1 - 1e-9) * config.learning_rate:
         names = ("learning_rate", "warmup_iters", "lr_decay_iters", "max_iters")
         why = ", ".join(f"--{name}={getattr(config, name)}" for name in names)
         found += [f"WARNING: the highest learning rate is {highest:.3g} ({why})"]
+    elif config.lr_decay_iters is not None and config.lr_decay_iters < config.max_iters:
+        ends = f"the learning rate's decay ends at step {config.lr_decay_iters} (--lr_decay_iters)"
+        found += [f"WARNING: {ends}, the run at {config.max_iters}"]
     if (config.min_lr or 0) > config.learning_rate:
         why = f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}"
         found += [f"WARNING: {why}: the rate rises"]

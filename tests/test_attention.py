@@ -50,7 +50,7 @@ TRITON = ("1", "2", "1x97", "17", "k BHTD", "beyond the view", "negative-20", "D
           "the same mask again, 9x16-gqa-D16-dropout.25-sinks", "in parts, merged by L, 50-mqa-lse",
           "log-sum-exp, 33-mqa-lse", "gradients of some inputs, 17-gqa-sinks")
 FLEX = ("1x97", "packed-window16-gqa", "empty, 5-gqa-inference",
-        "causality, 20x33-gqa-inference-window9", "left padding, 3x24-gqa-dynamic")
+        "causality, 20x33-gqa-inference-window9", "in a cache, 3x24-gqa-dynamic")
 SLOW = {"flex": (FLEX, 0, 40), "triton": (TRITON, 9, 10)}  # CI's, the fast of them, one in so many
 
 
