@@ -121,10 +121,11 @@ def early_by_alibi(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor
         return joined(*rows, dims=(0, 0))
     n, Tk = q.shape[1] - k.shape[1], k.shape[1]
     n_all = n if spec.right is None else min(n, max(0, spec.right - Tk + 1))
-    m_right, n_seen = slopes * (spec.right or 0), min(spec.right or 0, Tk - 1)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    m_right, n_seen = slopes.to(exact) * (spec.right or 0), min(spec.right or 0, Tk - 1)
     moved = {**options, "alibi_slopes": -slopes}
     if sinks is not None:
-        moved["sinks"] = sinks + m_right
+        moved["sinks"] = sinks.to(exact) + m_right
     some, all_and_rest = q[:, : n - n_all], q[:, n - n_all :] if n_all else q[:, :0]
     causal, full = replace(spec, window=None, right=0), replace(spec, window=None, right=None)
     out, *L = attend(some, k[:, :n_seen], v[:, :n_seen], causal, **moved)

@@ -155,8 +155,7 @@ def test_a_planted_bug_is_found_and_named(bug: str, tmp_path: Path, capsys) -> N
     assert ("not finite" in " ".join(report["mistake"])) == nan
 
 
-@pytest.mark.parametrize("bug", ["window off by one", "gradient assumed dense",
-                                 pytest.param("segments assumed dense", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bug", ["window off by one", "gradient assumed dense"])
 def test_the_script_of_a_case_prints_both_results_anywhere(bug, tmp_path: Path, capsys) -> None:
     words = [planted(bug, tmp_path)[0], *QUICK, "--dtype=float32", "--first", "--json"]
     report = json.loads(ask(capsys, *words)[1])

@@ -14,7 +14,6 @@ decide the same.
 from __future__ import annotations
 
 import platform
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -81,8 +80,9 @@ class OneDNNHead(Head):
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         plain = x.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or _compiling()
-        switch = nullcontext if plain or self.float32 != "onednn" else onednn
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), switch)
+        if plain or self.float32 != "onednn":
+            return super().loss(x, weight, targets)
+        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), onednn)
 
 
 _compiling = torch.compiler.is_compiling
