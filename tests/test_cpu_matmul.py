@@ -113,7 +113,7 @@ def test_layouts_of_a_few_rows(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_for_inference_follows_its_weights(dtype: str, onednn: bool) -> None:
-    """Written in place, replaced, moved, copied; and with gradients."""
+    """Written in place, also past autograd, replaced, moved, copied; and with gradients."""
     config = GPTConfig(block_size=16, vocab_size=96, n_layer=1, n_head=2, n_embd=64)
     idx = torch.arange(12).view(2, 6)
     setup = replace(Setup.of(torch.device("cpu"), dtype), onednn=Decision(onednn))
@@ -133,6 +133,9 @@ def test_a_model_for_inference_follows_its_weights(dtype: str, onednn: bool) -> 
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(3)
+    check(model)
+    for p in model.parameters():
+        p.data.div_(3)
     check(model)
     model.load_state_dict(other.to(setup.dtype).state_dict(), assign=True)
     check(model)

@@ -206,6 +206,8 @@ def pack(model: nn.Module) -> None:
 class _Packed(NamedTuple):
     alias: Tensor  # of the weight: while it lives no other tensor has its address
     version: int
+    sample: Tensor  # about 64 numbers of the weight, a view: a write through .data shows
+    before: Tensor  # the same as they were
     weight: Tensor
 
 
@@ -218,7 +220,8 @@ def packed_linear(
     """linear() by oneDNN with a copy of the weight in its own layout; with gradients, in a graph,
     in other dtypes, and with "few" below four rows of float32 without it.
 
-    A weight that has changed is packed again; a write through .data is not seen.
+    A weight that has changed is packed again. A write through .data has no version: it is seen
+    where it changes one of 64 numbers, as that of a whole matrix does.
     """
     few = x.dtype == torch.float32 and float32 != "onednn" and x.numel() < 4 * x.shape[-1]
     in_graph = torch.is_grad_enabled() or _compiling() or torch.is_autocast_enabled("cpu")
@@ -231,10 +234,12 @@ def packed_linear(
         or found.version != weight._version
         or found.alias.data_ptr() != weight.data_ptr()
         or found.alias.dtype != weight.dtype
+        or not torch.equal(found.sample, found.before)
     ):
         alias = weight.detach()
         made = torch.ops.mkldnn._reorder_linear_weight(alias, ROWS)
-        found = _packed[weight] = _Packed(alias, weight._version, made)
+        sample = alias.flatten()[:: max(1, alias.numel() // 64)]  # a view: weights are contiguous
+        found = _packed[weight] = _Packed(alias, weight._version, sample, sample.clone(), made)
     bias = None if bias is None else bias.contiguous()  # the operator ignores its stride
     return torch.ops.mkldnn._linear_pointwise(x, found.weight, bias, "none", [], "")
 
