@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def begin(work: Callable[..., R], *args: Any) -> Future[R]:
-    """Start work(*args) in a thread; its result() waits, and a signal interrupts the wait."""
+    """Start work(*args) in a thread; a signal interrupts the wait for its result()."""
     future: Future[R] = Future()
 
     def run() -> None:

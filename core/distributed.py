@@ -1,7 +1,6 @@
 """The processes of a run: ranks, groups, timeouts, and small collectives on the CPU.
 
-PyTorch handles a dead or frozen process: the collectives of the others fail, at once or after
---hang_timeout, and torchrun ends all (docs/SCALE.md).
+docs/SCALE.md: what happens when a process fails.
 """
 
 from __future__ import annotations
@@ -48,17 +47,18 @@ class DistInfo:
             raise UserError(f"--context_parallel={N} needs a multiple of {N} processes, got {n}")
         if "RANK" not in os.environ:
             return cls(device=device)
+        backend = "gloo"
         if device.type == "cuda":
+            backend = "nccl"
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             local_size = int(os.environ["LOCAL_WORLD_SIZE"])
             if local_size > (gpus := torch.cuda.device_count()):  # on all ranks: rank 0 prints it
                 raise UserError(f"--nproc_per_node={local_size} needs as many GPUs, found {gpus}")
             torch.cuda.set_device(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
         slow = timedelta(seconds=SLOW_S)
         store, rank, n = next(dist.rendezvous("env://", timeout=slow))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # torchrun keeps one store for all attempts, with the addresses of dead processes in it
+            # torchrun's store keeps the addresses of an earlier attempt's dead processes
             # (PyTorch issue 135712). On several nodes see docs/SCALE.md.
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(backend, timeout=slow, store=store, rank=rank, world_size=n)
@@ -91,16 +91,16 @@ class DistInfo:
         if int(share) < steps:
             raise UserError(
                 f"--batch_size={batch_size} times --gradient_accumulation_steps={accumulated} "
-                f"cannot be divided among {self.data_size} processes: make the second a multiple"
+                f"cannot be divided among {self.data_size} processes"
             )
         return steps
 
     @property
     def launcher(self) -> str:
         """Start of the command for this many processes; on several nodes each needs it."""
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         if self.world_size == 1:
             return "python"
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         if local_size == self.world_size:
             return f"torchrun --standalone --nproc_per_node={local_size}"
         first = f"{os.environ['MASTER_ADDR']}:29400"
@@ -108,18 +108,13 @@ class DistInfo:
         return f"torchrun {nodes} --rdzv_backend=c10d --rdzv_endpoint={first}"
 
     def job(self) -> str | None:
-        """The torchrun job, the same after a restart; None without torchrun. All ranks call it.
-
-        Without --rdzv_id ("none") it is the process id of torchrun.
-        """
-        name = os.environ.get("TORCHELASTIC_RUN_ID")
+        """The torchrun job, the same after a restart; None without torchrun. All ranks call it."""
+        name = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" without --rdzv_id
         return self.gather(f"none {os.getppid()}" if name == "none" else name)[0]
 
     def limit(self, seconds: float) -> None:
         """Set how long a collective may wait for another rank, in all groups but `disk`."""
-        if self.control is None:
-            return
-        for group in list(dist.distributed_c10d._world.pg_map):
+        for group in [*dist.distributed_c10d._world.pg_map] if self.control is not None else ():
             if group is not self.disk:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -149,6 +144,13 @@ class DistInfo:
         dist.all_reduce(t, group=self.control)
         return t.tolist()
 
+    def gather(self, value: T) -> list[T]:
+        """Every process's value, in order of rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def leave(self) -> None:
         if self.control is not None:
             dist.destroy_process_group()
@@ -156,14 +158,6 @@ class DistInfo:
     def say(self, text: str, file: TextIO | None = None) -> None:
         if self.main:
             print(text, file=file, flush=True)
-
-    def gather(self, value: T) -> list[T]:
-        """Every process's value, in order of rank."""
-        if self.world_size == 1:
-            return [value]
-        values: list[T] = [value] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
 
 
 def _world_size(device: torch.device) -> int:
@@ -177,8 +171,8 @@ def _world_size(device: torch.device) -> int:
     if missing or not (rank and rank.isdecimal() and n.isdecimal() and int(rank) < int(n)):
         why = f"{', '.join(missing)} missing" if missing else f"RANK={rank} and WORLD_SIZE={n}"
         raise LaunchError(
-            f"a launcher's environment is not complete ({why}): start with torchrun, which sets "
-            "all, or for one process: unset RANK WORLD_SIZE LOCAL_RANK"
+            f"a launcher's environment is not complete ({why}): start with torchrun, or for one "
+            "process: unset RANK WORLD_SIZE LOCAL_RANK"
         )
     return int(n)
 

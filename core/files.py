@@ -74,23 +74,23 @@ def printable(text: object) -> str:
 
 def command(*words: object) -> str:
     """A command line to paste into bash, whatever characters the words have."""
+    return " ".join(map(_quoted, map(str, words)))
 
-    def escaped(c: str) -> str:
-        plain = c.isprintable() and c not in "\\'"
-        return c if plain else "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
 
-    texts = map(str, words)
-    return " ".join(
-        shlex.quote(w) if w.isprintable() else f"$'{''.join(map(escaped, w))}'" for w in texts
-    )
+def _quoted(word: str) -> str:
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = (c.isprintable() and c not in "\\'" for c in word)
+    codes = ("".join(f"\\x{byte:02x}" for byte in os.fsencode(c)) for c in word)
+    return "$'" + "".join(c if p else code for c, p, code in zip(word, plain, codes)) + "'"
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create the folder of --out_dir and keep other processes out of it.
+    """Create the folder of --out_dir and keep other processes out of it. Raises UserError.
 
     By `.lock` in it, for all machines that share the disk; on Linux also by the name of a socket,
-    which lasts when the folder is deleted. Both end with the process. Raises UserError.
+    which lasts when the folder is deleted. Both end with the process.
     """
     import fcntl
 
@@ -110,11 +110,11 @@ def locked(folder: Path) -> Iterator[None]:
             except OSError as e:  # NFS without locks
                 log.warning("%s cannot be locked (%s): use it once at a time", option, e.strerror)
         except OSError as e:
-            why = f"cannot be written ({e.strerror}); name another folder"
+            why = f"cannot be written ({e.strerror})"
             if e.errno in (errno.EADDRINUSE, errno.EWOULDBLOCK):
                 found = path.read_text("utf-8", "replace") if path.is_file() else "now deleted"
-                why = f"is in use by another process ({printable(found[:99])}); name another folder"
-            raise UserError(f"{option} {why}") from e
+                why = f"is in use by another process ({printable(found[:99])})"
+            raise UserError(f"{option} {why}; name another folder") from e
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()

@@ -6,15 +6,13 @@ of the operations that the model's mathematics needs, over the device's peak rat
     mfu = FLOPs per token * tokens per second / (peak FLOP/s * number of devices)
 
     mfu          6 N + 12 L H Q T per token, as in PaLM and nanoGPT. N: parameters without
-                 embeddings that are only looked up (positions; tokens, if the head is not tied to
-                 them); L layers, H heads of Q channels, T tokens in a sequence.
+                 embeddings that are only looked up; L layers, H heads of Q channels, T tokens in
+                 a sequence.
     mfu_causal   the same with T replaced by the mean number of keys that a query sees: (T + 1) / 2,
-                 fewer with a sliding window, and with a document mask or a mask of one's own
-                 (flex:FILE.py) as many as were counted.
+                 fewer with a window, a document mask or a mask of one's own.
 
 6 N: a multiply and an add per weight forward, twice that backward. 12 L H Q T: QK^T and PV take
-2 * 2 * Q * T forward per head, twice that backward. Recomputation (gradient checkpointing, a flash
-kernel's backward) is never counted. tests/test_flops.py compares with torch's FlopCounterMode.
+2 * 2 * Q * T forward per head, twice that backward. Recomputation is never counted.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
 
 
 def n_params(config: Sizes) -> int:
-    """N: the parameters of GPT(config), without those that are only looked up, by arithmetic."""
+    """N of GPT(config), by arithmetic."""
     norm = config.n_embd * (2 if config.norm == "layer" and config.bias is True else 1)
     block = sum(rows * (columns + bias) for rows, columns, bias in matrices(config))
     block += 2 * norm + 2 * config.head_dim * config.qk_norm
@@ -71,11 +69,7 @@ def uncounted(config: Sizes) -> str:
 
 @cache
 def mean_keys(T: int, window: int | None = None) -> float:
-    """Mean number of keys that a query sees in T tokens (attention.visible).
-
-    >>> mean_keys(4), mean_keys(4, window=2)
-    (2.5, 1.75)
-    """
+    """Mean number of keys that a query sees in T tokens: 2.5 of 4; with window=2, 1.75."""
     i = torch.arange(T)
     if T <= 2048:  # count the definition itself
         return float(visible(i[:, None], i[None, :], 0, window).sum()) / T
@@ -94,10 +88,7 @@ def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Te
 
 @singledispatch  # bench/hf.py adds models that were counted
 def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
-    """Floating-point operations that one token needs, forward and backward, trained on length T.
-
-    With `causal` only the visible pairs of query and key count.
-    """
+    """FLOPs of one token, forward and backward, trained on length T; causal: of visible pairs."""
     keys = sum(mean_keys(T, window) if causal else T for window in config.windows)
     return 6 * n_params(config) + 12 * config.n_head * config.head_dim * keys
 
@@ -127,6 +118,12 @@ def given(source: str) -> str:
     return f" of {source}" if source.startswith("--") else ""
 
 
+def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
+    """The datasheet's peak of a GPU for float32 (or TF32), bfloat16 or float16; None: unknown."""
+    known = datasheet_tflops(name, dtype, tf32)
+    return known and Peak(*known)
+
+
 def peak(
     device: str | torch.device, dtype: str, wanted: float | Literal["measure"] | None = None
 ) -> Peak:
@@ -135,42 +132,28 @@ def peak(
     if wanted is not None and wanted != "measure":
         return Peak(wanted, "--peak_tflops")
     device = torch.device(device)
-    if device.type == "cuda":
-        known = datasheet_peak(torch.cuda.get_device_name(device), dtype, allows_tf32())
-        if known:
-            return known
-    return measured_peak(device, dtype, again=wanted == "measure")
-
-
-def allows_tf32() -> bool:
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
-    """The datasheet's peak of a GPU for float32 (or TF32), bfloat16 or float16; None: unknown."""
-    known = datasheet_tflops(name, dtype, tf32)
-    return known and Peak(*known)
-
-
-def measured_peak(device: torch.device, dtype: str, again: bool = False) -> Peak:
-    """This machine's peak rate by kept_rate()."""
-    tf32 = " in TF32" if device.type == "cuda" and dtype == "float32" and allows_tf32() else ""
+    cuda = device.type == "cuda"
+    tf32 = cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    if cuda and (known := datasheet_peak(torch.cuda.get_device_name(device), dtype, tf32)):
+        return known
+    what = f"TFLOP/s, {dtype}{' in TF32' if tf32 and dtype == 'float32' else ''}"
     measure = partial(measured_tflops, device, getattr(torch, dtype))
-    rate, when = kept_rate(f"TFLOP/s, {dtype}{tf32}", device, measure, again)
+    rate, when = kept_rate(what, device, measure, again=wanted == "measure")
     return Peak(rate, f"{when}: the best of several large matrix products", True)
 
 
 def kept_rate(
     what: str, device: torch.device, measure: Callable[[], float], again: bool
 ) -> tuple[float, str]:
-    """Return a rate of this machine, and its date and age in words. It takes seconds to measure, so
-    all runs use the first one, from rates.json in the cache folder, until one measures again. One
-    from a busy machine is measured again as soon as nothing else runs."""
+    """Return a rate of this machine, and its date and age in words.
+
+    It is measured once and kept in rates.json of the cache folder; one from a busy machine is
+    measured again as soon as nothing else runs.
+    """
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
     today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
     try:
-        file = memory().with_name("rates.json")
-        known = dict(json.loads(file.read_text(encoding="utf-8")))
+        known = dict(json.loads(memory().with_name("rates.json").read_text(encoding="utf-8")))
         rate, day, busy = known[key]
         age = (today - date.fromisoformat(day)).days
         usable = math.isfinite(rate) and rate > 0
@@ -209,8 +192,8 @@ def spin() -> float:
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """The best rate of several large square matrix products, in TFLOP/s."""
     best = 0.0
-    own = torch.Generator(device).manual_seed(0)  # a resumed run draws the same numbers
-    # A run may use oneDNN for float32 products: if that is exact, its rate counts too.
+    own = torch.Generator(device).manual_seed(0)  # leaves the run's numbers alone
+    # A run may use oneDNN for float32 products, if that is exact.
     plain = device.type != "cpu" or dtype != torch.float32 or not cpu_matmul.exact()
     kinds = (torch.mm,) if plain else (torch.mm, cpu_matmul.matmul)
     cuda, began = device.type == "cuda", time.perf_counter()
@@ -220,9 +203,8 @@ def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
         a, b = torch.randn(2, n, n, device=device, generator=own).to(dtype)
         for count in itertools.count():
             passed = time.perf_counter() - began
-            if count >= 8 * len(kinds) and passed >= least * (i + 1):
-                break
-            if best and passed > 4:  # float16 on a CPU: 200 times slower
+            enough = count >= 8 * len(kinds) and passed >= least * (i + 1)
+            if enough or (best and passed > 4):  # float16 on a CPU: 200 times slower
                 break
             multiply = kinds[count % len(kinds)]
             synchronize(device)
@@ -239,7 +221,7 @@ def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """A run's tokens per second, and its share of the peak."""
+    """Tokens per second of all devices, and their share of the peak."""
 
     model: Sizes
     T: int
@@ -265,11 +247,11 @@ class Speed:
         full, causal = self.mfu
         row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
         if causal > 1:  # every kernel has to do these operations
-            row |= {"mfu": None, "mfu_causal": None}
-            row["mfu_why"] = f"the run exceeds the peak of {self.peak}"
+            why = f"the run exceeds the peak of {self.peak}"
+            row |= {"mfu": None, "mfu_causal": None, "mfu_why": why}
         elif full > 1:  # a kernel may leave out the masked pairs
-            row["mfu"] = None
-            row["mfu_why"] = f"with the masked pairs the run would exceed the peak of {self.peak}"
+            why = f"with the masked pairs the run would exceed the peak of {self.peak}"
+            row |= {"mfu": None, "mfu_why": why}
         return row
 
     def __str__(self) -> str:

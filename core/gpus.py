@@ -1,9 +1,7 @@
 """Peak rates of GPUs, their memory and its bandwidth, and the links of their servers.
 
-Rates are dense, from the datasheet in the row; other rates are measured (core/flops.py). Names and
-compute capabilities: attention/machine/gpus.py. Memory was compared with the tables of GPUs in
-NVIDIA's MIG user guide (A30, A100, H100, H200, GH200 with 96 GB, B200) and NIM documentation (L40S,
-RTX 4090 and 5090) and in AMD's ROCm documentation (192 GiB), of the others with third parties'.
+Rates are dense, from the datasheet in the row. Memory: NVIDIA's MIG guide and NIM documentation,
+AMD's ROCm documentation, or third parties' tables.
 """
 
 from __future__ import annotations
@@ -16,23 +14,20 @@ from attention.machine.gpus import MAKERS, describe, nearest, words
 
 @dataclass(frozen=True)
 class GPU:
-    """A row of the table. Names that go on ("Laptop GPU", a MIG slice) do not match it."""
+    """A row of the table; a name that goes on ("Laptop GPU", a MIG slice) does not match it."""
 
     name: str  # torch.cuda.get_device_name()
     # TFLOP/s in half precision with float32 accumulation, TF32 (or None) and float32
-    tflops: tuple[float, float | None, float] | None = None
-    bandwidth: float | None = None  # GB/s between its memory and the chip
-    memory: float | None = None  # GB
-    source: str = ""
+    tflops: tuple[float, float | None, float]
+    bandwidth: float  # GB/s between its memory and the chip
+    memory: float  # GB
+    source: str
     pattern: str = ""  # end of the device name; empty: `short`
 
     @property
     def short(self) -> str:
         """The name without its maker: "RTX 4090"."""
         return re.sub("NVIDIA |GeForce |Tesla |AMD Instinct ", "", self.name)
-
-    def is_device(self, name: str) -> bool:
-        return re.search(rf"\b({self.pattern or re.escape(self.short)})$", name) is not None
 
 
 _A100, _H100, _H100_NVL = (312, 156, 19.5), (989.4, 494.7, 66.9), (835.5, 417.5, 60)
@@ -99,13 +94,13 @@ SERVERS = {  # the name of a row above -> its server of eight
 
 def find_rated(name: str) -> GPU | None:
     """Return the GPU with that device name, None if its rates are unknown."""
-    return next((gpu for gpu in RATED if gpu.is_device(name)), None)
+    patterns = ((gpu, gpu.pattern or re.escape(gpu.short)) for gpu in RATED)
+    return next((gpu for gpu, p in patterns if re.search(rf"\b({p})$", name)), None)
 
 
 def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, str] | None:
     """Return the peak rate in TFLOP/s and its source, None if unknown."""
-    gpu = find_rated(name)
-    if not (gpu and gpu.tflops):
+    if not (gpu := find_rated(name)):
         return None
     half, in_tf32, single = gpu.tflops
     rates = {"float16": half, "float32": in_tf32 if tf32 else single}
@@ -118,15 +113,12 @@ def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, 
 def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
     """Return the memory bandwidth in bytes/s and its source, None if unknown."""
     gpu = find_rated(name)
-    return (gpu.bandwidth * 1e9, f"datasheet: {gpu.source}") if gpu and gpu.bandwidth else None
+    return (gpu.bandwidth * 1e9, f"datasheet: {gpu.source}") if gpu else None
 
 
 def describe_rated(text: str) -> tuple[GPU, str]:
-    """Return a GPU with known rates by describe()'s names, and a note if that was a choice.
-
-    "H100" is the usual variant; a "RTX 4090 Laptop GPU" has other rates than the RTX 4090. Raises
-    ValueError as describe(), or if its rates are unknown.
-    """
+    """Return a GPU with known rates by describe()'s names ("H100" is the usual variant), and a note
+    if that was a choice. Raises ValueError if it or its rates are unknown."""
     given, found = words(text) - MAKERS, find_rated(text)
     fit = [gpu for gpu in RATED if given and given <= words(gpu.name)]
     if not found:

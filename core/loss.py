@@ -1,9 +1,8 @@
 """Head and loss together: cross entropy of x @ weight.T that never holds all of the logits.
 
-The logits are the largest tensor of a training step: 50,304 numbers a token for GPT-2. The gradient
-of the mean loss with respect to them, (softmax - onehot) / n, needs one factor from above. So the
-forward pass takes a chunk of rows at a time: their logits, their loss, and their share of both
-gradients. Nothing is computed twice.
+The logits are the largest tensor of a training step. Their gradient, (softmax - onehot) / n, needs
+one factor from above: so the forward pass takes a chunk of rows at a time, their logits, their loss
+and their share of both gradients. Nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -65,27 +64,18 @@ def linear_cross_entropy(
     # ctx.needs_input_grad is True under no_grad too, where the gradients would be wasted.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     how = targets, dtype, want_grad, matmul_switch
-
     # A second derivative must find what the gradient depends on; views would keep x in memory.
     return _LinearCrossEntropy.apply(x, weight, *how, x[:0].clone(), weight[:0].clone())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        dtype: torch.dtype,
-        want_grad: bool,
-        matmul_switch: Switch,
-        empty_x: Tensor,
-        empty_w: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype,
+                want_grad: bool, matmul_switch: Switch, empty_x: Tensor,
+                empty_w: Tensor) -> Tensor:  # fmt: skip
         N, V = x.shape[0], weight.shape[0]
         rows = chunk_rows(N, V, x.device.type, dtype)
-        # oneDNN's bfloat16 product of 1024 rows takes longer than two of 512 (docs/LOG.md)
+        # oneDNN's bfloat16 product of 1024 rows takes longer than two of 512
         product_rows = 512 if x.device.type == "cpu" and dtype == torch.bfloat16 else None
         wide = torch.promote_types(dtype, torch.float32)
         x_, w = x.to(dtype), weight.to(dtype)
@@ -128,11 +118,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _cross_entropy(
     logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype, want_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The summed cross entropy, and its gradient in the logits' dtype.
-
-    In half precision on the CPU the gradient overwrites the logits, some rows at a time: their
-    float32 values stay in the caches.
-    """
+    """The summed cross entropy, and its gradient in the logits' dtype; in half precision on the CPU
+    in place, some rows at a time: their float32 values stay in the caches."""
     compiling, at_a_time = torch.compiler.is_compiling(), None
     if logits.device.type == "cpu" and logits.dtype != wide and not compiling:
         at_a_time = 2**20 // logits.shape[1]
@@ -156,7 +143,7 @@ def _cross_entropy(
 
 
 def pieces(n: int, size: int | None) -> list[slice]:
-    """n rows in pieces of `size` (at least 1; None: of n); the last may be smaller."""
+    """n rows in pieces of `size` (at least 1; None: of n)."""
     size = n if size is None else max(1, size)
     return [slice(a, min(a + size, n)) for a in range(0, n, size)]
 
@@ -164,8 +151,8 @@ def pieces(n: int, size: int | None) -> list[slice]:
 def chunk_rows(
     N: int, V: int, device: str, dtype: torch.dtype = torch.float32, memory: float | None = None
 ) -> int:
-    """Rows of logits at a time: as many as fit into 1/16 of a GPU's memory, 4 GB at most; on a CPU
-    few enough for its caches. memory: the GPU's in bytes; None: of the current one."""
+    """Rows of logits at a time: what fits into 1/16 of a GPU's memory (in bytes; None: of the
+    current one), 4 GB at most; on a CPU into its caches."""
     if device != "cpu":  # 8 bytes an element: logits, their float32 values, their gradient
         budget = min(int(memory or gpu_memory()) // 128, 2**29)
     else:

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 from torch import Tensor
@@ -37,7 +37,9 @@ class Metrics:
 
         wandb: arguments of wandb.init(), or None; evaluated: False if this step's is to come.
         """
-        self.path, known = out_dir / "metrics.jsonl", out_dir / "wandb_id.txt"
+        self.path = out_dir / "metrics.jsonl"
+        self.failed = False
+        self.wandb = None
         try:
             refuse_link(self.path)
             rows = [r for r in read(self.path) if r["iter"] <= step] if step else []
@@ -45,21 +47,25 @@ class Metrics:
             self._write("".join(json.dumps(r) + "\n" for r in rows))
         except OSError as e:
             raise UserError(f"{self.path} cannot be read and written ({e.strerror})") from e
-        self.failed = False
-        self.wandb = None
         if wandb is not None:
             try:
-                from wandb import Settings, init
-
-                for path in (known, out_dir / "wandb"):
-                    refuse_link(path)
-                if step and known.exists():
-                    wandb = {**wandb, "id": known.read_text(), "resume": "allow"}
-                self.wandb = init(dir=out_dir, settings=Settings(init_timeout=20), **wandb)
-                if identity := getattr(self.wandb, "id", None):
-                    write_at_once(known, identity)  # a resumed run joins it
+                self._join(wandb, step)
             except (Exception, SystemExit) as e:  # not installed, not logged in, not reachable
                 log.warning("wandb is off (%s: %s)", type(e).__name__, e)
+
+    def _join(self, wandb: Row, step: int) -> None:
+        """Begin a run of wandb, or go on with that of a resumed run."""
+        from wandb import Settings, init
+
+        folder = self.path.parent
+        known = folder / "wandb_id.txt"
+        for path in (known, folder / "wandb"):
+            refuse_link(path)
+        if step and known.exists():
+            wandb = {**wandb, "id": known.read_text(), "resume": "allow"}
+        self.wandb = init(dir=folder, settings=Settings(init_timeout=20), **wandb)
+        if identity := getattr(self.wandb, "id", None):
+            write_at_once(known, identity)
 
     def _write(self, text: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,27 +110,24 @@ class Meter:
     def __init__(
         self, distributed: DistInfo, model: Sizes, config: TrainConfig, backend: Backend, step: int
     ) -> None:
-        """Print the peak rate, looked up or measured (core/flops.py), and the time it would take.
-
-        config: of the run, its block_size and dtype decided; backend: of the steps after `step`.
-        """
+        """Print the peak rate, and the time that the steps after `step` would take at it."""
         device = distributed.device
         self.distributed = distributed
         self.model = model
         self.config = config
-        self.T = config.block_size
-        self.tokens = config.global_batch * self.T  # of a step, over all processes
+        self.tokens = config.global_batch * config.block_size  # of a step, over all processes
         self.peak = peak(device, config.dtype, config.peak_tflops)
         self.rates: list[float] = []  # tokens a second, of each logged interval
         self.quiet: list[float] = []  # of those without other programs
         self.printed: set[str] = set()  # reasons why MFU is not known
         self.core_waits = time.perf_counter(), waited()
         self.metrics: Metrics | None = None  # the main process's
-        # Keys that the queries of each sequence saw, of all steps since the last line.
-        self.counted: list[Tensor] = []
+        self.counted: list[
+            Tensor
+        ] = []  # keys that each sequence's queries saw, since the last line
         self.keys: float | None = None  # their mean since the line before; None: visible() has it
         if backend.mods is not None:  # a mask of one's own (flex:FILE.py)
-            self.keys = backend.mods.mean_keys(self.T, model.n_head, device)
+            self.keys = backend.mods.mean_keys(config.block_size, model.n_head, device)
         self.means: list[float] = []  # these means, of all lines
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, config.max_iters - step)  # s
         distributed.say(
@@ -134,8 +137,8 @@ class Meter:
         self.restart(step, timed=False)
 
     def speed(self, tokens_per_s: float) -> Speed:
-        n = self.distributed.world_size
-        return Speed(self.model, self.T, tokens_per_s, self.peak, n, self.keys)
+        T, n = self.config.block_size, self.distributed.world_size
+        return Speed(self.model, T, tokens_per_s, self.peak, n, self.keys)
 
     def count(self, *starts: Tensor) -> None:
         """Count the keys that a step's queries see. starts: see keys_seen(); or none: no mask."""
@@ -164,7 +167,7 @@ class Meter:
         memory = peak_memory(self.distributed.device)
         row: Row = {"iter": step, "loss": loss, "lr": lr, "mem_bytes": memory}
         busy = self._busy()
-        speed = "a first step, not timed"
+        speed, left = "a first step, not timed", ""
         if self.timed and step > self.step:
             found = self.speed(self.tokens / seconds)
             self.rates.append(found.tokens_per_s)
@@ -178,10 +181,10 @@ class Meter:
             elif row["mfu_why"] not in self.printed:
                 self.printed.add(row["mfu_why"])
                 print(f"mfu is left out below: {row['mfu_why']}", flush=True)
-        text = f"iter {step}: loss {loss:.4f}, lr {lr:.1e}, {speed}, mem {memory / 1e9:.1f} GB"
-        if "ms" in row and step < self.config.max_iters:
-            text += f", {duration(seconds * (self.config.max_iters - step))} left"
-        print(text, flush=True)
+            if step < self.config.max_iters:
+                left = f", {duration(seconds * (self.config.max_iters - step))} left"
+        memory_text = f"mem {memory / 1e9:.1f} GB{left}"
+        print(f"iter {step}: loss {loss:.4f}, lr {lr:.1e}, {speed}, {memory_text}", flush=True)
         if self.metrics:
             self.metrics.log(**row)
 
@@ -208,7 +211,7 @@ class Meter:
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
         """Print the median speed, and the validation loss next to simpler models'."""
         if self.rates:
-            self.keys = sum(self.means) / len(self.means) if self.means else None
+            self.keys = fmean(self.means) if self.means else None
             found = self.speed(median(self.quiet or self.rates))
             busy = f"{found.tokens_per_s:,.0f} tok/s; no mfu: {BUSY}"
             self.distributed.say(f"{found}; peak: {self.peak}" if self.quiet else busy)
@@ -246,8 +249,7 @@ def read(path: Path) -> list[Row]:
         except (ValueError, TypeError, LookupError) as e:
             if not line.endswith(b"\n"):  # cut short
                 return rows
-            why = f"{path}, line {number} is not a row of a run ({first_line(e)})"
-            raise UserError(f"{why}: move the file away, or delete the line") from e
+            raise UserError(f"{path}, line {number} is not a row of a run ({first_line(e)})") from e
     return rows
 
 
@@ -257,16 +259,16 @@ def draw(path: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    rows = read(path)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    curves = [("loss", "training, batch by batch", "#9bb1c0", "")]
-    curves += [("val_loss", "validation", "#c7553b", "o")]
-    for key, label, color, marker in curves:
-        if points := [(r["iter"], r[key]) for r in read(path) if key in r]:
+    for key, label, color, marker in (("loss", "training, batch by batch", "#9bb1c0", ""),
+                                      ("val_loss", "validation", "#c7553b", "o")):  # fmt: skip
+        if points := [(r["iter"], r[key]) for r in rows if key in r]:
             axes.plot(*zip(*points), label=label, color=color, marker=marker, linewidth=1.2)
             axes.legend(frameon=False)
     if points:  # the last validation
-        place, offset = points[-1], "offset points"
-        axes.annotate(f"{place[1]:.3f}", place, (0, 9), "data", offset, color=color, ha="right")
+        x, y = points[-1]
+        axes.annotate(f"{y:.3f}", (x, y), (0, 9), "data", "offset points", color=color, ha="right")
     axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

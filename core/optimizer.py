@@ -14,7 +14,6 @@ from torch.profiler import record_function
 from core import profile
 from core.cpu.matmul import why_not_bfloat16
 from core.parallel import deal, held, local, whole
-from core.settings import UserError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,8 +25,8 @@ FLAT = 0.3  # of the steps, before a linear decay
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, cosine decay to min_lr, then flat; step counts from 0. Without decay_lr the
-    rate is constant, as in nanoGPT. decay_lr="linear": flat after the warm-up, then a line."""
+    """The rate of a step, from 0: linear warm-up, cosine decay to min_lr, then flat. Without
+    decay_lr it is constant; "linear" is flat after the warm-up, then a line."""
     if not config.decay_lr:
         return config.learning_rate
     low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
@@ -47,32 +46,24 @@ def schedule_warnings(config: Config) -> list[str]:
     """Return a warning if the schedule does not reach learning_rate, or rises to min_lr."""
     if not config.decay_lr or config.eval_only:
         return []
-    last = config.max_iters - 1
-    steps = min(last, max(0, config.warmup_iters - 1)), min(last, config.warmup_iters)
-    highest = max(learning_rate(step, config) for step in steps)
-    found = []
+    last, warm = config.max_iters - 1, config.warmup_iters
+    highest = max(learning_rate(min(last, step), config) for step in (max(0, warm - 1), warm))
     if highest < (1 - 1e-9) * config.learning_rate:
         names = ("learning_rate", "warmup_iters", "lr_decay_iters", "max_iters")
         why = ", ".join(f"--{name}={getattr(config, name)}" for name in names)
-        found += [f"WARNING: the highest learning rate is {highest:.3g} ({why})"]
-    elif config.lr_decay_iters is not None and config.lr_decay_iters < config.max_iters:
-        ends = f"the learning rate's decay ends at step {config.lr_decay_iters} (--lr_decay_iters)"
-        found += [f"WARNING: {ends}, the run at {config.max_iters}"]
+        return [f"WARNING: the highest learning rate is {highest:.3g} ({why})"]
     if (config.min_lr or 0) > config.learning_rate:
-        why = f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}"
-        found += [f"WARNING: {why}: the rate rises"]
-    return found
+        return [f"WARNING: --min_lr={config.min_lr} > --learning_rate={config.learning_rate}"]
+    return []
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
-    """Set the rate of a step in each group of parameters; returns AdamW's, or with Muon that of
-    its matrices."""
+    """Set the rate of a step in each group; returns AdamW's, or that of Muon's matrices."""
     rate = learning_rate(step, config)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("factor", 1.0)
-    if matrices := muon_only(optimizer):
-        rate = matrices[0]["lr"]
-    return rate
+    matrices = muon_only(optimizer)
+    return matrices[0]["lr"] if matrices else rate
 
 
 def build_optimizer(
@@ -82,9 +73,8 @@ def build_optimizer(
 
     processes: that have a copy of the model each (DDP) and divide Muon's work.
     """
-    params = [p for p in model.parameters() if p.requires_grad]
-    betas, fused = (config.beta1, config.beta2), device.type in ("cuda", "cpu")
-    how: Group = {"lr": config.learning_rate, "betas": betas, "fused": fused}
+    fused = device.type in ("cuda", "cpu")
+    how: Group = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -94,8 +84,7 @@ def build_optimizer(
         dtype = torch.bfloat16 if half or device.type == "cuda" else None
         mesh = init_device_mesh(device.type, (processes,)) if processes > 1 else None
         return Muon(muon_groups(model, config), dtype, mesh, **how)
-    if (rates := getattr(config, "muon_rates", None)) != getattr(type(config), "muon_rates", None):
-        raise UserError(f"--muon_rates: for --optimizer=muon only, got {rates} with adamw")
+    params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
@@ -120,11 +109,8 @@ def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and optimizer state, in one dict of plain tensors or DTensors (--parallel=fsdp).
-
-    {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}. Optimizer state that does not
-    exist yet is created as in its first step.
-    """
+    """Weights and optimizer state, created where there is none yet:
+    {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}, as DTensors under FSDP."""
     flat: dict[str, Tensor] = {}
     for name, p in model.state_dict(keep_vars=True).items():
         flat[f"model.{name}"] = p.detach()
@@ -139,7 +125,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 MOMENTUM = 0.95
 NEWTON_SCHULZ = 2.0, -1.5, 0.5  # x -> a x + b x^3 + c x^5 brings singular values to 1
 ITERATIONS = 12
-ADAMW_EPS, ADAMW_DECAY = 1e-10, 1e-3  # of all other parameters
+ADAMW = {"weight_decay": 1e-3, "eps": 1e-10}  # of all other parameters
 
 
 def muon_groups(model: Any, config: Config) -> list[Group]:
@@ -148,8 +134,6 @@ def muon_groups(model: Any, config: Config) -> list[Group]:
     "rows" of a group: of each matrix that a parameter joins; "factor": its highest learning rate
     over config.learning_rate.
     """
-    if not 1 <= len(config.muon_rates) <= 4:
-        raise UserError(f"--muon_rates: expected one to four rates, got {config.muon_rates}")
     c, rates = model.config, (*config.muon_rates, *[config.learning_rate] * 3)
     q, kv = c.n_head * c.head_dim, c.kv_heads * c.head_dim
     joined: dict[str, tuple[int, ...]] = {"attn.c_attn.weight": (q, kv, kv)}
@@ -159,8 +143,8 @@ def muon_groups(model: Any, config: Config) -> list[Group]:
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        how: Group = {"weight_decay": ADAMW_DECAY, "eps": ADAMW_EPS}
         kind = 3 if p.dim() < 2 else 2 if name.startswith("lm_head") else 1
+        how: Group = {**ADAMW}
         if p.dim() == 2 and ".h." in name:
             rows = joined.get(name.split(".", 3)[3], (p.shape[0],))
             kind, how = 0, {"weight_decay": config.weight_decay, "rows": rows}
@@ -188,7 +172,7 @@ class Muon(torch.optim.AdamW):
 
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a matrix by its momentum with
     all singular values set to 1. The momentum is sharded as the weights are; each process gathers
-    its share of the matrices whole: the orthogonal factor of rows is not the rows of the factor.
+    its share of the matrices whole.
 
     Args:
         dtype: of the Newton-Schulz iterations; None: of the weights.
@@ -276,22 +260,14 @@ def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
 
 
 @record_function(profile.UPDATE)
-def update(
-    optimizer: torch.optim.AdamW,
-    scaler: torch.amp.GradScaler,
-    loss: Tensor,
-    clip: float,
-    found_inf: Tensor,
-) -> None:
-    """Clip the gradients to the global norm `clip`, and step; not if anything is not finite.
+def update(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, loss: Tensor, clip: float,
+           found_inf: Tensor) -> None:  # fmt: skip
+    """Clip the gradients to the global norm `clip` (0: no clipping), and step; not if anything is
+    not finite: found_inf, float32 (), is set to 1 then, for good.
 
     The fused AdamW takes a factor and a flag, made for GradScaler: clipping needs no pass over the
-    gradients, and nothing waits for the device.
-
-    Args:
-        loss: float32 (); clip: 0 disables clipping.
-        found_inf: float32 (), set to 1 for good when the loss or a gradient is not finite. In
-            float16 only the loss counts: a gradient only lowers the loss scale.
+    gradients, and nothing waits for the device. In float16 a gradient that is not finite only
+    lowers the loss scale.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler.is_enabled():

@@ -1,8 +1,4 @@
-"""Options of a model and of its training; nothing here imports torch, so that --help is quick.
-
-ModelOptions   what model.py's GPTConfig and the commands share
-TrainConfig    train.py's options; bench_mfu.py measures with them
-"""
+"""Options of a model and of its training. Nothing here imports torch: --help is quick."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ IGNORED = {"always_save_checkpoint": "every evaluation saves; the newest and the
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Sizes of a model, its variants, and its attention; in the order of nanoGPT's GPTConfig."""
+    """What GPTConfig and the commands share, in the order of nanoGPT's GPTConfig."""
 
     block_size: Size = 1024  # context length, tokens
     vocab_size: VocabSize | None = None  # none: the dataset's; beyond 1024 to a multiple of 64
@@ -120,10 +116,16 @@ class TrainConfig(ModelOptions):
         if (self.profile_step or 0) > self.max_iters:
             step = f"profile_step={self.profile_step}"
             raise ValueError(f"{step}: expected at most max_iters={self.max_iters}")
+        others = self.optimizer != "muon" and self.muon_rates != TrainConfig.muon_rates
+        if others or not 1 <= len(self.muon_rates) <= 4:
+            got = f"got {self.muon_rates} with {self.optimizer}"
+            raise ValueError(
+                f"muon_rates: expected one to four rates, with --optimizer=muon; {got}"
+            )
 
     @property
     def global_batch(self) -> int:
-        """Sequences per step, summed over processes and micro-batches."""
+        """Sequences per step, over all processes and micro-batches."""
         return self.batch_size * self.gradient_accumulation_steps
 
     @property

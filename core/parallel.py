@@ -1,13 +1,9 @@
-"""A model over several processes: each has all of it (DDP), or a part (FSDP2).
+"""A model over several processes: each has all of it (DDP), or a part (FSDP2); docs/SCALE.md.
 
-ddp   Every process holds the whole model and optimizer. Gradients are averaged in backward.
-fsdp  Parameters, gradients and the optimizer's state are sharded along the first dimension
-      (ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054). A block's parameters are gathered before
-      it computes, forward and backward, then freed. With --shard_size each group of that many
-      neighbours holds one copy, and gradients are averaged between the groups.
-
-In bfloat16 FSDP gathers blocks in bfloat16, embeddings and the last norm in float32, and adds up
-gradients in float32.
+ddp   Gradients are averaged in backward.
+fsdp  Parameters, gradients and optimizer state are sharded along the first dimension (ZeRO-3,
+      Rajbhandari et al. 2020, arXiv 1910.02054). A block's parameters are gathered while it
+      computes.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ BUCKET_MB = 100  # of gradients that DDP sends at once; PyTorch's default is 25
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A model that FSDP has sharded (torch.distributed.fsdp.FSDPModule)."""
+    """torch.distributed.fsdp.FSDPModule, which takes two seconds to import."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
     def reshard(self) -> None: ...
@@ -54,18 +50,14 @@ def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
 
 
 def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | None) -> None:
-    """Shard a model on the CPU and move this process's part to the device (FSDP2).
+    """Shard a model on the CPU in place and move this process's part to the device (FSDP2).
 
-    `size` processes hold one copy together; None: all. Raises UserError for options that exclude
-    each other.
+    `size` processes hold one copy together; None: all. Raises UserError.
     """
     n = distributed.world_size
+    size = size or n
     if distributed.control is None:
-        raise UserError(
-            "--parallel=fsdp needs several processes (torchrun --nproc_per_node=2 train.py ...); "
-            "use --parallel=ddp for one"
-        )
-    size = n if size is None else size
+        raise UserError("--parallel=fsdp needs several processes (torchrun --nproc_per_node=2 ...)")
     if n % size:
         raise UserError(f"--shard_size={size} does not divide the {n} processes")
     if setup.dtype == torch.float16:
@@ -100,11 +92,10 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
 
 def ring(distributed: DistInfo, T: int) -> Ring | None:
     """The ring of processes that share T tokens, or None; UserError if they are more than T."""
-    if distributed.ring is None:
-        return None
-    if (n := distributed.context_parallel) > T:
+    if distributed.context_parallel > T:
+        n = distributed.context_parallel
         raise UserError(f"--context_parallel={n} processes cannot share --block_size={T} tokens")
-    return Ring(distributed.ring)
+    return None if distributed.ring is None else Ring(distributed.ring)
 
 
 def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
@@ -126,9 +117,8 @@ def mean_loss(
 
     batches: (tokens, targets), and perhaps segments, (B, T) each; stop: checked before each.
     """
-    device = distributed.device
-    total = torch.zeros((), device=device)
-    targets = torch.zeros((), dtype=torch.int64, device=device)
+    total = torch.zeros((), device=distributed.device)
+    targets = torch.zeros((), dtype=torch.int64, device=distributed.device)
     for batch in batches:
         if stop:
             stop.check()
@@ -143,14 +133,13 @@ def mean_loss(
 
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
-    """Weight of each micro-batch's mean loss: its targets over those of the step in all processes.
+    """Weights of the mean losses of micro-batches, from their numbers of targets (n,) int64.
 
-    Times the number of processes, over which the module's gradients are averaged. targets:
-    (micro_steps,) int64, the number of each micro-batch of this process.
-
-    Returns float32 (micro_steps,); NaN if no process has a target.
+    Their targets over all processes' in the step, times the number of processes, over which
+    gradients are averaged: float32 (n,); NaN if no process has a target.
     """
-    total, processes = targets.sum(), 1
+    total = targets.sum()
+    processes = 1
     if isinstance(module, DistributedDataParallel) or is_sharded(module):
         dist.all_reduce(total)
         processes = dist.get_world_size()
@@ -175,19 +164,21 @@ def is_sharded(module: object) -> bool:
     return isinstance(module, Sharded)
 
 
+# --- a tensor that may be sharded (DTensor) ---
+
+
 def whole(t: Tensor) -> Tensor:
-    """Return the full tensor of one that may be sharded. All processes must call it."""
+    """The full tensor. All processes must call it."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 def local(t: Tensor) -> Tensor:
-    """Return this process's part of a tensor that may be sharded."""
+    """This process's part."""
     return t.to_local() if hasattr(t, "to_local") else t
 
 
 def local_part(t: Any) -> tuple[list[int], list[int], bool]:
-    """Shape and place of this process's part of a tensor that may be sharded; False if a process
-    before this one has the same part."""
+    """Shape and place of this process's part; False if a process before it has the same."""
     if not hasattr(t, "placements"):
         return [*t.shape], [0] * t.ndim, True
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
@@ -198,7 +189,7 @@ def local_part(t: Any) -> tuple[list[int], list[int], bool]:
 
 
 def fill(target: Any, source: Tensor) -> None:
-    """Copy a full tensor into one that may be sharded."""
+    """Copy a full tensor into the target."""
     shape, at, _ = local_part(target)
     local(target).copy_(source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))])
 
@@ -214,8 +205,7 @@ def deal(
         mesh: of the processes that have all rows (DDP); None: a single one, or FSDP.
 
     Returns:
-        (m, R, C), this process's share of the matrices, and a function from their results back
-        to (n, r, C).
+        (m, R, C), this process's share, and a function from results of it back to (n, r, C).
     """
     mesh = getattr(like, "device_mesh", mesh)
     if mesh is None:

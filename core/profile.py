@@ -1,9 +1,8 @@
 """Time of a training step by classes of kernels, from PyTorch's profiler.
 
-The step is the one that runs, compiled or not. On CUDA the times are of kernels, on the CPU of
-operators without those inside them and of Inductor's kernels; the rest of the step (Python,
-autograd, waiting) is `gaps`. Kernels of several streams overlap: the classes' sum may exceed the
-step.
+On CUDA the times are of kernels, on the CPU of operators without those inside them and of
+Inductor's kernels; the rest of the step (Python, autograd, waiting) is `gaps`. Kernels of several
+streams overlap: the classes' sum may exceed the step.
 
     products        matrix products, of the head too
     attention       attention kernels; batched products and a softmax without log, of manual
@@ -12,9 +11,6 @@ step.
     optimizer       clipping, update, adding gradients over micro-batches
     communication   NCCL, Gloo, FSDP's copies
     other           kernels with unknown names; copies from the host
-
-A kernel's class follows from its name and from the names of the operators and ranges around it. A
-CUDA graph has no operators around its kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +35,6 @@ from core.settings import UserError
 
 log = logging.getLogger("nanoattn")
 
-CLASSES = ("products", "attention", "elementwise", "loss", "optimizer", "communication", "other")
 UPDATE = "optimizer step"  # the range around core.optimizer.update()
 USER_SCOPE = 7  # at::RecordScope of record_function
 
@@ -118,12 +113,21 @@ def short(name: str, width: int = 38) -> str:
     return name if len(name) <= width else f"{name[: width - 13]}..{name[-11:]}"
 
 
+def prepare(device: torch.device) -> None:
+    """Let the kernels that Inductor compiles for the CPU from now on appear in a profile. Raises
+    UserError for a device without a profiler."""
+    import torch._inductor.config as inductor
+
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"the profiler supports cpu and cuda, not {device.type}")
+    inductor.cpp.enable_kernel_profile = True
+
+
 @contextmanager
 def profiled(device: torch.device, steps: int = 1,
              trace: Path | None = None) -> Iterator[StepProfile]:  # fmt: skip
     """Profile the block, which runs `steps` steps; afterwards the yielded profile holds the figures
-    of one. trace: a Chrome trace file to write. Raises UserError as check()."""
-    check(device)
+    of one. trace: a Chrome trace file to write."""
     found = StepProfile("kernels" if device.type == "cuda" else "operators", trace)
     synchronize(device)
     with kineto(device.type) as watched:
@@ -131,7 +135,7 @@ def profiled(device: torch.device, steps: int = 1,
         yield found
         synchronize(device)
         found.ms = 1e3 * (time.perf_counter() - began) / steps
-    add_events(found, watched.events() or (), steps)
+    add_events(found, list(watched.events() or ()), steps)
     try:
         if trace is not None:
             with replacing(trace) as file:
@@ -141,28 +145,13 @@ def profiled(device: torch.device, steps: int = 1,
         found.trace = None
 
 
-def check(device: torch.device) -> None:
-    """Raise UserError for a device that PyTorch's profiler does not support."""
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"the profiler supports cpu and cuda, not {device.type}")
-
-
-def prepare(device: torch.device) -> None:
-    """Let the kernels that Inductor compiles for the CPU from now on appear in a profile."""
-    import torch._inductor.config as inductor
-
-    check(device)
-    inductor.cpp.enable_kernel_profile = True
-
-
-def add_events(found: StepProfile, events: Iterable[FunctionEvent], steps: int) -> None:
+def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> None:
     """Add the profiler's events, of several steps, to the profile of one."""
     samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))  # us
 
     def add(name: str, around: Iterable[str], microseconds: float) -> None:
         samples[class_of(name, around)][name].append(microseconds)
 
-    events = list(events)
     on_host = [e for e in events if e.device_type == DeviceType.CPU]
     if found.of == "operators":
         for e in on_host:  # the rest is Python's and autograd's own
@@ -183,7 +172,10 @@ def add_events(found: StepProfile, events: Iterable[FunctionEvent], steps: int) 
             if alone[e.name] > 0:
                 alone[e.name] -= 1
                 add(e.name, (), e.time_range.elapsed_us())
-        busy = union((e.time_range.start, e.time_range.end) for e in kernels)
+        busy = reached = 0.0  # the union of all spans
+        for start, end in sorted((e.time_range.start, e.time_range.end) for e in kernels):
+            busy += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
     found.busy_ms = busy / 1e3 / steps
     for kind, names in samples.items():
         found.kernels[kind] = {
@@ -197,12 +189,3 @@ def parents(event: FunctionEvent) -> Iterator[str]:
     while around is not None:
         yield around.name
         around = around.cpu_parent
-
-
-def union(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of all spans."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

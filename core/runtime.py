@@ -24,7 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import BackendUnavailable, DeviceLost
-from attention.machine.system import bfloat16_units, cpu_name, synchronize
+from attention.machine.system import bfloat16_units, cpu_name, devices, synchronize
 from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
 from core.terminal import SIGNALS, escaped
@@ -36,13 +36,10 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 def pick_device(wanted: str) -> torch.device:
     """The device of that name; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    available = devices()
     if wanted == "auto":
-        return torch.device("cuda" if cuda else "mps" if mps else "cpu")
-    available = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    if mps:
-        available.insert(1, "mps")
-    if wanted not in available and not (wanted == "cuda" and cuda):
+        wanted = next(kind for kind in ("cuda", "mps", "cpu") if kind in available)
+    if wanted not in available:
         raise UserError(f"device {wanted!r} not found; available: {', '.join(available)}")
     device = torch.device(wanted)
     if device.type == "cuda" and device.index is not None:
@@ -57,12 +54,12 @@ def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> 
     """
     if wanted != "auto":
         return getattr(torch, wanted)
+    if device.type == "cuda":
+        ampere = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if ampere else torch.float16
     if device.type == "cpu" and n_embd is not None:
-        slower = cpu_matmul.why_not_bfloat16(n_embd)
-        return torch.float32 if slower else torch.bfloat16
-    if device.type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+        return torch.float32 if cpu_matmul.why_not_bfloat16(n_embd) else torch.bfloat16
+    return torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -86,13 +83,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Setup:
-    """Use of the device, the same in training, bench and sampling.
-
-    setup = Setup.of(device, "auto")
-    module = setup.compiled(setup.place(GPT(config)))
-    with setup.autocast:
-        loss = module(x, y)[1]
-    """
+    """Use of the device, the same in training, bench and sampling."""
 
     device: torch.device
     dtype: torch.dtype  # of matrix products; weights stay in float32
@@ -100,27 +91,15 @@ class Setup:
     compile_mode: str
     onednn: Decision
     residual: str = "float32"  # dtype between the blocks; or "autocast": as matrix products
-    why_dtype: str = ""  # reason for the CPU's dtype
+    why_dtype: str = ""
     few_rows: bool = True  # decoding may use oneDNN's product of a few rows
 
     @classmethod
-    def of(
-        cls,
-        device: torch.device,
-        dtype: str = "auto",
-        *,
-        residual_dtype: str = "auto",
-        tf32: bool = True,
-        compile: bool | None = False,
-        compile_mode: str = "default",
-        onednn: bool | None = None,
-        deterministic: bool = False,
-        n_embd: int | None = None,
-    ) -> Setup:
-        """Decide, and set PyTorch's global switches: TF32 and determinism.
-
-        compile and onednn: None chooses the faster. For n_embd see pick_dtype().
-        """
+    def of(cls, device: torch.device, dtype: str = "auto", *, residual_dtype: str = "auto",
+           tf32: bool = True, compile: bool | None = False, compile_mode: str = "default",
+           onednn: bool | None = None, deterministic: bool = False,
+           n_embd: int | None = None) -> Setup:  # fmt: skip
+        """Decide, and set PyTorch's global switches; None in compile and onednn is the faster."""
         # Not by fp32_precision: after it Inductor fails where it reads the older settings.
         torch.set_float32_matmul_precision("highest")  # PyTorch refuses a mix with allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
@@ -167,19 +146,14 @@ class Setup:
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:
-        """torch.compile(model), or the model itself.
-
-        Raises UserError for CUDA graphs with micro_steps > 1: the next replay overwrites the
-        gradients before they are added up (PyTorch issue 169545).
-        """
+        """torch.compile(model), or the model itself. Raises UserError for CUDA graphs with several
+        micro-batches: a replay overwrites the gradients before (PyTorch issue 169545)."""
         if not self.compile:
             return model
-        graphs = self.device.type == "cuda" and self.compile_mode in CUDA_GRAPHS
-        if graphs and micro_steps > 1:
+        if self.device.type == "cuda" and self.compile_mode in CUDA_GRAPHS and micro_steps > 1:
             raise UserError(
-                f"--compile_mode={self.compile_mode} uses CUDA graphs, which overwrite the "
-                f"gradients of {micro_steps} micro-batches; use max-autotune-no-cudagraphs, or "
-                "--gradient_accumulation_steps=1"
+                f"--compile_mode={self.compile_mode} uses CUDA graphs, which cannot add up "
+                f"{micro_steps} micro-batches; use max-autotune-no-cudagraphs"
             )
         return cast(nn.Module, torch.compile(model, mode=self.compile_mode))
 
@@ -187,17 +161,17 @@ class Setup:
         """Lines to print: device, dtype, oneDNN, compilation."""
         count = f"{processes} process" + ("es" if processes > 1 else "")
         dtype = dtype_name(self.dtype)
-        mode = f" (mode {self.compile_mode})" if self.compile.on else ""
         lines = [f"device: {self.device} ({describe(self.device)}), {dtype}, {count}"]
         if self.why_dtype:
             lines.append(f"dtype: {dtype} ({self.why_dtype})")
         if self.device.type == "cpu":
             lines.append(f"oneDNN for float32 products: {self.onednn}")
+        mode = f" (mode {self.compile_mode})" if self.compile else ""
         return [*lines, f"compile: {self.compile}{mode}"]
 
 
 def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
-    """Compile? None means yes on CUDA."""
+    """Compile? None: on CUDA."""
     if wanted is False:
         return Decision(False, "--compile=False")
     if device.type == "cuda" and find_spec("triton") is None:
@@ -205,13 +179,12 @@ def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
     if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         return Decision(False, "no C++ compiler found")
     if wanted is None and device.type != "cuda":
-        pays = f"it pays on long runs only; --compile=True turns it on for the {device.type}"
-        return Decision(False, pays)
+        return Decision(False, f"the default for the {device.type}; --compile=True pays in time")
     return Decision(True)
 
 
 def decide_onednn(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> Decision:
-    """Use oneDNN for float32 products (core/cpu/matmul.py)? None: where it is faster."""
+    """Use oneDNN for float32 products? None: where it is faster."""
     if wanted is False:
         return Decision(False, "--onednn=False")
     if device.type != "cpu" or dtype != torch.float32:
@@ -221,8 +194,7 @@ def decide_onednn(wanted: bool | None, device: torch.device, dtype: torch.dtype)
 
 
 def decide_residual(wanted: str, device: str, dtype: str) -> str:
-    """The dtype between blocks, "float32" or "autocast"; auto: autocast in bfloat16 on CUDA, where
-    it saves 5 % of a step (docs/LOG.md)."""
+    """The dtype between blocks, "float32" or "autocast"; auto: autocast in bfloat16 on CUDA."""
     if wanted == "auto":
         return "autocast" if device == "cuda" and dtype == "bfloat16" else "float32"
     return wanted
@@ -232,14 +204,14 @@ class StopSignal:
     """Notes SIGTERM, Ctrl-C, SIGHUP and the death of torchrun, so that a loop ends at a good place.
 
     A second signal ends at once, except under torchrun, which repeats a scheduler's signal, and
-    SIGHUP, which closing terminals repeat. nohup ignores SIGHUP, but torchrun handles it even then.
+    SIGHUP, which closing terminals repeat.
     """
 
     def __init__(self, says: str = "stopping; saving the last step") -> None:
         self.signal: int | None = None
         self.says = says
         self.parent = os.getppid()
-        self.torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        self.torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # handles SIGHUP under nohup too
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not self.torchrun
         self.before = {s: signal.signal(s, self._note) for s in SIGNALS[: 2 if nohup else 3]}
 
@@ -301,8 +273,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def settle(device: torch.device) -> None:
-    """Before a loop: garbage collection leaves alone what is there already (it may take half a
-    second), and the peak of memory begins anew."""
+    """Exempt what exists from garbage collection, which takes half a second; reset peak memory."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -310,13 +281,13 @@ def settle(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def keep_freed_memory() -> bool:
-    """Let malloc keep freed blocks for the next step; False if malloc is not glibc's."""
-    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL("libc.so.6").mallopt
-    trim_threshold, mmap_max = -1, -4  # numbers of malloc.h
-    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, -1))
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep freed blocks for the next step."""
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        trim_threshold, mmap_max = -1, -4  # numbers of malloc.h
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, -1)
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:
@@ -338,16 +309,11 @@ def describe(device: torch.device) -> str:
     return f"{cpu_name() or device.type}, {threads} thread{'' if threads == 1 else 's'}"
 
 
-class Escaping(logging.Formatter):
-    """Texts of a checkpoint or dataset in a warning steer no terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return escaped(super().format(record))
-
-
 def show_log() -> None:
     """Print the project's log and other libraries' warnings on stderr."""
     handler = logging.StreamHandler()
-    handler.setFormatter(Escaping("%(levelname)s: %(message)s"))
+    plain = logging.Formatter("%(levelname)s: %(message)s").format
+    # Texts of a checkpoint or dataset steer no terminal.
+    handler.format = lambda record: escaped(plain(record))  # type: ignore[method-assign]
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("nanoattn").setLevel(logging.INFO)

@@ -1,14 +1,9 @@
 """Settings of a command: config files and the command line -> one checked, frozen dataclass.
 
-    python train.py config/train_gpt2.py --batch_size=8 --compile=False
-
-A command declares its settings as a frozen dataclass. --help prints the comment after a field;
-pydantic reads and checks the values:
-
     n_layer: PositiveInt = 12  # transformer blocks
 
-Later values win: defaults, config files in order, command line. A config file is parsed, never
-executed. Every mistake is a UserError (exit code 2).
+A field's comment is its --help; pydantic checks its value. Later values win: defaults, config files
+in order, command line. Every mistake is a UserError.
 """
 
 from __future__ import annotations
@@ -19,6 +14,7 @@ import difflib
 import errno
 import functools
 import inspect
+import itertools
 import operator
 import os
 import re
@@ -40,8 +36,9 @@ from core.threads import wait_passively
 T = TypeVar("T")
 Values = dict[str, Any]  # field -> value
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
-SWITCH_WORDS = {*["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f", "y", "n", "none"]}
 Size = Annotated[int, Field(gt=0, lt=2**31)]
+LINE = "command line"
+SWITCH_WORDS = {*["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f", "y", "n", "none"]}
 
 
 class UserError(ValueError):
@@ -68,10 +65,10 @@ def first_line(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """The settings of a run, and the origin of each given value."""
+    """The settings of a run, and the origin of each value that is not a default."""
 
     settings: T
-    origins: dict[str, str]  # field -> "config/x.py:7" or "command line"; defaults are absent
+    origins: dict[str, str]  # field -> "config/x.py:7" or LINE
     notes: tuple[str, ...] = ()  # on names that are accepted and ignored
 
     def report(self) -> list[str]:
@@ -119,51 +116,49 @@ def gather(
 
     Args:
         aliases: other name -> field; ignored: other program's setting -> why it has no value here.
-        positional: the field that bare words set, else config files, as `--config=FILE` always.
+        positional: the field that bare words set; None: they are config files, as --config=FILE.
         shown: the fields in the help; None: all.
     """
     hints = _hints(cls)
     fields = {name: name for name in hints} | dict(aliases)
-    switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
-    files, options = _split(argv, switches | {"h", "help"}, positional)
+    words = _split(argv, {name for name, f in fields.items() if hints[f] in (bool, bool | None)})
+    options = [(name or positional or "config", text) for name, text in words]
+    help_wanted = {"-h", "--help"} & {*argv}
+    known = {field.name: field.default for field in dataclasses.fields(cls)}
+    in_files = (line for name, path in options if name == "config"
+                for line in parse_config(path, known))  # fmt: skip
+    on_line = ((LINE, name, text, False) for name, text in options
+               if name != "config" and not help_wanted)  # fmt: skip
     values: Values = {}
     origins: dict[str, str] = {}
-    without_effect: dict[str, str] = {}  # name -> origin
-    known = {field.name: field.default for field in dataclasses.fields(cls)}
-    for path in files:
-        for at, name, value, used in parse_config(path, known):
-            if name in fields:
-                field = fields[name]
-                values[field] = known[field] = check(hints[field], value, f"{at}: {name}")
-                origins[field] = at
-            elif name in ignored or not used:
-                typo = difflib.get_close_matches(name, [*fields, *ignored], 1, 0.8)
-                if name not in ignored and typo:
-                    raise UserError(f"{at}: unknown setting {name!r}{did_you_mean(name, fields)}")
-                without_effect[name] = at
-    if {"-h", "--help"} & {*argv}:
-        _print_help(cls, values, shown)
-    for name, text in options:
-        if name in ignored:
-            without_effect[name] = "command line"
-            continue
+    notes: dict[str, str] = {}
+    for origin, name, given, used in itertools.chain(in_files, on_line):
         if name not in fields:
-            raise UserError(f"unknown option --{name}{did_you_mean(name, fields, '--')}")
+            why = ignored.get(name)
+            if why is None and origin == LINE:
+                raise UserError(f"unknown option --{name}{did_you_mean(name, fields, '--')}")
+            if why is None and used:
+                continue
+            if why is None and difflib.get_close_matches(name, [*fields, *ignored], 1, 0.8):
+                raise UserError(f"{origin}: unknown setting {name!r}{did_you_mean(name, fields)}")
+            notes[name] = f"{name} is ignored ({origin}): {why or 'no setting uses it'}"
+            continue
         field = fields[name]
-        value = _parse(hints[field], text, f"--{name}")
-        if origins.get(field) == "command line" and _is_tuple(hints[field]):
-            value = values[field] + value  # a repeated list is added to
-        elif origins.get(field) == "command line" and field == positional:
-            raise UserError(f"expected one {field}, got {values[field]} and {value}")
-        values[field] = value
-        origins[field] = "command line"
-    for name, origin in origins.items():  # Path("") would be the current folder
-        if values[name] == "" and hints[name] in (str, str | None):
-            where = f"--{name}" if origin == "command line" else f"{origin}: {name}"
+        hint = hints[field]
+        where = f"--{name}" if origin == LINE else f"{origin}: {name}"
+        value = _parse(hint, given, where) if origin == LINE else check(hint, given, where)
+        if value == "":  # Path("") would be the current folder
             raise UserError(f"{where}: expected a text, got '' (an unset variable of the shell?)")
-    whys = {name: ignored.get(name, "no setting uses it") for name in without_effect}
-    notes = [f"{name} is ignored ({at}): {whys[name]}" for name, at in without_effect.items()]
-    return values, origins, tuple(notes)
+        if origin == LINE == origins.get(field):
+            if _is_tuple(hint):
+                value = values[field] + value  # a repeated list is added to
+            elif field == positional:
+                raise UserError(f"expected one {field}, got {values[field]} and {value}")
+        values[field] = known[field] = value
+        origins[field] = origin
+    if help_wanted:
+        _print_help(cls, values, shown)
+    return values, origins, tuple(notes.values())
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
@@ -179,11 +174,10 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
 
 
 def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) -> NoReturn:
-    """Run main and exit with its code.
+    """Run main and exit with its code: 2 after a UserError, 130, 143 or 129 after a signal.
 
-    A UserError is one line on stderr (rank 0) and code 2. Ctrl-C, SIGTERM and SIGHUP raise a
-    KeyboardInterrupt with the exit code: one line, and 130, 143 or 129. A closed pipe or a full
-    disk under stdout ends main too, unless lasting=True, where stdout is only a log.
+    A closed pipe or a full disk under stdout ends main too, unless lasting=True, where stdout is
+    only a log.
     """
     terminal.prepare("stderr", *["stdout"] * lasting)
     try:
@@ -216,10 +210,7 @@ def _fail(error: UserError) -> NoReturn:
 
 
 def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
-    """Return the value if it has the type and range of `hint`; else raise UserError.
-
-    An integer is accepted for a float; True is not a number. strict=False converts from text.
-    """
+    """Return the value if it has the type and range of `hint`; strict=False converts from text."""
     value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
     if isinstance(value, str) and hint in (str, str | None):
         value = os.path.expanduser(value)  # a shell leaves --out_dir=~/runs alone
@@ -234,8 +225,7 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
 
 
 def check_fields(settings: object) -> None:
-    """Check every field of a dataclass by its annotation; call it in __post_init__. A list, or one
-    value in place of a tuple, becomes a tuple."""
+    """Check every field of a dataclass by its annotation, in __post_init__; lists become tuples."""
     for name, hint in _hints(type(settings)).items():
         value = check(hint, getattr(settings, name), name)
         if isinstance(value, tuple):
@@ -263,11 +253,8 @@ def _may_be_none(hint: object) -> bool:
 # --- the command line ---
 
 
-def _split(
-    argv: Sequence[str], switches: Collection[str], positional: str | None
-) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the config files, and (name, text) of each option."""
-    files: list[str] = []
+def _split(argv: Sequence[str], switches: Collection[str]) -> list[tuple[str, str]]:
+    """Return (name, text) of each option; the name of a bare word is ""."""
     options: list[tuple[str, str]] = []
     rest = list(argv)
     while rest:
@@ -275,34 +262,29 @@ def _split(
         name, equals, text = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if not word.startswith("-"):
-            name, text = positional or "config", word
+            name, text = "", word
+        elif name in ("h", "help"):
+            continue
         elif not equals and name in switches:
             text = rest.pop(0) if rest and rest[0].lower() in SWITCH_WORDS else "True"
         elif not equals:
             if not rest:
                 raise UserError(f"--{name}: expected a value, write --{name}=...")
             text = rest.pop(0)
-        if name == "config":
-            files.append(text)
-        elif name not in ("h", "help"):
-            options.append((name, text))
-    return files, options
+        options.append((name, text))
+    return options
 
 
 def _parse(hint: object, text: str, name: str) -> Any:
     if hint == Texts:
         return (text,)
-    if not _is_tuple(hint):
-        return check(hint, _none_or(hint, text), name, strict=False)
-    words = text.split(",") if text else []
-    if "" in words or any(re.match(r"\s*[-+]?0\d", word) for word in words):
+    several = _is_tuple(hint)
+    words = text.split(",") if several and text else [text] * (not several)
+    if several and any(re.match(r"\s*([-+]?0\d|$)", word) for word in words):
         why = "expected values between commas, without leading zeros"
         raise UserError(f"{name}: {why}, got {text!r}")
-    return check(hint, [_none_or(hint, word) for word in words], name, strict=False)
-
-
-def _none_or(hint: object, word: str) -> str | None:
-    return None if _may_be_none(hint) and word.lower() == "none" else word
+    values = [None if _may_be_none(hint) and w.lower() == "none" else w for w in words]
+    return check(hint, values if several else values[0], name, strict=False)
 
 
 def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoReturn:
@@ -333,28 +315,26 @@ def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoR
 
 def did_you_mean(word: str, choices: Iterable[str], before: str = "") -> str:
     """Return "; did you mean ...?" for a mistyped word, with `before` each name, or ""."""
-    names, close = sorted(choices), difflib.get_close_matches
+    names = sorted(choices)
     starts = [name for name in names if len(word) > 2 and name.startswith(word)]
-    near = close(word, names, 1, 0.85) or starts or close(word, names, 1, 0.7)
+    near = difflib.get_close_matches(word, names, 1, 0.85) or starts
+    near = near or difflib.get_close_matches(word, names, 1, 0.7)
     return f"; did you mean {before + near[0]!r}?" if near else ""
 
 
 # --- the config file ---
 
+LARGEST = 2**16  # bytes of a file; characters of a text, items of a list, bits of an integer
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
                ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
                ast.Pow: operator.pow}  # fmt: skip
-LARGEST = 2**16  # bytes of a file; characters of a text, items of a list, bits of an integer
-_CALLS: Values = {f.__name__: f for f in (str, int, float, min, max)}
-_CALLS["round"] = lambda x, digits=None: round(x, digits and max(digits, -64))  # else 10**-digits
-_CALLS["time.time"] = time.time
+_CALLS: Values = {f.__name__: f for f in (str, int, float, min, max)} | {"time.time": time.time}
 
 
-def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, object, bool]]:
+def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool]]:
     """Yield ("path:line", name, value, is it used by another line?) of each assignment in a file.
 
-    Expressions may refer to `known` and to earlier lines, which are added to it. Nothing is
-    executed; imports, and texts between the lines, are skipped; anything else is an error.
+    Nothing is executed. Expressions may refer to `known`, to which each line is added.
     """
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -364,17 +344,12 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, object, b
         tree = ast.parse(text)
         names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     except FileNotFoundError:
-        # Its folder is often left out, or the command run from elsewhere.
-        folders = Path("config"), Path(path).parent, Path(sys.argv[0]).parent / "config"
-        files = {f.name: str(f) for folder in reversed(folders) for f in folder.glob("*.py")}
-        near = difflib.get_close_matches(Path(path).name, files, 1, 0.7)
-        hint = f"; did you mean {files[near[0]]!r}?" if near else ""
-        raise UserError(f"config file {path!r} does not exist{hint}") from None
+        near = did_you_mean(f"config/{Path(path).name}", map(str, Path("config").glob("*.py")))
+        raise UserError(f"config file {path!r} does not exist{near}") from None
     except SyntaxError as error:
         raise UserError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"config file {path!r} cannot be read ({error})") from None
-    lines = text.splitlines()
     used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
     for node in tree.body:
         name = ""
@@ -391,58 +366,43 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, object, b
             known[name] = _evaluate(value, known)
         except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError):
             raise UserError(
-                f"{path}:{node.lineno}: unsupported: {lines[node.lineno - 1]!r:.60}; expected name "
-                "= value, with numbers, arithmetic, strings, True, False, None, lists, settings, "
-                f"{', '.join(_CALLS)}; write the value itself"
+                f"{path}:{node.lineno}: unsupported: {text.splitlines()[node.lineno - 1]!r:.60}; "
+                "expected name = value, with numbers, arithmetic, strings, True, False, None, "
+                f"lists, settings, {', '.join(_CALLS)}"
             ) from None
         yield f"{path}:{node.lineno}", name, known[name], name in used
 
 
 def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
-    """The value of an expression. Raises ValueError, among others, if it is not supported, or
-    grows, in each line or place, until it takes all memory."""
-    value = _value(node, names)
-    parts = value if isinstance(value, tuple) else (value,)
-    if any(isinstance(part, tuple) for part in parts) or sum(map(_size, parts)) > LARGEST:
-        raise ValueError
-    return value
-
-
-def _size(value: object) -> int:
-    return value.bit_length() if isinstance(value, int) else len(str(value))
-
-
-def _value(node: ast.expr | None, names: Mapping[str, object]) -> Any:
+    """The value of an expression. Raises ValueError, among others, if it is not supported, or so
+    large that it could grow, line by line, until it takes all memory."""
+    value: Any
     match node:
         case ast.Constant(value=None | str() | int() | float() as value):
-            return value
+            pass
         case ast.Name(id=name):
-            return names[name]
+            value = names[name]
         case ast.Call(func=function, args=args, keywords=[]):
-            return _CALLS[ast.unparse(function)](*[_evaluate(arg, names) for arg in args])
-        case ast.List(elts=parts) | ast.Tuple(elts=parts):
-            return tuple(_evaluate(part, names) for part in parts)
+            value = _CALLS[ast.unparse(function)](*[_evaluate(arg, names) for arg in args])
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            value = tuple(_evaluate(item, names) for item in items)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluate(operand, names)
-        case ast.JoinedStr(values=parts):
-            text = ""
-            for part in parts:
-                text += str(_evaluate(part, names))
-                if len(text) > LARGEST:
-                    raise ValueError
-            return text
-        case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
-            return _evaluate(value, names)
+            value = -_evaluate(operand, names)
         case ast.BinOp(left=left, op=op, right=right):
             a, b = _evaluate(left, names), _evaluate(right, names)
             texts = isinstance(a, str) and isinstance(b, str) and isinstance(op, ast.Add)
             if not texts and not (isinstance(a, int | float) and isinstance(b, int | float)):
                 raise ValueError
-            # 9**9**9 would take all memory.
-            if isinstance(op, ast.Pow) and (abs(b) > 64 or abs(a) > 2**64):
+            if isinstance(op, ast.Pow) and (abs(b) > 64 or abs(a) > 2**64):  # 9**9**9
                 raise ValueError
-            return _ARITHMETIC[type(op)](a, b)
-    raise ValueError
+            value = _ARITHMETIC[type(op)](a, b)
+        case _:
+            raise ValueError
+    parts = value if isinstance(value, tuple) else (value,)
+    sizes = (p.bit_length() if isinstance(p, int) else len(str(p)) for p in parts)
+    if any(isinstance(part, tuple) for part in parts) or sum(sizes) > LARGEST:
+        raise ValueError
+    return value
 
 
 if sys.argv[:1] == ["-m"]:  # `python -m PACKAGE` imports the package, before its __main__.py

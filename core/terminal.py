@@ -14,10 +14,12 @@ from typing import Any, NoReturn
 
 def escaped(text: str) -> str:
     r"""Write control characters but newline and tab as \x1b: a terminal would obey them."""
-    if text.isprintable():
-        return text
     plain = (c in "\n\t" or unicodedata.category(c) != "Cc" for c in text)
-    return "".join(c if p else repr(c)[1:-1] for c, p in zip(text, plain))
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if p else repr(c)[1:-1] for c, p in zip(text, plain))
+    )
 
 
 class _Lasting(io.FileIO):
@@ -68,7 +70,6 @@ def prepare(*lasting: str) -> None:
         setattr(sys, name, stream)
 
 
-# A terminal that closes sends SIGHUP, often twice. nohup ignores it.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -83,7 +84,7 @@ def raise_on_signals() -> None:
     once. torchrun's SIGTERM and SIGHUP end a process."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
-        for other in mine:
+        for other in mine:  # a terminal that closes sends SIGHUP twice
             signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
         raise KeyboardInterrupt(128 + number)
 

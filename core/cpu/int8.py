@@ -1,13 +1,9 @@
 """int8 weights for linear layers and head: generation reads a quarter of float32's bytes.
 
-    W[n, k]  ~  scale[n] * q[n, k]      q int8, scale[n] = max_k |W[n, k]| / 127
+    W[n, k]  ~  scale[n] * q[n, k]      q int8, scale[n] = max_k |W[n, k]| / 127 in bfloat16
 
-Only the weights are int8. The scales are rounded to bfloat16 before q is computed, so that a kernel
-may read them in bfloat16: |scale * q - W| <= scale / 2.
-
-CPU: a few rows use PyTorch's _weight_int8pack_mm, fast on x86 for bfloat16 alone; so the product is
-bfloat16, summed in float32. More rows (a prompt) widen the weights first. CUDA: with --compile a
-decode step widens q in registers; without, it saves memory but no time. Inference only.
+Inference only. CPU: a few rows use PyTorch's _weight_int8pack_mm, a bfloat16 product summed in
+float32; more rows (a prompt) widen the weights first. CUDA: fast in a compiled decode step alone.
 """
 
 from __future__ import annotations
@@ -35,10 +31,8 @@ def why_not(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str |
 
 
 def convert(model: nn.Module, head: Tensor) -> None:
-    """Give the linear layers of `model` int8 weights, and its head a copy of `head` in int8.
-
-    `head` is (V, C): a tied token embedding keeps it as it is. Raises ValueError with why_not().
-    """
+    """Give the linear layers int8 weights, and the head a copy of `head` (V, C) in int8: a tied
+    token embedding keeps it as it is. Raises ValueError with why_not()."""
     if why := why_not(model, head.device, head.dtype):
         raise ValueError(why)
     model.requires_grad_(False)
@@ -63,7 +57,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, K) in any float -> q (N, K) int8 and scale (N,) bfloat16."""
+    """(N, K) in any float -> q (N, K) int8 and scale (N,) bfloat16; |scale * q - W| <= scale/2."""
     w = weight.detach().float()
     largest = w.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * 2**16)
     scale = (largest / 127).bfloat16()  # off by 1/256 at most, and 127 * (1 + 1/256) rounds to 127
@@ -71,8 +65,6 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8Linear(nn.Linear):
-    """nn.Linear by int8_linear(); its weight is q."""
-
     scale: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,8 +72,6 @@ class Int8Linear(nn.Linear):
 
 
 class Int8Head(Head):
-    """The head by int8_linear(), with weights of its own."""
-
     q: Tensor
     scale: Tensor
 

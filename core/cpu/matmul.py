@@ -1,14 +1,9 @@
 """Matrix products by the faster path of a processor, and when bfloat16 is faster.
 
-PyTorch gives float32 products to MKL, which on many AMD processors with AVX-512 runs at half the
-rate of oneDNN (docs/LOG.md). The public switch, set_float32_matmul_precision("medium"), permits
-rounding to bfloat16; oneDNN does that only on processors with bfloat16 units (AMX).
-
-The switch is set around single products: it would slow PyTorch's CPU attention down. A layer's
-forward pass needs none: Inductor's operator for linear layers calls oneDNN, and is the fastest at
-every number of rows; with weights that oneDNN has packed decoding is twice as fast (docs/LOG.md).
-oneDNN is used if its error on this machine is float32's; speed is not measured: a resumed run must
-decide the same.
+PyTorch gives float32 products to MKL, on many AMD processors with AVX-512 at half of oneDNN's rate
+(docs/LOG.md). Its switch, set_float32_matmul_precision("medium"), would slow the attention down: it
+is set around single products. oneDNN is used if its error is float32's: with AMX it is bfloat16's.
+Speed is not measured: a resumed run must decide the same.
 """
 
 from __future__ import annotations
@@ -30,25 +25,21 @@ from core.loss import Head, linear_cross_entropy
 # float32 products by oneDNN; by oneDNN for four rows or more, without gradients (decoding); or as
 # PyTorch has them.
 Float32 = Literal["onednn", "few", "mkl"]
+_compiling = torch.compiler.is_compiling
 
 
 def convert(model: nn.Module, float32: Float32 = "onednn") -> None:
     """Give the layers of `model` the faster products, in bfloat16 too."""
     tied = all(m.weight is None for m in model.modules() if isinstance(m, Head))
     for name, module in model.named_modules():
-        if type(module) is nn.Linear:
-            module.__class__ = Linear
-            module.float32 = float32  # type: ignore[assignment]
-        elif type(module) is Head:
-            module.__class__ = OneDNNHead
-            module.float32 = float32  # type: ignore[assignment]
-        elif type(module) is nn.Embedding and name.endswith("wte") and tied:
+        if type(module) is nn.Embedding and name.endswith("wte") and tied:
             module.__class__ = Embedding
+        elif type(module) in (nn.Linear, Head):
+            module.__class__ = Linear if type(module) is nn.Linear else OneDNNHead
+            module.float32 = float32
 
 
 class Linear(nn.Linear):
-    """nn.Linear by linear()."""
-
     float32: Float32
     packed = False
 
@@ -69,8 +60,6 @@ class Embedding(nn.Embedding):
 
 
 class OneDNNHead(Head):
-    """The head by linear(), and the loss with the switch on around its products."""
-
     float32: Float32
     packed = False
 
@@ -83,9 +72,6 @@ class OneDNNHead(Head):
         if plain or self.float32 != "onednn":
             return super().loss(x, weight, targets)
         return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), onednn)
-
-
-_compiling = torch.compiler.is_compiling
 
 
 class onednn:
@@ -108,11 +94,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, float32: Float32 = "onednn") -> Tensor:
-    """F.linear and its gradients; x (..., K), weight (N, K) -> (..., N).
-
-    float32 by oneDNN's operator: for eight rows MKL takes 2.7 times as long as for one, oneDNN 1.6
-    times. Under autocast to bfloat16 by half_product().
-    """
+    """F.linear and its gradients; x (..., K), weight (N, K) -> (..., N)."""
     grad = torch.is_grad_enabled()
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu") == torch.bfloat16
@@ -129,12 +111,17 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _compiling():
         return torch.ops.nanoattn.linear(x, weight, bias)
     if x.dtype == torch.float32:
-        bias = None if bias is None else bias.contiguous()  # the operator ignores its stride
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return _pointwise(x, weight, bias)
     y = half_product(x.reshape(-1, x.shape[-1]), weight.t())
     if bias is not None:
         y += bias
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Inductor's operator for linear layers; the weight may be packed."""
+    bias = None if bias is None else bias.contiguous()  # the operator ignores its stride
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
@@ -155,21 +142,14 @@ class _Linear(torch.autograd.Function):
         dy, x, weight = (t.detach() for t in inputs)
         want_x, want_w, want_b = ctx.needs_input_grad
         dy = dy.reshape(-1, dy.shape[-1])
-        dx = _product(dy, weight).view(x.shape) if want_x else None
+        product = half_product if dy.dtype == torch.bfloat16 else matmul
+        dx = product(dy, weight).view(x.shape) if want_x else None
         dw = matmul(dy.t(), x.reshape(-1, x.shape[-1])).float() if want_w else None
         return once(3, dx, dw, dy.sum(0) if want_b else None, *inputs)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """(M, K) and (K, N), float32 or bfloat16 -> (M, N)."""
-    return half_product(a, b) if a.dtype == torch.bfloat16 else matmul(a, b)
-
-
 def half_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in bfloat16, (M, K) and (K, N): in two halves where that is faster.
-
-    With two threads oneDNN takes 1.7 times as long for (1024, 3072) times (3072, 768) as in halves.
-    """
+    """a @ b in bfloat16, (M, K) and (K, N): for two threads oneDNN is faster in two halves."""
     M, N = a.shape[0], b.shape[1]
     if torch.get_num_threads() != 2 or not 2**19 < M * N <= 2**20:
         return a @ b
@@ -217,8 +197,8 @@ _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> _Packe
 def packed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, float32: Float32 = "onednn"
 ) -> Tensor:
-    """linear() by oneDNN with a copy of the weight in its own layout; with gradients, in a graph,
-    in other dtypes, and with "few" below four rows of float32 without it.
+    """linear() with a copy of the weight in oneDNN's layout, where there is no gradient and no
+    graph.
 
     A weight that has changed is packed again. A write through .data has no version: it is seen
     where it changes the first 16 numbers, as that of a whole matrix does.
@@ -238,10 +218,12 @@ def packed_linear(
     ):
         alias = weight.detach()
         made = torch.ops.mkldnn._reorder_linear_weight(alias, ROWS)
-        sample = alias[0, :16]  # in one place: spread over the weight they cost 1.2 ms a token
+        sample = alias[0, :16]  # in one place: spread over the weight they are slow
         found = _packed[weight] = _Packed(alias, weight._version, sample, sample.clone(), made)
-    bias = None if bias is None else bias.contiguous()  # the operator ignores its stride
-    return torch.ops.mkldnn._linear_pointwise(x, found.weight, bias, "none", [], "")
+    return _pointwise(x, found.weight, bias)
+
+
+# --- which path is faster here ---
 
 
 @cache
