@@ -1,10 +1,10 @@
-"""Train a GPT: settings, set-up, loop, step.
+"""Train a GPT: the set-up of a run, its loop, one step.
 
     python train.py config/train_shakespeare_cpu.py
     python train.py config/train_gpt2.py --attention_backend=sdpa
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --parallel=fsdp
 
-A run writes checkpoints, metrics.jsonl and loss.png to out_dir. train_step() is one step.
+docs/TRAIN.md says what a run writes. Read train_step() first, then loop(), then model.py.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ from core.runtime import Setup
 from inference.engine import generate
 from model import GPT, GPTConfig
 
-# ----------------------------------------------------------------------------- the set-up
-
-
 @dataclass
 class Run:
     """A run that is ready for its next step."""
@@ -51,7 +48,7 @@ class Run:
     distributed: DistInfo
     setup: Setup
     meta: data.tokenizer.Json  # the dataset's meta.json
-    model: GPT  # the parameters, as they are saved
+    model: GPT  # holds the parameters
     module: nn.Module  # the same model to call: compiled, DDP or FSDP
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
@@ -60,10 +57,10 @@ class Run:
     attention: Resolution  # the kernel of the training steps
     micro_steps: int  # micro-batches per step in this process
     saver: checkpoint.Saver
-    step: int = 0  # steps done
-    saved_step: int = 0  # of the newest checkpoint
-    sequences_seen: int = 0  # in these steps
-    evaluated: bool = True  # False: the evaluation after this step is to come
+    step: int  # steps done
+    saved_step: int  # of the newest checkpoint
+    sequences_seen: int
+    evaluated: bool  # False: the evaluation after this step is to come
     val_loss: float | None = None  # of the last evaluation
 
 
@@ -163,17 +160,16 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         evaluate(run, meter.metrics)
 
     stop = Stop(distributed)
-    stopped = False
     try:
         finite = loop(run, meter, stop)
     except Stopped:
-        stopped = finite = True
+        finite = True
         if run.step > run.saved_step:
-            save(run, None)
+            save(run, val_loss=None)
     run.saver.wait()
     if not finite:
         return 1
-    stopped = any(distributed.sum([float(stopped or stop.request.noted)]))
+    stopped = stop.stopping()
     alone = checkpoint.gathered(run.model) if config.sample_tokens and not stopped else None
     meter.close()  # from here on no process waits for the main one, which may take long
     stop.request.close()
@@ -187,10 +183,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
 
 
 def loop(run: Run, meter: Meter, stop: Stop) -> bool:
-    """The steps to come, with their evaluations and checkpoints; False: a loss is not finite.
-
-    Raises Stopped, if a process was signalled.
-    """
+    """The steps to come; False: a loss is not finite. Stopped: a process was signalled."""
     config = run.config
     distributed = run.distributed
     device = distributed.device
@@ -205,20 +198,15 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
         lr = set_learning_rate(run.optimizer, run.step, config)
         meter.count(*batch[2:])
         x, y, *segments = parallel.shard_batch(run.model.ring, *batch)
-        random = runtime.random_state(device)
         profiling = run.step + 1 == config.profile_step
         watching: Any = nullcontext()
         if profiling and distributed.main:
             watching = profile.profiled(device, trace=Path(config.out_dir) / "profile.json")
-        try:
-            with watching as seen:
-                loss = train_step(
-                    run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
-                    micro_steps=run.micro_steps, clip=config.grad_clip, found_inf=found_inf,
-                    mark=stop.mark, segments=segments)  # fmt: skip
-        except Stopped:  # between two micro-batches: as if the step had not begun
-            runtime.set_random_state(random, device)
-            raise
+        with watching as seen:
+            loss = train_step(
+                run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
+                micro_steps=run.micro_steps, clip=config.grad_clip, found_inf=found_inf,
+                mark=stop.mark, segments=segments)  # fmt: skip
         run.step += 1
         run.sequences_seen += config.global_batch
         if seen:
@@ -231,37 +219,35 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
         # --- all processes agree: stop? log? (found_inf: on a GPU it would wait) ---
         due = meter.overdue() or (device.type == "cpu" and bool(found_inf))
         stopping, overdue = map(bool, distributed.sum([float(stop.request.noted), float(due)]))
-        done = run.step == config.max_iters
-        often = run.step == 1 or run.step % config.log_interval == 0
-        evaluating = done or run.step % config.eval_interval == 0
-        if not (stopping or overdue or often or evaluating):
+        logging = run.step == 1 or run.step % config.log_interval == 0
+        evaluating = run.step == config.max_iters or run.step % config.eval_interval == 0
+        if not (stopping or overdue or logging or evaluating):
             continue
 
         # --- logging, evaluation ---
         total, any_inf = distributed.sum([float(loss), float(found_inf)])
         mean_loss = total / distributed.world_size
-        val_loss = None
+        value = mean_loss
         if finite := not any_inf and math.isfinite(mean_loss):
             meter.log(run.step, mean_loss, lr)
             if stopping:
                 raise Stopped
             if evaluating:
                 distributed.limit(SLOW_S if run.val_loss is None else limit)  # the first compiles
-                val_loss = evaluate(run, meter.metrics, stop)
+                value = evaluate(run, meter.metrics, stop)
                 distributed.limit(limit)
-                finite = math.isfinite(val_loss)
+                finite = math.isfinite(value)
         if not finite:
-            value = mean_loss if val_loss is None else val_loss
             meter.not_finite(run.step, value, lr, run.attention, run.saver.last_good())
             return False
         if evaluating:
-            save(run, val_loss)
+            save(run, val_loss=value)
         meter.restart(run.step, timed=run.step >= warm)
     return True
 
 
 def save(run: Run, val_loss: float | None) -> None:
-    """Write a checkpoint; val_loss: None if this step was not evaluated."""
+    """Write a checkpoint; val_loss: of this step, if it was evaluated."""
     run.saver.save(
         run.model, run.optimizer, run.scaler, asdict(run.config), run.meta["tokenizer"],
         step=run.step, val_loss=val_loss, sequences_seen=run.sequences_seen,
@@ -279,26 +265,23 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None)
     run.model.eval()
     try:
         for split, tokens in run.splits.items():
-            each = data.eval_batches(
+            batches = data.eval_batches(
                 tokens, config.block_size, config.eval_iters, config.batch_size,
                 *distributed.data, run.setup.device, run.borders)  # fmt: skip
             losses[split] = parallel.mean_loss(
-                run.module, each, run.setup.autocast, run.model.ring, distributed, stop
+                run.module, batches, run.setup.autocast, run.model.ring, distributed, stop
             )
-    except Stopped:
-        distributed.say(f"the evaluation after step {run.step} was not finished")
-        raise
     finally:
         parallel.reshard(run.model)
         run.model.train()
-    train_loss = losses["train"]
-    val_loss = losses["val"]
-    run.val_loss = val_loss
+    run.val_loss = val_loss = losses["val"]
     bits = data.bits_per_byte(run.meta, val_loss)
+    both = f"train loss {losses['train']:.4f}, val loss {val_loss:.4f}"
     also = f" ({bits:.4f} bits per byte)" if bits else ""
-    distributed.say(f"step {run.step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{also}")
-    if metrics and math.isfinite(train_loss + val_loss):
-        metrics.log(iter=run.step, train_loss=train_loss, val_loss=val_loss, val_bits_per_byte=bits)
+    distributed.say(f"step {run.step}: {both}{also}")
+    if metrics and math.isfinite(sum(losses.values())):
+        known = {"train_loss": losses["train"], "val_loss": val_loss, "val_bits_per_byte": bits}
+        metrics.log(iter=run.step, **known)
     return val_loss
 
 
@@ -330,21 +313,19 @@ def train_step(
     Args:
         module: the model: plain, compiled, DDP or FSDP.
         x, y: (micro_steps * B, T) int64, token ids and their successors (IGNORE: no target).
-        clip, found_inf: as in core.optimizer.update().
-        mark: called with "forward", "backward", "update" and "end" (benchmarks).
+        clip, found_inf: see core.optimizer.update().
+        mark: called with "forward", "backward", "update" and "end".
         segments: one (micro_steps * B, T) int32, or none: a token sees all before it.
 
-    Returns:
-        loss in nats per token, float32 (): its average over processes is the mean over all targets
-        of the step. On a GPU nothing here waits for the device.
+    Returns the loss, float32 (), in nats per token: its average over processes is the mean over the
+    step's targets. Nothing here waits for a GPU.
     """
     loss = torch.zeros((), device=x.device)
     xs = x.tensor_split(micro_steps)
     ys = y.tensor_split(micro_steps)
     more = [s.tensor_split(micro_steps) for s in segments]
     targets = torch.stack([(y != IGNORE).sum() for y in ys])
-    weights = parallel.loss_weights(module, targets)
-    for i, weight in enumerate(weights):
+    for i, weight in enumerate(parallel.loss_weights(module, targets)):
         # Processes average their gradients once, in the last backward pass.
         parallel.average_gradients(module, i == micro_steps - 1)
         mark("forward")

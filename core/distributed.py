@@ -16,7 +16,7 @@ from typing import TextIO, TypeVar
 import torch
 import torch.distributed as dist
 
-from core.runtime import StopSignal, pick_device
+from core.runtime import StopSignal, pick_device, random_state, set_random_state
 from core.settings import LaunchError, UserError
 
 T = TypeVar("T")
@@ -70,34 +70,30 @@ class DistInfo:
         return cls(device, rank, n, control, disk, N, ring)
 
     @property
-    def data_size(self) -> int:
-        """Data-parallel size: processes that share a step's sequences."""
-        return self.world_size // self.context_parallel
-
-    @property
     def data(self) -> tuple[int, int]:
         """(data-parallel rank, data-parallel size); all ranks of a ring have the same."""
-        return self.rank // self.context_parallel, self.data_size
+        return self.rank // self.context_parallel, self.world_size // self.context_parallel
 
     @property
     def main(self) -> bool:
-        """True on the process that prints and writes files."""
+        """This process prints and writes files."""
         return self.rank == 0
 
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
-        """Micro-batches per step and process. Raises UserError if a process would have none."""
-        share = batch_size * accumulated / self.data_size  # sequences of a process, on average
+        """Micro-batches per step and process. UserError: a process would have none."""
+        n = self.data[1]
+        share = batch_size * accumulated / n  # sequences of a process, on average
         steps = math.ceil(math.ceil(share) / batch_size)
         if int(share) < steps:
             raise UserError(
-                f"--batch_size={batch_size} times --gradient_accumulation_steps={accumulated} "
-                f"cannot be divided among {self.data_size} processes"
+                f"--gradient_accumulation_steps={accumulated} with --batch_size={batch_size}: "
+                f"expected a multiple of {n} processes"
             )
         return steps
 
     @property
     def launcher(self) -> str:
-        """Start of the command for this many processes; on several nodes each needs it."""
+        """Start of the command for this many processes, on each node."""
         if self.world_size == 1:
             return "python"
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -108,21 +104,18 @@ class DistInfo:
         return f"torchrun {nodes} --rdzv_backend=c10d --rdzv_endpoint={first}"
 
     def job(self) -> str | None:
-        """The torchrun job, the same after a restart; None without torchrun. All ranks call it."""
+        """The torchrun job, the same after a restart, or None. All ranks call it."""
         name = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" without --rdzv_id
         return self.gather(f"none {os.getppid()}" if name == "none" else name)[0]
 
     def limit(self, seconds: float) -> None:
-        """Set how long a collective may wait for another rank, in all groups but `disk`."""
+        """How long a collective may wait for another rank, in all groups but `disk`."""
         for group in [*dist.distributed_c10d._world.pg_map] if self.control is not None else ():
             if group is not self.disk:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def name_missing(self, error: Exception, resume: str) -> None:
-        """After a failed collective: print the ranks that are dead, frozen or busy.
-
-        The process groups are broken then, but torchrun's store still works.
-        """
+        """After a failed collective: print the ranks that are dead, frozen or busy."""
         text = str(error).lower()
         of_group = isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
         if self.control is None or not of_group:
@@ -161,7 +154,7 @@ class DistInfo:
 
 
 def _world_size(device: torch.device) -> int:
-    """The number of processes that a launcher started. Raises LaunchError if it does not add up."""
+    """Raises LaunchError if the launcher's variables do not add up."""
     rank, n = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
     if rank is None and n == "1" and os.environ.get("LOCAL_RANK", "0") == "0":
         return 1
@@ -178,29 +171,31 @@ def _world_size(device: torch.device) -> int:
 
 
 class Stopped(Exception):
-    """All processes agreed to end a step or an evaluation before its end."""
+    """All processes agreed to end a step or an evaluation."""
 
 
 class Stop:
-    """The processes' agreement to stop, in steps and evaluations of any length.
-
-    It notices a lost or frozen process too: the others' collective fails.
-    """
+    """The processes' agreement to stop; a lost or frozen process fails in it."""
 
     def __init__(self, distributed: DistInfo) -> None:
         self.distributed = distributed
         self.request = StopSignal()
-        self.micro_batches = 0  # done in a step that is not
+        self.random: dict[str, torch.Tensor] = {}  # state at the beginning of a step
 
     def mark(self, part: str) -> None:
-        """Check between the micro-batches of train_step()."""
-        if part == "forward" and self.micro_batches:
-            self.check()
-        self.micro_batches += part == "backward"
+        """Check between the micro-batches of train_step(): as if the step had not begun."""
         if part == "update":
-            self.micro_batches = 0
+            self.random = {}
+        elif part == "forward" and not self.random:
+            self.random = random_state(self.distributed.device)
+        elif part == "forward" and self.stopping():
+            set_random_state(self.random, self.distributed.device)
+            raise Stopped
+
+    def stopping(self) -> bool:
+        """Was a process signalled? All must call it."""
+        return any(self.distributed.sum([float(self.request.noted)]))
 
     def check(self) -> None:
-        """Raise Stopped on all processes if one was signalled. All must call it."""
-        if any(self.distributed.sum([float(self.request.noted)])):
+        if self.stopping():
             raise Stopped

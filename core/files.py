@@ -25,7 +25,7 @@ log = logging.getLogger("nanoattn")
 
 
 def refuse_link(path: Path, hard: bool = False) -> None:
-    """Raise OSError for a link (`hard`: a hard one too), except of the system: /dev/stdout."""
+    """Raise OSError for a link (`hard`: a hard one too), except /dev/stdout."""
     if path.is_symlink() and str(path.parent) not in ("/dev", "/dev/fd", "/proc/self/fd"):
         why = f"a link to {os.readlink(path)!r}"
     elif hard and path.is_file() and path.stat().st_nlink > 1:
@@ -36,7 +36,7 @@ def refuse_link(path: Path, hard: bool = False) -> None:
 
 
 def open_output(path: Path, mode: str) -> IO[str]:
-    """Open a text file to write. Raises OSError for a link, a hard one too."""
+    """Open a text file to write. OSError: a link, a hard one too."""
     refuse_link(path, hard=True)
     follow = 0 if path.is_symlink() else os.O_NOFOLLOW
     opener = lambda name, flags: os.open(name, flags | follow, 0o666)  # noqa: E731
@@ -45,7 +45,7 @@ def open_output(path: Path, mode: str) -> IO[str]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a new file that then replaces `path`, or a pipe or device. OSError: it is a link."""
+    """Yield a new file that then replaces `path`, or a pipe or device. OSError: a link."""
     refuse_link(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
         yield path
@@ -62,7 +62,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_at_once(path: Path, content: str | bytes) -> None:
-    """Write a file atomically; see replacing()."""
     with replacing(path) as file:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -73,7 +72,7 @@ def printable(text: object) -> str:
 
 
 def command(*words: object) -> str:
-    """A command line to paste into bash, whatever characters the words have."""
+    """A command line to paste into bash."""
     return " ".join(map(_quoted, map(str, words)))
 
 
@@ -87,7 +86,7 @@ def _quoted(word: str) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create the folder of --out_dir and keep other processes out of it. Raises UserError.
+    """Create --out_dir and keep other processes out of it. Raises UserError.
 
     By `.lock` in it, for all machines that share the disk; on Linux also by the name of a socket,
     which lasts when the folder is deleted. Both end with the process.

@@ -45,7 +45,7 @@ ALONE = 0.9  # the least share of time in which a thread that always computes ha
 
 
 def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
-    """(outputs, inputs, has a bias) of a block's c_attn and c_proj, and the MLP's c_fc, c_proj."""
+    """(outputs, inputs, has a bias) of c_attn, attn.c_proj, c_fc and mlp.c_proj."""
     C, q, kv = config.n_embd, config.n_head * config.head_dim, config.kv_heads * config.head_dim
     fc, bias = config.hidden * (2 if config.mlp == "swiglu" else 1), config.bias is True
     qkv = q + 2 * kv, C, bool(config.bias)
@@ -53,7 +53,7 @@ def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
 
 
 def n_params(config: Sizes) -> int:
-    """N of GPT(config), by arithmetic."""
+    """N, by arithmetic."""
     norm = config.n_embd * (2 if config.norm == "layer" and config.bias is True else 1)
     block = sum(rows * (columns + bias) for rows, columns, bias in matrices(config))
     block += 2 * norm + 2 * config.head_dim * config.qk_norm
@@ -69,7 +69,7 @@ def uncounted(config: Sizes) -> str:
 
 @cache
 def mean_keys(T: int, window: int | None = None) -> float:
-    """Mean number of keys that a query sees in T tokens: 2.5 of 4; with window=2, 1.75."""
+    """Keys that a query sees in T tokens, the mean."""
     i = torch.arange(T)
     if T <= 2048:  # count the definition itself
         return float(visible(i[:, None], i[None, :], 0, window).sum()) / T
@@ -77,7 +77,7 @@ def mean_keys(T: int, window: int | None = None) -> float:
 
 
 def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Tensor:
-    """Keys that a query sees, the mean over (B, T) queries and the layers; float32 ().
+    """Keys that a query sees, the mean over queries and layers, float32 ().
 
     starts: (B, T), where a query's document begins.
     """
@@ -88,7 +88,7 @@ def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Te
 
 @singledispatch  # bench/hf.py adds models that were counted
 def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
-    """FLOPs of one token, forward and backward, trained on length T; causal: of visible pairs."""
+    """Forward and backward, trained on length T; causal: of visible pairs."""
     keys = sum(mean_keys(T, window) if causal else T for window in config.windows)
     return 6 * n_params(config) + 12 * config.n_head * config.head_dim * keys
 
@@ -114,12 +114,12 @@ class Peak:
 
 
 def given(source: str) -> str:
-    """Return " of --peak_tflops" if the user gave the peak, else ""."""
+    """ " of --peak_tflops" if the user gave the peak, else ""."""
     return f" of {source}" if source.startswith("--") else ""
 
 
 def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
-    """The datasheet's peak of a GPU for float32 (or TF32), bfloat16 or float16; None: unknown."""
+    """A GPU's, for float32 (or TF32), bfloat16 or float16; None: unknown."""
     known = datasheet_tflops(name, dtype, tf32)
     return known and Peak(*known)
 
@@ -127,8 +127,7 @@ def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
 def peak(
     device: str | torch.device, dtype: str, wanted: float | Literal["measure"] | None = None
 ) -> Peak:
-    """The user's peak rate (`wanted`, TFLOP/s), else the datasheet's, else this machine's, which
-    is measured once, or again if `wanted` is "measure"."""
+    """The user's rate (`wanted`, TFLOP/s), else the datasheet's, else the measured one."""
     if wanted is not None and wanted != "measure":
         return Peak(wanted, "--peak_tflops")
     device = torch.device(device)
@@ -145,10 +144,9 @@ def peak(
 def kept_rate(
     what: str, device: torch.device, measure: Callable[[], float], again: bool
 ) -> tuple[float, str]:
-    """Return a rate of this machine, and its date and age in words.
+    """A rate of this machine, and its date and age in words.
 
-    It is measured once and kept in rates.json of the cache folder; one from a busy machine is
-    measured again as soon as nothing else runs.
+    Measured once and kept in the cache folder; one from a busy machine until nothing else runs.
     """
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
     today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
@@ -174,7 +172,7 @@ def kept_rate(
 
 
 def disturbed(compute: Callable[[], float]) -> tuple[float, bool]:
-    """Return a result, and True if this thread, which always computed, had to wait for a core."""
+    """A result, and True if this thread, which always computed, had to wait for a core."""
     began, used = time.perf_counter(), time.thread_time()
     result = compute()
     passed, used = time.perf_counter() - began, time.thread_time() - used
@@ -190,7 +188,7 @@ def spin() -> float:
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The best rate of several large square matrix products, in TFLOP/s."""
+    """The best rate of several large square matrix products."""
     best = 0.0
     own = torch.Generator(device).manual_seed(0)  # leaves the run's numbers alone
     # A run may use oneDNN for float32 products, if that is exact.
@@ -232,7 +230,7 @@ class Speed:
 
     @property
     def mfu(self) -> tuple[float, float]:
-        """(mfu, mfu_causal), fractions of all devices' peak; above 1 if the peak is too low."""
+        """(mfu, mfu_causal), fractions of the peak; above 1 if it is too low."""
         m = self.model
         full = flops_per_token(m, self.T)
         if self.keys is None:
@@ -243,7 +241,7 @@ class Speed:
         return full * at_peak, causal * at_peak
 
     def row(self) -> Row:
-        """The fields of metrics.jsonl and the records. MFU above 1 is None; "mfu_why" is why."""
+        """Fields of metrics.jsonl and the records. MFU above 1 is None, with "mfu_why"."""
         full, causal = self.mfu
         row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
         if causal > 1:  # every kernel has to do these operations
@@ -259,7 +257,7 @@ class Speed:
 
 
 def in_words(row: Row, of: str = "") -> str:
-    """The MFU of a row: "mfu 41.2% (causal 39.6%)", or why it is not known."""
+    """ "mfu 41.2% (causal 39.6%)", or why it is not known."""
     known = None if row["mfu_causal"] is None else f"(causal {row['mfu_causal']:.1%}){of}"
     if row["mfu"] is None:
         return f"mfu not known{f' {known}' if known else ''}: {row['mfu_why']}"

@@ -93,13 +93,13 @@ SERVERS = {  # the name of a row above -> its server of eight
 
 
 def find_rated(name: str) -> GPU | None:
-    """Return the GPU with that device name, None if its rates are unknown."""
+    """The GPU with that device name."""
     patterns = ((gpu, gpu.pattern or re.escape(gpu.short)) for gpu in RATED)
     return next((gpu for gpu, p in patterns if re.search(rf"\b({p})$", name)), None)
 
 
 def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, str] | None:
-    """Return the peak rate in TFLOP/s and its source, None if unknown."""
+    """The peak rate in TFLOP/s and its source."""
     if not (gpu := find_rated(name)):
         return None
     half, in_tf32, single = gpu.tflops
@@ -111,14 +111,14 @@ def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, 
 
 
 def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
-    """Return the memory bandwidth in bytes/s and its source, None if unknown."""
+    """The memory bandwidth in bytes/s and its source."""
     gpu = find_rated(name)
     return (gpu.bandwidth * 1e9, f"datasheet: {gpu.source}") if gpu else None
 
 
 def describe_rated(text: str) -> tuple[GPU, str]:
-    """Return a GPU with known rates by describe()'s names ("H100" is the usual variant), and a note
-    if that was a choice. Raises ValueError if it or its rates are unknown."""
+    """A GPU by describe()'s names ("H100" is the usual variant), and a note if that was a
+    choice. ValueError: it or its rates are unknown."""
     given, found = words(text) - MAKERS, find_rated(text)
     fit = [gpu for gpu in RATED if given and given <= words(gpu.name)]
     if not found:

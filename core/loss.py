@@ -25,10 +25,9 @@ Switch = Callable[[], AbstractContextManager[object]]
 
 
 class Head(nn.Module):
-    """The language-model head; its weights (V, C) are its own, or the token embedding's."""
+    """The head; its weights (V, C) are its own (`shape`), or the token embedding's."""
 
     def __init__(self, shape: tuple[int, int] | None = None) -> None:
-        """shape: of its own weights."""
         super().__init__()
         self.weight = None if shape is None else nn.Parameter(torch.empty(shape))
 
@@ -46,15 +45,13 @@ class Head(nn.Module):
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, matmul_switch: Switch = nullcontext
 ) -> Tensor:
-    """Mean cross entropy of the logits x @ weight.T.
+    """Mean cross entropy of the logits x @ weight.T, in nats: float32 (), or float64 as x.
+
+    NaN, with zero gradients, if all targets are ignored, as F.cross_entropy.
 
     Args:
         x: (N, C); weight: (V, C); targets: (N,) int64, IGNORE (-1) where it is ignored.
         matmul_switch: makes the context in which the matrix products run (core/cpu/matmul.py).
-
-    Returns:
-        float32 () (float64 for float64 inputs), in nats; NaN, with zero gradients, if all targets
-        are ignored, as F.cross_entropy.
     """
     dtype = autocast_dtype(x.device.type) or x.dtype
     if torch._C._are_functorch_transforms_active():  # for which the Function below has no rule
@@ -118,8 +115,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _cross_entropy(
     logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype, want_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The summed cross entropy, and its gradient in the logits' dtype; in half precision on the CPU
-    in place, some rows at a time: their float32 values stay in the caches."""
+    """The sum, and its gradient in the logits' dtype; in half precision on the CPU in place,
+    some rows at a time: their float32 values stay in the caches."""
     compiling, at_a_time = torch.compiler.is_compiling(), None
     if logits.device.type == "cpu" and logits.dtype != wide and not compiling:
         at_a_time = 2**20 // logits.shape[1]
@@ -143,7 +140,6 @@ def _cross_entropy(
 
 
 def pieces(n: int, size: int | None) -> list[slice]:
-    """n rows in pieces of `size` (at least 1; None: of n)."""
     size = n if size is None else max(1, size)
     return [slice(a, min(a + size, n)) for a in range(0, n, size)]
 
@@ -151,8 +147,8 @@ def pieces(n: int, size: int | None) -> list[slice]:
 def chunk_rows(
     N: int, V: int, device: str, dtype: torch.dtype = torch.float32, memory: float | None = None
 ) -> int:
-    """Rows of logits at a time: what fits into 1/16 of a GPU's memory (in bytes; None: of the
-    current one), 4 GB at most; on a CPU into its caches."""
+    """Rows of logits at a time: what fits into 1/16 of a GPU's memory (bytes), 4 GB at most; on
+    a CPU into its caches."""
     if device != "cpu":  # 8 bytes an element: logits, their float32 values, their gradient
         budget = min(int(memory or gpu_memory()) // 128, 2**29)
     else:
@@ -170,7 +166,7 @@ def chunk_rows(
 
 @torch.compiler.assume_constant_result
 def gpu_memory() -> int:
-    """Bytes of the current GPU, all of them: what is free would differ from run to run."""
+    """All of it: what is free would differ from run to run."""
     if not torch.cuda.is_available():
         return 2**35
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

@@ -117,8 +117,8 @@ class Meter:
         self.config = config
         self.tokens = config.global_batch * config.block_size  # of a step, over all processes
         self.peak = peak(device, config.dtype, config.peak_tflops)
-        self.rates: list[float] = []  # tokens a second, of each logged interval
-        self.quiet: list[float] = []  # of those without other programs
+        self.speeds: list[Speed] = []  # of each timed line
+        self.quiet: list[Speed] = []  # of those without other programs
         self.printed: set[str] = set()  # reasons why MFU is not known
         self.core_waits = time.perf_counter(), waited()
         self.metrics: Metrics | None = None  # the main process's
@@ -128,7 +128,6 @@ class Meter:
         self.keys: float | None = None  # their mean since the line before; None: visible() has it
         if backend.mods is not None:  # a mask of one's own (flex:FILE.py)
             self.keys = backend.mods.mean_keys(config.block_size, model.n_head, device)
-        self.means: list[float] = []  # these means, of all lines
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, config.max_iters - step)  # s
         distributed.say(
             f"peak: {self.peak}\n{self.tokens:,} tokens a step, {config.max_iters:,} steps: at the "
@@ -141,22 +140,22 @@ class Meter:
         return Speed(self.model, T, tokens_per_s, self.peak, n, self.keys)
 
     def count(self, *starts: Tensor) -> None:
-        """Count the keys that a step's queries see. starts: see keys_seen(); or none: no mask."""
+        """Count the keys that a step's queries see; starts: of keys_seen(), or none."""
         self.counted += [keys_seen(t, self.model.windows).expand(len(t)) for t in starts]
 
     def restart(self, step: int, timed: bool) -> None:
-        """Begin the interval of the next line after `step` steps; timed=False: of first steps."""
+        """Begin the interval of the next line; timed=False: of first steps."""
         self.step = step
         self.timed = timed
         self.began = now(self.distributed.device)
         self.counted.clear()
 
     def overdue(self) -> bool:
-        """True half a minute after the last line."""
+        """Half a minute after the last line."""
         return time.perf_counter() - self.began > 30
 
     def log(self, step: int, loss: float, lr: float) -> None:
-        """Print and log a step; all processes call this, after the device has finished it."""
+        """All processes call this, after the device has finished the step."""
         seconds = (time.perf_counter() - self.began) / max(1, step - self.step)
         if self.counted:
             local = torch.cat(self.counted)
@@ -170,9 +169,8 @@ class Meter:
         speed, left = "a first step, not timed", ""
         if self.timed and step > self.step:
             found = self.speed(self.tokens / seconds)
-            self.rates.append(found.tokens_per_s)
-            self.quiet += [] if busy else [found.tokens_per_s]
-            self.means += [] if self.keys is None else [self.keys]
+            self.speeds.append(found)
+            self.quiet += [] if busy else [found]
             row |= {"ms": seconds * 1e3, **found.row()}
             row |= {"mfu": None, "mfu_causal": None, "mfu_why": BUSY} if busy else {}
             speed = f"{seconds * 1e3:,.1f} ms, {found.tokens_per_s:,.0f} tok/s"
@@ -189,14 +187,14 @@ class Meter:
             self.metrics.log(**row)
 
     def _busy(self) -> bool:
-        """True if the peak was measured, and others had this process's core since the last call."""
+        """Did others have this process's core since the last call, and matters it?"""
         since, before = self.core_waits
         self.core_waits = time.perf_counter(), waited()
         share = (self.core_waits[1] - before) / (self.core_waits[0] - since)
         return self.peak.measured and share > 1 - ALONE
 
     def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
-        """Print the error; good: the checkpoint before it, and the command to continue."""
+        """good: the checkpoint before it, and the command to continue."""
         name = "+".join([kernel.backend.name, *kernel.kernels])
         self.distributed.say(
             f"error: a loss or gradient is not finite at step {step} or shortly before (loss "
@@ -210,9 +208,10 @@ class Meter:
 
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
         """Print the median speed, and the validation loss next to simpler models'."""
-        if self.rates:
-            self.keys = fmean(self.means) if self.means else None
-            found = self.speed(median(self.quiet or self.rates))
+        if self.speeds:
+            keys = [speed.keys for speed in self.speeds if speed.keys is not None]
+            self.keys = fmean(keys) if keys else None
+            found = self.speed(median(speed.tokens_per_s for speed in self.quiet or self.speeds))
             busy = f"{found.tokens_per_s:,.0f} tok/s; no mfu: {BUSY}"
             self.distributed.say(f"{found}; peak: {self.peak}" if self.quiet else busy)
         if baselines and val_loss is not None:
@@ -221,7 +220,7 @@ class Meter:
 
 
 def waited() -> float:
-    """Seconds that this thread was ready, and waited for a core; 0 where Linux does not say."""
+    """Seconds that this thread waited for a core; 0 where Linux does not say."""
     try:
         text = Path("/proc/thread-self/schedstat").read_text(encoding="ascii")
         return int(text.split()[1]) / 1e9
@@ -230,7 +229,7 @@ def waited() -> float:
 
 
 def duration(seconds: float) -> str:
-    """For people: '40 s', '12 min', '3.5 h', '9.1 days', '2.5 years'."""
+    """'40 s', '12 min', '3.5 h', '9.1 days', '2.5 years'."""
     for unit, size, limit in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48), ("days", 86400, 730)):
         if seconds < size * limit:
             digits = 0 if unit in ("s", "min") else 1
@@ -239,7 +238,7 @@ def duration(seconds: float) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl; UserError if any but an incomplete last line is not a row."""
+    """The rows of a metrics.jsonl, up to an incomplete last line. Raises UserError."""
     rows: list[Row] = []
     for number, line in enumerate(path.open("rb") if path.exists() else (), 1):
         try:

@@ -25,8 +25,8 @@ FLAT = 0.3  # of the steps, before a linear decay
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """The rate of a step, from 0: linear warm-up, cosine decay to min_lr, then flat. Without
-    decay_lr it is constant; "linear" is flat after the warm-up, then a line."""
+    """Linear warm-up, cosine decay to min_lr, then flat; step counts from 0. decay_lr="linear":
+    flat after the warm-up, then a line; False: constant."""
     if not config.decay_lr:
         return config.learning_rate
     low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
@@ -43,7 +43,7 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def schedule_warnings(config: Config) -> list[str]:
-    """Return a warning if the schedule does not reach learning_rate, or rises to min_lr."""
+    """A warning if the schedule does not reach learning_rate, or rises to min_lr."""
     if not config.decay_lr or config.eval_only:
         return []
     last, warm = config.max_iters - 1, config.warmup_iters
@@ -58,7 +58,7 @@ def schedule_warnings(config: Config) -> list[str]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
-    """Set the rate of a step in each group; returns AdamW's, or that of Muon's matrices."""
+    """Set the rate of a step; returns AdamW's, or that of Muon's matrices."""
     rate = learning_rate(step, config)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("factor", 1.0)
@@ -69,7 +69,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Confi
 def build_optimizer(
     model: nn.Module, config: Config, device: torch.device, processes: int = 1
 ) -> torch.optim.AdamW:
-    """Fused AdamW that decays the matrices, but no biases and norm gains; or Muon.
+    """Fused AdamW that decays the matrices only, or Muon.
 
     processes: that have a copy of the model each (DDP) and divide Muon's work.
     """
@@ -109,8 +109,8 @@ def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and optimizer state, created where there is none yet:
-    {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}, as DTensors under FSDP."""
+    """{"model.<name>": weight, "optimizer.<name>.exp_avg": state, ...}; missing state is
+    created."""
     flat: dict[str, Tensor] = {}
     for name, p in model.state_dict(keep_vars=True).items():
         flat[f"model.{name}"] = p.detach()
@@ -131,8 +131,7 @@ ADAMW = {"weight_decay": 1e-3, "eps": 1e-10}  # of all other parameters
 def muon_groups(model: Any, config: Config) -> list[Group]:
     """The blocks' matrices by shape, then embeddings, head and vectors.
 
-    "rows" of a group: of each matrix that a parameter joins; "factor": its highest learning rate
-    over config.learning_rate.
+    "rows": of each matrix that a parameter joins; "factor": its highest rate over learning_rate.
     """
     c, rates = model.config, (*config.muon_rates, *[config.learning_rate] * 3)
     q, kv = c.n_head * c.head_dim, c.kv_heads * c.head_dim
@@ -155,7 +154,7 @@ def muon_groups(model: Any, config: Config) -> list[Group]:
 
 
 def about(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Lines on the memory of weights and optimizer, and on Muon's operations."""
+    """Lines to print: memory, and Muon's operations."""
     if not isinstance(optimizer, Muon):
         return [held(model, optimizer)]
     flops = f"{optimizer.flops / 1e9:,.4g} GFLOP a step, which MFU does not count"
@@ -171,8 +170,7 @@ class Muon(torch.optim.AdamW):
     """Muon for the groups with "rows", AdamW for the others.
 
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a matrix by its momentum with
-    all singular values set to 1. The momentum is sharded as the weights are; each process gathers
-    its share of the matrices whole.
+    all singular values set to 1. Each process orthogonalizes its share of the matrices, whole.
 
     Args:
         dtype: of the Newton-Schulz iterations; None: of the weights.
@@ -229,7 +227,7 @@ class Muon(torch.optim.AdamW):
 
     @property
     def flops(self) -> int:
-        """Operations of the Newton-Schulz iterations of a step, over all processes."""
+        """Of the Newton-Schulz iterations of a step, over all processes."""
         total = 0
         for group in muon_only(self):
             n, C = len(group["params"]), group["params"][0].shape[1]
@@ -239,7 +237,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
-    """U V^T of each matrix U S V^T, (n, rows, columns) each, those of one shape in one batch."""
+    """U V^T of each matrix U S V^T, (n, rows, columns) each."""
     wide = [x.mT if x.shape[1] > x.shape[2] else x for x in matrices]
     by_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(wide):
@@ -262,12 +260,10 @@ def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
 @record_function(profile.UPDATE)
 def update(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, loss: Tensor, clip: float,
            found_inf: Tensor) -> None:  # fmt: skip
-    """Clip the gradients to the global norm `clip` (0: no clipping), and step; not if anything is
-    not finite: found_inf, float32 (), is set to 1 then, for good.
+    """Clip the gradients to the global norm `clip` (0: no clipping), and step.
 
-    The fused AdamW takes a factor and a flag, made for GradScaler: clipping needs no pass over the
-    gradients, and nothing waits for the device. In float16 a gradient that is not finite only
-    lowers the loss scale.
+    If the loss or a gradient is not finite, no weight changes and found_inf, float32 (), is set to
+    1 for good; in float16 a gradient only lowers the loss scale. Nothing waits for the device.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler.is_enabled():

@@ -39,7 +39,7 @@ class Sharded(Protocol):
 
 
 def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
-    """Average the gradients of a plain or compiled module over all processes in backward (DDP)."""
+    """Average the gradients over all processes in backward (DDP)."""
     if distributed.world_size == 1:
         return module
     device = distributed.device
@@ -91,7 +91,7 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
 
 
 def ring(distributed: DistInfo, T: int) -> Ring | None:
-    """The ring of processes that share T tokens, or None; UserError if they are more than T."""
+    """The ring of processes that share T tokens, or None. Raises UserError."""
     if distributed.context_parallel > T:
         n = distributed.context_parallel
         raise UserError(f"--context_parallel={n} processes cannot share --block_size={T} tokens")
@@ -133,10 +133,10 @@ def mean_loss(
 
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
-    """Weights of the mean losses of micro-batches, from their numbers of targets (n,) int64.
+    """Weights of micro-batches by their numbers of targets, (n,) int64 -> float32 (n,).
 
-    Their targets over all processes' in the step, times the number of processes, over which
-    gradients are averaged: float32 (n,); NaN if no process has a target.
+    Targets over those of the step, times the processes, over which gradients are averaged. NaN if
+    no process has a target.
     """
     total = targets.sum()
     processes = 1
@@ -147,7 +147,7 @@ def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
 
 
 def average_gradients(module: object, on: bool) -> None:
-    """Let backward passes average the gradients over processes, or only add them up."""
+    """Average gradients over processes in backward passes, or only add them up."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = on
     elif isinstance(module, Sharded):
@@ -155,7 +155,7 @@ def average_gradients(module: object, on: bool) -> None:
 
 
 def reshard(module: object) -> None:
-    """Free the parameters that FSDP gathered in a forward pass without a backward pass."""
+    """Free what FSDP gathered in a forward pass without a backward pass."""
     if isinstance(module, Sharded):
         module.reshard()
 
@@ -197,10 +197,10 @@ def fill(target: Any, source: Tensor) -> None:
 def deal(
     rows: Tensor, like: Tensor, mesh: DeviceMesh | None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Divide whole matrices among the processes. All must call this, and the returned function.
+    """Divide n whole matrices among the processes. All call this, and the returned function.
 
     Args:
-        rows: (n, r, C), the rows of n matrices that this process has: all, or FSDP's shard.
+        rows: (n, r, C), the rows that this process has: all, or FSDP's shard.
         like: a parameter of the shape (R, C) of one matrix, sharded as `rows` are.
         mesh: of the processes that have all rows (DDP); None: a single one, or FSDP.
 
@@ -228,7 +228,7 @@ def deal(
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """Describe this process's memory of weights, gradients and optimizer (None: AdamW)."""
+    """This process's memory of weights, gradients and optimizer (None: AdamW), in words."""
     groups = optimizer.param_groups if optimizer else []
     muon = {id(p) for group in groups if "rows" in group for p in group["params"]}
     sizes = ((3 if id(p) in muon else 4, local(p)) for p in model.parameters())

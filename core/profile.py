@@ -56,7 +56,7 @@ OPERATOR = re.compile(r"^\w+::\w+$|at::native|elementwise|Memcpy DtoD|Memset")
 
 
 def class_of(name: str, around: Iterable[str] = ()) -> str:
-    """Return the class of a kernel or operator; `around`: the names of what it ran in."""
+    """The class of a kernel or operator; `around`: the names of what it ran in."""
     names = "\n".join([name, *around])
     fused = FUSED.search(name)
     for kind, pattern in RULES.items():
@@ -86,18 +86,18 @@ class StepProfile:
         return dict(sorted(times.items(), key=lambda item: -item[1]))
 
     def largest(self, kind: str, n: int = 3) -> list[tuple[str, float, int]]:
-        """Return name, milliseconds and calls of the longest kernels of a class."""
+        """Name, milliseconds and calls of the longest kernels of a class."""
         found = sorted(self.kernels.get(kind, {}).items(), key=lambda item: -item[1][0])
         return [(name, ms, calls) for name, (ms, calls) in found[:n]]
 
     def row(self) -> dict[str, Any]:
-        """Return the profile as JSON for a record."""
+        """JSON for a record."""
         largest = {kind: self.largest(kind, 8) for kind in self.kernels}
         return {"of": self.of, "ms": self.ms, "busy_ms": self.busy_ms, "classes": self.classes,
                 "names": largest}  # fmt: skip
 
     def lines(self) -> list[str]:
-        """Return the table to print: classes, and the three longest kernels of each."""
+        """The table to print."""
         lines = [f"{'class':40} {'ms':>9} {'share':>7} {'calls':>6}"]
         for kind, ms in self.classes.items():
             calls = sum(n for _, n in self.kernels.get(kind, {}).values())
@@ -108,14 +108,13 @@ class StepProfile:
 
 
 def short(name: str, width: int = 38) -> str:
-    """Shorten a C++ or Inductor name to its beginning and its end."""
+    """The beginning and the end of a C++ or Inductor name."""
     name = re.sub(r"^void |\(anonymous namespace\)::|at::native::", "", name)
     return name if len(name) <= width else f"{name[: width - 13]}..{name[-11:]}"
 
 
 def prepare(device: torch.device) -> None:
-    """Let the kernels that Inductor compiles for the CPU from now on appear in a profile. Raises
-    UserError for a device without a profiler."""
+    """Let Inductor's kernels for the CPU appear in a profile. UserError: no profiler."""
     import torch._inductor.config as inductor
 
     if device.type not in ("cpu", "cuda"):
@@ -126,8 +125,10 @@ def prepare(device: torch.device) -> None:
 @contextmanager
 def profiled(device: torch.device, steps: int = 1,
              trace: Path | None = None) -> Iterator[StepProfile]:  # fmt: skip
-    """Profile the block, which runs `steps` steps; afterwards the yielded profile holds the figures
-    of one. trace: a Chrome trace file to write."""
+    """Profile the block, which runs `steps` steps; the yielded profile is of one.
+
+    trace: a Chrome trace file to write.
+    """
     found = StepProfile("kernels" if device.type == "cuda" else "operators", trace)
     synchronize(device)
     with kineto(device.type) as watched:
@@ -146,7 +147,6 @@ def profiled(device: torch.device, steps: int = 1,
 
 
 def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> None:
-    """Add the profiler's events, of several steps, to the profile of one."""
     samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))  # us
 
     def add(name: str, around: Iterable[str], microseconds: float) -> None:
@@ -184,7 +184,7 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
 
 
 def parents(event: FunctionEvent) -> Iterator[str]:
-    """Yield the names of the operators and ranges around an event, the innermost first."""
+    """The operators and ranges around an event, the innermost first."""
     around = event.cpu_parent
     while around is not None:
         yield around.name

@@ -35,7 +35,7 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device of that name; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
+    """ "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
     available = devices()
     if wanted == "auto":
         wanted = next(kind for kind in ("cuda", "mps", "cpu") if kind in available)
@@ -48,9 +48,9 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> torch.dtype:
-    """The dtype of matrix products; "auto" is bfloat16 where the hardware supports it.
+    """The dtype of matrix products; "auto" is bfloat16 where the hardware has it.
 
-    On a CPU only for training, of width n_embd: generated text would depend on the cache.
+    On a CPU only to train width n_embd: generated text would depend on the cache.
     """
     if wanted != "auto":
         return getattr(torch, wanted)
@@ -63,7 +63,6 @@ def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -99,7 +98,7 @@ class Setup:
            tf32: bool = True, compile: bool | None = False, compile_mode: str = "default",
            onednn: bool | None = None, deterministic: bool = False,
            n_embd: int | None = None) -> Setup:  # fmt: skip
-        """Decide, and set PyTorch's global switches; None in compile and onednn is the faster."""
+        """Decide (None: the faster), and set PyTorch's global switches."""
         # Not by fp32_precision: after it Inductor fails where it reads the older settings.
         torch.set_float32_matmul_precision("highest")  # PyTorch refuses a mix with allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
@@ -109,6 +108,7 @@ class Setup:
             # Otherwise every torch.empty() is filled first.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         chosen = pick_dtype(dtype, device, n_embd)
+        why_onednn = cpu_matmul.why_not(onednn, device, chosen)
         why = ""
         if dtype == "auto" and device.type == "cpu" and n_embd is not None:
             why = cpu_matmul.why_not_bfloat16(n_embd) or f"this processor has {bfloat16_units()}"
@@ -117,7 +117,7 @@ class Setup:
             dtype=chosen,
             compile=decide_compile(compile, device),
             compile_mode=compile_mode,
-            onednn=decide_onednn(onednn, device, chosen),
+            onednn=Decision(not why_onednn, why_onednn),
             residual=decide_residual(residual_dtype, device.type, dtype_name(chosen)),
             why_dtype=why,
             few_rows=onednn is not False,
@@ -135,19 +135,20 @@ class Setup:
         """Move the model to the device; cast=True converts its weights to `dtype` (inference)."""
         model = model.to(self.device, self.dtype if cast else None)
         if self.device.type == "cpu":
+            decoding = cast and self.few_rows
             if self.onednn:
                 cpu_matmul.convert(model, "onednn")
-            elif cast and self.few_rows and cpu_matmul.few_rows_pay():
+            elif decoding and cpu_matmul.few_rows_pay():
                 cpu_matmul.convert(model, "few")
             elif not (cast or self.compile):
                 cpu_matmul.convert(model, "mkl")
-            if cast and self.few_rows:
+            if decoding:
                 cpu_matmul.pack(model)
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:
-        """torch.compile(model), or the model itself. Raises UserError for CUDA graphs with several
-        micro-batches: a replay overwrites the gradients before (PyTorch issue 169545)."""
+        """torch.compile(model), or the model itself. UserError: CUDA graphs with several
+        micro-batches, whose gradients a replay overwrites (PyTorch issue 169545)."""
         if not self.compile:
             return model
         if self.device.type == "cuda" and self.compile_mode in CUDA_GRAPHS and micro_steps > 1:
@@ -158,7 +159,6 @@ class Setup:
         return cast(nn.Module, torch.compile(model, mode=self.compile_mode))
 
     def report(self, processes: int) -> list[str]:
-        """Lines to print: device, dtype, oneDNN, compilation."""
         count = f"{processes} process" + ("es" if processes > 1 else "")
         dtype = dtype_name(self.dtype)
         lines = [f"device: {self.device} ({describe(self.device)}), {dtype}, {count}"]
@@ -171,7 +171,7 @@ class Setup:
 
 
 def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
-    """Compile? None: on CUDA."""
+    """None: on CUDA."""
     if wanted is False:
         return Decision(False, "--compile=False")
     if device.type == "cuda" and find_spec("triton") is None:
@@ -183,28 +183,18 @@ def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
     return Decision(True)
 
 
-def decide_onednn(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> Decision:
-    """Use oneDNN for float32 products? None: where it is faster."""
-    if wanted is False:
-        return Decision(False, "--onednn=False")
-    if device.type != "cpu" or dtype != torch.float32:
-        return Decision(False, f"not for {dtype_name(dtype)} on {device.type}")
-    why = cpu_matmul.why_missing() if wanted else cpu_matmul.why_not()
-    return Decision(why is None, why or "")
-
-
 def decide_residual(wanted: str, device: str, dtype: str) -> str:
-    """The dtype between blocks, "float32" or "autocast"; auto: autocast in bfloat16 on CUDA."""
+    """ "float32" or "autocast" between blocks; auto: autocast in bfloat16 on CUDA."""
     if wanted == "auto":
         return "autocast" if device == "cuda" and dtype == "bfloat16" else "float32"
     return wanted
 
 
 class StopSignal:
-    """Notes SIGTERM, Ctrl-C, SIGHUP and the death of torchrun, so that a loop ends at a good place.
+    """Notes SIGTERM, Ctrl-C, SIGHUP and the death of torchrun.
 
-    A second signal ends at once, except under torchrun, which repeats a scheduler's signal, and
-    SIGHUP, which closing terminals repeat.
+    A second signal ends at once, but torchrun repeats a scheduler's, and closing terminals
+    SIGHUP.
     """
 
     def __init__(self, says: str = "stopping; saving the last step") -> None:
@@ -222,7 +212,6 @@ class StopSignal:
         return self.signal is not None
 
     def close(self) -> None:
-        """Handle signals as before."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -251,7 +240,6 @@ def explained(less_memory: str) -> Iterator[None]:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The state of PyTorch's generators of the CPU and of this GPU."""
     state = {"cpu": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
@@ -263,7 +251,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: of the GPU, or of this process on the CPU."""
+    """Bytes: of the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource
@@ -273,7 +261,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def settle(device: torch.device) -> None:
-    """Exempt what exists from garbage collection, which takes half a second; reset peak memory."""
+    """Exempt what exists from garbage collection (half a second); reset peak memory."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -291,13 +279,13 @@ def keep_freed_memory() -> None:
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device, without waiting on CUDA."""
+    """Copy, without waiting on CUDA."""
     cuda = device.type == "cuda"
     return (t.pin_memory() if cuda and t.device.type == "cpu" else t).to(device, non_blocking=cuda)
 
 
 def now(device: torch.device) -> float:
-    """The time in seconds, after the device has finished its work."""
+    """Seconds, after the device has finished its work."""
     synchronize(device)
     return time.perf_counter()
 
@@ -310,7 +298,7 @@ def describe(device: torch.device) -> str:
 
 
 def show_log() -> None:
-    """Print the project's log and other libraries' warnings on stderr."""
+    """Print the project's log and other libraries' warnings."""
     handler = logging.StreamHandler()
     plain = logging.Formatter("%(levelname)s: %(message)s").format
     # Texts of a checkpoint or dataset steer no terminal.

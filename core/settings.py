@@ -42,7 +42,7 @@ SWITCH_WORDS = {*["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f",
 
 
 class UserError(ValueError):
-    """A mistake of the user, in one sentence; commands print it and exit with code 2."""
+    """A mistake of the user, in one sentence."""
 
 
 class LaunchError(UserError):
@@ -51,7 +51,7 @@ class LaunchError(UserError):
 
 @contextmanager
 def user_errors(where: str = "") -> Iterator[None]:
-    """Raise a ValueError or OSError of the block as a UserError that begins with `where`."""
+    """Raise ValueError and OSError of the block as UserError that begins with `where`."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -65,14 +65,14 @@ def first_line(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """The settings of a run, and the origin of each value that is not a default."""
+    """The settings of a run, and the origin of each given one."""
 
     settings: T
     origins: dict[str, str]  # field -> "config/x.py:7" or LINE
     notes: tuple[str, ...] = ()  # on names that are accepted and ignored
 
     def report(self) -> list[str]:
-        """Return one line for each setting that is not the default, with its origin."""
+        """One line for each setting that is not the default."""
         rows = [
             (field.name, repr(value), self.origins.get(field.name, "derived"))
             for field in dataclasses.fields(self.settings)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class Loaded(Generic[T]):
 
 
 def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
-    """Return one checked instance of cls from sys.argv[1:]; for the options see gather()."""
+    """One checked instance of cls from sys.argv[1:]; options: see gather()."""
     values, origins, notes = gather(cls, argv, **options)
     with user_errors():
         return Loaded(cls(**values), origins, notes)
@@ -112,11 +112,11 @@ def gather(
     positional: str | None = None,
     shown: Collection[str] | None = None,
 ) -> tuple[Values, dict[str, str], tuple[str, ...]]:
-    """Return the given values, their origins and notes, without making an instance.
+    """The given values, their origins and notes.
 
     Args:
         aliases: other name -> field; ignored: other program's setting -> why it has no value here.
-        positional: the field that bare words set; None: they are config files, as --config=FILE.
+        positional: the field that bare words set; None: they are config files.
         shown: the fields in the help; None: all.
     """
     hints = _hints(cls)
@@ -162,7 +162,7 @@ def gather(
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
-    """Return the checked instance of a saved dataclasses.asdict(); missing keys take defaults."""
+    """The checked instance of a saved asdict(); missing keys take defaults."""
     if not isinstance(mapping, Mapping):
         raise UserError(f"{origin}: expected an object of settings, got {str(mapping)[:60]}")
     hints = _hints(cls)
@@ -174,10 +174,9 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
 
 
 def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) -> NoReturn:
-    """Run main and exit with its code: 2 after a UserError, 130, 143 or 129 after a signal.
+    """Run main and exit with its code, or 2 (UserError), 130, 143, 129 (signals).
 
-    A closed pipe or a full disk under stdout ends main too, unless lasting=True, where stdout is
-    only a log.
+    A closed pipe or a full disk under stdout ends main too, unless it is lasting: a log only.
     """
     terminal.prepare("stderr", *["stdout"] * lasting)
     try:
@@ -210,7 +209,7 @@ def _fail(error: UserError) -> NoReturn:
 
 
 def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
-    """Return the value if it has the type and range of `hint`; strict=False converts from text."""
+    """The value, if it has the type and range of `hint`; strict=False converts from text."""
     value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
     if isinstance(value, str) and hint in (str, str | None):
         value = os.path.expanduser(value)  # a shell leaves --out_dir=~/runs alone
@@ -225,7 +224,7 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
 
 
 def check_fields(settings: object) -> None:
-    """Check every field of a dataclass by its annotation, in __post_init__; lists become tuples."""
+    """Check every field of a dataclass, in __post_init__; lists become tuples."""
     for name, hint in _hints(type(settings)).items():
         value = check(hint, getattr(settings, name), name)
         if isinstance(value, tuple):
@@ -254,7 +253,7 @@ def _may_be_none(hint: object) -> bool:
 
 
 def _split(argv: Sequence[str], switches: Collection[str]) -> list[tuple[str, str]]:
-    """Return (name, text) of each option; the name of a bare word is ""."""
+    """(name, text) of each option; the name of a bare word is ""."""
     options: list[tuple[str, str]] = []
     rest = list(argv)
     while rest:
@@ -288,7 +287,7 @@ def _parse(hint: object, text: str, name: str) -> Any:
 
 
 def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoReturn:
-    """Print the fields, the comments after them, and `values` as the defaults; end the process."""
+    """Print the fields, their comments, and `values` as defaults; end the process."""
     spec = sys.modules["__main__"].__spec__  # of python -m
     name = Path(sys.argv[0]).name if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
     about = (cls.__doc__ or "").split("\n\n")[0]
@@ -314,7 +313,7 @@ def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoR
 
 
 def did_you_mean(word: str, choices: Iterable[str], before: str = "") -> str:
-    """Return "; did you mean ...?" for a mistyped word, with `before` each name, or ""."""
+    """ "; did you mean ...?" for a mistyped word, or ""."""
     names = sorted(choices)
     starts = [name for name in names if len(word) > 2 and name.startswith(word)]
     near = difflib.get_close_matches(word, names, 1, 0.85) or starts
@@ -332,7 +331,7 @@ _CALLS: Values = {f.__name__: f for f in (str, int, float, min, max)} | {"time.t
 
 
 def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield ("path:line", name, value, is it used by another line?) of each assignment in a file.
+    """Yield ("path:line", name, value, is it used by another line?) of each assignment.
 
     Nothing is executed. Expressions may refer to `known`, to which each line is added.
     """
@@ -374,8 +373,7 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
 
 
 def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
-    """The value of an expression. Raises ValueError, among others, if it is not supported, or so
-    large that it could grow, line by line, until it takes all memory."""
+    """Raises ValueError, among others, if it is not supported, or would soon take all memory."""
     value: Any
     match node:
         case ast.Constant(value=None | str() | int() | float() as value):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 
 def escaped(text: str) -> str:
-    r"""Write control characters but newline and tab as \x1b: a terminal would obey them."""
+    r"""Control characters but newline and tab as \x1b: a terminal would obey them."""
     plain = (c in "\n\t" or unicodedata.category(c) != "Cc" for c in text)
     return (
         text
@@ -23,7 +23,7 @@ def escaped(text: str) -> str:
 
 
 class _Lasting(io.FileIO):
-    """An output that drops what cannot be written, with one warning on the other stream."""
+    """Drops what cannot be written, with one warning on the other stream."""
 
     warned = False
 
@@ -44,7 +44,7 @@ class _Lasting(io.FileIO):
 
 
 class _Output(io.TextIOWrapper):
-    """A standard stream for any text; models' and other people's texts steer no terminal."""
+    """Takes any text; other people's texts steer no terminal."""
 
     safe = False
 
@@ -53,7 +53,7 @@ class _Output(io.TextIOWrapper):
 
 
 def prepare(*lasting: str) -> None:
-    """Let the standard streams take any text, and those named, "stdout" or "stderr", never fail."""
+    """Let the standard streams take any text, and the named ones never fail."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed: a file would take its number
         pass
     os.close(fd)
@@ -74,14 +74,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def end_at_once() -> None:
-    """Let Ctrl-C end the process without a trace of slow imports, of which some would lose it."""
+    """Let Ctrl-C end the process without a trace of slow imports."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def raise_on_signals() -> None:
-    """Let SIGNALS raise KeyboardInterrupt(128 + number), unless they are ignored; once more ends at
-    once. torchrun's SIGTERM and SIGHUP end a process."""
+    """Let SIGNALS raise KeyboardInterrupt(128 + number), once. torchrun's end a process."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         for other in mine:  # a terminal that closes sends SIGHUP twice

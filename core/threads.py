@@ -10,7 +10,7 @@ BUSY = 0.5  # share of the cores that other programs use, from which threads sho
 
 
 def cores_in_use() -> float:
-    """The share of this process's cores in use in the next tenth of a second; 0: unknown."""
+    """The share of this process's cores in use in the next 0.1 s; 0: unknown."""
 
     def times() -> list[int]:
         ours = {f"cpu{i}" for i in os.sched_getaffinity(0)}
@@ -28,8 +28,7 @@ def cores_in_use() -> float:
 
 
 def wait_passively() -> None:
-    """Where others use the cores, let OpenMP's idle threads sleep: spinning they take the core from
-    the program that the other thread waits for. A setting of the user's stands."""
+    """Where others use the cores, let OpenMP's idle threads sleep (docs/TRAIN.md)."""
     if os.environ.get("OMP_NUM_THREADS") == "1" or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {
         *os.environ
     }:

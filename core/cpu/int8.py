@@ -31,8 +31,8 @@ def why_not(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str |
 
 
 def convert(model: nn.Module, head: Tensor) -> None:
-    """Give the linear layers int8 weights, and the head a copy of `head` (V, C) in int8: a tied
-    token embedding keeps it as it is. Raises ValueError with why_not()."""
+    """Give the linear layers int8 weights, and the head a copy of `head` (V, C): a tied
+    embedding keeps it as it is. Raises ValueError with why_not()."""
     if why := why_not(model, head.device, head.dtype):
         raise ValueError(why)
     model.requires_grad_(False)
@@ -50,14 +50,14 @@ def convert(model: nn.Module, head: Tensor) -> None:
 
 
 def parameters(model: nn.Module) -> int:
-    """The number of int8 weights, with the head's."""
+    """The number of int8 weights."""
     layers = [m.weight for m in model.modules() if isinstance(m, Int8Linear)]
     heads = [m.q for m in model.modules() if isinstance(m, Int8Head)]
     return sum(q.numel() for q in (*layers, *heads))
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, K) in any float -> q (N, K) int8 and scale (N,) bfloat16; |scale * q - W| <= scale/2."""
+    """(N, K) in any float -> q (N, K) int8 and scale (N,) bfloat16."""
     w = weight.detach().float()
     largest = w.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * 2**16)
     scale = (largest / 127).bfloat16()  # off by 1/256 at most, and 127 * (1 + 1/256) rounds to 127
@@ -84,7 +84,7 @@ class Int8Head(Head):
 
 
 def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., K) times (scale * q).T, q (N, K) int8, scale (N,) -> (..., N) in x's dtype."""
+    """x (..., K) times (scale * q).T -> (..., N) in x's dtype."""
     rows = x.reshape(-1, x.shape[-1])
     if x.device.type == "cpu":
         rows = rows.bfloat16()

@@ -44,15 +44,12 @@ class Linear(nn.Linear):
     packed = False
 
     def forward(self, x: Tensor) -> Tensor:
-        product = packed_linear if self.packed else linear
-        return product(x, self.weight, self.bias, self.float32)
+        return linear(x, self.weight, self.bias, self.float32, self.packed)
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding with a sparse gradient if it has more rows than tokens.
-
-    For wte only: autograd adds it to the dense gradient of the tied head.
-    """
+    """The gradient of a tied wte is sparse if it has more rows than tokens; autograd adds it to
+    the head's dense one."""
 
     def forward(self, idx: Tensor) -> Tensor:
         few = idx.numel() < self.num_embeddings and not _compiling()
@@ -64,8 +61,7 @@ class OneDNNHead(Head):
     packed = False
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        product = packed_linear if self.packed else linear
-        return product(x, weight, None, self.float32)
+        return linear(x, weight, None, self.float32, self.packed)
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         plain = x.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or _compiling()
@@ -75,7 +71,7 @@ class OneDNNHead(Head):
 
 
 class onednn:
-    """Matrix products inside `with onednn():` go to oneDNN."""
+    """A context in which float32 products go to oneDNN."""
 
     def __enter__(self) -> None:
         self.before = torch.get_float32_matmul_precision()
@@ -86,23 +82,32 @@ class onednn:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by oneDNN; (M, K) and (K, N) float32 -> (M, N)."""
+    """By oneDNN: (M, K) and (K, N) float32 -> (M, N)."""
     if _compiling():
         return torch.ops.nanoattn.linear(a, b.t(), None)
     with onednn():
         return a @ b
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, float32: Float32 = "onednn") -> Tensor:
-    """F.linear and its gradients; x (..., K), weight (N, K) -> (..., N)."""
-    grad = torch.is_grad_enabled()
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, float32: Float32 = "onednn",
+           packed: bool = False) -> Tensor:  # fmt: skip
+    """F.linear and its gradients; x (..., K), weight (N, K) -> (..., N).
+
+    packed: by a copy of the weight in oneDNN's layout, where there is no gradient and no graph.
+    """
+    grad, compiling = torch.is_grad_enabled(), _compiling()
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu") == torch.bfloat16
-        if not (half and grad) or _compiling():
+        if not (half and grad) or compiling:
             return F.linear(x, weight, bias)
         return _Linear.apply(x.bfloat16(), weight, None if bias is None else bias.bfloat16())
-    few = float32 == "few" and (grad or _compiling() or x.numel() < 4 * x.shape[-1])
-    if x.dtype != torch.float32 or float32 == "mkl" or few:
+    few = float32 == "few" and (grad or compiling or x.numel() < 4 * x.shape[-1])
+    plain = x.dtype == torch.float32 and (few or float32 == "mkl")
+    alike = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    packed = packed and alike and weight.is_cpu and not weight.is_inference()
+    if packed and not (plain or grad or compiling):
+        return _pointwise(x, _packed_weight(weight), bias)
+    if plain or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias) if grad else _linear(x, weight, bias)
 
@@ -149,7 +154,7 @@ class _Linear(torch.autograd.Function):
 
 
 def half_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in bfloat16, (M, K) and (K, N): for two threads oneDNN is faster in two halves."""
+    """a @ b in bfloat16, (M, K) and (K, N); for two threads oneDNN is faster in two halves."""
     M, N = a.shape[0], b.shape[1]
     if torch.get_num_threads() != 2 or not 2**19 < M * N <= 2**20:
         return a @ b
@@ -173,20 +178,19 @@ MOST_BYTES = 2**31  # of a model's weights: the copy doubles them
 
 
 def pack(model: nn.Module) -> None:
-    """Let the layers that convert() has changed use packed_linear()."""
+    """Let the layers that convert() has changed use packed weights."""
     layers = [m for m in model.modules() if isinstance(m, Linear | OneDNNHead)]
     weights = [m.weight for m in layers if m.weight is not None]
     half = any(w.dtype == torch.bfloat16 for w in weights)
-    if (half and not bfloat16_units()) or sum(w.nbytes for w in weights) > MOST_BYTES:
-        return
-    for module in layers:
-        module.packed = True
+    if (bfloat16_units() or not half) and sum(w.nbytes for w in weights) <= MOST_BYTES:
+        for module in layers:
+            module.packed = True
 
 
 class _Packed(NamedTuple):
     alias: Tensor  # of the weight: while it lives no other tensor has its address
-    version: int
-    sample: Tensor  # its first numbers, a view: a write through .data to the whole shows
+    key: tuple[object, ...]
+    sample: Tensor  # its first numbers, a view
     before: Tensor  # the same as they were
     weight: Tensor
 
@@ -194,33 +198,17 @@ class _Packed(NamedTuple):
 _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> _Packed
 
 
-def packed_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, float32: Float32 = "onednn"
-) -> Tensor:
-    """linear() with a copy of the weight in oneDNN's layout, where there is no gradient and no
-    graph.
-
-    A weight that has changed is packed again. A write through .data has no version: it is seen
-    where it changes the first 16 numbers, as that of a whole matrix does.
-    """
-    few = x.dtype == torch.float32 and float32 != "onednn" and x.numel() < 4 * x.shape[-1]
-    in_graph = torch.is_grad_enabled() or _compiling() or torch.is_autocast_enabled("cpu")
-    unlike = x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.bfloat16)
-    if few or in_graph or unlike or not weight.is_cpu or weight.is_inference():
-        return linear(x, weight, bias, float32)
+def _packed_weight(weight: Tensor) -> Tensor:
+    """The weight in oneDNN's layout, packed again when it has changed. A write through .data has no
+    version: it is seen where it changes the first 16 numbers, as that of a whole matrix does."""
+    key = weight._version, weight.data_ptr(), weight.dtype
     found = _packed.get(weight)
-    if (
-        found is None
-        or found.version != weight._version
-        or found.alias.data_ptr() != weight.data_ptr()
-        or found.alias.dtype != weight.dtype
-        or not torch.equal(found.sample, found.before)
-    ):
+    if found is None or found.key != key or not torch.equal(found.sample, found.before):
         alias = weight.detach()
         made = torch.ops.mkldnn._reorder_linear_weight(alias, ROWS)
         sample = alias[0, :16]  # in one place: spread over the weight they are slow
-        found = _packed[weight] = _Packed(alias, weight._version, sample, sample.clone(), made)
-    return _pointwise(x, found.weight, bias)
+        found = _packed[weight] = _Packed(alias, key, sample, sample.clone(), made)
+    return found.weight
 
 
 # --- which path is faster here ---
@@ -228,7 +216,7 @@ def packed_linear(
 
 @cache
 def exact() -> bool:
-    """True if oneDNN's error against float64 is float32's: it does not round to bfloat16."""
+    """False if oneDNN rounds to bfloat16 here: its error against float64 is not float32's."""
     own = torch.Generator().manual_seed(0)
     a, b = torch.randn(256, 1024, generator=own), torch.randn(1024, 512, generator=own)
     truth = a.double() @ b.double()
@@ -236,15 +224,13 @@ def exact() -> bool:
     return bool(ours <= 8 * plain)
 
 
-def why_missing() -> str | None:
-    """The reason why this build of PyTorch cannot use oneDNN, or None."""
-    known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return None if known else "this PyTorch has no oneDNN"
-
-
 def few_rows_pay() -> bool:
     """True if oneDNN's product of a few rows is the faster one (decoding)."""
-    return not why_missing() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return _available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def _available() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _amd() -> bool:
@@ -252,15 +238,21 @@ def _amd() -> bool:
     return name.startswith("AMD") or "AuthenticAMD" in name
 
 
-def why_not() -> str | None:
-    """The reason not to use oneDNN on this machine, or None."""
-    if missing := why_missing():
-        return missing
+def why_not(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> str:
+    """The reason not to use oneDNN for float32 products, or ""; None: where it is faster."""
+    if wanted is False:
+        return "--onednn=False"
+    if device.type != "cpu" or dtype != torch.float32:
+        return f"not for {dtype} on {device.type}"
+    if not _available():
+        return "this PyTorch has no oneDNN"
+    if wanted:
+        return ""
     if not _amd():
         return "it is faster on AMD's processors only"
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return "this processor has no AVX-512"
-    return None if exact() else "its products are less exact than float32 here"
+    return "" if exact() else "its products are less exact than float32 here"
 
 
 # n_embd of the smallest model that was measured, by the units of the processor (docs/SPEED.md)
@@ -268,7 +260,7 @@ LEAST_WIDTH = {"AMX": 128, "AVX512_BF16": 384}
 
 
 def why_not_bfloat16(n_embd: int) -> str | None:
-    """The reason why bfloat16 is slower than float32 on this processor, or None."""
+    """The reason why bfloat16 is slower than float32 here, or None."""
     if not (units := bfloat16_units()):
         return "this processor has no units for it (AMX, AVX512_BF16)"
     if units == "AVX512_BF16" and not _amd():  # Intel's do as many operations a cycle as float32's
