@@ -40,6 +40,7 @@ from core.runtime import Setup
 from inference.engine import generate
 from model import GPT, GPTConfig
 
+
 @dataclass
 class Run:
     """A run that is ready for its next step."""

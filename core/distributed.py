@@ -71,12 +71,11 @@ class DistInfo:
 
     @property
     def data(self) -> tuple[int, int]:
-        """(data-parallel rank, data-parallel size); all ranks of a ring have the same."""
+        """(data-parallel rank, data-parallel size)."""
         return self.rank // self.context_parallel, self.world_size // self.context_parallel
 
     @property
     def main(self) -> bool:
-        """This process prints and writes files."""
         return self.rank == 0
 
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
@@ -93,7 +92,7 @@ class DistInfo:
 
     @property
     def launcher(self) -> str:
-        """Start of the command for this many processes, on each node."""
+        """Start of the command, on each node."""
         if self.world_size == 1:
             return "python"
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -104,12 +103,12 @@ class DistInfo:
         return f"torchrun {nodes} --rdzv_backend=c10d --rdzv_endpoint={first}"
 
     def job(self) -> str | None:
-        """The torchrun job, the same after a restart, or None. All ranks call it."""
+        """The torchrun job, the same after a restart, or None. All call it."""
         name = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" without --rdzv_id
         return self.gather(f"none {os.getppid()}" if name == "none" else name)[0]
 
     def limit(self, seconds: float) -> None:
-        """How long a collective may wait for another rank, in all groups but `disk`."""
+        """How long a collective may wait, in all groups but `disk`."""
         for group in [*dist.distributed_c10d._world.pg_map] if self.control is not None else ():
             if group is not self.disk:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -130,7 +129,7 @@ class DistInfo:
             print(text, file=sys.stderr, flush=True)
 
     def sum(self, values: list[float]) -> list[float]:
-        """The element-wise sum over all processes."""
+        """Element-wise, over all processes."""
         if self.world_size == 1:
             return values
         t = torch.tensor(values, dtype=torch.float64)
@@ -138,7 +137,7 @@ class DistInfo:
         return t.tolist()
 
     def gather(self, value: T) -> list[T]:
-        """Every process's value, in order of rank."""
+        """Every process's value."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, group=self.control)
@@ -154,7 +153,6 @@ class DistInfo:
 
 
 def _world_size(device: torch.device) -> int:
-    """Raises LaunchError if the launcher's variables do not add up."""
     rank, n = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
     if rank is None and n == "1" and os.environ.get("LOCAL_RANK", "0") == "0":
         return 1
@@ -171,7 +169,7 @@ def _world_size(device: torch.device) -> int:
 
 
 class Stopped(Exception):
-    """All processes agreed to end a step or an evaluation."""
+    """All processes agreed to end."""
 
 
 class Stop:
@@ -183,7 +181,7 @@ class Stop:
         self.random: dict[str, torch.Tensor] = {}  # state at the beginning of a step
 
     def mark(self, part: str) -> None:
-        """Check between the micro-batches of train_step(): as if the step had not begun."""
+        """Check between the micro-batches of train_step(), as if the step had not begun."""
         if part == "update":
             self.random = {}
         elif part == "forward" and not self.random:
@@ -193,7 +191,7 @@ class Stop:
             raise Stopped
 
     def stopping(self) -> bool:
-        """Was a process signalled? All must call it."""
+        """All must call it."""
         return any(self.distributed.sum([float(self.request.noted)]))
 
     def check(self) -> None:

@@ -36,7 +36,7 @@ def refuse_link(path: Path, hard: bool = False) -> None:
 
 
 def open_output(path: Path, mode: str) -> IO[str]:
-    """Open a text file to write. OSError: a link, a hard one too."""
+    """A text file to write. OSError: a link, a hard one too."""
     refuse_link(path, hard=True)
     follow = 0 if path.is_symlink() else os.O_NOFOLLOW
     opener = lambda name, flags: os.open(name, flags | follow, 0o666)  # noqa: E731
@@ -67,12 +67,12 @@ def write_at_once(path: Path, content: str | bytes) -> None:
 
 
 def printable(text: object) -> str:
-    """The text on one line, its control characters escaped."""
+    """On one line, control characters escaped."""
     return escaped(str(text)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def command(*words: object) -> str:
-    """A command line to paste into bash."""
+    """A line to paste into bash."""
     return " ".join(map(_quoted, map(str, words)))
 
 
@@ -88,8 +88,9 @@ def _quoted(word: str) -> str:
 def locked(folder: Path) -> Iterator[None]:
     """Create --out_dir and keep other processes out of it. Raises UserError.
 
-    By `.lock` in it, for all machines that share the disk; on Linux also by the name of a socket,
-    which lasts when the folder is deleted. Both end with the process.
+    By `.lock`, for all machines that share the disk; on Linux also by a socket, which lasts when
+    the
+    folder is deleted. Both end with the process.
     """
     import fcntl
 

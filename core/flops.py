@@ -45,7 +45,7 @@ ALONE = 0.9  # the least share of time in which a thread that always computes ha
 
 
 def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
-    """(outputs, inputs, has a bias) of c_attn, attn.c_proj, c_fc and mlp.c_proj."""
+    """(outputs, inputs, bias?) of c_attn, attn.c_proj, c_fc and mlp.c_proj."""
     C, q, kv = config.n_embd, config.n_head * config.head_dim, config.kv_heads * config.head_dim
     fc, bias = config.hidden * (2 if config.mlp == "swiglu" else 1), config.bias is True
     qkv = q + 2 * kv, C, bool(config.bias)
@@ -61,7 +61,7 @@ def n_params(config: Sizes) -> int:
 
 
 def uncounted(config: Sizes) -> str:
-    """N, if it leaves embeddings out, as in ", 123 without position and token embeddings"."""
+    """N, if it leaves embeddings out, as ", 123 without position embeddings"."""
     left_out = {"position": config.position == "learned", "token": not config.tied}
     names = " and ".join(name for name, out in left_out.items() if out)
     return f", {n_params(config):,} without {names} embeddings" if names else ""
@@ -88,7 +88,7 @@ def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Te
 
 @singledispatch  # bench/hf.py adds models that were counted
 def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
-    """Forward and backward, trained on length T; causal: of visible pairs."""
+    """Forward and backward; causal: of visible pairs."""
     keys = sum(mean_keys(T, window) if causal else T for window in config.windows)
     return 6 * n_params(config) + 12 * config.n_head * config.head_dim * keys
 
@@ -98,8 +98,6 @@ def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
 
 @dataclass(frozen=True)
 class Peak:
-    """The rate that MFU is measured against."""
-
     tflops: float  # 1e12 FLOP/s of one device
     source: str  # "datasheet: ...", "measured 2026-11-22, today: ..." or "--peak_tflops"
     measured: bool = False  # on a busy machine this may be too low
@@ -109,17 +107,17 @@ class Peak:
 
     @property
     def of(self) -> str:
-        """The mark of a figure that uses a peak of no datasheet, else ""."""
+        """The mark of a figure whose peak is no datasheet's."""
         return " of measured peak" if self.measured else given(self.source)
 
 
 def given(source: str) -> str:
-    """ " of --peak_tflops" if the user gave the peak, else ""."""
+    """Its mark, if the user gave the peak."""
     return f" of {source}" if source.startswith("--") else ""
 
 
 def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
-    """A GPU's, for float32 (or TF32), bfloat16 or float16; None: unknown."""
+    """Of a GPU in float32 (or TF32), bfloat16 or float16; None: unknown."""
     known = datasheet_tflops(name, dtype, tf32)
     return known and Peak(*known)
 
@@ -127,7 +125,7 @@ def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
 def peak(
     device: str | torch.device, dtype: str, wanted: float | Literal["measure"] | None = None
 ) -> Peak:
-    """The user's rate (`wanted`, TFLOP/s), else the datasheet's, else the measured one."""
+    """The user's (`wanted`, TFLOP/s), else the datasheet's, else the measured one."""
     if wanted is not None and wanted != "measure":
         return Peak(wanted, "--peak_tflops")
     device = torch.device(device)
@@ -144,9 +142,9 @@ def peak(
 def kept_rate(
     what: str, device: torch.device, measure: Callable[[], float], again: bool
 ) -> tuple[float, str]:
-    """A rate of this machine, and its date and age in words.
+    """A rate of this machine, and its age in words.
 
-    Measured once and kept in the cache folder; one from a busy machine until nothing else runs.
+    Measured once and kept in the cache folder; one of a busy machine until nothing else runs.
     """
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
     today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
@@ -172,7 +170,7 @@ def kept_rate(
 
 
 def disturbed(compute: Callable[[], float]) -> tuple[float, bool]:
-    """A result, and True if this thread, which always computed, had to wait for a core."""
+    """A result, and True if this thread, which always computed, waited for a core."""
     began, used = time.perf_counter(), time.thread_time()
     result = compute()
     passed, used = time.perf_counter() - began, time.thread_time() - used
@@ -180,7 +178,6 @@ def disturbed(compute: Callable[[], float]) -> tuple[float, bool]:
 
 
 def spin() -> float:
-    """Compute for a tenth of a second."""
     end = time.perf_counter() + 0.1
     while (now := time.perf_counter()) < end:
         pass
@@ -188,7 +185,7 @@ def spin() -> float:
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The best rate of several large square matrix products."""
+    """The best rate of several large matrix products."""
     best = 0.0
     own = torch.Generator(device).manual_seed(0)  # leaves the run's numbers alone
     # A run may use oneDNN for float32 products, if that is exact.
@@ -230,7 +227,7 @@ class Speed:
 
     @property
     def mfu(self) -> tuple[float, float]:
-        """(mfu, mfu_causal), fractions of the peak; above 1 if it is too low."""
+        """(mfu, mfu_causal), fractions of the peak."""
         m = self.model
         full = flops_per_token(m, self.T)
         if self.keys is None:
@@ -241,7 +238,7 @@ class Speed:
         return full * at_peak, causal * at_peak
 
     def row(self) -> Row:
-        """Fields of metrics.jsonl and the records. MFU above 1 is None, with "mfu_why"."""
+        """As in metrics.jsonl and records. MFU above 1 is None, with "mfu_why"."""
         full, causal = self.mfu
         row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
         if causal > 1:  # every kernel has to do these operations

@@ -14,7 +14,7 @@ from attention.machine.gpus import MAKERS, describe, nearest, words
 
 @dataclass(frozen=True)
 class GPU:
-    """A row of the table; a name that goes on ("Laptop GPU", a MIG slice) does not match it."""
+    """A row of the table; a longer name ("Laptop GPU", a MIG slice) does not match it."""
 
     name: str  # torch.cuda.get_device_name()
     # TFLOP/s in half precision with float32 accumulation, TF32 (or None) and float32
@@ -26,7 +26,7 @@ class GPU:
 
     @property
     def short(self) -> str:
-        """The name without its maker: "RTX 4090"."""
+        """ "RTX 4090"."""
         return re.sub("NVIDIA |GeForce |Tesla |AMD Instinct ", "", self.name)
 
 
@@ -72,7 +72,7 @@ RATED = [  # of several variants the usual one first
 
 @dataclass(frozen=True)
 class Server:
-    """Links of a GPU in its usual server, per direction."""
+    """Links of a GPU, per direction."""
 
     nvlink: float  # GB/s to the other GPUs, all links together
     network: float | None  # GB/s to other servers, its share
@@ -93,13 +93,12 @@ SERVERS = {  # the name of a row above -> its server of eight
 
 
 def find_rated(name: str) -> GPU | None:
-    """The GPU with that device name."""
     patterns = ((gpu, gpu.pattern or re.escape(gpu.short)) for gpu in RATED)
     return next((gpu for gpu, p in patterns if re.search(rf"\b({p})$", name)), None)
 
 
 def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, str] | None:
-    """The peak rate in TFLOP/s and its source."""
+    """(TFLOP/s, source)."""
     if not (gpu := find_rated(name)):
         return None
     half, in_tf32, single = gpu.tflops
@@ -111,14 +110,14 @@ def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, 
 
 
 def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
-    """The memory bandwidth in bytes/s and its source."""
+    """(bytes/s, source)."""
     gpu = find_rated(name)
     return (gpu.bandwidth * 1e9, f"datasheet: {gpu.source}") if gpu else None
 
 
 def describe_rated(text: str) -> tuple[GPU, str]:
     """A GPU by describe()'s names ("H100" is the usual variant), and a note if that was a
-    choice. ValueError: it or its rates are unknown."""
+    choice. Raises ValueError."""
     given, found = words(text) - MAKERS, find_rated(text)
     fit = [gpu for gpu in RATED if given and given <= words(gpu.name)]
     if not found:

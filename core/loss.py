@@ -50,8 +50,8 @@ def linear_cross_entropy(
     NaN, with zero gradients, if all targets are ignored, as F.cross_entropy.
 
     Args:
-        x: (N, C); weight: (V, C); targets: (N,) int64, IGNORE (-1) where it is ignored.
-        matmul_switch: makes the context in which the matrix products run (core/cpu/matmul.py).
+        x: (N, C); weight: (V, C); targets: (N,) int64, IGNORE where ignored.
+        matmul_switch: the context of matrix products (core/cpu/matmul.py).
     """
     dtype = autocast_dtype(x.device.type) or x.dtype
     if torch._C._are_functorch_transforms_active():  # for which the Function below has no rule
@@ -116,7 +116,7 @@ def _cross_entropy(
     logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype, want_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The sum, and its gradient in the logits' dtype; in half precision on the CPU in place,
-    some rows at a time: their float32 values stay in the caches."""
+    some rows at a time, in the caches."""
     compiling, at_a_time = torch.compiler.is_compiling(), None
     if logits.device.type == "cpu" and logits.dtype != wide and not compiling:
         at_a_time = 2**20 // logits.shape[1]
@@ -166,7 +166,7 @@ def chunk_rows(
 
 @torch.compiler.assume_constant_result
 def gpu_memory() -> int:
-    """All of it: what is free would differ from run to run."""
+    """What is free would differ from run to run."""
     if not torch.cuda.is_available():
         return 2**35
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

@@ -28,14 +28,14 @@ BUSY = "other programs use this machine's cores"
 
 
 class Metrics:
-    """Writes one JSON object a line to out_dir/metrics.jsonl."""
+    """Writes out_dir/metrics.jsonl, a JSON object a line."""
 
     def __init__(
         self, out_dir: Path, step: int, wandb: Row | None = None, evaluated: bool = True
     ) -> None:
-        """Begin after `step` steps; lines of later steps, left by a killed run, are dropped.
+        """Begin after `step` steps; later lines, left by a killed run, are dropped.
 
-        wandb: arguments of wandb.init(), or None; evaluated: False if this step's is to come.
+        wandb: arguments of wandb.init(); evaluated: False if this step's evaluation is to come.
         """
         self.path = out_dir / "metrics.jsonl"
         self.failed = False
@@ -54,7 +54,6 @@ class Metrics:
                 log.warning("wandb is off (%s: %s)", type(e).__name__, e)
 
     def _join(self, wandb: Row, step: int) -> None:
-        """Begin a run of wandb, or go on with that of a resumed run."""
         from wandb import Settings, init
 
         folder = self.path.parent
@@ -110,7 +109,7 @@ class Meter:
     def __init__(
         self, distributed: DistInfo, model: Sizes, config: TrainConfig, backend: Backend, step: int
     ) -> None:
-        """Print the peak rate, and the time that the steps after `step` would take at it."""
+        """Print the peak rate, and the time that the steps would take at it."""
         device = distributed.device
         self.distributed = distributed
         self.model = model
@@ -140,7 +139,7 @@ class Meter:
         return Speed(self.model, T, tokens_per_s, self.peak, n, self.keys)
 
     def count(self, *starts: Tensor) -> None:
-        """Count the keys that a step's queries see; starts: of keys_seen(), or none."""
+        """Count keys that queries see; starts: of keys_seen(), or none."""
         self.counted += [keys_seen(t, self.model.windows).expand(len(t)) for t in starts]
 
     def restart(self, step: int, timed: bool) -> None:
@@ -151,11 +150,10 @@ class Meter:
         self.counted.clear()
 
     def overdue(self) -> bool:
-        """Half a minute after the last line."""
         return time.perf_counter() - self.began > 30
 
     def log(self, step: int, loss: float, lr: float) -> None:
-        """All processes call this, after the device has finished the step."""
+        """All processes call this, after the device has finished."""
         seconds = (time.perf_counter() - self.began) / max(1, step - self.step)
         if self.counted:
             local = torch.cat(self.counted)
@@ -187,14 +185,14 @@ class Meter:
             self.metrics.log(**row)
 
     def _busy(self) -> bool:
-        """Did others have this process's core since the last call, and matters it?"""
+        """Was the peak measured, and did others have this process's core since the last call?"""
         since, before = self.core_waits
         self.core_waits = time.perf_counter(), waited()
         share = (self.core_waits[1] - before) / (self.core_waits[0] - since)
         return self.peak.measured and share > 1 - ALONE
 
     def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
-        """good: the checkpoint before it, and the command to continue."""
+        """good: the checkpoint before, and the command to continue."""
         name = "+".join([kernel.backend.name, *kernel.kernels])
         self.distributed.say(
             f"error: a loss or gradient is not finite at step {step} or shortly before (loss "
@@ -207,7 +205,7 @@ class Meter:
             self.metrics.close()
 
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
-        """Print the median speed, and the validation loss next to simpler models'."""
+        """Print the median speed, and the losses of simpler models."""
         if self.speeds:
             keys = [speed.keys for speed in self.speeds if speed.keys is not None]
             self.keys = fmean(keys) if keys else None
@@ -220,7 +218,7 @@ class Meter:
 
 
 def waited() -> float:
-    """Seconds that this thread waited for a core; 0 where Linux does not say."""
+    """Seconds that this thread waited for a core; 0: unknown."""
     try:
         text = Path("/proc/thread-self/schedstat").read_text(encoding="ascii")
         return int(text.split()[1]) / 1e9
@@ -238,7 +236,7 @@ def duration(seconds: float) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl, up to an incomplete last line. Raises UserError."""
+    """The rows, up to an incomplete last line. Raises UserError."""
     rows: list[Row] = []
     for number, line in enumerate(path.open("rb") if path.exists() else (), 1):
         try:

@@ -25,8 +25,8 @@ FLAT = 0.3  # of the steps, before a linear decay
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, cosine decay to min_lr, then flat; step counts from 0. decay_lr="linear":
-    flat after the warm-up, then a line; False: constant."""
+    """Linear warm-up, then cosine decay to min_lr; step counts from 0. decay_lr="linear": flat,
+    then a line; False: constant."""
     if not config.decay_lr:
         return config.learning_rate
     low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
@@ -43,7 +43,7 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def schedule_warnings(config: Config) -> list[str]:
-    """A warning if the schedule does not reach learning_rate, or rises to min_lr."""
+    """Does the schedule not reach learning_rate, or rise to min_lr?"""
     if not config.decay_lr or config.eval_only:
         return []
     last, warm = config.max_iters - 1, config.warmup_iters
@@ -58,7 +58,7 @@ def schedule_warnings(config: Config) -> list[str]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
-    """Set the rate of a step; returns AdamW's, or that of Muon's matrices."""
+    """Returns AdamW's, or that of Muon's matrices."""
     rate = learning_rate(step, config)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("factor", 1.0)
@@ -71,7 +71,7 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """Fused AdamW that decays the matrices only, or Muon.
 
-    processes: that have a copy of the model each (DDP) and divide Muon's work.
+    processes: that have a copy of the model each (DDP).
     """
     fused = device.type in ("cuda", "cpu")
     how: Group = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": fused}
@@ -100,7 +100,7 @@ def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int
 
 
 def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """The state of a parameter before its first step."""
+    """A parameter's, before its first step."""
     weight = p.detach()
     if any(p is q for group in muon_only(optimizer) for q in group["params"]):
         return {"momentum_buffer": torch.zeros_like(weight)}
@@ -109,8 +109,7 @@ def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """{"model.<name>": weight, "optimizer.<name>.exp_avg": state, ...}; missing state is
-    created."""
+    """{"model.<name>": weight, "optimizer.<name>.exp_avg": state, ...}."""
     flat: dict[str, Tensor] = {}
     for name, p in model.state_dict(keep_vars=True).items():
         flat[f"model.{name}"] = p.detach()
@@ -227,7 +226,7 @@ class Muon(torch.optim.AdamW):
 
     @property
     def flops(self) -> int:
-        """Of the Newton-Schulz iterations of a step, over all processes."""
+        """Of the iterations of a step, over all processes."""
         total = 0
         for group in muon_only(self):
             n, C = len(group["params"]), group["params"][0].shape[1]
@@ -263,7 +262,7 @@ def update(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, loss: Ten
     """Clip the gradients to the global norm `clip` (0: no clipping), and step.
 
     If the loss or a gradient is not finite, no weight changes and found_inf, float32 (), is set to
-    1 for good; in float16 a gradient only lowers the loss scale. Nothing waits for the device.
+    1; in float16 a gradient only lowers the loss scale. Nothing waits for the device.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler.is_enabled():

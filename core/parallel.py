@@ -50,7 +50,7 @@ def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
 
 
 def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | None) -> None:
-    """Shard a model on the CPU in place and move this process's part to the device (FSDP2).
+    """Shard a model on the CPU in place; this process's part moves to the device (FSDP2).
 
     `size` processes hold one copy together; None: all. Raises UserError.
     """
@@ -91,7 +91,7 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
 
 
 def ring(distributed: DistInfo, T: int) -> Ring | None:
-    """The ring of processes that share T tokens, or None. Raises UserError."""
+    """The processes that share T tokens. Raises UserError."""
     if distributed.context_parallel > T:
         n = distributed.context_parallel
         raise UserError(f"--context_parallel={n} processes cannot share --block_size={T} tokens")
@@ -99,7 +99,7 @@ def ring(distributed: DistInfo, T: int) -> Ring | None:
 
 
 def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
-    """Cut (B, T) tokens, targets and perhaps segments along T for context parallelism."""
+    """Cut (B, T) tokens, targets and perhaps segments along T."""
     # What fills the last shard is a segment of its own.
     fillings = 0, IGNORE, batch[0].shape[1]
     return batch if ring is None else (*map(ring.shard, batch, fillings),)
@@ -113,9 +113,9 @@ def mean_loss(
     distributed: DistInfo,
     stop: Stop | None,
 ) -> float:
-    """The mean loss of all targets in all processes' batches; NaN if there is none.
+    """Of all targets in all processes' batches; NaN if there is none.
 
-    batches: (tokens, targets), and perhaps segments, (B, T) each; stop: checked before each.
+    batches: (tokens, targets), and perhaps segments, (B, T) each.
     """
     total = torch.zeros((), device=distributed.device)
     targets = torch.zeros((), dtype=torch.int64, device=distributed.device)
@@ -135,8 +135,8 @@ def mean_loss(
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
     """Weights of micro-batches by their numbers of targets, (n,) int64 -> float32 (n,).
 
-    Targets over those of the step, times the processes, over which gradients are averaged. NaN if
-    no process has a target.
+    Targets over those of the step, times the processes, over which gradients are averaged; NaN if
+    there is no target.
     """
     total = targets.sum()
     processes = 1
@@ -147,7 +147,7 @@ def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
 
 
 def average_gradients(module: object, on: bool) -> None:
-    """Average gradients over processes in backward passes, or only add them up."""
+    """In backward passes; off: only add them up."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = on
     elif isinstance(module, Sharded):
@@ -155,7 +155,7 @@ def average_gradients(module: object, on: bool) -> None:
 
 
 def reshard(module: object) -> None:
-    """Free what FSDP gathered in a forward pass without a backward pass."""
+    """Free what FSDP gathered in a forward pass alone."""
     if isinstance(module, Sharded):
         module.reshard()
 
@@ -204,8 +204,7 @@ def deal(
         like: a parameter of the shape (R, C) of one matrix, sharded as `rows` are.
         mesh: of the processes that have all rows (DDP); None: a single one, or FSDP.
 
-    Returns:
-        (m, R, C), this process's share, and a function from results of it back to (n, r, C).
+    Returns (m, R, C), this process's share, and a function from results of it back to (n, r, C).
     """
     mesh = getattr(like, "device_mesh", mesh)
     if mesh is None:
@@ -228,7 +227,7 @@ def deal(
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """This process's memory of weights, gradients and optimizer (None: AdamW), in words."""
+    """This process's memory of weights, gradients and optimizer, in words."""
     groups = optimizer.param_groups if optimizer else []
     muon = {id(p) for group in groups if "rows" in group for p in group["params"]}
     sizes = ((3 if id(p) in muon else 4, local(p)) for p in model.parameters())

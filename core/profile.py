@@ -56,7 +56,7 @@ OPERATOR = re.compile(r"^\w+::\w+$|at::native|elementwise|Memcpy DtoD|Memset")
 
 
 def class_of(name: str, around: Iterable[str] = ()) -> str:
-    """The class of a kernel or operator; `around`: the names of what it ran in."""
+    """Of a kernel or operator; `around`: the names of what it ran in."""
     names = "\n".join([name, *around])
     fused = FUSED.search(name)
     for kind, pattern in RULES.items():
@@ -91,13 +91,11 @@ class StepProfile:
         return [(name, ms, calls) for name, (ms, calls) in found[:n]]
 
     def row(self) -> dict[str, Any]:
-        """JSON for a record."""
         largest = {kind: self.largest(kind, 8) for kind in self.kernels}
         return {"of": self.of, "ms": self.ms, "busy_ms": self.busy_ms, "classes": self.classes,
                 "names": largest}  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The table to print."""
         lines = [f"{'class':40} {'ms':>9} {'share':>7} {'calls':>6}"]
         for kind, ms in self.classes.items():
             calls = sum(n for _, n in self.kernels.get(kind, {}).values())
@@ -114,7 +112,7 @@ def short(name: str, width: int = 38) -> str:
 
 
 def prepare(device: torch.device) -> None:
-    """Let Inductor's kernels for the CPU appear in a profile. UserError: no profiler."""
+    """Let Inductor's kernels for the CPU appear in a profile. Raises UserError."""
     import torch._inductor.config as inductor
 
     if device.type not in ("cpu", "cuda"):
@@ -125,10 +123,7 @@ def prepare(device: torch.device) -> None:
 @contextmanager
 def profiled(device: torch.device, steps: int = 1,
              trace: Path | None = None) -> Iterator[StepProfile]:  # fmt: skip
-    """Profile the block, which runs `steps` steps; the yielded profile is of one.
-
-    trace: a Chrome trace file to write.
-    """
+    """Profile the block, which runs `steps` steps; the profile is of one."""
     found = StepProfile("kernels" if device.type == "cuda" else "operators", trace)
     synchronize(device)
     with kineto(device.type) as watched:
@@ -184,7 +179,7 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
 
 
 def parents(event: FunctionEvent) -> Iterator[str]:
-    """The operators and ranges around an event, the innermost first."""
+    """The operators and ranges around an event."""
     around = event.cpu_parent
     while around is not None:
         yield around.name

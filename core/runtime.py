@@ -35,7 +35,7 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 def pick_device(wanted: str) -> torch.device:
-    """ "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
+    """ "auto": CUDA, else MPS, else the CPU. Raises UserError."""
     available = devices()
     if wanted == "auto":
         wanted = next(kind for kind in ("cuda", "mps", "cpu") if kind in available)
@@ -48,7 +48,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> torch.dtype:
-    """The dtype of matrix products; "auto" is bfloat16 where the hardware has it.
+    """The dtype of matrix products; "auto": bfloat16 where the hardware has it.
 
     On a CPU only to train width n_embd: generated text would depend on the cache.
     """
@@ -125,14 +125,14 @@ class Setup:
 
     @property
     def autocast(self) -> torch.autocast:
-        """The context of a forward pass; reusable."""
+        """Reusable."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def place(self, model: M, cast: bool = False) -> M:
-        """Move the model to the device; cast=True converts its weights to `dtype` (inference)."""
+        """To the device; cast=True converts the weights to `dtype` (inference)."""
         model = model.to(self.device, self.dtype if cast else None)
         if self.device.type == "cpu":
             decoding = cast and self.few_rows
@@ -147,8 +147,8 @@ class Setup:
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:
-        """torch.compile(model), or the model itself. UserError: CUDA graphs with several
-        micro-batches, whose gradients a replay overwrites (PyTorch issue 169545)."""
+        """torch.compile(model), or the model. UserError: CUDA graphs overwrite the gradients of
+        several micro-batches (PyTorch issue 169545)."""
         if not self.compile:
             return model
         if self.device.type == "cuda" and self.compile_mode in CUDA_GRAPHS and micro_steps > 1:
@@ -184,7 +184,7 @@ def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
 
 
 def decide_residual(wanted: str, device: str, dtype: str) -> str:
-    """ "float32" or "autocast" between blocks; auto: autocast in bfloat16 on CUDA."""
+    """The dtype between blocks."""
     if wanted == "auto":
         return "autocast" if device == "cuda" and dtype == "bfloat16" else "float32"
     return wanted
@@ -227,7 +227,7 @@ class StopSignal:
 
 @contextmanager
 def explained(less_memory: str) -> Iterator[None]:
-    """Raise failures with a known remedy as UserError; `less_memory`: the options to try."""
+    """Raise failures with a known remedy as UserError."""
     try:
         yield
     except (BackendUnavailable, DeviceLost) as e:
@@ -261,7 +261,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def settle(device: torch.device) -> None:
-    """Exempt what exists from garbage collection (half a second); reset peak memory."""
+    """Exempt what exists from garbage collection; reset peak memory."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -285,7 +285,7 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, after the device has finished its work."""
+    """Seconds, after the device has finished."""
     synchronize(device)
     return time.perf_counter()
 
@@ -298,7 +298,7 @@ def describe(device: torch.device) -> str:
 
 
 def show_log() -> None:
-    """Print the project's log and other libraries' warnings."""
+    """Print the log and other libraries' warnings."""
     handler = logging.StreamHandler()
     plain = logging.Formatter("%(levelname)s: %(message)s").format
     # Texts of a checkpoint or dataset steer no terminal.

@@ -51,7 +51,7 @@ class LaunchError(UserError):
 
 @contextmanager
 def user_errors(where: str = "") -> Iterator[None]:
-    """Raise ValueError and OSError of the block as UserError that begins with `where`."""
+    """Raise ValueError and OSError as UserError that begins with `where`."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -65,14 +65,13 @@ def first_line(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """The settings of a run, and the origin of each given one."""
+    """Settings, and the origin of each given one."""
 
     settings: T
     origins: dict[str, str]  # field -> "config/x.py:7" or LINE
     notes: tuple[str, ...] = ()  # on names that are accepted and ignored
 
     def report(self) -> list[str]:
-        """One line for each setting that is not the default."""
         rows = [
             (field.name, repr(value), self.origins.get(field.name, "derived"))
             for field in dataclasses.fields(self.settings)  # type: ignore[arg-type]
@@ -86,14 +85,14 @@ class Loaded(Generic[T]):
 
 
 def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
-    """One checked instance of cls from sys.argv[1:]; options: see gather()."""
+    """One checked instance of cls from sys.argv[1:]; options of gather()."""
     values, origins, notes = gather(cls, argv, **options)
     with user_errors():
         return Loaded(cls(**values), origins, notes)
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Handle --help, mistakes, Ctrl-C and a busy machine before slow imports."""
+    """Handle --help, mistakes and Ctrl-C before slow imports."""
     terminal.end_at_once()
     terminal.prepare("stderr")
     try:
@@ -115,9 +114,9 @@ def gather(
     """The given values, their origins and notes.
 
     Args:
-        aliases: other name -> field; ignored: other program's setting -> why it has no value here.
+        aliases: other name -> field; ignored: another program's setting -> why it has no value
+            here.
         positional: the field that bare words set; None: they are config files.
-        shown: the fields in the help; None: all.
     """
     hints = _hints(cls)
     fields = {name: name for name in hints} | dict(aliases)
@@ -162,7 +161,7 @@ def gather(
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
-    """The checked instance of a saved asdict(); missing keys take defaults."""
+    """The checked instance of a saved asdict()."""
     if not isinstance(mapping, Mapping):
         raise UserError(f"{origin}: expected an object of settings, got {str(mapping)[:60]}")
     hints = _hints(cls)
@@ -176,7 +175,7 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
 def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) -> NoReturn:
     """Run main and exit with its code, or 2 (UserError), 130, 143, 129 (signals).
 
-    A closed pipe or a full disk under stdout ends main too, unless it is lasting: a log only.
+    lasting: a closed or full stdout does not end main.
     """
     terminal.prepare("stderr", *["stdout"] * lasting)
     try:
@@ -209,7 +208,7 @@ def _fail(error: UserError) -> NoReturn:
 
 
 def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
-    """The value, if it has the type and range of `hint`; strict=False converts from text."""
+    """The value, checked; strict=False converts from text."""
     value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
     if isinstance(value, str) and hint in (str, str | None):
         value = os.path.expanduser(value)  # a shell leaves --out_dir=~/runs alone
@@ -224,7 +223,7 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
 
 
 def check_fields(settings: object) -> None:
-    """Check every field of a dataclass, in __post_init__; lists become tuples."""
+    """Check a dataclass's fields, in __post_init__; lists become tuples."""
     for name, hint in _hints(type(settings)).items():
         value = check(hint, getattr(settings, name), name)
         if isinstance(value, tuple):
@@ -287,7 +286,6 @@ def _parse(hint: object, text: str, name: str) -> Any:
 
 
 def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoReturn:
-    """Print the fields, their comments, and `values` as defaults; end the process."""
     spec = sys.modules["__main__"].__spec__  # of python -m
     name = Path(sys.argv[0]).name if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
     about = (cls.__doc__ or "").split("\n\n")[0]
@@ -373,7 +371,7 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
 
 
 def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
-    """Raises ValueError, among others, if it is not supported, or would soon take all memory."""
+    """Raises ValueError, among others; also for what would grow until it takes all memory."""
     value: Any
     match node:
         case ast.Constant(value=None | str() | int() | float() as value):

@@ -19,7 +19,6 @@ FEW_ROWS = 16  # above, widening the weights costs less than the kernel's arithm
 
 
 def why_not(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why the weights cannot be int8, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"int8 weights need a CPU or CUDA, this is {device.type}"
     if dtype not in (torch.float32, torch.bfloat16):
@@ -31,8 +30,8 @@ def why_not(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str |
 
 
 def convert(model: nn.Module, head: Tensor) -> None:
-    """Give the linear layers int8 weights, and the head a copy of `head` (V, C): a tied
-    embedding keeps it as it is. Raises ValueError with why_not()."""
+    """Give the linear layers int8 weights, and the head a copy of `head` (V, C) in int8: a tied
+    embedding stays. Raises ValueError with why_not()."""
     if why := why_not(model, head.device, head.dtype):
         raise ValueError(why)
     model.requires_grad_(False)

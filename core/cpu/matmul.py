@@ -29,7 +29,7 @@ _compiling = torch.compiler.is_compiling
 
 
 def convert(model: nn.Module, float32: Float32 = "onednn") -> None:
-    """Give the layers of `model` the faster products, in bfloat16 too."""
+    """Give the layers the faster products, in bfloat16 too."""
     tied = all(m.weight is None for m in model.modules() if isinstance(m, Head))
     for name, module in model.named_modules():
         if type(module) is nn.Embedding and name.endswith("wte") and tied:
@@ -48,8 +48,8 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """The gradient of a tied wte is sparse if it has more rows than tokens; autograd adds it to
-    the head's dense one."""
+    """A tied wte with a sparse gradient, if it has more rows than tokens: autograd adds it to
+    the head's."""
 
     def forward(self, idx: Tensor) -> Tensor:
         few = idx.numel() < self.num_embeddings and not _compiling()
@@ -124,7 +124,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Inductor's operator for linear layers; the weight may be packed."""
+    """Inductor's operator for linear layers."""
     bias = None if bias is None else bias.contiguous()  # the operator ignores its stride
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
@@ -154,7 +154,7 @@ class _Linear(torch.autograd.Function):
 
 
 def half_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in bfloat16, (M, K) and (K, N); for two threads oneDNN is faster in two halves."""
+    """a @ b in bfloat16, (M, K) and (K, N); for two threads faster in two halves."""
     M, N = a.shape[0], b.shape[1]
     if torch.get_num_threads() != 2 or not 2**19 < M * N <= 2**20:
         return a @ b
@@ -178,7 +178,7 @@ MOST_BYTES = 2**31  # of a model's weights: the copy doubles them
 
 
 def pack(model: nn.Module) -> None:
-    """Let the layers that convert() has changed use packed weights."""
+    """Let converted layers use packed weights."""
     layers = [m for m in model.modules() if isinstance(m, Linear | OneDNNHead)]
     weights = [m.weight for m in layers if m.weight is not None]
     half = any(w.dtype == torch.bfloat16 for w in weights)
@@ -199,7 +199,7 @@ _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> _Packe
 
 
 def _packed_weight(weight: Tensor) -> Tensor:
-    """The weight in oneDNN's layout, packed again when it has changed. A write through .data has no
+    """In oneDNN's layout, packed again when it has changed. A write through .data has no
     version: it is seen where it changes the first 16 numbers, as that of a whole matrix does."""
     key = weight._version, weight.data_ptr(), weight.dtype
     found = _packed.get(weight)
@@ -216,7 +216,7 @@ def _packed_weight(weight: Tensor) -> Tensor:
 
 @cache
 def exact() -> bool:
-    """False if oneDNN rounds to bfloat16 here: its error against float64 is not float32's."""
+    """False if oneDNN rounds to bfloat16 here."""
     own = torch.Generator().manual_seed(0)
     a, b = torch.randn(256, 1024, generator=own), torch.randn(1024, 512, generator=own)
     truth = a.double() @ b.double()
@@ -225,7 +225,6 @@ def exact() -> bool:
 
 
 def few_rows_pay() -> bool:
-    """True if oneDNN's product of a few rows is the faster one (decoding)."""
     return _available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -260,7 +259,7 @@ LEAST_WIDTH = {"AMX": 128, "AVX512_BF16": 384}
 
 
 def why_not_bfloat16(n_embd: int) -> str | None:
-    """The reason why bfloat16 is slower than float32 here, or None."""
+    """The reason why it is slower than float32 here, or None."""
     if not (units := bfloat16_units()):
         return "this processor has no units for it (AMX, AVX512_BF16)"
     if units == "AVX512_BF16" and not _amd():  # Intel's do as many operations a cycle as float32's
