@@ -71,7 +71,7 @@ class GPTConfig(ModelOptions):
 
     @classmethod
     def of(cls, options: ModelOptions, vocab_size: int) -> GPTConfig:
-        """Return the model that a command's options describe."""
+        """The model that a command's options describe."""
         given = {f.name: getattr(options, f.name) for f in fields(cls) if hasattr(options, f.name)}
         return cls(**{**given, "vocab_size": vocab_size})
 
@@ -85,13 +85,13 @@ class GPTConfig(ModelOptions):
 
     @property
     def hidden(self) -> int:
-        """Channels inside the MLP. By default gelu and swiglu have equally many parameters."""
+        """Channels inside the MLP; by default gelu and swiglu have equally many parameters."""
         C = self.n_embd
         return self.n_hidden or (4 * C if self.mlp == "gelu" else max(16, round(C / 6) * 16))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer: several are repeated, and the last layer takes the last one."""
+        """Of each layer: several are repeated, and the last layer takes the last one."""
         pattern = self.attention_window
         if not isinstance(pattern, tuple):
             pattern = (pattern,)
@@ -127,8 +127,7 @@ class Norm(nn.Module):
 
 
 def rope_rates(config: GPTConfig, device: torch.device) -> Tensor:
-    """RoPE's D / 2 rates in radians per token, float32: 1 for the first pair of channels, nearly
-    1 / rope_theta for the last (Su et al. 2021, arXiv 2104.09864)."""
+    """RoPE's D / 2 rates in radians per token, float32 (Su et al. 2021, arXiv 2104.09864)."""
     D = config.head_dim
     pair = torch.arange(0, D, 2, dtype=torch.float32, device=device)
     rates = 1 / config.rope_theta ** (pair / D)
@@ -142,8 +141,9 @@ def rope_rates(config: GPTConfig, device: torch.device) -> Tensor:
 
 
 def alibi_slopes(n_head: int, device: torch.device) -> Tensor:
-    """ALiBi's slopes (H,) float32: 2^(-8 h / H) for h = 1 to H. If H is not a power of 2, those of
-    the next smaller one n, then every second one of 2 n (Press et al. 2022, arXiv 2108.12409)."""
+    """ALiBi's slopes (H,) float32: 2^(-8 h / H) for h = 1 to H. If H is not a power of 2, those
+    of the next smaller one n, then every second one of 2 n (Press et al. 2022, arXiv
+    2108.12409)."""
     n = 1 << (n_head.bit_length() - 1)
     h = torch.arange(1, n_head + 1, dtype=torch.float32, device=device)
     return torch.exp2(-8 / n * torch.where(h <= n, h, h - n - 0.5))
@@ -260,7 +260,8 @@ class GPT(nn.Module):
         """Token ids (B, T) int64 -> (logits (B, T, V), None), or with targets (None, loss).
 
         Targets (B, T) int64 are the next tokens; -1 is ignored. The loss is the mean cross entropy
-        in nats, float32 (), computed without storing all logits (core/loss.py).
+        in
+        nats, float32 (), computed without storing all logits (core/loss.py).
         """
         x = self.hidden(idx, segments, cache)
         if targets is None:
@@ -272,8 +273,8 @@ class GPT(nn.Module):
 
         Args:
             segments: (B, T) int32; a token attends to its own segment only.
-            cache: a step of a KV cache (inference/cache.py): its tokens come before idx, which is
-                appended. It has its own positions and segments.
+            cache: a step of a KV cache (inference/cache.py), which has its own positions and
+                segments.
         """
         config, T, device = self.config, idx.shape[1], idx.device
         if cache is not None:
@@ -320,11 +321,11 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The weights (V, C) of the head: the token embedding's, if they are tied."""
+        """(V, C): the token embedding's, if they are tied."""
         return self.transformer.wte.weight if self.lm_head.weight is None else self.lm_head.weight
 
     def phase(self, segments: bool = False, cache: Cache = None, x: Tensor | None = None) -> Phase:
-        """The phase of a forward pass that begins now; x: the embeddings, in the blocks' dtype."""
+        """Of a forward pass that begins now; x: the embeddings, in the blocks' dtype."""
         x = self.transformer.wte.weight if x is None else x
         ring = self.ring is not None and cache is None
         now = Phase.now(x, self.training, segments, cache, ring)
@@ -340,7 +341,7 @@ class GPT(nn.Module):
         """Append `max_new_tokens` sampled tokens to idx (B, T) int64.
 
         The plain loop: each token costs a pass over the whole text. inference/engine.py has KV
-        caches, and draws other random numbers from the same distributions.
+        caches.
         """
         valid = max_new_tokens >= 0 and temperature >= 0 and (top_k is None or top_k >= 1)
         if not valid or idx.dim() != 2 or not idx.shape[1]:
@@ -359,7 +360,7 @@ class GPT(nn.Module):
         return idx
 
     def get_num_params(self, non_embedding: bool = True) -> int:
-        """The number of parameters; non_embedding=True: without those that are only looked up."""
+        """non_embedding=True: without those that are only looked up."""
         n = sum(p.numel() for p in self.parameters())
         if non_embedding and self.config.position == "learned":
             n -= self.transformer.wpe.weight.numel()
@@ -368,7 +369,7 @@ class GPT(nn.Module):
         return n
 
     def crop_block_size(self, block_size: int) -> None:
-        """Keep only the first `block_size` positions. Raises ValueError if there are fewer."""
+        """Keep only the first `block_size` positions."""
         config, n = self.config, self.config.block_size
         if not 1 <= block_size <= n:
             raise ValueError(f"block_size can only be cropped, from {n}; got {block_size}")
@@ -380,8 +381,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str, override_args: Any = None, **changes: Any) -> GPT:
-        """Load a model of checkpoint/families.py: a folder of transformers, or a name on the hub.
-        override_args (as in nanoGPT) and changes are GPTConfig fields to replace."""
+        """Load a model of checkpoint/families.py: a folder of transformers, or a name on the
+        hub. override_args (as in nanoGPT) and changes are GPTConfig fields to replace."""
         from checkpoint import load_hf
 
         return load_hf(source, **{**(override_args or {}), **changes})

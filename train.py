@@ -111,7 +111,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
     N = model.get_num_params(non_embedding=False)
     distributed.say("\n".join([
-        *setup.report(distributed.world_size), *about(model, optimizer),
+        *setup.report(distributed.world_size), *about(optimizer),
         f"model: {N:,} parameters{flops.uncounted(model.config)}; dataset {folder}, tokenizer "
         f"{meta['tokenizer']['name']}, vocabulary {meta['vocab_size']:,}"]))  # fmt: skip
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,

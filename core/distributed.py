@@ -84,10 +84,8 @@ class DistInfo:
         share = batch_size * accumulated / n  # sequences of a process, on average
         steps = math.ceil(math.ceil(share) / batch_size)
         if int(share) < steps:
-            raise UserError(
-                f"--gradient_accumulation_steps={accumulated} with --batch_size={batch_size}: "
-                f"expected a multiple of {n} processes"
-            )
+            got = f"--gradient_accumulation_steps={accumulated}"
+            raise UserError(f"{got}: expected a multiple of the {n} processes")
         return steps
 
     @property
@@ -161,10 +159,8 @@ def _world_size(device: torch.device) -> int:
     missing = [name for name in needed if name not in os.environ]
     if missing or not (rank and rank.isdecimal() and n.isdecimal() and int(rank) < int(n)):
         why = f"{', '.join(missing)} missing" if missing else f"RANK={rank} and WORLD_SIZE={n}"
-        raise LaunchError(
-            f"a launcher's environment is not complete ({why}): start with torchrun, or for one "
-            "process: unset RANK WORLD_SIZE LOCAL_RANK"
-        )
+        alone = "unset RANK WORLD_SIZE LOCAL_RANK"
+        raise LaunchError(f"launched wrongly ({why}): use torchrun, or for one process: {alone}")
     return int(n)
 
 

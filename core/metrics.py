@@ -128,10 +128,8 @@ class Meter:
         if backend.mods is not None:  # a mask of one's own (flex:FILE.py)
             self.keys = backend.mods.mean_keys(config.block_size, model.n_head, device)
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, config.max_iters - step)  # s
-        distributed.say(
-            f"peak: {self.peak}\n{self.tokens:,} tokens a step, {config.max_iters:,} steps: at the "
-            f"peak rate {duration(at_peak)}, in practice more"
-        )
+        size = f"{self.tokens:,} tokens a step, {config.max_iters:,} steps"
+        distributed.say(f"peak: {self.peak}\n{size}: at the peak rate {duration(at_peak)}")
         self.restart(step, timed=False)
 
     def speed(self, tokens_per_s: float) -> Speed:
@@ -194,11 +192,9 @@ class Meter:
     def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
         """good: the checkpoint before, and the command to continue."""
         name = "+".join([kernel.backend.name, *kernel.kernels])
-        self.distributed.say(
-            f"error: a loss or gradient is not finite at step {step} or shortly before (loss "
-            f"{loss}, lr {lr:.2e}, kernel {name}; docs/TRAIN.md); {good}",
-            file=sys.stderr,
-        )
+        found = f"(loss {loss}, lr {lr:.2e}, kernel {name}; docs/TRAIN.md)"
+        why = f"a loss or gradient is not finite at step {step} or shortly before {found}"
+        self.distributed.say(f"error: {why}; {good}", file=sys.stderr)
 
     def close(self) -> None:
         if self.metrics:

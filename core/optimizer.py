@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from core import profile
 from core.cpu.matmul import why_not_bfloat16
-from core.parallel import deal, held, local, whole
+from core.parallel import deal, local, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -152,13 +152,12 @@ def muon_groups(model: Any, config: Config) -> list[Group]:
     return list(groups.values())
 
 
-def about(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Lines to print: memory, and Muon's operations."""
+def about(optimizer: torch.optim.Optimizer) -> list[str]:
+    """A line on Muon to print."""
     if not isinstance(optimizer, Muon):
-        return [held(model, optimizer)]
+        return []
     flops = f"{optimizer.flops / 1e9:,.4g} GFLOP a step, which MFU does not count"
-    muon = f"optimizer: Muon for the blocks' matrices ({flops}), AdamW for the rest"
-    return [held(model, optimizer), muon]
+    return [f"optimizer: Muon for the blocks' matrices ({flops}), AdamW for the rest"]
 
 
 def muon_only(optimizer: torch.optim.Optimizer) -> list[Group]:

@@ -119,9 +119,7 @@ class TrainConfig(ModelOptions):
         others = self.optimizer != "muon" and self.muon_rates != TrainConfig.muon_rates
         if others or not 1 <= len(self.muon_rates) <= 4:
             got = f"got {self.muon_rates} with {self.optimizer}"
-            raise ValueError(
-                f"muon_rates: expected one to four rates, with --optimizer=muon; {got}"
-            )
+            raise ValueError(f"muon_rates: expected one to four, with --optimizer=muon; {got}")
 
     @property
     def global_batch(self) -> int:

@@ -63,26 +63,22 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
     if setup.dtype == torch.float16:
         raise UserError("--parallel=fsdp has no loss scaling: use --dtype=bfloat16 or float32")
     if setup.compile and setup.compile_mode in CUDA_GRAPHS:
-        raise UserError(
-            f"--compile_mode={setup.compile_mode} uses CUDA graphs, which cannot hold FSDP's "
-            "gathered parameters; use default or max-autotune-no-cudagraphs"
-        )
+        mode = f"--compile_mode={setup.compile_mode}"
+        raise UserError(f"{mode}: CUDA graphs cannot hold FSDP's gathered parameters")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     names = ("replicate", "shard")
     mesh = init_device_mesh(distributed.device.type, (n // size, size), mesh_dim_names=names)
     mesh = mesh["shard"] if size == n else mesh
-    policy = MixedPrecisionPolicy()
-    if setup.dtype == torch.bfloat16:
-        # Inputs keep their dtype: autocast casts in each operation.
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+    how: Any = {"mesh": mesh}
+    if setup.dtype == torch.bfloat16:  # inputs keep their dtype: autocast casts in each operation
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        how["mp_policy"] = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     for block in model.get_submodule("transformer.h").children():
         if setup.compile:
             block.compile(mode=setup.compile_mode)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, **how)
     if setup.compile:  # the head reads what this call of the model has gathered: its loss alone
         head: Any = model.get_submodule("lm_head")
         model.__dict__["compiled_blocks"] = True
@@ -105,14 +101,8 @@ def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
     return batch if ring is None else (*map(ring.shard, batch, fillings),)
 
 
-def mean_loss(
-    module: nn.Module,
-    batches: Iterable[tuple[Tensor, ...]],
-    autocast: torch.autocast,
-    ring: Ring | None,
-    distributed: DistInfo,
-    stop: Stop | None,
-) -> float:
+def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast: torch.autocast,
+              ring: Ring | None, distributed: DistInfo, stop: Stop | None) -> float:  # fmt: skip
     """Of all targets in all processes' batches; NaN if there is none.
 
     batches: (tokens, targets), and perhaps segments, (B, T) each.
@@ -224,14 +214,3 @@ def deal(
         return whole.redistribute(placements=after).to_local()
 
     return move(rows, by_row, by_matrix), lambda results: move(results, by_matrix, by_row)
-
-
-def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """This process's memory of weights, gradients and optimizer, in words."""
-    groups = optimizer.param_groups if optimizer else []
-    muon = {id(p) for group in groups if "rows" in group for p in group["params"]}
-    sizes = ((3 if id(p) in muon else 4, local(p)) for p in model.parameters())
-    n = sum(tensors * p.numel() * p.element_size() for tensors, p in sizes)
-    whose = "Muon's and AdamW's" if muon else "AdamW's"
-    how = " (fsdp)" if is_sharded(model) else ""
-    return f"memory: {n / 1e6:,.1f} MB a process of weights, gradients and {whose} moments{how}"

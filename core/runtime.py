@@ -152,10 +152,8 @@ class Setup:
         if not self.compile:
             return model
         if self.device.type == "cuda" and self.compile_mode in CUDA_GRAPHS and micro_steps > 1:
-            raise UserError(
-                f"--compile_mode={self.compile_mode} uses CUDA graphs, which cannot add up "
-                f"{micro_steps} micro-batches; use max-autotune-no-cudagraphs"
-            )
+            mode = f"--compile_mode={self.compile_mode}"
+            raise UserError(f"{mode}: CUDA graphs cannot add up {micro_steps} micro-batches")
         return cast(nn.Module, torch.compile(model, mode=self.compile_mode))
 
     def report(self, processes: int) -> list[str]:

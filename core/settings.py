@@ -38,6 +38,7 @@ Values = dict[str, Any]  # field -> value
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 LINE = "command line"
+_adapter = functools.cache(lambda hint: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)))
 SWITCH_WORDS = {*["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f", "y", "n", "none"]}
 
 
@@ -102,15 +103,10 @@ def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
     wait_passively()
 
 
-def gather(
-    cls: type,
-    argv: Sequence[str],
-    *,
-    aliases: Mapping[str, str] = {},
-    ignored: Mapping[str, str] = {},
-    positional: str | None = None,
-    shown: Collection[str] | None = None,
-) -> tuple[Values, dict[str, str], tuple[str, ...]]:
+def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
+           ignored: Mapping[str, str] = {}, positional: str | None = None,
+           shown: Collection[str] | None = None
+           ) -> tuple[Values, dict[str, str], tuple[str, ...]]:  # fmt: skip
     """The given values, their origins and notes.
 
     Args:
@@ -228,11 +224,6 @@ def check_fields(settings: object) -> None:
         value = check(hint, getattr(settings, name), name)
         if isinstance(value, tuple):
             object.__setattr__(settings, name, value)
-
-
-@functools.cache
-def _adapter(hint: Any) -> TypeAdapter[object]:
-    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False))
 
 
 def _hints(cls: type) -> dict[str, object]:
@@ -354,18 +345,15 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
         match node:
             case ast.Import() | ast.Expr(value=ast.Constant(value=str())):
                 continue
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-            ):
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 pass
         try:
             known[name] = _evaluate(value, known)
         except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError):
+            line = text.splitlines()[node.lineno - 1]
+            what = f"numbers, arithmetic, strings, lists, settings, {', '.join(_CALLS)}"
             raise UserError(
-                f"{path}:{node.lineno}: unsupported: {text.splitlines()[node.lineno - 1]!r:.60}; "
-                "expected name = value, with numbers, arithmetic, strings, True, False, None, "
-                f"lists, settings, {', '.join(_CALLS)}"
+                f"{path}:{node.lineno}: expected name = value, with {what}; got {line!r:.60}"
             ) from None
         yield f"{path}:{node.lineno}", name, known[name], name in used
 

@@ -15,11 +15,7 @@ from typing import Any, NoReturn
 def escaped(text: str) -> str:
     r"""Control characters but newline and tab as \x1b: a terminal would obey them."""
     plain = (c in "\n\t" or unicodedata.category(c) != "Cc" for c in text)
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if p else repr(c)[1:-1] for c, p in zip(text, plain))
-    )
+    return "".join(c if p else repr(c)[1:-1] for c, p in zip(text, plain))
 
 
 class _Lasting(io.FileIO):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import train
-from core import parallel
 from core.optimizer import build_optimizer, orthogonal, set_learning_rate, update
 from model import GPT, GPTConfig
 from train import TrainConfig
@@ -162,17 +160,13 @@ def test_a_step_never_asks_the_device() -> None:
 
 
 @kinds
-def test_operations_and_memory_are_those_of_a_step(kind: Any) -> None:
+def test_operations_are_those_of_a_step(kind: Any) -> None:
     model = small(kind).float()
     optimizer = muon(model)
     gradients(model, 0)
     with FlopCounterMode(display=False) as counter:
         optimizer.step()
     assert counter.get_total_flops() == optimizer.flops
-    kept = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
-    kept += [t for p in model.parameters() for t in (p, p.grad)]
-    (said,) = re.findall(r"([\d.]+) MB", parallel.held(model, optimizer))
-    assert float(said) == pytest.approx(sum(t.nbytes for t in kept) / 1e6, abs=0.05)
 
 
 def test_all_rates_follow_the_schedule() -> None:
