@@ -1,7 +1,4 @@
-"""The processes of a run: ranks, groups, timeouts, and small collectives on the CPU.
-
-docs/SCALE.md: what happens when a process fails.
-"""
+"""The processes of a run: ranks, groups, timeouts, small collectives (docs/SCALE.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Write files without following links: in a downloaded folder they may lead to any file.
-
-Also locks of folders, and names as they are printed.
-"""
+"""Files written without following links, which may lead anywhere; locks; names as printed."""
 
 from __future__ import annotations
 

@@ -1,18 +1,15 @@
 """FLOPs per token, the device's peak rate, and MFU: every formula with its source.
 
-Model FLOPs utilization (MFU, Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B) is the rate
-of the operations that the model's mathematics needs, over the device's peak rate:
+Model FLOPs utilization (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B):
 
-    mfu = FLOPs per token * tokens per second / (peak FLOP/s * number of devices)
+    MFU = FLOPs per token * tokens per second / (peak FLOP/s * number of devices)
 
-    mfu          6 N + 12 L H Q T per token, as in PaLM and nanoGPT. N: parameters without
-                 embeddings that are only looked up; L layers, H heads of Q channels, T tokens in
-                 a sequence.
-    mfu_causal   the same with T replaced by the mean number of keys that a query sees: (T + 1) / 2,
-                 fewer with a window, a document mask or a mask of one's own.
+    mfu          6 N + 12 L H Q T per token. N: parameters without embeddings that are only looked
+                 up; L layers, H heads of Q channels, T tokens in a sequence.
+    mfu_causal   T replaced by the mean number of keys that a query sees: (T + 1) / 2 or fewer.
 
-6 N: a multiply and an add per weight forward, twice that backward. 12 L H Q T: QK^T and PV take
-2 * 2 * Q * T forward per head, twice that backward. Recomputation is never counted.
+6 N: a multiply and an add per weight forward, twice that backward; QK^T and PV take 2 * 2 * Q * T
+forward per head. Recomputation is never counted.
 """
 
 from __future__ import annotations
@@ -31,17 +28,18 @@ from typing import Any, Literal
 import torch
 
 from attention import visible
+from attention.machine.system import synchronize
 from attention.plan import memory
 from core.cpu import matmul as cpu_matmul
 from core.files import write_at_once
 from core.gpus import datasheet_bandwidth as datasheet_bandwidth
 from core.gpus import datasheet_tflops
-from core.runtime import describe, synchronize
+from core.runtime import describe
 
 Row = dict[str, Any]  # one row of metrics.jsonl; None: unknown
 Sizes = Any  # a GPTConfig, or bench/hf.py's Counted
 log = logging.getLogger("nanoattn")
-ALONE = 0.9  # the least share of time in which a thread that always computes has a core of its own
+ALONE = 0.9  # share of time in which a thread that always computes has a core
 
 
 def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
@@ -153,7 +151,7 @@ def kept_rate(
         rate, day, busy = known[key]
         age = (today - date.fromisoformat(day)).days
         usable = math.isfinite(rate) and rate > 0
-    except (OSError, ValueError, TypeError, LookupError):  # none yet, or a damaged file
+    except (OSError, ValueError, TypeError, LookupError):
         usable = False
     if again or not usable or (busy and not disturbed(spin)[1]):
         day, age = str(today), 0
@@ -192,7 +190,7 @@ def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
     plain = device.type != "cpu" or dtype != torch.float32 or not cpu_matmul.exact()
     kinds = (torch.mm,) if plain else (torch.mm, cpu_matmul.matmul)
     cuda, began = device.type == "cuda", time.perf_counter()
-    # A GPU raises its clocks while it works: half a second per size, ten products per reading.
+    # A GPU raises its clocks while it works.
     at_a_time, least = (10, 0.5) if cuda else (1, 0.0)
     for i, n in enumerate((4096, 8192) if cuda else (1024, 1536, 2048)):
         a, b = torch.randn(2, n, n, device=device, generator=own).to(dtype)

@@ -1,7 +1,7 @@
 """Peak rates of GPUs, their memory and its bandwidth, and the links of their servers.
 
-Rates are dense, from the datasheet in the row. Memory: NVIDIA's MIG guide and NIM documentation,
-AMD's ROCm documentation, or third parties' tables.
+Rates are dense, from the datasheet in the row; memory from NVIDIA's MIG and NIM, AMD's ROCm
+documentation, or third parties.
 """
 
 from __future__ import annotations

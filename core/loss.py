@@ -1,8 +1,7 @@
 """Head and loss together: cross entropy of x @ weight.T that never holds all of the logits.
 
-The logits are the largest tensor of a training step. Their gradient, (softmax - onehot) / n, needs
-one factor from above: so the forward pass takes a chunk of rows at a time, their logits, their loss
-and their share of both gradients. Nothing is computed twice.
+Their gradient, (softmax - onehot) / n, needs one factor from above: so the forward pass takes a
+chunk of rows at a time, their logits, their loss and their share of both gradients.
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from attention import Backend, Resolution
+from attention.machine.system import synchronize
 from core.distributed import DistInfo
 from core.files import open_output, refuse_link, replacing, write_at_once
 from core.flops import ALONE, Row, Sizes, Speed, in_words, keys_seen, peak
 from core.options import TrainConfig
-from core.runtime import now, peak_memory
+from core.runtime import peak_memory
 from core.settings import UserError, first_line
 
 log = logging.getLogger("nanoattn")
@@ -50,7 +51,7 @@ class Metrics:
         if wandb is not None:
             try:
                 self._join(wandb, step)
-            except (Exception, SystemExit) as e:  # not installed, not logged in, not reachable
+            except (Exception, SystemExit) as e:
                 log.warning("wandb is off (%s: %s)", type(e).__name__, e)
 
     def _join(self, wandb: Row, step: int) -> None:
@@ -73,13 +74,13 @@ class Metrics:
 
     def log(self, **row: object) -> None:
         try:
-            if not self.path.exists():  # somebody has deleted or moved the folder
+            if not self.path.exists():
                 log.warning("%s has vanished; it is written again", self.path)
                 self.file.seek(0)
                 self._write(self.file.read())
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-        except OSError as e:  # a full disk, for example; what is buffered is written later
+        except OSError as e:  # what is buffered is written later
             if not self.failed:
                 log.warning("%s could not be written (%s); the training goes on", self.path, e)
             self.failed = True
@@ -121,10 +122,8 @@ class Meter:
         self.printed: set[str] = set()  # reasons why MFU is not known
         self.core_waits = time.perf_counter(), waited()
         self.metrics: Metrics | None = None  # the main process's
-        self.counted: list[
-            Tensor
-        ] = []  # keys that each sequence's queries saw, since the last line
-        self.keys: float | None = None  # their mean since the line before; None: visible() has it
+        self.counted: list[Tensor] = []  # keys that queries saw, by sequence, since the last line
+        self.keys: float | None = None  # their mean; None: visible() has it
         if backend.mods is not None:  # a mask of one's own (flex:FILE.py)
             self.keys = backend.mods.mean_keys(config.block_size, model.n_head, device)
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, config.max_iters - step)  # s
@@ -144,7 +143,8 @@ class Meter:
         """Begin the interval of the next line; timed=False: of first steps."""
         self.step = step
         self.timed = timed
-        self.began = now(self.distributed.device)
+        synchronize(self.distributed.device)
+        self.began = time.perf_counter()
         self.counted.clear()
 
     def overdue(self) -> bool:

@@ -1,12 +1,11 @@
 """Time of a training step by classes of kernels, from PyTorch's profiler.
 
-On CUDA the times are of kernels, on the CPU of operators without those inside them and of
-Inductor's kernels; the rest of the step (Python, autograd, waiting) is `gaps`. Kernels of several
-streams overlap: the classes' sum may exceed the step.
+On CUDA of kernels, on the CPU of operators without those inside them and of Inductor's kernels; the
+rest of the step is `gaps`. Kernels of several streams overlap.
 
     products        matrix products, of the head too
-    attention       attention kernels; batched products and a softmax without log, of manual
-    elementwise     norms, GELU, additions, casts, copies: all other operators and fused kernels
+    attention       attention kernels; manual's batched products and softmax
+    elementwise     all other operators and fused kernels
     loss            cross entropy, without the products
     optimizer       clipping, update, adding gradients over micro-batches
     communication   NCCL, Gloo, FSDP's copies

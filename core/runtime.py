@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import BackendUnavailable, DeviceLost
-from attention.machine.system import bfloat16_units, cpu_name, devices, synchronize
+from attention.machine.system import bfloat16_units, cpu_name, devices
 from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
 from core.terminal import SIGNALS, escaped
@@ -280,12 +279,6 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
     """Copy, without waiting on CUDA."""
     cuda = device.type == "cuda"
     return (t.pin_memory() if cuda and t.device.type == "cpu" else t).to(device, non_blocking=cuda)
-
-
-def now(device: torch.device) -> float:
-    """Seconds, after the device has finished."""
-    synchronize(device)
-    return time.perf_counter()
 
 
 def describe(device: torch.device) -> str:

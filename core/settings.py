@@ -1,9 +1,6 @@
-"""Settings of a command: config files and the command line -> one checked, frozen dataclass.
+"""Settings of a command: defaults, config files, command line -> one checked, frozen dataclass.
 
-    n_layer: PositiveInt = 12  # transformer blocks
-
-A field's comment is its --help; pydantic checks its value. Later values win: defaults, config files
-in order, command line. Every mistake is a UserError.
+n_layer: PositiveInt = 12  # transformer blocks: the comment is the --help
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ def user_errors(where: str = "") -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        why = where and getattr(error, "strerror", None)  # without the file's name
+        why = where and getattr(error, "strerror", None)
         raise UserError(f"{where}{why or error}") from error
 
 
@@ -70,7 +67,7 @@ class Loaded(Generic[T]):
 
     settings: T
     origins: dict[str, str]  # field -> "config/x.py:7" or LINE
-    notes: tuple[str, ...] = ()  # on names that are accepted and ignored
+    notes: tuple[str, ...] = ()  # on ignored names
 
     def report(self) -> list[str]:
         rows = [
@@ -116,8 +113,8 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
     """
     hints = _hints(cls)
     fields = {name: name for name in hints} | dict(aliases)
-    words = _split(argv, {name for name, f in fields.items() if hints[f] in (bool, bool | None)})
-    options = [(name or positional or "config", text) for name, text in words]
+    switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
+    options = _split(argv, switches, positional or "config")
     help_wanted = {"-h", "--help"} & {*argv}
     known = {field.name: field.default for field in dataclasses.fields(cls)}
     in_files = (line for name, path in options if name == "config"
@@ -207,7 +204,7 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
     """The value, checked; strict=False converts from text."""
     value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
     if isinstance(value, str) and hint in (str, str | None):
-        value = os.path.expanduser(value)  # a shell leaves --out_dir=~/runs alone
+        value = os.path.expanduser(value)  # --out_dir=~/runs
     if _is_tuple(hint) and not isinstance(value, tuple):
         value = (value,)
     try:
@@ -242,8 +239,8 @@ def _may_be_none(hint: object) -> bool:
 # --- the command line ---
 
 
-def _split(argv: Sequence[str], switches: Collection[str]) -> list[tuple[str, str]]:
-    """(name, text) of each option; the name of a bare word is ""."""
+def _split(argv: Sequence[str], switches: Collection[str], bare: str) -> list[tuple[str, str]]:
+    """(name, text) of each option; bare: the name of a word without one."""
     options: list[tuple[str, str]] = []
     rest = list(argv)
     while rest:
@@ -251,7 +248,7 @@ def _split(argv: Sequence[str], switches: Collection[str]) -> list[tuple[str, st
         name, equals, text = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if not word.startswith("-"):
-            name, text = "", word
+            name, text = bare, word
         elif name in ("h", "help"):
             continue
         elif not equals and name in switches:

@@ -2,8 +2,7 @@
 
     W[n, k]  ~  scale[n] * q[n, k]      q int8, scale[n] = max_k |W[n, k]| / 127 in bfloat16
 
-Inference only. CPU: a few rows use PyTorch's _weight_int8pack_mm, a bfloat16 product summed in
-float32; more rows (a prompt) widen the weights first. CUDA: fast in a compiled decode step alone.
+Inference only: a few rows by _weight_int8pack_mm on CPUs, one in a compiled decode step on CUDA.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from core.loss import IGNORE, Head
 
-FEW_ROWS = 16  # above, widening the weights costs less than the kernel's arithmetic (docs/LOG.md)
+FEW_ROWS = 16  # above, widening the weights first costs less (docs/LOG.md)
 
 
 def why_not(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -89,7 +88,7 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
         rows = rows.bfloat16()
         if len(rows) <= FEW_ROWS:
             y = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), q, scale)
-        else:  # float32 inside as the kernel is, so that every cache gives the same tokens
+        else:  # float32 inside as the kernel is: every cache gives the same tokens
             y = (F.linear(rows.to(x.dtype), q.to(x.dtype)) * scale.to(x.dtype)).bfloat16()
     elif len(rows) == 1 and torch.compiler.is_compiling():  # a reduction, fused with the widening
         y = (rows.float() * q).sum(dim=1)[None] * scale

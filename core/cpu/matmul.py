@@ -1,9 +1,8 @@
 """Matrix products by the faster path of a processor, and when bfloat16 is faster.
 
-PyTorch gives float32 products to MKL, on many AMD processors with AVX-512 at half of oneDNN's rate
-(docs/LOG.md). Its switch, set_float32_matmul_precision("medium"), would slow the attention down: it
-is set around single products. oneDNN is used if its error is float32's: with AMX it is bfloat16's.
-Speed is not measured: a resumed run must decide the same.
+PyTorch gives float32 products to MKL, on AMD with AVX-512 at half of oneDNN's rate (docs/LOG.md).
+Its switch, set_float32_matmul_precision("medium"), would slow the attention down: it is set around
+single products, and only if oneDNN's error is float32's. A resumed run must decide the same.
 """
 
 from __future__ import annotations
