@@ -260,8 +260,7 @@ class GPT(nn.Module):
         """Token ids (B, T) int64 -> (logits (B, T, V), None), or with targets (None, loss).
 
         Targets (B, T) int64 are the next tokens; -1 is ignored. The loss is the mean cross entropy
-        in
-        nats, float32 (), computed without storing all logits (core/loss.py).
+        in nats, float32 (), computed without storing all logits (core/loss.py).
         """
         x = self.hidden(idx, segments, cache)
         if targets is None:
@@ -273,22 +272,14 @@ class GPT(nn.Module):
 
         Args:
             segments: (B, T) int32; a token attends to its own segment only.
-            cache: a step of a KV cache (inference/cache.py), which has its own positions and
-                segments.
+            cache: a step of a KV cache (inference/cache.py), with its own positions and segments.
         """
-        config, T, device = self.config, idx.shape[1], idx.device
+        if cache is not None and segments is not None:
+            raise ValueError("segments cannot be passed with a cache, which has its own")
+        config, device = self.config, idx.device
+        pos = self.positions(idx.shape[1], device, segments, cache)
         if cache is not None:
-            if segments is not None:
-                raise ValueError("segments cannot be passed with a cache, which has its own")
-            pos, segments = cache.positions(T), cache.segments  # (T,) or (B, T)
-        elif self.ring:
-            pos = self.ring.positions(T, config.block_size - 1, device)  # (T,)
-        elif config.block_size < T:
-            raise ValueError(f"{T} tokens do not fit into block_size {config.block_size}")
-        else:
-            pos = torch.arange(T, device=device)  # (T,)
-        if self.packed and segments is not None and cache is None:
-            pos = (pos - segments).clamp(min=0)  # (B, T)
+            segments = cache.segments
 
         x = self.transformer.wte(idx)  # (B, T, C)
         rope, slopes = None, None
@@ -314,6 +305,21 @@ class GPT(nn.Module):
             else:
                 x = block(x, *args)
         return self.transformer.ln_f(x)
+
+    def positions(self, T: int, device: torch.device, segments: Tensor | None,
+                  cache: Cache) -> Tensor:  # fmt: skip
+        """The positions of T new tokens, (T,), or (B, T) if they differ from text to text."""
+        if cache is not None:
+            return cache.positions(T)
+        if self.ring:
+            pos = self.ring.positions(T, self.config.block_size - 1, device)
+        elif self.config.block_size < T:
+            raise ValueError(f"{T} tokens do not fit into block_size {self.config.block_size}")
+        else:
+            pos = torch.arange(T, device=device)
+        if self.packed and segments is not None:
+            return (pos - segments).clamp(min=0)
+        return pos
 
     def head(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., V) logits."""

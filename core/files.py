@@ -86,8 +86,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Create --out_dir and keep other processes out of it. Raises UserError.
 
     By `.lock`, for all machines that share the disk; on Linux also by a socket, which lasts when
-    the
-    folder is deleted. Both end with the process.
+    the folder is deleted. Both end with the process.
     """
     import fcntl
 

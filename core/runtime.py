@@ -190,8 +190,7 @@ def decide_residual(wanted: str, device: str, dtype: str) -> str:
 class StopSignal:
     """Notes SIGTERM, Ctrl-C, SIGHUP and the death of torchrun.
 
-    A second signal ends at once, but torchrun repeats a scheduler's, and closing terminals
-    SIGHUP.
+    A second one ends at once, but torchrun repeats a scheduler's, and closing terminals SIGHUP.
     """
 
     def __init__(self, says: str = "stopping; saving the last step") -> None:
