@@ -109,11 +109,11 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     module: nn.Module = model  # FSDP has changed it in place, and compiles its blocks
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
-    N = model.get_num_params(non_embedding=False)
-    distributed.say("\n".join([
-        *setup.report(distributed.world_size), *about(optimizer),
-        f"model: {N:,} parameters{flops.uncounted(model.config)}; dataset {folder}, tokenizer "
-        f"{meta['tokenizer']['name']}, vocabulary {meta['vocab_size']:,}"]))  # fmt: skip
+    size = f"{model.get_num_params(False):,} parameters (for MFU {flops.n_params(model.config):,})"
+    tokenizer = f"tokenizer {meta['tokenizer']['name']}, vocabulary {meta['vocab_size']:,}"
+    lines = [*setup.report(distributed.world_size), *about(optimizer)]
+    lines += [f"model: {size}; dataset {folder}, {tokenizer}"]
+    distributed.say("\n".join(lines))
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, *done.best, windows)  # fmt: skip
     return Run(
@@ -170,13 +170,13 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     run.saver.wait()
     if not finite:
         return 1
-    stopped = stop.stopping()
+    stopped = stop.agreed()
     alone = checkpoint.gathered(run.model) if config.sample_tokens and not stopped else None
     meter.close()  # from here on no process waits for the main one, which may take long
-    stop.request.close()
+    stop.close()
     if stopped:
         distributed.say(f"stopped after step {run.step}; {run.saver.last_good()}")
-        return 128 + (stop.request.signal or signal.SIGTERM)
+        return 128 + (stop.signal or signal.SIGTERM)
     meter.end(run.val_loss, run.meta.get("baselines", {}))
     if alone and distributed.main:
         sample(run, alone)
@@ -219,7 +219,7 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
 
         # --- all processes agree: stop? log? (found_inf: on a GPU it would wait) ---
         due = meter.overdue() or (device.type == "cpu" and bool(found_inf))
-        stopping, overdue = map(bool, distributed.sum([float(stop.request.noted), float(due)]))
+        stopping, overdue = map(bool, distributed.sum([float(stop.noted), float(due)]))
         logging = run.step == 1 or run.step % config.log_interval == 0
         evaluating = run.step == config.max_iters or run.step % config.eval_interval == 0
         if not (stopping or overdue or logging or evaluating):

@@ -165,12 +165,12 @@ class Stopped(Exception):
     """All processes agreed to end."""
 
 
-class Stop:
+class Stop(StopSignal):
     """The processes' agreement to stop; a lost or frozen process fails in it."""
 
     def __init__(self, distributed: DistInfo) -> None:
+        super().__init__()
         self.distributed = distributed
-        self.request = StopSignal()
         self.random: dict[str, torch.Tensor] = {}  # state at the beginning of a step
 
     def mark(self, part: str) -> None:
@@ -179,14 +179,10 @@ class Stop:
             self.random = {}
         elif part == "forward" and not self.random:
             self.random = random_state(self.distributed.device)
-        elif part == "forward" and self.stopping():
+        elif part == "forward" and self.agreed():
             set_random_state(self.random, self.distributed.device)
             raise Stopped
 
-    def stopping(self) -> bool:
-        """All must call it."""
-        return any(self.distributed.sum([float(self.request.noted)]))
-
-    def check(self) -> None:
-        if self.stopping():
-            raise Stopped
+    def agreed(self) -> bool:
+        """Was a process signalled? All must call it."""
+        return any(self.distributed.sum([float(self.noted)]))

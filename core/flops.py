@@ -58,13 +58,6 @@ def n_params(config: Sizes) -> int:
     return config.vocab_size * config.n_embd + config.n_layer * block + norm
 
 
-def uncounted(config: Sizes) -> str:
-    """N, if it leaves embeddings out, as ", 123 without position embeddings"."""
-    left_out = {"position": config.position == "learned", "token": not config.tied}
-    names = " and ".join(name for name, out in left_out.items() if out)
-    return f", {n_params(config):,} without {names} embeddings" if names else ""
-
-
 @cache
 def mean_keys(T: int, window: int | None = None) -> float:
     """Keys that a query sees in T tokens, the mean."""

@@ -38,7 +38,12 @@ class Head(nn.Module):
         """x (B, T, C), weight (V, C), targets (B, T) int64 -> the mean loss, float32 ()."""
         if (want := x.shape[:-1]) != targets.shape:
             raise ValueError(f"targets: expected the shape of idx, {want}, got {targets.shape}")
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+        x, targets = x.flatten(0, 1), targets.flatten()
+        return linear_cross_entropy(x, weight, targets, self.matmul_switch(x))
+
+    def matmul_switch(self, x: Tensor) -> Switch:
+        """The context of the loss's matrix products (core/cpu/matmul.py)."""
+        return nullcontext
 
 
 def linear_cross_entropy(

@@ -9,8 +9,11 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +31,15 @@ log = logging.getLogger("nanoattn")
 BUSY = "other programs use this machine's cores"
 
 
+@contextmanager
+def warned(failure: str) -> Iterator[None]:
+    """Print an error of the block as a warning."""
+    try:
+        yield
+    except (Exception, SystemExit) as e:
+        log.warning("%s (%s: %s)", failure, type(e).__name__, e)
+
+
 class Metrics:
     """Writes out_dir/metrics.jsonl, a JSON object a line."""
 
@@ -40,7 +52,7 @@ class Metrics:
         """
         self.path = out_dir / "metrics.jsonl"
         self.failed = False
-        self.wandb = None
+        self.wandb: Any = None
         try:
             refuse_link(self.path)
             rows = [r for r in read(self.path) if r["iter"] <= step] if step else []
@@ -49,10 +61,8 @@ class Metrics:
         except OSError as e:
             raise UserError(f"{self.path} cannot be read and written ({e.strerror})") from e
         if wandb is not None:
-            try:
+            with warned("wandb is off"):
                 self._join(wandb, step)
-            except (Exception, SystemExit) as e:
-                log.warning("wandb is off (%s: %s)", type(e).__name__, e)
 
     def _join(self, wandb: Row, step: int) -> None:
         from wandb import Settings, init
@@ -85,23 +95,20 @@ class Metrics:
                 log.warning("%s could not be written (%s); the training goes on", self.path, e)
             self.failed = True
         if self.wandb is not None:
-            try:
-                self.wandb.log(row, step=row["iter"])
-            except (Exception, SystemExit) as e:
-                log.warning("wandb stopped logging (%s: %s)", type(e).__name__, e)
-                self.wandb = None
+            run = self.wandb
+            self.wandb = None  # if it fails
+            with warned("wandb stopped logging"):
+                run.log(row, step=row["iter"])
+                self.wandb = run
 
     def close(self) -> None:
-        finish = {
-            "metrics.jsonl": self.file.close,
-            "loss.png": lambda: draw(self.path, self.path.with_name("loss.png")),
-            "the wandb run": lambda: self.wandb and self.wandb.finish(),
-        }
-        for name, step in finish.items():
-            try:
-                step()
-            except (Exception, SystemExit) as e:
-                log.warning("%s was not finished (%s: %s)", name, type(e).__name__, e)
+        with warned("metrics.jsonl was not finished"):
+            self.file.close()
+        with warned("loss.png was not finished"):
+            draw(self.path, self.path.with_name("loss.png"))
+        with warned("the wandb run was not finished"):
+            if self.wandb is not None:
+                self.wandb.finish()
 
 
 class Meter:

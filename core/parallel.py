@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import Ring
-from core.distributed import DistInfo, Stop
+from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
 from core.runtime import CUDA_GRAPHS, Setup
 from core.settings import UserError
@@ -110,8 +110,8 @@ def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast
     total = torch.zeros((), device=distributed.device)
     targets = torch.zeros((), dtype=torch.int64, device=distributed.device)
     for batch in batches:
-        if stop:
-            stop.check()
+        if stop and stop.agreed():
+            raise Stopped
         x, y, *segments = shard_batch(ring, *batch)
         n = (y != IGNORE).sum()
         with autocast:

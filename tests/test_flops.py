@@ -301,16 +301,6 @@ def test_a_rate_of_a_busy_machine_is_measured_again_when_it_is_idle(
         assert found.tflops == rate and ("other programs" in found.source) == busy
 
 
-@pytest.mark.parametrize("position", ["learned", "rope"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_parameters_left_out_are_named(position: Any, tied: bool) -> None:
-    config = GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=8,
-                       position=position, tied=tied)
-    model, text = GPT(config), flops.uncounted(config)
-    left_out = 8 * 8 * ("position" in text) + 50 * 8 * ("token" in text)
-    assert sum(p.numel() for p in model.parameters()) - flops.n_params(config) == left_out
-
-
 def test_a_share_of_more_than_one_is_not_a_figure() -> None:
     """150,000 tokens/s of GPT-2 124M are 128.2 TFLOP/s, 119.7 of them on visible pairs."""
     for peak, full, causal in ((200, 0.641, 0.5986), (125, None, 0.958), (100, None, None)):

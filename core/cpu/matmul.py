@@ -8,6 +8,7 @@ single products, and only if oneDNN's error is float32's. A resumed run must dec
 from __future__ import annotations
 
 import platform
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.function import once
 from attention.machine.system import bfloat16_units, cpu_name
-from core.loss import Head, linear_cross_entropy
+from core.loss import Head, Switch
 
 # float32 products by oneDNN; by oneDNN for four rows or more, without gradients (decoding); or as
 # PyTorch has them.
@@ -62,11 +63,9 @@ class OneDNNHead(Head):
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return linear(x, weight, None, self.float32, self.packed)
 
-    def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def matmul_switch(self, x: Tensor) -> Switch:
         plain = x.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or _compiling()
-        if plain or self.float32 != "onednn":
-            return super().loss(x, weight, targets)
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), onednn)
+        return nullcontext if plain or self.float32 != "onednn" else onednn
 
 
 class onednn:
