@@ -91,7 +91,7 @@ class GPTConfig(ModelOptions):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer: several are repeated, and the last layer takes the last one."""
+        """Each layer's window: several are repeated, and the last layer takes the last one."""
         pattern = self.attention_window
         if not isinstance(pattern, tuple):
             pattern = (pattern,)
@@ -327,11 +327,11 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, C): the token embedding's, if they are tied."""
+        """The head's weights (V, C): the token embedding's, if they are tied."""
         return self.transformer.wte.weight if self.lm_head.weight is None else self.lm_head.weight
 
     def phase(self, segments: bool = False, cache: Cache = None, x: Tensor | None = None) -> Phase:
-        """Of a forward pass that begins now; x: the embeddings, in the blocks' dtype."""
+        """The phase of a forward pass that begins now; x: the embeddings, in the blocks' dtype."""
         x = self.transformer.wte.weight if x is None else x
         ring = self.ring is not None and cache is None
         now = Phase.now(x, self.training, segments, cache, ring)

@@ -227,10 +227,9 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
 
         # --- logging, evaluation ---
         total, any_inf = distributed.sum([float(loss), float(found_inf)])
-        mean_loss = total / distributed.world_size
-        value = mean_loss
-        if finite := not any_inf and math.isfinite(mean_loss):
-            meter.log(run.step, mean_loss, lr)
+        value = total / distributed.world_size
+        if finite := not any_inf and math.isfinite(value):
+            meter.log(run.step, value, lr)
             if stopping:
                 raise Stopped
             if evaluating:

@@ -103,7 +103,7 @@ class DistInfo:
         return self.gather(f"none {os.getppid()}" if name == "none" else name)[0]
 
     def limit(self, seconds: float) -> None:
-        """How long a collective may wait, in all groups but `disk`."""
+        """Set how long a collective may wait, in all groups but `disk`."""
         for group in [*dist.distributed_c10d._world.pg_map] if self.control is not None else ():
             if group is not self.disk:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -124,7 +124,7 @@ class DistInfo:
             print(text, file=sys.stderr, flush=True)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise, over all processes."""
+        """The element-wise sum over all processes."""
         if self.world_size == 1:
             return values
         t = torch.tensor(values, dtype=torch.float64)
@@ -184,5 +184,5 @@ class Stop(StopSignal):
             raise Stopped
 
     def agreed(self) -> bool:
-        """Was a process signalled? All must call it."""
+        """True if a process was signalled. All must call it."""
         return any(self.distributed.sum([float(self.noted)]))

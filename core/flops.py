@@ -79,7 +79,7 @@ def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Te
 
 @singledispatch  # bench/hf.py adds models that were counted
 def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
-    """Forward and backward; causal: of visible pairs."""
+    """FLOPs forward and backward; causal: of visible pairs."""
     keys = sum(mean_keys(T, window) if causal else T for window in config.windows)
     return 6 * n_params(config) + 12 * config.n_head * config.head_dim * keys
 
@@ -108,7 +108,7 @@ def given(source: str) -> str:
 
 
 def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
-    """Of a GPU in float32 (or TF32), bfloat16 or float16; None: unknown."""
+    """A GPU's peak in float32 (or TF32), bfloat16 or float16; None: unknown."""
     known = datasheet_tflops(name, dtype, tf32)
     return known and Peak(*known)
 
@@ -116,7 +116,7 @@ def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
 def peak(
     device: str | torch.device, dtype: str, wanted: float | Literal["measure"] | None = None
 ) -> Peak:
-    """The user's (`wanted`, TFLOP/s), else the datasheet's, else the measured one."""
+    """The user's peak (`wanted`, TFLOP/s), else the datasheet's, else the measured one."""
     if wanted is not None and wanted != "measure":
         return Peak(wanted, "--peak_tflops")
     device = torch.device(device)
@@ -229,7 +229,7 @@ class Speed:
         return full * at_peak, causal * at_peak
 
     def row(self) -> Row:
-        """As in metrics.jsonl and records. MFU above 1 is None, with "mfu_why"."""
+        """The fields of metrics.jsonl and records; MFU above 1 is None, with "mfu_why"."""
         full, causal = self.mfu
         row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
         if causal > 1:  # every kernel has to do these operations

@@ -170,7 +170,7 @@ def chunk_rows(
 
 @torch.compiler.assume_constant_result
 def gpu_memory() -> int:
-    """What is free would differ from run to run."""
+    """All of it: what is free would differ from run to run."""
     if not torch.cuda.is_available():
         return 2**35
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

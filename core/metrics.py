@@ -158,7 +158,7 @@ class Meter:
         return time.perf_counter() - self.began > 30
 
     def log(self, step: int, loss: float, lr: float) -> None:
-        """All processes call this, after the device has finished."""
+        """Print and log a step; all processes call this, after the device has finished."""
         seconds = (time.perf_counter() - self.began) / max(1, step - self.step)
         if self.counted:
             local = torch.cat(self.counted)
@@ -190,14 +190,14 @@ class Meter:
             self.metrics.log(**row)
 
     def _busy(self) -> bool:
-        """Was the peak measured, and did others have this process's core since the last call?"""
+        """True if the peak was measured, and others had this process's core since the last call."""
         since, before = self.core_waits
         self.core_waits = time.perf_counter(), waited()
         share = (self.core_waits[1] - before) / (self.core_waits[0] - since)
         return self.peak.measured and share > 1 - ALONE
 
     def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
-        """good: the checkpoint before, and the command to continue."""
+        """Print the error; good: the checkpoint before, and the command to continue."""
         name = "+".join([kernel.backend.name, *kernel.kernels])
         found = f"(loss {loss}, lr {lr:.2e}, kernel {name}; docs/TRAIN.md)"
         why = f"a loss or gradient is not finite at step {step} or shortly before {found}"

@@ -43,7 +43,7 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def schedule_warnings(config: Config) -> list[str]:
-    """Does the schedule not reach learning_rate, or rise to min_lr?"""
+    """A warning if the schedule does not reach learning_rate, or rises to min_lr."""
     if not config.decay_lr or config.eval_only:
         return []
     last, warm = config.max_iters - 1, config.warmup_iters
@@ -58,7 +58,7 @@ def schedule_warnings(config: Config) -> list[str]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
-    """Returns AdamW's, or that of Muon's matrices."""
+    """Set a step's rates; return AdamW's, or that of Muon's matrices."""
     rate = learning_rate(step, config)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("factor", 1.0)
@@ -100,7 +100,7 @@ def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int
 
 
 def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """A parameter's, before its first step."""
+    """A parameter's state before its first step."""
     weight = p.detach()
     if any(p is q for group in muon_only(optimizer) for q in group["params"]):
         return {"momentum_buffer": torch.zeros_like(weight)}
@@ -225,7 +225,7 @@ class Muon(torch.optim.AdamW):
 
     @property
     def flops(self) -> int:
-        """Of the iterations of a step, over all processes."""
+        """Operations of the iterations of a step, over all processes."""
         total = 0
         for group in muon_only(self):
             n, C = len(group["params"]), group["params"][0].shape[1]

@@ -103,7 +103,7 @@ def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
 
 def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast: torch.autocast,
               ring: Ring | None, distributed: DistInfo, stop: Stop | None) -> float:  # fmt: skip
-    """Of all targets in all processes' batches; NaN if there is none.
+    """The mean loss of all targets in all processes' batches; NaN if there is none.
 
     batches: (tokens, targets), and perhaps segments, (B, T) each.
     """
@@ -137,7 +137,7 @@ def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
 
 
 def average_gradients(module: object, on: bool) -> None:
-    """In backward passes; off: only add them up."""
+    """Average gradients in backward passes, or only add them up."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = on
     elif isinstance(module, Sharded):

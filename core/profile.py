@@ -55,7 +55,7 @@ OPERATOR = re.compile(r"^\w+::\w+$|at::native|elementwise|Memcpy DtoD|Memset")
 
 
 def class_of(name: str, around: Iterable[str] = ()) -> str:
-    """Of a kernel or operator; `around`: the names of what it ran in."""
+    """The class of a kernel or operator; `around`: the names of what it ran in."""
     names = "\n".join([name, *around])
     fused = FUSED.search(name)
     for kind, pattern in RULES.items():

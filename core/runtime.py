@@ -34,7 +34,7 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 def pick_device(wanted: str) -> torch.device:
-    """ "auto": CUDA, else MPS, else the CPU. Raises UserError."""
+    """The device; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
     available = devices()
     if wanted == "auto":
         wanted = next(kind for kind in ("cuda", "mps", "cpu") if kind in available)
@@ -124,14 +124,14 @@ class Setup:
 
     @property
     def autocast(self) -> torch.autocast:
-        """Reusable."""
+        """The context of a forward pass; reusable."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def place(self, model: M, cast: bool = False) -> M:
-        """To the device; cast=True converts the weights to `dtype` (inference)."""
+        """Move the model to the device; cast=True converts its weights to `dtype` (inference)."""
         model = model.to(self.device, self.dtype if cast else None)
         if self.device.type == "cpu":
             decoding = cast and self.few_rows
@@ -247,7 +247,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the GPU, or of this process."""
+    """Peak memory in bytes: of the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -240,7 +240,7 @@ def _may_be_none(hint: object) -> bool:
 
 
 def _split(argv: Sequence[str], switches: Collection[str], bare: str) -> list[tuple[str, str]]:
-    """(name, text) of each option; bare: the name of a word without one."""
+    """The (name, text) of each option; bare: the name of a word without one."""
     options: list[tuple[str, str]] = []
     rest = list(argv)
     while rest:
@@ -356,7 +356,8 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
 
 
 def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
-    """Raises ValueError, among others; also for what would grow until it takes all memory."""
+    """The value. Raises ValueError, among others; also for one that could grow until it takes
+    all memory."""
     value: Any
     match node:
         case ast.Constant(value=None | str() | int() | float() as value):

@@ -197,8 +197,8 @@ _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> _Packe
 
 
 def _packed_weight(weight: Tensor) -> Tensor:
-    """In oneDNN's layout, packed again when it has changed. A write through .data has no
-    version: it is seen where it changes the first 16 numbers, as that of a whole matrix does."""
+    """The weight in oneDNN's layout, packed again when it has changed. A write through .data has
+    no version: it is seen where it changes the first 16 numbers, as that of a whole matrix does."""
     key = weight._version, weight.data_ptr(), weight.dtype
     found = _packed.get(weight)
     if found is None or found.key != key or not torch.equal(found.sample, found.before):
