@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from attention import Ring
 from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
-from core.runtime import CUDA_GRAPHS, Setup
+from core.runtime import CUDA_GRAPHS, NO_GRAPHS, Setup
 from core.settings import UserError
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
     if setup.dtype == torch.float16:
         raise UserError("--parallel=fsdp has no loss scaling: use --dtype=bfloat16 or float32")
     if setup.compile and setup.compile_mode in CUDA_GRAPHS:
-        mode = f"--compile_mode={setup.compile_mode}"
-        raise UserError(f"{mode}: CUDA graphs cannot hold FSDP's gathered parameters")
+        why = "CUDA graphs cannot hold FSDP's gathered parameters"
+        raise UserError(f"{why}: --compile_mode={setup.compile_mode}; {NO_GRAPHS}")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

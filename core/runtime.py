@@ -31,6 +31,7 @@ from core.terminal import SIGNALS, escaped
 M = TypeVar("M", bound=nn.Module)
 OUT_OF_MEMORY = re.compile("DefaultCPUAllocator: |out of memory")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+NO_GRAPHS = "use max-autotune-no-cudagraphs"
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -151,8 +152,8 @@ class Setup:
         if not self.compile:
             return model
         if self.device.type == "cuda" and self.compile_mode in CUDA_GRAPHS and micro_steps > 1:
-            mode = f"--compile_mode={self.compile_mode}"
-            raise UserError(f"{mode}: CUDA graphs cannot add up {micro_steps} micro-batches")
+            why = f"CUDA graphs cannot add up {micro_steps} micro-batches"
+            raise UserError(f"{why}: --compile_mode={self.compile_mode}; {NO_GRAPHS}")
         return cast(nn.Module, torch.compile(model, mode=self.compile_mode))
 
     def report(self, processes: int) -> list[str]:
