@@ -36,7 +36,8 @@ NO_GRAPHS = "use max-autotune-no-cudagraphs"
 
 def pick_device(wanted: str) -> torch.device:
     """The device; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
-    available = devices()
+    usable = torch.cuda.is_available()  # False where the driver is too old for a GPU that is there
+    available = [name for name in devices() if usable or "cuda" not in name]
     if wanted == "auto":
         wanted = next(kind for kind in ("cuda", "mps", "cpu") if kind in available)
     if wanted not in available:
