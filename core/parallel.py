@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 BUCKET_MB = 100  # of gradients that DDP sends at once; PyTorch's default is 25
-
-
-@runtime_checkable
-class Sharded(Protocol):
-    """torch.distributed.fsdp.FSDPModule, which takes two seconds to import."""
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
-    def reshard(self) -> None: ...
 
 
 def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
@@ -136,22 +128,22 @@ def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
     return targets * processes / total
 
 
-def average_gradients(module: object, on: bool) -> None:
+def is_sharded(module: nn.Module) -> bool:
+    return hasattr(module, "set_requires_gradient_sync")  # FSDPModule takes seconds to import
+
+
+def average_gradients(module: Any, on: bool) -> None:
     """Average gradients in backward passes, or only add them up."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = on
-    elif isinstance(module, Sharded):
+    elif is_sharded(module):
         module.set_requires_gradient_sync(on)
 
 
-def reshard(module: object) -> None:
+def reshard(module: Any) -> None:
     """Free what FSDP gathered in a forward pass alone."""
-    if isinstance(module, Sharded):
+    if is_sharded(module):
         module.reshard()
-
-
-def is_sharded(module: object) -> bool:
-    return isinstance(module, Sharded)
 
 
 # --- a tensor that may be sharded (DTensor) ---
