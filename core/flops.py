@@ -113,9 +113,8 @@ def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
     return known and Peak(*known)
 
 
-def peak(
-    device: str | torch.device, dtype: str, wanted: float | Literal["measure"] | None = None
-) -> Peak:
+def peak(device: str | torch.device, dtype: str,
+         wanted: float | Literal["measure"] | None = None) -> Peak:  # fmt: skip
     """The user's peak (`wanted`, TFLOP/s), else the datasheet's, else the measured one."""
     if wanted is not None and wanted != "measure":
         return Peak(wanted, "--peak_tflops")
@@ -130,9 +129,8 @@ def peak(
     return Peak(rate, f"{when}: the best of several large matrix products", True)
 
 
-def kept_rate(
-    what: str, device: torch.device, measure: Callable[[], float], again: bool
-) -> tuple[float, str]:
+def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
+              again: bool) -> tuple[float, str]:  # fmt: skip
     """A rate of this machine, and its age in words.
 
     Measured once and kept in the cache folder; one of a busy machine until nothing else runs.

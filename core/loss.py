@@ -46,9 +46,8 @@ class Head(nn.Module):
         return nullcontext
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, matmul_switch: Switch = nullcontext
-) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
+                         matmul_switch: Switch = nullcontext) -> Tensor:  # fmt: skip
     """Mean cross entropy of the logits x @ weight.T, in nats: float32 (), or float64 as x.
 
     NaN, with zero gradients, if all targets are ignored, as F.cross_entropy.
@@ -116,9 +115,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *once(2, dx, dw, grad, *empty), *[None] * 6
 
 
-def _cross_entropy(
-    logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype, want_grad: bool
-) -> tuple[Tensor, Tensor | None]:
+def _cross_entropy(logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype,
+                   want_grad: bool) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The sum, and its gradient in the logits' dtype; in half precision on the CPU in place,
     some rows at a time, in the caches."""
     compiling, at_a_time = torch.compiler.is_compiling(), None
@@ -148,9 +146,8 @@ def pieces(n: int, size: int | None) -> list[slice]:
     return [slice(a, min(a + size, n)) for a in range(0, n, size)]
 
 
-def chunk_rows(
-    N: int, V: int, device: str, dtype: torch.dtype = torch.float32, memory: float | None = None
-) -> int:
+def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
+               memory: float | None = None) -> int:  # fmt: skip
     """Rows of logits at a time: what fits into 1/16 of a GPU's memory (bytes), 4 GB at most; on
     a CPU into its caches."""
     if device != "cpu":  # 8 bytes an element: logits, their float32 values, their gradient

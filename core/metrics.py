@@ -43,9 +43,8 @@ def warned(failure: str) -> Iterator[None]:
 class Metrics:
     """Writes out_dir/metrics.jsonl, a JSON object a line."""
 
-    def __init__(
-        self, out_dir: Path, step: int, wandb: Row | None = None, evaluated: bool = True
-    ) -> None:
+    def __init__(self, out_dir: Path, step: int, wandb: Row | None = None,
+                 evaluated: bool = True) -> None:  # fmt: skip
         """Begin after `step` steps; later lines, left by a killed run, are dropped.
 
         wandb: arguments of wandb.init(); evaluated: False if this step's evaluation is to come.
@@ -114,9 +113,8 @@ class Metrics:
 class Meter:
     """Prints and logs a run's loss, speed, memory and remaining time."""
 
-    def __init__(
-        self, distributed: DistInfo, model: Sizes, config: TrainConfig, backend: Backend, step: int
-    ) -> None:
+    def __init__(self, distributed: DistInfo, model: Sizes, config: TrainConfig, backend: Backend,
+                 step: int) -> None:  # fmt: skip
         """Print the peak rate, and the time that the steps would take at it."""
         device = distributed.device
         self.distributed = distributed

@@ -66,9 +66,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Confi
     return matrices[0]["lr"] if matrices else rate
 
 
-def build_optimizer(
-    model: nn.Module, config: Config, device: torch.device, processes: int = 1
-) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: Config, device: torch.device,
+                    processes: int = 1) -> torch.optim.AdamW:  # fmt: skip
     """Fused AdamW that decays the matrices only, or Muon.
 
     processes: that have a copy of the model each (DDP).
@@ -175,9 +174,8 @@ class Muon(torch.optim.AdamW):
         mesh: of the processes that have a copy of the weights each; None: one, or FSDP.
     """
 
-    def __init__(
-        self, groups: list[Group], dtype: torch.dtype | None, mesh: DeviceMesh | None, **adamw: Any
-    ) -> None:
+    def __init__(self, groups: list[Group], dtype: torch.dtype | None, mesh: DeviceMesh | None,
+                 **adamw: Any) -> None:  # fmt: skip
         super().__init__(groups, **adamw)
         self.dtype, self.mesh = dtype, mesh
 

@@ -176,9 +176,8 @@ def fill(target: Any, source: Tensor) -> None:
     local(target).copy_(source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))])
 
 
-def deal(
-    rows: Tensor, like: Tensor, mesh: DeviceMesh | None
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def deal(rows: Tensor, like: Tensor, mesh: DeviceMesh | None
+         ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # fmt: skip
     """Divide n whole matrices among the processes. All call this, and the returned function.
 
     Args:

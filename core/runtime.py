@@ -178,7 +178,7 @@ def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
     if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         return Decision(False, "no C++ compiler found")
     if wanted is None and device.type != "cuda":
-        return Decision(False, f"the default for the {device.type}; --compile=True pays in time")
+        return Decision(False, f"--compile=True pays on long runs on the {device.type}")
     return Decision(True)
 
 
