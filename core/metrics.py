@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from attention import Backend, Resolution
-from attention.machine.system import synchronize
 from core.distributed import DistInfo
 from core.files import open_output, refuse_link, replacing, write_at_once
 from core.flops import ALONE, Row, Sizes, Speed, in_words, keys_seen, peak
 from core.options import TrainConfig
-from core.runtime import peak_memory
+from core.runtime import now, peak_memory
 from core.settings import UserError, first_line
 
 log = logging.getLogger("nanoattn")
@@ -148,8 +147,7 @@ class Meter:
         """Begin the interval of the next line; timed=False: of first steps."""
         self.step = step
         self.timed = timed
-        synchronize(self.distributed.device)
-        self.began = time.perf_counter()
+        self.began = now(self.distributed.device)
         self.counted.clear()
 
     def overdue(self) -> bool:

@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import BackendUnavailable, DeviceLost
-from attention.machine.system import bfloat16_units, cpu_name, devices
+from attention.machine.system import bfloat16_units, cpu_name, devices, synchronize
 from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
 from core.terminal import SIGNALS, escaped
@@ -280,6 +281,12 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
     """Copy, without waiting on CUDA."""
     cuda = device.type == "cuda"
     return (t.pin_memory() if cuda and t.device.type == "cpu" else t).to(device, non_blocking=cuda)
+
+
+def now(device: torch.device) -> float:
+    """The time in seconds, after the device has finished its work."""
+    synchronize(device)
+    return time.perf_counter()
 
 
 def describe(device: torch.device) -> str:
