@@ -43,7 +43,7 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def schedule_warnings(config: Config) -> list[str]:
-    """A warning if the schedule does not reach learning_rate, or rises to min_lr."""
+    """A warning if the schedule misses learning_rate, ends before the run, or rises to min_lr."""
     if not config.decay_lr or config.eval_only:
         return []
     last, warm = config.max_iters - 1, config.warmup_iters
@@ -52,6 +52,8 @@ def schedule_warnings(config: Config) -> list[str]:
         names = ("learning_rate", "warmup_iters", "lr_decay_iters", "max_iters")
         why = ", ".join(f"--{name}={getattr(config, name)}" for name in names)
         return [f"WARNING: the highest learning rate is {highest:.3g} ({why})"]
+    if (end := config.lr_decay_iters) is not None and end < config.max_iters:
+        return [f"WARNING: the decay ends at --lr_decay_iters={end}, the run at {config.max_iters}"]
     if (config.min_lr or 0) > config.learning_rate:
         return [f"WARNING: --min_lr={config.min_lr} > --learning_rate={config.learning_rate}"]
     return []
