@@ -139,7 +139,7 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
         hint = hints[field]
         where = f"--{name}" if origin == LINE else f"{origin}: {name}"
         value = _parse(hint, given, where) if origin == LINE else check(hint, given, where)
-        if value == "":  # Path("") would be the current folder
+        if value == "" and hint in (str, str | None):  # Path("") would be the current folder
             raise UserError(f"{where}: expected a text, got '' (an unset variable of the shell?)")
         if origin == LINE == origins.get(field):
             if _is_tuple(hint):

@@ -240,3 +240,12 @@ def test_a_gradient_is_never_left_sparse_for_the_optimizer() -> None:
     x = torch.randint(512, (2, 10))
     model(x, x)[1].backward()
     assert all(p.grad.layout == torch.strided for p in model.parameters())  # type: ignore[union-attr]
+
+
+def test_targets_of_another_shape_are_refused() -> None:
+    """As many as tokens too: flattened they would fit."""
+    model = GPT(GPTConfig(block_size=16, vocab_size=33, n_layer=1, n_head=1, n_embd=8))
+    cpu_matmul.convert(model)
+    idx = torch.randint(33, (2, 16))
+    with pytest.raises(ValueError, match="16, 2"):
+        model(idx, idx.t())
