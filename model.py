@@ -265,6 +265,10 @@ class GPT(nn.Module):
         x = self.hidden(idx, segments, cache)
         if targets is None:
             return self.head(x), None
+        if targets.shape != idx.shape:
+            raise ValueError(
+                f"targets: expected the shape of idx, {idx.shape}, got {targets.shape}"
+            )
         return None, self.lm_head.loss(x, self.head_weight, targets)
 
     def hidden(self, idx: Tensor, segments: Tensor | None = None, cache: Cache = None) -> Tensor:

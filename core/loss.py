@@ -36,8 +36,6 @@ class Head(nn.Module):
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """x (B, T, C), weight (V, C), targets (B, T) int64 -> the mean loss, float32 ()."""
-        if (want := x.shape[:-1]) != targets.shape:
-            raise ValueError(f"targets: expected the shape of idx, {want}, got {targets.shape}")
         x, targets = x.flatten(0, 1), targets.flatten()
         return linear_cross_entropy(x, weight, targets, self.matmul_switch(x))
 

@@ -14,6 +14,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
+from core.cpu import int8
 from core.cpu import matmul as cpu_matmul
 from core.runtime import Decision, Setup
 from model import GPT, GPTConfig
@@ -242,10 +243,14 @@ def test_a_gradient_is_never_left_sparse_for_the_optimizer() -> None:
     assert all(p.grad.layout == torch.strided for p in model.parameters())  # type: ignore[union-attr]
 
 
-def test_targets_of_another_shape_are_refused() -> None:
+@pytest.mark.parametrize("head", ["onednn", "int8"])
+def test_targets_of_another_shape_are_refused(head: str) -> None:
     """As many as tokens too: flattened they would fit."""
-    model = GPT(GPTConfig(block_size=16, vocab_size=33, n_layer=1, n_head=1, n_embd=8))
-    cpu_matmul.convert(model)
+    model = GPT(GPTConfig(block_size=16, vocab_size=33, n_layer=1, n_head=1, n_embd=16))
+    if head == "int8":
+        int8.convert(model, model.head_weight)
+    else:
+        cpu_matmul.convert(model)
     idx = torch.randint(33, (2, 16))
     with pytest.raises(ValueError, match="16, 2"):
         model(idx, idx.t())
