@@ -278,13 +278,12 @@ class GPT(nn.Module):
             segments: (B, T) int32; a token attends to its own segment only.
             cache: a step of a KV cache (inference/cache.py), with its own positions and segments.
         """
-        if cache is not None and segments is not None:
-            raise ValueError("segments cannot be passed with a cache, which has its own")
         config, device = self.config, idx.device
-        pos = self.positions(idx.shape[1], device, segments, cache)
         if cache is not None:
+            if segments is not None:
+                raise ValueError("segments cannot be passed with a cache, which has its own")
             segments = cache.segments
-
+        pos = self.positions(idx.shape[1], device, segments, cache)
         x = self.transformer.wte(idx)  # (B, T, C)
         rope, slopes = None, None
         if config.position == "learned":
@@ -348,11 +347,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
                  top_k: int | None = None) -> Tensor:  # fmt: skip
-        """Append `max_new_tokens` sampled tokens to idx (B, T) int64.
-
-        The plain loop: each token costs a pass over the whole text. inference/engine.py has KV
-        caches.
-        """
+        """Append `max_new_tokens` sampled tokens to idx (B, T) int64, each by a pass over the
+        whole text; inference/engine.py has KV caches."""
         valid = max_new_tokens >= 0 and temperature >= 0 and (top_k is None or top_k >= 1)
         if not valid or idx.dim() != 2 or not idx.shape[1]:
             raise ValueError(f"got idx {idx.shape}, {max_new_tokens=}, {temperature=}, {top_k=}")
@@ -370,7 +366,7 @@ class GPT(nn.Module):
         return idx
 
     def get_num_params(self, non_embedding: bool = True) -> int:
-        """non_embedding=True: without those that are only looked up."""
+        """The number of parameters, or of those that are not only looked up."""
         n = sum(p.numel() for p in self.parameters())
         if non_embedding and self.config.position == "learned":
             n -= self.transformer.wpe.weight.numel()

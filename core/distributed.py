@@ -17,8 +17,8 @@ from core.runtime import StopSignal, pick_device, random_state, set_random_state
 from core.settings import LaunchError, UserError
 
 T = TypeVar("T")
-SLOW_S = 1800.0  # limit of a collective while ranks start, compile or write a checkpoint
-ROLL_CALL_S = 5.0  # after a failed collective: the other ranks find out too
+SLOW_S = 1800.0  # limit of a collective while ranks start, compile or save
+ROLL_CALL_S = 5.0  # in which the other ranks notice a failed collective
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class DistInfo:
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    control: dist.ProcessGroup | None = None  # gloo: agreeing on the CPU never waits for the GPU
-    disk: dist.ProcessGroup | None = None  # gloo, for checkpoints: its timeout stays SLOW_S
+    control: dist.ProcessGroup | None = None  # gloo: never waits for the GPU
+    disk: dist.ProcessGroup | None = None  # gloo: its timeout stays SLOW_S
     context_parallel: int = 1  # ranks that share each sequence, neighbours
-    ring: dist.ProcessGroup | None = None  # their group; None: each rank has whole sequences
+    ring: dist.ProcessGroup | None = None  # their group
     began: float = field(default_factory=time.time)  # by the clock of files
 
     @classmethod
@@ -78,7 +78,7 @@ class DistInfo:
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
         """Micro-batches per step and process. UserError: a process would have none."""
         n = self.data[1]
-        share = batch_size * accumulated / n  # sequences of a process, on average
+        share = batch_size * accumulated / n  # sequences of a process
         steps = math.ceil(math.ceil(share) / batch_size)
         if int(share) < steps:
             got = f"--gradient_accumulation_steps={accumulated}"

@@ -36,7 +36,7 @@ from core.gpus import datasheet_bandwidth as datasheet_bandwidth
 from core.gpus import datasheet_tflops
 from core.runtime import describe
 
-Row = dict[str, Any]  # one row of metrics.jsonl; None: unknown
+Row = dict[str, Any]  # of metrics.jsonl
 Sizes = Any  # a GPTConfig, or bench/hf.py's Counted
 log = logging.getLogger("nanoattn")
 ALONE = 0.9  # share of time in which a thread that always computes has a core
@@ -91,7 +91,7 @@ def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
 class Peak:
     tflops: float  # 1e12 FLOP/s of one device
     source: str  # "datasheet: ...", "measured 2026-11-22, today: ..." or "--peak_tflops"
-    measured: bool = False  # on a busy machine this may be too low
+    measured: bool = False
 
     def __str__(self) -> str:
         return f"{self.tflops:,.4g} TFLOP/s ({self.source})"
@@ -176,8 +176,7 @@ def spin() -> float:
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """The best rate of several large matrix products."""
     best = 0.0
-    own = torch.Generator(device).manual_seed(0)  # leaves the run's numbers alone
-    # A run may use oneDNN for float32 products, if that is exact.
+    own = torch.Generator(device).manual_seed(0)
     plain = device.type != "cpu" or dtype != torch.float32 or not cpu_matmul.exact()
     kinds = (torch.mm,) if plain else (torch.mm, cpu_matmul.matmul)
     cuda, began = device.type == "cuda", time.perf_counter()

@@ -17,9 +17,8 @@ class GPU:
     """A row of the table; a longer name ("Laptop GPU", a MIG slice) does not match it."""
 
     name: str  # torch.cuda.get_device_name()
-    # TFLOP/s in half precision with float32 accumulation, TF32 (or None) and float32
-    tflops: tuple[float, float | None, float]
-    bandwidth: float  # GB/s between its memory and the chip
+    tflops: tuple[float, float | None, float]  # in half precision, TF32 and float32
+    bandwidth: float  # GB/s of its memory
     memory: float  # GB
     source: str
     pattern: str = ""  # end of the device name; empty: `short`

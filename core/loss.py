@@ -18,7 +18,7 @@ from torch import Tensor
 from attention.function import once
 from attention.machine.system import autocast_dtype
 
-IGNORE = -1  # an ignored target (ignore_index)
+IGNORE = -1
 
 Switch = Callable[[], AbstractContextManager[object]]
 
@@ -59,7 +59,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
         wide = torch.promote_types(dtype, torch.float32)
         logits = (x.to(dtype) @ weight.to(dtype).t()).to(wide)
         return F.cross_entropy(logits, targets, ignore_index=IGNORE)
-    # ctx.needs_input_grad is True under no_grad too, where the gradients would be wasted.
+    # ctx.needs_input_grad is True under no_grad too.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     how = targets, dtype, want_grad, matmul_switch
     # A second derivative must find what the gradient depends on; views would keep x in memory.
@@ -148,7 +148,7 @@ def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
                memory: float | None = None) -> int:  # fmt: skip
     """Rows of logits at a time: what fits into 1/16 of a GPU's memory (bytes), 4 GB at most; on
     a CPU into its caches."""
-    if device != "cpu":  # 8 bytes an element: logits, their float32 values, their gradient
+    if device != "cpu":  # 8 bytes an element
         budget = min(int(memory or gpu_memory()) // 128, 2**29)
     else:
         budget = 2**26 if dtype == torch.bfloat16 else 2**24  # 128 MB, 64 MB

@@ -119,14 +119,14 @@ class Meter:
         self.distributed = distributed
         self.model = model
         self.config = config
-        self.tokens = config.global_batch * config.block_size  # of a step, over all processes
+        self.tokens = config.global_batch * config.block_size  # of a step
         self.peak = peak(device, config.dtype, config.peak_tflops)
         self.speeds: list[Speed] = []  # of each timed line
         self.quiet: list[Speed] = []  # of those without other programs
-        self.printed: set[str] = set()  # reasons why MFU is not known
+        self.printed: set[str] = set()
         self.core_waits = time.perf_counter(), waited()
-        self.metrics: Metrics | None = None  # the main process's
-        self.counted: list[Tensor] = []  # keys that queries saw, by sequence, since the last line
+        self.metrics: Metrics | None = None
+        self.counted: list[Tensor] = []  # keys that queries saw since the last line
         self.keys: float | None = None  # their mean; None: visible() has it
         if backend.mods is not None:  # a mask of one's own (flex:FILE.py)
             self.keys = backend.mods.mean_keys(config.block_size, model.n_head, device)

@@ -18,8 +18,8 @@ from core.parallel import deal, local, whole
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Config = Any  # train.py's TrainConfig, or the course's Task, which has fewer fields
-Group = dict[str, Any]  # of parameters: "params", and options of the optimizer
+Config = Any  # TrainConfig, or the course's Task, which has fewer fields
+Group = dict[str, Any]  # of parameters
 
 FLAT = 0.3  # of the steps, before a linear decay
 
@@ -125,7 +125,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 MOMENTUM = 0.95
 NEWTON_SCHULZ = 2.0, -1.5, 0.5  # x -> a x + b x^3 + c x^5 brings singular values to 1
 ITERATIONS = 12
-ADAMW = {"weight_decay": 1e-3, "eps": 1e-10}  # of all other parameters
+ADAMW = {"weight_decay": 1e-3, "eps": 1e-10}
 
 
 def muon_groups(model: Any, config: Config) -> list[Group]:
@@ -185,7 +185,7 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        # As the fused AdamW: a divisor of the gradients, and a flag that leaves all as it is.
+        # As the fused AdamW's: a divisor of the gradients, and a flag to change nothing.
         divisor, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         shares, returns, moved = [], [], []
         for group in muon_only(self):
@@ -269,7 +269,7 @@ def update(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, loss: Ten
         if clip:
             torch.nn.utils.clip_grad_norm_(params, clip)
         found_inf.copy_(torch.maximum(found_inf, (~loss.isfinite()).float()))
-        scaler.step(optimizer)  # leaves the weights alone where a gradient is not finite
+        scaler.step(optimizer)
         scaler.update()
         return
     grads = [p.grad for p in params]

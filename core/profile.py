@@ -37,7 +37,7 @@ log = logging.getLogger("nanoattn")
 UPDATE = "optimizer step"  # the range around core.optimizer.update()
 USER_SCOPE = 7  # at::RecordScope of record_function
 
-# In order: the first pattern that matches a kernel or anything around it.
+# The first that matches a kernel or anything around it.
 PATTERNS = {
     "communication": r"nccl|gloo:|c10d|FSDP::|all_?reduce|all_?gather|reduce_?scatter",
     "optimizer": rf"{UPDATE}|Optimizer\.|AccumulateGrad|multi_tensor_apply|_foreach_|_fused_adam",
@@ -48,7 +48,7 @@ PATTERNS = {
     "loss": r"cross_?entropy|nll_?loss|log_?softmax|softmax_online|logsumexp",
 }  # fmt: skip
 RULES = {name: re.compile(text, re.IGNORECASE | re.MULTILINE) for name, text in PATTERNS.items()}
-# Inductor names a fused kernel after its operators and after those that it takes views of.
+# Named after its operators, and those of which it takes views.
 FUSED = re.compile(r"(triton_(poi|red|per)|cpp)_fused_(?P<operators>.*)")
 SOFTMAX = re.compile(r"(?<!log)_softmax(?!_online)")  # manual's
 OPERATOR = re.compile(r"^\w+::\w+$|at::native|elementwise|Memcpy DtoD|Memset")
@@ -72,9 +72,9 @@ class StepProfile:
     """Milliseconds and calls of each kernel, by class."""
 
     of: str  # "kernels", or "operators" on the CPU
-    trace: Path | None = None  # a file that Perfetto and chrome://tracing open
+    trace: Path | None = None
     ms: float = 0.0  # of the step under the profiler
-    busy_ms: float = 0.0  # while the device, or on the CPU an operator, did anything
+    busy_ms: float = 0.0  # of the device, or on the CPU of operators
     kernels: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
 
     @property
@@ -135,7 +135,7 @@ def profiled(device: torch.device, steps: int = 1,
         if trace is not None:
             with replacing(trace) as file:
                 watched.export_chrome_trace(str(file))
-    except OSError as e:  # a full disk ends no training
+    except OSError as e:
         log.warning("%s could not be written (%s)", trace, e)
         found.trace = None
 
@@ -148,7 +148,7 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
 
     on_host = [e for e in events if e.device_type == DeviceType.CPU]
     if found.of == "operators":
-        for e in on_host:  # the rest is Python's and autograd's own
+        for e in on_host:
             if e.is_async and RULES["communication"].search(e.name):  # in a thread of Gloo
                 add(e.name, (), e.time_range.elapsed_us())
             elif FUSED.search(e.name) or OPERATOR.search(e.name):

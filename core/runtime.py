@@ -31,13 +31,13 @@ from core.terminal import SIGNALS, escaped
 
 M = TypeVar("M", bound=nn.Module)
 OUT_OF_MEMORY = re.compile("DefaultCPUAllocator: |out of memory")
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 NO_GRAPHS = "use max-autotune-no-cudagraphs"
 
 
 def pick_device(wanted: str) -> torch.device:
     """The device; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
-    usable = torch.cuda.is_available()  # False where the driver is too old for a GPU that is there
+    usable = torch.cuda.is_available()  # False: the driver is too old
     available = [name for name in devices() if usable or "cuda" not in name]
     if wanted == "auto":
         wanted = next(kind for kind in ("cuda", "mps", "cpu") if kind in available)
@@ -107,7 +107,6 @@ class Setup:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-            # Otherwise every torch.empty() is filled first.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         chosen = pick_dtype(dtype, device, n_embd)
         why_onednn = cpu_matmul.why_not(onednn, device, chosen)
@@ -220,7 +219,7 @@ class StopSignal:
             return
         for s in (signal.SIGTERM, signal.SIGINT):
             signal.signal(s, signal.SIG_DFL)
-        with suppress(OSError):  # Ctrl-C ends `| tee log` too
+        with suppress(OSError):
             os.write(2, f"\n{self.says}; once more stops at once\n".encode())
 
 

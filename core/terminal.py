@@ -25,7 +25,7 @@ class _Lasting(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            # None: another program has set a pipe that is full now to not block.
+            # None: a full pipe that another program has set to not block.
             while (n := super().write(data)) is None:
                 select.select([], [self], [])
             return n

@@ -22,8 +22,7 @@ from attention.function import once
 from attention.machine.system import bfloat16_units, cpu_name
 from core.loss import Head, Switch
 
-# float32 products by oneDNN; by oneDNN for four rows or more, without gradients (decoding); or as
-# PyTorch has them.
+# By oneDNN; for four rows or more without gradients (decoding); or as PyTorch has them.
 Float32 = Literal["onednn", "few", "mkl"]
 _compiling = torch.compiler.is_compiling
 
@@ -162,7 +161,7 @@ def half_product(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-# For torch.compile: a switch around a whole graph would slow its attention down.
+# For torch.compile, whose graphs have no switch inside.
 _LIBRARY = torch.library.Library("nanoattn", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.impl("linear", _linear, "CPU")
@@ -171,7 +170,7 @@ _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), 
 
 # --- without gradients: oneDNN with a packed copy of the weights ---
 
-ROWS = 8  # the layout is chosen for as many; it is as good for one and for 512 (docs/LOG.md)
+ROWS = 8  # of the layout; as good for one and for 512 (docs/LOG.md)
 MOST_BYTES = 2**31  # of a model's weights: the copy doubles them
 
 
@@ -204,7 +203,7 @@ def _packed_weight(weight: Tensor) -> Tensor:
     if found is None or found.key != key or not torch.equal(found.sample, found.before):
         alias = weight.detach()
         made = torch.ops.mkldnn._reorder_linear_weight(alias, ROWS)
-        sample = alias[0, :16]  # in one place: spread over the weight they are slow
+        sample = alias[0, :16]  # spread over the weight they are slow
         found = _packed[weight] = _Packed(alias, key, sample, sample.clone(), made)
     return found.weight
 
