@@ -342,7 +342,10 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
         match node:
             case ast.Import() | ast.Expr(value=ast.Constant(value=str())):
                 continue
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=value)
+            ):
                 pass
         try:
             known[name] = _evaluate(value, known)
@@ -368,6 +371,10 @@ def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
             value = _CALLS[ast.unparse(function)](*[_evaluate(arg, names) for arg in args])
         case ast.List(elts=items) | ast.Tuple(elts=items):
             value = tuple(_evaluate(item, names) for item in items)
+        case ast.JoinedStr(values=items):
+            value = "".join(_evaluate(item, names) for item in items)
+        case ast.FormattedValue(value=inner, conversion=-1, format_spec=None):
+            value = str(_evaluate(inner, names))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             value = -_evaluate(operand, names)
         case ast.BinOp(left=left, op=op, right=right):

@@ -181,9 +181,9 @@ def test_a_typo_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
 @settings(deadline=None)  # it reads a file
 @given(st.integers(1, 99), st.integers(1, 99), st.text("ab'\"{\n\\", max_size=9))
 def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) -> None:
-    lines = [f"n_layer = {a}", f"window = {b} * n_layer + int(rate) - min({a}, -{b}, 0)",
+    lines = [f"n_layer = {a}", f"window: int = {b} * n_layer + int(rate) - min({a}, -{b}, 0)",
              f"lengths = [n_layer, {b} // 2 + 1, int(1e3)]", "rate = 1 / (1 + float(window))",
-             f"name = {text!r} + str(n_layer)"]
+             f"name = {text!r} + str(n_layer) + f'-{{window}}'"]
     expected: dict[str, Any] = {"rate": Config.rate}
     exec("\n".join(lines), expected)
     with tempfile.TemporaryDirectory() as folder:
