@@ -9,10 +9,10 @@ from importlib.util import find_spec
 
 import torch
 
+from course import ROOT
 from course.exercises import exercise
 from course.exercises.check import examine, made_of
 from course.figures.__main__ import draw
-from course.source import ROOT
 
 
 def figure(words: str) -> None:
@@ -28,15 +28,15 @@ def picture(name: str) -> None:
 
 def bundle(name: str) -> dict[str, str]:
     """Return a picture by MIME type."""
-    svg = (ROOT / "course" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
-    return {"image/svg+xml": svg, "text/plain": f"course/pictures/{name}.svg"}
+    file = f"course/pictures/{name}.svg"
+    return {"image/svg+xml": (ROOT / file).read_text(encoding="utf-8"), "text/plain": file}
 
 
 def check(number: int | float, *functions: Callable[..., object]) -> None:
     """Print whether an exercise is solved by these functions, else the first error and a hint."""
     why = examine(exercise(str(number)), made_of(*functions))
-    end = "" if why is None else f"\nTo see a right answer: answer({number})"
-    print(f"exercise {number}: {'right' if why is None else why}{end}")
+    end = f"{why}\nTo see a right answer: answer({number})" if why else "right"
+    print(f"exercise {number}: {end}")
 
 
 def answer(number: int | float) -> None:

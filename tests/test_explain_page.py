@@ -184,7 +184,7 @@ def test_each_head_is_painted_pixel_by_pixel(show, documents) -> None:
     (P, sees), T = square(shown), len(shown["about"]["tokens"])
     found, ramp = show(shown).evaluate("""[
       [...document.querySelectorAll("#thumbs button")].map(b => [b.getAttribute("aria-label"),
-        [...b.firstChild.getContext("2d").getImageData(0, 0, T, T).data]]), ramp.light]""")
+        [...b.firstChild.getContext("2d").getImageData(0, 0, T, T).data]]), ramps.light]""")
     for n, (name, pixels) in enumerate(found):
         assert name == f"Layer {n // 4}, head {n % 4}"
         got, seen = np.array(pixels).reshape(T, T, 4), sees[n // 4]

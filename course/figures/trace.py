@@ -1,4 +1,4 @@
-"""The tiles that attention/tiled.py visits, and the bytes that one head moves.
+"""The tiles that attention/tiled.py visits, and the bytes of float32 that one head moves.
 
     manual  writes and reads S = Q K^T and P = softmax(S), T^2 elements each.
     tiled   reads Q once, and K and V once per block of queries, without skipped tiles.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention import Spec, tiled
 
+ITEM = 4  # bytes
 Moved = tuple[int, int]  # bytes read from main memory, and written to it
 
 
@@ -25,7 +26,7 @@ class Tile(NamedTuple):
     j: int  # block of keys
     S: Tensor  # (B, H, B_r, B_c) scores, -inf where masked
     rescale: Tensor  # (B, H, B_r) factor of the old l and O
-    m: Tensor  # (B, H, B_r) running maximum; the least finite number: no key yet
+    m: Tensor  # (B, H, B_r) running maximum
     l: Tensor  # (B, H, B_r) running sum of exp(s - m)
     O: Tensor  # (B, H, B_r, D) output, not normalized
 
@@ -43,37 +44,24 @@ def trace_of(
     return trace, tiled.forward_tiles(q, k, v, spec, B_r=B_r, B_c=B_c, on_tile=on_tile)[0]
 
 
-def grid(trace: list[Tile], n_rows: int, n_cols: int) -> list[str]:
-    """The grid of tiles: / partly masked, x wholly visible, . skipped."""
-    signs = {(t.i, t.j): "/" if t.S.isneginf().any() else "x" for t in trace}
-    lines = [" " * 12 + "".join(f"{f'K_{j}':>5}" for j in range(n_cols))]
-    for i in range(n_rows):
-        cells = "".join(f"{signs.get((i, j), '.'):>5}" for j in range(n_cols))
-        lines.append(f"{f'Q_{i}':>12}{cells}")
-    return [*lines, "", "            x wholly visible   / partly masked   . skipped"]
+def traced(spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> list[Tile]:
+    """The tiles that are visited, whatever the numbers."""
+    q, k = (torch.zeros(1, T, 1, spec.head_dim) for T in (Tq, Tk))
+    return trace_of(q, k, k, spec, B_r=B_r, B_c=B_c)[0]
 
 
-def tiled_bytes(trace: list[Tile], spec: Spec, Tq: int) -> Moved:
+def tiled_bytes(trace: list[Tile], Tq: int, D: int) -> Moved:
     """Q_i is read at a row's first tile, K_j and V_j at each; O and L are written once."""
-    s, D = sizes(spec)[0], spec.head_dim
     queries = sum({t.i: t.S.shape[2] for t in trace}.values())
     keys = sum(t.S.shape[3] for t in trace)
-    return s * D * (queries + 2 * keys), (s * D + sizes(spec)[1]) * Tq
+    return ITEM * D * (queries + 2 * keys), ITEM * (D + 1) * Tq
 
 
-def manual_bytes(spec: Spec, T: int) -> Moved:
+def manual_bytes(T: int, D: int) -> Moved:
     """Three passes: S = Q K^T, P = softmax(S), O = P V (Dao et al. 2022, Algorithm 0)."""
-    s, D = sizes(spec)[0], spec.head_dim
-    return s * (3 * T * D + 2 * T * T), s * (T * D + 2 * T * T)
+    return ITEM * (3 * T * D + 2 * T * T), ITEM * (T * D + 2 * T * T)
 
 
-def fast_memory(spec: Spec, B_r: int, B_c: int) -> int:
-    """Bytes on chip for Q_i, K_j, V_j and O_i, S_ij, m_i, l_i: M above."""
-    (s, inside), D = sizes(spec), spec.head_dim
-    return s * (B_r * D + 2 * B_c * D) + inside * (B_r * D + B_r * B_c + 2 * B_r)
-
-
-def sizes(spec: Spec) -> tuple[int, int]:
-    """Bytes per element of q, k, v and out, and of what is computed inside."""
-    s = getattr(torch, spec.dtype).itemsize
-    return s, max(4, s)
+def fast_memory(B_r: int, B_c: int, D: int) -> int:
+    """Bytes on chip for Q_i, K_j, V_j, O_i, S_ij, m_i and l_i: M above."""
+    return ITEM * (2 * B_r * D + 2 * B_c * D + B_r * B_c + 2 * B_r)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -23,18 +24,19 @@ from pydantic import PositiveFloat, PositiveInt
 from core.settings import UserError, check_fields, did_you_mean, exit_on_user_error, read
 from course.lab import training
 from course.lab.report import table
-from course.lab.variants import NAMES
+from course.lab.variants import VARIANTS
 from data.loader import find, read_meta
 
-TASKS = ("recall", "plays", "speed")
+TaskName = Literal["recall", "plays", "speed"]
+TASKS: tuple[TaskName, ...] = ("recall", "plays", "speed")
 
 
 @dataclass(frozen=True)
 class LabConfig:
     """Variants of attention: cost, loss on the plays, recall."""
 
-    variants: tuple[str, ...] = NAMES  # of course/lab/variants
-    tasks: tuple[str, ...] = TASKS  # recall: of key-value pairs; plays: loss; speed: tokens/s
+    variants: tuple[str, ...] = (*VARIANTS,)  # of course/lab/variants
+    tasks: tuple[TaskName, ...] = TASKS  # recall: of key-value pairs; plays: loss; speed: tokens/s
     seeds: PositiveInt = 3  # trainings of each variant and task
     scale: PositiveFloat = 1.0  # of the number of steps: 0.1 is a quick try
     workers: PositiveInt = 2  # trainings at one time, a thread each
@@ -44,11 +46,9 @@ class LabConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for option, known in (("variants", NAMES), ("tasks", TASKS)):
-            for word in getattr(self, option):
-                if word not in known:
-                    near = did_you_mean(word, known) or f"; known: {', '.join(known)}"
-                    raise UserError(f"--{option}: unknown {word!r}{near}")
+        for name in {*self.variants} - VARIANTS.keys():
+            near = did_you_mean(name, VARIANTS) or f"; known: {', '.join(VARIANTS)}"
+            raise UserError(f"--variants: unknown {name!r}{near}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,8 +62,8 @@ def main(argv: Sequence[str]) -> int:
     if path.exists():
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["settings"] != how:
-            raise UserError(f"{path} is of {content['settings']}, not of {how}; "
-                            "use another --out_dir")
+            says = f"{path} is of {content['settings']}, not of {how}; use another --out_dir"
+            raise UserError(says)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         run(config, content, path)

@@ -4,8 +4,7 @@ laptop: a text of keys with their values, and later the keys again, among blanks
     k1 v1 k2 v2 k3 v3  .  .  k2  .  .  k1  .  k3  .  .
                              v2        v1     v3           the targets
 
-A model must return the value of a key that it saw once. Each sequence has other pairs, so nothing
-can be learned by heart.
+Each sequence has other pairs, so nothing can be learned by heart.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ LEVELS = ((4, 64), (8, 64), (16, 128))  # pairs, and tokens in a sequence
 
 
 def sequences(n: int, pairs: int, T: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return n sequences (n, T) int64 and their targets, -1 where nothing is asked."""
+    """Return n sequences (n, T) int64 and their targets, -1 where there is none."""
     half = VOCABULARY // 2
     keys = torch.rand(n, half - 1, generator=draw).argsort(dim=1)[:, :pairs] + 1
     values = torch.randint(half, VOCABULARY, (n, pairs), generator=draw)

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +15,13 @@ from torch import Tensor, nn
 from core.flops import mean_keys
 from core.optimizer import build_optimizer, set_learning_rate, update
 from course.lab import mqar
-from course.lab.variant import Variant, replace_attention
+from course.lab.variant import replace_attention
+from course.lab.variants import VARIANTS
 from data.loader import Batches, eval_batches, find, load, read_meta
 from model import GPT, GPTConfig
 
-WIDTH, HEADS = 64, 4
+WIDTH = 64
+HEADS = 4
 LENGTH = 128  # tokens of the plays in a sequence; the longest of recall
 TOKENS = 1024  # in a step
 Json = dict[str, Any]  # a JSON object: a row of the results, or all of them
@@ -53,8 +54,8 @@ PLAYS = Task(4, 4 * WIDTH, False, 70, 3e-3, 250)  # 70 characters: the default d
 class ShortConvolution(nn.Module):
     """x plus a sum of each channel's last three values: x (B, T, C) -> (B, T, C).
 
-    A token learns its predecessor. Without it two layers of attention have to find out first, which
-    takes most of the steps (zoology's models have it too).
+    A token learns its predecessor. Without it (zoology's models have it too) two layers of
+    attention have to find out first, which takes most of the steps.
     """
 
     def __init__(self, C: int, kernel: int = 3) -> None:
@@ -66,16 +67,13 @@ class ShortConvolution(nn.Module):
 
 
 def build(name: str, task: Task, backend: str = "manual", n_hidden: int | None = None) -> GPT:
-    """The model of a variant, on the CPU, in float32.
-
-    Args:
-        n_hidden: channels inside the MLP; None: such that the model has as many parameters as MHA.
-    """
+    """The model of a variant, on the CPU, in float32, with as many parameters as MHA has unless
+    `n_hidden` is given."""
     if n_hidden is None:
         mha, own = (build(v, task, backend, task.n_hidden) for v in ("mha", name))
         more = own.get_num_params() - mha.get_num_params()
         n_hidden = task.n_hidden - round(more / (2 * WIDTH * task.n_layer))
-    variant: type[Variant] = import_module(f"course.lab.variants.{name}").Attention
+    variant = VARIANTS[name]
     config = GPTConfig(
         block_size=LENGTH, vocab_size=task.vocab_size, n_layer=task.n_layer, n_embd=WIDTH,
         bias=False, position="rope", norm="rms", n_hidden=n_hidden, attention_backend=backend,
@@ -97,13 +95,10 @@ def costs(model: GPT) -> dict[str, float]:
     """Parameters; FLOPs of a trained token (6 for each weight, 6 for each multiply-add between
     tokens); bytes of float32 that a cache stores for a token, and for LENGTH tokens."""
     N, layers = model.get_num_params(), [block.attn for block in model.transformer.h]
-    flops = 6.0 * N
-    for layer in layers:
-        flops += 6 * layer.products(mean_keys(LENGTH, layer.window))
-    token = sum(4 * layer.cached for layer in layers)
-    kept = sum(4 * layer.cached * min(LENGTH, layer.window or LENGTH) for layer in layers)
-    fixed = sum(4 * layer.state for layer in layers)
-    return {"parameters": N, "flops": flops, "cached": token, "state": kept + fixed}
+    flops = 6.0 * N + sum(6 * a.products(mean_keys(LENGTH, a.window)) for a in layers)
+    token = sum(4 * a.cached for a in layers)
+    state = sum(4 * (a.cached * min(LENGTH, a.window or LENGTH) + a.state) for a in layers)
+    return {"parameters": N, "flops": flops, "cached": token, "state": state}
 
 
 def recall_batches(task: Task, seed: int) -> Iterator[Batch]:
@@ -125,21 +120,12 @@ def recalled(model: GPT) -> dict[str, float]:
     return found
 
 
-def plays(task: Task, seed: int, data_dir: str) -> tuple[Task, Iterator[Batch], list[Batch]]:
-    """The task with the dataset's vocabulary, its training batches and those of validation."""
-    folder = find("shakespeare_char", data_dir)
-    V = read_meta(folder)["vocab_size"]
-    train, val = (load(folder, split, LENGTH, V) for split in ("train", "val"))
-    B = TOKENS // LENGTH
-    batches = Batches(train, LENGTH, B, seed).prefetch(0, task.max_iters)
-    return replace(task, vocab_size=V), batches, [*eval_batches(val, LENGTH, 40, B)]
-
-
-def step(model: GPT, batch: Batch, optimizer: torch.optim.AdamW, found_inf: Tensor) -> None:
+def step(model: GPT, batch: Batch, optimizer: torch.optim.AdamW) -> None:
     loss = model(*batch)[1]
     optimizer.zero_grad()
     loss.backward()
-    update(optimizer, torch.amp.GradScaler("cpu", enabled=False), loss, 1.0, found_inf)
+    no_scaler = torch.amp.GradScaler("cpu", enabled=False)
+    update(optimizer, no_scaler, loss, 1.0, found_inf=torch.zeros(()))
 
 
 class Job(NamedTuple):
@@ -160,20 +146,24 @@ def start_worker() -> None:
 
 def train(job: Job) -> Json:
     """Train and evaluate. Returns a row of the results."""
-    began, how = time.perf_counter(), RECALL if job.task == "recall" else PLAYS
-    how = replace(how, max_iters=max(1, round(how.max_iters * job.scale)))
+    began = time.perf_counter()
+    task = RECALL if job.task == "recall" else PLAYS
+    task = replace(task, max_iters=max(1, round(task.max_iters * job.scale)))
     held_out: list[Batch] = []
     if job.task == "recall":
-        batches = recall_batches(how, job.seed)
+        batches = recall_batches(task, job.seed)
     else:
-        how, batches, held_out = plays(how, job.seed, job.data_dir)
+        folder, B = find("shakespeare_char", job.data_dir), TOKENS // LENGTH
+        task = replace(task, vocab_size=read_meta(folder)["vocab_size"])
+        texts, val = (load(folder, part, LENGTH, task.vocab_size) for part in ("train", "val"))
+        batches = Batches(texts, LENGTH, B, job.seed).prefetch(0, task.max_iters)
+        held_out = [*eval_batches(val, LENGTH, 40, B)]
     torch.manual_seed(job.seed)
-    model = build(job.variant, how, job.backend)
-    optimizer = build_optimizer(model, how, torch.device("cpu"))
-    found_inf = torch.zeros(())
+    model = build(job.variant, task, job.backend)
+    optimizer = build_optimizer(model, task, torch.device("cpu"))
     for n, batch in enumerate(batches):
-        set_learning_rate(optimizer, n, how)
-        step(model, batch, optimizer, found_inf)
+        set_learning_rate(optimizer, n, task)
+        step(model, batch, optimizer)
     model.eval()
     row: Json = {"variant": job.variant, "task": job.task, "seed": job.seed, **costs(model)}
     if job.task == "recall":
@@ -197,7 +187,7 @@ def speeds(names: Sequence[str], backend: str, rounds: int = 7) -> dict[str, flo
     for n in range(rounds + 1):
         for (model, optimizer), taken in zip(trained, seconds, strict=True):
             began = time.perf_counter()
-            step(model, (idx[:, :-1], idx[:, 1:].contiguous()), optimizer, torch.zeros(()))
+            step(model, (idx[:, :-1], idx[:, 1:].contiguous()), optimizer)
             if n:  # the first one warms up
                 taken.append(time.perf_counter() - began)
     return {name: TOKENS / sorted(taken)[rounds // 2] for name, taken in zip(names, seconds)}

@@ -1,12 +1,9 @@
-"""An answer to exercise 10: what a process of a ring does with a block that arrives."""
-
 import math
 
 import torch
 
 
 def join(O, L, O_new, L_new):
-    """(O, L) over the keys of both."""
     both = torch.logaddexp(L, L_new)
     # A row that saw nothing in either has -inf - (-inf): its O is 0 in both, so any share will do.
     share, share_new = (torch.exp(x - both).nan_to_num()[:, None] for x in (L, L_new))
@@ -14,7 +11,6 @@ def join(O, L, O_new, L_new):
 
 
 def backward_block(dout, q, k, v, out, L, offset):
-    """What one block of keys adds to dq, and what these queries add to dk and dv."""
     tau = 1 / math.sqrt(q.shape[1])
     i, j = torch.arange(len(q))[:, None], torch.arange(len(k))
     S = tau * (q @ k.T)  # (Tq, Tk)

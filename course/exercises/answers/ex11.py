@@ -1,10 +1,7 @@
-"""Exercise 11: RoPE."""
-
 import torch
 
 
 def rotate(x, positions, theta):
-    """x (T, D) with each pair of channels rotated."""
     D = x.shape[1]
     angle = positions[:, None] * theta ** (-torch.arange(0, D, 2) / D)  # (T, D / 2)
     a, b = x.chunk(2, dim=1)
@@ -13,6 +10,5 @@ def rotate(x, positions, theta):
 
 
 def scores(q, k, theta):
-    """(Tq, Tk); the keys are rotated already."""
     Tq, Tk = len(q), len(k)
     return rotate(q, torch.arange(Tk - Tq, Tk), theta) @ k.T / q.shape[1] ** 0.5

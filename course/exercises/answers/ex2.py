@@ -1,10 +1,7 @@
-"""Exercise 2: visible keys."""
-
 import torch
 
 
 def mask(Tq, Tk, window, segments):
-    """bool (Tq, Tk): may query i see key j?"""
     i = torch.arange(Tq)[:, None] + Tk - Tq  # the position of the query
     j = torch.arange(Tk)[None, :]
     seen = j <= i

@@ -1,12 +1,9 @@
-"""Exercise 3: attention by the formula, with masks and shared heads."""
-
 import math
 
 import torch
 
 
 def attention(q, k, v, seen):
-    """q: (Tq, H, D); k, v: (Tk, Hkv, D); seen: (Tq, Tk). Returns (Tq, H, D)."""
     H, D = q.shape[1:]
     k, v = (t.repeat_interleave(H // k.shape[1], dim=1) for t in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(D)

@@ -1,10 +1,7 @@
-"""Exercise 4: softmax a block at a time."""
-
 import torch
 
 
 def update(m, l, O, S, V):
-    """One block more. Returns the new m, l, O."""
     m_new = torch.maximum(m, S.amax(dim=1, keepdim=True))
     P = torch.exp(S - m_new)
     rescale = torch.exp(m - m_new)  # turns each exp(s - m) of the old sums into exp(s - m_new)

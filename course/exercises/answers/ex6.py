@@ -1,12 +1,9 @@
-"""An answer to exercise 6: FlashAttention-2's backward pass over blocks of keys."""
-
 import math
 
 import torch
 
 
 def backward(q, k, v, out, L, dout, block):
-    """The gradients of q (R, Tq, D), k and v (Tk, D)."""
     _, Tq, D = q.shape
     Tk = len(k)
     tau = 1 / math.sqrt(D)

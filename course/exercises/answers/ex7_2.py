@@ -1,12 +1,9 @@
-"""An answer to exercise 7.2: one program computes the softmax of one row."""
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def softmax(S, P, Tk, BLOCK_N: tl.constexpr):
-    """Row i of P = softmax(S), (Tq, Tk), for program i."""
     i = tl.program_id(0)
     j = tl.arange(0, BLOCK_N)
     s = tl.load(S + i * Tk + j, mask=j < Tk, other=float("-inf"))  # weight 0

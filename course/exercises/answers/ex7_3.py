@@ -1,5 +1,3 @@
-"""An answer to exercise 7.3: one program computes one tile of the scores."""
-
 import triton
 import triton.language as tl
 
@@ -7,7 +5,6 @@ import triton.language as tl
 @triton.jit
 def scores(Q, K, S, Tq, Tk, tau,
            D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile (BLOCK_M, BLOCK_N) of S (Tq, Tk) = tau Q K^T."""
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)

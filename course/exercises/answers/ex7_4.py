@@ -1,5 +1,3 @@
-"""An answer to exercise 7.4: one block of queries, in a loop over all keys."""
-
 import triton
 import triton.language as tl
 
@@ -7,7 +5,6 @@ import triton.language as tl
 @triton.jit
 def attend(Q, K, V, O, Tq, Tk, tau,
            D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A block of BLOCK_M rows of O (Tq, D) = softmax(tau Q K^T) V."""
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     Q_i = tl.load(Q + i[:, None] * D + d[None, :], mask=i[:, None] < Tq, other=0.0)

@@ -1,5 +1,3 @@
-"""An answer to exercise 7.5: one block of queries, in a loop over blocks of keys."""
-
 import triton
 import triton.language as tl
 
@@ -7,7 +5,6 @@ import triton.language as tl
 @triton.jit
 def forward(Q, K, V, O, L, Tq, Tk, scale,
             D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows BLOCK_M * program to BLOCK_M * (program + 1) of O (Tq, D) and L (Tq,)."""
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     Q_i = tl.load(Q + i[:, None] * D + d[None, :], mask=i[:, None] < Tq, other=0.0)

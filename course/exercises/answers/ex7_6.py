@@ -1,5 +1,3 @@
-"""An answer to exercise 7.6: one block of keys, in a loop over blocks of queries."""
-
 import triton
 import triton.language as tl
 
@@ -7,7 +5,6 @@ import triton.language as tl
 @triton.jit
 def backward(Q, K, V, dO, L, Delta, dK, dV, Tq, Tk, tau, scale,
              D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A block of BLOCK_N rows of dK and dV (Tk, D)."""
     j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)
     K_j = tl.load(K + j[:, None] * D + d[None, :], mask=j[:, None] < Tk, other=0.0)

@@ -1,10 +1,7 @@
-"""An answer to exercise 8: m follows the maximum of its row only past the threshold."""
-
 import torch
 
 
 def attend(S, V, block, threshold):
-    """out (T, D), L (T,) in units of log 2, and how often a row was rescaled."""
     T, D = len(S), V.shape[1]
     O, l = torch.zeros(T, D), torch.zeros(T, 1)
     m = S[:, :block].amax(1, keepdim=True)

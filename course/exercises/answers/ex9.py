@@ -1,12 +1,9 @@
-"""An answer to exercise 9: a gather that stops at the length."""
-
 import math
 
 import torch
 
 
 def attend(q, k_pages, v_pages, page_table, length):
-    """The attention (D,) of q (D,) over the first `length` tokens of one sequence."""
     page_size, D = k_pages.shape[1:]
     j = torch.arange(length)
     page, place = page_table[j // page_size].long(), j % page_size

@@ -11,7 +11,7 @@ from course.lab.variant import Variant
 from model import Attend, GPTConfig
 
 
-class Attention(Variant):
+class Differential(Variant):
     """(softmax(Q1 K1^T) - lam softmax(Q2 K2^T)) V for each pair of heads, h and h + H / 2; V has
     the values of both, 2 D channels. Weight that both put on unimportant keys cancels."""
 
