@@ -29,23 +29,18 @@ class ExplainConfig:
     """Show every head's attention over your text, and whether the executed kernel agrees with the
     formula. Example: --prompt="To be|or not to be" --segments="|" --window=6 --json=numbers.json"""
 
-    # --- model ---
     out_dir: str = "out/shakespeare_cpu"  # folder of the run
     init_from: str = "resume"  # or gpt2[-...], a checkpoint, ckpt.pt
     attention_backend: str = "auto"  # as in sample.py
     attention_fallback: bool = True  # False: fail if the backend cannot run here
     window: PositiveInt | None = None  # keys that a query sees; none: the model's
-    # --- text ---
     prompt: str = "To be, or not to be"  # the text, or FILE:prompt.txt
     segments: str | None = None  # separator of documents in the prompt
-    # --- what to look at ---
     layer: int | None = None  # shown first, and by --text; none: that of the lowest entropy
     head: int | None = None  # of that layer
-    # --- output ---
     html: str | None = None  # none: explain.html in out_dir, or here with --init_from
     text: bool = False  # print to the terminal instead
     json: str | None = None  # file for the numbers too (viewer/document.py)
-    # --- machine ---
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and computation
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
 

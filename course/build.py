@@ -41,7 +41,6 @@ OPTIONS = [(", alibi_slopes", ""), (r"\[\.\.\., :Tk\]", ""), (r"  # the sink has
 
 
 def main(argv: Sequence[str]) -> int:
-    """Rewrite the pages, or with --check only compare. Returns the exit code."""
     if list(argv) not in ([], ["--check"]):
         raise UserError(f"usage: python -m course.build [--check], got {' '.join(argv)}")
     stale = 0
@@ -111,7 +110,6 @@ def source(text: str, name: str) -> str:
 
 
 def cut(text: str, first: str, last: str) -> str:
-    """The lines from the one that contains `first` to the next that contains `last`, dedented."""
     lines = text.splitlines(keepends=True)
 
     def find(words: str, start: int) -> int:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
-
-import torch
 
 from course import ROOT
 from course.exercises import exercise
@@ -22,7 +19,6 @@ def figure(words: str) -> None:
 
 
 def picture(name: str) -> None:
-    """Show a picture of the course."""
     display(bundle(name))
 
 
@@ -40,21 +36,7 @@ def check(number: int | float, *functions: Callable[..., object]) -> None:
 
 
 def answer(number: int | float) -> None:
-    """Print a right answer."""
     print(exercise(str(number)).right.strip())
-
-
-def compare_kernels() -> None:
-    """Time manual, sdpa and triton on the GPU, with their errors against float64."""
-    if not torch.cuda.is_available():
-        print("No GPU here. Colab has one: Runtime > Change runtime type > T4 GPU.")
-        return
-    import bench_mfu
-
-    missing = [] if find_spec("triton") else [" (triton is not installed)"]
-    print("A few minutes: each kernel runs in its own process.", *missing)
-    bench_mfu.main(["kernel", "--backends=manual,sdpa,triton", "--lengths=512,2048",
-                    "--batch_sizes=8", "--minutes=4"])
 
 
 def display(data: dict[str, str]) -> None:

@@ -28,7 +28,6 @@ Cell = dict[str, Any]  # of a notebook, as JSON
 
 
 def notebook(name: str) -> str:
-    """Return a notebook as JSON."""
     text = (ROOT / "notebooks" / f"{name}.md").read_text(encoding="utf-8")
     text = re.sub(r"^<!-- include: (\S+) -->$", lambda m: included(ROOT / m[1]), text, flags=re.M)
     badge = f"{BADGE}({COLAB}/notebooks/{name}.ipynb)"

@@ -34,7 +34,6 @@ class SiteConfig:
 
 
 def main(argv: list[str]) -> int:
-    """Build the site. Returns the exit code."""
     config = read(SiteConfig, argv).settings
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # an advertisement
     try:
@@ -62,7 +61,6 @@ def main(argv: list[str]) -> int:
 
 
 def write_pages(folder: Path) -> None:
-    """Write the pages for MkDocs, and what they show."""
     shown = {ROOT / "README.md", *ROOT.glob("course/*.md"), *ROOT.glob("docs/*.md")}
     for path in sorted(shown):
         to = folder / path.relative_to(ROOT)

@@ -12,8 +12,6 @@ import numpy as np
 
 
 class Packed(TypedDict):
-    """An array."""
-
     dtype: str  # uint8, uint16, float32
     shape: list[int]
     data: str  # base64, little endian, row by row

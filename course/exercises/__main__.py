@@ -32,7 +32,6 @@ RESULT = "COURSE_RESULT"  # environment variable: a file for the result, for gra
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit code."""
     number, what = [*argv, "", ""][:2]
     of_page = [n for n in NUMBERS if n.startswith(f"{number}.")]
     if (not what and of_page) or not number or number in ("-h", "--help"):

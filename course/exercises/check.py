@@ -111,7 +111,6 @@ def load(path: Path, names: list[str]) -> ModuleType:
 
 
 def made_of(*functions: Callable[..., object]) -> ModuleType:
-    """Return an answer made of the functions of a notebook's cell."""
     answer = ModuleType("answer")
     for function in functions:
         plain = getattr(function, "fn", function)  # of a Triton kernel
@@ -121,7 +120,6 @@ def made_of(*functions: Callable[..., object]) -> ModuleType:
 
 
 def describe(e: BaseException, answer: Path | ModuleType) -> str:
-    """Return the error's message, with its line in the answer."""
     name = answer.name if isinstance(answer, Path) else "the cell"
     file = str(answer if isinstance(answer, Path) else answer.__file__)
     lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
@@ -188,7 +186,6 @@ class Forbidding(TorchFunctionMode):
 
 
 def draws(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """Normally distributed numbers."""
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, generator=draw) for shape in shapes]
 

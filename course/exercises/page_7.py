@@ -19,18 +19,19 @@ if not torch.cuda.is_available() and "triton" not in sys.modules:
 
 GUARD = 64  # rows of NaN before and after each tensor
 D = 64
+TAU = 1 / math.sqrt(D)
+BLOCKS = {"D": D, "BLOCK_M": 16, "BLOCK_N": 32}
 LOG2E = math.log2(math.e)
 
 
 def run(answer: ModuleType, name: str, grid: tuple[int, ...], tensors: dict[str, Tensor],
-        want: dict[str, Tensor], *numbers: float, case: str, **sizes: int) -> None:
-    """Call kernel `name` with the tensors, zeros for `want`, numbers and sizes.
-
-    Raises AssertionError unless it writes `want`, and only there: NaN surrounds each tensor.
-    """
+        want: dict[str, Tensor], *numbers: float, **sizes: int) -> None:
+    """Call kernel `name` with the tensors, zeros for `want`, numbers and sizes. Raises
+    AssertionError unless it writes `want`, and only there: NaN surrounds each tensor."""
     kernel = getattr(answer, name)
-    case = ", ".join([case, *(f"{size} = {x}" for size, x in sizes.items())])
     assert hasattr(kernel, "run"), f"{name} needs the decorator @triton.jit"
+    shapes = (f"{what} {tuple(x.shape)}" for what, x in tensors.items())
+    case = ", ".join([*shapes, *(f"{size} = {x}" for size, x in sizes.items())])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     guarded = {}
     for what, x in (tensors | {what: torch.zeros_like(x) for what, x in want.items()}).items():
@@ -42,16 +43,6 @@ def run(answer: ModuleType, name: str, grid: tuple[int, ...], tensors: dict[str,
     for what, x in guarded.items():
         outside = torch.cat([x[:GUARD], x[-GUARD:]])
         assert outside.isnan().all(), f"a store outside {what}, {case}: use mask="
-
-
-def run_blocks(answer: ModuleType, name: str, grid: tuple[int, ...], tensors: dict[str, Tensor],
-               want: dict[str, Tensor], *scales: float, rows: int = 16, cols: int = 32,
-               size: float = 1) -> None:
-    """The same for a kernel of blocks of BLOCK_M queries and BLOCK_N keys."""
-    Tq, Tk = len(tensors["Q"]), len(tensors["K"])
-    case = f"Tq = {Tq}, Tk = {Tk}{', large scores' if size > 1 else ''}"
-    run(answer, name, grid, tensors, want, Tq, Tk, *scales, case=case, D=D, BLOCK_M=rows,
-        BLOCK_N=cols)
 
 
 def rising(seed: int, Tq: int, Tk: int, size: float) -> list[Tensor]:
@@ -70,8 +61,7 @@ COPY = [
 def copy(answer: ModuleType) -> None:
     for T, width, BLOCK_D in ((1, 8, 8), (3, 8, 8), (3, 6, 8), (2, 40, 64)):
         (x,) = draws(width, (T, width))
-        run(answer, "copy", (T,), {"X": x}, {"Y": x}, width, case=f"T = {T}, D = {width}",
-            BLOCK_D=BLOCK_D)
+        run(answer, "copy", (T,), {"X": x}, {"Y": x}, width, BLOCK_D=BLOCK_D)
 
 
 SOFTMAX = [
@@ -88,8 +78,7 @@ SOFTMAX = [
 def softmax(answer: ModuleType) -> None:
     for Tq, Tk, BLOCK_N, size in ((3, 8, 8, 1), (5, 11, 16, 1), (4, 33, 64, 1000)):
         s = size * draws(Tk, (Tq, Tk))[0] - 4
-        case = f"Tq = {Tq}, Tk = {Tk}, scores up to {s.abs().max():.0f}"
-        run(answer, "softmax", (Tq,), {"S": s}, {"P": s.softmax(1)}, Tk, case=case, BLOCK_N=BLOCK_N)
+        run(answer, "softmax", (Tq,), {"S": s}, {"P": s.softmax(1)}, Tk, BLOCK_N=BLOCK_N)
 
 
 ADDRESS = "i[:, None] * Tk + j[None, :]"
@@ -105,9 +94,8 @@ SCORES = [
 def scores(answer: ModuleType) -> None:
     for Tq, Tk in ((16, 32), (16, 64), (21, 43), (40, 50)):
         q, k = draws(Tk, (Tq, D), (Tk, D))
-        tau = 1 / math.sqrt(D)
-        run_blocks(answer, "scores", (-(-Tq // 16), -(-Tk // 32)), {"Q": q, "K": k},
-                   {"S": tau * q @ k.T}, tau)
+        run(answer, "scores", (-(-Tq // 16), -(-Tk // 32)), {"Q": q, "K": k},
+            {"S": TAU * q @ k.T}, Tq, Tk, TAU, **BLOCKS)
 
 
 MAX = "tl.maximum(m_i, tl.max(S_ij, axis=1))"
@@ -134,9 +122,8 @@ ATTEND = [
 def attend(answer: ModuleType) -> None:
     for Tq, Tk, size in ((16, 32, 1), (21, 96, 1), (8, 43, 1), (16, 70, 200)):
         q, k, v = rising(Tk, Tq, Tk, size)
-        tau = 1 / math.sqrt(D)
-        run_blocks(answer, "attend", (-(-Tq // 16),), {"Q": q, "K": k, "V": v},
-                   {"O": (tau * q @ k.T).softmax(1) @ v}, tau, size=size)
+        run(answer, "attend", (-(-Tq // 16),), {"Q": q, "K": k, "V": v},
+            {"O": (TAU * q @ k.T).softmax(1) @ v}, Tq, Tk, TAU, **BLOCKS)
 
 
 FORWARD = [
@@ -153,8 +140,8 @@ def forward(answer: ModuleType) -> None:
     for Tq, Tk, size in ((16, 16, 1), (8, 32, 1), (16, 80, 1), (21, 43, 1), (16, 40, 200)):
         q, k, v = rising(Tq, Tq, Tk, size)
         out, L = reference(q, k, v, causal(Tq, Tk, Tk - Tq))
-        run_blocks(answer, "forward", (-(-Tq // 16),), {"Q": q, "K": k, "V": v},
-                   {"O": out, "L": L * LOG2E}, LOG2E / math.sqrt(D), size=size)
+        run(answer, "forward", (-(-Tq // 16),), {"Q": q, "K": k, "V": v},
+            {"O": out, "L": L * LOG2E}, Tq, Tk, TAU * LOG2E, **BLOCKS)
 
 
 DS = "P_ij * (dP_ij - delta_i[:, None])"
@@ -182,9 +169,8 @@ def backward(answer: ModuleType) -> None:
         L = (L * LOG2E).nan_to_num(neginf=0)  # a query before every key sees none
         want = dict(zip(("dK", "dV"), torch.autograd.grad(out, leaves, dout)))
         tensors = {"Q": size * q, "K": k, "V": v, "dO": dout, "L": L, "Delta": (out * dout).sum(1)}
-        tau = 1 / math.sqrt(D)
-        run_blocks(answer, "backward", (-(-Tk // 16),), {n: t.detach() for n, t in tensors.items()},
-                   want, tau, tau * LOG2E, rows=32, cols=16, size=size)
+        run(answer, "backward", (-(-Tk // 16),), {n: t.detach() for n, t in tensors.items()},
+            want, Tq, Tk, TAU, TAU * LOG2E, D=D, BLOCK_M=32, BLOCK_N=16)
 
 
 CHECKS = {"7.1": (copy, COPY), "7.2": (softmax, SOFTMAX), "7.3": (scores, SCORES),

@@ -54,7 +54,6 @@ def lazy(answer: ModuleType) -> None:
 
 
 def count(S: Tensor, block: int, threshold: float) -> int:
-    """The number of rescaled rows."""
     first, *later = S.split(block, dim=1)
     m, rescaled = first.amax(1), 0
     for S_j in later:

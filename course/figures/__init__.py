@@ -29,7 +29,6 @@ def of(dtype: str, more: str = "", **sizes: int) -> str:
 
 
 def drawing(*lines: str) -> str:
-    """Text that keeps its columns."""
     return "\n".join(["```text", *(line.rstrip() for line in lines), "```"])
 
 

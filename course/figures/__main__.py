@@ -27,7 +27,6 @@ FIGURES: dict[str, Callable[..., str]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the list of figures, or one of them."""
     if argv:
         print(draw(argv))
         return 0

@@ -83,7 +83,6 @@ def memory(T: Sequence[int] = (512, 1024, 2048, 4096), D: int = 64) -> str:
 
 
 def kept(name: str, T: int, D: int) -> int:
-    """Bytes of one head that autograd keeps for the backward pass."""
     sizes: dict[int, int] = {}
 
     def note(t: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,6 @@ class LabConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit code."""
     config = read(LabConfig, argv).settings
     if "plays" in config.tasks:
         read_meta(find("shakespeare_char", config.data_dir))  # missing: found out now
