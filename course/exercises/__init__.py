@@ -1,20 +1,20 @@
 """An exercise for each page of the course; page 7 has six. `python -m course.exercises` runs them.
 
-A page has the task and the file to start from, answers/ a right answer, pages_*.py the checks, with
-common mistakes.
+A page has the task and the file to start from, answers.md a right answer, pages_*.py the checks,
+with common mistakes.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from course import ROOT
+
 NUMBERS = (*"123456", *(f"7.{n}" for n in range(1, 7)), *map(str, range(8, 14)))
 ALSO = {"7": "7.5"}  # the exercise of page 7 before it had six
-FOLDER = Path(__file__).resolve().parent
 
 
 class Exercise(NamedTuple):
@@ -37,11 +37,13 @@ def exercise(number: str) -> Exercise:
     from course.exercises import page_7, pages_1_to_6, pages_8_to_13
 
     number = ALSO.get(number, number)
-    page = next(FOLDER.parent.glob(f"{number.partition('.')[0]}_*.md")).read_text(encoding="utf-8")
+    course = ROOT / "course"
+    page = next(course.glob(f"{number.partition('.')[0]}_*.md")).read_text(encoding="utf-8")
     section = page.split(f"\n## Exercise {number}: ")[1].split("\n## ")[0]
     words, start = section.split("```python\n")
     title, task = re.sub(r"^```.*\n", "", words, flags=re.M).split("\n", 1)
-    answer = FOLDER / "answers" / f"ex{number.replace('.', '_')}.py"
+    answers = (course / "answers.md").read_text(encoding="utf-8")
+    right = answers.split(f"\n## Answer {number}: ")[1].split("```")[1].removeprefix("python\n")
     checks = pages_1_to_6.CHECKS | page_7.CHECKS | pages_8_to_13.CHECKS
     return Exercise(number, title, task.strip(), start.split("```")[0].strip() + "\n",
-                    answer.read_text(encoding="utf-8"), *checks[number])
+                    right, *checks[number])
