@@ -1,17 +1,16 @@
 """Write the generated parts of course/ and docs/PLAN.md, and notebooks/*.ipynb.
 
-    python -m course.build            rewrite the pages
+    python -m course.build            rewrite them
     python -m course.build --check    print each place that is out of date; exit code 1
 
-In a page, the text between one of these comments and `<!-- end -->` is generated:
+The text between one of these comments and `<!-- end -->` is generated:
 
     <!-- code: attention/tiled.py forward_tiles -->
     <!-- code: attention/tiled.py forward_tiles from "S_ij = tau" to "m_i = m_new" -->
     <!-- code: attention/manual.py attend from "scores = (q" to "out = probs @" plain -->
     <!-- figure: mask --Tq=3 --Tk=5 -->
 
-A part begins and ends with the lines that contain these words. `plain` leaves out softcap, sinks,
-ALiBi, dropout and caches.
+A part goes from the line with the one text to the line with the other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The notebooks, made of notebooks/*.md and the course's pages by `python -m course.build`.
 
-In a template, a ```{code-cell} fence is a code cell, and `<!-- include: course/1_softmax.md -->`
-stands for a page, whose pictures, figures and exercises become code cells. Only pictures have
-outputs.
+A ```{code-cell} fence is a code cell; `<!-- include: course/1_softmax.md -->` stands for a page,
+whose pictures, figures and exercises become code cells.
 """
 
 from __future__ import annotations

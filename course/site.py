@@ -3,7 +3,7 @@
     python -m course.site                          into out/site; the model is out/shakespeare_cpu
     python -m course.site --run=RUN --out=FOLDER   the model in RUN, into FOLDER
 
-A link that leads nowhere is an error. The site needs no network, but a web server for its search.
+A dead link is an error. The site needs a web server for its search, but no network.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attention
 from core.settings import UserError
-from course.lab import mqar
 from course.lab.__main__ import main
-from course.lab.training import PLAYS, RECALL, build, recalled
+from course.lab.training import PLAYS, RECALL, VOCABULARY, build, recalled, sequences
 from course.lab.variants import VARIANTS, delta
 from model import GPT, GPTConfig, rope_rates
 
@@ -203,7 +202,7 @@ def test_all_variants_have_as_many_parameters(name, task) -> None:
 @given(st.integers(1, 16), st.integers(0, 40), st.integers(0, 2**31))
 def test_each_key_returns_once_and_its_value_is_the_target(pairs, more, seed) -> None:
     T = 3 * pairs + more
-    idx, targets = mqar.sequences(3, pairs, T, torch.Generator().manual_seed(seed))
+    idx, targets = sequences(3, pairs, T, torch.Generator().manual_seed(seed))
     for row, wanted in zip(idx.tolist(), targets.tolist(), strict=True):
         value = dict(zip(row[: 2 * pairs : 2], row[1 : 2 * pairs : 2], strict=True))
         later = [(key, v) for key, v in zip(row, wanted) if v >= 0]
@@ -222,7 +221,7 @@ class LooksUp(GPT):
         for row, out in zip(idx.tolist(), found):
             for t, key in enumerate(row):
                 out[t] = row[row.index(key) + 1] if key >= self.lost and key in row[:t] else 0
-        return torch.nn.functional.one_hot(found, mqar.VOCABULARY)
+        return torch.nn.functional.one_hot(found, VOCABULARY)
 
     def head(self, x: Tensor) -> Tensor:
         return x

@@ -6,7 +6,7 @@ T tokens, L layers, H query heads of D numbers.
 from __future__ import annotations
 
 import base64
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -23,11 +23,6 @@ class Token(TypedDict):
     label: str  # with visible spaces and line breaks
 
 
-class Refused(TypedDict):
-    name: str
-    why: list[str]
-
-
 class About(TypedDict):
     source: str  # of the weights
     n_layer: int
@@ -39,7 +34,7 @@ class About(TypedDict):
     dtype: str
     backend: str  # that ran
     announced: str  # its description
-    refused: list[Refused]
+    refused: list[dict[str, Any]]  # name, and why: a list of reasons
     prompt: str
     tokens: list[Token]
     segments: list[int] | None  # the document of each token

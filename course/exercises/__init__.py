@@ -1,8 +1,5 @@
-"""An exercise for each page of the course; page 7 has six. `python -m course.exercises` runs them.
-
-A page has the task and the file to start from, answers.md a right answer, pages_*.py the checks,
-with common mistakes.
-"""
+"""The exercises: task and starting file are on their page, right answers in answers.md, checks and
+common mistakes in pages_*.py and page_7.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Check an answer within a time limit, and name its mistake.
 
-Common mistakes are replacements in the text of a right answer. A wrong answer that fails as one of
-these does, in the same case with the same numbers, has that mistake.
+A wrong answer has the mistake, a replacement in the right answer, that fails in the same case with
+the same numbers.
 """
 
 from __future__ import annotations
@@ -196,8 +196,7 @@ def causal(Tq: int, Tk: int, offset: int) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out (..., Tq, D) over the keys seen (Tq, Tk), and L (..., Tq), the logarithm of the
-    sum of exp(s): zeros and -inf for a query that sees no key."""
+    """Return out (..., Tq, D) over the keys seen (Tq, Tk), and L (..., Tq)."""
     S = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
     none = ~seen.any(dim=1, keepdim=True)
     P = S.masked_fill(none, 0).softmax(dim=-1).masked_fill(none, 0)

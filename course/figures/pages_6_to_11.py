@@ -15,7 +15,7 @@ from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
 from core.gpus import datasheet_tflops
 from core.settings import UserError
 from course.figures import Row, figure, of
-from course.figures.trace import trace_of
+from course.figures.pages_1_to_5 import trace_of
 from model import GPTConfig, rope_rates, rotate
 
 

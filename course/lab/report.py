@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 from course import figures
-from course.lab.mqar import LEVELS
-from course.lab.training import PLAYS, Json, build, costs
+from course.lab.training import LEVELS, PLAYS, Json, build, costs
 from course.lab.variants import VARIANTS
 
 RECORD = Path(__file__).parent / "record.json"  # of a run of python -m course.lab

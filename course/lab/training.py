@@ -1,4 +1,11 @@
-"""Training of a variant on one of two tasks: the plays, and recall (mqar.py)."""
+"""Training of a variant on one of two tasks: the plays, and recall.
+
+Recall is MQAR of Arora et al. 2023 ("Zoology", arXiv 2312.04927), cut to a laptop: keys with their
+values, and later the keys again, among blanks.
+
+    k1 v1 k2 v2 k3 v3  .  .  k2  .  .  k1  .  k3  .  .
+                             v2        v1     v3           the targets
+"""
 
 from __future__ import annotations
 
@@ -14,12 +21,13 @@ from torch import Tensor, nn
 
 from core.flops import mean_keys
 from core.optimizer import build_optimizer, set_learning_rate, update
-from course.lab import mqar
 from course.lab.variant import replace_attention
 from course.lab.variants import VARIANTS
 from data.loader import Batches, eval_batches, find, load, read_meta
 from model import GPT, GPTConfig
 
+VOCABULARY = 256  # a blank, 127 keys, 128 values
+LEVELS = ((4, 64), (8, 64), (16, 128))  # pairs, and tokens in a sequence
 WIDTH = 64
 HEADS = 4
 LENGTH = 128  # tokens of the plays in a sequence; the longest of recall
@@ -47,16 +55,13 @@ class Task:
     weight_decay: float = 0.1
 
 
-RECALL = Task(2, WIDTH, True, mqar.VOCABULARY, 1e-2, 500)
+RECALL = Task(2, WIDTH, True, VOCABULARY, 1e-2, 500)
 PLAYS = Task(4, 4 * WIDTH, False, 70, 3e-3, 250)  # 70 characters: the default dataset's
 
 
 class ShortConvolution(nn.Module):
-    """x plus a sum of each channel's last three values: x (B, T, C) -> (B, T, C).
-
-    A token learns its predecessor. Without it (zoology's models have it too) two layers of
-    attention have to find out first, which takes most of the steps.
-    """
+    """x (B, T, C) plus a sum of each channel's last three values: a token learns its predecessor,
+    which attention would take most of the steps to find. Zoology's models have it too."""
 
     def __init__(self, C: int, kernel: int = 3) -> None:
         super().__init__()
@@ -67,8 +72,7 @@ class ShortConvolution(nn.Module):
 
 
 def build(name: str, task: Task, backend: str = "manual", n_hidden: int | None = None) -> GPT:
-    """The model of a variant, on the CPU, in float32, with as many parameters as MHA has unless
-    `n_hidden` is given."""
+    """The model of a variant, with as many parameters as MHA unless `n_hidden` is given."""
     if n_hidden is None:
         mha, own = (build(v, task, backend, task.n_hidden) for v in ("mha", name))
         more = own.get_num_params() - mha.get_num_params()
@@ -101,11 +105,22 @@ def costs(model: GPT) -> dict[str, float]:
     return {"parameters": N, "flops": flops, "cached": token, "state": state}
 
 
+def sequences(n: int, pairs: int, T: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return n sequences (n, T) int64 and their targets, -1 where there is none."""
+    half = VOCABULARY // 2
+    keys = torch.rand(n, half - 1, generator=draw).argsort(dim=1)[:, :pairs] + 1
+    values = torch.randint(half, VOCABULARY, (n, pairs), generator=draw)
+    idx, targets = torch.zeros(n, T, dtype=torch.int64), torch.full((n, T), -1)
+    idx[:, : 2 * pairs] = torch.stack([keys, values], dim=2).flatten(1)
+    at = torch.rand(n, T - 2 * pairs, generator=draw).argsort(dim=1)[:, :pairs] + 2 * pairs
+    return idx.scatter(1, at, keys), targets.scatter(1, at, values)
+
+
 def recall_batches(task: Task, seed: int) -> Iterator[Batch]:
     draw = torch.Generator().manual_seed(seed)
     for step in range(task.max_iters):
-        pairs, T = mqar.LEVELS[step % len(mqar.LEVELS)]
-        yield mqar.sequences(TOKENS // T, pairs, T, draw)
+        pairs, T = LEVELS[step % len(LEVELS)]
+        yield sequences(TOKENS // T, pairs, T, draw)
 
 
 @torch.no_grad()
@@ -113,8 +128,8 @@ def recalled(model: GPT) -> dict[str, float]:
     """The part of values recalled, of 128 sequences with each number of pairs."""
     draw = torch.Generator().manual_seed(10**6)
     found = {}
-    for pairs, T in mqar.LEVELS:
-        idx, targets = mqar.sequences(128, pairs, T, draw)
+    for pairs, T in LEVELS:
+        idx, targets = sequences(128, pairs, T, draw)
         guess = model.head(model.hidden(idx)).argmax(dim=-1)
         found[str(pairs)] = float((guess == targets)[targets >= 0].float().mean())
     return found

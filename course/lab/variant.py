@@ -1,8 +1,4 @@
-"""The base of the variants: model.py's attention layer, with what it costs.
-
-A variant that changes q, k, v or the output alone wraps `attend`; others have a forward of their
-own. Shapes as in model.py: x (B, T, C), q (B, T, H, D), k and v (B, T, Hkv, D).
-"""
+"""The base of the variants: model.py's attention layer, with what it costs."""
 
 from __future__ import annotations
 
@@ -25,10 +21,10 @@ class Variant(CausalSelfAttention):
         self.add_weights(config)
 
     def add_weights(self, config: GPTConfig) -> None:
-        """Add what this variant has more, or instead."""
+        """Add the variant's own weights."""
 
     def request(self, spec: Spec) -> Spec:
-        """The Spec of the kernel that runs in forward(), from the Spec of the config."""
+        """The Spec of the kernel in forward(), from that of the config."""
         return spec
 
     @property
@@ -42,7 +38,7 @@ class Variant(CausalSelfAttention):
         return 0
 
     def products(self, keys: float) -> float:
-        """Multiply-adds of a token's forward pass without those of weights, if it sees `keys`."""
+        """Multiply-adds of a token that sees `keys`, without those of weights."""
         return 2 * self.q_size * keys  # q . k, and p v
 
     def refuse(self, *options: object) -> None:

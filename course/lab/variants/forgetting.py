@@ -1,8 +1,7 @@
 """Forgetting attention (Lin et al. 2025, arXiv 2503.02130).
 
-Each head multiplies the weight of a key by the forget gates f of all later tokens up to the query.
-So the score gets the bias c_i - c_j with c = cumsum(log f). Softmax ignores c_i, which is equal for
-all keys of a query.
+A key's weight is multiplied by the forget gates f of later tokens up to the query: its score gets
+the bias c_i - c_j with c = cumsum(log f). Softmax ignores c_i.
 """
 
 import math

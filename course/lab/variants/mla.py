@@ -1,8 +1,7 @@
 """MLA, multi-head latent attention (DeepSeek-V2 2024, arXiv 2405.04434).
 
 Naive: head h has the keys [A_h c, k_rope] and the values B_h c, of one short vector c a token.
-Absorbed: q . A c = (A^T q) . c and sum_j p_j B c_j = B sum_j p_j c_j, so it is MQA with the key
-[c, k_rope] and the value c, which are all that a cache stores.
+Absorbed: q . A c = (A^T q) . c and sum_j p_j B c_j = B sum_j p_j c_j, MQA over [c, k_rope] and c.
 """
 
 from dataclasses import replace
