@@ -25,7 +25,8 @@ from course.exercises import NUMBERS, exercise
 from course.exercises import __main__ as command
 from course.exercises.check import examine
 from course.figures import __main__ as figures
-from course.lab import report, training
+from course.lab import __main__ as lab
+from course.lab import training
 
 COURSE = ROOT / "course"
 COMMANDS = [s for s in dict.fromkeys(SHOWN) if re.match(r"python -m course\.[ef]\w+s", s)]
@@ -138,19 +139,6 @@ def ring_work(N: int, T: int, window: int | None) -> Any:
     return rows, []
 
 
-def ring_hides() -> Any:
-    """From the bytes of K and V, dK and dV in float32, and the pairs of a step at 989.4 TFLOP/s;
-    below at how many tokens sending takes as long as computing."""
-    way = {2: 2 * 4 * 8 * 128, 5: 2 * (4 + 4) * 8 * 128}  # products: bytes a token
-    rows = [[n] for n in (16, 4096)]
-    for (row, (products, size)) in product(rows, way.items()):
-        flops = products * 2 * 128 * 32 * row[0] ** 2 / 2
-        row += [flops / 989.4e6, size * row[0] / 2e3, size * row[0] / 400e3]
-    least = [x for link in (2, 400) for products, size in way.items()
-             for x in (size / (link * 1e9) / (products * 128 * 32 / 989.4e12), link)]
-    return rows, least
-
-
 def rope() -> Any:
     """Wavelengths 2 pi theta^(i / 64); one longer than 8,192 tokens is 8 times as long, scaled."""
     rows = []
@@ -168,7 +156,6 @@ FIGURES: dict[str, Any] = {
     "tiles": tiles(64, 64, 8, 8, None),
     "tiles --Tq=33 --Tk=50 --B_r=5 --B_c=3 --window=6": tiles(33, 50, 5, 3, 6),
     "ring_work --N=2 --T=16 --window=5": ring_work(2, 16, 5),
-    "ring_hides --tokens=(16,4096) --itemsize=4 --links=(2,400)": ring_hides(),
     "rope --pairs=(0,63)": rope(),
 }
 
@@ -257,11 +244,11 @@ def test_the_picture_of_masks_is_visible() -> None:
 
 def test_page_13_has_the_record_of_the_lab() -> None:
     """The table, and in the picture the state and the mean of each variant's recall."""
-    record = report.record()
-    assert report.table(record) in page("13_variants.md")
+    record = json.loads((COURSE / "lab" / "record.json").read_text(encoding="utf-8"))
+    assert lab.table(record) in page("13_variants.md")
     rows = {e.text: float(e.attrib["y"]) for e in drawn("recall") if e.get("x") == "10"}
     for name in {row["variant"] for row in record["rows"]}:
-        y = rows[report.TITLES[name]]
+        y = rows[lab.TITLES[name]]
         state = training.costs(training.build(name, training.RECALL))["state"]
         assert f"{state / 1000:,.1f} kB" in [
             e.text for e in drawn("recall", "small end") if float(e.attrib["y"]) == y]

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from course import ROOT
 
 NUMBERS = (*"123456", *(f"7.{n}" for n in range(1, 7)), *map(str, range(8, 14)))
-ALSO = {"7": "7.5"}  # the exercise of page 7 before it had six
 
 
 class Exercise(NamedTuple):
@@ -33,7 +32,6 @@ def exercise(number: str) -> Exercise:
     """Read the exercise of this number from its page."""
     from course.exercises import page_7, pages_1_to_6, pages_8_to_13
 
-    number = ALSO.get(number, number)
     course = ROOT / "course"
     page = next(course.glob(f"{number.partition('.')[0]}_*.md")).read_text(encoding="utf-8")
     section = page.split(f"\n## Exercise {number}: ")[1].split("\n## ")[0]

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.settings import UserError, exit_on_user_error
-from course.exercises import ALSO, NUMBERS, exercise
+from course.exercises import NUMBERS, exercise
 
 USAGE = "usage: python -m course.exercises [number [--start | --answer | FILE] | grade FOLDER]"
 GRADING_S = 300  # seconds for an answer, in its own process
@@ -41,7 +41,6 @@ def main(argv: Sequence[str]) -> int:
     if number == "grade" and len(argv) == 2:
         print(json.dumps(grade(Path(what)), indent=1))
         return 0
-    number = ALSO.get(number, number)
     if len(argv) > 2 or number not in NUMBERS:
         raise UserError(f"{USAGE}, number: {', '.join(NUMBERS)}; got {' '.join(argv)}")
     task = exercise(number)
@@ -79,7 +78,7 @@ def grade(folder: Path) -> dict[str, dict[str, object]]:
         if any(name.startswith(".") for name in folders):
             continue  # a checkpoint of Jupyter
         name = re.search(r"0*(\d+)(?:[._](\d))?", path.stem)
-        names = (f"{name[1]}.{name[2]}", ALSO.get(name[1], name[1])) if name else ()
+        names = (f"{name[1]}.{name[2]}", name[1]) if name else ()
         number = next((n for n in names if n in NUMBERS), None)
         if number is None:
             print(f"{path}: not answerN.py with N of {', '.join(NUMBERS)}", file=sys.stderr)

@@ -138,8 +138,8 @@ def compare(function: Callable[..., object], inputs: Collection[object],
     got = function(*(x.clone() if isinstance(x, Tensor) else x for x in inputs))
     if len(wanted) > 1:
         values = got if isinstance(got, (tuple, list)) else ()
-        says = f"{function.__name__}() must return {len(wanted)} values"
-        assert len(values) == len(wanted), says
+        n = len(wanted)
+        assert len(values) == n, f"{function.__name__}() must return {n} values"
     else:
         values = (got,)
     for value, (name, want) in zip(values, wanted.items()):
