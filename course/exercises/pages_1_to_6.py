@@ -84,7 +84,7 @@ FORMULA = [
      "    probs = torch.softmax(scores, dim=-1)", "The mask is missing"),
     (".masked_fill(~seen, 0.0)", "", "A query that sees no key must return zeros"),
     ("(scores, dim=-1).masked_fill(~seen, 0.0)", "(scores.masked_fill(~seen, -math.inf), dim=-1)",
-     "Softmax of a row of -inf is NaN: give it finite numbers"),
+     "Softmax of a row of -inf is NaN"),
 ]
 
 
@@ -228,9 +228,7 @@ BACKWARD = [
     ("tau * (dS.mT @ q)", "(dS.mT @ q)", "Scale dk by 1 / sqrt(D), since S is scaled"),
     ("dq += tau", "dq = tau", "Add the parts of dq of all blocks: dq is overwritten"),
     (DV, "(P.mT @ dout)[0]", SHARED),
-    (DV, "(P.mT @ dout).mean(dim=0)", SHARED),
     (DK, "(dS.mT @ q)[0]", SHARED),
-    (DK, "(dS.mT @ q).mean(dim=0)", SHARED),
     (".masked_fill(j > i + Tk - Tq, 0.0)", "", "The causal mask is missing"),
     ("j > i + Tk - Tq", "j > i", "Query i sees key j where j <= i + Tk - Tq, not j <= i"),
     ("torch.exp(S - L[..., None])", "torch.softmax(S, dim=-1)",
