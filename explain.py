@@ -14,7 +14,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import PositiveInt
 
@@ -29,23 +29,18 @@ class ExplainConfig:
     """Show every head's attention over your text, and whether the executed kernel agrees with the
     formula. Example: --prompt="To be|or not to be" --segments="|" --window=6 --json=numbers.json"""
 
-    # --- model ---
     out_dir: str = "out/shakespeare_cpu"  # folder of the run
     init_from: str = "resume"  # or gpt2[-...], a checkpoint, ckpt.pt
     attention_backend: str = "auto"  # as in sample.py
     attention_fallback: bool = True  # False: fail if the backend cannot run here
     window: PositiveInt | None = None  # keys that a query sees; none: the model's
-    # --- text ---
     prompt: str = "To be, or not to be"  # the text, or FILE:prompt.txt
     segments: str | None = None  # separator of documents in the prompt
-    # --- what to look at ---
     layer: int | None = None  # shown first, and by --text; none: that of the lowest entropy
     head: int | None = None  # of that layer
-    # --- output ---
     html: str | None = None  # none: explain.html in out_dir, or here with --init_from
     text: bool = False  # print to the terminal instead
     json: str | None = None  # file for the numbers too (viewer/document.py)
-    # --- machine ---
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and computation
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
 
@@ -76,11 +71,9 @@ from viewer.text import render as as_text
 
 def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
     same = ("out_dir", "init_from", "attention_backend", "attention_fallback", "dtype", "device")
-    settings = sample.SampleConfig(
-        kv_cache="none", **{name: getattr(config, name) for name in same}
-    )
+    fields = {name: getattr(config, name) for name in same}
     window = {} if config.window is None else {"attention_window": config.window}
-    model, tokenizer = sample.load(settings, **window)
+    model, tokenizer = sample.load(sample.SampleConfig(kv_cache="none", **fields), **window)
     c = model.config
     for name, got, n in (("layer", config.layer, c.n_layer), ("head", config.head, c.n_head)):
         if got is not None and not 0 <= got < n:
@@ -88,8 +81,7 @@ def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
-@dataclass
-class Prompt:
+class Prompt(NamedTuple):
     text: str
     ids: list[int]
     segments: list[int] | None  # the document of each token
@@ -102,15 +94,14 @@ def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> P
     parts = [text] if config.segments is None else text.split(config.segments)
     encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
     ids = [id_ for part in encoded for id_ in part]
-    most = min(block_size, MOST_TOKENS)
-    segments = [n for n, part in enumerate(encoded) for _ in part][:most]
+    segments = [n for n, part in enumerate(encoded) for _ in part]
     if not ids:
         raise UserError("--prompt: expected at least one token, got 0")
-    notes = []
+    most, notes = min(block_size, MOST_TOKENS), []
     if len(ids) > most:
         why = f": the model reads at most {most} (block_size)" if most == block_size else ""
         notes.append(f"Only the first {most} of the prompt's {len(ids)} tokens are shown{why}.")
-    return Prompt(text, ids[:most], segments if config.segments else None, notes)
+    return Prompt(text, ids[:most], segments[:most] if config.segments else None, notes)
 
 
 @torch.no_grad()
@@ -121,7 +112,12 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
     pieces = tokenizer.token_bytes()
     calls = forward(model, prompt)
     found = maps(calls)
-    layer, head = lowest(found["entropy"], config)
+    # The requested layer and head; what is not requested has the lowest entropy.
+    layers, heads = (
+        range(n) if wanted is None else [wanted]
+        for n, wanted in ((c.n_layer, config.layer), (c.n_head, config.head))
+    )
+    _, layer, head = min((found["entropy"][n][h], n, h) for n in layers for h in heads)
     _, spec, chosen = model.plan(grad=False, segments=prompt.segments is not None)[0]
     about: About = {
         "source": source,
@@ -146,38 +142,19 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
     return {"about": about, "maps": found, "tiles": tiles(calls)}
 
 
-def lowest(entropy: list[list[float]], config: ExplainConfig) -> tuple[int, int]:
-    """The requested layer and head; what is not requested has the lowest entropy."""
-    heads = [
-        (value, layer, head)
-        for layer, row in enumerate(entropy)
-        for head, value in enumerate(row)
-        if config.layer in (None, layer) and config.head in (None, head)
-    ]
-    return min(heads)[1:]
-
-
-@torch.no_grad()
 def forward(model: GPT, prompt: Prompt) -> list[Call]:
     """Run the prompt through the model: the inputs and output of each layer's attention."""
     device = model.transformer.wte.weight.device
-    idx = torch.tensor([prompt.ids], device=device)
     segments = None
     if prompt.segments is not None:
         segments = torch.tensor([prompt.segments], dtype=torch.int32, device=device)
     with watched(model) as calls:
-        last = model.hidden(idx, segments)
-    for n, x in enumerate([*(call.out for call in calls), last]):
+        last = model.hidden(torch.tensor([prompt.ids], device=device), segments)
+    names = [*(f"the attention of layer {n}" for n in range(len(calls))), "the last layer"]
+    for name, x in zip(names, [*(call.out for call in calls), last], strict=True):
         if not x.isfinite().all():
-            where = f"the attention of layer {n}" if n < len(calls) else "the last layer"
-            raise UserError(f"{where} contains NaN or infinity")
+            raise UserError(f"{name} contains NaN or infinity")
     return calls
-
-
-def source_of(config: ExplainConfig) -> str:
-    """The folder or name of the weights that sample.load() loads."""
-    source = config.out_dir if config.init_from == "resume" else config.init_from
-    return str(checkpoint.latest(source)) if checkpoint.folders(source) else source
 
 
 def main(argv: list[str]) -> int:
@@ -185,7 +162,10 @@ def main(argv: list[str]) -> int:
     config = read(ExplainConfig, argv, aliases=ALIASES).settings
     with explained("a shorter --prompt"), user_errors():
         model, tokenizer = load(config)
-        document = explain(model, tokenizer, config, source_of(config))
+        resumed = config.init_from == "resume"
+        source = config.out_dir if resumed else config.init_from
+        named = checkpoint.latest(source) if checkpoint.folders(source) else source
+        document = explain(model, tokenizer, config, str(named))
     for note in document["about"]["notes"]:
         log.warning(note)
     if config.json is not None:
@@ -195,8 +175,7 @@ def main(argv: list[str]) -> int:
             sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal lacks
         print(as_text(document))
         return 0
-    folder = Path(config.out_dir if config.init_from == "resume" else ".")
-    path = config.html or str(folder / "explain.html")
+    path = config.html or str(Path(config.out_dir if resumed else ".") / "explain.html")
     page = as_page(document)
     write(path, page)
     print(f"{path} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser")

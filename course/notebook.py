@@ -1,8 +1,7 @@
 """The notebooks, made of notebooks/*.md and the course's pages by `python -m course.build`.
 
-In a template, a ```{code-cell} fence is a code cell, and `<!-- include: course/1_softmax.md -->`
-stands for a page. Of a page, pictures, commands that draw figures and exercises become code cells.
-Only the pictures have outputs.
+A ```{code-cell} fence is a code cell; `<!-- include: course/1_softmax.md -->` stands for a page,
+whose pictures, figures and exercises become code cells.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from course import ROOT
 from course.exercises import exercise
 from course.lesson import bundle
-from course.source import ROOT
 
-# The address of the repository stands in pyproject.toml alone.
 REPOSITORY = re.findall(r'\nRepository = "(.+)"', (ROOT / "pyproject.toml").read_text("utf-8"))[0]
 CODE = f"{REPOSITORY}/blob/main"
 COLAB = CODE.replace("//github.com", "//colab.research.google.com/github")
@@ -24,33 +22,28 @@ BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.
 NOTEBOOKS = ("attention", "qualify")
 LEFT_OUT = "## Train on your own kernel"  # a section that needs files next to train.py
 CELL = "```{code-cell}\n%s\n```"
+FENCE = r"^```%s\n((?:.*\n)*?)```$"
 Cell = dict[str, Any]  # of a notebook, as JSON
-
-
-def notebooks() -> dict[str, str]:
-    """Return the notebooks as JSON, by file name."""
-    return {f"{name}.ipynb": notebook(name) for name in NOTEBOOKS}
 
 
 def notebook(name: str) -> str:
     text = (ROOT / "notebooks" / f"{name}.md").read_text(encoding="utf-8")
-    badge = f"{BADGE}({COLAB}/notebooks/{name}.ipynb)"
     text = re.sub(r"^<!-- include: (\S+) -->$", lambda m: included(ROOT / m[1]), text, flags=re.M)
+    badge = f"{BADGE}({COLAB}/notebooks/{name}.ipynb)"
     for mark, words in (("repository", REPOSITORY), ("code", CODE), ("badge", badge)):
         text = text.replace(f"{{{{{mark}}}}}", words)
     cells: list[Cell] = []
-    for n, part in enumerate(re.split(r"^```\{code-cell\}\n((?:.*\n)*?)```$", text, flags=re.M)):
-        for section in [part] if n % 2 else re.split(r"^(?=##+ )", part, flags=re.M):
-            if section.strip():
-                cells.append((code if n % 2 else markdown)(section.strip()))
+    for n, part in enumerate(re.split(FENCE % r"\{code-cell\}", text, flags=re.M)):
+        if n % 2:
+            cells.append(code(part.strip()))
+            continue
+        sections = filter(None, map(str.strip, re.split(r"^(?=##+ )", part, flags=re.M)))
+        cells += [{"cell_type": "markdown", "metadata": {}, "source": section.splitlines(True)}
+                  for section in sections]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     about = {"accelerator": "GPU", "colab": {"gpuType": "T4"}, "kernelspec": kernel}
     content = {"cells": cells, "metadata": about, "nbformat": 4, "nbformat_minor": 4}
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-
-
-def markdown(text: str) -> Cell:
-    return {"cell_type": "markdown", "metadata": {}, "source": text.splitlines(True)}
 
 
 def code(lines: str) -> Cell:
@@ -72,10 +65,10 @@ def included(path: Path) -> str:
         return f"]({CODE}/{target.relative_to(ROOT).as_posix()})"
 
     page = without_marks(path.read_text(encoding="utf-8"))
-    page = re.sub(r"^```math\n((?:.*\n)*?)```$", lambda m: f"$$\n{m[1]}$$", page, flags=re.M)
+    page = re.sub(FENCE % "math", lambda m: f"$$\n{m[1]}$$", page, flags=re.M)
     page = re.sub(r"\]\((?!http|#|pictures/)([^)]+)\)", absolute, page)
     page = re.sub(r"^!\[.+\]\(pictures/(\w+)\.svg\)$", CELL % r'picture("\1")', page, flags=re.M)
-    page = re.sub(r"^```sh\n((?:.*\n)*?)```$", figures, page, flags=re.M)
+    page = re.sub(FENCE % "sh", figures, page, flags=re.M)
     sections = re.split(r"^(?=## )", page, flags=re.M)
     kept = [exercise_cells(part) for part in sections if not part.startswith(LEFT_OUT)]
     return "".join(re.sub(r"\A#", "##", part) for part in kept)
@@ -93,13 +86,13 @@ def figures(commands: re.Match[str]) -> str:
 
 
 def exercise_cells(section: str) -> str:
-    """The section; if it is an exercise, with cells for its starting file and its check."""
+    """The section; an exercise gets cells for its starting file and its check."""
     number = re.match(r"## Exercise ([\d.]+):", section)
     if not number:
         return section
-    task = re.sub(r"^```sh\n(?:.*\n)*?```\n", "", section, flags=re.M)
     made = exercise(number[1])
     start = f"```python\n{made.start}```"
-    check = f"check({made.number}, {', '.join(made.names)})"
-    assert start in task, section
-    return task.replace(start, CELL % made.start.strip() + "\n\n" + CELL % check)
+    assert start in section, section
+    check = CELL % f"check({made.number}, {', '.join(made.names)})"
+    section = section.replace(start, f"{CELL % made.start.strip()}\n\n{check}")
+    return re.sub(r"^```sh\n(?:.*\n)*?```\n", "", section, flags=re.M)

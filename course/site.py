@@ -1,11 +1,9 @@
-"""Build the site: README, course, docs, and a page of explain.py.
+"""Build the site of README, course, docs, and a page of explain.py, by MkDocs (mkdocs.yml).
 
     python -m course.site                          into out/site; the model is out/shakespeare_cpu
     python -m course.site --run=RUN --out=FOLDER   the model in RUN, into FOLDER
 
-MkDocs makes HTML of the pages, by mkdocs.yml. Before, their links to other files of the repository
-are turned into addresses and their formulas into HTML. A link that leads nowhere is an error. The
-site needs no network, but a web server for its search.
+A dead link is an error. The site needs a web server for its search, but no network.
 """
 
 from __future__ import annotations
@@ -20,13 +18,11 @@ from pathlib import Path
 
 import explain
 from core.settings import UserError, exit_on_user_error, read
+from course import ROOT
 from course.notebook import CODE, REPOSITORY, without_marks
-from course.source import ROOT
 
-SETTINGS = ROOT / "mkdocs.yml"
 STYLE = "course/site.css"
 PROMPT = "To be, or not to be, that is the question"
-EXPLAIN = "explain.html"
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,6 @@ class SiteConfig:
 
 
 def main(argv: list[str]) -> int:
-    """Build the site. Returns the exit code."""
     config = read(SiteConfig, argv).settings
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # an advertisement
     try:
@@ -50,14 +45,13 @@ def main(argv: list[str]) -> int:
         install = 'pip install -c constraints.txt -e ".[site]"'
         raise UserError(f"the site needs MkDocs and latex2mathml ({e}): {install}") from e
     with tempfile.TemporaryDirectory() as folder:
-        pages = Path(folder) / "pages"
-        write_pages(pages)
-        options = (f"--out_dir={config.run}", f"--prompt={PROMPT}", f"--html={pages / EXPLAIN}")
-        if explain.main([*options]):
+        write_pages(Path(folder))
+        words = (f"--out_dir={config.run}", f"--prompt={PROMPT}", f"--html={folder}/explain.html")
+        if explain.main([*words]):
             return 1
-        places = {"docs_dir": str(pages), "site_dir": str(Path(config.out).resolve())}
+        places = {"docs_dir": folder, "site_dir": str(Path(config.out).resolve())}
         try:
-            settings = load_config(str(SETTINGS), strict=True, **places)
+            settings = load_config(str(ROOT / "mkdocs.yml"), strict=True, **places)
             settings["nav"] += [{"Code": REPOSITORY}]
             build(settings)
         except MkDocsException as e:
@@ -67,17 +61,16 @@ def main(argv: list[str]) -> int:
 
 
 def write_pages(folder: Path) -> None:
-    """Write the pages for MkDocs, and what they show."""
     shown = {ROOT / "README.md", *ROOT.glob("course/*.md"), *ROOT.glob("docs/*.md")}
     for path in sorted(shown):
         to = folder / path.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)
         page = without_marks(path.read_text(encoding="utf-8"))
         for picture in re.findall(r"!\[[^]]*\]\((?!http)([^)]+)\)", page):
-            copy = (to.parent / picture).resolve()
+            original, copy = ((at.parent / picture).resolve() for at in (path, to))
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path.parent / picture, copy)
-            shown.add((path.parent / picture).resolve())
+            shutil.copy(original, copy)
+            shown.add(original)
         to.write_text(typeset(relinked(page, path, shown)), encoding="utf-8")
     shutil.copy(ROOT / STYLE, folder / STYLE)
 

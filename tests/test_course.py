@@ -25,7 +25,8 @@ from course.exercises import NUMBERS, exercise
 from course.exercises import __main__ as command
 from course.exercises.check import examine
 from course.figures import __main__ as figures
-from course.lab import report, training
+from course.lab import __main__ as lab
+from course.lab import training
 
 COURSE = ROOT / "course"
 COMMANDS = [s for s in dict.fromkeys(SHOWN) if re.match(r"python -m course\.[ef]\w+s", s)]
@@ -35,14 +36,7 @@ def page(name: str) -> str:
     return (COURSE / name).read_text(encoding="utf-8")
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "answer.py"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
 def needing_triton(number: str) -> None:
-    """Skip the exercises of page 7 where they cannot be done."""
     if number.startswith("7") and find_spec("triton") is None:
         pytest.skip("package 'triton' is not installed")
 
@@ -51,7 +45,6 @@ def needing_triton(number: str) -> None:
 
 
 def test_what_is_generated_is_up_to_date(capsys) -> None:
-    """Code and figures of the pages, and the notebooks: python -m course.build writes them."""
     assert build.main(["--check"]) == 0, capsys.readouterr().out
 
 
@@ -61,7 +54,8 @@ def test_a_command_of_the_course_runs(line, capsys, tmp_path) -> None:
     line, _, redirected = line.partition(" > ")
     _, _, module, *words = shlex.split(line)
     if words[1:] and words[1].endswith(".py"):
-        words[1] = str(written(tmp_path, exercise(words[0]).start))
+        words[1] = str(tmp_path / "answer.py")
+        Path(words[1]).write_text(exercise(words[0]).start, encoding="utf-8")
     needing_triton(words[0] if words[1:] else "")
     code = (figures if module == "course.figures" else command).main(words)
     text = capsys.readouterr().out
@@ -69,14 +63,6 @@ def test_a_command_of_the_course_runs(line, capsys, tmp_path) -> None:
     assert not redirected or compile(text, redirected, "exec")
 
 
-FUNCTION = '''@cached
-def ask(a):
-    """Asks."""
-    if a:
-        b = 1
-        return b
-    return 0
-'''
 PAGE = """<!-- code: ask.py ask from "b = 1" to "return" -->
 old
 <!-- end -->
@@ -88,7 +74,7 @@ between
 
 def test_marks_are_filled_or_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(build, "ROOT", tmp_path)
-    (tmp_path / "ask.py").write_text(FUNCTION, encoding="utf-8")
+    (tmp_path / "ask.py").write_text("@cached\ndef ask(a):\n    b = 1\n    return b\n")
     fresh, changed = build.rebuild(PAGE, tmp_path / "page.md")
     assert "```python\nb = 1\nreturn b\n```\n<!-- end -->\nbetween\n" in fresh
     assert "k0 k1\nq0      x  x\n```\n<!-- end -->\n" in fresh.replace("  k1", " k1")
@@ -108,20 +94,12 @@ def seen(Tq: int, Tk: int, window: int | None = None) -> torch.Tensor:
                          for i in range(Tq)])
 
 
-def one_query() -> Any:
-    scores = torch.tensor([3.0, 2.0, -2.0]) / math.sqrt(2)
-    e = torch.exp(scores - scores[0])
-    p, v = e / e.sum(), torch.tensor([5.0, -2.0, 7.0])
-    keys = [(1, 0), (0, 2), (-1, 1)]
-    rows = zip(keys, (3, 2, -2), *(t.tolist() for t in (scores, e, p, v)), strict=True)
-    return [[*key, *rest] for key, *rest in rows], [float(p @ v)]
-
-
 def memory() -> Any:
     """manual keeps q, k, v, P and a mask of a byte; tiled q, k, v, O and L."""
-    qkvo, P = ([4 * n * 64 * 4 for n in (256, 512)], [4 * n * n for n in (256, 512)])
-    rows = [(n, x / 1e6, p / 1e6, (0.75 * x + 1.25 * p) / 1e6, (x + 4 * n) / 1e6)
-            for n, x, p in zip((256, 512), qkvo, P)]
+    rows = []
+    for n in (256, 512):
+        x, p = 4 * n * 64 * 4, 4 * n * n
+        rows.append((n, x / 1e6, p / 1e6, (0.75 * x + 1.25 * p) / 1e6, (x + 4 * n) / 1e6))
     return rows, []
 
 
@@ -131,11 +109,10 @@ def online(scores: tuple[int, ...], block: int) -> Any:
     for n in range(0, len(s), block):
         past = s[: n + block]
         p, m = torch.exp(past - past.max()), float(past.max())
-        rows.append([*past[n:].tolist(), m, math.exp(before - m), float(p[n:].sum()),
-                     float(p.sum()), float(p @ v[: len(past)])])
+        rows.append([*past[n:], m, math.exp(before - m), p[n:].sum(), p.sum(), p @ v[: len(past)]])
         before = m
-    out = float(s.softmax(0) @ v)
-    return rows, [out, len(s), out, float(s.logsumexp(0))]
+    out = s.softmax(0) @ v
+    return rows, [out, len(s), out, s.logsumexp(0)]
 
 
 def tiles(Tq: int, Tk: int, B_r: int, B_c: int, window: int | None) -> Any:
@@ -143,17 +120,8 @@ def tiles(Tq: int, Tk: int, B_r: int, B_c: int, window: int | None) -> Any:
     blocks = [b.split(B_c, 1) for b in seen(Tq, Tk, window).split(B_r)]
     visited = [t for row in blocks for t in row if t.any()]
     read = 4 * 64 * (Tq + 2 * sum(t.shape[1] for t in visited))
-    below = [len(visited), sum(map(len, blocks)), read, 4 * (64 * Tq + Tq)]
-    three = [4 * (3 * 64 * Tq + 2 * Tq * Tk), 4 * (64 * Tq + 2 * Tq * Tk)]
-    return [], below + (three if Tq == Tk else [])
-
-
-def backward_flops() -> Any:
-    """The tiles of 64 x 64 that T = 200 visits: the part of T * T that they compute."""
-    sizes = [64, 64, 64, 8]
-    visited = [a * b for i, a in enumerate(sizes) for b in sizes[: i + 1]]
-    share = sum(visited) / 200**2
-    return [[4, 8], [len(visited), 16, 4 * share, 10 * share]], []
+    three = [4 * (3 * 64 * Tq + 2 * Tq * Tk), 4 * (64 * Tq + 2 * Tq * Tk)] if Tq == Tk else []
+    return [], [len(visited), sum(map(len, blocks)), read, 4 * (64 * Tq + Tq), *three]
 
 
 def ring_work(N: int, T: int, window: int | None) -> Any:
@@ -171,20 +139,6 @@ def ring_work(N: int, T: int, window: int | None) -> Any:
     return rows, []
 
 
-def ring_hides() -> Any:
-    """From the bytes of K and V, dK and dV in float32, and the pairs of a step at 989.4 TFLOP/s;
-    below at how many tokens sending takes as long as computing."""
-    way = {2: 2 * 4 * 8 * 128, 5: 2 * (4 + 4) * 8 * 128}  # products: bytes a token
-    rows = [[n] for n in (16, 4096)]
-    for row in rows:
-        for products, size in way.items():
-            flops = products * 2 * 128 * 32 * row[0] ** 2 / 2
-            row += [flops / 989.4e6, size * row[0] / 2e3, size * row[0] / 400e3]
-    least = [x for link in (2, 400) for products, size in way.items()
-             for x in (size / (link * 1e9) / (products * 128 * 32 / 989.4e12), link)]
-    return rows, least
-
-
 def rope() -> Any:
     """Wavelengths 2 pi theta^(i / 64); one longer than 8,192 tokens is 8 times as long, scaled."""
     rows = []
@@ -195,18 +149,15 @@ def rope() -> Any:
     return rows, []
 
 
-FIGURES: list[tuple[str, Any]] = [
-    ("one_query --q=(3,1) --keys=((1,0),(0,2),(-1,1)) --values=(5,-2,7)", one_query()),
-    ("memory --T=(256,512)", memory()),
-    ("online --scores=(1,3,2,5,4,0) --block=1", online((1, 3, 2, 5, 4, 0), 1)),
-    ("online --scores=(1000,1001,999,2) --block=3", online((1000, 1001, 999, 2), 3)),
-    ("tiles", tiles(64, 64, 8, 8, None)),
-    ("tiles --Tq=33 --Tk=50 --B_r=5 --B_c=3 --window=6", tiles(33, 50, 5, 3, 6)),
-    ("backward_flops --T=200 --D=16", backward_flops()),
-    ("ring_work --N=2 --T=16 --window=5", ring_work(2, 16, 5)),
-    ("ring_hides --tokens=(16,4096) --itemsize=4 --links=(2,400)", ring_hides()),
-    ("rope --pairs=(0,63)", rope()),
-]
+FIGURES: dict[str, Any] = {
+    "memory --T=(256,512)": memory(),
+    "online --scores=(1,3,2,5,4,0) --block=1": online((1, 3, 2, 5, 4, 0), 1),
+    "online --scores=(1000,1001,999,2) --block=3": online((1000, 1001, 999, 2), 3),
+    "tiles": tiles(64, 64, 8, 8, None),
+    "tiles --Tq=33 --Tk=50 --B_r=5 --B_c=3 --window=6": tiles(33, 50, 5, 3, 6),
+    "ring_work --N=2 --T=16 --window=5": ring_work(2, 16, 5),
+    "rope --pairs=(0,63)": rope(),
+}
 
 
 def numbers(text: str) -> list[str]:
@@ -219,24 +170,17 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip(" `*") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def agree(shown: list[str], wanted: Any) -> None:
-    """Each number is rounded to the digits that are shown."""
-    assert len(shown) == len(wanted), (shown, wanted)
-    for text, number in zip(shown, wanted):
-        unit = 10.0 ** -len(text.partition(".")[2])
-        assert float(text.replace(",", "")) == pytest.approx(number, abs=0.51 * unit, rel=1e-6)
-
-
-@pytest.mark.parametrize("line, wanted", FIGURES, ids=[line for line, _ in FIGURES])
-def test_the_numbers_of_a_figure_are_its_formula(line, wanted) -> None:
-    text = figures.draw(line.split())
-    rows, below = wanted
-    shown = [[n for cell in row for n in numbers(cell)] for row in rows_of(text)]
-    assert len(shown) == len(rows)
-    for one, want in zip(shown, rows):
-        agree(one, want)
-    if below:
-        agree(numbers(text.rpartition("\n\n")[2])[-len(below) :], below)
+@pytest.mark.parametrize("line", FIGURES)
+def test_the_numbers_of_a_figure_are_its_formula(line) -> None:
+    """Each is rounded to the digits that are shown."""
+    text, (rows, below) = figures.draw(line.split()), FIGURES[line]
+    found = [[n for cell in row for n in numbers(cell)] for row in rows_of(text)]
+    last = numbers(text.rpartition("\n\n")[2])[-len(below) :] if below else []
+    for shown, wanted in zip([*found, last], [*rows, below], strict=True):
+        for word, number in zip(shown, wanted, strict=True):
+            unit = 10.0 ** -len(word.partition(".")[2])
+            want = pytest.approx(float(number), abs=0.51 * unit, rel=1e-6)
+            assert float(word.replace(",", "")) == want, shown
 
 
 @pytest.mark.parametrize("Tq, Tk, window", [(4, 4, None), (3, 12, 5), (5, 2, None)])
@@ -251,11 +195,11 @@ def test_masks_and_tiles_are_drawn_as_visible_has_them(Tq, Tk, window) -> None:
         assert drawn[i].split()[1:] == ["x" if t.all() else "/" if t.any() else "." for t in tiles]
 
 
-def test_lazy_rescaling_without_a_threshold_is_eager() -> None:
-    for threshold, eager in ((0.0, True), (8.0, False)):
-        words = ["lazy_rescaling", "--T=320", "--D=8", f"--threshold={threshold}"]
-        for _, _, grew, past in rows_of(figures.draw(words)):
-            assert (grew == past) == eager and int(past.split()[0]) <= int(grew.split()[0])
+@pytest.mark.parametrize("threshold", [0.0, 8.0])
+def test_lazy_rescaling_without_a_threshold_is_eager(threshold) -> None:
+    words = ["lazy_rescaling", "--T=320", "--D=8", f"--threshold={threshold}"]
+    for _, _, grew, past in rows_of(figures.draw(words)):
+        assert (grew == past) == (threshold == 0) and int(past.split()[0]) <= int(grew.split()[0])
 
 
 @pytest.mark.parametrize("words", [
@@ -283,10 +227,9 @@ def test_a_picture_fits(path: Path) -> None:
     assert "prefers-color-scheme: dark" in path.read_text(encoding="utf-8")
     width = float(drawn(path.stem)[0].attrib["viewBox"].split()[2])
     for e in (e for e in drawn(path.stem) if e.tag.endswith("}text")):
-        left, long = float(e.attrib["x"]), 7.2 * len(e.text or "")
         share = {"end": 0.0, "middle": 0.5}
         part = next((share[k] for k in share if k in e.attrib["class"]), 1.0)
-        assert left + part * long <= width + 1, e.text
+        assert float(e.attrib["x"]) + part * 7.2 * len(e.text or "") <= width + 1, e.text
 
 
 def test_the_picture_of_masks_is_visible() -> None:
@@ -301,11 +244,11 @@ def test_the_picture_of_masks_is_visible() -> None:
 
 def test_page_13_has_the_record_of_the_lab() -> None:
     """The table, and in the picture the state and the mean of each variant's recall."""
-    record = report.record()
-    assert report.table(record) in page("13_variants.md")
+    record = json.loads((COURSE / "lab" / "record.json").read_text(encoding="utf-8"))
+    assert lab.table(record) in page("13_variants.md")
     rows = {e.text: float(e.attrib["y"]) for e in drawn("recall") if e.get("x") == "10"}
     for name in {row["variant"] for row in record["rows"]}:
-        y = rows[report.TITLES[name]]
+        y = rows[lab.TITLES[name]]
         state = training.costs(training.build(name, training.RECALL))["state"]
         assert f"{state / 1000:,.1f} kB" in [
             e.text for e in drawn("recall", "small end") if float(e.attrib["y"]) == y]
@@ -340,70 +283,62 @@ def test_page_12_computes_mfu_from_its_record() -> None:
 
 def verdict(number: str, text: str, folder: Path, seconds: float = 60) -> str:
     needing_triton(number)
-    return examine(exercise(number), written(folder, text), seconds) or "right"
+    path = folder / "answer.py"
+    path.write_text(text, encoding="utf-8")
+    return examine(exercise(number), path, seconds) or "right"
 
 
-LONG = [pytest.param(n, marks=pytest.mark.slow) for n in ("7.5", "7.6")]
+SLOW = [pytest.param(n, True, marks=pytest.mark.slow) for n in NUMBERS]
+FAST = [(n, False) for n in NUMBERS if n not in ("7.5", "7.6")]
 
 
-@pytest.mark.parametrize("number", [n for n in NUMBERS if n not in ("7.5", "7.6")] + LONG)
-def test_an_exercise_tells_right_from_wrong(number, tmp_path) -> None:
-    """Its answer passes, its start does not, and the first common mistake is named."""
-    right, mistakes = exercise(number).right, exercise(number).checker.MISTAKES
-    assert verdict(number, right, tmp_path) == "right"
-    assert verdict(number, exercise(number).start, tmp_path) != "right"
-    old, new, hint = mistakes[0]
-    assert verdict(number, right.replace(old, new), tmp_path).endswith(hint)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", NUMBERS)
-def test_every_common_mistake_is_named(number, tmp_path) -> None:
+@pytest.mark.parametrize("number, all_mistakes", [*FAST, *SLOW])
+def test_an_exercise_tells_right_from_wrong(number, all_mistakes, tmp_path) -> None:
+    """Its answer passes, its start does not, and common mistakes are named."""
+    task = exercise(number)
+    assert verdict(number, task.right, tmp_path) == "right"
+    assert verdict(number, task.start, tmp_path) != "right"
     if number.startswith("7") and torch.cuda.is_available():
-        pytest.skip("which of several wrong numbers comes first depends on the order of programs")
-    right = exercise(number).right
-    for old, new, hint in exercise(number).checker.MISTAKES:
-        assert verdict(number, right.replace(old, new), tmp_path).endswith(hint)
+        return  # which of several wrong numbers comes first depends on the order of programs
+    for old, new, hint in task.mistakes[: None if all_mistakes else 1]:
+        assert verdict(number, task.right.replace(old, new), tmp_path).endswith(hint)
 
 
-ANSWERS = [  # exercise, answer, what is said of it
+LOOKUP = "def softmax(s): {}\ndef attend(q, K, V): return softmax(K @ q / len(q) ** 0.5) @ V"
+ANSWERS = [  # exercise, answer, a part of the verdict
+    (1, LOOKUP.format("return s.exp() / s.exp().sum()"), "overflows"),
+    (1, LOOKUP.format("return torch.softmax(s, 0)"), "was called"),
+    (1, LOOKUP.format("return s.softmax(0)"), "was called"),
+    (1, LOOKUP.format("return torch.nn.functional.softmax(s, 0)"), "was called"),
+    (1, LOOKUP.format("\n    return 1 / 0"), "line 3"),
+    (1, LOOKUP.format("..."), "NoneType"),
     (1, "torch.isclose = lambda got, *_, **__: torch.ones_like(got, dtype=torch.bool)\n"
-        "def softmax(s): return s\n"
-        "def attend(q, K, V): return q", "changes torch.isclose"),
-    (4, "from course.exercises import check, ex4\n"
-        "ex4.same = check.same = lambda *_: None\n"
+        + LOOKUP.format("return s"), "changes torch.isclose"),
+    (1, "def attend(q, K, V): ...", "softmax"),
+    (1, "def softmax(s)\n", "SyntaxError"),
+    (1, "import nothing_of_this_name", "nothing_of_this_name"),
+    (1, "raise SystemExit(3)", "SystemExit"),
+    (1, "import time\nwhile True: time.sleep(0.01)", "0.2 s"),
+    (3, "def attention(q, k, v, seen):\n"
+        "    return torch.nn.functional.scaled_dot_product_attention(q, k, v)", "was called"),
+    (4, "from course.exercises import check, pages_1_to_6\n"
+        "pages_1_to_6.same = check.same = lambda *_: None\n"
         "def update(m, l, O, S, V): return m, l, O", "changes course.exercises."),
-    (1, "def softmax(s): return torch.softmax(s, 0)\n"
-        "def attend(q, K, V): return softmax(K @ q / len(q) ** 0.5) @ V", "was called"),
-    (1, "def softmax(s):\n    e = s.exp()\n    return e / e.sum()\n"
-        "def attend(q, K, V): return V.T @ softmax(K @ q / len(q) ** 0.5)", "overflows"),
     (4, "def update(m, l, O, S, V):\n"
         "    top = S.max(1, keepdim=True).values\n"
         "    P, r = (S - top).exp(), (m - top).exp()\n"
         "    return top, r * l + P.sum(1, keepdim=True), r * O + P @ V", "all blocks so far"),
-    (5, "def forward(load, store, rows, cols, offset):\n"
-        "    for i, I in enumerate(rows):\n"
-        "        Q, S, V = load('Q', i).clone(), [], []\n"
-        "        for j, J in enumerate(cols):\n"
-        "            if J.start < I.stop + offset:\n"
-        "                at = torch.arange(I.start, I.stop)[:, None] + offset\n"
-        "                s = Q @ load('K', j).T / Q.shape[1] ** 0.5\n"
-        "                hidden = torch.arange(J.start, J.stop) > at\n"
-        "                S.append(s.masked_fill(hidden, -1e30))\n"
-        "                V.append(load('V', j).clone())\n"
-        "        if not S:\n"
-        "            store(i, torch.zeros_like(Q))\n"
-        "            continue\n"
-        "        P = torch.softmax(torch.cat(S, 1), 1)\n"
-        "        none = torch.cat(S, 1).amax(1, keepdim=True) < -1e29\n"
-        "        store(i, P.masked_fill(none, 0) @ torch.cat(V))", "Do not collect"),
-    (1, "def softmax(s):\n    return 1 / 0\ndef attend(q, K, V): ...", "line 3"),
-    (1, "def softmax(s)\n", "SyntaxError"),
-    (1, "import nothing_of_this_name", "nothing_of_this_name"),
-    (1, "def attend(q, K, V): ...", "softmax"),
-    (1, "def softmax(s): ...\ndef attend(q, K, V): ...", "NoneType"),
-    (1, "raise SystemExit(3)", "SystemExit"),
-    (1, "import time\nwhile True: time.sleep(0.01)", "0.2 s"),
+    (5, """def forward(load, store, rows, cols, offset):
+    for i, I in enumerate(rows):
+        Q = load('Q', i).clone()  # below a first key and value for a row that sees none
+        S, V = [torch.full((len(Q), 1), -1e30)], [torch.zeros(1, Q.shape[1])]
+        for j, J in enumerate(cols):
+            if J.start < I.stop + offset:
+                at = torch.arange(I.start, I.stop)[:, None] + offset
+                hidden = torch.arange(J.start, J.stop) > at
+                S.append((Q @ load('K', j).T / Q.shape[1] ** 0.5).masked_fill(hidden, -torch.inf))
+                V.append(load('V', j).clone())
+        store(i, torch.softmax(torch.cat(S, 1), 1) @ torch.cat(V))""", "Do not collect"),
 ]
 
 
@@ -417,11 +352,9 @@ def test_an_answer_is_judged_however_it_is_written(number, text, said, tmp_path)
 @pytest.mark.ci
 def test_a_class_is_graded(tmp_path, capsys) -> None:
     """Answers that print, exit, import another file or come twice; a student without answers."""
-    key = {n: exercise(n).right for n in ("1", "2", "5", "7.1")}
     for name, text in {
-        "ada/answer1.py": key["2"], "ada/answer07_1_b.py": key["7.1"],
-        "bob/mine.py": key["1"], "bob/answer1-old.py": "", "bob/.saved/answer2.py": key["2"],
-        "bob/answer5.py": key["5"],
+        "ada/answer1.py": exercise("2").right, "ada/answer07_1_b.py": exercise("7.1").right,
+        "bob/mine.py": exercise("1").right, "bob/answer1-old.py": "", "bob/.saved/answer2.py": "",
         "bob/answer1.py": "print('loss: ', end='')\nfrom mine import attend, softmax",
         "bob/answer4.py": "import os\nprint('exercise 4: right', flush=True)\nos._exit(0)",
         "cy/notes.txt": "",
@@ -432,10 +365,10 @@ def test_a_class_is_graded(tmp_path, capsys) -> None:
     out, err = capsys.readouterr()
     grades = json.loads(out)
     here = int(find_spec("triton") is not None)
-    assert {who: grades[who]["points"] for who in grades} == {"ada": here, "bob": 2, "cy": 0}
+    assert {who: grades[who]["points"] for who in grades} == {"ada": here, "bob": 1, "cy": 0}
     ada, bob = (grades[who]["answers"] for who in ("ada", "bob"))
-    assert "softmax" in ada["1"] and "7.1" in ada and bob["1"] == "right"
-    assert [*bob] == ["1", "4", "5"] and bob["4"] != "right" and "answer1-old.py" in err
+    assert "softmax" in ada["1"] and "7.1" in ada and "answer1-old.py" in err
+    assert [*bob] == ["1", "4"] and bob["1"] == "right" != bob["4"]
 
 
 def test_the_command_lists_and_refuses(capsys, tmp_path) -> None:

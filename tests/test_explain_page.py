@@ -12,44 +12,32 @@ from typing import Any
 import browser as browsers
 import numpy as np
 import pytest
-import torch
 from conftest import few
+from test_explain import explained, tiny
 
 from attention import visible
-from data.tokenizer import CharTokenizer
-from explain import ExplainConfig, explain
-from model import GPT, GPTConfig
+from explain import ExplainConfig
 from viewer.document import Document, unpack
 from viewer.page import render
 
-HOSTILE = (
-    "</script><script>window.taken = 1</script><img src=x onerror='taken=2'> {{js}} <!-- &lt;"
-    '\u2028"'
-)
-PROMPTS = {"plain": "To be, or not\nto be: that", "windowed": "To be, or|not to be"}
+HOSTILE = ("</script><script>window.taken = 1</script><img src=x onerror='taken=2'> {{js}} <!-- "
+           "&lt;\u2028\"")
 Show = Callable[..., Any]
 
 
-def document(prompt: str, window: int | None = None, **settings: Any) -> Document:
+def document(prompt: str, window: int | None = None, layer: int = 1, head: int = 2,
+             **settings: Any) -> Document:
     """What explain.py computes, from a model with random weights whose attention is not flat."""
-    torch.manual_seed(0)
-    letters = "".join(sorted({*HOSTILE, "\n", *map(chr, range(32, 127))}))
-    config = GPTConfig(
-        n_layer=2, n_head=4, n_kv_head=2, n_embd=64, block_size=128, vocab_size=len(letters),
-        attention_window=None if window is None else (window, 2),
-    )
-    model = GPT(config).eval()
-    for block in model.transformer.h:
-        block.attn.c_attn.weight.data *= 12
-    settings = {"prompt": prompt, "layer": 1, "head": 2, **settings}
-    return explain(model, CharTokenizer(letters), ExplainConfig(**settings), "random weights")
+    windows = None if window is None else (window, 2)
+    model = tiny(n_kv_head=2, block_size=128, attention_window=windows)
+    return explained(model, ExplainConfig(prompt=prompt, layer=layer, head=head, **settings))
 
 
 @pytest.fixture(scope="module")
 def documents() -> dict[str, Document]:
     """One plain, one with a window and two texts."""
-    more: dict[str, Any] = {"segments": "|", "window": 6, "layer": 0, "head": 3}
-    return {"plain": document(PROMPTS["plain"]), "windowed": document(PROMPTS["windowed"], **more)}
+    return {"plain": document("To be, or not\nto be: that"),
+            "windowed": document("To be, or|not to be", 6, segments="|", layer=0, head=3)}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +48,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def said() -> list[str]:
-    """What a page logs, and what it asks for: nothing, or the test fails."""
+    """What a page logs and requests: nothing, or the test fails."""
     return []
 
 
@@ -113,18 +101,6 @@ def square(shown: Document) -> tuple[np.ndarray, np.ndarray]:
     return P, np.stack(sees)
 
 
-def test_the_page_holds_the_document_and_escapes_it(documents) -> None:
-    hostile = deepcopy(documents["plain"])
-    hostile["about"]["prompt"] = HOSTILE
-    hostile["about"]["notes"] = [HOSTILE]
-    page = render(hostile)
-    block = re.search(r'<script type="application/json" id="document">(.*?)</script>', page, re.S)
-    assert block and json.loads(block[1]) == hostile
-    assert "<" not in block[1] and block[1].isascii()
-    assert page.count("<script") == page.count("</script>") == 2
-    assert "window.taken = 1</script>" not in page
-
-
 def test_a_hostile_prompt_is_shown_as_text(show, said) -> None:
     shown, image = document(HOSTILE), "<img src=x onerror='taken=4'>"
     about = shown["about"]
@@ -133,6 +109,8 @@ def test_a_hostile_prompt_is_shown_as_text(show, said) -> None:
     about["refused"].append({"name": image, "why": [image]})
     for token in about["tokens"]:  # as GPT-2's may be
         token["text"] = token["label"] = image
+    block = re.search(r'id="document">(.*?)</script>', render(shown), re.S)
+    assert block and json.loads(block[1]) == shown
     page = show(shown)
     page.locator("#map-tokens button").last.click()
     assert page.inner_text("#prompt") == HOSTILE
@@ -157,7 +135,7 @@ def test_it_fits_and_follows_the_scheme(show, documents, width, scheme) -> None:
     assert (sum(map(int, re.findall(r"\d+", paper))) < 200) == (scheme == "dark")
 
 
-@pytest.mark.parametrize("which", PROMPTS)
+@pytest.mark.parametrize("which", ["plain", "windowed"])
 def test_a_token_shows_where_it_looks(show, documents, which) -> None:
     shown = documents[which]
     about, (P, sees) = shown["about"], square(shown)
@@ -179,29 +157,33 @@ def test_a_token_shows_where_it_looks(show, documents, which) -> None:
 
 
 def test_each_head_is_painted_pixel_by_pixel(show, documents) -> None:
-    """Its colour is the root of its weight; what is not seen is left empty."""
+    """The root of a weight has a colour, the darker the larger; what is not seen is left empty."""
     shown = documents["windowed"]
     (P, sees), T = square(shown), len(shown["about"]["tokens"])
-    found, ramp = show(shown).evaluate("""[
-      [...document.querySelectorAll("#thumbs button")].map(b => [b.getAttribute("aria-label"),
-        [...b.firstChild.getContext("2d").getImageData(0, 0, T, T).data]]), ramp.light]""")
-    for n, (name, pixels) in enumerate(found):
+    found = show(shown).eval_on_selector_all("#thumbs canvas", """all => all.map(c => [
+      c.parentElement.ariaLabel,
+      ...c.getContext("2d").getImageData(0, 0, c.width, c.height).data])""")
+    lights: dict[int, float] = {}
+    for n, (name, *pixels) in enumerate(found):
         assert name == f"Layer {n // 4}, head {n % 4}"
         got, seen = np.array(pixels).reshape(T, T, 4), sees[n // 4]
         assert np.array_equal(got[..., 3], 255 * seen)
-        levels = (255 * P[n // 4, n % 4][seen] ** 0.5 + 0.5).astype(int)
-        assert np.array_equal(got[seen][:, :3], np.array(ramp)[levels])
+        levels = (255 * P[n // 4, n % 4][seen] ** 0.5 + 0.5).astype(int).tolist()
+        for level, light in zip(levels, got[seen][:, :3] @ (0.2126, 0.7152, 0.0722)):
+            assert lights.setdefault(level, light) == light
+    ordered = [lights[level] for level in sorted(lights)]
+    assert len(ordered) > 20 and ordered[0] > 220 > 90 > ordered[-1]
+    assert all(np.diff(ordered) < 0.5)
 
 
-def test_the_verdict_is_the_documents(show, documents) -> None:
-    for agrees, kind in ((True, "good"), (False, "bad")):
-        shown = deepcopy(documents["plain"])
-        layer = shown["maps"]["layers"][1]
-        layer["agrees"] = agrees
-        page = show(shown)
-        assert numbers(page, "#agreement") == [layer["error"], layer["allowed"]]
-        assert page.get_attribute("#check", "class") == kind
-        assert page.get_attribute("#agreement", "class") == f"verdict {kind}"
+@pytest.mark.parametrize("agrees, kind", [(True, "good"), (False, "bad")])
+def test_the_verdict_is_the_documents(show, documents, agrees, kind) -> None:
+    layer = (shown := deepcopy(documents["plain"]))["maps"]["layers"][1]
+    layer["agrees"] = agrees
+    page = show(shown)
+    assert numbers(page, "#agreement") == [layer["error"], layer["allowed"]]
+    assert page.get_attribute("#check", "class") == kind
+    assert page.get_attribute("#agreement", "class") == f"verdict {kind}"
 
 
 @pytest.mark.parametrize("which, size", few([("windowed", 2), ("plain", 4), ("plain", 8)]))
@@ -222,8 +204,7 @@ def test_a_row_plays_the_online_softmax(show, documents, which, size) -> None:
         l, m, O = 0.0, -np.inf, np.zeros(4)
         for n, j in enumerate(starts):
             page.fill("#tiles-at", str(n))
-            title = f"Tile {n + 1} of {len(starts)}, key"
-            assert title in page.inner_text("#tiles-title")
+            assert f"Tile {n + 1} of {len(starts)}, key" in page.inner_text("#tiles-title")
             keys = [key for key in range(j, min(j + size, T)) if S[query, key] > -np.inf]
             top = max(m, *S[query, keys])
             p, rescale, before = np.exp(S[query, keys] - top), np.exp(m - top), l
@@ -242,13 +223,6 @@ def test_all_of_it_works_with_the_keyboard(show, documents) -> None:
     shown = documents["plain"]
     P, T = square(shown)[0], len(shown["about"]["tokens"])
     page = show(shown)
-    reached = []
-    for _ in range(4):
-        page.keyboard.press("Tab")
-        reached.append(page.evaluate("""() => { const e = document.activeElement;
-          return e.id || e.parentElement.id || e.parentElement.parentElement?.id; }"""))
-    assert reached == ["thumbs", "map-tab", "map", "map-tokens"]
-
     def press(where: str, *keys: str) -> None:
         page.locator(where).focus()
         for key in keys:
@@ -264,13 +238,11 @@ def test_all_of_it_works_with_the_keyboard(show, documents) -> None:
     press("#map-tokens [tabindex='0']", "End")
     press("#map-tab", "ArrowRight")
     assert page.locator("#map-panel").is_hidden() and page.locator("#tiles").is_visible()
-    press("#tiles-at", "ArrowRight")
-    title = page.locator("#tiles-title")
-    assert "Tile 2 of" in title.inner_text()
-    press("#tiles-at", "End")
-    assert "divided" in title.inner_text()
+    for key, title in (("ArrowRight", "Tile 2 of"), ("End", "divided")):
+        press("#tiles-at", key)
+        assert title in page.inner_text("#tiles-title")
     press("#tiles-play", "Space")
-    assert page.inner_text("#tiles-play") == "Pause" and "Tile 1 of" in title.inner_text()
+    assert page.inner_text("#tiles-play") == "Pause"
     page.locator("#tiles-title", has_text="Tile 2 of").wait_for()
     press("#tiles-play", "Space")
     assert page.inner_text("#tiles-play") == "Play"

@@ -15,121 +15,98 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attention
 from core.settings import UserError
-from course.lab import mqar
 from course.lab.__main__ import main
-from course.lab.training import PLAYS, RECALL, build, recalled
-from course.lab.variant import Variant
-from course.lab.variants import NAMES, delta
+from course.lab.training import PLAYS, RECALL, VOCABULARY, build, recalled, sequences
+from course.lab.variants import VARIANTS, delta
 from model import GPT, GPTConfig, rope_rates
 
 C, H, D, T = 32, 4, 8, 11
 SIZES: dict[str, Any] = {
-    "block_size": 64, "vocab_size": 16, "n_layer": 2, "n_head": H, "n_embd": C, "bias": False,
-    "position": "rope", "norm": "rms", "n_hidden": 24,
+    "block_size": 64, "vocab_size": 16, "n_layer": 4, "n_head": H, "n_embd": C, "bias": False,
+    "position": "rope", "norm": "rms", "n_hidden": 24, "norm_eps": 1e-6,
 }
 F64 = torch.float64
-
-
-def layer(name: str, number: int = 0, dtype: torch.dtype = F64, **changes: Any) -> Variant:
-    """A layer of a variant, with random weights."""
-    torch.manual_seed(0)
-    variant: type[Variant] = import_module(f"course.lab.variants.{name}").Attention
-    made = variant(GPTConfig(**SIZES | variant.settings | changes), number)
-    for p in made.parameters():
-        torch.nn.init.normal_(p, std=0.4)
-    return made.to(dtype)
-
-
-def run(made: Variant, x: Tensor, backend: str = "manual", rope: Any = None) -> Tensor:
-    """The output of a layer, by a backend of this project."""
-    kv = made.kv_size // made.head_dim
-    spec = attention.Spec(H, kv, D, str(x.dtype).removeprefix("torch."), made.window)
-    spec = made.request(spec)
-    chosen = attention.select(backend, spec, "cpu", attention.Policy(fallback=False))
-    return made(x, chosen.backend.attend, spec, None, rope)
-
-
-def angles(dtype: torch.dtype = F64) -> tuple[Tensor, Tensor]:
-    turn = torch.arange(T)[:, None, None] * rope_rates(GPTConfig(**SIZES), torch.device("cpu"))
-    return turn.cos().to(dtype), turn.sin().to(dtype)
-
-
 X = torch.randn(2, T, C, dtype=F64, generator=torch.Generator().manual_seed(1))
 
 
-def projections(made: Variant, **changed: Tensor) -> dict[str, Tensor]:
-    q, k, v = made.c_attn.weight.chunk(3)
-    named = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": made.c_proj.weight} | changed
-    return {f"{name}.weight": value for name, value in named.items()}
+def layer(name: str, number: int = 0, first: Any = None, **changes: Any) -> Any:
+    """A layer of a variant, with random weights."""
+    torch.manual_seed(number)
+    variant = VARIANTS[name]
+    made = variant(GPTConfig(**SIZES | variant.settings | changes), number, first)
+    for p in made.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    return made.double()
 
 
-def of_window(made: Any) -> dict[str, Tensor]:
-    return projections(made) | {"sinks": made.sinks}
+def run(made: Any, backend: str = "manual", rope: Any = None) -> Tensor:
+    """The output of a layer for X, by a backend of this project."""
+    spec = made.request(attention.Spec(H, made.kv_size // D, D, "float64", made.window))
+    chosen = attention.select(backend, spec, "cpu", attention.Policy(fallback=False))
+    return made(X, chosen.backend.attend, spec, None, rope)
 
 
-def of_gate(made: Any) -> dict[str, Tensor]:
-    """Their q_proj has q and gate of a head next to one another, their norms 1 less."""
-    q, gate = (w.unflatten(0, (H, D)) for w in (made.c_attn.weight.chunk(3)[0], made.c_gate.weight))
-    return projections(made, q_proj=torch.stack([q, gate], dim=1).flatten(0, 2),
-                       q_norm=made.q_norm.weight - 1, k_norm=made.k_norm.weight - 1)
+def angles() -> tuple[Tensor, Tensor]:
+    turn = torch.arange(T)[:, None, None] * rope_rates(GPTConfig(**SIZES), torch.device("cpu"))
+    return turn.cos().double(), turn.sin().double()
 
 
-def of_differential(made: Any) -> dict[str, Tensor]:
-    names = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-    return projections(made) | dict(zip(names, made.lam, strict=True))
+def by_their_names(name: str, made: Any) -> dict[str, Tensor]:
+    """The weights of a layer as transformers names them."""
+    if name == "mla":
+        q, c = made.c_attn.weight.split([H * (D + made.R), made.rank + made.R])
+        found = {"q_proj": q, "kv_a_proj_with_mqa": c, "kv_a_layernorm": made.c_norm.weight,
+                 "kv_b_proj": made.c_up.weight}
+    else:
+        found = dict(zip(("q_proj", "k_proj", "v_proj"), made.c_attn.weight.chunk(3), strict=True))
+    if name == "gate":  # q and gate of a head next to one another, norms 1 less
+        q, gate = (w.unflatten(0, (H, D)) for w in (found["q_proj"], made.c_gate.weight))
+        found |= {"q_proj": torch.stack([q, gate], dim=1).flatten(0, 2),
+                  "q_norm": made.q_norm.weight - 1, "k_norm": made.k_norm.weight - 1}
+    named = {f"{key}.weight": w for key, w in (found | {"o_proj": made.c_proj.weight}).items()}
+    if name == "differential":
+        named |= dict(zip(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), made.lam))
+    return named | ({"sinks": made.sinks} if name == "window" else {})
 
 
-def of_mla(made: Any) -> dict[str, Tensor]:
-    q, c = made.c_attn.weight.split([H * (D + made.R), made.rank + made.R])
-    named = {"q_proj": q, "kv_a_proj_with_mqa": c, "kv_a_layernorm": made.c_norm.weight,
-             "kv_b_proj": made.c_up.weight, "o_proj": made.c_proj.weight}
-    return {f"{name}.weight": value for name, value in named.items()}
-
-
-EPS = {"norm_eps": 1e-6}
-MLA: dict[str, Any] = {
-    "q_lora_rank": None, "kv_lora_rank": layer("mla").rank, "qk_nope_head_dim": D,
-    "qk_rope_head_dim": layer("mla").R, "v_head_dim": D, "rope_interleave": False}
-GPT_OSS: dict[str, Any] = {"head_dim": D, "sliding_window": 4, "attention_bias": False}
-MODELS: list[tuple[Any, ...]] = [  # our layer and its weights; the layer of transformers
-    ("window", 0, {"attention_window": 4}, of_window, "gpt_oss", "GptOss", GPT_OSS),
-    ("gate", 3, {"qk_norm": True, **EPS}, of_gate, "qwen3_next", "Qwen3Next", {"head_dim": D}),
-    ("differential", 0, {"n_layer": 4}, of_differential, "diffllama", "DiffLlama", {}),
-    ("differential", 3, {"n_layer": 4}, of_differential, "diffllama", "DiffLlama", {}),
-    ("mla", 0, EPS, of_mla, "deepseek_v3", "DeepseekV3", MLA),
+MLA_SIZES = {"q_lora_rank": None, "kv_lora_rank": C // 2, "qk_nope_head_dim": D,
+             "qk_rope_head_dim": D // 2, "v_head_dim": D, "rope_interleave": False}
+GPT_OSS = {"head_dim": D, "sliding_window": 4, "attention_bias": False}
+MODELS: list[tuple[Any, ...]] = [  # our layer; the layer of transformers
+    ("window", 0, {"attention_window": 4}, "gpt_oss", "GptOss", GPT_OSS),
+    ("gate", 3, {"qk_norm": True}, "qwen3_next", "Qwen3Next", {"head_dim": D}),
+    ("differential", 0, {}, "diffllama", "DiffLlama", {}),
+    ("differential", 3, {}, "diffllama", "DiffLlama", {}),
+    ("mla", 0, {}, "deepseek_v3", "DeepseekV3", MLA_SIZES),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, number, changes, weights, family, prefix, sizes", MODELS)
-def test_a_variant_is_that_of_transformers(
-    name, number, changes, weights, family, prefix, sizes
-) -> None:
-    made, (cos, sin) = layer(name, number if "n_layer" in changes else 0, **changes), angles()
+@pytest.mark.parametrize("name, number, changes, family, prefix, sizes", MODELS)
+def test_a_variant_is_that_of_transformers(name, number, changes, family, prefix, sizes) -> None:
+    made, (cos, sin) = layer(name, number, **changes), angles()
     config = getattr(import_module("transformers"), f"{prefix}Config")(
         hidden_size=C, num_attention_heads=H, num_key_value_heads=H, num_hidden_layers=4,
         attn_implementation="eager", **sizes)
     module = import_module(f"transformers.models.{family}.modeling_{family}")
     theirs = getattr(module, f"{prefix}Attention")(config, number).double().eval()
-    theirs.load_state_dict(weights(made))
+    theirs.load_state_dict(by_their_names(name, made))
     i, j = torch.arange(T)[:, None], torch.arange(T)
     hidden = (j > i) | (j <= i - changes.get("attention_window", T))
     mask = torch.zeros(1, 1, T, T, dtype=F64).masked_fill(hidden, -torch.inf)
     rope = (cos[..., ::2], sin[..., ::2]) if name == "mla" else (cos, sin)
-    rope = tuple(t[None, :, 0] if name == "window" else t.repeat(1, 1, 2)[None, :, 0]
-                 for t in rope)
-    want = theirs(X, rope, mask)[0]
+    rope = tuple(t.repeat(1, 1, 1 + (name != "window"))[None, :, 0] for t in rope)
     # Parts of theirs are in float32, except GPT-OSS's.
     room = 1e-12 if name == "window" else 1e-6
-    assert torch.allclose(run(made, X, rope=(cos, sin)), want, atol=room)
+    assert torch.allclose(run(made, rope=(cos, sin)), theirs(X, rope, mask)[0], atol=room)
 
 
 @pytest.mark.parametrize("backend", ["manual", "tiled", "sdpa"])
 def test_absorbing_changes_nothing(backend) -> None:
     made = layer("mla")
-    naive = run(made, X, backend, angles())
+    naive = run(made, backend, angles())
     made.absorbed = True
-    assert torch.allclose(run(made, X, backend, angles()), naive, atol=1e-12, rtol=0)
+    assert torch.allclose(run(made, backend, angles()), naive, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("backend", ["manual", "tiled", "sdpa", "sdpa_math"])
@@ -144,22 +121,19 @@ def test_forgetting_is_its_formula_on_any_backend(backend) -> None:
             weight[:, :, i, j] = score.exp() * f[:, :, j + 1 : i + 1].prod(-1)
     out = weight / weight.sum(-1, keepdim=True) @ v
     want = made.c_proj(out.transpose(1, 2).flatten(2))
-    assert torch.allclose(run(made, X, backend), want, atol=1e-12)
+    assert torch.allclose(run(made, backend), want, atol=1e-12)
 
 
 def test_value_residual_mixes_the_first_layers_values() -> None:
-    first, made = layer("value_residual"), layer("value_residual", 1)
-    torch.manual_seed(2)
-    made = type(made)(GPTConfig(**SIZES), 1, first).double()
-    run(first, X)
-    plain = layer("mha")
-    with torch.no_grad():
-        made.mix.copy_(torch.tensor([0.3, 0.9]))
-        q, k, v = made.c_attn.weight.chunk(3)
-        v = 0.3 * v + 0.9 * first.c_attn.weight.chunk(3)[2]  # the same x: one matrix does it
-        plain.c_attn.weight.copy_(torch.cat([q, k, v]))
-        plain.c_proj.weight.copy_(made.c_proj.weight)
-    assert torch.allclose(run(made, X), run(plain, X), atol=1e-12)
+    first, plain = layer("value_residual"), layer("mha")
+    made = layer("value_residual", 1, first)
+    run(first)
+    a, b = made.mix.detach()
+    q, k, v = made.c_attn.weight.chunk(3)
+    v = a * v + b * first.c_attn.weight.chunk(3)[2]  # the same x: one matrix does it
+    plain.load_state_dict({"c_attn.weight": torch.cat([q, k, v]),
+                           "c_proj.weight": made.c_proj.weight})
+    assert torch.allclose(run(made), run(plain), atol=1e-12)
 
 
 def inputs(length: int) -> tuple[Tensor, ...]:
@@ -181,20 +155,19 @@ def test_the_delta_rule_is_qwen3_nexts() -> None:
 
     q, *rest = inputs(70)
     theirs = [t.transpose(1, 2).float() for t in (q * D**0.5, *rest)]  # which scales q
-    for rule in (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule):
-        out = rule(*theirs)[0].transpose(1, 2).double()
-        assert torch.allclose(out, delta.chunked(q, *rest), atol=1e-4)
+    out = qwen.torch_recurrent_gated_delta_rule(*theirs)[0].transpose(1, 2).double()
+    assert torch.allclose(out, delta.chunked(q, *rest), atol=1e-4)
 
 
 # --- costs ---
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("delta", "window")])
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in ("delta", "window")])
 def test_products_between_tokens_are_those_that_torch_counts(name) -> None:
     """The kernel `manual` computes all T keys, and its products are the only batched ones."""
     made = layer(name)
     with FlopCounterMode(display=False) as counted:
-        run(made, X)
+        run(made)
     batched = counted.get_flop_counts()["Global"][torch.ops.aten.bmm]
     # v is padded to the width of k, or the scores are computed for both halves of V.
     wasted = {"forgetting": H, "mla": H * D // 2, "differential": H * D}.get(name, 0)
@@ -204,10 +177,8 @@ def test_products_between_tokens_are_those_that_torch_counts(name) -> None:
 @pytest.mark.parametrize("name", ["mha", "gqa", "mqa", "window", "gate", "mla"])
 def test_a_cache_stores_what_the_kernel_reads(name) -> None:
     made, read = layer(name), set()
-    if name == "mla":
-        made.absorbed = True
-    kv = made.kv_size // D
-    spec = made.request(attention.Spec(H, kv, D, "float64", made.window))
+    made.absorbed = True
+    spec = made.request(attention.Spec(H, made.kv_size // D, D, "float64", made.window))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
         read.add(k[0, 0].numel() + (0 if v is k else v[0, 0].numel()))
@@ -217,7 +188,7 @@ def test_a_cache_stores_what_the_kernel_reads(name) -> None:
     assert read == {made.cached}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("task", [RECALL, PLAYS])
 def test_all_variants_have_as_many_parameters(name, task) -> None:
     mha, own = (build(n, task).get_num_params() for n in ("mha", name))
@@ -231,7 +202,7 @@ def test_all_variants_have_as_many_parameters(name, task) -> None:
 @given(st.integers(1, 16), st.integers(0, 40), st.integers(0, 2**31))
 def test_each_key_returns_once_and_its_value_is_the_target(pairs, more, seed) -> None:
     T = 3 * pairs + more
-    idx, targets = mqar.sequences(3, pairs, T, torch.Generator().manual_seed(seed))
+    idx, targets = sequences(3, pairs, T, torch.Generator().manual_seed(seed))
     for row, wanted in zip(idx.tolist(), targets.tolist(), strict=True):
         value = dict(zip(row[: 2 * pairs : 2], row[1 : 2 * pairs : 2], strict=True))
         later = [(key, v) for key, v in zip(row, wanted) if v >= 0]
@@ -250,7 +221,7 @@ class LooksUp(GPT):
         for row, out in zip(idx.tolist(), found):
             for t, key in enumerate(row):
                 out[t] = row[row.index(key) + 1] if key >= self.lost and key in row[:t] else 0
-        return torch.nn.functional.one_hot(found, mqar.VOCABULARY)
+        return torch.nn.functional.one_hot(found, VOCABULARY)
 
     def head(self, x: Tensor) -> Tensor:
         return x
@@ -277,6 +248,7 @@ def test_the_command_writes_rows_and_does_not_repeat_them(tmp_path, capsys) -> N
         main([*words, "--tasks=recall", "--scale=0.01"])
 
 
-def test_a_mistyped_variant_is_named() -> None:
-    with pytest.raises(UserError, match=r"detla.*delta"):
-        main(["--variants=detla"])
+@pytest.mark.parametrize("word, named", [("--variants=detla", "delta"), ("--tasks=spede", "speed")])
+def test_a_mistyped_name_is_an_error(word, named) -> None:
+    with pytest.raises(UserError, match=named):
+        main([word])

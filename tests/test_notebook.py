@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -22,23 +21,25 @@ from course.exercises import exercise
 NAMES = ("attention.ipynb", "qualify.ipynb")
 
 
+def cells(name: str) -> Any:
+    """The cells of a valid notebook. That it is up to date is a matter of test_course.py."""
+    book = nbformat.read(ROOT / "notebooks" / name, as_version=4)
+    nbformat.validate(book)
+    return book.cells
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_is_valid(name: str) -> None:
-    """That it is up to date is a matter of test_course.py."""
-    text = (ROOT / "notebooks" / name).read_text(encoding="utf-8")
-    nbformat.validate(nbformat.reads(text, as_version=4))
-    # The badge has the address of pyproject.toml.
+def test_the_badge_of_a_notebook_has_the_address_of_pyproject(name: str) -> None:
     address = re.findall(r'\nRepository = "(.+)"', (ROOT / "pyproject.toml").read_text("utf-8"))[0]
-    assert json.loads(text)["cells"][0]["source"][2].count(address.rpartition("//github.com")[2])
+    assert address.rpartition("//github.com")[2] in cells(name)[0].source.splitlines()[2]
 
 
 def executed(name: str, folder: Path, **changes: str) -> str:
     """Run the code cells in one namespace, from the notebook's folder, as Jupyter does."""
-    cells = json.loads((ROOT / "notebooks" / name).read_text(encoding="utf-8"))["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    for old, new in changes.items():
-        code = [text.replace(old, new) for text in code]
+    code = [cell.source for cell in cells(name) if cell.cell_type == "code"]
     for n, text in enumerate(code):  # files: a Triton kernel reads its own source
+        for old, new in changes.items():
+            text = text.replace(old, new)
         (folder / f"{n}.py").write_text(text, encoding="utf-8")
     run = ("import sys; del sys.path[0]\n"  # notebooks/
            f"for n in range({len(code)}):\n    file = r'{folder}/%d.py' % n\n"
@@ -73,17 +74,16 @@ def test_qualify_keeps_its_record(tmp_path: Path) -> None:
     assert str(archive) in said and archive.is_file()
 
 
-def test_a_function_is_checked_like_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text, said", [
+    (exercise("4").right, "exercise 4: right\n"),
+    (exercise("4").start + "    1 / 0\n", "Keep the old sums"),
+    ("def update(m, l, O, S, V):\n    1 / 0", "line 2"),
+])
+def test_a_function_is_checked_like_a_file(text: str, said: str, capsys: Any) -> None:
     made: dict[str, Any] = {}
-    exec(exercise("4").right, made)
+    exec(compile(text, "cell", "exec"), made)
     lesson.check(4, made["update"])
-    assert capsys.readouterr().out == "exercise 4: right\n"
-    exec(compile(exercise("4").start + "    1 / 0\n", "cell", "exec"), made)
-    lesson.check(4, made["update"])
-    assert "Keep the old sums" in capsys.readouterr().out
-    exec(compile("def update(m, l, O, S, V):\n    1 / 0", "cell", "exec"), made)
-    lesson.check(4, made["update"])
-    assert "line 2" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -92,23 +92,20 @@ def test_the_site_is_complete(tmp_path: Path) -> None:
     phone."""
     pytest.importorskip("material")
     run, out = tmp_path / "run", tmp_path / "site"
-    text = test_train.TEXT + site.PROMPT
-    test_train.run(test_train.make_data(tmp_path, text), run, max_iters=1, block_size=64)
+    data = test_train.make_data(tmp_path, test_train.TEXT + site.PROMPT)
+    test_train.run(data, run, max_iters=1, block_size=64)
     assert site.main([f"--run={run}", f"--out={out}"]) == 0  # a dead link is an error
-    pages = files("course/[0-9]*.md", "docs/*.md")
-    unset: dict[str, list[str]] = {}  # formulas and links
-    for page in pages:
-        made = (out / page.relative_to(ROOT)).with_suffix(".html").read_text(encoding="utf-8")
-        text = re.sub(r"<(code|script|style)\b.*?</\1>|<[^>]*>", "", made, flags=re.S)
-        unset[page.name] = re.findall(r"\$[^$]+\$|\]\(", text)
-    assert not any(unset.values()), unset
     assert "<math" in (out / "course/1_softmax.html").read_text(encoding="utf-8")
     assert "To be" in (out / "explain.html").read_text(encoding="utf-8")
     with browsers.running() as browser:
         phone = browser.new_page(viewport={"width": 420, "height": 800})
         away: list[str] = []  # requests that need a network
         phone.on("request", lambda r: r.url.startswith("file:") or away.append(r.url))
-        for page in pages:
-            phone.goto((out / page.relative_to(ROOT)).with_suffix(".html").as_uri())
+        for page in files("course/[0-9]*.md", "course/answers.md", "docs/*.md"):
+            made = (out / page.relative_to(ROOT)).with_suffix(".html")
+            text = made.read_text(encoding="utf-8")
+            text = re.sub(r"<(code|script|style)\b.*?</\1>|<[^>]*>", "", text, flags=re.S)
+            assert not re.findall(r"\$[^$]+\$|\]\(", text), page.name  # formulas and links
+            phone.goto(made.as_uri())
             assert phone.evaluate("document.documentElement.scrollWidth") <= 420, page.name
         assert not away

@@ -6,17 +6,15 @@ T tokens, L layers, H query heads of D numbers.
 from __future__ import annotations
 
 import base64
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
 
 class Packed(TypedDict):
-    """An array: base64 of its elements, little endian, row by row."""
-
     dtype: str  # uint8, uint16, float32
     shape: list[int]
-    data: str
+    data: str  # base64, little endian, row by row
 
 
 class Token(TypedDict):
@@ -25,14 +23,7 @@ class Token(TypedDict):
     label: str  # with visible spaces and line breaks
 
 
-class Refused(TypedDict):
-    name: str
-    why: list[str]
-
-
 class About(TypedDict):
-    """The model, the prompt, and what ran."""
-
     source: str  # of the weights
     n_layer: int
     n_head: int
@@ -43,7 +34,7 @@ class About(TypedDict):
     dtype: str
     backend: str  # that ran
     announced: str  # its description
-    refused: list[Refused]
+    refused: list[dict[str, Any]]  # name, and why: a list of reasons
     prompt: str
     tokens: list[Token]
     segments: list[int] | None  # the document of each token
@@ -63,7 +54,7 @@ class Agreement(TypedDict):
 
 
 class Maps(TypedDict):
-    """P = softmax(Q K^T / sqrt(D)) of every layer and head."""
+    """P = softmax(Q K^T / sqrt(D))."""
 
     weights: Packed  # (L, H, T (T + 1) / 2): the lower triangle of P, times levels
     levels: int  # 65535 or 255
@@ -86,9 +77,6 @@ class Document(TypedDict):
     tiles: Tiles
 
 
-LABELS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
-
-
 def token_of(id_: int, pieces: list[bytes]) -> Token:
     """A token; `pieces` has the bytes of each id."""
     piece = pieces[id_]
@@ -96,17 +84,14 @@ def token_of(id_: int, pieces: list[bytes]) -> Token:
         text = piece.decode() if piece else "<end of text>"
     except UnicodeDecodeError:  # part of a character
         text = f"<{piece.hex(' ').upper()}>"
-    return {"id": id_, "text": text, "label": "".join(LABELS.get(c, c) for c in text)}
+    return {"id": id_, "text": text, "label": text.translate(str.maketrans(" \n\t\r", "␣⏎⇥␍"))}
 
 
 def pack(a: np.ndarray) -> Packed:
-    """Encode an array for JSON."""
     data = base64.b64encode(a.astype(a.dtype.newbyteorder("<")).tobytes()).decode()
     return {"dtype": str(a.dtype), "shape": list(a.shape), "data": data}
 
 
 def unpack(packed: Packed) -> np.ndarray:
-    """Decode an array."""
-    dtype = np.dtype(packed["dtype"]).newbyteorder("<")
-    a = np.frombuffer(base64.b64decode(packed["data"]), dtype)
+    a = np.frombuffer(base64.b64decode(packed["data"]), np.dtype(packed["dtype"]).newbyteorder("<"))
     return a.reshape(packed["shape"]).astype(packed["dtype"])

@@ -14,14 +14,13 @@ from pathlib import Path
 
 from viewer.document import Document
 
-HERE = Path(__file__).parent
-SCRIPTS = ("page_common.js", "page_maps.js", "page_tiles.js", "page.js")
+SCRIPTS = ("page_common.js", "page_tiles.js", "page_maps.js")
 
 
 def render(document: Document) -> str:
     """The page as text, to be written as UTF-8."""
-    css = (HERE / "page.css").read_text(encoding="utf-8")
-    js = "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    css, template = _read("page.css"), _read("page.html")
+    js = "\n".join(map(_read, SCRIPTS))
     # No "<": it could end the script block.
     data = json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
@@ -32,9 +31,12 @@ def render(document: Document) -> str:
         "document": data,
         "js": js,
     }
-    template = (HERE / "page.html").read_text(encoding="utf-8")
     # In one pass: inserted text may contain a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], template)
+
+
+def _read(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -1,16 +1,16 @@
-// Maps of every layer and head, and whether the kernel agrees.
+// Maps of every layer and head, whether the kernel agrees, and the start of the page.
 
 const map = { layer: about.layer, head: about.head, query: T - 1, key: null };
-const DECIMALS = maps.levels > 255 ? 4 : 2; // more would be rounding
+const mapView = { cell: 0, left: 0, top: 0 };
 const packed = unpack(maps.weights);
-const packedRow = (i) => (i * (i + 1)) / 2;
 const sees = (layer, i, j) => j >= maps.seen[layer][i][0] && j < maps.seen[layer][i][1];
 
 /** The weight of key j for query i. */
 const weight = (layer, head, i, j) => (j > i ? 0
   : packed[(layer * H + head) * packedRow(T) + packedRow(i) + j] / maps.levels);
 
-const mapPicture = (layer, head, canvas) => picture(T, T,
+// Most weights are small: the root lets them be seen.
+const mapPicture = (layer, head, canvas = h("canvas")) => picture(T, T,
   (i, j) => (sees(layer, i, j) ? Math.sqrt(weight(layer, head, i, j)) : NaN), canvas);
 
 function thumbnails() {
@@ -27,14 +27,12 @@ function thumbnails() {
     box.append(button);
     return button;
   });
-  box.addEventListener("keydown", (e) => {
-    const by = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-    if (!(e.key in by)) return;
-    e.preventDefault();
-    const [down, right] = by[e.key];
+  const move = (down, right) => {
     chooseHead(clamp(map.layer + down, 0, L - 1), clamp(map.head + right, 0, H - 1));
     buttons[map.layer * H + map.head].focus();
-  });
+  };
+  onKeys(box, { ArrowLeft: () => move(0, -1), ArrowRight: () => move(0, 1),
+    ArrowUp: () => move(-1, 0), ArrowDown: () => move(1, 0) });
   return buttons;
 }
 
@@ -43,22 +41,20 @@ function chooseHead(layer, head) {
   drawMaps();
 }
 
-const mapView = { cell: 0, left: 0, top: 0 };
-
 function drawMap() {
   const canvas = $("map");
-  const room = canvas.parentElement.parentElement.clientWidth;
+  const room = Math.min(canvas.parentElement.parentElement.clientWidth, 620);
   const probe = canvas.getContext("2d");
   probe.font = "12px ui-monospace, monospace";
   const widths = about.tokens.map((t) => probe.measureText(t.label).width);
   const wide = Math.min(Math.ceil(Math.max(...widths)) + 8, 76);
-  const letters = Math.min(room, 620) - wide - 2 >= 8 * T; // is there room for every token?
+  const letters = room - wide - 2 >= 8 * T; // is there room for every token?
   const left = letters ? wide : wide + 7 * String(T).length; // else some, with their numbers
-  const [right, top] = [2, Math.max(left, 18)];
-  const cell = Math.min((Math.min(room, 620) - left - right) / T, 34);
+  const top = Math.max(left, 18);
+  const cell = Math.min((room - left - 2) / T, 34);
   const size = cell * T;
   Object.assign(mapView, { cell, left, top });
-  const c = fresh(canvas, Math.floor(left + size + right), Math.floor(top + size + 2));
+  const c = fresh(canvas, Math.floor(left + size + 2), Math.floor(top + size + 2));
   c.fillStyle = colour("sunk");
   c.beginPath(); // what causality leaves: a staircase
   c.moveTo(left, top);
@@ -73,14 +69,12 @@ function drawMap() {
     if (from > 0) hatch(c, left, top + i * cell, from * cell, cell);
   }
   c.drawImage(mapPicture(map.layer, map.head), left, top, size, size);
-  c.strokeStyle = colour("strong");
-  c.lineWidth = 1;
   about.segments?.forEach((document, i) => { // the edges of the documents
     if (i === 0 || document === about.segments[i - 1]) return;
-    c.strokeRect(left, top + i * cell, size, 0);
-    c.strokeRect(left + i * cell, top, 0, size);
+    outline(c, left, top + i * cell, size, 0, "strong", 1);
+    outline(c, left + i * cell, top, 0, size, "strong", 1);
   });
-  c.strokeRect(left - 0.5, top - 0.5, size + 1, size + 1);
+  outline(c, left - 0.5, top - 0.5, size + 1, size + 1, "strong", 1);
   axes(c, left, top, cell, letters);
   const { query, key } = map;
   outline(c, left, top + query * cell, size, Math.max(cell, 2), "accent", 2.5);
@@ -94,22 +88,23 @@ function axes(c, left, top, cell, letters) {
   c.textBaseline = "middle";
   const every = letters ? 1 : [2, 5, 10, 20, 25, 50].find((n) => n * cell >= 14) || 100;
   const size = letters ? clamp(cell, 8, 12) : 12;
+  const style = (chosen, name, align) => {
+    c.font = `${chosen ? "bold " : ""}${size}px ui-monospace, monospace`;
+    c.fillStyle = colour(chosen ? name : "muted");
+    c.textAlign = align;
+  };
   for (let i = 0; i < T; i += every) {
     const label = [...about.tokens[i].label];
     const short = label.length > 9 ? `${label.slice(0, 8).join("")}…` : label.join("");
     const name = letters ? short : `${i} ${short}`;
-    c.font = `${i === map.query ? "bold " : ""}${size}px ui-monospace, monospace`;
-    c.fillStyle = colour(i === map.query ? "accent" : "muted");
-    c.textAlign = "right";
-    c.fillText(name, left - 6, top + (i + 0.5) * cell);
-    c.font = `${i === map.key ? "bold " : ""}${size}px ui-monospace, monospace`;
-    c.fillStyle = colour(i === map.key ? "ink" : "muted");
-    c.save();
-    c.translate(left + (i + 0.5) * cell, top - 6);
+    const middle = (i + 0.5) * cell;
+    style(i === map.query, "accent", "right");
+    c.fillText(name, left - 6, top + middle);
     const turned = [...name].length > 1;
+    style(i === map.key, "ink", turned ? "left" : "center");
+    c.save();
+    c.translate(left + middle, top - (turned ? 6 : 11));
     if (turned) c.rotate(-Math.PI / 2);
-    else c.translate(0, -5);
-    c.textAlign = turned ? "left" : "center";
     c.fillText(name, 0, 0);
     c.restore();
   }
@@ -117,23 +112,22 @@ function axes(c, left, top, cell, letters) {
 
 function drawQuery() {
   const { layer, head, query } = map;
-  const token = about.tokens[query];
-  $("query-title").textContent = `Where token ${query}, ${quote(token)}, looks`;
+  $("query-title").textContent = `Where token ${query}, ${quote(about.tokens[query])}, looks`;
   strip.chips.forEach((chip, j) => {
     const [cell, under] = chip.children;
-    const hidden = j <= query && !sees(layer, query, j);
+    const seen = sees(layer, query, j);
+    const hidden = j <= query && !seen;
     chip.className = [j > query && "later", hidden && "hidden hatched", j === query && "query"]
       .filter(Boolean).join(" ");
     cell.classList.toggle("hatch", hidden);
     const w = weight(layer, head, query, j);
-    const rgb = sees(layer, query, j) ? weightShade(w) : null;
-    cell.style.background = rgb ? css(rgb) : "";
-    cell.style.color = rgb ? inkOn(rgb) : "";
+    const rgb = colours()[place(Math.sqrt(w))];
+    cell.style.background = seen ? css(rgb) : "";
+    cell.style.color = seen ? inkOn(rgb) : "";
     const percent = w >= 0.005 ? String(Math.round(100 * w)) : "·";
-    under.replaceChildren(sees(layer, query, j) ? num(100 * w, percent) : "");
+    under.replaceChildren(seen ? num(100 * w, percent) : "");
   });
   strip.go(query);
-  strip.show(query);
 }
 
 function drawMaps() {
@@ -147,8 +141,21 @@ function drawMaps() {
   const nats = maps.entropy[layer][head];
   $("entropy").textContent = `Mean entropy ${nats.toFixed(2)} nats: a query's weights are spread as `
     + `evenly over ${Math.exp(nats).toFixed(1)} tokens.`;
-  mapLegend();
-  drawAgreement();
+  const hidden = maps.seen[layer].some(([from]) => from > 0);
+  const why = [about.windows[layer] !== null && "outside the window",
+    about.segments && "in another document"].filter(Boolean).join(" or ");
+  const bar = picture(1, 256, (_, n) => n / 255, h("canvas", { class: "ramp", "aria-hidden": "true" }));
+  $("map-legend").replaceChildren(
+    entry("weight 0", bar, "1, by its square root"),
+    hidden ? entry(h("i", { class: "hatch" }), `hidden: ${why}`) : "",
+    entry(h("i"), "later: never seen"));
+  const a = maps.layers[layer];
+  $("agreement").className = `verdict ${a.agrees ? "good" : "bad"}`;
+  $("agreement").replaceChildren(
+    h("b", {}, `${about.backend} ${a.agrees ? "agrees" : "does not agree"} in layer ${layer}.`),
+    " The weights above are recomputed outside the kernel that ran, from the same q and k. Its "
+    + "output differs from the formula in float64 by at most ", num(a.error, sci(a.error)),
+    "; allowed are ", num(a.allowed, sci(a.allowed)), `. In head ${head} it is ${sci(a.heads[head])}.`);
   lookAt(query, key);
 }
 
@@ -162,51 +169,73 @@ function lookAt(query, key = null) {
   $("map").setAttribute("aria-label",
     `Attention map of layer ${layer}, head ${head}. Token ${token(query)} looks.`);
   let given = key > query ? "a later token, masked" : "masked";
-  if (sees(layer, query, key)) given = weight(layer, head, query, key).toFixed(DECIMALS);
+  const decimals = maps.levels > 255 ? 4 : 2; // more would be rounding
+  if (sees(layer, query, key)) given = weight(layer, head, query, key).toFixed(decimals);
   $("map-cell").textContent = key === null ? ""
     : `${token(query)} looks at ${token(key)}: ${given}`;
 }
 
 function listenToMap() {
   const canvas = $("map");
-  canvas.addEventListener("pointermove", (e) => {
-    const [i, j] = cellAt(e, mapView);
-    if (i !== null && (i !== map.query || j !== map.key)) lookAt(i, j);
-  });
-  canvas.addEventListener("pointerdown", (e) => {
-    const [i, j] = cellAt(e, mapView);
-    if (i === null) return;
-    strip.pinned = i;
-    lookAt(i, j);
-  });
+  /** Look at the cell of an event, if there is one. */
+  const point = (e, pin) => {
+    const box = canvas.getBoundingClientRect();
+    const i = Math.floor((e.clientY - box.top - mapView.top) / mapView.cell);
+    const j = Math.floor((e.clientX - box.left - mapView.left) / mapView.cell);
+    if (i < 0 || i >= T || (!pin && i === map.query && j === map.key)) return;
+    if (pin) strip.pinned = i;
+    lookAt(i, j >= 0 && j < T ? j : null);
+  };
+  canvas.addEventListener("pointermove", (e) => point(e, false));
+  canvas.addEventListener("pointerdown", (e) => point(e, true));
   canvas.addEventListener("pointerleave", (e) => e.pointerType === "mouse" && lookAt(strip.pinned));
-  canvas.addEventListener("keydown", (e) => {
-    const { query: i, key: j } = map;
-    const to = { ArrowUp: [i - 1, j], ArrowDown: [i + 1, j], Home: [0, j], End: [T - 1, j],
-      ArrowLeft: [i, (j ?? i) - 1], ArrowRight: [i, (j ?? -1) + 1] }[e.key];
-    if (!to) return;
-    e.preventDefault();
-    strip.pinned = clamp(to[0], 0, T - 1);
-    lookAt(strip.pinned, to[1] === null ? null : clamp(to[1], 0, T - 1));
+  const go = (i, j) => {
+    strip.pinned = clamp(i, 0, T - 1);
+    lookAt(strip.pinned, j === null ? null : clamp(j, 0, T - 1));
+  };
+  onKeys(canvas, {
+    ArrowUp: () => go(map.query - 1, map.key), ArrowDown: () => go(map.query + 1, map.key),
+    Home: () => go(0, map.key), End: () => go(T - 1, map.key),
+    ArrowLeft: () => go(map.query, (map.key ?? map.query) - 1),
+    ArrowRight: () => go(map.query, (map.key ?? -1) + 1),
   });
 }
 
-function mapLegend() {
-  const hidden = maps.seen[map.layer].some(([from]) => from > 0);
-  const why = [about.windows[map.layer] !== null && "outside the window",
-    about.segments && "in another document"].filter(Boolean).join(" or ");
-  $("map-legend").replaceChildren(
-    entry("weight 0", rampBar(), "1, by its square root"),
-    hidden ? entry(h("i", { class: "hatch" }), `hidden: ${why}`) : "",
-    entry(h("i"), "later: never seen"));
+/** The words at the top, and how the page chose its first head, if it did. */
+function opening() {
+  $("prompt").textContent = about.prompt;
+  const shared = about.n_kv_head < H
+    ? `, which share ${many(about.n_kv_head, "key/value head")}` : "";
+  const parameters = about.n_params.toLocaleString("en",
+    { notation: "compact", maximumSignificantDigits: 3 });
+  $("lede").append(`${about.source}: a GPT of ${many(L, "layer")}, ${many(H, "head")} of `
+    + `${about.head_dim} a layer${shared}, and ${parameters} parameters in ${about.dtype} on `
+    + `${about.device}, with ${many(T, "token")}. ${about.announced}.`);
+  const agreeing = maps.layers.filter((a) => a.agrees).length;
+  $("check").className = agreeing === L ? "good" : "bad";
+  $("check").textContent = `${about.backend} agrees with the formula in ${agreeing} of ${L} layers`;
+  const refused = about.refused.map((r) => `${r.name} was refused: ${r.why.join("; ")}.`);
+  $("notes").append(...[...about.notes, ...refused].map((note) => h("p", { class: "note" }, note)));
+  const entropies = maps.entropy.flat();
+  if (L * H > 1 && entropies[about.layer * H + about.head] === Math.min(...entropies)) {
+    $("begin").textContent = `The page begins with layer ${about.layer}, head ${about.head}: of all `
+      + "heads it spreads its weights over the fewest tokens (lowest mean entropy).";
+  }
 }
 
-function drawAgreement() {
-  const a = maps.layers[map.layer];
-  $("agreement").className = `verdict ${a.agrees ? "good" : "bad"}`;
-  $("agreement").replaceChildren(
-    h("b", {}, `${about.backend} ${a.agrees ? "agrees" : "does not agree"} in layer ${map.layer}.`),
-    " The weights above are recomputed outside the kernel that ran, from the same q and k. Its "
-    + "output differs from the formula in float64 by at most ", small(a.error), "; allowed are ",
-    small(a.allowed), `. In head ${map.head} it is ${sci(a.heads[map.head])}.`);
-}
+opening();
+const thumbs = thumbnails();
+const strip = tokenStrip($("map-tokens"), (i) => lookAt(i));
+listenToMap();
+listenToTiles();
+drawMaps();
+
+let width = innerWidth;
+addEventListener("resize", () => {
+  if (innerWidth !== width) drawMaps(); // on a phone the height changes as the address bar hides
+  width = innerWidth;
+});
+dark.addEventListener("change", () => {
+  thumbs.forEach((button, n) => mapPicture(Math.floor(n / H), n % H, button.firstChild));
+  drawMaps();
+});

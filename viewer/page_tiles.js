@@ -7,10 +7,9 @@ const [N, C] = tiles.out.shape.slice(2); // tokens, components of v and of the o
 const player = { at: 0, size: 4, timer: null };
 const score = (layer, head, i, j) => (j > i ? -Infinity
   : scores[(layer * H + head) * packedRow(N) + packedRow(i) + j]);
-const component = (array, row, c) => array[row * C + c];
 const sum = (xs) => xs.reduce((a, b) => a + b, 0);
 
-/** The states after each tile in which the query sees a key: first, s, p, rescale, m, l, O. */
+/** The states after each tile in which the query sees a key. */
 function frames(layer, head, i, size) {
   const kv = layer * about.n_kv_head + Math.floor((head * about.n_kv_head) / H);
   let [m, l, O] = [-Infinity, 0, Array(C).fill(0)];
@@ -25,15 +24,17 @@ function frames(layer, head, i, size) {
     const rescale = Math.exp(old.m - m);
     l = rescale * l + sum(p);
     O = O.map((x, c) => rescale * x
-      + sum(p.map((y, n) => y * component(values, kv * N + first + n, c))));
+      + sum(p.map((y, n) => y * values[(kv * N + first + n) * C + c])));
     found.push({ first, s, p, rescale, m, l, O, old });
   }
   return found;
 }
 
 const shown = (x) => (Number.isFinite(x) ? num(x, x.toFixed(3).replace("-", "−")) : "−∞");
-const tableRow = (name, ...cells) => h("tr", {}, h("th", {}, name), ...cells);
-const cellOf = (x, kind = "") => h("td", { class: kind }, x);
+const cell = (x) => h("td", {}, typeof x === "number" ? shown(x) : x);
+const bold = (x) => h("td", { class: "now" }, shown(x));
+const row = (name, ...cells) => h("tr", {}, h("th", {}, name), ...cells);
+const heads = (...names) => names.map((name) => h("th", {}, name));
 
 function drawTiles() {
   const { layer, head } = map;
@@ -42,73 +43,66 @@ function drawTiles() {
   player.at = Math.min(player.at, all.length);
   const last = player.at === all.length; // after the tiles: the division
   const now = all[last ? player.at - 1 : player.at];
-  $("tiles-at").max = all.length;
-  $("tiles-at").value = player.at;
+  const { first, s, p, rescale, m, l, O, old } = now;
+  Object.assign($("tiles-at"), { max: all.length, value: player.at });
   $("tiles-back").disabled = player.at === 0;
   $("tiles-next").disabled = last;
   $("tiles-play").textContent = player.timer === null ? "Play" : "Pause";
-  const cut = map.query < N ? "" : ` (of later queries the page has no scores)`;
-  const stop = now.first + now.s.length - 1;
-  const said = now.rescale < 1 && player.at > 0
-    ? `m rises, so the old l and O shrink by the factor ${now.rescale.toFixed(3)}.`
-    : "m stays, so the factor is 1.";
+  const cut = map.query < N ? "" : " (of later queries the page has no scores)";
+  const stop = first + s.length - 1;
+  let change = "The first tile sets m.";
+  if (player.at > 0) {
+    change = rescale < 1 ? `m rises, so the old l and O shrink by the factor ${rescale.toFixed(3)}.`
+      : "m stays, so the factor is 1.";
+  }
+  const keys = stop > first ? `keys ${first} to ${stop}` : `key ${stop}`;
   const step = last ? "After the last tile O is divided by l."
-    : `Tile ${player.at + 1} of ${all.length}, `
-      + (stop > now.first ? `keys ${now.first} to ${stop}. ` : `key ${stop}. `)
-      + (player.at > 0 ? said : "The first tile sets m.");
+    : `Tile ${player.at + 1} of ${all.length}, ${keys}. ${change}`;
   $("tiles-title").textContent = `Query ${query}, ${quote(about.tokens[query])}${cut}. ${step}`;
   drawBars(query, all.slice(0, player.at + 1), now, last);
-  const seen = now.s.map((x, n) => n).filter((n) => now.s[n] > -Infinity);
+  const seen = [...s.keys()].filter((n) => s[n] > -Infinity);
   $("tiles-keys").replaceChildren(...(last ? [] : [
-    tableRow("key", ...seen.map((n) => h("th", {}, about.tokens[now.first + n].label))),
-    tableRow("s = q · k / √D", ...seen.map((n) => cellOf(shown(now.s[n])))),
-    tableRow("p = e^(s − m)", ...seen.map((n) => cellOf(shown(now.p[n]))))]));
-  const weighted = now.O.map((x, c) => x - now.rescale * now.old.O[c]);
-  const state = (name, old, factor, added, x) => tableRow(name, cellOf(shown(old)),
-    cellOf(factor), cellOf(added), cellOf(shown(x), "now"));
-  const index = (layer * H + head) * N + query;
-  const rows = last ? [
-    tableRow("", ...["O", "l", "O / l", `output of ${about.backend}`].map((x) => h("th", {}, x))),
-    ...now.O.map((x, c) => tableRow(`O[${c}]`, cellOf(shown(x)), cellOf(shown(now.l)),
-      cellOf(shown(x / now.l), "now"), cellOf(shown(component(outputs, index, c))))),
+    row("key", ...heads(...seen.map((n) => about.tokens[first + n].label))),
+    row("s = q · k / √D", ...seen.map((n) => cell(s[n]))),
+    row("p = e^(s − m)", ...seen.map((n) => cell(p[n])))]));
+  const output = (c) => outputs[((layer * H + head) * N + query) * C + c];
+  $("tiles-state").replaceChildren(...(last ? [
+    row("", ...heads("O", "l", "O / l", `output of ${about.backend}`)),
+    ...O.map((x, c) => row(`O[${c}]`, cell(x), cell(l), bold(x / l), cell(output(c)))),
   ] : [
-    tableRow("", ...["before", "× e^(m before − m)", "+ this tile", "now"].map((x) => h("th", {}, x))),
-    state("m", now.old.m, "", "", now.m),
-    state("l", now.old.l, shown(now.rescale), shown(sum(now.p)), now.l),
-    ...now.O.map((x, c) => state(`O[${c}]`, now.old.O[c], shown(now.rescale), shown(weighted[c]), x)),
-  ];
-  $("tiles-state").replaceChildren(...rows);
+    row("", ...heads("before", "× e^(m before − m)", "+ this tile", "now")),
+    row("m", cell(old.m), cell(""), cell(""), bold(m)),
+    row("l", cell(old.l), cell(rescale), cell(sum(p)), bold(l)),
+    ...O.map((x, c) => row(`O[${c}]`, cell(old.O[c]), cell(rescale), cell(x - rescale * old.O[c]),
+      bold(x))),
+  ]));
 }
 
 /** e^(s - m) of each key so far, with today's m: a new maximum shrinks the earlier bars. */
 function drawBars(query, past, now, last) {
   const canvas = $("tiles");
   const width = Math.min(canvas.parentElement.parentElement.clientWidth, 620);
-  const [high, cell] = [110, Math.min(width / N, 34)];
-  const c = fresh(canvas, Math.floor(cell * N), high + 24);
-  const bar = (j, p, name) => {
-    c.fillStyle = colour(name);
-    c.fillRect(j * cell + cell * 0.1, high - p * (high - 6), cell * 0.8, Math.max(p * (high - 6), 1));
-  };
+  const [high, wide] = [110, Math.min(width / N, 34)];
+  const c = fresh(canvas, Math.floor(wide * N), high + 24);
   for (let j = 0; j < N; j++) {
-    if (j > query || score(map.layer, map.head, query, j) === -Infinity) hatch(c, j * cell, 0, cell, high);
+    if (score(map.layer, map.head, query, j) === -Infinity) hatch(c, j * wide, 0, wide, high);
   }
   past.forEach((tile) => tile.s.forEach((s, n) => {
-    const current = tile === now && !last;
-    if (s > -Infinity) bar(tile.first + n, Math.exp(s - now.m), current ? "accent" : "strong");
+    if (s === -Infinity) return;
+    const p = Math.exp(s - now.m) * (high - 6);
+    c.fillStyle = colour(tile === now && !last ? "accent" : "strong");
+    c.fillRect((tile.first + n) * wide + wide * 0.1, high - p, wide * 0.8, Math.max(p, 1));
   }));
-  if (!last) outline(c, now.first * cell + 1, 1, now.s.length * cell - 2, high - 2, "accent", 2);
+  if (!last) outline(c, now.first * wide + 1, 1, now.s.length * wide - 2, high - 2, "accent", 2);
   c.fillStyle = colour("muted");
-  c.fillRect(0, high, cell * N, 1);
-  c.textAlign = "center";
-  c.textBaseline = "top";
-  const every = cell >= 8 ? 1 : Math.ceil(14 / cell);
+  c.fillRect(0, high, wide * N, 1);
+  Object.assign(c, { textAlign: "center", textBaseline: "top" });
+  const every = wide >= 8 ? 1 : Math.ceil(14 / wide);
   for (let j = 0; j < N; j += every) {
-    c.font = `${j === query ? "bold " : ""}${clamp(cell, 8, 12)}px ui-monospace, monospace`;
+    c.font = `${j === query ? "bold " : ""}${clamp(wide, 8, 12)}px ui-monospace, monospace`;
     c.fillStyle = colour(j === query ? "accent" : "muted");
-    const label = [...about.tokens[j].label];
-    const room = Math.max(Math.floor((every * cell) / 7.3), 1);
-    c.fillText(label.slice(0, room).join(""), (j + 0.5) * cell, high + 7);
+    const room = Math.max(Math.floor((every * wide) / 7.3), 1);
+    c.fillText([...about.tokens[j].label].slice(0, room).join(""), (j + 0.5) * wide, high + 7);
   }
   canvas.setAttribute("aria-label", `e to the power of s minus m for each key so far, m = ${now.m}`);
 }
@@ -147,12 +141,12 @@ function listenToTiles() {
     entry(h("i", { class: "bar current" }), "of this tile"),
     entry(h("i", { class: "hatch" }), "masked"));
   for (const id of ["map", "tiles"]) $(`${id}-tab`).addEventListener("click", () => chooseTab(id));
-  $("tabs").addEventListener("keydown", (e) => {
-    if (e.key !== "ArrowLeft" && e.key !== "ArrowRight") return;
+  const other = () => {
     const id = $("map-panel").hidden ? "map" : "tiles";
     chooseTab(id);
     $(`${id}-tab`).focus();
-  });
+  };
+  onKeys($("tabs"), { ArrowLeft: other, ArrowRight: other });
   const act = (at) => { pause(); goToTile(at); };
   $("tiles-back").addEventListener("click", () => act(player.at - 1));
   $("tiles-next").addEventListener("click", () => act(player.at + 1));

@@ -15,33 +15,31 @@ SHADES = ((0.7, "@"), (0.4, "#"), (0.2, "*"), (0.1, "+"), (0.05, "="), (0.02, "-
 
 def render(document: doc.Document) -> str:
     """The whole document, lines of at most 80 characters."""
-    about = document["about"]
-    parts = head(document), attention_map(document, about["layer"], about["head"])
-    return "\n".join(line[:WIDTH].rstrip() for part in parts for line in [*part, ""])
+    lines = [*head(document), "", *attention_map(document), ""]
+    return "\n".join(line[:WIDTH].rstrip() for line in lines)
 
 
 def head(document: doc.Document) -> list[str]:
     a, layers = document["about"], document["maps"]["layers"]
     shared = "" if a["n_kv_head"] == a["n_head"] else f" ({a['n_kv_head']} for keys and values)"
-    right = sum(x["agrees"] for x in layers)
-    lines = wrap(
+    wrong = [n for n, layer in enumerate(layers) if not layer["agrees"]]
+    lines = [
         f"{a['source']}: {a['n_layer']} layers, {a['n_head']} heads{shared} of {a['head_dim']} "
         f"numbers, {a['n_params']:,} parameters, {a['dtype']} on {a['device']}.",
         f"{a['announced']}.",
-    )
-    lines += wrap(
         *(f"{r['name']} was refused: {'; '.join(r['why'])}." for r in a["refused"]),
-        f"It agrees with manual in float64 in {right} of {len(layers)} layers: error up to "
-        f"{max(x['error'] for x in layers):.2g}.",
-    )
-    if right < len(layers):
-        wrong = ", ".join(str(n) for n, x in enumerate(layers) if not x["agrees"])
-        lines += wrap(f"WARNING: does NOT agree in layer {wrong}: the maps show manual.")
-    return lines + wrap(*a["notes"])
+        f"It agrees with manual in float64 in {len(layers) - len(wrong)} of {len(layers)} layers: "
+        f"error up to {max(x['error'] for x in layers):.2g}.",
+    ]
+    if wrong:
+        names = ", ".join(map(str, wrong))
+        lines.append(f"WARNING: does NOT agree in layer {names}: the maps show manual.")
+    return wrap(*lines, *a["notes"])
 
 
-def attention_map(document: doc.Document, layer: int, head: int) -> list[str]:
+def attention_map(document: doc.Document) -> list[str]:
     a, maps = document["about"], document["maps"]
+    layer, head = a["layer"], a["head"]
     labels, T = [t["label"] for t in a["tokens"]], len(a["tokens"])
     P = np.zeros((T, T))
     P[np.tril_indices(T)] = unpack(maps["weights"])[layer, head] / maps["levels"]
@@ -58,10 +56,8 @@ def attention_map(document: doc.Document, layer: int, head: int) -> list[str]:
     lines += ["", f"{'':{n + wide + 2}}{axis:<{len(starts)}} most"]
     for i in range(group - 1, T, group):
         first, stop = maps["seen"][layer][i]
-        cells = "".join(
-            shade(float(P[i, j : j + group].sum())) if j < stop and first < j + group else " "
-            for j in starts
-        )
+        sums = {j: P[i, j : j + group].sum() for j in starts if j < stop and first < j + group}
+        cells = "".join(shade(sums[j]) if j in sums else " " for j in starts)
         j = int(P[i].argmax())
         query, key = f"{i:>{n}} {labels[i][:wide]:>{wide}}", f"{j:>{n}} {labels[j][:wide]:<{wide}}"
         lines.append(f"{query} {cells} {key} {P[i, j]:.2f}")

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.settings import UserError, exit_on_user_error
-from course.exercises import ALSO, NUMBERS, exercise
+from course.exercises import NUMBERS, exercise
 
 USAGE = "usage: python -m course.exercises [number [--start | --answer | FILE] | grade FOLDER]"
 GRADING_S = 300  # seconds for an answer, in its own process
@@ -32,68 +32,58 @@ RESULT = "COURSE_RESULT"  # environment variable: a file for the result, for gra
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit code."""
-    of_page = [n for n in NUMBERS if n.startswith(f"{argv[0]}.")] if len(argv) == 1 else []
-    if of_page or not argv or argv[0] in ("-h", "--help"):
+    number, what = [*argv, "", ""][:2]
+    of_page = [n for n in NUMBERS if n.startswith(f"{number}.")]
+    if (not what and of_page) or not number or number in ("-h", "--help"):
         for n in of_page or NUMBERS:
             print(f"{n:3}  {exercise(n).title}")
         return 0
-    number, *rest = argv
-    if number == "grade" and len(rest) == 1:
-        print(json.dumps(grade(Path(rest[0])), indent=1))
+    if number == "grade" and len(argv) == 2:
+        print(json.dumps(grade(Path(what)), indent=1))
         return 0
-    number = ALSO.get(number, number)
-    if len(rest) > 1 or number not in NUMBERS:
+    if len(argv) > 2 or number not in NUMBERS:
         raise UserError(f"{USAGE}, number: {', '.join(NUMBERS)}; got {' '.join(argv)}")
-    if rest == ["--start"]:
-        print(exercise(number).start.strip())
+    task = exercise(number)
+    command = f"python -m course.exercises {number}"
+    texts = {
+        "--start": task.start, "--answer": task.right,
+        "": f"{task.title}\n\n{task.task}\n\nStart:   {command} --start > answer{number}.py"
+            f"\nCheck:   {command} answer{number}.py\nAnswer:  {command} --answer",
+    }
+    if what in texts:
+        print(texts[what].strip())
         return 0
-    if rest == ["--answer"]:
-        print(exercise(number).right.strip())
-        return 0
-    if not rest:
-        print(
-            f"{exercise(number).title}\n\n{exercise(number).task}\n"
-            f"\nStart:   python -m course.exercises {number} --start > answer{number}.py"
-            f"\nCheck:   python -m course.exercises {number} answer{number}.py"
-            f"\nAnswer:  python -m course.exercises {number} --answer"
-        )
-        return 0
-    answer = Path(rest[0])
+    answer = Path(what)
     if not answer.is_file():
-        raise UserError(f"no such file: {rest[0]!r}; {USAGE}")
+        raise UserError(f"no such file: {what!r}; {USAGE}")
     from course.exercises.check import examine
 
-    task, result = exercise(number), os.environ.pop(RESULT, "")
+    result = os.environ.pop(RESULT, "")
     sys.path.insert(0, str(answer.resolve().parent))  # an answer may import another one
     why = examine(task, answer)
     if result:
         Path(result).write_text(why or "right", encoding="utf-8")
-    print(f"exercise {number}: {'right' if why is None else why}")
+    print(f"exercise {number}: {why or 'right'}")
     return int(why is not None)
 
 
 def grade(folder: Path) -> dict[str, dict[str, object]]:
-    """Return {student: {"points": right answers, "of": exercises, "answers": {number: result}}}.
-
-    Each answer runs in its own process. The students are the folders of the files.
-    """
+    """Return {student: {"points": right answers, "of": exercises, "answers": {number: result}}}."""
     if not folder.is_dir():
         raise UserError(f"no such folder: {str(folder)!r}; {USAGE}")
     found: dict[str, dict[str, str]] = {p.name: {} for p in sorted(folder.iterdir()) if p.is_dir()}
     # The shortest name first: answer1.py before answer1_old.py.
     for path in sorted(folder.rglob("*.py"), key=lambda p: (p.parent, len(p.name), p.name)):
-        folders = path.relative_to(folder).parts[:-1] or (".",)
-        if any(name.startswith(".") and name != "." for name in folders):
+        folders = path.relative_to(folder).parts[:-1]
+        if any(name.startswith(".") for name in folders):
             continue  # a checkpoint of Jupyter
-        name = re.search(r"0*(\d+)([._]\d)?", path.stem)
-        names = (f"{name[1]}{name[2] or ''}".replace("_", "."), name[1]) if name else ()
-        number = next((n for n in names if n in NUMBERS or n in ALSO), None)
+        name = re.search(r"0*(\d+)(?:[._](\d))?", path.stem)
+        names = (f"{name[1]}.{name[2]}", name[1]) if name else ()
+        number = next((n for n in names if n in NUMBERS), None)
         if number is None:
             print(f"{path}: not answerN.py with N of {', '.join(NUMBERS)}", file=sys.stderr)
             continue
-        number = ALSO.get(number, number)
-        answers = found.setdefault(folders[0], {})
+        answers = found.setdefault(folders[0] if folders else ".", {})
         if number in answers:
             print(f"{path}: a second answer to {number}, not graded", file=sys.stderr)
             continue
@@ -108,14 +98,13 @@ def grade(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def graded(number: str, path: Path) -> str:
-    """Return "right" or the error of an answer, which may print, exit or crash."""
+    """Return "right" or the error of an answer, in a process of its own: it may exit or crash."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         command = [sys.executable, "-m", "course.exercises", number, str(path)]
-        environment = {**os.environ, RESULT: str(result)}
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True,
-                                  timeout=GRADING_S, env=environment)
+                                  timeout=GRADING_S, env={**os.environ, RESULT: str(result)})
         except subprocess.TimeoutExpired:
             return f"not finished after {GRADING_S} s"
         if not result.is_file():

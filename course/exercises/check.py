@@ -1,39 +1,46 @@
-"""Check an answer within a time limit; name its mistake (named.py)."""
+"""Check an answer within a time limit, and name its mistake.
+
+A wrong answer has the mistake, a replacement in the right answer, that fails in the same case with
+the same numbers.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 import tempfile
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from course.exercises import Exercise
-from course.exercises.named import Wrong as Wrong
-from course.exercises.named import named
-from course.exercises.named import same as same
 
-CHECKERS = ("course.exercises", "attention.check")  # modules that an answer must leave as they are
+
+class Wrong(AssertionError):
+    """A wrong answer: in which case, and the wrong value if there is one."""
+
+    def __init__(self, message: str, case: str = "", value: Tensor | None = None) -> None:
+        super().__init__(f"{message}, {case}" if case else message)
+        self.case, self.value = case or message, value
 
 
 def examine(
     exercise: Exercise, answer: Path | ModuleType, seconds: float = 60.0
 ) -> str | None:
     """Check an answer, a Python file or module. Returns None, or the first error."""
-    for package in getattr(exercise.checker, "NEEDS", ()):
-        if find_spec(package) is None:
-            return f"this exercise needs the package {package}: pip install {package}"
+    if exercise.number.startswith("7.") and find_spec("triton") is None:
+        return "this exercise needs the package triton: pip install triton"
     found: list[str | None] = []
 
     def work() -> None:
@@ -48,13 +55,12 @@ def examine(
 
 
 def failure(exercise: Exercise, answer: Path | ModuleType) -> BaseException | None:
-    places = [math, torch, *(m for name, m in sys.modules.items() if name.startswith(CHECKERS))]
-    before = [(place, dict(vars(place))) for place in places]
+    """Return the error of an answer, which must leave torch and the checker as they are."""
+    checker = [m for name, m in sys.modules.items() if name.startswith("course.exercises")]
+    before = [(place, dict(vars(place))) for place in (math, torch, *checker)]
     error: BaseException | None = None
     try:
-        if isinstance(answer, Path):
-            answer = load(answer, exercise.names)
-        exercise.checker.check(answer)
+        exercise.check(load(answer, exercise.names) if isinstance(answer, Path) else answer)
     except (Exception, SystemExit) as e:
         error = e
     for place, old in before:
@@ -68,16 +74,31 @@ def failure(exercise: Exercise, answer: Path | ModuleType) -> BaseException | No
 def hint(exercise: Exercise, error: BaseException) -> str:
     """Return the hint of the mistake that fails in the same way, or ""."""
     with tempfile.TemporaryDirectory() as folder:
+        for n, (old, new, why) in enumerate([("", "", ""), *exercise.mistakes]):
+            path = Path(folder, f"mistake{n}.py")
+            path.write_text(exercise.right.replace(old, new), encoding="utf-8")
+            fails = failure(exercise, path)
+            if n == 0 and fails is not None:  # the machine is at fault, not the answer
+                return ""
+            if alike(error, fails):
+                return f". {why}"
+    return ""
 
-        def fails(text: str) -> BaseException | None:
-            path = Path(folder) / f"mistake{len(list(Path(folder).iterdir()))}.py"
-            path.write_text(text, encoding="utf-8")
-            return failure(exercise, path)
 
-        if fails(exercise.right):  # the machine is at fault, not the answer
-            return ""
-        why = named(error, exercise.right, exercise.checker.MISTAKES, fails)
-        return f". {why}" if why else ""
+def alike(a: BaseException, b: BaseException | None) -> bool:
+    """True if both fail in the same way, with the same numbers."""
+    if not isinstance(a, Wrong) or not isinstance(b, Wrong):
+        known = isinstance(a, Exception) and not isinstance(a, (AssertionError, NameError))
+        return known and type(a) is type(b) and cause(a) == cause(b)
+    if a.case != b.case or a.value is None or b.value is None:
+        return a.case == b.case and a.value is b.value
+    same_kind = a.value.shape == b.value.shape and a.value.dtype == b.value.dtype
+    return same_kind and bool(close(a.value, b.value).all())
+
+
+def cause(e: BaseException) -> str:
+    """Return the error's first line, without places in a file."""
+    return re.sub(r"at \d+:\d+:", "", str(e.__cause__ or e)).strip().partition("\n")[0]
 
 
 def load(path: Path, names: list[str]) -> ModuleType:
@@ -90,7 +111,6 @@ def load(path: Path, names: list[str]) -> ModuleType:
 
 
 def made_of(*functions: Callable[..., object]) -> ModuleType:
-    """Return an answer made of the functions of a notebook's cell."""
     answer = ModuleType("answer")
     for function in functions:
         plain = getattr(function, "fn", function)  # of a Triton kernel
@@ -100,11 +120,8 @@ def made_of(*functions: Callable[..., object]) -> ModuleType:
 
 
 def describe(e: BaseException, answer: Path | ModuleType) -> str:
-    file, name = str(answer), "the cell"
-    if isinstance(answer, Path):
-        name = answer.name
-    else:
-        file = str(answer.__file__)
+    name = answer.name if isinstance(answer, Path) else "the cell"
+    file = str(answer if isinstance(answer, Path) else answer.__file__)
     lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
     if isinstance(e, AssertionError) and not lines:
         return str(e)
@@ -112,30 +129,63 @@ def describe(e: BaseException, answer: Path | ModuleType) -> str:
     return f"{type(e).__name__}{at}: {e.__cause__ or e}"
 
 
-@contextmanager
-def forbidding(answer: ModuleType, names: Collection[str], instead: str) -> Iterator[None]:
-    """Within this context the answer must not call a function of these names, but its own may have
-    them, in any file of its folder."""
-    called, folder = [], Path(str(answer.__file__)).resolve().parent
+# --- for the checks ---
 
-    def watch(frame: FrameType, event: str, function: object) -> None:
-        name = frame.f_code.co_name if event == "call" else getattr(function, "__name__", "")
-        if event in ("call", "c_call") and name in names:
-            own = event == "call" and Path(frame.f_code.co_filename).resolve().parent == folder
-            called.extend([] if own else [name])
 
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-    if called:
-        raise Wrong(f"{called[0]}() was called: {instead}")
+def compare(function: Callable[..., object], inputs: Collection[object],
+            wanted: dict[str, Tensor], case: str) -> None:
+    """Raise Wrong unless the function, called with copies of the inputs, returns `wanted`."""
+    got = function(*(x.clone() if isinstance(x, Tensor) else x for x in inputs))
+    if len(wanted) > 1:
+        values = got if isinstance(got, (tuple, list)) else ()
+        n = len(wanted)
+        assert len(values) == n, f"{function.__name__}() must return {n} values"
+    else:
+        values = (got,)
+    for value, (name, want) in zip(values, wanted.items()):
+        same(value, want, name, case)
+
+
+def same(got: object, want: Tensor, what: str, case: str = "") -> None:
+    """Raise Wrong unless `got` equals `want` up to rounding."""
+    if not isinstance(got, Tensor):
+        raise AssertionError(f"{what} must be a tensor, got {type(got).__name__}, {case}")
+    got = got.detach()
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        raise Wrong(f"{what} must have shape {tuple(want.shape)} and dtype {want.dtype}, got "
+                    f"{tuple(got.shape)} and {got.dtype}", case, got)
+    if wrong := torch.nonzero(~close(got, want)).tolist():
+        at = tuple(wrong[0])
+        place = f"{what}{list(at)}" if at else what
+        says = f"{place} is {got[at].item():.4g}, expected {want[at].item():.4g}"
+        raise Wrong(says, case, got)
+
+
+def close(got: Tensor, want: Tensor) -> Tensor:
+    """True within 100 rounding errors of the largest finite number."""
+    if not want.is_floating_point():
+        return got == want
+    finite = want.detach().abs().nan_to_num(posinf=0)
+    room = 100 * torch.finfo(want.dtype).eps * max(1.0, float(finite.max()))
+    return torch.isclose(got, want, rtol=0, atol=room, equal_nan=True)
+
+
+class Forbidding(TorchFunctionMode):
+    """Raise Wrong in this context where a function of PyTorch with one of these names is called."""
+
+    def __init__(self, *names: str, instead: str) -> None:
+        super().__init__()
+        self.names, self.instead = names, instead
+
+    def __torch_function__(  # type: ignore[no-untyped-def]
+        self, func: Callable[..., object], types, args=(), kwargs=None
+    ) -> object:
+        if func.__name__ in self.names:
+            raise Wrong(f"{func.__name__}() was called: {self.instead}")
+        return func(*args, **(kwargs or {}))
 
 
 def draws(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """Normally distributed numbers."""
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, generator=draw) for shape in shapes]
 
@@ -146,11 +196,7 @@ def causal(Tq: int, Tk: int, offset: int) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return softmax(q k^T / sqrt(D)) v over the visible keys, and L, the logarithm of the sum of
-    exp(s). A query that sees no key gets zeros, and -inf.
-
-    q: (..., Tq, D), k and v: (..., Tk, D), seen: (Tq, Tk) bool.
-    """
+    """Return out (..., Tq, D) over the keys seen (Tq, Tk), and L (..., Tq)."""
     S = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
     none = ~seen.any(dim=1, keepdim=True)
     P = S.masked_fill(none, 0).softmax(dim=-1).masked_fill(none, 0)
@@ -177,8 +223,3 @@ class Live(TorchDispatchMode):
         self.alive = {key: self.alive[key] for key in living}
         self.most = max(self.most, sum(t.untyped_storage().nbytes() // 4 for t in living.values()))
         return made
-
-
-def several(got: object, n: int, function: str) -> tuple[Tensor, ...]:
-    assert isinstance(got, (tuple, list)) and len(got) == n, f"{function} must return {n} values"
-    return tuple(got)

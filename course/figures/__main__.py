@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from core.settings import UserError, exit_on_user_error
-from course.figures import basics, fused, modern, plan, ring
+from course.figures import pages_1_to_5, pages_6_to_11, plan
 
 # A function whose arguments all have defaults is a figure; the others are helpers.
 FIGURES: dict[str, Callable[..., str]] = {
     name: make
-    for part in (basics, fused, modern, plan, ring)
+    for part in (pages_1_to_5, pages_6_to_11, plan)
     for name, make in vars(part).items()
     if inspect.isfunction(make)
     and make.__module__ == part.__name__
@@ -27,7 +27,6 @@ FIGURES: dict[str, Callable[..., str]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the list of figures, or one of them."""
     if argv:
         print(draw(argv))
         return 0

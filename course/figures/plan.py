@@ -6,7 +6,7 @@ from bench import tables
 from bench.plan import Cluster, planned
 from bench.plan.scale import Job, Plan
 from core import flops
-from course.format import table
+from course.figures import table
 from model import GPTConfig
 
 H200 = Cluster("bfloat16", flops.Peak(989.4, "datasheet"), 989.4, 4.8e12, 141e9, 8, 450e9, 50e9)
@@ -23,12 +23,11 @@ def plan(what: int = 1, T: int = 8192, gpus: int = 16) -> str:
 
 def saved(T: int = 8192) -> str:
     """docs/PLAN.md: bytes that a token of GPT-2 124M leaves for the backward pass."""
-    made = []
+    rows = []
     for dtype, residual in (("float32", 4), ("bfloat16", 2)):
         job = Job(GPTConfig(block_size=T, bias=False), 4, 4, residual=residual)
-        p = Plan(job, Cluster(dtype, H200.peak, 1, 1, 1, 8, 1, 1), "ddp", 1, 1)
-        layer, ends = p.per_token
-        sizes = (layer, ends, 12 * layer + ends, 12 * residual * 768 + layer + ends)
-        made.append([dtype, *(f"{n:,}" for n in sizes)])
-    titles = ["dtype", "a layer", "around them", "of 12 layers", "with gradient checkpointing"]
-    return table(titles, made)
+        layer, ends = Plan(job, Cluster(dtype, H200.peak, 1, 1, 1, 8, 1, 1), "ddp", 1, 1).per_token
+        sizes = {"a layer": layer, "around them": ends, "of 12 layers": 12 * layer + ends,
+                 "with gradient checkpointing": 12 * residual * 768 + layer + ends}
+        rows.append({"dtype": dtype, **{title: f"{n:,}" for title, n in sizes.items()}})
+    return table(rows)

@@ -13,28 +13,36 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
+from typing import Literal
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
 
 from core.settings import UserError, check_fields, did_you_mean, exit_on_user_error, read
+from course import figures
 from course.lab import training
-from course.lab.report import table
-from course.lab.variants import NAMES
+from course.lab.training import LEVELS, PLAYS, Json, build, costs
+from course.lab.variants import VARIANTS
 from data.loader import find, read_meta
 
-TASKS = ("recall", "plays", "speed")
+TaskName = Literal["recall", "plays", "speed"]
+TASKS: tuple[TaskName, ...] = ("recall", "plays", "speed")
+TITLES = {name: name.replace("_", " ") for name in VARIANTS} | {
+    "mha": "MHA", "gqa": "GQA", "mqa": "MQA", "window": "window, sinks", "mla": "MLA",
+    "delta": "gated delta rule",
+}
 
 
 @dataclass(frozen=True)
 class LabConfig:
     """Variants of attention: cost, loss on the plays, recall."""
 
-    variants: tuple[str, ...] = NAMES  # of course/lab/variants
-    tasks: tuple[str, ...] = TASKS  # recall: of key-value pairs; plays: loss; speed: tokens/s
+    variants: tuple[str, ...] = (*VARIANTS,)  # of course/lab/variants
+    tasks: tuple[TaskName, ...] = TASKS  # recall: of key-value pairs; plays: loss; speed: tokens/s
     seeds: PositiveInt = 3  # trainings of each variant and task
     scale: PositiveFloat = 1.0  # of the number of steps: 0.1 is a quick try
     workers: PositiveInt = 2  # trainings at one time, a thread each
@@ -44,15 +52,12 @@ class LabConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for option, known in (("variants", NAMES), ("tasks", TASKS)):
-            for word in getattr(self, option):
-                if word not in known:
-                    near = did_you_mean(word, known) or f"; known: {', '.join(known)}"
-                    raise UserError(f"--{option}: unknown {word!r}{near}")
+        for name in {*self.variants} - VARIANTS.keys():
+            near = did_you_mean(name, VARIANTS) or f"; known: {', '.join(VARIANTS)}"
+            raise UserError(f"--variants: unknown {name!r}{near}")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit code."""
     config = read(LabConfig, argv).settings
     if "plays" in config.tasks:
         read_meta(find("shakespeare_char", config.data_dir))  # missing: found out now
@@ -62,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
     if path.exists():
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["settings"] != how:
-            raise UserError(f"{path} is of {content['settings']}, not of {how}; "
-                            "use another --out_dir")
+            says = f"{path} is of {content['settings']}, not of {how}; use another --out_dir"
+            raise UserError(says)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         run(config, content, path)
@@ -73,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run(config: LabConfig, content: training.Json, path: Path) -> None:
+def run(config: LabConfig, content: Json, path: Path) -> None:
     """Train what is missing, then measure the speed, with nothing else running."""
     began = time.perf_counter()
     done = {(row["variant"], row["task"], row["seed"]) for row in content["rows"]}
@@ -96,6 +101,36 @@ def run(config: LabConfig, content: training.Json, path: Path) -> None:
         print("tokens per second", flush=True)
         content["speed"] |= training.speeds(config.variants, config.attention_backend)
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def spread(values: Iterable[float], digits: str) -> str:
+    """The mean of some seeds, and the smallest and largest."""
+    found = sorted(values)
+    if not found:
+        return ""
+    low, middle, high = (f"{x:{digits}}" for x in (found[0], mean(found), found[-1]))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def table(content: Json) -> str:
+    """A row a variant, from the content of results.json."""
+    rows = []
+    present = {row["variant"] for row in content["rows"]} | content["speed"].keys()
+    for name in (n for n in VARIANTS if n in present):
+        cost = costs(build(name, PLAYS))
+        own = [row for row in content["rows"] if row["variant"] == name]
+        recall = [row["recalled"] for row in own if "recalled" in row]
+        kept = f"{cost['cached']:,.0f}" if name != "delta" else f"0 ({cost['state']:,.0f} in all)"
+        speed = content["speed"].get(name)
+        rows.append({
+            "variant": TITLES[name], "cache, bytes a token": kept,
+            "MFLOP a token": f"{cost['flops'] / 1e6:.2f}", "parameters": f"{cost['parameters']:,}",
+            "loss": spread((row["loss"] for row in own if "loss" in row), ".3f"),
+            "tokens/s": "" if speed is None else f"{speed:,.0f}",
+            **{f"{pairs} pairs": spread((r[str(pairs)] for r in recall), ".0%")
+               for pairs, _ in LEVELS},
+        })
+    return figures.table(rows)
 
 
 if __name__ == "__main__":

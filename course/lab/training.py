@@ -1,4 +1,11 @@
-"""Training of a variant on one of two tasks: the plays, and recall (mqar.py)."""
+"""Training of a variant on one of two tasks: the plays, and recall.
+
+Recall is MQAR of Arora et al. 2023 ("Zoology", arXiv 2312.04927), cut to a laptop: keys with their
+values, and later the keys again, among blanks.
+
+    k1 v1 k2 v2 k3 v3  .  .  k2  .  .  k1  .  k3  .  .
+                             v2        v1     v3           the targets
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +21,15 @@ from torch import Tensor, nn
 
 from core.flops import mean_keys
 from core.optimizer import build_optimizer, set_learning_rate, update
-from course.lab import mqar
-from course.lab.variant import Variant, replace_attention
+from course.lab.variant import replace_attention
+from course.lab.variants import VARIANTS
 from data.loader import Batches, eval_batches, find, load, read_meta
 from model import GPT, GPTConfig
 
-WIDTH, HEADS = 64, 4
+VOCABULARY = 256  # a blank, 127 keys, 128 values
+LEVELS = ((4, 64), (8, 64), (16, 128))  # pairs, and tokens in a sequence
+WIDTH = 64
+HEADS = 4
 LENGTH = 128  # tokens of the plays in a sequence; the longest of recall
 TOKENS = 1024  # in a step
 Json = dict[str, Any]  # a JSON object: a row of the results, or all of them
@@ -46,16 +55,13 @@ class Task:
     weight_decay: float = 0.1
 
 
-RECALL = Task(2, WIDTH, True, mqar.VOCABULARY, 1e-2, 500)
+RECALL = Task(2, WIDTH, True, VOCABULARY, 1e-2, 500)
 PLAYS = Task(4, 4 * WIDTH, False, 70, 3e-3, 250)  # 70 characters: the default dataset's
 
 
 class ShortConvolution(nn.Module):
-    """x plus a sum of each channel's last three values: x (B, T, C) -> (B, T, C).
-
-    A token learns its predecessor. Without it two layers of attention have to find out first, which
-    takes most of the steps (zoology's models have it too).
-    """
+    """x (B, T, C) plus a sum of each channel's last three values: a token learns its predecessor,
+    which attention would take most of the steps to find. Zoology's models have it too."""
 
     def __init__(self, C: int, kernel: int = 3) -> None:
         super().__init__()
@@ -66,16 +72,12 @@ class ShortConvolution(nn.Module):
 
 
 def build(name: str, task: Task, backend: str = "manual", n_hidden: int | None = None) -> GPT:
-    """The model of a variant, on the CPU, in float32.
-
-    Args:
-        n_hidden: channels inside the MLP; None: such that the model has as many parameters as MHA.
-    """
+    """The model of a variant, with as many parameters as MHA unless `n_hidden` is given."""
     if n_hidden is None:
         mha, own = (build(v, task, backend, task.n_hidden) for v in ("mha", name))
         more = own.get_num_params() - mha.get_num_params()
         n_hidden = task.n_hidden - round(more / (2 * WIDTH * task.n_layer))
-    variant: type[Variant] = import_module(f"course.lab.variants.{name}").Attention
+    variant = VARIANTS[name]
     config = GPTConfig(
         block_size=LENGTH, vocab_size=task.vocab_size, n_layer=task.n_layer, n_embd=WIDTH,
         bias=False, position="rope", norm="rms", n_hidden=n_hidden, attention_backend=backend,
@@ -97,20 +99,28 @@ def costs(model: GPT) -> dict[str, float]:
     """Parameters; FLOPs of a trained token (6 for each weight, 6 for each multiply-add between
     tokens); bytes of float32 that a cache stores for a token, and for LENGTH tokens."""
     N, layers = model.get_num_params(), [block.attn for block in model.transformer.h]
-    flops = 6.0 * N
-    for layer in layers:
-        flops += 6 * layer.products(mean_keys(LENGTH, layer.window))
-    token = sum(4 * layer.cached for layer in layers)
-    kept = sum(4 * layer.cached * min(LENGTH, layer.window or LENGTH) for layer in layers)
-    fixed = sum(4 * layer.state for layer in layers)
-    return {"parameters": N, "flops": flops, "cached": token, "state": kept + fixed}
+    flops = 6.0 * N + sum(6 * a.products(mean_keys(LENGTH, a.window)) for a in layers)
+    token = sum(4 * a.cached for a in layers)
+    state = sum(4 * (a.cached * min(LENGTH, a.window or LENGTH) + a.state) for a in layers)
+    return {"parameters": N, "flops": flops, "cached": token, "state": state}
+
+
+def sequences(n: int, pairs: int, T: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return n sequences (n, T) int64 and their targets, -1 where there is none."""
+    half = VOCABULARY // 2
+    keys = torch.rand(n, half - 1, generator=draw).argsort(dim=1)[:, :pairs] + 1
+    values = torch.randint(half, VOCABULARY, (n, pairs), generator=draw)
+    idx, targets = torch.zeros(n, T, dtype=torch.int64), torch.full((n, T), -1)
+    idx[:, : 2 * pairs] = torch.stack([keys, values], dim=2).flatten(1)
+    at = torch.rand(n, T - 2 * pairs, generator=draw).argsort(dim=1)[:, :pairs] + 2 * pairs
+    return idx.scatter(1, at, keys), targets.scatter(1, at, values)
 
 
 def recall_batches(task: Task, seed: int) -> Iterator[Batch]:
     draw = torch.Generator().manual_seed(seed)
     for step in range(task.max_iters):
-        pairs, T = mqar.LEVELS[step % len(mqar.LEVELS)]
-        yield mqar.sequences(TOKENS // T, pairs, T, draw)
+        pairs, T = LEVELS[step % len(LEVELS)]
+        yield sequences(TOKENS // T, pairs, T, draw)
 
 
 @torch.no_grad()
@@ -118,28 +128,19 @@ def recalled(model: GPT) -> dict[str, float]:
     """The part of values recalled, of 128 sequences with each number of pairs."""
     draw = torch.Generator().manual_seed(10**6)
     found = {}
-    for pairs, T in mqar.LEVELS:
-        idx, targets = mqar.sequences(128, pairs, T, draw)
+    for pairs, T in LEVELS:
+        idx, targets = sequences(128, pairs, T, draw)
         guess = model.head(model.hidden(idx)).argmax(dim=-1)
         found[str(pairs)] = float((guess == targets)[targets >= 0].float().mean())
     return found
 
 
-def plays(task: Task, seed: int, data_dir: str) -> tuple[Task, Iterator[Batch], list[Batch]]:
-    """The task with the dataset's vocabulary, its training batches and those of validation."""
-    folder = find("shakespeare_char", data_dir)
-    V = read_meta(folder)["vocab_size"]
-    train, val = (load(folder, split, LENGTH, V) for split in ("train", "val"))
-    B = TOKENS // LENGTH
-    batches = Batches(train, LENGTH, B, seed).prefetch(0, task.max_iters)
-    return replace(task, vocab_size=V), batches, [*eval_batches(val, LENGTH, 40, B)]
-
-
-def step(model: GPT, batch: Batch, optimizer: torch.optim.AdamW, found_inf: Tensor) -> None:
+def step(model: GPT, batch: Batch, optimizer: torch.optim.AdamW) -> None:
     loss = model(*batch)[1]
     optimizer.zero_grad()
     loss.backward()
-    update(optimizer, torch.amp.GradScaler("cpu", enabled=False), loss, 1.0, found_inf)
+    no_scaler = torch.amp.GradScaler("cpu", enabled=False)
+    update(optimizer, no_scaler, loss, 1.0, found_inf=torch.zeros(()))
 
 
 class Job(NamedTuple):
@@ -160,20 +161,24 @@ def start_worker() -> None:
 
 def train(job: Job) -> Json:
     """Train and evaluate. Returns a row of the results."""
-    began, how = time.perf_counter(), RECALL if job.task == "recall" else PLAYS
-    how = replace(how, max_iters=max(1, round(how.max_iters * job.scale)))
+    began = time.perf_counter()
+    task = RECALL if job.task == "recall" else PLAYS
+    task = replace(task, max_iters=max(1, round(task.max_iters * job.scale)))
     held_out: list[Batch] = []
     if job.task == "recall":
-        batches = recall_batches(how, job.seed)
+        batches = recall_batches(task, job.seed)
     else:
-        how, batches, held_out = plays(how, job.seed, job.data_dir)
+        folder, B = find("shakespeare_char", job.data_dir), TOKENS // LENGTH
+        task = replace(task, vocab_size=read_meta(folder)["vocab_size"])
+        texts, val = (load(folder, part, LENGTH, task.vocab_size) for part in ("train", "val"))
+        batches = Batches(texts, LENGTH, B, job.seed).prefetch(0, task.max_iters)
+        held_out = [*eval_batches(val, LENGTH, 40, B)]
     torch.manual_seed(job.seed)
-    model = build(job.variant, how, job.backend)
-    optimizer = build_optimizer(model, how, torch.device("cpu"))
-    found_inf = torch.zeros(())
+    model = build(job.variant, task, job.backend)
+    optimizer = build_optimizer(model, task, torch.device("cpu"))
     for n, batch in enumerate(batches):
-        set_learning_rate(optimizer, n, how)
-        step(model, batch, optimizer, found_inf)
+        set_learning_rate(optimizer, n, task)
+        step(model, batch, optimizer)
     model.eval()
     row: Json = {"variant": job.variant, "task": job.task, "seed": job.seed, **costs(model)}
     if job.task == "recall":
@@ -197,7 +202,7 @@ def speeds(names: Sequence[str], backend: str, rounds: int = 7) -> dict[str, flo
     for n in range(rounds + 1):
         for (model, optimizer), taken in zip(trained, seconds, strict=True):
             began = time.perf_counter()
-            step(model, (idx[:, :-1], idx[:, 1:].contiguous()), optimizer, torch.zeros(()))
+            step(model, (idx[:, :-1], idx[:, 1:].contiguous()), optimizer)
             if n:  # the first one warms up
                 taken.append(time.perf_counter() - began)
     return {name: TOKENS / sorted(taken)[rounds // 2] for name, taken in zip(names, seconds)}

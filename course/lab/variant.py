@@ -1,8 +1,4 @@
-"""The base of the variants: model.py's attention layer, with what it costs.
-
-A variant that changes q, k, v or the output alone wraps `attend`; others write a forward of their
-own. Shapes as in model.py: x (B, T, C), q (B, T, H, D), k and v (B, T, Hkv, D).
-"""
+"""The base of the variants: model.py's attention layer, with what it costs."""
 
 from __future__ import annotations
 
@@ -13,26 +9,22 @@ from model import GPT, CausalSelfAttention, GPTConfig
 
 
 class Variant(CausalSelfAttention):
-    """model.py's attention: MHA, GQA, MQA or a window, by its config.
-
-    Args:
-        layer: its number, from 0.
-        first: the attention of layer 0; None in that layer.
-    """
+    """MHA, multi-head attention (Vaswani et al. 2017, arXiv 1706.03762)."""
 
     settings: ClassVar[dict[str, Any]] = {}  # fields of GPTConfig
 
     def __init__(self, config: GPTConfig, layer: int = 0, first: Any = None) -> None:
+        """`layer`: its number; `first`: the attention of layer 0, or None in that layer."""
         super().__init__(config)
         self.n_head, self.window = config.n_head, config.windows[layer]
         self.layer, self.first = layer, (first,)  # in a tuple: its weights are not this layer's
         self.add_weights(config)
 
     def add_weights(self, config: GPTConfig) -> None:
-        """Add what this variant has more, or instead."""
+        """Add the variant's own weights."""
 
     def request(self, spec: Spec) -> Spec:
-        """The Spec of the kernel that runs in forward(), from the Spec of the config."""
+        """The Spec of the kernel in forward(), from that of the config."""
         return spec
 
     @property
@@ -46,13 +38,13 @@ class Variant(CausalSelfAttention):
         return 0
 
     def products(self, keys: float) -> float:
-        """Multiply-adds of a token's forward pass without those of weights, if it sees `keys`."""
+        """Multiply-adds of a token that sees `keys`, without those of weights."""
         return 2 * self.q_size * keys  # q . k, and p v
 
     def refuse(self, *options: object) -> None:
-        """Raise NotImplementedError for segments, a cache or slopes, which forward lacks."""
+        """Raise NotImplementedError for options that forward lacks."""
         if any(option is not None for option in options):
-            raise NotImplementedError(f"{type(self).__module__}: without segments, cache and ALiBi")
+            raise NotImplementedError(f"{type(self).__name__}: without segments, cache and ALiBi")
 
 
 def replace_attention(model: GPT, variant: type[Variant]) -> None:

@@ -1,4 +1,13 @@
-"""The variants: a file each, with a class that can replace model.CausalSelfAttention."""
+"""The variants: classes that can replace model.CausalSelfAttention, by name."""
 
-NAMES = ("mha", "gqa", "mqa", "window", "gate", "value_residual", "forgetting", "differential",
-         "mla", "delta")
+from course.lab.variant import Variant
+from course.lab.variants.delta import DeltaRule
+from course.lab.variants.forgetting import Forgetting
+from course.lab.variants.mla import MLA
+from course.lab.variants.small import GQA, MQA, Differential, Gate, ValueResidual, Window
+
+VARIANTS: dict[str, type[Variant]] = {
+    "mha": Variant, "gqa": GQA, "mqa": MQA, "window": Window, "gate": Gate,
+    "value_residual": ValueResidual, "forgetting": Forgetting, "differential": Differential,
+    "mla": MLA, "delta": DeltaRule,
+}

@@ -2,24 +2,20 @@
 that each token corrects.
 
     S_t = exp(g_t) S_(t-1) + k_t u_t^T      u_t = beta_t (v_t - exp(g_t) S_(t-1)^T k_t)
-    o_t = S_t^T q_t
-
-S^T k is what the memory returns for a key; u is beta times its error. g <= 0 forgets.
+    o_t = S_t^T q_t                         S^T k is what the memory returns for a key
 
 In a chunk let G_i be the sum of g up to token i. From the S before the chunk, the u of its tokens
-solve (I + A) U = beta (V - exp(G) K S), where A_ij = beta_i exp(G_i - G_j) k_i . k_j for j < i:
-all tokens of a chunk at once, by matrix products.
+solve (I + A) U = beta (V - exp(G) K S), where A_ij = beta_i exp(G_i - G_j) k_i . k_j for j < i.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Spec
 from course.lab.variant import Variant
-from model import Attend, GPTConfig, Norm, Rope
+from model import GPTConfig, Norm
 
 CHUNK = 32
 KERNEL = 4  # tokens that the convolution sees
@@ -51,9 +47,9 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     return torch.cat(out, dim=2)
 
 
-class Attention(Variant):
-    """q, k and v by a short convolution, k and q of length 1, the output normalized. No RoPE, and
-    none of Qwen3-Next's output gate. Two heads, not four: S has D numbers for each channel."""
+class DeltaRule(Variant):
+    """q, k and v by a short convolution, k and q of length 1, the output normalized; no RoPE, no
+    output gate. Two heads, not four: S has D numbers for each channel."""
 
     settings: ClassVar = {"n_head": 2}
 
@@ -76,10 +72,9 @@ class Attention(Variant):
     def products(self, keys: float) -> float:
         return 3 * self.q_size * self.head_dim  # S^T k, k u^T and S^T q
 
-    def forward(self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None = None,
-                rope: Rope = None, cache: None = None,
-                slopes: Tensor | None = None) -> Tensor:
-        self.refuse(segments, cache, slopes)
+    def forward(self, x: Tensor, attend: Any, spec: Any, segments: Tensor | None = None,
+                rope: Any = None, *rest: Any) -> Tensor:
+        self.refuse(segments, *rest)
         n, H = self.q_size, self.n_head
         qkv, beta, g = self.c_attn(x).split([3 * n, H, H], dim=2)
         qkv = self.conv(qkv.mT)[..., : x.shape[1]].mT

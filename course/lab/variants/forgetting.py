@@ -1,12 +1,12 @@
 """Forgetting attention (Lin et al. 2025, arXiv 2503.02130).
 
-Each head multiplies the weight of a key by the forget gates f of all later tokens up to the query.
-So the score gets the bias c_i - c_j with c = cumsum(log f). Softmax ignores c_i, which is equal for
-all keys of a query; -c_j belongs to the key alone.
+A key's weight is multiplied by the forget gates f of later tokens up to the query: its score gets
+the bias c_i - c_j with c = cumsum(log f). Softmax ignores c_i.
 """
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from course.lab.variant import Variant
 from model import Attend, GPTConfig, Rope
 
 
-class Attention(Variant):
+class Forgetting(Variant):
     """One more channel, which any kernel can run: k gets -c, and q a constant."""
 
     def add_weights(self, config: GPTConfig) -> None:
@@ -36,9 +36,8 @@ class Attention(Variant):
         return (2 * self.q_size + self.n_head) * keys
 
     def forward(self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None = None,
-                rope: Rope = None, cache: None = None,
-                slopes: Tensor | None = None) -> Tensor:
-        self.refuse(cache, slopes)
+                rope: Rope = None, *rest: Any) -> Tensor:
+        self.refuse(*rest)
         c = F.logsigmoid(self.c_forget(x)).cumsum(dim=1)  # (B, T, Hkv)
         D = self.head_dim
 

@@ -1,11 +1,11 @@
 """MLA, multi-head latent attention (DeepSeek-V2 2024, arXiv 2405.04434).
 
 Naive: head h has the keys [A_h c, k_rope] and the values B_h c, of one short vector c a token.
-Absorbed: q . A c = (A^T q) . c and sum_j p_j B c_j = B sum_j p_j c_j. So A moves to the query and B
-to the output: MQA with the key [c, k_rope] and the value c, which are all that a cache stores.
+Absorbed: q . A c = (A^T q) . c and sum_j p_j B c_j = B sum_j p_j c_j, MQA over [c, k_rope] and c.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from course.lab.variant import Variant
 from model import Attend, GPTConfig, Norm, Rope, rotate
 
 
-class Attention(Variant):
+class MLA(Variant):
     """c has C / 2 channels, each head D and, for positions, R = D / 2 more."""
 
     absorbed = False  # True: the same numbers, less to read in decoding, more FLOPs in training
@@ -43,9 +43,8 @@ class Attention(Variant):
         return self.n_head * (2 * self.head_dim + self.R) * keys
 
     def forward(self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None = None,
-                rope: Rope = None, cache: None = None,
-                slopes: Tensor | None = None) -> Tensor:
-        self.refuse(None, cache, slopes)
+                rope: Rope = None, *rest: Any) -> Tensor:
+        self.refuse(*rest)
         H, D = self.n_head, self.head_dim
         q, c, k_rope = self.c_attn(x).split(self.sizes, dim=2)
         q, q_rope = q.unflatten(2, (H, -1)).split([D, self.R], dim=3)  # (B, T, H, D and R)

@@ -1,1 +1,0 @@
-"""A reference answer for each exercise. Look after you have tried."""
