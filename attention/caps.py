@@ -1,17 +1,13 @@
-"""The capabilities that a kernel declares, and the reasons to refuse a request. No torch.
-
-Caps     what a backend supports on some devices, as data; why_not() gives the reasons
-Backend  a kernel: its function, its rows of Caps, and the check of its arguments
-
-It imports no kernel: they import it."""
+"""A kernel (Backend), its declared capabilities (Caps), the reasons to refuse a request, and the
+check of attend()'s arguments. Imports no kernel, and torch only in functions."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
 from .spec import CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
@@ -36,30 +32,10 @@ def dotted(capability: tuple[int, int] | None) -> str:
     return "{}.{}".format(*capability) if capability else "none"
 
 
-class Requirement(NamedTuple):
-    """A package by its import name, with its oldest version or "": "a>=2.1" in Caps.packages."""
-
-    package: str
-    least: str
-
-    def why_not(self, machine: Machine) -> str:
-        """Why it is not usable; "" if it is."""
-        found = machine.version_of(self.package)
-        if found is None:
-            return f"package '{self.package}' is not installed"
-        if found == UNKNOWN_VERSION:
-            return ""
-        if not version(found):
-            return f"package '{self.package}' is installed but does not import ({found})"
-        if self.least and version(found) < version(self.least):
-            return f"package '{self.package}' must be >= {self.least}, this is {found}"
-        return ""
-
-
 class Refusal(str):
     """One reason to refuse a request. `kind` is the field of Spec or Machine that causes it."""
 
-    kind: str  # "device", "packages", "capability", "dtype", ...
+    kind: str
 
     def __new__(cls, text: str, kind: str = "") -> Refusal:
         refusal = super().__new__(cls, text)
@@ -75,18 +51,18 @@ class DeviceLost(RuntimeError):
     """A kernel has left the GPU in a state in which this process can run nothing more."""
 
 
-# Fields that Spec and Caps share: requested there, supported here.
+# Fields that Spec and Caps share, and what a kernel without them does not support.
 LACKS = {
-    "right": "it is causal only (got right={0.right})",
-    "window": "it does not support a sliding window",
-    "segments": "it does not support segments (packed or padded sequences)",
-    "scale": "it scales scores by 1/sqrt(head_dim) only (got scale {0.scale:g})",
-    "softcap": "it does not support a softcap",
-    "sinks": "it does not support attention sinks",
-    "alibi": "it does not support ALiBi",
-    "dropout": "it does not support dropout (got {0.dropout:g}; use --dropout=0)",
-    "lse": "it does not return the log-sum-exp, which context parallelism needs",
-    "grad": "it has no backward pass",
+    "right": "later keys (right={0.right})",
+    "window": "a sliding window",
+    "segments": "segments (packed or padded sequences)",
+    "scale": "a scale (got {0.scale:g})",
+    "softcap": "a softcap",
+    "sinks": "attention sinks",
+    "alibi": "ALiBi",
+    "dropout": "dropout (got {0.dropout:g}; use --dropout=0)",
+    "lse": "the log-sum-exp, which context parallelism needs",
+    "grad": "a backward pass on {1}",
 }
 
 
@@ -114,74 +90,78 @@ class Caps:
     grad: bool = True
     deterministic: bool = True  # the backward obeys use_deterministic_algorithms(True)
     caches: tuple[str, ...] = ("none", "dynamic")
-    page_multiple: int = 1  # page_size must be a multiple of this
+    page_multiple: int = 1
     packages: tuple[str, ...] = ()  # import names, with a minimum version if needed: "a>=2.1"
     interpreted: bool = False  # only in Triton's interpreter
 
     def __post_init__(self) -> None:
-        for name, known in (("devices", ()), ("dtypes", DTYPES), ("caches", CACHES)):
+        for name, known in (("devices", None), ("dtypes", DTYPES), ("caches", CACHES)):
             texts = getattr(self, name)
-            ok = isinstance(texts, tuple) and all(isinstance(text, str) for text in texts)
-            if not ok or (known and set(texts) - set(known)):
-                some = f" of {', '.join(known)}" if known else ""
-                raise ValueError(f"{name} must be a tuple{some}, got {texts!r}")
+            if not isinstance(texts, tuple) or {*texts} - {*(known or texts)}:
+                raise ValueError(f"{name} must be a tuple of {known or 'texts'}, got {texts!r}")
         if self.dropout_step not in (None, DROPOUT_STEP):
-            got = self.dropout_step
-            raise ValueError(f"dropout_step must be {DROPOUT_STEP} or None, got {got}")
+            raise ValueError(f"dropout_step must be {DROPOUT_STEP}, got {self.dropout_step}")
 
-    @cached_property
-    def requirements(self) -> list[Requirement]:
-        """`packages`, parsed."""
-        halves = (text.partition(">=") for text in self.packages)
-        return [Requirement(package, least) for package, _, least in halves]
+    @property
+    def capabilities(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The least and the largest compute capability."""
+        return self.min_capability or (0, 0), self.max_capability or (99, 0)
 
-    def lacks(self, spec: Spec) -> list[Refusal]:
+    def lacks(self, spec: Spec, device: str) -> list[Refusal]:
         """The requested options that are not supported; attend() would silently leave them out."""
         requested = {name: getattr(spec, name) for name in LACKS}
         requested["right"] = spec.right != 0
         # A limit on either side is a window; without `right` that is the reason.
         requested["window"] = spec.window or (spec.right and self.right)
-        found = [Refusal(text.format(spec), name) for name, text in LACKS.items()
-                 if requested[name] and not getattr(self, name)]
-        if spec.cache not in self.caches:
-            text = f"it does not support the '{spec.cache}' cache"
-            if spec.cache == "none":
-                text = f"it only reads a {' or '.join(self.caches)} cache (--kv_cache)"
+        found = []
+        for name, text in LACKS.items():
+            able = getattr(self, name)
+            split = able and spec.lse and name in ("dropout", "sinks")
+            if requested[name] and (split or not able):
+                text = f"it does not support {text}" + " when the sequence is split" * split
+                found.append(Refusal(text.format(spec, device), name))
+        if spec.cache not in self.caches or (spec.lse and spec.cache != "none"):
+            text = f"it takes a cache of {' or '.join(self.caches)}, not {spec.cache} (--kv_cache)"
             found.append(Refusal(text, "cache"))
+        return found
+
+    def missing(self, machine: Machine) -> list[str]:
+        """Why packages that it needs are not usable."""
+        found = []
+        for requirement in self.packages:
+            package, _, least = requirement.partition(">=")
+            there = machine.version_of(package)
+            if there is None:
+                found.append(f"package '{package}' is not installed")
+            elif there != UNKNOWN_VERSION and not version(there):
+                found.append(f"package '{package}' is installed but does not import ({there})")
+            elif there != UNKNOWN_VERSION and version(there) < version(least):
+                found.append(f"package '{package}' must be >= {least}, this is {there}")
         return found
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """Every reason why this cannot do `spec` on `machine`; empty if it can."""
-        low, high = self.min_capability or (0, 0), self.max_capability or (99, 0)
+        low, high = self.capabilities
         need = f"{dotted(low)} to {dotted(high)}" if self.max_capability else f">= {dotted(low)}"
-        need = dotted(low) if low == high else need
-        have = f"{machine.name} has {dotted(machine.capability)}"
-        missing = [text for r in self.requirements if (text := r.why_not(machine))]
-        split = [f"dropout (got {spec.dropout:g})"] * bool(spec.dropout and self.dropout)
-        split += ["attention sinks"] * (spec.sinks and self.sinks)
-        split += ["a cache"] * (spec.cache != "none")
         limits = [  # kind, refused, reason
             ("device", machine.device not in self.devices,
              f"it runs on {' and '.join(self.devices)}, not on {machine.device}"),
             ("torch", self.min_torch and version(machine.torch) < version(self.min_torch),
              f"it needs torch >= {self.min_torch}, this is {machine.torch}"),
             ("interpreted", self.interpreted and not machine.interpreted,
-             f"it runs on {machine.device} only in Triton's slow interpreter, for tests "
-             "(TRITON_INTERPRET=1)"),
-            *(("packages", True, text) for text in missing),
+             f"it runs on {machine.device} only in Triton's interpreter (TRITON_INTERPRET=1)"),
+            *(("packages", True, text) for text in self.missing(machine)),
             ("capability", not low <= (machine.capability or (0, 0)) <= high,
-             f"it needs compute capability {need}, {have}"),
+             f"it needs compute capability {need}, {machine.name} has {dotted(machine.capability)}"),
             ("dtype", spec.dtype not in self.dtypes,
              f"it takes {' and '.join(self.dtypes)}, not {spec.dtype} (--dtype={self.dtypes[-1]})"),
             ("head_dim", spec.head_dim > (self.head_dim_max or spec.head_dim),
              f"it takes a head_dim up to {self.head_dim_max}, not {spec.head_dim}"),
             ("head_dim", spec.head_dim % self.head_dim_multiple,
              f"head_dim must be a multiple of {self.head_dim_multiple}, not {spec.head_dim}"),
-            *((why.kind, True, why) for why in self.lacks(spec)),
+            *((why.kind, True, why) for why in self.lacks(spec, machine.device)),
             ("dropout", self.dropout_step and spec.dropout % self.dropout_step,
              f"dropout must be a multiple of {DROPOUT_STEP:g}, not {spec.dropout:g}"),
-            ("lse", spec.lse and self.lse and split,
-             f"it does not support {' or '.join(split)} when the sequence is split"),
             ("deterministic", spec.grad and machine.deterministic and not self.deterministic,
              "its backward is not deterministic (--deterministic=False)"),
             ("page_size", (spec.page_size or 0) % self.page_multiple,
@@ -192,17 +172,17 @@ class Caps:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention to some of the keys, and L, the log-sum-exp of each row's scores (ring.py).
+    """Attention to some of the keys, and L (B, H, Tq), the log-sum-exp of each row's scores, a
+    natural logarithm (ring.py).
 
-    ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D), normalized over
-    these keys, and L (B, H, Tq), a natural logarithm. A fully masked row has out 0 and L -inf.
+    ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D) is normalized over
+    these keys; a fully masked row has out 0 and L -inf.
     ``backward(dout, q, k, v, out, L, spec, offset, segments) -> (dq, dk, dv)``: takes out and L of
     the whole rows and returns the contribution of these queries and keys.
 
-    `offset` is the first query's position minus the first key's, as in visible(). `segments` is
-    None or a pair of ids: (B, Tq) and (B, Tk). All results are float32, or float64 for float64.
-    If the Spec is not causal, these are all keys of the rows: offset is Tk - Tq. With spec.alibi
-    both also receive the keyword `alibi_slopes`.
+    Results are float32, or float64 for float64. `offset` is as in visible(), `segments` None or
+    ids (B, Tq) and (B, Tk). If the Spec is not causal, the keys are all of the rows'. With
+    spec.alibi both also receive `alibi_slopes=`.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -218,13 +198,11 @@ class Backend:
     and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 (the queries are the last Tq positions),
     and returns ``(B, Tq, H, D)`` in q's dtype, whatever autocast says. With spec.sinks it also
     receives ``sinks=``, ``(H,)`` of any floating dtype, and returns its gradient; with spec.alibi
-    ``alibi_slopes=``, ``(H,)`` or ``(B, H)`` float32, without a gradient. With a static or paged
-    cache `cache` is a view (attention/masks.py) of k and v, read-only buffers or pages that already
-    hold this call's keys and values.
+    ``alibi_slopes=``, ``(H,)`` or ``(B, H)`` float32, without a gradient. A static or paged `cache`
+    is a view (masks.py) of k and v, read-only buffers or pages that hold this call's keys, too.
 
-    ``attend`` raises ValueError for a Spec that no row of Caps supports, and for tensors that
-    contradict the Spec or one another. ``compute`` is the same without this check, for callers
-    that have a plan.
+    Raises ValueError for options that no row of Caps supports, and for tensors that contradict the
+    Spec or one another. ``compute`` is attend() without this check, for callers with a plan.
     """
 
     name: str
@@ -237,52 +215,57 @@ class Backend:
     fullgraph: bool = True  # torch.compile traces it without a graph break
     partial: Partial | None = None  # present if Caps.lse
     prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
-    varlen: tuple[str, ...] = ()  # devices where it reads each segment as a sequence of its own:
-    # NaN in one does not reach another. Elsewhere masked keys are multiplied by 0.
+    # Devices where each segment is a sequence of its own: NaN in one does not reach another.
+    varlen: tuple[str, ...] = ()
     mods: Mods | None = None  # a mask of its own instead of visible(), which no other kernel has
     compute: Callable[..., Tensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        rows = self.caps
-        if not (rows and isinstance(rows, tuple) and all(isinstance(c, Caps) for c in rows)):
-            raise ValueError(f"caps must be a tuple of Caps: caps=(Caps(...),), got {rows!r}")
-        if not (isinstance(self.name, str) and self.name.isprintable() and self.name.strip()):
-            raise ValueError(f"name must be a text on one line, got {self.name!r}")
-        if not callable(self.attend):
-            raise ValueError(f"attend must be a function, got {self.attend!r}")
+        rows, name = self.caps, self.name
+        for field_name, expected, ok in (
+            ("caps", "a tuple of Caps",
+             rows and isinstance(rows, tuple) and all(isinstance(c, Caps) for c in rows)),
+            ("name", "a text on one line",
+             isinstance(name, str) and name.isprintable() and name.strip()),
+            ("attend", "a function", callable(self.attend)),
+        ):
+            if not ok:
+                raise ValueError(f"{field_name} must be {expected}, got {vars(self)[field_name]!r}")
         made = getattr(self.attend, "of_backend", None)  # functools.wraps copies it to wrappers
         compute = made[1] if made and made[0] is self.attend else in_own_dtype(self.attend)
         object.__setattr__(self, "compute", compute)
-        object.__setattr__(self, "attend", checked(self.name, compute, rows))
+        object.__setattr__(self, "attend", checked(name, compute, rows))
+
+    @property
+    def packages(self) -> list[str]:
+        """Import names of what it needs."""
+        return [text.partition(">=")[0] for row in self.caps for text in row.packages]
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """The reasons of the Caps row with the fewest violations; empty if one has none."""
-        rows = [c for c in self.caps if machine.device in c.devices]
+        rows = [(c, c.why_not(spec, machine)) for c in self.caps if machine.device in c.devices]
         if not rows:
             devices = dict.fromkeys(d for c in self.caps for d in c.devices)
             text = f"it runs on {' and '.join(devices)}, not on {machine.device}"
             return [Refusal(text, "device")]
-
         has, hard = machine.capability or (0, 0), {"capability": 1, "grad": 2}
 
         def distance(row: tuple[Caps, list[Refusal]]) -> tuple[int, int, int]:
             # In a tie prefer what a user can change, the dtype, then the nearest GPU.
+            low, high = row[0].capabilities
+            near = min(max(has, low), high)
             worst = max((hard.get(w.kind, 0) for w in row[1]), default=0)
-            near = max(row[0].min_capability or has, min(has, row[0].max_capability or (99, 0)))
             return len(row[1]), worst, abs(16 * (near[0] - has[0]) + near[1] - has[1])
 
-        why = min(((c, c.why_not(spec, machine)) for c in rows), key=distance)[1]
-        fits = not all(c.why_not(replace(spec, grad=False), machine) for c in rows)
+        why = min(rows, key=distance)[1]
+        fits = not all(c.why_not(replace(spec, grad=False), machine) for c, _ in rows)
         if fits and [w.kind for w in why] == ["capability"]:
-            text = f"to train {why[0]}; without gradients it runs (--inference)"
-            why = [Refusal(text, "capability")]
-        more = {"packages": f" ({self.install})"} if self.install else {}
-        if any(c.grad for c in self.caps if machine.device not in c.devices):
-            more["grad"] = f" on {machine.device}"
+            why = [Refusal(f"to train {why[0]} (--inference runs here)", "capability")]
+        hints = {"packages": f" ({self.install})"} if self.install else {}
         if self.prebuilt and not {"device", "capability"} & {
                 w.kind for w in self.prebuilt.why_not(spec, machine)}:
-            more["capability"] = "; its prebuilt kernel runs there (--attention_hub_kernels=True)"
-        return [Refusal(w + more.get(w.kind, ""), w.kind) for w in why]
+            hints["capability"] = "; its prebuilt kernel runs there (--attention_hub_kernels=True)"
+        return [Refusal(w + hints.get(w.kind, ""), w.kind) for w in why]
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -308,7 +291,7 @@ def checked(name: str, compute: Callable[..., Tensor],
 
     def check_options(spec: Spec, device: str) -> None:
         rows = [c for c in caps if device in c.devices and spec.dtype in c.dtypes] or caps
-        lacks = [[w for w in c.lacks(spec) if w.kind not in ("lse", "grad")] for c in rows]
+        lacks = [[w for w in c.lacks(spec, device) if w.kind not in ("lse", "grad")] for c in rows]
         if all(lacks):
             raise ValueError(f"{name} cannot do this: {', '.join(lacks[0])}")
 
@@ -341,12 +324,10 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
         and dtype == k.dtype and dtype == v.dtype and str(dtype)[6:] == spec.dtype
         and on == k.device and on == v.device
     ):
-        swapped = len(shape) == 4 and shape[1] == H and shape[2] != H
-        hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)"
         raise ValueError(
             f"q, k and v must be (batch, tokens, heads, head_dim) with {H}, {Hkv} and {Hkv} heads "
-            f"of {D} in {spec.dtype}, as the Spec says, of one batch on one device; got "
-            f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}{hint if swapped else ''}"
+            f"of {D} in {spec.dtype}, of one batch on one device, got "
+            f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}"
         )
     if buffers:
         _check_cache(q, k, spec, segments, cache)
@@ -364,13 +345,12 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
         if t is not None:
             must_be(name, t, size, on, dtypes)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes have no gradient, got slopes with requires_grad=True")
+        raise ValueError("alibi_slopes must not require a gradient: they get none")
     if segments is not None:
         from .masks import in_pieces
 
         if in_pieces(segments):
-            text = "segments must be runs of equal ids, got an id that comes again after others"
-            raise ValueError(text)
+            raise ValueError("segments must be runs of equal ids, got an id that comes again")
 
 
 def _check_cache(q: Tensor, k: Tensor, spec: Spec, segments: object, cache: Any) -> None:
@@ -382,11 +362,8 @@ def _check_cache(q: Tensor, k: Tensor, spec: Spec, segments: object, cache: Any)
         raise ValueError(f"segments must be None with a view of a cache, got {shape_of(segments)}")
     if kind == "paged":
         must_be("cache.page_table", cache.page_table, (B, -1), q.device, INTEGERS)
-        if k.shape[1] != spec.page_size:
-            raise ValueError(f"k, v must be pages of {spec.page_size} tokens, got {shape_of(k)}")
-    elif k.shape[0] != B or cache.length != k.shape[1]:
-        want = f"batch {B} and {cache.length} positions as q and cache.length"
-        raise ValueError(f"k and v must have {want}, got {shape_of(k)}")
+    size = (-1, spec.page_size) if kind == "paged" else (B, cache.length)
+    must_be("k", k, (*size, *k.shape[2:]), q.device, (spec.dtype,))
     for name in ("start", "count"):
         must_be(f"cache.{name}", getattr(cache, name), (B,), q.device, INTEGERS)
 

@@ -1,17 +1,9 @@
-"""Backends by name.
+"""Backends by name: one of BACKENDS or an alias, triton with other backward kernels
+(triton_tiles.py), what is registered in this process, and other people's code, which docs/KERNEL.md
+lists: files, modules, entry points, flex: (mods.py) and hub: (hub.py).
 
-    sdpa                      one of BACKENDS, or an alias of it
-    triton:dq64-dkdv128       triton with other backward kernels (triton_tiles.py)
-    mine                      registered in this process, or an entry point of an installed package
-                              (group nanoattn.backends)
-    folder/kernel.py          a file that defines BACKEND
-    package.module:BACKEND    the same in an importable module
-    flex:folder/mask.py       flex with a person's own mask (mods.py)
-    hub:org/repo@commit       FlashAttention's functions from the hub (hub.py)
-
-All but the first two run code of other people (is_code()): once a process, if the user names it
-on a command line, in a config or in a call. Such a name read from a checkpoint or a record runs
-nothing.
+Such code (is_code()) runs once a process, if the user names it; such a name read from a checkpoint
+or a record runs nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +32,7 @@ BACKENDS: dict[str, Backend] = {b.name: b for b in (
     paged.BACKEND)}
 RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (plan.py)
 ENTRY_POINTS = "nanoattn.backends"  # the group of an installed package's entry points
-_BY_ANY_NAME = {n: b for b in (*BACKENDS.values(), *TILED, TMA)
-                for n in (b.name, *b.aliases)}
+_BY_ANY_NAME = {n: b for b in (*BACKENDS.values(), *TILED, TMA) for n in (b.name, *b.aliases)}
 _BUILT_IN = frozenset(_BY_ANY_NAME)
 
 
@@ -101,10 +92,9 @@ def check_name(name: str) -> None:
 
 
 def register(backend: Backend) -> Backend:
-    """Give a backend its name and aliases in this process, and return it. "fastest", the bench and
-    `python -m attention` then try it too. A registered name can be registered again. Raises
-    ValueError: its fallback is unknown, its name a path or a built-in backend's, or it has a mask
-    of its own, and would be taken for the others."""
+    """Give a backend its name and aliases in this process, and return it; "fastest", the bench and
+    `python -m attention` then try it too. Raises ValueError: its fallback is unknown, its name a
+    path or a built-in backend's, or it has a mask of its own."""
     names = backend.name, *backend.aliases
     if backend.mods or any(is_path(name) or ":" in name for name in names):
         raise ValueError(f"{names} look like a path or a module, or have a mask of their own")
@@ -127,8 +117,8 @@ def valid(backend: object, taken: Iterable[str]) -> Backend:
 
 @cache
 def load(name: str) -> Backend:
-    """Run what the name says, an absolute path, flex: with one, or package.module:BACKEND. Raises
-    BackendUnavailable: it is missing or raises, or its backend is not valid."""
+    """Run an absolute path, flex: with one, or package.module:BACKEND. Raises BackendUnavailable:
+    it is missing or raises, or its backend is not valid."""
     path = name.removeprefix(mods.PREFIX)
     try:
         backend = run(name, path)
@@ -165,5 +155,5 @@ def run(name: str, path: str) -> object:
 def packages(*names: str) -> tuple[str, ...]:
     """The import names of all packages that the backends need, including other people's `names`."""
     backends = [*BACKENDS.values(), *(get(name) for name in names if is_code(name))]
-    rows = (c for b in backends for c in (*b.caps, *(b.prebuilt.caps if b.prebuilt else ())))
-    return tuple(dict.fromkeys(r.package for c in rows for r in c.requirements))
+    backends = [b for own in backends for b in (own, own.prebuilt) if b]
+    return tuple(dict.fromkeys(package for b in backends for package in b.packages))

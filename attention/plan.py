@@ -1,17 +1,10 @@
-"""Plans: the kernel of each call, chosen before it is called.
+"""Plans: the kernel of each call, chosen before it is called, once for a kind of calls (Spec.kind),
+a device, and deterministic algorithms or not. docs/DESIGN.md and docs/ATTENTION.md have the why.
 
-The key is the kind of a call (Spec.kind), the device, and deterministic algorithms. A kind has
-features, not values: a new scale, window or length makes no new plan. It is proved at most twice:
-short, and at the length of the first call with more than proof.LONG keys. Eager, a missing plan is
-made by select() or fastest() in a thread of its own, which proves it; while torch.compile traces,
-by resolve() or the stored fastest: nothing runs.
-
-Commands plan a placed model before compiling it (GPT.plan), on all processes together, which take
-the first kernel that all accept. A late plan has no other processes, which may be elsewhere.
-
-"fastest" times every backend at the call's shape (machine/timing.py), and takes the fastest if it
-beats "auto" by 2 %. fastest.json in ~/.cache/nanoattn ($XDG_CACHE_HOME, $NANOATTN_CACHE) remembers
-names by versions, machine, kind and shape. A remembered name must pass the probe."""
+Eager, a new kind is proved in a thread apart: short, and at the length of the first call with more
+than LONG keys. While torch.compile traces nothing can run: resolve() or the stored `fastest`
+decides. Commands plan before they compile (GPT.plan), on all processes together.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +15,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -35,7 +29,8 @@ from .machine.system import autocast_dtype
 from .machine.timing import measure, table
 from .names import timed
 from .proof import LONG
-from .select import Ranks, Resolution, Shape, announce, debug, disabled, gather, resolve, select
+from .select import Failed, Ranks, Resolution, Shape, announce, debug, disabled, gather
+from .select import resolve, select
 from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
@@ -83,6 +78,10 @@ class Call(NamedTuple):
     spec: Spec
     chosen: Resolution
 
+    @classmethod
+    def of(cls, spec: Spec, chosen: Resolution) -> Call:
+        return cls(chosen.backend.compute, spec, chosen)
+
 
 Plan = tuple[Call, ...]
 Key = tuple[str, str, bool]  # Spec.kind, device, deterministic algorithms
@@ -90,15 +89,14 @@ Key = tuple[str, str, bool]  # Spec.kind, device, deterministic algorithms
 
 class Plans:
     """The plans of one backend name. Copies and pickles are empty: a plan holds functions.
-    `specs` gives the Specs of a model's layers in a phase, `length` the tokens in a sequence, if a
-    forward pass has not been seen yet."""
+    `specs` gives the Specs of a model's layers in a phase, `length` its tokens in a sequence."""
 
     def __init__(self, name: str, policy: Policy = Policy(),
                  specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0) -> None:
         self.name, self.policy, self.specs, self.length = name, policy, specs, length
-        # By a kind of call, and of a model's layers by Phase: plain tuples (docs/DESIGN.md).
+        # By Key, by Phase, and by a traced call: plain tuples (docs/DESIGN.md).
         self.known: dict[Hashable, Plan] = {}
-        self.refused: dict[Key, dict[str, Sequence[str]]] = {}  # by proofs, with the reasons
+        self.refused: dict[Key, Failed] = {}  # by proofs
 
     def __reduce__(self) -> tuple[type[Plans], tuple[object, ...]]:
         return Plans, (self.name, self.policy, self.specs, self.length)
@@ -111,8 +109,8 @@ class Plans:
         is chosen now and announced, with `label` if it is for inference. All `ranks` choose now.
         Raises BackendUnavailable: refused, with no fallback left or allowed."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
-        return self._proved(key, shape, ranks) or self._choose(
-            key, spec, device, shape, label, ranks)
+        return self._proved(key, shape, ranks) or apart(
+            device, partial(self._prove, key, spec, device, shape, label, ranks))
 
     def _proved(self, key: Key, shape: Shape, ranks: Ranks | None) -> Resolution | None:
         """The kernel of a kind, if nothing is to be proved."""
@@ -122,48 +120,41 @@ class Plans:
         chosen = plan[0].chosen
         return None if chosen.traced or (shape[2] > LONG and not chosen.length) else chosen
 
-    def _choose(self, key: Key, spec: Spec, device: str, shape: Shape, label: str,
-                ranks: Ranks | None) -> Resolution:
-        def choose() -> Resolution:
-            if chosen := self._proved(key, shape, ranks):
-                return chosen  # another thread was quicker
-            self.known.pop(key, None)  # if this raises, what was traced must not go on
-            if self.name == "fastest":
-                chosen = fastest(spec, device, shape, self.policy, ranks)
-            else:
-                failed = self.refused.setdefault(key, {})
-                chosen = select(
-                    self.name, spec, device, self.policy, shape=shape, ranks=ranks, failed=failed)
-            # The length also where nothing had to be run: it is not looked at again.
-            chosen = replace(chosen, length=shape[2] if shape[2] > LONG else 0)
-            self.known[key] = (Call(chosen.backend.compute, spec, chosen),)
-            announce(chosen, chosen.info() + label * (not spec.grad))
-            return chosen
-
-        return apart(device, choose)
+    def _prove(self, key: Key, spec: Spec, device: str, shape: Shape, label: str,
+               ranks: Ranks | None) -> Resolution:
+        if chosen := self._proved(key, shape, ranks):
+            return chosen  # another thread was quicker
+        self.known.pop(key, None)  # if this raises, what was traced must not go on
+        if self.name == "fastest":
+            chosen = fastest(spec, device, shape, self.policy, ranks)
+        else:
+            failed = self.refused.setdefault(key, {})
+            chosen = select(
+                self.name, spec, device, self.policy, shape=shape, ranks=ranks, failed=failed)
+        self.known[key] = (Call.of(spec, chosen),)
+        announce(chosen, chosen.info() + label * (not spec.grad))
+        return chosen
 
     @outside_a_trace
     def choose_in_trace(self, device: str, deterministic: bool, *fields: Any) -> None:
         """Choose for Spec(*fields) while torch.compile traces."""
         spec = Spec(*fields)
-        chosen = self._traced(spec, device)
-        call = device, deterministic, *fields
-        self.known[call] = (Call(chosen.backend.compute, spec, chosen),)
+        self.known[device, deterministic, *fields] = (Call.of(spec, self._traced(spec, device)),)
 
     def _traced(self, spec: Spec, device: str) -> Resolution:
         """By what is declared or stored: nothing runs, so nothing waits for the tracer."""
-        key, *others = ((kind, device, torch.are_deterministic_algorithms_enabled())
-                        for kind in (spec.kind, replace(spec, compiled=False).kind))
+        on = device, torch.are_deterministic_algorithms_enabled()
+        key, eager = (spec.kind, *on), (replace(spec, compiled=False).kind, *on)
         if key not in self.known:
             machine, name = Machine.here(device), self.name
             if name == "fastest":
                 known = (n for k, n in stored().items() if k.startswith(memory_key(spec, machine)))
                 name = next((n for n in known if n in timed(spec, machine)), "auto")
-            failed = {n: why for k in (*others, key) for n, why in self.refused.get(k, {}).items()}
-            chosen = resolve(name, spec, machine, self.policy, failed=failed)
+            failed = {**self.refused.get(eager, {}), **self.refused.get(key, {})}
+            chosen = resolve(name, spec, machine, self.policy, failed)
             chosen = replace(chosen, requested=self.name, traced=True)
             debug(chosen, spec, machine, self.policy)
-            self.known[key] = (Call(chosen.backend.compute, spec, chosen),)
+            self.known[key] = (Call.of(spec, chosen),)
             announce(chosen, chosen.info())
         return self.known[key][0].chosen
 
@@ -197,7 +188,7 @@ class Plans:
         assert self.specs is not None
         specs = self.specs(phase)
         chosen = {kind: choose(spec) for kind, spec in {s.kind: s for s in specs}.items()}
-        return tuple(Call(chosen[s.kind].backend.compute, s, chosen[s.kind]) for s in specs)
+        return tuple(Call.of(spec, chosen[spec.kind]) for spec in specs)
 
 
 # --- fastest ---
@@ -211,7 +202,7 @@ def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
     name = "auto"
     if ranks is None or ranks.rank == 0:
         with suppress(BackendUnavailable):  # then select() gives the reasons, on every rank
-            name = apart(device, lambda: find_fastest(spec, device, shape, policy))
+            name = apart(device, partial(find_fastest, spec, device, shape, policy))
     name = gather(ranks, name)[0]
     chosen = select(name, spec, device, policy, shape=shape, ranks=ranks)
     return replace(chosen, requested="fastest")
@@ -240,9 +231,9 @@ def store(key: str, name: str) -> None:
     try:
         file = memory()
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps({**stored(), key: name}, indent=1), encoding="utf-8")
-        partial.replace(file)
+        partial_file = file.with_name(f"{file.name}.{os.getpid()}.partial")
+        partial_file.write_text(json.dumps({**stored(), key: name}, indent=1), encoding="utf-8")
+        partial_file.replace(file)
     except OSError as e:
         log.warning(f"fastest: cannot be remembered: {e}")
 
@@ -270,8 +261,7 @@ def find_fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: P
     rows = measure(names, [spec], machine, policy, torch.device(device), shape)
     ms = {row.name: row.ms[-1] for row in rows if row.ms}
     name = min(ms, key=lambda name: ms[name], default=rule)
-    less = 1 - ms[name] / ms[rule] if rule in ms else 1.0
-    if less < MARGIN:
+    if rule in ms and 1 - ms[name] / ms[rule] < MARGIN:
         name = rule
     B, Tq, Tk = shape
     text = (f"fastest: batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}, {device} "

@@ -1,4 +1,4 @@
-"""Proof that a kernel is right: a run of it against the truth (truth.py), short in probe(), and in
+"""Proof that a kernel is right: runs of it against the truth (truth.py), short in probe(), and in
 probe_long() at a call's own length."""
 
 from __future__ import annotations
@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,84 +25,10 @@ BUFFERS = ("static", "paged")  # caches that are read through a view
 SHORT = 64  # tokens in probe()
 LONG = 256  # a longer call is probed at its own length too
 ROWS = 32  # queries of it that are compared
-# Factor of the queries in a second run. Some of its scores are beyond 88, where exp() overflows in
-# float32, and some kernels fail (NVIDIA/TransformerEngine issue 3216).
+# Factor of the queries in a second run: scores past 88, where exp() overflows in float32, and some
+# kernels fail (NVIDIA/TransformerEngine issue 3216).
 LARGE = 32
-
-
-# --- one call ---
-
-
-def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
-        wrt: Sequence[str] = ("q", "k", "v", "sinks"), times: int = 1) -> Result:
-    """The output, and with spec.grad the gradients of the inputs that `wrt` names, those of the
-    last of so many backward passes."""
-    leaves = {
-        name: getattr(given, name).detach().requires_grad_()
-        for name in wrt if getattr(given, name) is not None
-    }
-    given = given._replace(**leaves)
-    with torch.set_grad_enabled(spec.grad):
-        out = attend(given.q, given.k, given.v, spec, **given.options)
-    must_be_like(out, given.q)
-    if out.requires_grad != spec.grad:
-        raise AssertionError(f"out.requires_grad is {out.requires_grad}")
-    grads: Sequence[Tensor] = ()
-    for _ in range(times if spec.grad else 0):
-        grads = torch.autograd.grad(out, [*leaves.values()], given.dout, retain_graph=times > 1)
-    found = dict(zip(leaves, grads))
-    return Result(out.detach(), *map(found.get, ("q", "k", "v", "sinks")))
-
-
-def calls_of(T: int, ends: Sequence[Sequence[int]] = ()) -> list[list[slice]]:
-    """The queries of each row in each call through a cache: up to `ends`, or of two rows two chunks
-    and then single tokens."""
-    ends = ends or ((T // 2, T // 3), (T - 3, T - 2), (T - 2, T - 1), (T - 1, T), (T, T))
-    pairs = pairwise(([0] * len(ends[0]), *ends))
-    return [[slice(*span) for span in zip(*pair)] for pair in pairs]
-
-
-@torch.no_grad()
-def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
-               ends: Sequence[Sequence[int]] = ()) -> Result:
-    """The output through a cache, by calls_of()."""
-    q, out, before = given.q, torch.empty_like(given.q), given.k.shape[1] - given.q.shape[1]
-    k, v, view = filled_cache(given.k, given.v, spec)
-    for at in calls_of(q.shape[1], ends):
-        start, count = [before + span.start for span in at], [s.stop - s.start for s in at]
-        padded = pad_sequence([q[b, span] for b, span in enumerate(at)], True)
-        got = attend(padded, k, v, spec, cache=view(start, count), **given.options)
-        must_be_like(got, padded)
-        for b, span in enumerate(at):
-            out[b, span] = got[b, : count[b]]
-    return Result(out)
-
-
-def must_be_like(out: object, q: Tensor) -> None:
-    if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
-        raise TypeError(f"it returned {shape_of(out)}, not {shape_of(q)}")
-
-
-def leakage(run: Callable[..., Result], given: Inputs, spec: Spec, ahead: int | None) -> float:
-    """The largest change of outputs that do not see the last token, which is more than `ahead`
-    after them, when its q, k and v change."""
-    if ahead is None:
-        return 0.0
-    q, k, v = (torch.cat((t[:, :-1], 3 - t[:, -1:]), dim=1) for t in given[:3])
-    quiet = replace(spec, grad=False)
-    moved = 0.0
-    for _ in range(3):  # a library may round differently once, under load
-        before, after = (run(x, quiet).out for x in (given, given._replace(q=q, k=k, v=v)))
-        moved = float((after.double() - before.double())[:, : -1 - ahead].abs().max())
-        if moved == 0:
-            break
-    return moved
-
-
-# --- the probe ---
-
-# Profiler name of an attention operator -> usual name of the kernel.
-KERNELS = {
+KERNELS = {  # profiler name of an attention operator -> usual name of the kernel
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
     "aten::_scaled_dot_product_flash_attention": "flash",
     "aten::_scaled_dot_product_efficient_attention": "efficient",
@@ -119,16 +44,10 @@ KERNELS = {
 PINNED = ("flash", "efficient", "cudnn", "math")  # the kernels that sdpa_* promise
 # Namespaces without another library's attention kernels.
 PLAIN = {"aten", "prims", "autograd", "c10d", "mkldnn", "inductor", "nanoattn"}
-
-
-class Proof(TypedDict):
-    """The errors of a probe, relative to the largest true value, and their limits."""
-
-    error: float  # of the output, on ordinary scores
-    allowed: float
-    grad_error: float | None  # of the gradient closest to its limit
-    grad_allowed: float | None
-    canary: bool  # earlier outputs did not move when the last token changed
+# The errors of a probe relative to the largest true value, and their limits, on ordinary scores:
+# `error` and `allowed` of the output, `grad_error` and `grad_allowed` of the gradient closest to
+# its limit, or None; `canary`: no earlier output moved when the last token changed.
+Proof = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -145,32 +64,38 @@ class Probe:
 
 
 def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHORT) -> Probe:
-    """Run `backend` at batch 2 and length T, forward and, if `spec.grad`, backward: with the Spec's
-    numbers on ordinary and on large scores, then with other numbers, since one plan serves all
-    calls of a kind. The random state is restored. The profiler records which kernels ran.
+    """Run `backend` at batch 2 and length T, forward and, if `spec.grad`, backward: on ordinary and
+    on large scores, then with other numbers than the Spec's, since one plan serves all calls of a
+    kind. The random state is restored.
 
-    With a cache the queries come in chunks, then one by one. Inference also continues a prefix,
-    with fewer queries than keys. No earlier output may move when a later token is changed, unless
-    the backend has its own mask, which is then the truth's."""
+    With a cache the queries come in chunks, then one by one; inference also continues a prefix. No
+    earlier output may move when a later token changes, unless the backend has its own mask."""
     device, cached = torch.device(device), spec.cache in BUFFERS
     spec = clipped(replace(spec, grad=spec.grad and not cached), T)
     shorter = T if spec.grad or cached or spec.lse else T // 3
     other, draw = other_numbers(spec), torch.Generator().manual_seed(0)
     cases = [(spec, T, 1.0), (spec, shorter, LARGE), (other, T, 1.0)][: 2 + (other != spec)]
-    ordinary, why = list[Deviation](), list[str]()
+    ordinary, why, events = list[Deviation](), list[str](), list[str]()
     try:
         for case, Tq, size in cases:
             found = trial(backend, case, device, (2, Tq, T), draw, size)
             about = ", on large scores" * (size > 1) + f", with {case}" * (case != spec)
             why = why or [text + about for text in wrong(found)]
             ordinary = ordinary or found
-        kernels, leak = observe(backend, spec, device, T)
+        given = draw_inputs(spec, device, (2, T, T), torch.Generator().manual_seed(0))
+        way, ahead = way_of(backend, spec), 0 if cached else spec.right
+        with attempt(backend, device):
+            with profiled(events):
+                got = way(given, spec)
+            if spec.dropout and not all(bool(t.isfinite().all()) for t in got.tensors.values()):
+                raise FloatingPointError("not finite with dropout")
+            leak = leakage(way, given, replace(spec, dropout=0.0), None if backend.mods else ahead)
     except KernelFailed as e:
         return Probe((f"it failed in the probe ({e})",))
     if not why and leak != 0:
         why = [f"a later token moves earlier outputs, by up to {leak:.2g}"]
     reasons = [f"its numbers are wrong ({'; '.join(why)})"] if why else []
-    promised = backend.name.removeprefix("sdpa_")
+    kernels, promised = kernels_of(events), backend.name.removeprefix("sdpa_")
     others = {kernel.split()[0] for kernel in kernels} & {*PINNED} - {promised}  # "flash (CPU)"
     if others and promised in PINNED and not why:
         reasons = [f"it ran another kernel ({', '.join(sorted(others))})"]
@@ -186,14 +111,13 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
 
 def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
                shape: tuple[int, int, int]) -> tuple[str, ...]:
-    """The errors in one call of this shape, (B, Tq, Tk), of one sequence and the query heads of
-    one key/value head; empty if there are none. Compares at most ROWS queries, and the gradients
-    that flow from them: the truth costs O(ROWS * Tk). A cache holds Tk tokens before its last Tq.
-    """
+    """The errors in one call of this shape, (B, Tq, Tk), of one sequence and one key/value head.
+    Compares at most ROWS queries, and the gradients that flow from them: the truth costs
+    O(ROWS * Tk). A cache holds Tk tokens before its last Tq."""
     (_, Tq, Tk), cached = shape, spec.cache in BUFFERS
     Tq = min(Tq, ROWS) if cached else Tq
-    group = spec.n_head // spec.n_kv_head
-    spec = replace(spec, n_head=group, n_kv_head=1, dropout=0.0, grad=spec.grad and not cached)
+    spec = replace(spec, n_head=spec.n_head // spec.n_kv_head, n_kv_head=1, dropout=0.0,
+                   grad=spec.grad and not cached)
     rows = torch.linspace(0, Tq - 1, min(Tq, ROWS)).round().long()
     draw = torch.Generator().manual_seed(0)
     try:
@@ -226,19 +150,47 @@ def trial(
     return errors(got, rough, want, given.q.dtype)
 
 
-def observe(backend: Backend, spec: Spec, device: torch.device,
-            T: int) -> tuple[tuple[str, ...], float]:
-    """The kernels of a run, with dropout, and leakage() without."""
-    given = draw_inputs(spec, device, (2, T, T), torch.Generator().manual_seed(0))
-    way, events = way_of(backend, spec), list[str]()
-    ahead = None if backend.mods else 0 if spec.cache in BUFFERS else spec.right
-    with attempt(backend, device):
-        with profiled(events):
-            got = way(given, spec)
-        if spec.dropout and not all(bool(t.isfinite().all()) for t in got.tensors.values()):
-            raise FloatingPointError("not finite with dropout")
-        leak = leakage(way, given, replace(spec, dropout=0.0), ahead)
-    return kernels_of(events), leak
+# --- inputs ---
+
+
+def clipped(spec: Spec, T: int) -> Spec:
+    """The Spec with sides that hide something in T tokens, whatever the call's are."""
+    window = spec.window and min(spec.window, T // 2)
+    right = spec.right and min(spec.right, T // 2)
+    return replace(spec, window=window, right=right)
+
+
+def other_numbers(spec: Spec) -> Spec:
+    """A Spec of the same kind with another value of each number."""
+    window, right = (n and (n + 1 if n < 5 else n // 2 + 2) for n in (spec.window, spec.right))
+    cap = spec.softcap  # a large one hardly moves ordinary scores
+    return replace(spec, window=window, right=right, scale=spec.scale and 0.75 * spec.scale,
+                   softcap=cap and (1.5 * cap if cap < 4 else 2.0))
+
+
+def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
+                draw: torch.Generator, size: float = 1.0) -> Inputs:
+    """Random inputs for (B, Tq, Tk): q, k and v are slices of one tensor, as in a model; `size` is
+    a factor of q. Two segments; ALiBi's slopes are (B, H) if `size` is not 1, else (H,)."""
+    (B, Tq, Tk), dtype = shape, getattr(torch, spec.dtype)
+    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+    qkv = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=draw, dtype=torch.float32)
+    qkv[..., : H * D] *= size
+    qkv = qkv.to(device, dtype)
+    q, k, v = (t.unflatten(2, (-1, D)) for t in qkv.split([H * D, Hkv * D, Hkv * D], dim=2))
+    dout = torch.randn(B, Tq, H, D, generator=draw, dtype=torch.float32).to(device, dtype)
+    segments = sinks = slopes = None
+    if spec.segments:
+        segments = (torch.arange(Tk, device=device) >= Tk // 3).int().expand(B, Tk).contiguous()
+    if spec.sinks:
+        sinks = torch.randn(H, generator=draw, dtype=torch.float32).add(3).to(device, dtype)
+    if spec.alibi:  # 1/16 to 1
+        slopes_shape = (H,) if size == 1 else (B, H)
+        slopes = torch.exp2(-4 * torch.rand(slopes_shape, generator=draw)).to(device)
+    return Inputs(q[:, q.shape[1] - Tq :], k[:, :Tk], v[:, :Tk], dout, segments, sinks, slopes)
+
+
+# --- a run ---
 
 
 class KernelFailed(RuntimeError):
@@ -248,7 +200,7 @@ class KernelFailed(RuntimeError):
 @contextmanager
 def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
     """Run a kernel with autograd, apart from the random state. Raises KernelFailed, or DeviceLost:
-    it has lost the GPU, and what runs next would fail and be blamed instead."""
+    what runs next on the GPU would fail and be blamed instead."""
     cuda = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(cuda), torch.enable_grad():
@@ -261,13 +213,6 @@ def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
             f"{backend.name} has crashed on the GPU ({first_line(e)}), which this process cannot "
             f"use any more; start again with another kernel: --attention_backend={other}"
         ) from e
-
-
-def way_of(backend: Backend, spec: Spec,
-           ends: Sequence[Sequence[int]] = ()) -> Callable[..., Result]:
-    """run() of a backend, or run_cached() by these calls."""
-    attend = attend_of(backend, spec)
-    return partial(run_cached, attend, ends=ends) if spec.cache in BUFFERS else partial(run, attend)
 
 
 def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
@@ -283,47 +228,73 @@ def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
     return attend
 
 
-def clipped(spec: Spec, T: int) -> Spec:
-    """The Spec with sides that hide something in T tokens, whatever the call's are."""
-    window = spec.window and min(spec.window, T // 2)
-    right = spec.right and min(spec.right, T // 2)
-    return replace(spec, window=window, right=right)
+def way_of(backend: Backend, spec: Spec,
+           ends: Sequence[Sequence[int]] = ()) -> Callable[..., Result]:
+    """run() of a backend, or run_cached() by these calls."""
+    attend = attend_of(backend, spec)
+    return partial(run_cached, attend, ends=ends) if spec.cache in BUFFERS else partial(run, attend)
 
 
-def other_numbers(spec: Spec) -> Spec:
-    """A Spec of the same kind with another value of each number."""
-    changes: dict[str, float] = {}
-    for name in ("window", "right"):
-        if side := getattr(spec, name):
-            changes[name] = side + 1 if side < 5 else side // 2 + 2
-    if spec.scale is not None:
-        changes["scale"] = 0.75 * spec.scale
-    if spec.softcap is not None:  # a large one hardly moves ordinary scores
-        changes["softcap"] = 1.5 * spec.softcap if spec.softcap < 4 else 2.0
-    return replace(spec, **changes)  # type: ignore[arg-type]
+def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
+        wrt: Sequence[str] = ("q", "k", "v", "sinks"), times: int = 1) -> Result:
+    """The output, and with spec.grad the gradients of the inputs that `wrt` names, those of the
+    last of so many backward passes."""
+    leaves = {
+        name: getattr(given, name).detach().requires_grad_()
+        for name in wrt if getattr(given, name) is not None
+    }
+    given = given._replace(**leaves)
+    with torch.set_grad_enabled(spec.grad):
+        out = attend(given.q, given.k, given.v, spec, **given.options)
+    must_be_like(out, given.q)
+    if out.requires_grad != spec.grad:
+        raise AssertionError(f"out.requires_grad is {out.requires_grad}")
+    grads: Sequence[Tensor] = ()
+    for _ in range(times if spec.grad else 0):
+        grads = torch.autograd.grad(out, [*leaves.values()], given.dout, retain_graph=times > 1)
+    found = dict(zip(leaves, grads))
+    return Result(out.detach(), *map(found.get, ("q", "k", "v", "sinks")))
 
 
-def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
-                draw: torch.Generator, size: float = 1.0) -> Inputs:
-    """Random inputs for (B, Tq, Tk): q, k and v are slices of one tensor, as in a model; `size` is
-    a factor of q. Two segments; ALiBi's slopes are (B, H) if `size` is not 1, else (H,)."""
-    (B, Tq, Tk), dtype = shape, getattr(torch, spec.dtype)
-    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
-    qkv = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=draw, dtype=torch.float32)
-    qkv[..., : H * D] *= size
-    qkv = qkv.to(device, dtype)
-    q, k, v = (t.unflatten(2, (-1, D)) for t in qkv.split([H * D, Hkv * D, Hkv * D], dim=2))
-    dout = torch.randn(B, Tq, H, D, generator=draw, dtype=torch.float32).to(device, dtype)
-    segments = sinks = None
-    if spec.segments:
-        segments = (torch.arange(Tk, device=device) >= Tk // 3).int().expand(B, Tk).contiguous()
-    if spec.sinks:
-        sinks = torch.randn(H, generator=draw, dtype=torch.float32).add(3).to(device, dtype)
-    slopes = None
-    if spec.alibi:  # 1/16 to 1
-        shape_of_slopes = (H,) if size == 1 else (B, H)
-        slopes = torch.exp2(-4 * torch.rand(shape_of_slopes, generator=draw)).to(device)
-    return Inputs(q[:, q.shape[1] - Tq :], k[:, :Tk], v[:, :Tk], dout, segments, sinks, slopes)
+@torch.no_grad()
+def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
+               ends: Sequence[Sequence[int]] = ()) -> Result:
+    """The output through a cache: each call has the next queries of each row, up to its `ends`;
+    by default of two rows two chunks, then single tokens."""
+    (B, T), out, before = given.q.shape[:2], torch.empty_like(given.q), given.k.shape[1]
+    k, v, view = filled_cache(given.k, given.v, spec)
+    done: Sequence[int] = [0] * B
+    for end in ends or ((T // 2, T // 3), (T - 3, T - 2), (T - 2, T - 1), (T - 1, T), (T, T)):
+        rows = [given.q[b, a:z] for b, (a, z) in enumerate(zip(done, end))]
+        q, count = pad_sequence(rows, True), [len(row) for row in rows]
+        cache = view([before - T + n for n in done], count)
+        got = attend(q, k, v, spec, cache=cache, **given.options)
+        must_be_like(got, q)
+        for b, n in enumerate(count):
+            out[b, done[b] : end[b]] = got[b, :n]
+        done = end
+    return Result(out)
+
+
+def must_be_like(out: object, q: Tensor) -> None:
+    if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
+        raise TypeError(f"it returned {shape_of(out)}, not {shape_of(q)}")
+
+
+def leakage(run: Callable[..., Result], given: Inputs, spec: Spec, ahead: int | None) -> float:
+    """The largest change of outputs that do not see the last token, which is more than `ahead`
+    after them, when its q, k and v change."""
+    if ahead is None:
+        return 0.0
+    q, k, v = (torch.cat((t[:, :-1], 3 - t[:, -1:]), dim=1) for t in given[:3])
+    quiet = replace(spec, grad=False)
+    moved = 0.0
+    for _ in range(3):  # a library may round differently once, under load
+        before, after = (run(x, quiet).out for x in (given, given._replace(q=q, k=k, v=v)))
+        moved = float((after.double() - before.double())[:, : -1 - ahead].abs().max())
+        if moved == 0:
+            break
+    return moved
 
 
 def kernels_of(events: Sequence[str]) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
-"""The choice of a backend, with the reasons to refuse others: resolve() takes the first candidate
-whose declared Caps admit the request, select() the first that also passes the probe on every rank.
-NANOATTN_DISABLE=name,name in the environment refuses backends, for launchers."""
+"""The choice of a backend: resolve() takes the first candidate whose declared Caps admit the
+request, select() the first that also passes the probe, on every rank."""
 
 from __future__ import annotations
 
@@ -27,10 +26,18 @@ from .spec import Machine, Policy, Spec
 log = logging.getLogger("nanoattn")
 T = TypeVar("T")
 Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
+Failed = MutableMapping[str, Sequence[str]]  # names that proofs have refused, with the reasons
 
-DISABLE = "NANOATTN_DISABLE"
-ALWAYS = ("metal", "disabled")  # kinds of refusals that are always reported
+DISABLE = "NANOATTN_DISABLE"  # names that the environment refuses, for launchers
 REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory, and no tiles: not probed at length
+# The order in which "auto" tries the kernels of a device, and what replaces a refused one after its
+# `fallback`. Not flex on a CPU, where it needs a C++ compiler.
+PREFERENCE = {
+    "cuda": ("flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "paged", "sdpa_flash", "flex",
+             "triton", "manual", "tiled"),
+    "cpu": ("sdpa", "paged", "sdpa_flash", "manual", "tiled"),
+    "mps": ("sdpa", "paged", "manual", "tiled"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,13 +54,12 @@ class Resolution:
     length: int = 0  # keys of the longest probe
 
     def warnings(self) -> list[str]:
-        """One text for each refused backend, with its reasons; then the note."""
+        """A text for each refused backend, then the note."""
         lines = []
         for name, after in pairwise([*self.rejected, self.backend.name]):
             named = name == next(iter(self.rejected)) and self.requested not in RULES
-            verb = "requested but " if named else "refused: "
-            why = "; ".join(self.rejected[name])
-            lines.append(f"{name} {verb}{why}.\nFalling back to '{after}'.")
+            why = ("requested but " if named else "refused: ") + "; ".join(self.rejected[name])
+            lines.append(f"{name} {why}.\nFalling back to '{after}'.")
         return lines + [self.note] * bool(self.note)
 
     def info(self) -> str:
@@ -74,16 +80,6 @@ class Resolution:
 
 # --- the candidates ---
 
-# The order in which "auto" tries the kernels of a device. A refused backend falls back to its
-# `fallback`, then to the first of these that can run. flex is not tried on a CPU, where it needs a
-# C++ compiler.
-PREFERENCE = {
-    "cuda": ("flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "paged", "sdpa_flash", "flex",
-             "triton", "manual", "tiled"),
-    "cpu": ("sdpa", "paged", "sdpa_flash", "manual", "tiled"),
-    "mps": ("sdpa", "paged", "manual", "tiled"),
-}
-
 
 def preferred(spec: Spec, machine: Machine) -> list[str]:
     """PREFERENCE, with what is faster on this machine first."""
@@ -101,7 +97,7 @@ def preferred(spec: Spec, machine: Machine) -> list[str]:
             before("sdpa", "flash_attn_2")
         if major in (8, 12):  # there 4 uses the instructions of Ampere, as 2 does
             before("flash_attn_2" if major == 8 else "sdpa", "flash_attn_4")
-        if major == 8:  # 1.39 times sdpa with windows on A100s (nanochat pull request 540)
+        if major == 8:  # nanochat pull request 540
             before("flash_attn_3", "flash_attn_2")
         if spec.window is not None or spec.segments:  # it skips tiles, sdpa takes a mask
             before("sdpa_flash", "sdpa")
@@ -119,7 +115,7 @@ def preferred(spec: Spec, machine: Machine) -> list[str]:
 
 
 def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[str]:
-    """The backends to try, in order. Raises ValueError: unknown name, or no valid file."""
+    """The backends to try, in order."""
     names = preferred(spec, machine)
     if name in RULES:
         return names
@@ -131,17 +127,19 @@ def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[
 
 
 def metal_bug(spec: Spec, machine: Machine) -> list[Refusal]:
-    """The known bug of PyTorch's SDPA on Apple's Metal that this request meets, if any."""
-    bugs = {  # those of pytorch/pytorch that the probe may miss, or that depend on what ran before
+    """The known bug of PyTorch's SDPA on Apple's Metal, which a probe may miss, if it is met."""
+    bugs = {  # in pytorch/pytorch
         "half precision sees up to three later tokens (issue 195910)":
             spec.dtype in ("float16", "bfloat16"),
         "a scale may be that of an earlier call (pull request 184122)": spec.scale is not None,
         "a mask that the heads share is misread (pull request 184180)":
             spec.segments or spec.cache == "static",
     }
-    met = [f"on Apple's Metal torch {machine.torch} is wrong: {bug} (newer torch, or "
-           "--allow_mps_sdpa=True)" for bug, is_met in bugs.items() if is_met]
-    return [Refusal(bug, "metal") for bug in met[:1] if version(machine.torch) < (2, 13)]
+    bug = next((text for text, is_met in bugs.items() if is_met), None)
+    if bug is None or version(machine.torch) >= (2, 13):
+        return []
+    text = f"on Apple's Metal torch {machine.torch} is wrong: {bug}"
+    return [Refusal(f"{text} (newer torch, or --allow_mps_sdpa=True)", "metal")]
 
 
 def disabled() -> set[str]:
@@ -151,13 +149,12 @@ def disabled() -> set[str]:
 
 def admit(name: str, spec: Spec, machine: Machine,
           policy: Policy = Policy()) -> tuple[Backend, list[Refusal]]:
-    """The backend of that name, or its prebuilt kernel if allowed, and every reason why it cannot
-    run `spec` on `machine`; empty if it can."""
+    """The backend of that name, or its prebuilt kernel if allowed, and every declared reason why it
+    cannot run `spec` on `machine`; empty if it can."""
     backend = get(name)
     family = name.partition(":")[0]  # triton, of triton:dq64-dkdv128
     if disabled() & {name, family, backend.name, *backend.aliases}:
-        value = os.environ[DISABLE]
-        return backend, [Refusal(f"it is disabled by {DISABLE}={value}", "disabled")]
+        return backend, [Refusal(f"it is in {DISABLE}={os.environ[DISABLE]}", "disabled")]
     if name.startswith(hub.PREFIX):
         return hub.admit(name, spec, machine, policy)
     if policy.hub_kernels and backend.prebuilt and not backend.prebuilt.why_not(spec, machine):
@@ -167,7 +164,7 @@ def admit(name: str, spec: Spec, machine: Machine,
     return backend, why + metal_bug(spec, machine) if on_metal and not policy.mps_sdpa else why
 
 
-# --- the loop of proposals ---
+# --- the choice ---
 
 
 class Ranks(Protocol):
@@ -182,46 +179,6 @@ def gather(ranks: Ranks | None, value: T) -> list[T]:
     return [value] if ranks is None else ranks.gather(value)
 
 
-def first_accepted(
-    name: str, spec: Spec, machine: Machine, policy: Policy,
-    failed: MutableMapping[str, Sequence[str]],
-    prove: Callable[[Backend], Probe] = lambda backend: Probe(), ranks: Ranks | None = None,
-) -> Resolution:
-    """Rank 0 proposes a candidate, all ranks admit and prove it, and their reasons are gathered:
-    until there are none. What a user should know of is reported: the reasons against the named
-    backend, and those of a proof. `failed` receives the latter."""
-    names, error = list[str](), ""
-    try:
-        names = candidates(name, spec, machine, policy)
-    except BackendUnavailable as e:  # a file, which other ranks may be able to load
-        error = str(e)
-    proposals = next((n for n in gather(ranks, names) if n), None)
-    if proposals is None:
-        raise BackendUnavailable(error)
-    refused: dict[str, tuple[str, ...]] = {}
-    rejected: dict[str, tuple[str, ...]] = {}
-    for candidate in proposals:
-        title, why, proved = candidate, list[str](), Probe()
-        try:
-            backend, declared = admit(candidate, spec, machine, policy)
-            title, why = backend.name, [*declared, *failed.get(backend.name, ())]
-        except BackendUnavailable as e:
-            why = [str(e)]
-        if not why:
-            proved = prove(backend)
-            why = [*proved.why]
-            failed.update({title: proved.why} if why else {})
-        reasons = by_rank(gather(ranks, why))
-        if not reasons:
-            return Resolution(name, backend, rejected, proved.kernels, proved.proof)
-        refused[title] = tuple(map(str, reasons))
-        known = any(isinstance(why, Refusal) and why.kind not in ALWAYS for why in reasons)
-        if not known or (candidate == proposals[0] and name not in RULES):
-            rejected[title] = refused[title]
-    text = ". ".join(f"{n}: {'; '.join(reasons)}" for n, reasons in refused.items())
-    raise BackendUnavailable(f"attention backend {name!r} cannot run here. {text}")
-
-
 def by_rank(answers: Sequence[Sequence[str]]) -> list[str]:
     """The reasons of all ranks, with the ranks that gave each, unless all did."""
     who: dict[str, list[str]] = {}
@@ -233,26 +190,57 @@ def by_rank(answers: Sequence[Sequence[str]]) -> list[str]:
 
 
 def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
-            failed: Mapping[str, Sequence[str]] = {}) -> Resolution:
-    """Choose the backend that will run, by declared Caps alone. `name` is a backend's, an alias, a
-    file or one of RULES; `failed` are known not to run here, with the reasons. Raises
-    ValueError: unknown name. BackendUnavailable: refused, no fallback is left or allowed."""
-    return first_accepted(name, spec, machine, policy, dict(failed))
+            failed: Failed | None = None, *, prove: Callable[[Backend], Probe] | None = None,
+            ranks: Ranks | None = None) -> Resolution:
+    """The first backend that all ranks admit, by declared Caps, and `prove`: rank 0 proposes one
+    after the other, and the reasons of all are gathered.
+
+    Reported are the reasons against the named backend, and those that Caps do not declare. Raises
+    ValueError: unknown name. BackendUnavailable: refused, and no fallback is left or allowed.
+
+    Args:
+        name: a backend's, an alias, a file or one of RULES.
+        failed: backends that a proof has refused; those of this call are added.
+    """
+    failed = {} if failed is None else failed
+    names: list[str] | BackendUnavailable
+    try:
+        names = candidates(name, spec, machine, policy)
+    except BackendUnavailable as e:  # a file, which other ranks may be able to load
+        names = e
+    proposals = next((n for n in gather(ranks, names) if isinstance(n, list)), None)
+    if proposals is None:
+        assert isinstance(names, BackendUnavailable)
+        raise names
+    refused, rejected = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]]()
+    for candidate in proposals:
+        title, why, proved = candidate, list[str](), Probe()
+        try:
+            backend, declared = admit(candidate, spec, machine, policy)
+            title, why = backend.name, [*declared, *failed.get(backend.name, ())]
+        except BackendUnavailable as e:
+            why = [str(e)]
+        if prove and not why:
+            proved = prove(backend)
+            why = [*proved.why]
+            failed.update({title: proved.why} if why else {})
+        reasons = by_rank(gather(ranks, why))
+        if not reasons:
+            return Resolution(name, backend, rejected, proved.kernels, proved.proof)
+        refused[title] = tuple(map(str, reasons))
+        declared_only = any(isinstance(why, Refusal) and why.kind not in ("metal", "disabled")
+                            for why in reasons)
+        if not declared_only or (candidate == proposals[0] and name not in RULES):
+            rejected[title] = refused[title]
+    text = ". ".join(f"{n}: {'; '.join(reasons)}" for n, reasons in refused.items())
+    raise BackendUnavailable(f"attention backend {name!r} cannot run here. {text}")
 
 
 def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
            shape: Shape | None = None, ranks: Ranks | None = None,
-           failed: MutableMapping[str, Sequence[str]] | None = None) -> Resolution:
-    """The first backend for `name` that passes the probe on this machine.
-
-    Args:
-        shape: of the call; with more than LONG keys the backend is probed at that shape too.
-        ranks: processes that call this together. All take the first backend that each accepts.
-        failed: backends that a probe has refused, with the reasons; those of this call are added.
-    """
-    if torch.device(device).type == "meta":  # shapes only
-        return Resolution(name, manual.BACKEND)
-    failed = {} if failed is None else failed
+           failed: Failed | None = None) -> Resolution:
+    """The first backend for `name` that passes the probe on this machine; with more than LONG keys
+    also at the `shape` of the call. `ranks` call this together. Else as resolve()."""
     long = shape if shape and shape[2] > LONG else None
 
     def prove(backend: Backend) -> Probe:
@@ -263,17 +251,20 @@ def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = P
 
     def choose() -> Resolution:
         machine = Machine.here(str(device))
-        chosen = first_accepted(name, spec, machine, policy, failed, prove, ranks)
+        chosen = resolve(name, spec, machine, policy, failed, prove=prove, ranks=ranks)
         notes = [math_note(chosen, spec, shape)] if "math" in chosen.kernels else []
         notes += [f"{DISABLE} names {word!r}, which is not a backend."
                   for word in sorted(disabled()) if not is_backend(word)]
-        note = "\n".join(filter(None, notes))
-        chosen = replace(chosen, note=note, length=long[2] if long else 0)
+        chosen = replace(chosen, note="\n".join(filter(None, notes)))
         announce(chosen)
         debug(chosen, spec, machine, policy)
         return chosen
 
-    return apart(device, choose)
+    if torch.device(device).type == "meta":  # shapes only
+        chosen = Resolution(name, manual.BACKEND)
+    else:
+        chosen = apart(device, choose)
+    return replace(chosen, length=long[2] if long else 0)
 
 
 # --- what a user sees ---
@@ -285,9 +276,9 @@ def math_note(chosen: Resolution, spec: Spec, shape: Shape | None) -> str:
     size = 2 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * Tq * Tk
     if size <= 1e9:
         return ""
-    return (f"{chosen.backend.name} runs PyTorch's math kernel, which stores {size / 1e9:.1f} GB "
-            f"of scores in each layer at batch size {B} and {Tk:,} tokens.\npython -m attention "
-            "lists why fused kernels refuse; --attention_backend=tiled stores none.")
+    return (f"{chosen.backend.name} runs PyTorch's math kernel, which stores {size / 1e9:.1f} GB of"
+            f" scores in each layer at batch size {B} and {Tk:,} tokens (none: "
+            "--attention_backend=tiled).")
 
 
 def configuration(spec: Spec, machine: Machine, policy: Policy,
@@ -306,9 +297,8 @@ def configuration(spec: Spec, machine: Machine, policy: Policy,
 def debug(chosen: Resolution, spec: Spec, machine: Machine, policy: Policy) -> None:
     """Log a choice and its whole configuration, one line of JSON, at the level DEBUG."""
     if log.isEnabledFor(logging.DEBUG):
-        needed = [r.package for caps in chosen.backend.caps for r in caps.requirements]
-        content = chosen.as_json() | configuration(spec, machine, policy, needed)
-        log.debug("chosen: %s", json.dumps(content))
+        content = configuration(spec, machine, policy, chosen.backend.packages)
+        log.debug("chosen: %s", json.dumps(chosen.as_json() | content))
 
 
 def announce(chosen: Resolution, info: str = "") -> None:

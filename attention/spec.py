@@ -1,5 +1,5 @@
 """The attention contract: the mathematics, the request (Spec), the permissions (Policy) and the
-machine. What a kernel supports is in caps.py.
+machine. What a kernel supports is in caps.py. No torch.
 
 For every query i of head h, over the keys j that it may attend to (see :func:`visible`):
 
@@ -12,8 +12,7 @@ softcap and before the mask (Press et al. 2022, arXiv 2108.12409).
 
 Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out ``(B, Tq, H, D)``.
 Query head h reads key/value head ``g(h) = h // (H / Hkv)``. A fully masked row gives zeros and zero
-gradients. A segment is a run of positions, such as a packed document or padding: `segments` holds
-their ids. This file does not import torch.
+gradients. A segment is a run of positions, such as a document or padding; `segments` are their ids.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ from typing import Any
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
 NO_LIMIT = 2**30  # tokens, past any sequence; larger windows would overflow int32 positions
+TINY = 2.0**-126  # the least normal float32: a smaller softcap would be rounded to 0
+DROPOUT_STEP = 1 / 16  # to which cuDNN rounds dropout: a multiple of it is a kind of its own
 Numbers = Any  # an integer, or a tensor or array of integers or bool
 
 
@@ -39,29 +40,19 @@ def visible(
     """True if query i may attend to key j: the one definition of masking in this project.
 
     Causal, aligned bottom-right: the last query attends to the last key. With
-    ``offset = Tk - Tq`` (here Tq = 3, Tk = 5, and on the right with ``window=2``)::
+    ``offset = Tk - Tq``, here Tq = 3 and Tk = 5::
 
-                k0 k1 k2 k3 k4           k0 k1 k2 k3 k4
-            q0   x  x  x  .  .       q0   .  x  x  .  .
-            q1   x  x  x  x  .       q1   .  .  x  x  .
-            q2   x  x  x  x  x       q2   .  .  .  x  x
-
-    Not causal: ``right=1``, and with ``window=2`` too::
-
-                k0 k1 k2 k3 k4           k0 k1 k2 k3 k4
-            q0   x  x  x  x  .       q0   .  x  x  x  .
-            q1   x  x  x  x  x       q1   .  .  x  x  x
-            q2   x  x  x  x  x       q2   .  .  .  x  x
+                                   window=2             right=1         window=2, right=1
+              k0 k1 k2 k3 k4    k0 k1 k2 k3 k4      k0 k1 k2 k3 k4      k0 k1 k2 k3 k4
+          q0   x  x  x  .  .     .  x  x  .  .       x  x  x  x  .       .  x  x  x  .
+          q1   x  x  x  x  .     .  .  x  x  .       x  x  x  x  x       .  .  x  x  x
+          q2   x  x  x  x  x     .  .  .  x  x       x  x  x  x  x       .  .  .  x  x
 
     Args:
         i, j: query and key positions, integers or integer tensors that broadcast.
-        offset: Tk - Tq.
         window: the most keys up to its own that a query attends to, itself included; None: all.
         seg_i, seg_j: segment ids of the query and of the key, which must be equal.
         right: the most keys after its own that a query attends to; None: all.
-
-    Returns:
-        bool, or a bool tensor of the broadcast shape.
     """
     seen = (i == i) & (j == j) if right is None else j <= i + offset + right
     if window is not None:
@@ -72,27 +63,14 @@ def visible(
 
 
 def alibi_bias(slope: Numbers, i: Numbers, j: Numbers, offset: Numbers = 0) -> Numbers:
-    """ALiBi's bias of a score: minus the head's slope times the distance of query i and key j.
-
-    `offset` is Tk - Tq, as in :func:`visible`. The one definition of ALiBi in this project.
-    """
+    """The one definition of ALiBi's bias of a score; `offset` is Tk - Tq."""
     return -slope * abs(i + offset - j)
-
-
-TINY = 2.0**-126  # the least normal float32: a smaller softcap would be rounded to 0
-DROPOUT_STEP = 1 / 16  # to which cuDNN rounds dropout: a multiple of it is a kind of its own
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The attention that is requested.
-
-    `kind` names its features without the values of numbers: "2 query heads a key/value head of
-    64, float32, window, scale, training". One plan serves all calls of a kind (plan.py).
-
-    Raises:
-        ValueError: an option is out of range.
-    """
+    """The attention that is requested. `kind` names its features without the values of numbers:
+    one plan serves all calls of a kind (plan.py). Raises ValueError: an option is out of range."""
 
     n_head: int
     n_kv_head: int
@@ -114,13 +92,17 @@ class Spec:
     kind: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, least in (("n_head", 1), ("n_kv_head", 1), ("head_dim", 1), ("window", 1),
-                            ("right", 0), ("page_size", 1)):
+        for name, least, optional in (
+            ("n_head", 1, False), ("n_kv_head", 1, False), ("head_dim", 1, False),
+            ("window", 1, True), ("right", 0, True), ("page_size", 1, True),
+        ):
             value = getattr(self, name)
-            if value is None and name in ("window", "right", "page_size"):
+            if value is None and optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            if optional and value >= NO_LIMIT and name != "page_size":
+                object.__setattr__(self, name, None)
         if self.n_head % self.n_kv_head:
             got = f"n_head={self.n_head}, n_kv_head={self.n_kv_head}"
             raise ValueError(f"n_head must be a multiple of n_kv_head, got {got}")
@@ -136,18 +118,14 @@ class Spec:
         if (self.page_size is not None) != (self.cache == "paged"):
             got = f"page_size={self.page_size} and cache={self.cache!r}"
             raise ValueError(f"page_size belongs to the 'paged' cache, got {got}")
-        # One form for equal requests: no limit is None, and so is the default scale, however it was
-        # rounded.
-        for name in ("window", "right"):
-            if (value := getattr(self, name)) is not None and value >= NO_LIMIT:
-                object.__setattr__(self, name, None)
+        # Equal requests have one form: the default scale is None, however it was rounded.
         default = 1 / math.sqrt(self.head_dim)
         if self.scale is not None and math.isclose(self.scale, default, rel_tol=1e-15):
             object.__setattr__(self, "scale", None)
         object.__setattr__(self, "kind", self._words(numbers=False))
 
     def __str__(self) -> str:
-        """The options that differ from the defaults: "4 heads over 2 of 32, float32, window 9"."""
+        """As in "4 heads over 2 of 32, float32, window 9, training"."""
         return self._words(numbers=True)
 
     def _words(self, numbers: bool) -> str:
@@ -161,16 +139,16 @@ class Spec:
                 words.append(f"{name} {value:g}" if numbers else name)
         if not numbers and self.dropout and not self.dropout % DROPOUT_STEP:
             words.append("in sixteenths")
-        words += ["not causal"] if self.right is None else []
+        if self.right is None:
+            words.append("not causal")
         flags = "segments", "sinks", "alibi", "lse", "compiled"
         words += [name for name in flags if getattr(self, name)]
-        size = f" of {self.page_size}" if self.page_size else ""
-        words += [f"{self.cache} cache{size}"] if self.cache != "none" else []
+        if self.cache != "none":
+            words.append(f"{self.cache} cache" + f" of {self.page_size}" * bool(self.page_size))
         return ", ".join([*words, "training" if self.grad else "inference"])
 
     @property
     def softmax_scale(self) -> float:
-        """The factor of the scores, also if `scale` is None."""
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
 
