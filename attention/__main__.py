@@ -31,8 +31,21 @@ from .machine.system import devices
 from .machine.timing import declared, measure, table
 from .names import BACKENDS, RULES, entry_points, packages
 from .plan import fastest
-from .select import Shape, configuration, resolve, select
+from .select import configuration, resolve, select
 from .spec import CACHES, DTYPES, Machine, Policy, Spec
+
+FLAGS = {
+    "allow_mps_sdpa": "allow PyTorch's SDPA on Apple's Metal before torch 2.13",
+    "segments": "two documents in each sequence",
+    "sinks": "a logit for each head in the softmax's denominator",
+    "alibi": "a bias that falls with the distance, by a slope for each head",
+    "lse": "split sequences, as --context_parallel of train.py",
+    "inference": "no backward pass",
+    "deterministic": "under torch.use_deterministic_algorithms(True)",
+    "compiled": "inside torch.compile",
+    "json": "print JSON: versions, device, layout, spec, and each backend's reasons and times",
+    "hub_kernels": "allow downloading a prebuilt kernel and running it",
+}
 
 
 def flag(text: str) -> bool:
@@ -63,33 +76,10 @@ def parser() -> argparse.ArgumentParser:
     add("--softcap", type=float, help="c: scores become c * tanh(s / c)")
     add("--kv_cache", choices=CACHES, default="none", help="inference with this cache")
     add("--page_size", type=int, help="tokens in a page of the paged cache (default: 256)")
-    flags = {
-        "allow_mps_sdpa": "allow PyTorch's SDPA on Apple's Metal before torch 2.13",
-        "segments": "two documents in each sequence",
-        "sinks": "a logit for each head in the softmax's denominator",
-        "alibi": "a bias that falls with the distance, by a slope for each head",
-        "lse": "split sequences, as --context_parallel of train.py",
-        "inference": "no backward pass",
-        "deterministic": "under torch.use_deterministic_algorithms(True)",
-        "compiled": "inside torch.compile",
-        "json": "print JSON: versions, device, layout, spec, and each backend's reasons and times",
-        "hub_kernels": "allow downloading a prebuilt kernel and running it",
-    }
-    for name, text in flags.items():
+    for name, text in FLAGS.items():
         also = ["--attention_hub_kernels"] * (name == "hub_kernels")
         add(f"--{name}", *also, type=flag, nargs="?", const=True, default=False, help=text)
     return made
-
-
-def spec_of(args: argparse.Namespace, dtype: str) -> Spec:
-    """The requested attention. Raises ValueError if the options are inconsistent."""
-    given = {name: x for name, x in vars(args).items() if name in Spec.__dataclass_fields__}
-    if args.n_kv_head is None:
-        given["n_kv_head"] = args.n_head
-    if args.page_size is None and args.kv_cache == "paged":
-        given["page_size"] = 256
-    grad = not args.inference and args.kv_cache == "none"
-    return Spec(**given | {"dtype": dtype, "cache": args.kv_cache, "grad": grad})
 
 
 def machine_of(args: argparse.Namespace, needed: Sequence[str]) -> tuple[Machine, torch.device]:
@@ -103,14 +93,6 @@ def machine_of(args: argparse.Namespace, needed: Sequence[str]) -> tuple[Machine
     if on not in here:
         raise ValueError(f"--device={on}: no such device here")
     return Machine.here(on), torch.device(on)
-
-
-def heading(machine: Machine, spec: Spec, shape: Shape) -> str:
-    B, Tq, Tk = shape
-    has = f"compute capability {dotted(machine.capability)}, " if machine.capability else ""
-    more = ", deterministic" if machine.deterministic else ""
-    return (f"{machine.name} ({machine.device}), {has}torch {machine.torch}\n"
-            f"batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}{more}")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -128,25 +110,34 @@ def run(args: argparse.Namespace) -> None:
     machine, device = machine_of(args, needed)
     on_cuda, ampere = machine.device == "cuda", (machine.capability or (0, 0)) >= (8, 0)
     half = "bfloat16" if ampere else "float16"
-    spec = spec_of(args, args.dtype or (half if on_cuda else "float32"))
-    Tq = args.seq_len if spec.cache == "none" else 1
-    shape = args.batch_size or (16 if on_cuda else 1), Tq, args.seq_len
+    paged = args.kv_cache == "paged"
+    fields = {name: x for name, x in vars(args).items() if name in Spec.__dataclass_fields__}
+    spec = Spec(**fields | {
+        "n_kv_head": args.n_head if args.n_kv_head is None else args.n_kv_head,
+        "dtype": args.dtype or (half if on_cuda else "float32"), "cache": args.kv_cache,
+        "page_size": 256 if paged and args.page_size is None else args.page_size,
+        "grad": not args.inference and args.kv_cache == "none"})
+    B, Tk = args.batch_size or (16 if on_cuda else 1), args.seq_len
+    Tq = Tk if spec.cache == "none" else 1
     policy = Policy(hub_kernels=args.hub_kernels, mps_sdpa=args.allow_mps_sdpa)
-    head = heading(machine, spec, shape)
     content = configuration(spec, machine, policy, needed)
-    content["shape"] = dict(zip(("batch", "queries", "keys"), shape))
+    content["shape"] = {"batch": B, "queries": Tq, "keys": Tk}
+    has = f"compute capability {dotted(machine.capability)}, " if machine.capability else ""
+    head = (f"{machine.name} ({machine.device}), {has}torch {machine.torch}\n"
+            f"batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}"
+            + ", deterministic" * machine.deterministic)
+    if args.machine:
+        head += "\nNothing was run: the backends declare this, all optional packages installed."
 
     def output(found: dict[str, Any], text: str) -> None:
         print(json.dumps(content | found) if args.json else text)
 
-    if args.machine:
-        head += "\nNothing was run: the backends declare this, all optional packages installed."
     if args.backend and args.machine:
         chosen = resolve(args.backend, spec, machine, policy)
         output(chosen.as_json(), f"{head}\n\n{chosen}")
     elif args.backend == "fastest":
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-        chosen = fastest(spec, device, shape, policy)
+        chosen = fastest(spec, device, (B, Tq, Tk), policy)
         output(chosen.as_json(), str(replace(chosen, rejected={})))  # they were logged
     elif args.backend:
         # Without a handler Python would print the refusals, too, bare.
@@ -166,7 +157,7 @@ def run(args: argparse.Namespace) -> None:
         if not args.json:
             print(head, flush=True)
         show = partial(print, file=sys.stderr, flush=True)
-        rows = measure(every, modes, machine, policy, device, shape, show=show)
+        rows = measure(every, modes, machine, policy, device, (B, Tq, Tk), show=show)
         found = {"backends": [row.as_json(modes) for row in rows]}
         output(found, f"\n{table(rows, modes)}")
 

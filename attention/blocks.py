@@ -1,7 +1,7 @@
 """Masked attention in blocks of queries, each with the mask that PyTorch's SDPA takes.
 
-A block of queries attends to the keys from the first to the last one that any of them sees. This is
-a smaller attention problem, with an offset of its own:
+A block of queries attends to the keys from the first to the last one that any of them sees, which
+is a smaller attention problem with an offset of its own:
 
              k0  k1  k2  k3  k4  k5  k6  k7
         q2   x   x   x   .   .   .   .   .      window=3, blocks of 2 queries: each block needs
@@ -9,8 +9,7 @@ a smaller attention problem, with an offset of its own:
         q4   .   .   x   x   x   .   .   .
         q5   .   .   .   x   x   x   .   .
 
-A window W costs time in T * (W + right + BLOCK) and memory in T; segments cost the sum of their
-squares, since a block ends where a long segment ends, and a whole segment needs no mask.
+A block ends where a long segment ends, and a whole segment needs no mask.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from torch import Tensor
 from .masks import Pair, alibi, borders, mask, maskless, symbolic
 from .spec import Numbers, Spec
 
-BLOCK = 256  # queries; 128 is a little faster on a CPU, with twice the calls (docs/LOG.md)
-CUDA_BLOCK = 1024  # each block is a kernel launch; not measured
+BLOCK = 256  # queries
+CUDA_BLOCK = 1024  # each block is a kernel launch
 
 
 def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = None,
               alibi_slopes: Tensor | None = None) -> tuple[Tensor | None, bool]:
-    """attn_mask and is_causal of PyTorch's SDPA for q (B, Tq, H, D) and k (B, Tk, Hkv, D): None if
-    none is needed, bool (1 or B, 1, Tq, Tk), or with ALiBi the biases (1 or B, H, Tq, Tk)."""
+    """attn_mask and is_causal of PyTorch's SDPA: None, bool (1 or B, 1, Tq, Tk), or with ALiBi the
+    biases (1 or B, H, Tq, Tk)."""
     Tq, Tk = q.shape[1], k.shape[1]
     bare = segments is None and alibi_slopes is None
     if bare and (kind := maskless(Tq, Tk, spec.window, offset, spec.right)):
@@ -41,16 +40,15 @@ def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = No
 
 
 def biased(seen: Tensor, q: Tensor, alibi_slopes: Tensor, offset: Numbers) -> Tensor:
-    """ALiBi's biases, and -inf where nothing is seen, for PyTorch's SDPA. On the CPU a float32 mask
-    goes with half precision; elsewhere a mask has q's dtype."""
+    """ALiBi's biases, and -inf where nothing is seen. On the CPU a float32 mask goes with half
+    precision; elsewhere a mask has q's dtype."""
     dtype = torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
     bias = alibi(alibi_slopes, seen.shape[-2], seen.shape[-1], offset, dtype)
     return bias.masked_fill(~seen, -torch.inf)
 
 
 class Block(NamedTuple):
-    """Queries that are computed together, and the keys that they see, by position: the first key of
-    a row is at 0, its first query at the offset."""
+    """Queries that are computed together, and the keys that they see, by position."""
 
     b: slice  # rows of the batch
     queries: slice
@@ -64,8 +62,8 @@ def block_size(q: Tensor) -> int:
 
 def blocks(queries: slice, keys: slice, spec: Spec, size: int,
            masked: bool) -> list[tuple[slice, slice]]:
-    """Blocks of `size` queries with the keys that any of them sees; one block if neither the Spec
-    nor the caller (`masked`) has a mask. A block that sees no key is left out."""
+    """Blocks of `size` queries with the keys that any of them sees, if any; one block if neither the
+    Spec nor the caller (`masked`) has a mask."""
     n_queries, n_keys = queries.stop - queries.start, keys.stop - keys.start
     offset = queries.start - keys.start
     if not masked and maskless(n_queries, n_keys, spec.window, offset, spec.right):
@@ -129,8 +127,7 @@ def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sp
 
 
 def slices(t: Tensor, at: list[tuple[slice, slice]]) -> tuple[Tensor, ...]:
-    """t[b, J] for each (b, J). Autograd of plain slices would make a gradient of t's size for
-    each."""
+    """t[b, J] for each (b, J), of which autograd would make a gradient of t's size."""
     if len(at) > 1 and t.requires_grad and not torch.compiler.is_compiling():
         return Slices.apply(t, at)
     return tuple(t if (b, J) == (slice(None), slice(0, t.shape[1])) else t[b, J] for b, J in at)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
-from .spec import CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
+from .spec import DTYPES, Machine, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """The leading numbers: "2.13.0+cpu" is (2, 13, 0). A beta sorts before its release:
-    "4.0.0b26" is (4, 0, -1, 26)."""
+    """(2, 13, 0) of "2.13.0+cpu"; a beta, "4.0.0b26", is (4, 0, -1, 26), before its release."""
     leading = re.match(r"(\d+(?:\.\d+)*)(?:\.?b(?:eta)?(\d+))?", text)
     if not leading:
         return ()
@@ -48,7 +47,7 @@ class BackendUnavailable(ValueError):
 
 
 class DeviceLost(RuntimeError):
-    """A kernel has left the GPU in a state in which this process can run nothing more."""
+    """After a kernel's crash this process can run nothing more on the GPU."""
 
 
 # Fields that Spec and Caps share, and what a kernel without them does not support.
@@ -80,32 +79,19 @@ class Caps:
     right: bool = False  # later keys: all of them, or with `window` a number
     window: bool = True
     dropout: bool = True
-    dropout_step: float | None = None  # 1/16: dropout must be a multiple of it
+    dropout_step: float | None = None  # dropout must be a multiple of it
     segments: bool = True
     scale: bool = False
     softcap: bool = False
     sinks: bool = False
-    alibi: bool = False  # slopes (H,) and (B, H), in `partial` too
-    lse: bool = False  # the backend has a `partial`, which takes no dropout, sinks or cache
+    alibi: bool = False  # in `partial` too
+    lse: bool = False  # Backend.partial, without dropout, sinks and caches
     grad: bool = True
-    deterministic: bool = True  # the backward obeys use_deterministic_algorithms(True)
+    deterministic: bool = True  # so is its backward under use_deterministic_algorithms(True)
     caches: tuple[str, ...] = ("none", "dynamic")
     page_multiple: int = 1
-    packages: tuple[str, ...] = ()  # import names, with a minimum version if needed: "a>=2.1"
+    packages: tuple[str, ...] = ()  # import names, or "a>=2.1"
     interpreted: bool = False  # only in Triton's interpreter
-
-    def __post_init__(self) -> None:
-        for name, known in (("devices", None), ("dtypes", DTYPES), ("caches", CACHES)):
-            texts = getattr(self, name)
-            if not isinstance(texts, tuple) or {*texts} - {*(known or texts)}:
-                raise ValueError(f"{name} must be a tuple of {known or 'texts'}, got {texts!r}")
-        if self.dropout_step not in (None, DROPOUT_STEP):
-            raise ValueError(f"dropout_step must be {DROPOUT_STEP}, got {self.dropout_step}")
-
-    @property
-    def capabilities(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The least and the largest compute capability."""
-        return self.min_capability or (0, 0), self.max_capability or (99, 0)
 
     def lacks(self, spec: Spec, device: str) -> list[Refusal]:
         """The requested options that are not supported; attend() would silently leave them out."""
@@ -141,7 +127,7 @@ class Caps:
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """Every reason why this cannot do `spec` on `machine`; empty if it can."""
-        low, high = self.capabilities
+        low, high = self.min_capability or (0, 0), self.max_capability or (99, 0)
         need = f"{dotted(low)} to {dotted(high)}" if self.max_capability else f">= {dotted(low)}"
         limits = [  # kind, refused, reason
             ("device", machine.device not in self.devices,
@@ -152,7 +138,8 @@ class Caps:
              f"it runs on {machine.device} only in Triton's interpreter (TRITON_INTERPRET=1)"),
             *(("packages", True, text) for text in self.missing(machine)),
             ("capability", not low <= (machine.capability or (0, 0)) <= high,
-             f"it needs compute capability {need}, {machine.name} has {dotted(machine.capability)}"),
+             f"it needs compute capability {need}, {machine.name} has "
+             f"{dotted(machine.capability)}"),
             ("dtype", spec.dtype not in self.dtypes,
              f"it takes {' and '.join(self.dtypes)}, not {spec.dtype} (--dtype={self.dtypes[-1]})"),
             ("head_dim", spec.head_dim > (self.head_dim_max or spec.head_dim),
@@ -161,7 +148,7 @@ class Caps:
              f"head_dim must be a multiple of {self.head_dim_multiple}, not {spec.head_dim}"),
             *((why.kind, True, why) for why in self.lacks(spec, machine.device)),
             ("dropout", self.dropout_step and spec.dropout % self.dropout_step,
-             f"dropout must be a multiple of {DROPOUT_STEP:g}, not {spec.dropout:g}"),
+             f"dropout must be a multiple of {self.dropout_step}, not {spec.dropout:g}"),
             ("deterministic", spec.grad and machine.deterministic and not self.deterministic,
              "its backward is not deterministic (--deterministic=False)"),
             ("page_size", (spec.page_size or 0) % self.page_multiple,
@@ -173,16 +160,15 @@ class Caps:
 @dataclass(frozen=True)
 class Partial:
     """Attention to some of the keys, and L (B, H, Tq), the log-sum-exp of each row's scores, a
-    natural logarithm (ring.py).
+    natural logarithm (ring.py). All results are float32, or float64 for float64.
 
     ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D) is normalized over
     these keys; a fully masked row has out 0 and L -inf.
-    ``backward(dout, q, k, v, out, L, spec, offset, segments) -> (dq, dk, dv)``: takes out and L of
-    the whole rows and returns the contribution of these queries and keys.
+    ``backward(dout, q, k, v, out, L, spec, offset, segments) -> (dq, dk, dv)``: these queries' and
+    keys' share, from out and L of the whole rows.
 
-    Results are float32, or float64 for float64. `offset` is as in visible(), `segments` None or
-    ids (B, Tq) and (B, Tk). If the Spec is not causal, the keys are all of the rows'. With
-    spec.alibi both also receive `alibi_slopes=`.
+    `offset` is as in visible(), `segments` None or ids (B, Tq) and (B, Tk); with spec.alibi both
+    receive `alibi_slopes=`. If the Spec is not causal, the keys are all of the rows'.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -192,49 +178,40 @@ class Partial:
 
 @dataclass(frozen=True)
 class Backend:
-    """One attention kernel.
+    """One attention kernel (docs/KERNEL.md).
 
-    ``attend(q, k, v, spec, *, segments=None, cache=None) -> out`` takes q ``(B, Tq, H, D)``, k
-    and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 (the queries are the last Tq positions),
-    and returns ``(B, Tq, H, D)`` in q's dtype, whatever autocast says. With spec.sinks it also
-    receives ``sinks=``, ``(H,)`` of any floating dtype, and returns its gradient; with spec.alibi
-    ``alibi_slopes=``, ``(H,)`` or ``(B, H)`` float32, without a gradient. A static or paged `cache`
-    is a view (masks.py) of k and v, read-only buffers or pages that hold this call's keys, too.
+    ``attend(q, k, v, spec, *, segments=None, cache=None)`` computes spec.py's contract in q's
+    dtype, whatever autocast says: segments ``(B, Tk)`` int32, of which the last Tq are the
+    queries'; with spec.sinks also ``sinks=`` ``(H,)``, with spec.alibi ``alibi_slopes=`` ``(H,)``
+    or ``(B, H)`` float32. A static or paged `cache` is a view (masks.py) of k and v, which hold
+    this call's keys, too.
 
     Raises ValueError for options that no row of Caps supports, and for tensors that contradict the
-    Spec or one another. ``compute`` is attend() without this check, for callers with a plan.
+    Spec or one another; ``compute``, for callers with a plan, does not check.
     """
 
     name: str
     title: str
     attend: Callable[..., Tensor]
-    caps: tuple[Caps, ...]  # a row for each group of devices and dtypes with the same limits
-    fallback: str | None  # where the search in select.PREFERENCE starts if this is refused
+    caps: tuple[Caps, ...]
+    fallback: str | None  # the next to try, before select.PREFERENCE
     aliases: tuple[str, ...] = ()
     install: str | None = None  # a shell command
     fullgraph: bool = True  # torch.compile traces it without a graph break
     partial: Partial | None = None  # present if Caps.lse
     prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
-    # Devices where each segment is a sequence of its own: NaN in one does not reach another.
-    varlen: tuple[str, ...] = ()
-    mods: Mods | None = None  # a mask of its own instead of visible(), which no other kernel has
+    varlen: tuple[str, ...] = ()  # devices where NaN in a segment reaches no other
+    mods: Mods | None = None  # a mask of its own instead of visible()
     compute: Callable[..., Tensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        rows, name = self.caps, self.name
-        for field_name, expected, ok in (
-            ("caps", "a tuple of Caps",
-             rows and isinstance(rows, tuple) and all(isinstance(c, Caps) for c in rows)),
-            ("name", "a text on one line",
-             isinstance(name, str) and name.isprintable() and name.strip()),
-            ("attend", "a function", callable(self.attend)),
-        ):
-            if not ok:
-                raise ValueError(f"{field_name} must be {expected}, got {vars(self)[field_name]!r}")
+        rows = self.caps
+        if not (rows and isinstance(rows, tuple) and all(isinstance(row, Caps) for row in rows)):
+            raise ValueError(f"caps must be a tuple of Caps, got {rows!r}")
         made = getattr(self.attend, "of_backend", None)  # functools.wraps copies it to wrappers
         compute = made[1] if made and made[0] is self.attend else in_own_dtype(self.attend)
         object.__setattr__(self, "compute", compute)
-        object.__setattr__(self, "attend", checked(name, compute, rows))
+        object.__setattr__(self, "attend", checked(self.name, compute, rows))
 
     @property
     def packages(self) -> list[str]:
@@ -252,20 +229,13 @@ class Backend:
 
         def distance(row: tuple[Caps, list[Refusal]]) -> tuple[int, int, int]:
             # In a tie prefer what a user can change, the dtype, then the nearest GPU.
-            low, high = row[0].capabilities
-            near = min(max(has, low), high)
             worst = max((hard.get(w.kind, 0) for w in row[1]), default=0)
+            near = max(row[0].min_capability or has, min(has, row[0].max_capability or (99, 0)))
             return len(row[1]), worst, abs(16 * (near[0] - has[0]) + near[1] - has[1])
 
-        why = min(rows, key=distance)[1]
-        fits = not all(c.why_not(replace(spec, grad=False), machine) for c, _ in rows)
-        if fits and [w.kind for w in why] == ["capability"]:
-            why = [Refusal(f"to train {why[0]} (--inference runs here)", "capability")]
-        hints = {"packages": f" ({self.install})"} if self.install else {}
-        if self.prebuilt and not {"device", "capability"} & {
-                w.kind for w in self.prebuilt.why_not(spec, machine)}:
-            hints["capability"] = "; its prebuilt kernel runs there (--attention_hub_kernels=True)"
-        return [Refusal(w + hints.get(w.kind, ""), w.kind) for w in why]
+        install = f" ({self.install})" if self.install else ""
+        return [Refusal(w + install * (w.kind == "packages"), w.kind)
+                for w in min(rows, key=distance)[1]]
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -286,7 +256,7 @@ def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def checked(name: str, compute: Callable[..., Tensor],
             caps: tuple[Caps, ...]) -> Callable[..., Tensor]:
-    """compute() after the check of its arguments, which torch.compile does while it traces."""
+    """compute() after the check of its arguments, in a trace too."""
     admitted: dict[tuple[str, object], bool] = {}  # by kind and device
 
     def check_options(spec: Spec, device: str) -> None:

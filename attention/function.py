@@ -1,11 +1,9 @@
-"""Kernels that compute their own gradient, as one function for autograd and torch.compile.
+"""Kernels that compute their own gradient (caps.Partial), as one function for autograd and
+torch.compile. Only the inputs, out and L are saved.
 
-A kernel is a pair of functions of plain tensors (caps.Partial). Only the inputs, out and L, the
-log-sum-exp, are saved, as tensors that torch.autograd.graph.saved_tensors_hooks may move.
-
-Second derivatives  A gradient is computed in another Function, Once, of everything that it depends
-        on. Its own backward raises RuntimeError, where once_differentiable would leave a zero.
-        torch.compile has no second derivatives.
+A gradient is computed in another Function, Once, of everything that it depends on, whose own
+backward raises RuntimeError, where once_differentiable would leave a zero. torch.compile has no
+second derivatives.
 """
 
 from __future__ import annotations
@@ -30,14 +28,8 @@ def attention(
     segments: Tensor | Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
     offset: int | None = None, alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by a kernel: out (B, Tq, H, D) in q's dtype and the log-sum-exp (B, H, Tq), which
-    has no gradient.
-
-    Args:
-        segments: of the keys (B, Tk), or a pair that the kernel receives as it is.
-        sinks, seed, alibi_slopes: further arguments of the kernel, if there are any.
-        offset: of the queries, as in visible(); None: Tk - Tq.
-    """
+    """Attention by a kernel: out (B, Tq, H, D) in q's dtype and the log-sum-exp L (B, H, Tq), which
+    has no gradient. `segments` of the keys (B, Tk) or a pair; offset None: Tk - Tq."""
     if isinstance(segments, Tensor):
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
     offset = k.shape[1] - q.shape[1] if offset is None else offset
@@ -118,14 +110,12 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *_: Tensor) -> NoReturn:
-        raise RuntimeError(
-            "no second derivative here; of the attention kernels, manual and sdpa_math have one"
-        )
+        raise RuntimeError("no second derivative here: of the attention kernels, manual and "
+                           "sdpa_math have one")
 
 
 def once(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The first n tensors, gradients that depend on all others: their own derivative raises
-    RuntimeError. torch.compile has no second derivatives."""
+    """The first n tensors, gradients of all others, whose own derivative raises RuntimeError."""
 
     def first(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(None if t is None else t.view_as(t) for t in tensors[:n])
@@ -148,13 +138,9 @@ class Dense(torch.autograd.Function):
 
 
 def dense_gradient(out: Tensor) -> Tensor:
-    """out of a library's own autograd function, (B, T, H, D) or (T, H, D), whose gradient is
-    contiguous where the library receives it.
-
-    Libraries load 16 bytes at once and check no address. cuDNN's plan in PyTorch (2.11) is kept for
-    the layout of q, k and v alone: with a gradient in another layout than the first call's it
-    gives wrong numbers.
-    """
+    """out of a library, (B, T, H, D) or (T, H, D), whose gradient is contiguous where the library
+    receives it: cuDNN's plan in PyTorch (2.11) is kept for the layout of q, k and v alone, and
+    gives wrong numbers for a gradient in another layout than the first call's."""
     return Dense.apply(out) if out.is_cuda and out.requires_grad else out
 
 

@@ -1,11 +1,9 @@
 """hub:org/repo@commit: FlashAttention's functions from a kernel repository of Hugging Face's hub.
 
-The package `kernels` downloads the build for this machine at exactly that commit (40 hex digits: a
-branch or a tag can move) and imports it. Only under Policy.hub_kernels: it is other people's code.
-
-It calls flash_attn_func, and with segments flash_attn_varlen_func, as flash.py does. An option is
-declared if both have its parameter: window_size, softmax_scale, softcap, deterministic, s_aux or
-learnable_sink. The probe finds the rest. No dropout, whose rate it cannot prove, and no cache."""
+The package `kernels` downloads the build for this machine at that commit (a branch or a tag can
+move), only under Policy.hub_kernels: it is other people's code. An option is declared if
+flash_attn_func, and with segments flash_attn_varlen_func, have its parameter; the probe finds the
+rest. No dropout, whose rate it cannot prove, and no cache."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ CAPS = Caps(dtypes=("float16", "bfloat16", "float32"), right=True, dropout=False
 
 
 def parse(name: str) -> tuple[str, str]:
-    """(repository, commit) of "hub:org/repo@commit". Raises ValueError."""
+    """(repository, commit) of a name. Raises ValueError."""
     if not (found := NAME.fullmatch(name)):
         want = "hub:org/repo@commit with the 40 hex digits of a commit"
         raise ValueError(f"expected {want}, got {name!r}")

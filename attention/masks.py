@@ -1,4 +1,4 @@
-"""visible() as tensors, what depends on the values of segments, and read-only views of caches."""
+"""visible() as tensors, calls of any shape, segments by their values, and views of caches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | tuple[Tensor, Tensor] | None,
     device: torch.device, offset: int | None = None, right: int | None = 0,
 ) -> Tensor:
-    """visible() as bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments: ids of the keys (B, Tk)
-    for Tq <= Tk, or a pair for queries and keys. offset None: Tk - Tq."""
+    """visible() as bool (1 or B, 1, Tq, Tk); segments of the keys (B, Tk), or of both."""
     i = torch.arange(Tq, device=device)[:, None]
     j = torch.arange(Tk, device=device)[None, :]
     offset = Tk - Tq if offset is None else offset
@@ -38,8 +37,7 @@ def mask(
 
 
 def alibi(slopes: Tensor, Tq: int, Tk: int, offset: Numbers, dtype: torch.dtype) -> Tensor:
-    """alibi_bias() as (1 or B, H, Tq, Tk) of a dtype, rounded once; of slopes (H,) or (B, H). The
-    offset is a number or (B, 1, 1, 1)."""
+    """alibi_bias() (1 or B, H, Tq, Tk), rounded once, for slopes (H,) or (B, H)."""
     slopes = slopes.to(torch.promote_types(dtype, slopes.dtype))
     i = torch.arange(Tq, device=slopes.device)[:, None]
     j = torch.arange(Tk, device=slopes.device)
@@ -47,14 +45,13 @@ def alibi(slopes: Tensor, Tq: int, Tk: int, offset: Numbers, dtype: torch.dtype)
 
 
 def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> bool:
-    """True if every query sees every key: the first the last one, and the last the first."""
+    """True if the first query sees the last key, and the last the first: so does every one."""
     first = visible(0, Tk - 1, offset, window, right=right)
     return bool(first and visible(Tq - 1, 0, offset, window, right=right))
 
 
 def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> str:
-    """ "causal" for as many queries as keys, each seeing those up to its own, "full" if every query
-    sees every key: kernels compute both without a mask. "" needs a mask."""
+    """The mask that kernels need no tensor for: "full", "causal" (of a square), or "": neither."""
     if sees_all(Tq, Tk, window, offset, right):
         return "full"
     square = Tq == Tk and offset == 0 and right == 0
@@ -62,6 +59,8 @@ def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | Non
 
 
 # --- any shape, any stride ---
+
+Parts = tuple[Tensor, ...]  # out, and with `lse` the log-sum-exp
 
 
 def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
@@ -87,9 +86,6 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
     return wrapped
 
 
-Parts = tuple[Tensor, ...]  # out, and with `lse` the log-sum-exp
-
-
 def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                         options: dict[str, Any]) -> Parts:
     """Two calls. The first Tq - Tk queries come before every key: they see the first `right` keys,
@@ -101,8 +97,7 @@ def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: T
     if spec.alibi and n_seen:
         first = early_by_alibi(attend, q, k, v, spec, options)
     else:
-        right = None if spec.right is None else spec.right - n_seen
-        early = replace(spec, window=None, right=right)
+        early = replace(spec, window=None, right=spec.right and spec.right - n_seen)
         alone = {**options, "segments": None}
         first = attend(q[:, :n], k[:, :n_seen], v[:, :n_seen], early, **alone)
     return joined(first, attend(q[:, n:], k, v, spec, **options))
@@ -135,7 +130,6 @@ def early_by_alibi(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor
 
 
 def joined(*parts: Parts, dims: tuple[int, int] = (1, 2)) -> Parts:
-    """Several calls as one, along the queries."""
     return tuple(torch.cat(tensors, d) for tensors, d in zip(zip(*parts), dims))
 
 
@@ -143,19 +137,15 @@ def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) ->
     """The result without a batch, a query or a key: zeros, which keep the graph."""
     used = (t for t in (q, k, v, sinks) if t is not None)
     out = torch.zeros_like(q) + sum(t[:0].sum().to(q.dtype) for t in used)
-    if not lse:
-        return out
     acc = torch.promote_types(q.dtype, torch.float32)
-    return out, q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc)
+    L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc)
+    return (out, L) if lse else out
 
 
 def loadable(t: Tensor) -> Tensor:
-    """t, copied unless most kernels can load its rows: the last dimension is contiguous and, on
-    CUDA, rows of a multiple of 16 bytes begin at one.
-
-    The fused kernels load 16 bytes at once and check no address: what is not aligned is read wrong,
-    or CUDA is lost to the process ("misaligned address").
-    """
+    """t, copied unless its last dimension is contiguous and, on CUDA, rows of a multiple of 16
+    bytes begin at one: fused kernels load 16 bytes at once, unchecked, which gives wrong numbers
+    or "misaligned address"."""
     if t.stride(-1) != 1:  # contiguous() would leave the stride of a single number
         return t.clone(memory_format=torch.contiguous_format)
     n = 16 // t.element_size()
@@ -176,19 +166,14 @@ def loadable(t: Tensor) -> Tensor:
 
 
 def symbolic(t: Tensor) -> bool:
-    """True where tensors have no values: while torch.compile or torch.export traces, among fake
-    tensors, and for a meta or a fake tensor."""
+    """True if t has no values: in a trace, among fake tensors, or a meta tensor."""
     return (torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor)
             or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None)
 
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:
-    """Cache make(t, *args) for the tensor t, which all layers share, until its values or the
-    arguments change, or it dies. The result must not refer to t.
-
-    On the CPU a copy is compared, which costs little next to attention. Elsewhere the host would
-    wait for the device, so t's version is compared: a write through .data is not seen.
-    """
+    """Cache make(t, *args), which must not refer to t, until t's values or the arguments change.
+    On the CPU a copy is compared, elsewhere t's version: a write through .data is not seen."""
     known = WeakTensorKeyDictionary()
 
     @wraps(make)
@@ -217,8 +202,7 @@ def begins(segments: Tensor) -> Tensor:
 
 @kept
 def in_pieces(segments: Tensor) -> bool:
-    """True if an id of segments (B, Tk) comes again after others; False where it cannot be read
-    without waiting for a device."""
+    """True if an id of segments (B, Tk) comes again after others. Not read on a device."""
     if segments.device.type != "cpu" or symbolic(segments):
         return False
     return bool(begins(segments).sum() != begins(segments.sort(dim=1).values).sum())
@@ -226,8 +210,7 @@ def in_pieces(segments: Tensor) -> bool:
 
 @kept
 def borders(segments: Tensor) -> list[list[int]]:
-    """Where the segments of each row of (B, T) begin. The host waits for the device, once per
-    tensor."""
+    """Where the segments of each row of (B, T) begin. The host waits for the device."""
     return [row.nonzero().flatten().tolist() for row in begins(segments).cpu()]
 
 
@@ -236,8 +219,8 @@ class Runs(NamedTuple):
 
     cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
     cu_k: Tensor  # (runs + 1,) int32: the same for its keys
-    max_q: int  # the most queries in one
-    max_k: int  # the most keys in one
+    max_q: int
+    max_k: int
     keys: Tensor | None  # indices of their keys among the B * Tk; None: all
 
     @property
@@ -259,8 +242,8 @@ def runs(segments: Tensor, Tq: int) -> Runs:
     cu_q = row * Tq + (j - (Tk - Tq)).clamp(min=0)
     keys = None
     if Tq < Tk:
-        # Drop runs without queries: flash-attn 2 has a path for one query a sequence that mistakes
-        # the batch size for the number of queries (csrc/flash_attn/flash_api.cpp of 2.8.3).
+        # flash-attn 2 has a path for one query a sequence that mistakes the batch size for the
+        # number of queries (csrc/flash_attn/flash_api.cpp of 2.8.3).
         with_queries = cu_q.diff() > 0
         lengths = cu_k.diff()
         keys = with_queries.repeat_interleave(lengths).nonzero().flatten()
@@ -277,9 +260,9 @@ def runs(segments: Tensor, Tq: int) -> Runs:
 class StaticView:
     """View of a static cache, whose k and v are buffers (B, length, Hkv, D).
 
-    Token i of row b in this call is at position ``start[b] + i`` and sees the positions up to its
-    own, and those after it up to the row's last, ``start[b] + count[b] - 1``, as far as Spec.right
-    allows. Tokens from ``count[b]`` on are padding: their outputs are meaningless.
+    Token i of row b in this call is at position ``start[b] + i``, and sees later ones, as far as
+    Spec.right allows, up to ``start[b] + count[b] - 1``. From ``count[b]`` on tokens are padding:
+    their outputs are finite but meaningless.
     """
 
     start: Tensor  # (B,) int32, tokens of each row stored before this call
@@ -288,7 +271,7 @@ class StaticView:
     kind: ClassVar[str] = "static"  # Spec.cache
 
     def seen(self, Tq: int, window: int | None, right: int | None = 0) -> Tensor:
-        """The mask of this call's queries: bool (B, 1, Tq, length)."""
+        """The mask of this call's queries, bool (B, 1, Tq, length)."""
         i = torch.arange(Tq, device=self.start.device)
         j = torch.arange(self.length, device=self.start.device)
         # Padding may lie past the positions that are read: it sees what the last of them sees.
@@ -307,17 +290,12 @@ class StaticView:
 
 @dataclass(frozen=True)
 class PagedView:
-    """View of a paged cache, whose k and v are pages (n_pages, page_size, Hkv, D).
-
-    The j-th token of row b is ``k[page_table[b, j // page_size], j % page_size]``. Token i of row b
-    in this call is the row's token ``start[b] + i`` and sees the row's tokens up to itself, and
-    later ones as in StaticView. Tokens from ``count[b]`` on are padding: their outputs are finite
-    but meaningless.
-    """
+    """View of a paged cache, whose k and v are pages (n_pages, page_size, Hkv, D): the j-th token
+    of row b is ``k[page_table[b, j // page_size], j % page_size]``. Else as StaticView."""
 
     page_table: Tensor  # (B, max_pages) int32, 0 (the null page) where a row has no page
-    start: Tensor  # (B,) int32, tokens of each row stored before this call
-    count: Tensor  # (B,) int32, tokens of each row in this call, 0 .. Tq
+    start: Tensor  # (B,) int32
+    count: Tensor  # (B,) int32
     kind: ClassVar[str] = "paged"  # Spec.cache
 
 
@@ -325,11 +303,8 @@ MakeView = Callable[[Numbers, Numbers], StaticView | PagedView | None]  # of sta
 
 
 def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, MakeView]:
-    """k and v, (B, T, Hkv, D), as the cache of `spec` holds them, and a function that makes a view.
-
-    Pages (n_pages, page_size, Hkv, D) are in random order; page 0 is the null page. view(start,
-    count) takes the tokens of each row before a call and in it.
-    """
+    """k and v, (B, T, Hkv, D), as the cache of `spec` holds them, pages in random order, and a
+    function that makes a view."""
     B, T = k.shape[:2]
 
     def view(*rows: Numbers) -> StaticView | PagedView | None:
@@ -354,8 +329,7 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Make
 
 @dataclass(frozen=True, eq=False)
 class Mods:
-    """The functions of a file that flex:FILE.py names (mods.py), called with indices that broadcast
-    to (B, H, queries, keys): b, h, q_idx, kv_idx."""
+    """The functions of a file of mods.py, called with b, h, q_idx, kv_idx that broadcast."""
 
     mask_mod: Callable[..., Tensor]
     score_mod: Callable[..., Tensor] | None = None

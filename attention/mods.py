@@ -3,14 +3,10 @@
     def mask_mod(b, h, q_idx, kv_idx):           True where the query sees the key
     def score_mod(score, b, h, q_idx, kv_idx):   optional: changes the scaled score, before the mask
 
-They are those of PyTorch's flex_attention, elementwise in the indices. mask_mod replaces visible(),
-causality included. q_idx is a position among the keys: the first query's is Tk - Tq.
-
-What they read must not change: the mask's tiles are listed once a shape, for all layers and steps,
-by evaluating mask_mod at each entry: O(B * H * Tq * Tk) work, O(B * H * 128 * Tk) memory.
-Refuses what flex refuses, and window, segments, softcap and sinks: those are mask_mod's and
-score_mod's. Spec.right is not read. In a compiled model a call breaks the graph. A refusal is an
-error, never a fallback: no other kernel computes the same."""
+They are those of PyTorch's flex_attention; mask_mod replaces visible() (docs/KERNEL.md). q_idx is a
+position among the keys. The mask's tiles are listed once a shape, which evaluates mask_mod at each
+entry: O(B * H * Tq * Tk) work, O(B * H * 128 * Tk) memory.
+"""
 
 from __future__ import annotations
 

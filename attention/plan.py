@@ -29,8 +29,7 @@ from .machine.system import autocast_dtype
 from .machine.timing import measure, table
 from .names import timed
 from .proof import LONG
-from .select import Failed, Ranks, Resolution, Shape, announce, debug, disabled, gather
-from .select import resolve, select
+from .select import Failed, Ranks, Resolution, Shape, announce, disabled, gather, resolve, select
 from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
@@ -139,7 +138,8 @@ class Plans:
     def choose_in_trace(self, device: str, deterministic: bool, *fields: Any) -> None:
         """Choose for Spec(*fields) while torch.compile traces."""
         spec = Spec(*fields)
-        self.known[device, deterministic, *fields] = (Call.of(spec, self._traced(spec, device)),)
+        call = device, deterministic, *fields
+        self.known[call] = (Call.of(spec, self._traced(spec, device)),)
 
     def _traced(self, spec: Spec, device: str) -> Resolution:
         """By what is declared or stored: nothing runs, so nothing waits for the tracer."""
@@ -153,7 +153,6 @@ class Plans:
             failed = {**self.refused.get(eager, {}), **self.refused.get(key, {})}
             chosen = resolve(name, spec, machine, self.policy, failed)
             chosen = replace(chosen, requested=self.name, traced=True)
-            debug(chosen, spec, machine, self.policy)
             self.known[key] = (Call.of(spec, chosen),)
             announce(chosen, chosen.info())
         return self.known[key][0].chosen

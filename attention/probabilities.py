@@ -1,7 +1,5 @@
-"""Attention probabilities next to a fused kernel, which never stores them.
-
-With L, the log-sum-exp of each row's scores S, any row of P can be computed alone, whatever kernel
-gave L: P_ij = exp(S_ij - L_i) (Dao et al. 2022, arXiv 2205.14135, section 3.1).
+"""Attention probabilities next to a fused kernel, which never stores them: with L, the log-sum-exp
+of each row's scores S, P_ij = exp(S_ij - L_i) (Dao et al. 2022, arXiv 2205.14135, section 3.1).
 """
 
 from __future__ import annotations
@@ -22,17 +20,14 @@ def weights(
     L: Tensor | None = None, segments: Tensor | None = None, sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Exact probabilities of the queries `rows`, (B, H, rows, Tk) float32 (float64 for float64).
-
-    Only these rows are stored. No dropout; a query that sees no key has zeros; with sinks a
-    row's sum is less than 1.
+    """Exact probabilities of the queries `rows`, (B, H, rows, Tk) float32 (float64 for float64),
+    without dropout. A query that sees no key has zeros; with sinks a row's sum is less than 1.
 
     Args:
-        q: (B, Tq, H, D); k: (B, Tk, Hkv, D).
-        rows: indices into Tq, as in q[:, rows]; None: all.
+        q, k, segments, sinks, alibi_slopes: as in attend().
+        rows: indices into Tq, as in q[:, rows]; None: all. Only these are stored.
         L: (B, H, Tq), natural, as flash_attn_func(..., return_attn_probs=True) and Backend.partial
             return it; it contains any sinks. Then the result has no gradient. None: computed here.
-        segments, sinks, alibi_slopes: as in attend().
 
     Raises:
         ValueError: tensors that contradict the Spec or one another. IndexError: no such row.

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,13 +82,14 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
             why = why or [text + about for text in wrong(found)]
             ordinary = ordinary or found
         given = draw_inputs(spec, device, (2, T, T), torch.Generator().manual_seed(0))
-        way, ahead = way_of(backend, spec), 0 if cached else spec.right
+        attend, ahead = attend_of(backend, spec), 0 if cached else spec.right
         with attempt(backend, device):
             with profiled(events):
-                got = way(given, spec)
+                got = run(attend, given, spec)
             if spec.dropout and not all(bool(t.isfinite().all()) for t in got.tensors.values()):
                 raise FloatingPointError("not finite with dropout")
-            leak = leakage(way, given, replace(spec, dropout=0.0), None if backend.mods else ahead)
+            quiet = replace(spec, dropout=0.0, grad=False)
+            leak = leakage(attend, given, quiet, None if backend.mods else ahead)
     except KernelFailed as e:
         return Probe((f"it failed in the probe ({e})",))
     if not why and leak != 0:
@@ -142,7 +142,7 @@ def trial(
     hidden = torch.ones(Tq, dtype=torch.bool, device=device).index_fill(0, rows, False)
     given = given._replace(dout=given.dout.masked_fill(hidden[:, None, None], 0))
     with attempt(backend, device):
-        got = way_of(backend, spec, ends)(given, spec)
+        got = run(attend_of(backend, spec), given, spec, ends=ends)
     dq = None if got.dq is None else got.dq[:, rows]
     got = replace(got, out=got.out[:, rows], dq=dq)
     spec = replace(spec, cache="none", page_size=None)
@@ -228,17 +228,13 @@ def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
     return attend
 
 
-def way_of(backend: Backend, spec: Spec,
-           ends: Sequence[Sequence[int]] = ()) -> Callable[..., Result]:
-    """run() of a backend, or run_cached() by these calls."""
-    attend = attend_of(backend, spec)
-    return partial(run_cached, attend, ends=ends) if spec.cache in BUFFERS else partial(run, attend)
-
-
 def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
-        wrt: Sequence[str] = ("q", "k", "v", "sinks"), times: int = 1) -> Result:
+        wrt: Sequence[str] = ("q", "k", "v", "sinks"), times: int = 1,
+        ends: Sequence[Sequence[int]] = ()) -> Result:
     """The output, and with spec.grad the gradients of the inputs that `wrt` names, those of the
-    last of so many backward passes."""
+    last of so many backward passes. `ends` as in run_cached()."""
+    if spec.cache in BUFFERS:
+        return run_cached(attend, given, spec, ends)
     leaves = {
         name: getattr(given, name).detach().requires_grad_()
         for name in wrt if getattr(given, name) is not None
@@ -281,16 +277,15 @@ def must_be_like(out: object, q: Tensor) -> None:
         raise TypeError(f"it returned {shape_of(out)}, not {shape_of(q)}")
 
 
-def leakage(run: Callable[..., Result], given: Inputs, spec: Spec, ahead: int | None) -> float:
+def leakage(attend: Callable[..., Tensor], given: Inputs, spec: Spec, ahead: int | None) -> float:
     """The largest change of outputs that do not see the last token, which is more than `ahead`
     after them, when its q, k and v change."""
     if ahead is None:
         return 0.0
     q, k, v = (torch.cat((t[:, :-1], 3 - t[:, -1:]), dim=1) for t in given[:3])
-    quiet = replace(spec, grad=False)
     moved = 0.0
     for _ in range(3):  # a library may round differently once, under load
-        before, after = (run(x, quiet).out for x in (given, given._replace(q=q, k=k, v=v)))
+        before, after = (run(attend, x, spec).out for x in (given, given._replace(q=q, k=k, v=v)))
         moved = float((after.double() - before.double())[:, : -1 - ahead].abs().max())
         if moved == 0:
             break

@@ -78,11 +78,9 @@ class Resolution:
         return backend | {n: getattr(self, n) for n in names} | {"rejected": dict(self.rejected)}
 
 
-# --- the candidates ---
-
-
-def preferred(spec: Spec, machine: Machine) -> list[str]:
-    """PREFERENCE, with what is faster on this machine first."""
+def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[str]:
+    """The backends to try: PREFERENCE with what is faster on this machine first, after the named
+    one and its fallback."""
     if machine.device not in PREFERENCE:
         raise BackendUnavailable(f"no kernel runs on {machine.device}")
     order = [*PREFERENCE[machine.device]]
@@ -111,35 +109,13 @@ def preferred(spec: Spec, machine: Machine) -> list[str]:
             before("flash_attn_2", "triton")
     elif machine.bfloat16_units and spec.grad and not spec.compiled:
         order.insert(0, "sdpa_bmm")  # a faster backward, which Dynamo does not trace
-    return order
-
-
-def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[str]:
-    """The backends to try, in order."""
-    names = preferred(spec, machine)
     if name in RULES:
-        return names
+        return order
     backend = get(name)
     name = name if is_code(name) else backend.name
     if backend.mods is not None or not policy.fallback:  # another kernel has another mask
         return [name]
-    return [*dict.fromkeys([name, backend.fallback or name, *names])]
-
-
-def metal_bug(spec: Spec, machine: Machine) -> list[Refusal]:
-    """The known bug of PyTorch's SDPA on Apple's Metal, which a probe may miss, if it is met."""
-    bugs = {  # in pytorch/pytorch
-        "half precision sees up to three later tokens (issue 195910)":
-            spec.dtype in ("float16", "bfloat16"),
-        "a scale may be that of an earlier call (pull request 184122)": spec.scale is not None,
-        "a mask that the heads share is misread (pull request 184180)":
-            spec.segments or spec.cache == "static",
-    }
-    bug = next((text for text, is_met in bugs.items() if is_met), None)
-    if bug is None or version(machine.torch) >= (2, 13):
-        return []
-    text = f"on Apple's Metal torch {machine.torch} is wrong: {bug}"
-    return [Refusal(f"{text} (newer torch, or --allow_mps_sdpa=True)", "metal")]
+    return [*dict.fromkeys([name, backend.fallback or name, *order])]
 
 
 def disabled() -> set[str]:
@@ -160,11 +136,19 @@ def admit(name: str, spec: Spec, machine: Machine,
     if policy.hub_kernels and backend.prebuilt and not backend.prebuilt.why_not(spec, machine):
         return backend.prebuilt, []
     why = backend.why_not(spec, machine)
-    on_metal = machine.device == "mps" and backend.name in ("sdpa", "sdpa_math")
-    return backend, why + metal_bug(spec, machine) if on_metal and not policy.mps_sdpa else why
-
-
-# --- the choice ---
+    if (machine.device == "mps" and version(machine.torch) < (2, 13) and not policy.mps_sdpa
+            and backend.name in ("sdpa", "sdpa_math")):
+        for is_met, bug in (  # of pytorch/pytorch; a probe may miss them
+            (spec.dtype in ("float16", "bfloat16"),
+             "half precision sees up to three later tokens (issue 195910)"),
+            (spec.scale is not None, "a scale may be that of an earlier call (pull 184122)"),
+            (spec.segments or spec.cache == "static",
+             "a mask that the heads share is misread (pull 184180)"),
+        ):
+            if is_met:
+                text = f"torch {machine.torch} is wrong on Apple's Metal: {bug}"
+                return backend, [*why, Refusal(f"{text} (--allow_mps_sdpa=True)", "metal")]
+    return backend, why
 
 
 class Ranks(Protocol):
@@ -177,16 +161,6 @@ class Ranks(Protocol):
 
 def gather(ranks: Ranks | None, value: T) -> list[T]:
     return [value] if ranks is None else ranks.gather(value)
-
-
-def by_rank(answers: Sequence[Sequence[str]]) -> list[str]:
-    """The reasons of all ranks, with the ranks that gave each, unless all did."""
-    who: dict[str, list[str]] = {}
-    for rank, reasons in enumerate(answers):
-        for reason in reasons:
-            who.setdefault(reason, []).append(str(rank))
-    return [reason if len(n) == len(answers) else f"rank {', '.join(n)}: {reason}"
-            for reason, n in who.items()]
 
 
 def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
@@ -224,9 +198,18 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
             proved = prove(backend)
             why = [*proved.why]
             failed.update({title: proved.why} if why else {})
-        reasons = by_rank(gather(ranks, why))
+        answers, who = gather(ranks, why), dict[str, list[str]]()
+        for rank, given in enumerate(answers):
+            for reason in given:
+                who.setdefault(reason, []).append(str(rank))
+        reasons = [reason if len(those) == len(answers) else f"rank {', '.join(those)}: {reason}"
+                   for reason, those in who.items()]
         if not reasons:
-            return Resolution(name, backend, rejected, proved.kernels, proved.proof)
+            chosen = Resolution(name, backend, rejected, proved.kernels, proved.proof)
+            if log.isEnabledFor(logging.DEBUG):
+                content = configuration(spec, machine, policy, backend.packages)
+                log.debug("chosen: %s", json.dumps(chosen.as_json() | content))
+            return chosen
         refused[title] = tuple(map(str, reasons))
         declared_only = any(isinstance(why, Refusal) and why.kind not in ("metal", "disabled")
                             for why in reasons)
@@ -252,12 +235,10 @@ def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = P
     def choose() -> Resolution:
         machine = Machine.here(str(device))
         chosen = resolve(name, spec, machine, policy, failed, prove=prove, ranks=ranks)
-        notes = [math_note(chosen, spec, shape)] if "math" in chosen.kernels else []
-        notes += [f"{DISABLE} names {word!r}, which is not a backend."
-                  for word in sorted(disabled()) if not is_backend(word)]
-        chosen = replace(chosen, note="\n".join(filter(None, notes)))
+        chosen = replace(chosen, note="\n".join(
+            f"{DISABLE} names {word!r}, which is not a backend."
+            for word in sorted(disabled()) if not is_backend(word)))
         announce(chosen)
-        debug(chosen, spec, machine, policy)
         return chosen
 
     if torch.device(device).type == "meta":  # shapes only
@@ -265,20 +246,6 @@ def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = P
     else:
         chosen = apart(device, choose)
     return replace(chosen, length=long[2] if long else 0)
-
-
-# --- what a user sees ---
-
-
-def math_note(chosen: Resolution, spec: Spec, shape: Shape | None) -> str:
-    """A warning if PyTorch's math kernel would store more than 1 GB of scores; else empty."""
-    B, Tq, Tk = shape or (0, 0, 0)  # scores and softmax, (B, H, Tq, Tk) each, at least float32
-    size = 2 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * Tq * Tk
-    if size <= 1e9:
-        return ""
-    return (f"{chosen.backend.name} runs PyTorch's math kernel, which stores {size / 1e9:.1f} GB of"
-            f" scores in each layer at batch size {B} and {Tk:,} tokens (none: "
-            "--attention_backend=tiled).")
 
 
 def configuration(spec: Spec, machine: Machine, policy: Policy,
@@ -292,13 +259,6 @@ def configuration(spec: Spec, machine: Machine, policy: Policy,
         "capability": machine.capability, "deterministic": machine.deterministic,
         "layout": "q (B, Tq, H, D), k and v (B, Tk, Hkv, D)", "spec": asdict(spec),
         "policy": asdict(policy), DISABLE: sorted(disabled())}
-
-
-def debug(chosen: Resolution, spec: Spec, machine: Machine, policy: Policy) -> None:
-    """Log a choice and its whole configuration, one line of JSON, at the level DEBUG."""
-    if log.isEnabledFor(logging.DEBUG):
-        content = configuration(spec, machine, policy, chosen.backend.packages)
-        log.debug("chosen: %s", json.dumps(chosen.as_json() | content))
 
 
 def announce(chosen: Resolution, info: str = "") -> None:

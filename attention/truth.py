@@ -1,11 +1,5 @@
-"""The truth in float64, and how far a kernel may be from it.
-
-truth()   the contract (spec.py) with gradients derived by hand; of some queries: O(rows * Tk)
-plain()   the same by plain PyTorch in the inputs' dtype, whose error is the measure
-errors()  the errors of a result and their limits: the one tolerance of this project
-
-`select` (choice), `check` and the bench use these, by proof.py. No backend is called here.
-"""
+"""The truth in float64, and how far a kernel may be from it: the one tolerance of this project, for
+the choice (proof.py), `check` and the bench."""
 
 from __future__ import annotations
 
@@ -19,8 +13,7 @@ from torch import Tensor
 from .masks import Mods
 from .spec import Spec, alibi_bias, visible
 
-# On a GPU exp2 and the reciprocal are approximations, and sums of parts end in any order.
-ON_A_GPU = 1.5
+ON_A_GPU = 1.5  # exp2 and the reciprocal are approximations, and sums of parts end in any order
 
 
 class Inputs(NamedTuple):
@@ -44,13 +37,14 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Output and gradients of one call; `condition` and `rounded` as truth() gives them."""
+    """Output and gradients of one call, of the shapes of q, q, k, v and the sinks; `condition` and
+    `rounded` as truth() gives them."""
 
-    out: Tensor  # (B, Tq, H, D)
-    dq: Tensor | None = None  # (B, Tq, H, D)
-    dk: Tensor | None = None  # (B, Tk, Hkv, D)
-    dv: Tensor | None = None  # (B, Tk, Hkv, D)
-    dsinks: Tensor | None = None  # (H,)
+    out: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dsinks: Tensor | None = None
     condition: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
     rounded: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
 
@@ -68,9 +62,8 @@ def grouped(t: Tensor, Hkv: int) -> Tensor:
 
 def changed(raw: Tensor, given: Inputs, spec: Spec, rows: Tensor,
             mods: Mods | None = None) -> tuple[Tensor, Tensor | float, Tensor]:
-    """The scores after the softcap and a score_mod, ALiBi's bias of them, and visible() or a
-    mask_mod as bool. All broadcast to `raw`, tau q . k: (B, Hkv, H / Hkv * rows, Tk), of grouped()
-    queries. With segments a query before all keys belongs to none."""
+    """The scores after the softcap and a score_mod, ALiBi's bias, and visible() or a mask_mod as
+    bool, for `raw`, tau q . k of grouped() queries: (B, Hkv, H / Hkv * rows, Tk)."""
     (B, Tq, H, _), (_, Tk, Hkv, _) = given.q.shape, given.k.shape
     s = raw
     bias: Tensor | float = 0.0
@@ -95,12 +88,11 @@ def changed(raw: Tensor, given: Inputs, spec: Spec, rows: Tensor,
 @torch.no_grad()
 def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
           mods: Mods | None = None) -> Result:
-    """The exact result in float64, of the queries `rows` and of the gradients that flow from them.
-    `mods`: a mask instead of visible(), and a change of the score with its own slope.
+    """The exact result in float64, of the queries `rows` and of the gradients that flow from them,
+    in O(rows * Tk). `mods`: a mask instead of visible(), and a score_mod.
 
     Per row, with the scale tau, t_j = tau q . k_j, s_j = c tanh(t_j / c) with a softcap c, else
-    t_j, and p = softmax(s + bias) over the visible keys j and the sink a (of value 0), where the
-    bias is ALiBi's:
+    t_j, and p = softmax(s + bias) over the visible keys j and the sink a (of value 0):
 
         out  = sum_j p_j v_j
         dv_j += p_j dout                          out is linear in v
@@ -111,15 +103,11 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
         dq    = sum_j dt_j k_j
         dk_j += dt_j q
 
-    `condition` holds for each tensor the rounding error to first order, in units of eps: (a) of
-    each score s_j relative to its terms |q||k|, of a capped score and a sink relative to
-    themselves, and of ALiBi's bias by its root mean square under p: a relative error of p_j, which
-    moves out by it times the deviation of v under p, and is doubled in the backward pass; (b) of dp
-    and sum p dp relative to their terms, even if the difference is zero (a row with one visible
-    key); (c) of 1 - (s / c)^2, from the error of s.
-
-    `rounded` holds how far the gradients move, in units of eps, if sum_l p_l dp_l is computed as
-    dout . out from an output that was rounded, as FlashAttention does; plain PyTorch does not.
+    `condition` holds each tensor's rounding error to first order, in units of eps: of each score
+    relative to its terms |q||k| (a capped score, a sink: to itself; ALiBi's bias: its root mean
+    square under p), which moves p; of dp and sum p dp relative to their terms, even if they cancel;
+    and of the softcap's slope. `rounded` holds how far the gradients move if sum_l p_l dp_l is
+    dout . out of a rounded output, as FlashAttention computes it and plain PyTorch does not.
     """
     on = torch.device("cpu") if given.q.device.type == "mps" else given.q.device
     Tq, H, Hkv = given.q.shape[1], spec.n_head, spec.n_kv_head
@@ -219,14 +207,9 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
 def allowed_error(
     plain: float, size: float, largest: float, dtype: torch.dtype, m: int = 2
 ) -> float:
-    """The largest allowed error: m times the error of plain PyTorch, plus one rounding error at
-    this size, plus 32 at the largest value in the precision of the sums (float32 for half
-    precision), since plain PyTorch may be exact by luck.
-
-    Args:
-        size: of the true values.
-        largest: the largest true value; for large scores times their scale.
-    """
+    """m times the error of plain PyTorch, plus one rounding error at the `size` of the true values,
+    plus 32 at the `largest` (of large scores times their scale) in the precision of the sums,
+    float32 for half precision, since plain PyTorch may be exact by luck."""
     eps = torch.finfo(dtype).eps
     return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
 
@@ -251,8 +234,7 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
         + eps(dtype) * rounded, in half precision
 
     with m = 2 for the output and 3 for gradients. The mean finds an error of a few percent, which
-    the large values of rows with few visible keys would hide. The condition matters where plain
-    PyTorch is exact by luck, as P with one visible key. In float64 the truth is rounded, too.
+    the large values of rows with few visible keys would hide.
     """
     sizes: dict[str, Callable[[Tensor], float]] = {
         "": lambda x: float(x.abs().max()),
@@ -281,6 +263,6 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
 
 
 def wrong(found: Sequence[Deviation]) -> list[str]:
-    """A text for each tensor that is off by more than is allowed; NaN is."""
+    """A text for each tensor that is off by more than is allowed, as NaN is."""
     first = {d.name: d for d in reversed(found) if not d.off <= d.allowed}
     return [str(d) for d in reversed(first.values())]
