@@ -1,7 +1,5 @@
-"""Masked attention in blocks of queries, each with the mask that PyTorch's SDPA takes.
-
-A block of queries attends to the keys from the first to the last one that any of them sees, which
-is a smaller attention problem with an offset of its own:
+"""Masked attention in blocks of queries, each with the mask that PyTorch's SDPA takes. A block
+attends to the keys from the first to the last one that any of its queries sees:
 
              k0  k1  k2  k3  k4  k5  k6  k7
         q2   x   x   x   .   .   .   .   .      window=3, blocks of 2 queries: each block needs
@@ -29,8 +27,8 @@ CUDA_BLOCK = 1024  # each block is a kernel launch
 
 def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = None,
               alibi_slopes: Tensor | None = None) -> tuple[Tensor | None, bool]:
-    """attn_mask and is_causal of PyTorch's SDPA: None, bool (1 or B, 1, Tq, Tk), or with ALiBi the
-    biases (1 or B, H, Tq, Tk)."""
+    """attn_mask and is_causal of PyTorch's SDPA; the mask is None, bool (1 or B, 1, Tq, Tk), or
+    with ALiBi the biases (1 or B, H, Tq, Tk)."""
     Tq, Tk = q.shape[1], k.shape[1]
     bare = segments is None and alibi_slopes is None
     if bare and (kind := maskless(Tq, Tk, spec.window, offset, spec.right)):
@@ -40,8 +38,8 @@ def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = No
 
 
 def biased(seen: Tensor, q: Tensor, alibi_slopes: Tensor, offset: Numbers) -> Tensor:
-    """ALiBi's biases, and -inf where nothing is seen. On the CPU a float32 mask goes with half
-    precision; elsewhere a mask has q's dtype."""
+    """ALiBi's biases, -inf where nothing is seen: float32 for half precision on the CPU, else of
+    q's dtype."""
     dtype = torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
     bias = alibi(alibi_slopes, seen.shape[-2], seen.shape[-1], offset, dtype)
     return bias.masked_fill(~seen, -torch.inf)
@@ -62,8 +60,8 @@ def block_size(q: Tensor) -> int:
 
 def blocks(queries: slice, keys: slice, spec: Spec, size: int,
            masked: bool) -> list[tuple[slice, slice]]:
-    """Blocks of `size` queries with the keys that any of them sees, if any; one block if neither the
-    Spec nor the caller (`masked`) has a mask."""
+    """Blocks of `size` queries with the keys that any of them sees, one if neither the Spec nor the
+    caller (`masked`) has a mask."""
     n_queries, n_keys = queries.stop - queries.start, keys.stop - keys.start
     offset = queries.start - keys.start
     if not masked and maskless(n_queries, n_keys, spec.window, offset, spec.right):
@@ -79,7 +77,7 @@ def blocks(queries: slice, keys: slice, spec: Spec, size: int,
 
 
 def blocks_of_segments(segments: Tensor, offset: int, spec: Spec, size: int) -> list[Block]:
-    """The same for each row of segments (B, Tk). Short neighbors share a block."""
+    """The same by row of segments (B, Tk). Short neighbors share a block."""
     starts, found = borders(segments), []
     alike = all(row == starts[0] for row in starts)
     for b, row in enumerate(starts[:1] if alike else starts):
@@ -100,8 +98,8 @@ def blocks_of_segments(segments: Tensor, offset: int, spec: Spec, size: int) -> 
 def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
               segments: Tensor | None = None, alibi_slopes: Tensor | None = None,
               **options: Any) -> Tensor:
-    """Call attend(q, k, v, spec, offset=), which masks, for blocks of queries and their keys.
-    Segments are only masked in a call of one block and under torch.compile."""
+    """attend(q, k, v, spec, offset=), which masks, for blocks of queries and their keys; one block,
+    or a trace, masks segments too."""
     size = block_size(q)
     (Tq, Tk), offset = (q.shape[1], k.shape[1]), k.shape[1] - q.shape[1]
     if segments is None or Tq <= size or symbolic(segments):

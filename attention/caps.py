@@ -1,5 +1,4 @@
-"""A kernel (Backend), its declared capabilities (Caps), the reasons to refuse a request, and the
-check of attend()'s arguments. Imports no kernel, and torch only in functions."""
+"""A kernel, its capabilities, the reasons to refuse a request, and the check of its arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def dotted(capability: tuple[int, int] | None) -> str:
 
 
 class Refusal(str):
-    """One reason to refuse a request. `kind` is the field of Spec or Machine that causes it."""
+    """A reason to refuse a request; `kind` is the field of Spec or Machine that causes it."""
 
     kind: str
 
@@ -50,7 +49,7 @@ class DeviceLost(RuntimeError):
     """After a kernel's crash this process can run nothing more on the GPU."""
 
 
-# Fields that Spec and Caps share, and what a kernel without them does not support.
+# Fields that Spec and Caps share: what a kernel without them does not support.
 LACKS = {
     "right": "later keys (right={0.right})",
     "window": "a sliding window",
@@ -94,10 +93,10 @@ class Caps:
     interpreted: bool = False  # only in Triton's interpreter
 
     def lacks(self, spec: Spec, device: str) -> list[Refusal]:
-        """The requested options that are not supported; attend() would silently leave them out."""
+        """The requested options that are not supported."""
         requested = {name: getattr(spec, name) for name in LACKS}
         requested["right"] = spec.right != 0
-        # A limit on either side is a window; without `right` that is the reason.
+        # A limit on either side is a window.
         requested["window"] = spec.window or (spec.right and self.right)
         found = []
         for name, text in LACKS.items():
@@ -112,7 +111,7 @@ class Caps:
         return found
 
     def missing(self, machine: Machine) -> list[str]:
-        """Why packages that it needs are not usable."""
+        """Why packages are not usable."""
         found = []
         for requirement in self.packages:
             package, _, least = requirement.partition(">=")
@@ -159,13 +158,13 @@ class Caps:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention to some of the keys, and L (B, H, Tq), the log-sum-exp of each row's scores, a
-    natural logarithm (ring.py). All results are float32, or float64 for float64.
+    """Attention to some of the keys, and L (B, H, Tq), the natural log-sum-exp of each row's scores
+    (ring.py). Results are float32, or float64 for float64.
 
     ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D) is normalized over
     these keys; a fully masked row has out 0 and L -inf.
-    ``backward(dout, q, k, v, out, L, spec, offset, segments) -> (dq, dk, dv)``: these queries' and
-    keys' share, from out and L of the whole rows.
+    ``backward(dout, q, k, v, out, L, spec, offset, segments) -> (dq, dk, dv)``: the share of these
+    queries and keys, from out and L of the whole rows.
 
     `offset` is as in visible(), `segments` None or ids (B, Tq) and (B, Tk); with spec.alibi both
     receive `alibi_slopes=`. If the Spec is not causal, the keys are all of the rows'.
@@ -173,7 +172,7 @@ class Partial:
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
-    dropout: bool = False  # both take two more arguments: sinks or None, and the seed
+    dropout: bool = False  # both take two more: sinks or None, and the seed
 
 
 @dataclass(frozen=True)
@@ -181,13 +180,12 @@ class Backend:
     """One attention kernel (docs/KERNEL.md).
 
     ``attend(q, k, v, spec, *, segments=None, cache=None)`` computes spec.py's contract in q's
-    dtype, whatever autocast says: segments ``(B, Tk)`` int32, of which the last Tq are the
-    queries'; with spec.sinks also ``sinks=`` ``(H,)``, with spec.alibi ``alibi_slopes=`` ``(H,)``
-    or ``(B, H)`` float32. A static or paged `cache` is a view (masks.py) of k and v, which hold
-    this call's keys, too.
+    dtype: segments ``(B, Tk)`` int32, of which the last Tq are the queries'; with spec.sinks also
+    ``sinks=`` ``(H,)``, with spec.alibi ``alibi_slopes=`` ``(H,)`` or ``(B, H)`` float32. A static
+    or paged `cache` is a view (masks.py) of k and v, which hold this call's keys, too.
 
     Raises ValueError for options that no row of Caps supports, and for tensors that contradict the
-    Spec or one another; ``compute``, for callers with a plan, does not check.
+    Spec or one another; ``compute`` does not check.
     """
 
     name: str
@@ -215,11 +213,10 @@ class Backend:
 
     @property
     def packages(self) -> list[str]:
-        """Import names of what it needs."""
         return [text.partition(">=")[0] for row in self.caps for text in row.packages]
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
-        """The reasons of the Caps row with the fewest violations; empty if one has none."""
+        """The reasons of the Caps row with the fewest; empty if one has none."""
         rows = [(c, c.why_not(spec, machine)) for c in self.caps if machine.device in c.devices]
         if not rows:
             devices = dict.fromkeys(d for c in self.caps for d in c.devices)
@@ -228,7 +225,7 @@ class Backend:
         has, hard = machine.capability or (0, 0), {"capability": 1, "grad": 2}
 
         def distance(row: tuple[Caps, list[Refusal]]) -> tuple[int, int, int]:
-            # In a tie prefer what a user can change, the dtype, then the nearest GPU.
+            # In a tie the dtype, which a user can change, then the nearest GPU.
             worst = max((hard.get(w.kind, 0) for w in row[1]), default=0)
             near = max(row[0].min_capability or has, min(has, row[0].max_capability or (99, 0)))
             return len(row[1]), worst, abs(16 * (near[0] - has[0]) + near[1] - has[1])
@@ -301,8 +298,8 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
         )
     if buffers:
         _check_cache(q, k, spec, segments, cache)
-    if (segments is sinks is alibi_slopes is None  # as in nearly all calls
-            and not (spec.segments or spec.sinks or spec.alibi)):
+    if segments is sinks is alibi_slopes is None and not (
+            spec.segments or spec.sinks or spec.alibi):
         return
     by_row = getattr(alibi_slopes, "ndim", 1) == 2
     for name, t, requested, size, dtypes in (
@@ -350,7 +347,7 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
 
 
 def shape_of(t: Any) -> str:
-    """A tensor as "(2, 3) float32 on cpu", an array by its type, anything else as it prints."""
+    """A tensor as "(2, 3) float32 on cpu", an array by its type, else as it prints."""
     import torch
 
     if not isinstance(t, torch.Tensor):

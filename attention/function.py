@@ -1,9 +1,7 @@
-"""Kernels that compute their own gradient (caps.Partial), as one function for autograd and
-torch.compile. Only the inputs, out and L are saved.
+"""Kernels that compute their own gradient (caps.Partial), for autograd and torch.compile.
 
-A gradient is computed in another Function, Once, of everything that it depends on, whose own
-backward raises RuntimeError, where once_differentiable would leave a zero. torch.compile has no
-second derivatives.
+A gradient is computed in another Function, Once, whose own backward raises RuntimeError, where
+once_differentiable would leave a zero. torch.compile has no second derivatives.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ def attention(
     segments: Tensor | Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
     offset: int | None = None, alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by a kernel: out (B, Tq, H, D) in q's dtype and the log-sum-exp L (B, H, Tq), which
-    has no gradient. `segments` of the keys (B, Tk) or a pair; offset None: Tk - Tq."""
+    """Attention by a kernel: out (B, Tq, H, D) in q's dtype and L (B, H, Tq), which has no
+    gradient. `segments` of the keys (B, Tk) or of both; offset None: Tk - Tq."""
     if isinstance(segments, Tensor):
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
     offset = k.shape[1] - q.shape[1] if offset is None else offset
@@ -41,7 +39,7 @@ def attention(
 
 
 def whole(backend: Backend) -> Callable[..., Tensor]:
-    """An attend() by Backend.partial, as flash-attn's functions call it for the log-sum-exp."""
+    """An attend() by Backend.partial."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:
         return attention(q, k, v, spec, kernel=backend.partial, **options)[0]
@@ -67,12 +65,11 @@ class Attention(torch.autograd.Function):
         sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None, seg_q: Tensor | None,
         seg_k: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        # No *args: torch.compile takes these parameters for one less than there are.
+        # No *args: torch.compile counts one parameter less.
         options = sinks, seed, alibi, seg_q, seg_k
         out, L = _run(kernel.forward, spec, offset, (q, k, v), *options)
         out = out.to(q.dtype)
-        # Dynamo of torch 2.11 returns every intermediate tensor too. `to` without a cast gives the
-        # same tensor twice; dout goes to the other: dq, dk and dv are zeros.
+        # Dynamo (2.11) returns intermediate tensors too: dout would go to `out` before `to`.
         return out.view_as(out), L
 
     @staticmethod
@@ -138,14 +135,13 @@ class Dense(torch.autograd.Function):
 
 
 def dense_gradient(out: Tensor) -> Tensor:
-    """out of a library, (B, T, H, D) or (T, H, D), whose gradient is contiguous where the library
-    receives it: cuDNN's plan in PyTorch (2.11) is kept for the layout of q, k and v alone, and
-    gives wrong numbers for a gradient in another layout than the first call's."""
+    """out of a library, whose gradient comes back contiguous: cuDNN's plan in PyTorch (2.11) gives
+    wrong numbers for a gradient in another layout than the first call's."""
     return Dense.apply(out) if out.is_cuda and out.requires_grad else out
 
 
 def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
-    """torch.compiler.disable(f), where torch._dynamo is imported: that takes 1 s or more."""
+    """torch.compiler.disable(f), but torch._dynamo is not imported for it (1 s or more)."""
     made: list[Callable[P, R]] = []
 
     @wraps(f)
@@ -156,7 +152,7 @@ def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
             made.append(torch.compiler.disable(f))
         return made[0](*args, **kwargs)
 
-    # As disable() marks its functions: Dynamo stops here, and with fullgraph=True prints why.
+    # As disable() marks its functions: Dynamo stops here, and prints why.
     vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=(
         "no graph can hold it: take another attention backend, or fullgraph=False"))
     return call

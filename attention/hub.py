@@ -1,9 +1,8 @@
-"""hub:org/repo@commit: FlashAttention's functions from a kernel repository of Hugging Face's hub.
+"""hub:org/repo@commit: FlashAttention's functions from a repository of Hugging Face's hub, by the
+package `kernels`, only under Policy.hub_kernels: it is other people's code.
 
-The package `kernels` downloads the build for this machine at that commit (a branch or a tag can
-move), only under Policy.hub_kernels: it is other people's code. An option is declared if
-flash_attn_func, and with segments flash_attn_varlen_func, have its parameter; the probe finds the
-rest. No dropout, whose rate it cannot prove, and no cache."""
+An option is declared if flash_attn_func, and flash_attn_varlen_func for segments, have its
+parameter; the probe finds the rest. No dropout, whose rate it cannot prove."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def not_loaded(*args: object, **options: object) -> NoReturn:
 
 @cache
 def unloaded(name: str) -> Backend:
-    """The backend before its code is here: its Caps are all that a repository may declare."""
+    """The backend before its code is here, with all Caps that a repository may declare."""
     repository, commit = parse(name)
     title = f"{repository} of the hub at {commit[:8]}"
     return Backend(name, title, not_loaded, (CAPS,), "sdpa", install="pip install kernels",
@@ -49,7 +48,7 @@ def unloaded(name: str) -> Backend:
 
 @cache
 def loaded(name: str) -> Backend:
-    """The backend, downloaded and imported. Raises whatever that raises."""
+    """The backend, downloaded and imported."""
     repository = parse(name)
     module = load(Package(name, None, hub=repository))
     parameters = [inspect.signature(module.flash_attn_func).parameters]
@@ -73,7 +72,7 @@ def loaded(name: str) -> Backend:
 
 def admit(name: str, spec: Spec, machine: Machine,
           policy: Policy) -> tuple[Backend, list[Refusal]]:
-    """As select.admit(). Loads it if that is permitted, and the machine is not a described one."""
+    """As select.admit(); a permitted kernel is loaded, for this machine."""
     backend = unloaded(name)
     if not policy.hub_kernels:
         text = "it is downloaded code, which runs with --attention_hub_kernels=True only"

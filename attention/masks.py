@@ -45,7 +45,7 @@ def alibi(slopes: Tensor, Tq: int, Tk: int, offset: Numbers, dtype: torch.dtype)
 
 
 def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> bool:
-    """True if the first query sees the last key, and the last the first: so does every one."""
+    """True if the first query sees the last key, and the last the first."""
     first = visible(0, Tk - 1, offset, window, right=right)
     return bool(first and visible(Tq - 1, 0, offset, window, right=right))
 
@@ -64,8 +64,8 @@ Parts = tuple[Tensor, ...]  # out, and with `lse` the log-sum-exp
 
 
 def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
-    """Make an attend() for 0 < Tq <= Tk and loadable tensors take all shapes and strides. With
-    `lse` it also returns the log-sum-exp (B, H, Tq), -inf where no key is seen."""
+    """Make an attend() for 0 < Tq <= Tk and loadable tensors take any; with `lse` it also returns
+    (B, H, Tq)."""
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
@@ -88,8 +88,8 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
 
 def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                         options: dict[str, Any]) -> Parts:
-    """Two calls. The first Tq - Tk queries come before every key: they see the first `right` keys,
-    and none with segments, since no id is theirs. The rest are as many as the keys."""
+    """Two calls: the first Tq - Tk queries come before every key and see the first `right` keys,
+    none with segments; the rest are as many as the keys."""
     n, Tk = q.shape[1] - k.shape[1], k.shape[1]
     n_seen = Tk if spec.right is None else min(spec.right, Tk)
     if options.get("segments") is not None:
@@ -105,10 +105,9 @@ def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: T
 
 def early_by_alibi(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                    options: dict[str, Any]) -> Parts:
-    """The queries before every key with ALiBi; the one at p < 0 sees keys to p + right.
-
-    The last of them see all keys. Of the others the scores, -m (j - p), are those of causal
-    attention with slopes of the other sign, but for m * right, which the sinks lack there."""
+    """Those queries with ALiBi. The last of them see all keys; of the others the scores, -m (j -
+    p), are those of causal attention with slopes -m, but for m * right, which the sinks lack
+    there."""
     slopes, sinks = options["alibi_slopes"], options.get("sinks")
     if sinks is not None and slopes.dim() == 2:  # other sinks in each row
         rows = (early_by_alibi(attend, q[b : b + 1], k[b : b + 1], v[b : b + 1], spec,
@@ -125,7 +124,7 @@ def early_by_alibi(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor
     causal, full = replace(spec, window=None, right=0), replace(spec, window=None, right=None)
     out, *L = attend(some, k[:, :n_seen], v[:, :n_seen], causal, **moved)
     L = [x - m_right.view(-1, m_right.shape[-1], 1) for x in L]
-    last = attend(all_and_rest, k, v, full, **options)  # the rest gives them their distances
+    last = attend(all_and_rest, k, v, full, **options)  # the rest for their distances
     return joined((out, *L), tuple(x.narrow(d, 0, n_all) for d, x in enumerate(last, 1)))
 
 
@@ -143,15 +142,14 @@ def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) ->
 
 
 def loadable(t: Tensor) -> Tensor:
-    """t, copied unless its last dimension is contiguous and, on CUDA, rows of a multiple of 16
-    bytes begin at one: fused kernels load 16 bytes at once, unchecked, which gives wrong numbers
-    or "misaligned address"."""
+    """t, copied unless rows are contiguous and on CUDA aligned: fused kernels load 16 bytes at
+    once, unchecked, which gives wrong numbers or "misaligned address"."""
     if t.stride(-1) != 1:  # contiguous() would leave the stride of a single number
         return t.clone(memory_format=torch.contiguous_format)
     n = 16 // t.element_size()
     if not t.is_cuda or t.shape[-1] % n:
         return t
-    # torch.compile traces no address, and functorch's and fake tensors have none.
+    # In a trace, and of functorch's and fake tensors, there is no address.
     traced = torch.compiler.is_compiling() or type(t) not in (Tensor, Parameter)
     if traced or torch._C._functorch.is_functorch_wrapped_tensor(t):
         aside = t.storage_offset() % n
@@ -172,13 +170,13 @@ def symbolic(t: Tensor) -> bool:
 
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:
-    """Cache make(t, *args), which must not refer to t, until t's values or the arguments change.
-    On the CPU a copy is compared, elsewhere t's version: a write through .data is not seen."""
+    """Cache make(t, *args), which must not refer to t, until t's values (off the CPU its version,
+    past which .data writes) or the arguments change."""
     known = WeakTensorKeyDictionary()
 
     @wraps(make)
     def call(t: Tensor, *args: object) -> R:
-        on_host = t.device.type == "cpu"  # where NumPy and .data write without a new version
+        on_host = t.device.type == "cpu"  # NumPy writes without a new version
         if symbolic(t) or (not on_host and t.is_inference()):  # which has no version
             return make(t, *args)
         found = known.get(t)
@@ -186,8 +184,7 @@ def kept(make: Callable[..., R]) -> Callable[..., R]:
         if same:
             same = torch.equal(found[1], t) if on_host else found[1] == t._version
         if not same:
-            # Tensors made in inference mode could not be used in training.
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # else it could not be used in training
                 state = t.detach().clone() if on_host else t._version
                 found = known[t] = args, state, make(t, *args)
         return found[2]  # not read again: another thread can replace it
@@ -196,13 +193,13 @@ def kept(make: Callable[..., R]) -> Callable[..., R]:
 
 
 def begins(segments: Tensor) -> Tensor:
-    """True (B, T) where a segment begins; its cumsum(1) numbers them from the left."""
+    """True (B, T) where a segment begins."""
     return F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
 
 
 @kept
 def in_pieces(segments: Tensor) -> bool:
-    """True if an id of segments (B, Tk) comes again after others. Not read on a device."""
+    """True if an id of segments (B, Tk) comes again after others; on a device it is not read."""
     if segments.device.type != "cpu" or symbolic(segments):
         return False
     return bool(begins(segments).sum() != begins(segments.sort(dim=1).values).sum())
@@ -215,10 +212,10 @@ def borders(segments: Tensor) -> list[list[int]]:
 
 
 class Runs(NamedTuple):
-    """Segments that hold queries, as varlen functions take them: each is a sequence."""
+    """Segments that hold queries, as varlen functions take them."""
 
-    cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
-    cu_k: Tensor  # (runs + 1,) int32: the same for its keys
+    cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end
+    cu_k: Tensor  # the same for its keys
     max_q: int
     max_k: int
     keys: Tensor | None  # indices of their keys among the B * Tk; None: all
@@ -242,8 +239,7 @@ def runs(segments: Tensor, Tq: int) -> Runs:
     cu_q = row * Tq + (j - (Tk - Tq)).clamp(min=0)
     keys = None
     if Tq < Tk:
-        # flash-attn 2 has a path for one query a sequence that mistakes the batch size for the
-        # number of queries (csrc/flash_attn/flash_api.cpp of 2.8.3).
+        # flash-attn 2.8.3 miscounts sequences without queries (flash_api.cpp).
         with_queries = cu_q.diff() > 0
         lengths = cu_k.diff()
         keys = with_queries.repeat_interleave(lengths).nonzero().flatten()
@@ -258,15 +254,12 @@ def runs(segments: Tensor, Tq: int) -> Runs:
 
 @dataclass(frozen=True)
 class StaticView:
-    """View of a static cache, whose k and v are buffers (B, length, Hkv, D).
+    """View of a static cache, whose k and v are buffers (B, length, Hkv, D). Token i of row b in
+    this call is at ``start[b] + i``; from ``count[b]`` on tokens are padding, whose outputs are
+    finite but meaningless."""
 
-    Token i of row b in this call is at position ``start[b] + i``, and sees later ones, as far as
-    Spec.right allows, up to ``start[b] + count[b] - 1``. From ``count[b]`` on tokens are padding:
-    their outputs are finite but meaningless.
-    """
-
-    start: Tensor  # (B,) int32, tokens of each row stored before this call
-    count: Tensor  # (B,) int32, tokens of each row in this call, 0 .. Tq
+    start: Tensor  # (B,) int32, tokens of each row before this call
+    count: Tensor  # (B,) int32, in this call, 0 .. Tq
     length: int  # positions that are read
     kind: ClassVar[str] = "static"  # Spec.cache
 
@@ -274,7 +267,7 @@ class StaticView:
         """The mask of this call's queries, bool (B, 1, Tq, length)."""
         i = torch.arange(Tq, device=self.start.device)
         j = torch.arange(self.length, device=self.start.device)
-        # Padding may lie past the positions that are read: it sees what the last of them sees.
+        # Padding past the positions that are read sees what the last of them sees.
         last: Numbers = self.length - 1
         if right != 0:
             last = (self.start + self.count).clamp(1, self.length)[:, None, None, None] - 1
@@ -283,7 +276,6 @@ class StaticView:
         return seen if right == 0 else seen & (j <= last)
 
     def as_pages(self) -> PagedView:
-        """The same buffers as pages, one for each row."""
         rows = torch.arange(len(self.start), dtype=torch.int32, device=self.start.device)
         return PagedView(rows[:, None], self.start, self.count)
 
@@ -291,9 +283,9 @@ class StaticView:
 @dataclass(frozen=True)
 class PagedView:
     """View of a paged cache, whose k and v are pages (n_pages, page_size, Hkv, D): the j-th token
-    of row b is ``k[page_table[b, j // page_size], j % page_size]``. Else as StaticView."""
+    of row b is ``k[page_table[b, j // page_size], j % page_size]``."""
 
-    page_table: Tensor  # (B, max_pages) int32, 0 (the null page) where a row has no page
+    page_table: Tensor  # (B, max_pages) int32, 0, the null page, where there is none
     start: Tensor  # (B,) int32
     count: Tensor  # (B,) int32
     kind: ClassVar[str] = "paged"  # Spec.cache
@@ -303,8 +295,7 @@ MakeView = Callable[[Numbers, Numbers], StaticView | PagedView | None]  # of sta
 
 
 def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, MakeView]:
-    """k and v, (B, T, Hkv, D), as the cache of `spec` holds them, pages in random order, and a
-    function that makes a view."""
+    """k and v, (B, T, Hkv, D), in the cache of `spec`, and a function that makes a view."""
     B, T = k.shape[:2]
 
     def view(*rows: Numbers) -> StaticView | PagedView | None:
@@ -329,7 +320,7 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Make
 
 @dataclass(frozen=True, eq=False)
 class Mods:
-    """The functions of a file of mods.py, called with b, h, q_idx, kv_idx that broadcast."""
+    """The functions of a file of mods.py, of indices that broadcast to (B, H, queries, keys)."""
 
     mask_mod: Callable[..., Tensor]
     score_mod: Callable[..., Tensor] | None = None

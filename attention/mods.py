@@ -1,11 +1,10 @@
-"""flex:FILE.py: flex with a person's own mask, from a file that defines mask_mod.
+"""flex:FILE.py: flex with a person's own mask, from a file that defines functions of PyTorch's
+flex_attention (docs/KERNEL.md):
 
-    def mask_mod(b, h, q_idx, kv_idx):           True where the query sees the key
+    def mask_mod(b, h, q_idx, kv_idx):           instead of visible(); q_idx is among the keys
     def score_mod(score, b, h, q_idx, kv_idx):   optional: changes the scaled score, before the mask
 
-They are those of PyTorch's flex_attention; mask_mod replaces visible() (docs/KERNEL.md). q_idx is a
-position among the keys. The mask's tiles are listed once a shape, which evaluates mask_mod at each
-entry: O(B * H * Tq * Tk) work, O(B * H * 128 * Tk) memory.
+The mask's tiles are listed once a shape: O(B * H * Tq * Tk) work, O(B * H * 128 * Tk) memory.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PREFIX = "flex:"
 def block_mask(
     mods: Mods, B: int, H: int, Tq: int, Tk: int, device: torch.device
 ) -> tuple[flex.BlockMask, flex.Mod | None]:
-    """The BlockMask of mask_mod, and score_mod, both for queries that are the last Tq of Tk."""
+    """The BlockMask of mask_mod, and score_mod, for the last Tq of Tk positions."""
     if Tq > Tk:
         raise ValueError(f"a mask of one's own needs at least as many keys as queries: {Tq} > {Tk}")
     some, every = [], []

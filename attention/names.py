@@ -1,9 +1,5 @@
-"""Backends by name: one of BACKENDS or an alias, triton with other backward kernels
-(triton_tiles.py), what is registered in this process, and other people's code, which docs/KERNEL.md
-lists: files, modules, entry points, flex: (mods.py) and hub: (hub.py).
-
-Such code (is_code()) runs once a process, if the user names it; such a name read from a checkpoint
-or a record runs nothing.
+"""Backends by name: BACKENDS, what is registered, and other people's code (docs/KERNEL.md), which
+runs once a process, if the user names it; a name read from a checkpoint or a record runs nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +21,13 @@ from .machine.system import KERNEL_ERRORS, first_line
 from .spec import Machine, Spec
 from .triton_tiles import TILED, TMA
 
-# A new kernel is a file with a BACKEND, imported above and listed here.
+# A new kernel is imported above and listed here.
 BACKENDS: dict[str, Backend] = {b.name: b for b in (
     manual.BACKEND, tiled.BACKEND, sdpa.BACKEND, sdpa.FLASH, sdpa.EFFICIENT, sdpa.CUDNN, sdpa.MATH,
     sdpa_bmm.BACKEND, flex.BACKEND, flex.FLASH, triton_flash.BACKEND, flash.V2, flash.V3, flash.V4,
     paged.BACKEND)}
-RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (plan.py)
-ENTRY_POINTS = "nanoattn.backends"  # the group of an installed package's entry points
+RULES = ("auto", "fastest")  # by select.PREFERENCE, by timing (plan.py)
+ENTRY_POINTS = "nanoattn.backends"  # the group
 _BY_ANY_NAME = {n: b for b in (*BACKENDS.values(), *TILED, TMA) for n in (b.name, *b.aliases)}
 _BUILT_IN = frozenset(_BY_ANY_NAME)
 
@@ -41,7 +37,7 @@ def is_path(name: str) -> bool:
 
 
 def is_code(name: str) -> bool:
-    """True if get(name) runs code that is neither this package's nor registered. Runs nothing."""
+    """True if get(name) runs other people's code, which is not registered. Runs nothing."""
     if name in RULES or name in _BY_ANY_NAME:
         return False
     return is_path(name) or ":" in name or name in entry_points()
@@ -53,14 +49,14 @@ def is_backend(name: str) -> bool:
 
 
 def entry_points() -> dict[str, str]:
-    """What installed packages offer, "package.module:BACKEND" by name. Imports none of them."""
+    """Of installed packages, "package.module:BACKEND" by name. Imports none."""
     found = metadata.entry_points(group=ENTRY_POINTS)
     return {e.name: e.value for e in found if e.name not in _BY_ANY_NAME}
 
 
 def get(name: str) -> Backend:
-    """The backend with that name or alias. A file or a module is run, the hub is not read yet.
-    Raises ValueError: unknown name. BackendUnavailable: its file or module has no valid backend."""
+    """The backend of a name or alias. A file or a module is run. Raises ValueError: unknown name.
+    BackendUnavailable: it has no valid backend."""
     if name in _BY_ANY_NAME:
         return _BY_ANY_NAME[name]
     if name.startswith(hub.PREFIX):
@@ -78,13 +74,13 @@ def get(name: str) -> Backend:
 
 
 def timed(spec: Spec, machine: Machine) -> list[str]:
-    """The names that "fastest" measures: to train, triton with other tiles, too, where it runs."""
+    """What "fastest" measures: to train, triton with other tiles, too, where it runs."""
     others = (b for b in TILED if spec.grad and not b.why_not(spec, machine))
     return [*BACKENDS, *(b.name for b in others)]
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError if the name is unknown. Nothing is opened, imported or downloaded."""
+    """Raise ValueError if the name is unknown. Runs nothing."""
     if not isinstance(name, str):
         raise ValueError(f"a backend has a name or a path, got {name!r}")
     if name.startswith(hub.PREFIX) or not (name in RULES or is_code(name)):
@@ -93,8 +89,7 @@ def check_name(name: str) -> None:
 
 def register(backend: Backend) -> Backend:
     """Give a backend its name and aliases in this process, and return it; "fastest", the bench and
-    `python -m attention` then try it too. Raises ValueError: its fallback is unknown, its name a
-    path or a built-in backend's, or it has a mask of its own."""
+    `python -m attention` then try it too. Raises ValueError: it cannot have them."""
     names = backend.name, *backend.aliases
     if backend.mods or any(is_path(name) or ":" in name for name in names):
         raise ValueError(f"{names} look like a path or a module, or have a mask of their own")
@@ -117,8 +112,8 @@ def valid(backend: object, taken: Iterable[str]) -> Backend:
 
 @cache
 def load(name: str) -> Backend:
-    """Run an absolute path, flex: with one, or package.module:BACKEND. Raises BackendUnavailable:
-    it is missing or raises, or its backend is not valid."""
+    """Run an absolute path, flex: with one, or package.module:BACKEND. Raises
+    BackendUnavailable."""
     path = name.removeprefix(mods.PREFIX)
     try:
         backend = run(name, path)
@@ -140,7 +135,7 @@ def run(name: str, path: str) -> object:
         return metadata.EntryPoint("", name, ENTRY_POINTS).load()
     if not os.path.isfile(path):
         raise FileNotFoundError("no such file")
-    # In sys.modules, as dataclasses, Triton and torch.compile expect.
+    # In sys.modules: dataclasses, Triton and torch.compile look there.
     title = f"nanoattn_kernel_{load.cache_info().misses}"
     spec = spec_from_file_location(title, path, loader=SourceFileLoader(title, path))
     assert spec and spec.loader
@@ -153,7 +148,7 @@ def run(name: str, path: str) -> object:
 
 
 def packages(*names: str) -> tuple[str, ...]:
-    """The import names of all packages that the backends need, including other people's `names`."""
+    """The import names of all packages that the backends need, and other people's `names`."""
     backends = [*BACKENDS.values(), *(get(name) for name in names if is_code(name))]
     backends = [b for own in backends for b in (own, own.prebuilt) if b]
     return tuple(dict.fromkeys(package for b in backends for package in b.packages))

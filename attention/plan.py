@@ -1,9 +1,7 @@
 """Plans: the kernel of each call, chosen before it is called, once for a kind of calls (Spec.kind),
-a device, and deterministic algorithms or not. docs/DESIGN.md and docs/ATTENTION.md have the why.
+a device, and deterministic algorithms or not (docs/DESIGN.md, docs/ATTENTION.md).
 
-Eager, a new kind is proved in a thread apart: short, and at the length of the first call with more
-than LONG keys. While torch.compile traces nothing can run: resolve() or the stored `fastest`
-decides. Commands plan before they compile (GPT.plan), on all processes together.
+Eager, a new kind is proved; while torch.compile traces, resolve() or the stored `fastest` decides.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
 
-PROBE_LEN = 2**14  # tokens: Llama permits more than a probe should take
-MARGIN = 0.02  # a backend must be this much faster than auto's choice
+PROBE_LEN = 2**14  # tokens at most in a probe
+MARGIN = 0.02  # by which auto's choice must be beaten
 
 
 class Phase(NamedTuple):
@@ -71,7 +69,7 @@ class Phase(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a layer calls: attend(q, k, v, spec, ...), without a check of its arguments."""
+    """What a layer calls: attend(q, k, v, spec, ...), unchecked."""
 
     attend: Callable[..., Tensor]
     spec: Spec
@@ -87,13 +85,13 @@ Key = tuple[str, str, bool]  # Spec.kind, device, deterministic algorithms
 
 
 class Plans:
-    """The plans of one backend name. Copies and pickles are empty: a plan holds functions.
-    `specs` gives the Specs of a model's layers in a phase, `length` its tokens in a sequence."""
+    """The plans of one backend name; copies and pickles are empty. `specs` gives the Specs of a
+    model's layers in a phase, `length` its tokens in a sequence."""
 
     def __init__(self, name: str, policy: Policy = Policy(),
                  specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0) -> None:
         self.name, self.policy, self.specs, self.length = name, policy, specs, length
-        # By Key, by Phase, and by a traced call: plain tuples (docs/DESIGN.md).
+        # By Key, Phase, or a traced call: plain tuples (docs/DESIGN.md).
         self.known: dict[Hashable, Plan] = {}
         self.refused: dict[Key, Failed] = {}  # by proofs
 
@@ -104,9 +102,9 @@ class Plans:
 
     def choose(self, spec: Spec, device: str, shape: Shape, label: str = "",
                ranks: Ranks | None = None) -> Resolution:
-        """The kernel of a call of this shape. If its kind is new, or longer than it was proved, it
-        is chosen now and announced, with `label` if it is for inference. All `ranks` choose now.
-        Raises BackendUnavailable: refused, with no fallback left or allowed."""
+        """The kernel of a call of this shape. A new kind, or one longer than it was proved, is
+        chosen now and announced, with `label` for inference. All `ranks` choose now. Raises
+        BackendUnavailable."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
         return self._proved(key, shape, ranks) or apart(
             device, partial(self._prove, key, spec, device, shape, label, ranks))
@@ -173,7 +171,7 @@ class Plans:
 
     def plan(self, phase: Phase, B: int = 1, ranks: Ranks | None = None) -> Plan:
         """Choose the kernels of a phase, and announce them; B sequences at a time."""
-        # With a cache nearly all calls decode: one query, and in the end `length` keys.
+        # With a cache nearly all calls decode.
         T, cached = min(self.length, PROBE_LEN), phase.cache != "none"
         label = f" with the {phase.cache} cache" if cached else " without gradients"
         shape = B, 1 if cached else T, T
@@ -195,9 +193,8 @@ class Plans:
 
 def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(),
             ranks: Ranks | None = None) -> Resolution:
-    """The fastest backend here, remembered or measured, which takes seconds. Rank 0 measures for
-    all processes, which call this together. The shape is (B, T, T) in training, (B, 1, T) for
-    decoding with T keys in a cache. Raises BackendUnavailable: "auto" finds none."""
+    """The fastest backend here, remembered or measured by rank 0 for all that call this, at (B, T,
+    T) in training, (B, 1, T) for decoding. Raises BackendUnavailable: "auto" finds none."""
     name = "auto"
     if ranks is None or ranks.rank == 0:
         with suppress(BackendUnavailable):  # then select() gives the reasons, on every rank
@@ -219,7 +216,7 @@ def memory() -> Path:
 
 
 def stored() -> dict[str, str]:
-    """The remembered names, by find_fastest()'s key; empty without a valid file."""
+    """The remembered names, by find_fastest()'s key."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
         return dict(json.loads(memory().read_text(encoding="utf-8")))
     return {}

@@ -1,5 +1,4 @@
-"""Proof that a kernel is right: runs of it against the truth (truth.py), short in probe(), and in
-probe_long() at a call's own length."""
+"""Proof that a kernel is right: runs of it against the truth (truth.py)."""
 
 from __future__ import annotations
 
@@ -20,14 +19,12 @@ from .ring import Ring
 from .spec import Spec
 from .truth import Deviation, Inputs, Result, errors, plain, truth, wrong
 
-BUFFERS = ("static", "paged")  # caches that are read through a view
+BUFFERS = ("static", "paged")  # caches that a view reads
 SHORT = 64  # tokens in probe()
-LONG = 256  # a longer call is probed at its own length too
+LONG = 256  # keys; a longer call is probed at its own length too
 ROWS = 32  # queries of it that are compared
-# Factor of the queries in a second run: scores past 88, where exp() overflows in float32, and some
-# kernels fail (NVIDIA/TransformerEngine issue 3216).
-LARGE = 32
-KERNELS = {  # profiler name of an attention operator -> usual name of the kernel
+LARGE = 32  # factor of q: exp() of scores overflows (NVIDIA/TransformerEngine issue 3216)
+KERNELS = {  # of the profiler -> usual name
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
     "aten::_scaled_dot_product_flash_attention": "flash",
     "aten::_scaled_dot_product_efficient_attention": "efficient",
@@ -43,9 +40,8 @@ KERNELS = {  # profiler name of an attention operator -> usual name of the kerne
 PINNED = ("flash", "efficient", "cudnn", "math")  # the kernels that sdpa_* promise
 # Namespaces without another library's attention kernels.
 PLAIN = {"aten", "prims", "autograd", "c10d", "mkldnn", "inductor", "nanoattn"}
-# The errors of a probe relative to the largest true value, and their limits, on ordinary scores:
-# `error` and `allowed` of the output, `grad_error` and `grad_allowed` of the gradient closest to
-# its limit, or None; `canary`: no earlier output moved when the last token changed.
+# `error` and its limit `allowed`, relative to the largest true output; `grad_error`, `grad_allowed`
+# of the gradient closest to its limit, or None; `canary`: True if no earlier output moved.
 Proof = dict[str, Any]
 
 
@@ -64,11 +60,9 @@ class Probe:
 
 def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHORT) -> Probe:
     """Run `backend` at batch 2 and length T, forward and, if `spec.grad`, backward: on ordinary and
-    on large scores, then with other numbers than the Spec's, since one plan serves all calls of a
-    kind. The random state is restored.
-
-    With a cache the queries come in chunks, then one by one; inference also continues a prefix. No
-    earlier output may move when a later token changes, unless the backend has its own mask."""
+    on large scores, then with other numbers than the Spec's, since one plan serves a kind. A cache
+    is read in chunks, then one by one. No earlier output may move when a later token changes,
+    unless the backend has its own mask."""
     device, cached = torch.device(device), spec.cache in BUFFERS
     spec = clipped(replace(spec, grad=spec.grad and not cached), T)
     shorter = T if spec.grad or cached or spec.lse else T // 3
@@ -111,9 +105,8 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
 
 def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
                shape: tuple[int, int, int]) -> tuple[str, ...]:
-    """The errors in one call of this shape, (B, Tq, Tk), of one sequence and one key/value head.
-    Compares at most ROWS queries, and the gradients that flow from them: the truth costs
-    O(ROWS * Tk). A cache holds Tk tokens before its last Tq."""
+    """The errors in one call of this shape, (B, Tq, Tk), of one sequence and one key/value head, in
+    at most ROWS queries and the gradients that flow from them: O(ROWS * Tk)."""
     (_, Tq, Tk), cached = shape, spec.cache in BUFFERS
     Tq = min(Tq, ROWS) if cached else Tq
     spec = replace(spec, n_head=spec.n_head // spec.n_kv_head, n_kv_head=1, dropout=0.0,
@@ -136,7 +129,7 @@ def trial(
     given, spec = draw_inputs(spec, device, shape, draw, size), replace(spec, dropout=0.0)
     Tq, ends = shape[1], [] if rows is None else [[shape[1]]]
     if rows is None and spec.cache in BUFFERS and spec.right != 0:
-        # A chunk does not see later ones, as the truth does: the last call is compared.
+        # A chunk does not see later ones, as the truth does.
         rows, ends = torch.arange(Tq // 2, Tq), [[Tq // 3, Tq // 2], [Tq, Tq]]
     rows = torch.arange(Tq, device=device) if rows is None else rows.to(device)
     hidden = torch.ones(Tq, dtype=torch.bool, device=device).index_fill(0, rows, False)
@@ -154,14 +147,14 @@ def trial(
 
 
 def clipped(spec: Spec, T: int) -> Spec:
-    """The Spec with sides that hide something in T tokens, whatever the call's are."""
+    """The Spec with sides that hide something in T tokens."""
     window = spec.window and min(spec.window, T // 2)
     right = spec.right and min(spec.right, T // 2)
     return replace(spec, window=window, right=right)
 
 
 def other_numbers(spec: Spec) -> Spec:
-    """A Spec of the same kind with another value of each number."""
+    """A Spec of the same kind with other numbers."""
     window, right = (n and (n + 1 if n < 5 else n // 2 + 2) for n in (spec.window, spec.right))
     cap = spec.softcap  # a large one hardly moves ordinary scores
     return replace(spec, window=window, right=right, scale=spec.scale and 0.75 * spec.scale,
@@ -171,7 +164,7 @@ def other_numbers(spec: Spec) -> Spec:
 def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
                 draw: torch.Generator, size: float = 1.0) -> Inputs:
     """Random inputs for (B, Tq, Tk): q, k and v are slices of one tensor, as in a model; `size` is
-    a factor of q. Two segments; ALiBi's slopes are (B, H) if `size` is not 1, else (H,)."""
+    a factor of q. ALiBi's slopes are (B, H) if it is not 1, else (H,)."""
     (B, Tq, Tk), dtype = shape, getattr(torch, spec.dtype)
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     qkv = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=draw, dtype=torch.float32)
@@ -194,13 +187,13 @@ def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
 
 
 class KernelFailed(RuntimeError):
-    """A kernel has raised an exception: its type and first line."""
+    """A kernel has raised an exception."""
 
 
 @contextmanager
 def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
     """Run a kernel with autograd, apart from the random state. Raises KernelFailed, or DeviceLost:
-    what runs next on the GPU would fail and be blamed instead."""
+    what runs next would be blamed."""
     cuda = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(cuda), torch.enable_grad():
@@ -216,7 +209,7 @@ def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
 
 
 def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
-    """What runs `spec`: attend(), or for the log-sum-exp the partial, in parts where a ring can."""
+    """What runs `spec`: for the log-sum-exp the partial, in parts where a ring can."""
     if not spec.lse:
         return backend.compute
 
@@ -231,8 +224,8 @@ def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
 def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
         wrt: Sequence[str] = ("q", "k", "v", "sinks"), times: int = 1,
         ends: Sequence[Sequence[int]] = ()) -> Result:
-    """The output, and with spec.grad the gradients of the inputs that `wrt` names, those of the
-    last of so many backward passes. `ends` as in run_cached()."""
+    """The output, and with spec.grad the gradients of the inputs that `wrt` names, of the last of
+    so many backward passes. `ends`: see run_cached()."""
     if spec.cache in BUFFERS:
         return run_cached(attend, given, spec, ends)
     leaves = {
@@ -255,8 +248,8 @@ def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
 @torch.no_grad()
 def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
                ends: Sequence[Sequence[int]] = ()) -> Result:
-    """The output through a cache: each call has the next queries of each row, up to its `ends`;
-    by default of two rows two chunks, then single tokens."""
+    """The output through a cache: calls with each row's next queries, up to `ends`; by default of
+    two rows two chunks, then single tokens."""
     (B, T), out, before = given.q.shape[:2], torch.empty_like(given.q), given.k.shape[1]
     k, v, view = filled_cache(given.k, given.v, spec)
     done: Sequence[int] = [0] * B
@@ -278,8 +271,7 @@ def must_be_like(out: object, q: Tensor) -> None:
 
 
 def leakage(attend: Callable[..., Tensor], given: Inputs, spec: Spec, ahead: int | None) -> float:
-    """The largest change of outputs that do not see the last token, which is more than `ahead`
-    after them, when its q, k and v change."""
+    """The largest change of outputs more than `ahead` before the last token, when that changes."""
     if ahead is None:
         return 0.0
     q, k, v = (torch.cat((t[:, :-1], 3 - t[:, -1:]), dim=1) for t in given[:3])

@@ -1,5 +1,4 @@
-"""The choice of a backend: resolve() takes the first candidate whose declared Caps admit the
-request, select() the first that also passes the probe, on every rank."""
+"""The choice of a backend: by declared Caps, resolve(), and on this machine by proof, select()."""
 
 from __future__ import annotations
 
@@ -26,12 +25,11 @@ from .spec import Machine, Policy, Spec
 log = logging.getLogger("nanoattn")
 T = TypeVar("T")
 Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
-Failed = MutableMapping[str, Sequence[str]]  # names that proofs have refused, with the reasons
+Failed = MutableMapping[str, Sequence[str]]  # names that proofs refused, with the reasons
 
-DISABLE = "NANOATTN_DISABLE"  # names that the environment refuses, for launchers
-REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory, and no tiles: not probed at length
-# The order in which "auto" tries the kernels of a device, and what replaces a refused one after its
-# `fallback`. Not flex on a CPU, where it needs a C++ compiler.
+DISABLE = "NANOATTN_DISABLE"  # names that the environment refuses
+REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory: not probed at length
+# What "auto" tries; on a CPU flex needs a C++ compiler.
 PREFERENCE = {
     "cuda": ("flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "paged", "sdpa_flash", "flex",
              "triton", "manual", "tiled"),
@@ -47,14 +45,13 @@ class Resolution:
     requested: str
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    kernels: tuple[str, ...] = ()  # kernels that the profiler saw in the probe; empty: not probed
+    kernels: tuple[str, ...] = ()  # that the profiler saw in the probe
     proof: Proof | None = None  # None: not probed
     note: str = ""  # a warning
-    traced: bool = False  # chosen while torch.compile traces, by declared Caps alone
+    traced: bool = False  # chosen in a trace, by declared Caps alone
     length: int = 0  # keys of the longest probe
 
     def warnings(self) -> list[str]:
-        """A text for each refused backend, then the note."""
         lines = []
         for name, after in pairwise([*self.rejected, self.backend.name]):
             named = name == next(iter(self.rejected)) and self.requested not in RULES
@@ -79,8 +76,7 @@ class Resolution:
 
 
 def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[str]:
-    """The backends to try: PREFERENCE with what is faster on this machine first, after the named
-    one and its fallback."""
+    """The backends to try: the named one, its fallback, then PREFERENCE for this machine."""
     if machine.device not in PREFERENCE:
         raise BackendUnavailable(f"no kernel runs on {machine.device}")
     order = [*PREFERENCE[machine.device]]
@@ -97,18 +93,18 @@ def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[
             before("flash_attn_2" if major == 8 else "sdpa", "flash_attn_4")
         if major == 8:  # nanochat pull request 540
             before("flash_attn_3", "flash_attn_2")
-        if spec.window is not None or spec.segments:  # it skips tiles, sdpa takes a mask
+        if spec.window is not None or spec.segments:  # it skips tiles
             before("sdpa_flash", "sdpa")
-            # sdpa_flash takes windows from 2.12 on, and by segments it breaks a compiled graph.
+            # It takes windows from 2.12 on, and by segments it breaks a graph.
             if spec.compiled or version(machine.torch) < (2, 12):
                 before("triton", "sdpa_flash")
-        if spec.cache == "static":  # it splits the keys, sdpa's mask leaves most of the GPU idle
+        if spec.cache == "static":  # it splits the keys
             before("paged", order[0])
         if spec.alibi:  # sdpa stores the bias of all pairs
             before("triton", "sdpa")
             before("flash_attn_2", "triton")
     elif machine.bfloat16_units and spec.grad and not spec.compiled:
-        order.insert(0, "sdpa_bmm")  # a faster backward, which Dynamo does not trace
+        order.insert(0, "sdpa_bmm")  # a faster backward, not traced
     if name in RULES:
         return order
     backend = get(name)
@@ -125,8 +121,8 @@ def disabled() -> set[str]:
 
 def admit(name: str, spec: Spec, machine: Machine,
           policy: Policy = Policy()) -> tuple[Backend, list[Refusal]]:
-    """The backend of that name, or its prebuilt kernel if allowed, and every declared reason why it
-    cannot run `spec` on `machine`; empty if it can."""
+    """The backend of that name, or its prebuilt kernel, and every declared reason why it cannot run
+    `spec` on `machine`; empty if it can."""
     backend = get(name)
     family = name.partition(":")[0]  # triton, of triton:dq64-dkdv128
     if disabled() & {name, family, backend.name, *backend.aliases}:
@@ -152,7 +148,7 @@ def admit(name: str, spec: Spec, machine: Machine,
 
 
 class Ranks(Protocol):
-    """Processes that choose together: each calls gather() with its own value."""
+    """Processes that choose together."""
 
     @property
     def rank(self) -> int: ...
@@ -166,16 +162,11 @@ def gather(ranks: Ranks | None, value: T) -> list[T]:
 def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
             failed: Failed | None = None, *, prove: Callable[[Backend], Probe] | None = None,
             ranks: Ranks | None = None) -> Resolution:
-    """The first backend that all ranks admit, by declared Caps, and `prove`: rank 0 proposes one
-    after the other, and the reasons of all are gathered.
+    """The first backend that all ranks admit, by declared Caps, and `prove`; rank 0 proposes. It
+    reports the reasons against the named backend and those that are not declared; `failed` gives
+    those of earlier proofs, and receives new ones.
 
-    Reported are the reasons against the named backend, and those that Caps do not declare. Raises
-    ValueError: unknown name. BackendUnavailable: refused, and no fallback is left or allowed.
-
-    Args:
-        name: a backend's, an alias, a file or one of RULES.
-        failed: backends that a proof has refused; those of this call are added.
-    """
+    Raises ValueError: unknown name. BackendUnavailable: no fallback is left or allowed."""
     failed = {} if failed is None else failed
     names: list[str] | BackendUnavailable
     try:
@@ -205,15 +196,16 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
         reasons = [reason if len(those) == len(answers) else f"rank {', '.join(those)}: {reason}"
                    for reason, those in who.items()]
         if not reasons:
-            chosen = Resolution(name, backend, rejected, proved.kernels, proved.proof)
+            note = "\n".join(f"{DISABLE} names {word!r}, which is not a backend."
+                             for word in sorted(disabled()) if not is_backend(word))
+            chosen = Resolution(name, backend, rejected, proved.kernels, proved.proof, note)
             if log.isEnabledFor(logging.DEBUG):
                 content = configuration(spec, machine, policy, backend.packages)
                 log.debug("chosen: %s", json.dumps(chosen.as_json() | content))
             return chosen
         refused[title] = tuple(map(str, reasons))
-        declared_only = any(isinstance(why, Refusal) and why.kind not in ("metal", "disabled")
-                            for why in reasons)
-        if not declared_only or (candidate == proposals[0] and name not in RULES):
+        known = any(isinstance(w, Refusal) and w.kind not in ("metal", "disabled") for w in reasons)
+        if not known or (candidate == proposals[0] and name not in RULES):
             rejected[title] = refused[title]
     text = ". ".join(f"{n}: {'; '.join(reasons)}" for n, reasons in refused.items())
     raise BackendUnavailable(f"attention backend {name!r} cannot run here. {text}")
@@ -222,8 +214,8 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
 def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
            shape: Shape | None = None, ranks: Ranks | None = None,
            failed: Failed | None = None) -> Resolution:
-    """The first backend for `name` that passes the probe on this machine; with more than LONG keys
-    also at the `shape` of the call. `ranks` call this together. Else as resolve()."""
+    """resolve() for this machine, where a probe proves, with more than LONG keys also at the
+    `shape` of the call. `ranks` call this together."""
     long = shape if shape and shape[2] > LONG else None
 
     def prove(backend: Backend) -> Probe:
@@ -233,11 +225,8 @@ def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = P
         return proved
 
     def choose() -> Resolution:
-        machine = Machine.here(str(device))
-        chosen = resolve(name, spec, machine, policy, failed, prove=prove, ranks=ranks)
-        chosen = replace(chosen, note="\n".join(
-            f"{DISABLE} names {word!r}, which is not a backend."
-            for word in sorted(disabled()) if not is_backend(word)))
+        here = Machine.here(str(device))
+        chosen = resolve(name, spec, here, policy, failed, prove=prove, ranks=ranks)
         announce(chosen)
         return chosen
 

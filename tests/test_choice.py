@@ -191,15 +191,10 @@ def test_a_spec_out_of_range_is_an_error(changes, got) -> None:
         replace(BF16, **changes)
 
 
-@pytest.mark.parametrize("of, changes", [
-    *((Caps(), c) for c in ({"dtypes": "float32"}, {"dtypes": ("float8",)}, {"devices": "cpu"},
-                            {"caches": ("ring",)}, {"dropout_step": 0.3})),
-    *((BACKENDS["manual"], c) for c in ({"name": ""}, {"name": 3}, {"name": "a\nb"}, {"caps": ()},
-                                        {"attend": None}, {"caps": Caps()})),
-])
-def test_a_declaration_that_means_nothing_is_an_error(of, changes) -> None:
-    with pytest.raises(ValueError, match=next(iter(changes))):
-        replace(of, **changes)
+@pytest.mark.parametrize("caps", [(), Caps()])
+def test_a_declaration_that_means_nothing_is_an_error(caps) -> None:
+    with pytest.raises(ValueError, match="caps"):
+        replace(BACKENDS["manual"], caps=caps)
 
 
 def test_names_aliases_and_versions() -> None:
@@ -236,15 +231,12 @@ def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
 
 
 def test_a_refusal_is_a_warning_once_a_process(tmp_path, monkeypatch, caplog) -> None:
-    """On rank 0 only; as is a math kernel that stores 4.3 GB of scores and softmax."""
+    """On rank 0 only."""
     sys.modules["attention.select"]._once.cache_clear()  # attention.select is the function
     file = kernels.as_file(tmp_path, print)
     for rank, n in (("1", 0), ("0", 1), ("0", 1)):
         monkeypatch.setenv("RANK", rank)
         assert select(file, FP32, "cpu").backend.name == "manual"
-        select("sdpa_math", Spec(8, 2, 64, "bfloat16"), "cpu", shape=(1, 8192, 8192))
         said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        assert len(said) == 2 * n
-    assert "mine" in said[0] and "manual" in said[0] and "4.3 GB" in said[1]
-    small = select("sdpa_math", Spec(8, 2, 64, "bfloat16"), "cpu", shape=(1, 2048, 2048))
-    assert small.note == ""
+        assert len(said) == n
+    assert "mine" in said[0] and "manual" in said[0]
