@@ -55,7 +55,6 @@ def flag(text: str) -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The defaults are the shape of GPT-2 124M."""
     made = argparse.ArgumentParser(
         prog="python -m attention", usage="%(prog)s [OPTIONS] [backend]", description=__doc__,
         epilog=f"backends: {', '.join([*RULES, *BACKENDS])}",
@@ -83,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def machine_of(args: argparse.Namespace, needed: Sequence[str]) -> tuple[Machine, torch.device]:
-    """The described machine, or this one, and its device. Raises ValueError: there is none."""
+    """The described machine, or this one, and its device."""
     if args.machine:
         there = describe(args.machine, torch.__version__.partition("+")[0], needed)
         return replace(there, deterministic=args.deterministic), torch.device("meta")
@@ -96,7 +95,7 @@ def machine_of(args: argparse.Namespace, needed: Sequence[str]) -> tuple[Machine
 
 
 def run(args: argparse.Namespace) -> None:
-    """Explain one backend, or measure all. Raises ValueError for inconsistent options."""
+    """Explain one backend, or measure all."""
     if args.seq_len < 1 or (args.batch_size is not None and args.batch_size < 1):
         raise ValueError("--batch_size and --seq_len must be at least 1")
     if "" in (args.backend, args.machine):

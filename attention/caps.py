@@ -31,7 +31,7 @@ def dotted(capability: tuple[int, int] | None) -> str:
 
 
 class Refusal(str):
-    """A reason to refuse a request; `kind` is the field of Spec or Machine that causes it."""
+    """A reason; `kind` is the field of Spec or Machine that causes it."""
 
     kind: str
 
@@ -93,7 +93,6 @@ class Caps:
     interpreted: bool = False  # only in Triton's interpreter
 
     def lacks(self, spec: Spec, device: str) -> list[Refusal]:
-        """The requested options that are not supported."""
         requested = {name: getattr(spec, name) for name in LACKS}
         requested["right"] = spec.right != 0
         # A limit on either side is a window.
@@ -111,7 +110,6 @@ class Caps:
         return found
 
     def missing(self, machine: Machine) -> list[str]:
-        """Why packages are not usable."""
         found = []
         for requirement in self.packages:
             package, _, least = requirement.partition(">=")
@@ -159,7 +157,7 @@ class Caps:
 @dataclass(frozen=True)
 class Partial:
     """Attention to some of the keys, and L (B, H, Tq), the natural log-sum-exp of each row's scores
-    (ring.py). Results are float32, or float64 for float64.
+    (ring.py), in float32, or float64 for float64.
 
     ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D) is normalized over
     these keys; a fully masked row has out 0 and L -inf.
@@ -179,13 +177,11 @@ class Partial:
 class Backend:
     """One attention kernel (docs/KERNEL.md).
 
-    ``attend(q, k, v, spec, *, segments=None, cache=None)`` computes spec.py's contract in q's
-    dtype: segments ``(B, Tk)`` int32, of which the last Tq are the queries'; with spec.sinks also
-    ``sinks=`` ``(H,)``, with spec.alibi ``alibi_slopes=`` ``(H,)`` or ``(B, H)`` float32. A static
-    or paged `cache` is a view (masks.py) of k and v, which hold this call's keys, too.
-
-    Raises ValueError for options that no row of Caps supports, and for tensors that contradict the
-    Spec or one another; ``compute`` does not check.
+    ``attend(q, k, v, spec, *, segments=None, cache=None)`` computes the contract of spec.py in q's
+    dtype: segments ``(B, Tk)`` int32, of which the last Tq are the queries'; with spec.sinks
+    ``sinks=`` ``(H,)``, with spec.alibi ``alibi_slopes=`` ``(H,)`` or ``(B, H)`` float32; `cache`
+    is a view (masks.py) of k and v. Raises ValueError for options that no row of Caps supports, and
+    tensors that contradict the Spec or one another; ``compute`` does not check.
     """
 
     name: str
@@ -236,7 +232,7 @@ class Backend:
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make attend() compute in its inputs' dtype also under autocast."""
+    """attend() in its inputs' dtype also under autocast."""
     import torch
 
     is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # a context costs 1 us

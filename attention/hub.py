@@ -26,7 +26,6 @@ CAPS = Caps(dtypes=("float16", "bfloat16", "float32"), right=True, dropout=False
 
 
 def parse(name: str) -> tuple[str, str]:
-    """(repository, commit) of a name. Raises ValueError."""
     if not (found := NAME.fullmatch(name)):
         want = "hub:org/repo@commit with the 40 hex digits of a commit"
         raise ValueError(f"expected {want}, got {name!r}")
@@ -48,7 +47,6 @@ def unloaded(name: str) -> Backend:
 
 @cache
 def loaded(name: str) -> Backend:
-    """The backend, downloaded and imported."""
     repository = parse(name)
     module = load(Package(name, None, hub=repository))
     parameters = [inspect.signature(module.flash_attn_func).parameters]

@@ -45,13 +45,12 @@ def alibi(slopes: Tensor, Tq: int, Tk: int, offset: Numbers, dtype: torch.dtype)
 
 
 def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> bool:
-    """True if the first query sees the last key, and the last the first."""
     first = visible(0, Tk - 1, offset, window, right=right)
     return bool(first and visible(Tq - 1, 0, offset, window, right=right))
 
 
 def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> str:
-    """The mask that kernels need no tensor for: "full", "causal" (of a square), or "": neither."""
+    """"full" or "causal" (of a square), for which kernels need no mask, else ""."""
     if sees_all(Tq, Tk, window, offset, right):
         return "full"
     square = Tq == Tk and offset == 0 and right == 0
@@ -64,8 +63,8 @@ Parts = tuple[Tensor, ...]  # out, and with `lse` the log-sum-exp
 
 
 def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
-    """Make an attend() for 0 < Tq <= Tk and loadable tensors take any; with `lse` it also returns
-    (B, H, Tq)."""
+    """An attend() of any lengths, of one for 0 < Tq <= Tk; with `lse` it also returns (B, H,
+    Tq)."""
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
@@ -133,7 +132,7 @@ def joined(*parts: Parts, dims: tuple[int, int] = (1, 2)) -> Parts:
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) -> Any:
-    """The result without a batch, a query or a key: zeros, which keep the graph."""
+    """Zeros, which keep the graph."""
     used = (t for t in (q, k, v, sinks) if t is not None)
     out = torch.zeros_like(q) + sum(t[:0].sum().to(q.dtype) for t in used)
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -291,11 +290,11 @@ class PagedView:
     kind: ClassVar[str] = "paged"  # Spec.cache
 
 
-MakeView = Callable[[Numbers, Numbers], StaticView | PagedView | None]  # of start and count
+MakeView = Callable[[Numbers, Numbers], StaticView | PagedView | None]
 
 
 def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, MakeView]:
-    """k and v, (B, T, Hkv, D), in the cache of `spec`, and a function that makes a view."""
+    """k and v, (B, T, Hkv, D), in the cache of `spec`, and its view(start, count)."""
     B, T = k.shape[:2]
 
     def view(*rows: Numbers) -> StaticView | PagedView | None:
@@ -320,7 +319,7 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Make
 
 @dataclass(frozen=True, eq=False)
 class Mods:
-    """The functions of a file of mods.py, of indices that broadcast to (B, H, queries, keys)."""
+    """The functions of a file of mods.py, of indices that broadcast."""
 
     mask_mod: Callable[..., Tensor]
     score_mod: Callable[..., Tensor] | None = None

@@ -61,7 +61,6 @@ class Phase(NamedTuple):
 
     def spec(self, n_head: int, n_kv_head: int, head_dim: int, window: int | None, dropout: float,
              alibi: bool = False) -> Spec:
-        """The request of a layer."""
         return Spec(
             n_head, n_kv_head, head_dim, self.dtype, window, dropout if self.training else 0.0,
             self.segments, self.grad, self.cache, self.compiled, self.page_size, lse=self.lse,
@@ -110,7 +109,6 @@ class Plans:
             device, partial(self._prove, key, spec, device, shape, label, ranks))
 
     def _proved(self, key: Key, shape: Shape, ranks: Ranks | None) -> Resolution | None:
-        """The kernel of a kind, if nothing is to be proved."""
         plan = self.known.get(key)
         if plan is None or ranks is not None:
             return None
@@ -140,7 +138,7 @@ class Plans:
         self.known[call] = (Call.of(spec, self._traced(spec, device)),)
 
     def _traced(self, spec: Spec, device: str) -> Resolution:
-        """By what is declared or stored: nothing runs, so nothing waits for the tracer."""
+        """Nothing runs, so nothing waits for the tracer."""
         on = device, torch.are_deterministic_algorithms_enabled()
         key, eager = (spec.kind, *on), (replace(spec, compiled=False).kind, *on)
         if key not in self.known:
@@ -158,7 +156,6 @@ class Plans:
     # --- the layers of a model ---
 
     def look_up(self, phase: Phase, B: int = 1) -> Plan:
-        """The plan of a phase, made now if nobody has."""
         if phase.compiled:
             self.plan_in_trace(*phase)
         return self.known.get(phase) or self.plan(phase, B)
@@ -216,20 +213,18 @@ def memory() -> Path:
 
 
 def stored() -> dict[str, str]:
-    """The remembered names, by find_fastest()'s key."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
         return dict(json.loads(memory().read_text(encoding="utf-8")))
     return {}
 
 
 def store(key: str, name: str) -> None:
-    """Remember a name. The file is replaced at once: other processes may read it."""
     try:
         file = memory()
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = file.with_name(f"{file.name}.{os.getpid()}.partial")
-        partial_file.write_text(json.dumps({**stored(), key: name}, indent=1), encoding="utf-8")
-        partial_file.replace(file)
+        new = file.with_name(f"{file.name}.{os.getpid()}.partial")  # other processes may read
+        new.write_text(json.dumps({**stored(), key: name}, indent=1), encoding="utf-8")
+        new.replace(file)
     except OSError as e:
         log.warning(f"fastest: cannot be remembered: {e}")
 
@@ -241,7 +236,7 @@ def memory_key(spec: Spec, machine: Machine) -> str:
 
 
 def find_fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy) -> str:
-    """The name of the fastest backend: auto's choice, if no other is faster by MARGIN."""
+    """Auto's choice, if no other is faster by MARGIN."""
     machine = Machine.here(str(device))
     key = memory_key(spec, machine) + repr((shape, policy))
     name = stored().get(key)

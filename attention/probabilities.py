@@ -26,11 +26,11 @@ def weights(
     Args:
         q, k, segments, sinks, alibi_slopes: as in attend().
         rows: indices into Tq, as in q[:, rows]; None: all. Only these are stored.
-        L: (B, H, Tq), natural, as flash_attn_func(..., return_attn_probs=True) and Backend.partial
-            return it; it contains any sinks. Then the result has no gradient. None: computed here.
+        L: (B, H, Tq) of flash_attn_func(..., return_attn_probs=True) or Backend.partial, which
+            contains sinks. Then the result has no gradient. None: computed here.
 
     Raises:
-        ValueError: tensors that contradict the Spec or one another. IndexError: no such row.
+        ValueError: tensors contradict the Spec or one another. IndexError: no such row.
     """
     (B, Tq, H, _), (Tk, Hkv) = q.shape, k.shape[1:3]
     check_call(q, k, k, spec, segments, None, sinks, alibi_slopes)

@@ -47,8 +47,6 @@ Proof = dict[str, Any]
 
 @dataclass(frozen=True)
 class Probe:
-    """The result of running a backend once."""
-
     why: tuple[str, ...] = ()  # why it cannot be used; empty if it can
     kernels: tuple[str, ...] = ()  # short names: "flash", "math"
     proof: Proof | None = None  # None: no results
@@ -147,14 +145,14 @@ def trial(
 
 
 def clipped(spec: Spec, T: int) -> Spec:
-    """The Spec with sides that hide something in T tokens."""
+    """With sides that hide something in T tokens."""
     window = spec.window and min(spec.window, T // 2)
     right = spec.right and min(spec.right, T // 2)
     return replace(spec, window=window, right=right)
 
 
 def other_numbers(spec: Spec) -> Spec:
-    """A Spec of the same kind with other numbers."""
+    """The same kind with other numbers."""
     window, right = (n and (n + 1 if n < 5 else n // 2 + 2) for n in (spec.window, spec.right))
     cap = spec.softcap  # a large one hardly moves ordinary scores
     return replace(spec, window=window, right=right, scale=spec.scale and 0.75 * spec.scale,
@@ -187,13 +185,12 @@ def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
 
 
 class KernelFailed(RuntimeError):
-    """A kernel has raised an exception."""
-
+    pass
 
 @contextmanager
 def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
-    """Run a kernel with autograd, apart from the random state. Raises KernelFailed, or DeviceLost:
-    what runs next would be blamed."""
+    """Run a kernel with autograd, apart from the random state. Raises KernelFailed, or
+    DeviceLost."""
     cuda = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(cuda), torch.enable_grad():

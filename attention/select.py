@@ -40,7 +40,7 @@ PREFERENCE = {
 
 @dataclass(frozen=True)
 class Resolution:
-    """The backend that will run, and those refused before it, with the reasons."""
+    """The backend that will run, and the reasons against those before it."""
 
     requested: str
     backend: Backend
@@ -115,7 +115,6 @@ def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[
 
 
 def disabled() -> set[str]:
-    """The names in NANOATTN_DISABLE."""
     return {name.strip() for name in os.environ.get(DISABLE, "").split(",")} - {""}
 
 
@@ -239,7 +238,6 @@ def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = P
 
 def configuration(spec: Spec, machine: Machine, policy: Policy,
                   packages: Sequence[str] = ()) -> dict[str, Any]:
-    """All that a choice depends on, for JSON."""
     versions = {"nanoattn": sys.modules[__name__.partition(".")[0]].__version__,
                 "torch": machine.torch, "cuda": machine.cuda, "python": platform.python_version()}
     versions |= {package: machine.version_of(package) for package in packages}

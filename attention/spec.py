@@ -1,5 +1,4 @@
-"""The attention contract: the mathematics, the request (Spec), the permissions (Policy) and the
-machine. What a kernel supports is in caps.py. No torch.
+"""The attention contract: the mathematics, the request, the permissions and the machine.
 
 For every query i of head h, over the keys j that it may attend to (see :func:`visible`):
 
@@ -27,10 +26,10 @@ from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
-NO_LIMIT = 2**30  # tokens, past any sequence; larger windows would overflow int32 positions
-TINY = 2.0**-126  # the least normal float32: a smaller softcap would be rounded to 0
-DROPOUT_STEP = 1 / 16  # to which cuDNN rounds dropout: a multiple of it is a kind of its own
-Numbers = Any  # an integer, or a tensor or array of integers or bool
+NO_LIMIT = 2**30  # tokens; larger windows would overflow int32 positions
+TINY = 2.0**-126  # the least normal float32
+DROPOUT_STEP = 1 / 16  # to which cuDNN rounds dropout
+Numbers = Any  # integers or bools, in tensors or arrays too
 
 
 def visible(
@@ -69,8 +68,8 @@ def alibi_bias(slope: Numbers, i: Numbers, j: Numbers, offset: Numbers = 0) -> N
 
 @dataclass(frozen=True)
 class Spec:
-    """The attention that is requested. `kind` names its features without the values of numbers:
-    one plan serves all calls of a kind (plan.py). Raises ValueError: an option is out of range."""
+    """The attention that is requested. `kind` names its features without the values of numbers.
+    Raises ValueError: an option is out of range."""
 
     n_head: int
     n_kv_head: int
@@ -86,7 +85,7 @@ class Spec:
     scale: float | None = None  # factor of the scores; None: 1 / sqrt(head_dim)
     softcap: float | None = None  # c: scores become c * tanh(s / c), after the scale
     sinks: bool = False  # attend() receives `sinks`
-    lse: bool = False  # Backend.partial is called, which also returns each row's log-sum-exp
+    lse: bool = False  # Backend.partial is called
     right: int | None = 0  # later keys that a query attends to; 0: causal, None: all
     alibi: bool = False  # attend() receives `alibi_slopes`
     kind: str = field(default="", init=False, repr=False, compare=False)
@@ -118,14 +117,12 @@ class Spec:
         if (self.page_size is not None) != (self.cache == "paged"):
             got = f"page_size={self.page_size} and cache={self.cache!r}"
             raise ValueError(f"page_size belongs to the 'paged' cache, got {got}")
-        # Equal requests have one form: the default scale is None, however it was rounded.
         default = 1 / math.sqrt(self.head_dim)
         if self.scale is not None and math.isclose(self.scale, default, rel_tol=1e-15):
             object.__setattr__(self, "scale", None)
         object.__setattr__(self, "kind", self._words(numbers=False))
 
     def __str__(self) -> str:
-        """As in "4 heads over 2 of 32, float32, window 9, training"."""
         return self._words(numbers=True)
 
     def _words(self, numbers: bool) -> str:
@@ -157,8 +154,8 @@ class Policy:
     """Permissions in choosing a backend; they do not change what is computed."""
 
     fallback: bool = True  # try another backend; False: a refusal is an error
-    hub_kernels: bool = False  # download prebuilt kernels, and run them
-    mps_sdpa: bool = False  # use PyTorch's SDPA on Apple's Metal despite its known bugs
+    hub_kernels: bool = False  # download prebuilt kernels
+    mps_sdpa: bool = False  # PyTorch's SDPA on Apple's Metal despite known bugs
 
 
 @dataclass(frozen=True)
@@ -170,14 +167,14 @@ class Machine:
     capability: tuple[int, int] | None = None  # CUDA compute capability
     torch: str = "0"  # version, "2.13.0+cpu"
     cuda: str | None = None  # the CUDA version that torch was built with
-    # Import name -> version, or the error of the import; None: import a package when it is needed.
+    # Import name -> version, or the error of the import; None: import when needed.
     packages: Mapping[str, str] | None = field(default_factory=dict)
     interpreted: bool = False  # Triton kernels run in Triton's interpreter, on the CPU
     deterministic: bool = False  # torch.use_deterministic_algorithms(True)
     bfloat16_units: bool = False  # of the CPU: AMX or AVX512_BF16
 
     def version_of(self, package: str) -> str | None:
-        """The version of a package or the error of its import; None: not installed."""
+        """A package's version or the error of its import; None: not installed."""
         from .machine.system import import_version
 
         return import_version(package) if self.packages is None else self.packages.get(package)

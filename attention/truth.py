@@ -1,5 +1,4 @@
-"""The truth in float64, and how far a kernel may be from it: the one tolerance of this project, for
-the choice (proof.py), `check` and the bench."""
+"""The truth in float64, and how far a kernel may be from it: the one tolerance of this project."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from .masks import Mods
 from .spec import Spec, alibi_bias, visible
 
-ON_A_GPU = 1.5  # exp2 and the reciprocal are approximations, and sums of parts end in any order
+ON_A_GPU = 1.5  # exp2 is approximate, and sums of parts end in any order
 
 
 class Inputs(NamedTuple):
@@ -29,7 +28,6 @@ class Inputs(NamedTuple):
 
     @property
     def options(self) -> dict[str, Tensor]:
-        """attend()'s keyword arguments."""
         names = "segments", "sinks", "alibi_slopes"
         found = {name: getattr(self, name) for name in names}
         return {name: t for name, t in found.items() if t is not None}
@@ -37,20 +35,17 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Output and gradients of one call, of the shapes of q, q, k, v and the sinks; `condition` and
-    `rounded` as truth() gives them."""
-
+    """Output and gradients of one call, of the shapes of q, q, k, v and the sinks."""
     out: Tensor
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
     dsinks: Tensor | None = None
-    condition: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
+    condition: dict[str, Tensor] = field(default_factory=dict, kw_only=True)  # of truth()
     rounded: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The output and those gradients that are there, by name."""
         found = {name: getattr(self, name) for name in ("out", "dq", "dk", "dv", "dsinks")}
         return {name: t for name, t in found.items() if t is not None}
 
@@ -89,10 +84,8 @@ def changed(raw: Tensor, given: Inputs, spec: Spec, rows: Tensor,
 def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
           mods: Mods | None = None) -> Result:
     """The exact result in float64, of the queries `rows` and of the gradients that flow from them,
-    in O(rows * Tk). `mods`: a mask instead of visible(), and a score_mod.
-
-    Per row, with the scale tau, t_j = tau q . k_j, s_j = c tanh(t_j / c) with a softcap c, else
-    t_j, and p = softmax(s + bias) over the visible keys j and the sink a (of value 0):
+    in O(rows * Tk). With tau the scale, t_j = tau q . k_j, s_j = c tanh(t_j / c) or t_j, and
+    p = softmax(s + bias) over the visible keys j and the sink a (of value 0), per row:
 
         out  = sum_j p_j v_j
         dv_j += p_j dout                          out is linear in v
@@ -103,11 +96,10 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
         dq    = sum_j dt_j k_j
         dk_j += dt_j q
 
-    `condition` holds each tensor's rounding error to first order, in units of eps: of each score
-    relative to its terms |q||k| (a capped score, a sink: to itself; ALiBi's bias: its root mean
-    square under p), which moves p; of dp and sum p dp relative to their terms, even if they cancel;
-    and of the softcap's slope. `rounded` holds how far the gradients move if sum_l p_l dp_l is
-    dout . out of a rounded output, as FlashAttention computes it and plain PyTorch does not.
+    `condition` is each tensor's rounding error to first order, in units of eps: of each score
+    relative to its terms |q||k|, a capped one and a sink to itself, of ALiBi's bias in root mean
+    square under p; of dp and sum p dp relative to their terms; of the softcap's slope. `rounded` is
+    how far gradients move if sum_l p_l dp_l is dout . out of a rounded output (FlashAttention's).
     """
     on = torch.device("cpu") if given.q.device.type == "mps" else given.q.device
     Tq, H, Hkv = given.q.shape[1], spec.n_head, spec.n_kv_head
@@ -207,15 +199,14 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
 def allowed_error(
     plain: float, size: float, largest: float, dtype: torch.dtype, m: int = 2
 ) -> float:
-    """m times the error of plain PyTorch, plus one rounding error at the `size` of the true values,
-    plus 32 at the `largest` (of large scores times their scale) in the precision of the sums,
-    float32 for half precision, since plain PyTorch may be exact by luck."""
+    """m times the error of plain PyTorch, which may be exact by luck, plus one rounding error at
+    the `size` of the true values and 32 at the `largest`, in the precision of the sums."""
     eps = torch.finfo(dtype).eps
     return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
 
 
 class Deviation(NamedTuple):
-    """The error of one tensor, its largest or its root mean square."""
+    """The largest error of a tensor, or its root mean square."""
 
     name: str
     where: str  # " at [0, 3, 1, 7]", or " in the mean"
@@ -233,8 +224,7 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
         m * |plain - truth| + eps(dtype) * |truth| + eps(compute) * condition
         + eps(dtype) * rounded, in half precision
 
-    with m = 2 for the output and 3 for gradients. The mean finds an error of a few percent, which
-    the large values of rows with few visible keys would hide.
+    with m = 2 for the output and 3 for gradients. The mean finds an error of a few percent.
     """
     sizes: dict[str, Callable[[Tensor], float]] = {
         "": lambda x: float(x.abs().max()),
