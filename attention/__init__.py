@@ -7,7 +7,6 @@ import sys
 from . import hf
 from .caps import Backend, BackendUnavailable, Caps, DeviceLost, Partial, Refusal
 from .compat import as_flash_attn, bert_padding
-from .compat import calls as flash_api  # the name of its place before compat/
 from .compat.calls import report, use
 from .compat.functions import (
     flash_attn_func,

@@ -131,18 +131,19 @@ def run(args: argparse.Namespace) -> None:
     def output(found: dict[str, Any], text: str) -> None:
         print(json.dumps(content | found) if args.json else text)
 
-    if args.backend and args.machine:
-        chosen = resolve(args.backend, spec, machine, policy)
-        output(chosen.as_json(), f"{head}\n\n{chosen}")
-    elif args.backend == "fastest":
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-        chosen = fastest(spec, device, (B, Tq, Tk), policy)
-        output(chosen.as_json(), str(replace(chosen, rejected={})))  # they were logged
-    elif args.backend:
-        # Without a handler Python would print the refusals, too, bare.
-        logging.getLogger("nanoattn").addHandler(logging.NullHandler())
-        chosen = select(args.backend, spec, device, policy)
-        output(chosen.as_json(), str(chosen))
+    if args.backend:
+        if args.machine:
+            chosen = resolve(args.backend, spec, machine, policy)
+        elif args.backend == "fastest":
+            logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+            chosen = fastest(spec, device, (B, Tq, Tk), policy)
+        else:
+            # Without a handler Python would print the refusals, too, bare.
+            logging.getLogger("nanoattn").addHandler(logging.NullHandler())
+            chosen = select(args.backend, spec, device, policy)
+        logged = args.backend == "fastest"
+        text = str(replace(chosen, rejected={}) if logged else chosen)
+        output(chosen.as_json(), f"{head}\n\n{text}" if args.machine else text)
     elif args.machine:
         rows = [declared(name, spec, machine, policy)[0] for name in every]
         try:

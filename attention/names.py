@@ -4,7 +4,6 @@ runs once a process, if the user names it; a name read from a checkpoint or a re
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
@@ -67,10 +66,8 @@ def get(name: str) -> Backend:
         return load(prefix + os.path.abspath(name.removeprefix(prefix)))
     if ":" in name or name in offered:
         return load(offered.get(name, name))
-    known = [*RULES, *_BY_ANY_NAME, *offered]
-    near = [f"did you mean {n!r}? " for n in difflib.get_close_matches(name, known, 1)]
-    hint = "".join([*near, "known: ", ", ".join(known)])
-    raise ValueError(f"unknown attention backend {name!r}; {hint}")
+    known = ", ".join(map(repr, (*RULES, *_BY_ANY_NAME, *offered)))
+    raise ValueError(f"unknown attention backend {name!r}; known are {known}")
 
 
 def timed(spec: Spec, machine: Machine) -> list[str]:

@@ -37,18 +37,18 @@ MARGIN = 0.02  # by which auto's choice must be beaten
 
 
 class Phase(NamedTuple):
-    """One kind of forward pass of a model."""
+    """One kind of forward pass of a model; the fields are those of Spec and Machine."""
 
     device: str
-    dtype: str  # of q, k and v: "bfloat16"
+    dtype: str
     training: bool = True  # with dropout
-    grad: bool = True  # backward() will be called
+    grad: bool = True
     segments: bool = False
     cache: str = "none"
-    page_size: int | None = None  # of a paged cache
-    lse: bool = False  # a ring shares each sequence
-    compiled: bool = False  # inside torch.compile
-    deterministic: bool = False  # torch.use_deterministic_algorithms(True)
+    page_size: int | None = None
+    lse: bool = False
+    compiled: bool = False
+    deterministic: bool = False
 
     @classmethod
     def now(cls, weight: Tensor, training: bool, segments: bool, cache: Any, ring: bool) -> Phase:

@@ -100,7 +100,7 @@ class Spec:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-            if name in ("window", "right") and int(value) >= NO_LIMIT:
+            if optional and not value < NO_LIMIT:
                 object.__setattr__(self, name, None)
         if self.n_head % self.n_kv_head:
             got = f"n_head={self.n_head}, n_kv_head={self.n_kv_head}"

@@ -210,7 +210,7 @@ def test_what_a_kernel_raises_and_what_it_refuses(tmp_path: Path, capsys) -> Non
     assert {f["why"] for f in report["failures"]} == {"NotImplementedError: one day"}
     assert features["softcap"]["failed"] and not features["softcap"]["passed"]
     assert features["causal"]["passed"] and not features["gradients"]["passed"]
-    assert report["refusals"]["it has no backward pass"]
+    assert any("backward" in why for why in report["refusals"])
     text = ask(capsys, path, "--dtype=float32,float16", *QUICK)[1].partition("Refused")[2]
     lines = text.partition("\n\n")[0].splitlines()[1:]  # a reason a line, whatever its numbers
     for word in ("cache", "float16", "sinks"):
