@@ -213,22 +213,16 @@ class Backend:
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """The reasons of the Caps row with the fewest; empty if one has none."""
-        rows = [(c, c.why_not(spec, machine)) for c in self.caps if machine.device in c.devices]
+        rows = [c.why_not(spec, machine) for c in self.caps if machine.device in c.devices]
         if not rows:
             devices = dict.fromkeys(d for c in self.caps for d in c.devices)
             text = f"it runs on {' and '.join(devices)}, not on {machine.device}"
             return [Refusal(text, "device")]
-        has, hard = machine.capability or (0, 0), {"capability": 1, "grad": 2}
-
-        def distance(row: tuple[Caps, list[Refusal]]) -> tuple[int, int, int]:
-            # In a tie the dtype, which a user can change, then the nearest GPU.
-            worst = max((hard.get(w.kind, 0) for w in row[1]), default=0)
-            near = max(row[0].min_capability or has, min(has, row[0].max_capability or (99, 0)))
-            return len(row[1]), worst, abs(16 * (near[0] - has[0]) + near[1] - has[1])
-
+        hard = {"capability": 1, "grad": 2}  # after what a user can change, the dtype
+        why = min(rows, key=lambda row: (len(row), max((hard.get(w.kind, 0) for w in row),
+                                                       default=0)))
         install = f" ({self.install})" if self.install else ""
-        return [Refusal(w + install * (w.kind == "packages"), w.kind)
-                for w in min(rows, key=distance)[1]]
+        return [Refusal(w + install * (w.kind == "packages"), w.kind) for w in why]
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:

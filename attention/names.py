@@ -109,11 +109,15 @@ def valid(backend: object, taken: Iterable[str]) -> Backend:
 
 @cache
 def load(name: str) -> Backend:
-    """Run an absolute path, flex: with one, or package.module:BACKEND. Raises
-    BackendUnavailable."""
+    """Run a path, flex: with one, or package.module:BACKEND. Raises BackendUnavailable."""
     path = name.removeprefix(mods.PREFIX)
     try:
-        backend = run(name, path)
+        if is_path(path):
+            backend = run(path, "BACKEND" if path == name else "mask_mod")
+        elif re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name):
+            backend = metadata.EntryPoint("", name, ENTRY_POINTS).load()
+        else:
+            raise ValueError("expected package.module:BACKEND")
         return valid(backend, [n for n, b in _BY_ANY_NAME.items() if b is not backend])
     except KERNEL_ERRORS as e:
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
@@ -124,12 +128,8 @@ def load(name: str) -> Backend:
         raise BackendUnavailable(f"attention kernel {name!r} cannot be used: {why}") from e
 
 
-def run(name: str, path: str) -> object:
-    """The BACKEND of a file or a module, run now."""
-    if not is_path(path):
-        if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name):
-            raise ValueError("expected package.module:BACKEND")
-        return metadata.EntryPoint("", name, ENTRY_POINTS).load()
+def run(path: str, wanted: str) -> object:
+    """The backend of a file that defines BACKEND or mask_mod."""
     if not os.path.isfile(path):
         raise FileNotFoundError("no such file")
     # In sys.modules: dataclasses, Triton and torch.compile look there.
@@ -138,10 +138,9 @@ def run(name: str, path: str) -> object:
     assert spec and spec.loader
     module = sys.modules[title] = module_from_spec(spec)
     spec.loader.exec_module(module)
-    wanted = "BACKEND" if path == name else "mask_mod"
     if not hasattr(module, wanted):
         raise ValueError(f"it defines no {wanted}")
-    return module.BACKEND if path == name else mods.backend_of(module, path)
+    return module.BACKEND if wanted == "BACKEND" else mods.backend_of(module, path)
 
 
 def packages(*names: str) -> tuple[str, ...]:

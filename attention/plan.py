@@ -101,9 +101,8 @@ class Plans:
 
     def choose(self, spec: Spec, device: str, shape: Shape, label: str = "",
                ranks: Ranks | None = None) -> Resolution:
-        """The kernel of a call of this shape. A new kind, or one longer than it was proved, is
-        chosen now and announced, with `label` for inference. All `ranks` choose now. Raises
-        BackendUnavailable."""
+        """The kernel of a call of this shape, chosen now and announced if its kind is new or longer
+        than it was proved; all `ranks` choose now. Raises BackendUnavailable."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
         return self._proved(key, shape, ranks) or apart(
             device, partial(self._prove, key, spec, device, shape, label, ranks))

@@ -58,13 +58,18 @@ class Probe:
 
 def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHORT) -> Probe:
     """Run `backend` at batch 2 and length T, forward and, if `spec.grad`, backward: on ordinary and
-    on large scores, then with other numbers than the Spec's, since one plan serves a kind. A cache
-    is read in chunks, then one by one. No earlier output may move when a later token changes,
-    unless the backend has its own mask."""
+    on large scores, then with other numbers, since one plan serves a kind. A cache is read in
+    chunks, then one by one. No earlier output may move when a later token changes, but for a mask
+    of its own."""
     device, cached = torch.device(device), spec.cache in BUFFERS
-    spec = clipped(replace(spec, grad=spec.grad and not cached), T)
+    window, right = (n and min(n, T // 2) for n in (spec.window, spec.right))  # hide something
+    spec = replace(spec, window=window, right=right, grad=spec.grad and not cached)
     shorter = T if spec.grad or cached or spec.lse else T // 3
-    other, draw = other_numbers(spec), torch.Generator().manual_seed(0)
+    window, right = (n and (n + 1 if n < 5 else n // 2 + 2) for n in (window, right))
+    cap = spec.softcap  # a large one hardly moves ordinary scores
+    other = replace(spec, window=window, right=right, scale=spec.scale and 0.75 * spec.scale,
+                    softcap=cap and (1.5 * cap if cap < 4 else 2.0))
+    draw = torch.Generator().manual_seed(0)
     cases = [(spec, T, 1.0), (spec, shorter, LARGE), (other, T, 1.0)][: 2 + (other != spec)]
     ordinary, why, events = list[Deviation](), list[str](), list[str]()
     try:
@@ -144,25 +149,10 @@ def trial(
 # --- inputs ---
 
 
-def clipped(spec: Spec, T: int) -> Spec:
-    """With sides that hide something in T tokens."""
-    window = spec.window and min(spec.window, T // 2)
-    right = spec.right and min(spec.right, T // 2)
-    return replace(spec, window=window, right=right)
-
-
-def other_numbers(spec: Spec) -> Spec:
-    """The same kind with other numbers."""
-    window, right = (n and (n + 1 if n < 5 else n // 2 + 2) for n in (spec.window, spec.right))
-    cap = spec.softcap  # a large one hardly moves ordinary scores
-    return replace(spec, window=window, right=right, scale=spec.scale and 0.75 * spec.scale,
-                   softcap=cap and (1.5 * cap if cap < 4 else 2.0))
-
-
 def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
                 draw: torch.Generator, size: float = 1.0) -> Inputs:
-    """Random inputs for (B, Tq, Tk): q, k and v are slices of one tensor, as in a model; `size` is
-    a factor of q. ALiBi's slopes are (B, H) if it is not 1, else (H,)."""
+    """Random inputs for (B, Tq, Tk): slices of one tensor, as in a model; `size` is a factor of q.
+    ALiBi's slopes are (B, H) if it is not 1, else (H,)."""
     (B, Tq, Tk), dtype = shape, getattr(torch, spec.dtype)
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     qkv = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=draw, dtype=torch.float32)
@@ -221,8 +211,8 @@ def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
 def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
         wrt: Sequence[str] = ("q", "k", "v", "sinks"), times: int = 1,
         ends: Sequence[Sequence[int]] = ()) -> Result:
-    """The output, and with spec.grad the gradients of the inputs that `wrt` names, of the last of
-    so many backward passes. `ends`: see run_cached()."""
+    """The output, and with spec.grad the gradients of the inputs `wrt`, of the last of so many
+    backward passes; `ends` as in run_cached()."""
     if spec.cache in BUFFERS:
         return run_cached(attend, given, spec, ends)
     leaves = {
