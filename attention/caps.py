@@ -31,7 +31,7 @@ def dotted(capability: tuple[int, int] | None) -> str:
 
 
 class Refusal(str):
-    """A reason; `kind` is the field of Spec or Machine that causes it."""
+    """A reason to refuse a request; `kind` is the field of Spec or Machine that causes it."""
 
     kind: str
 
@@ -105,7 +105,7 @@ class Caps:
                 text = f"it does not support {text}" + " when the sequence is split" * split
                 found.append(Refusal(text.format(spec, device), name))
         if spec.cache not in self.caches or (spec.lse and spec.cache != "none"):
-            text = f"it takes a cache of {' or '.join(self.caches)}, not {spec.cache} (--kv_cache)"
+            text = f"its caches are {', '.join(self.caches)}, not {spec.cache} (--kv_cache)"
             found.append(Refusal(text, "cache"))
         return found
 
@@ -226,7 +226,7 @@ class Backend:
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """attend() in its inputs' dtype also under autocast."""
+    """Make attend() compute in its inputs' dtype, under autocast too."""
     import torch
 
     is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # a context costs 1 us

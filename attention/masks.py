@@ -50,7 +50,7 @@ def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | Non
 
 
 def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> str:
-    """"full" or "causal" (of a square), for which kernels need no mask, else ""."""
+    """The mask of kernels that take no tensor: "full", "causal" (of a square), or "", neither."""
     if sees_all(Tq, Tk, window, offset, right):
         return "full"
     square = Tq == Tk and offset == 0 and right == 0
@@ -63,8 +63,8 @@ Parts = tuple[Tensor, ...]  # out, and with `lse` the log-sum-exp
 
 
 def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
-    """An attend() of any lengths, of one for 0 < Tq <= Tk; with `lse` it also returns (B, H,
-    Tq)."""
+    """Make an attend() for 0 < Tq <= Tk take any lengths and strides; with `lse` it also returns
+    the log-sum-exp (B, H, Tq)."""
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
@@ -104,8 +104,8 @@ def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: T
 
 def early_by_alibi(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                    options: dict[str, Any]) -> Parts:
-    """Those queries with ALiBi. The last of them see all keys; of the others the scores, -m (j -
-    p), are those of causal attention with slopes -m, but for m * right, which the sinks lack
+    """Those early queries with ALiBi. The last of them see all keys. The scores of the others, -m *
+    (j - p), are those of causal attention with slopes -m, but for m * right, which the sinks lack
     there."""
     slopes, sinks = options["alibi_slopes"], options.get("sinks")
     if sinks is not None and slopes.dim() == 2:  # other sinks in each row
@@ -169,8 +169,8 @@ def symbolic(t: Tensor) -> bool:
 
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:
-    """Cache make(t, *args), which must not refer to t, until t's values (off the CPU its version,
-    past which .data writes) or the arguments change."""
+    """Cache make(t, *args), which must not refer to t, until the arguments or t's values change
+    (off the CPU its version: a write through .data is not seen)."""
     known = WeakTensorKeyDictionary()
 
     @wraps(make)
@@ -282,7 +282,7 @@ class StaticView:
 @dataclass(frozen=True)
 class PagedView:
     """View of a paged cache, whose k and v are pages (n_pages, page_size, Hkv, D): the j-th token
-    of row b is ``k[page_table[b, j // page_size], j % page_size]``."""
+    of row b is ``k[page_table[b, j // page_size], j % page_size]``. Else as StaticView."""
 
     page_table: Tensor  # (B, max_pages) int32, 0, the null page, where there is none
     start: Tensor  # (B,) int32
@@ -319,7 +319,7 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Make
 
 @dataclass(frozen=True, eq=False)
 class Mods:
-    """The functions of a file of mods.py, of indices that broadcast."""
+    """The functions of a file that mods.py reads, of indices that broadcast."""
 
     mask_mod: Callable[..., Tensor]
     score_mod: Callable[..., Tensor] | None = None
