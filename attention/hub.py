@@ -25,13 +25,6 @@ CAPS = Caps(dtypes=("float16", "bfloat16", "float32"), right=True, dropout=False
             softcap=True, sinks=True, packages=("kernels>=0.17",))  # 0.17: trust_remote_code=[...]
 
 
-def parse(name: str) -> tuple[str, str]:
-    if not (found := NAME.fullmatch(name)):
-        want = "hub:org/repo@commit with the 40 hex digits of a commit"
-        raise ValueError(f"expected {want}, got {name!r}")
-    return found[1], found[2]
-
-
 def not_loaded(*args: object, **options: object) -> NoReturn:
     raise BackendUnavailable("a kernel of the hub is loaded by select(), Policy(hub_kernels=True)")
 
@@ -39,16 +32,17 @@ def not_loaded(*args: object, **options: object) -> NoReturn:
 @cache
 def unloaded(name: str) -> Backend:
     """The backend before its code is here, with all Caps that a repository may declare."""
-    repository, commit = parse(name)
-    title = f"{repository} of the hub at {commit[:8]}"
+    if not (found := NAME.fullmatch(name)):
+        raise ValueError(f"expected hub:org/repo@ and the 40 hex digits of a commit, got {name!r}")
+    title = f"{found[1]} of the hub at {found[2][:8]}"
     return Backend(name, title, not_loaded, (CAPS,), "sdpa", install="pip install kernels",
                    fullgraph=False)
 
 
 @cache
 def loaded(name: str) -> Backend:
-    repository = parse(name)
-    module = load(Package(name, None, hub=repository))
+    repository, _, commit = name.removeprefix(PREFIX).partition("@")
+    module = load(Package(name, None, hub=(repository, commit)))
     parameters = [inspect.signature(module.flash_attn_func).parameters]
     if has_varlen := hasattr(module, "flash_attn_varlen_func"):
         parameters.append(inspect.signature(module.flash_attn_varlen_func).parameters)
@@ -58,7 +52,7 @@ def loaded(name: str) -> Backend:
     if "window_size" in accepts:
         default = parameters[0]["window_size"].default
         unbounded = default[0] if isinstance(default, (tuple, list)) else -1
-    package = Package(name, unbounded, hub=repository, accepts=accepts, sinks=sinks)
+    package = Package(name, unbounded, hub=(repository, commit), accepts=accepts, sinks=sinks)
     caps = replace(
         CAPS, window="window_size" in accepts, segments=has_varlen, sinks=bool(sinks),
         scale="softmax_scale" in accepts, softcap="softcap" in accepts,
