@@ -53,13 +53,13 @@ class DeviceLost(RuntimeError):
 LACKS = {
     "right": "later keys (right={0.right})",
     "window": "a sliding window",
-    "segments": "segments (packed or padded sequences)",
+    "segments": "segments (packed or padded)",
     "scale": "a scale (got {0.scale:g})",
     "softcap": "a softcap",
     "sinks": "attention sinks",
     "alibi": "ALiBi",
     "dropout": "dropout (got {0.dropout:g}; use --dropout=0)",
-    "lse": "the log-sum-exp, which context parallelism needs",
+    "lse": "the log-sum-exp of context parallelism",
     "grad": "a backward pass on {1}",
 }
 
@@ -246,17 +246,15 @@ def checked(name: str, compute: Callable[..., Tensor],
     """compute() after the check of its arguments, in a trace too."""
     admitted: dict[tuple[str, object], bool] = {}  # by kind and device
 
-    def check_options(spec: Spec, device: str) -> None:
-        rows = [c for c in caps if device in c.devices and spec.dtype in c.dtypes] or caps
-        lacks = [[w for w in c.lacks(spec, device) if w.kind not in ("lse", "grad")] for c in rows]
-        if all(lacks):
-            raise ValueError(f"{name} cannot do this: {', '.join(lacks[0])}")
-
     @wraps(compute)
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
         kind = spec.kind, q.device
         if kind not in admitted:
-            check_options(spec, q.device.type)
+            on = q.device.type
+            rows = [c for c in caps if on in c.devices and spec.dtype in c.dtypes] or caps
+            lacks = [[w for w in c.lacks(spec, on) if w.kind not in ("lse", "grad")] for c in rows]
+            if all(lacks):
+                raise ValueError(f"{name} cannot do this: {', '.join(lacks[0])}")
             admitted[kind] = True
         check_call(q, k, v, spec, **options)
         return compute(q, k, v, spec, **options)

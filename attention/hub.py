@@ -62,8 +62,7 @@ def loaded(name: str) -> Backend:
     return replace(unloaded(name), attend=called, caps=(caps,))
 
 
-def admit(name: str, spec: Spec, machine: Machine,
-          policy: Policy) -> tuple[Backend, list[Refusal]]:
+def admit(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[Backend, list[Refusal]]:
     """As select.admit(); a permitted kernel is loaded, for this machine."""
     backend = unloaded(name)
     if not policy.hub_kernels:

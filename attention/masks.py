@@ -20,10 +20,8 @@ from .spec import Numbers, Spec, alibi_bias, visible
 Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
 
 
-def mask(
-    Tq: int, Tk: int, window: int | None, segments: Tensor | tuple[Tensor, Tensor] | None,
-    device: torch.device, offset: int | None = None, right: int | None = 0,
-) -> Tensor:
+def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | Pair, device: torch.device,
+         offset: int | None = None, right: int | None = 0) -> Tensor:
     """visible() as bool (1 or B, 1, Tq, Tk); segments of the keys (B, Tk), or of both."""
     i = torch.arange(Tq, device=device)[:, None]
     j = torch.arange(Tk, device=device)[None, :]

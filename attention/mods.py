@@ -27,9 +27,8 @@ PREFIX = "flex:"
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # tensors made in it cannot be used in training
-def block_mask(
-    mods: Mods, B: int, H: int, Tq: int, Tk: int, device: torch.device
-) -> tuple[flex.BlockMask, flex.Mod | None]:
+def block_mask(mods: Mods, B: int, H: int, Tq: int, Tk: int,
+               device: torch.device) -> tuple[flex.BlockMask, flex.Mod | None]:
     """The BlockMask of mask_mod, and score_mod, for the last Tq of Tk positions."""
     if Tq > Tk:
         raise ValueError(f"a mask of one's own needs at least as many keys as queries: {Tq} > {Tk}")

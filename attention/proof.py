@@ -123,10 +123,8 @@ def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
     return tuple(f"at {Tk:,} tokens {text}" for text in wrong(found))
 
 
-def trial(
-    backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, int, int],
-    draw: torch.Generator, size: float = 1.0, rows: Tensor | None = None,
-) -> list[Deviation]:
+def trial(backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, int, int],
+          draw: torch.Generator, size: float = 1.0, rows: Tensor | None = None) -> list[Deviation]:
     """The errors of a run of random inputs without dropout. With `rows` only these queries have a
     gradient and are compared, and a cache is read once."""
     given, spec = draw_inputs(spec, device, shape, draw, size), replace(spec, dropout=0.0)

@@ -32,10 +32,8 @@ DROPOUT_STEP = 1 / 16  # to which cuDNN rounds dropout
 Numbers = Any  # integers or bools, in tensors or arrays too
 
 
-def visible(
-    i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = None,
-    seg_i: Numbers = None, seg_j: Numbers = None, right: Numbers = 0,
-) -> Numbers:
+def visible(i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = None,
+            seg_i: Numbers = None, seg_j: Numbers = None, right: Numbers = 0) -> Numbers:
     """True if query i may attend to key j: the one definition of masking in this project.
 
     Causal, aligned bottom-right: the last query attends to the last key. With

@@ -196,9 +196,8 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
 # --- the tolerance ---
 
 
-def allowed_error(
-    plain: float, size: float, largest: float, dtype: torch.dtype, m: int = 2
-) -> float:
+def allowed_error(plain: float, size: float, largest: float, dtype: torch.dtype,
+                  m: int = 2) -> float:
     """m times the error of plain PyTorch, which may be exact by luck, plus one rounding error at
     the `size` of the true values and 32 at the `largest`, in the precision of the sums."""
     eps = torch.finfo(dtype).eps
