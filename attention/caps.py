@@ -104,8 +104,9 @@ class Caps:
             if requested[name] and (split or not able):
                 text = f"it does not support {text}" + " when the sequence is split" * split
                 found.append(Refusal(text.format(spec, device), name))
-        if spec.cache not in self.caches or (spec.lse and spec.cache != "none"):
-            text = f"its caches are {', '.join(self.caches)}, not {spec.cache} (--kv_cache)"
+        caches = [cache for cache in self.caches if cache == "none" or not spec.lse]
+        if spec.cache not in caches:
+            text = f"its caches are {', '.join(caches)}, not {spec.cache} (--kv_cache)"
             found.append(Refusal(text, "cache"))
         return found
 
