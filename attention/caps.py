@@ -97,14 +97,14 @@ class Caps:
         requested["right"] = spec.right != 0
         # A limit on either side is a window.
         requested["window"] = spec.window or (spec.right and self.right)
-        found = []
+        found, split = [], spec.lse and self.lse
         for name, text in LACKS.items():
             able = getattr(self, name)
-            split = able and spec.lse and name in ("dropout", "sinks")
-            if requested[name] and (split or not able):
-                text = f"it does not support {text}" + " when the sequence is split" * split
+            apart = able and split and name in ("dropout", "sinks")
+            if requested[name] and (apart or not able):
+                text = f"it does not support {text}" + " when the sequence is split" * apart
                 found.append(Refusal(text.format(spec, device), name))
-        caches = [cache for cache in self.caches if cache == "none" or not spec.lse]
+        caches = [cache for cache in self.caches if cache == "none" or not split]
         if spec.cache not in caches:
             text = f"its caches are {', '.join(caches)}, not {spec.cache} (--kv_cache)"
             found.append(Refusal(text, "cache"))
