@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: saved by any number, loaded by any other."""
+"""Checkpoints of runs: saved by any number of processes, loaded by any other; damage is named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 from checkpoint.__main__ import main as export
-from checkpoint.run import tensors
 from core.distributed import DistInfo
-from core.optimizer import build_optimizer
+from core.optimizer import build_optimizer, tensors
+from core.options import TrainConfig
 from core.settings import UserError
 from data import CharTokenizer
 from model import GPT, GPTConfig
@@ -38,7 +37,6 @@ from model import GPT, GPTConfig
 TINY = GPTConfig(block_size=7, vocab_size=19, n_layer=2, n_head=1, n_embd=6, bias=False,
                  attention_backend="manual", position="rope", norm="rms", mlp="swiglu",
                  tied=False)
-HOW: Any = SimpleNamespace(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
 CPU = torch.device("cpu")
 LETTERS = CharTokenizer("abcdefghijklmnopqrs")
 
@@ -49,10 +47,11 @@ class Run:
     best_loss = float("inf")
 
     def __init__(self, out: Path | str, kind: str = "one", seed: int = 0) -> None:
-        """kind: "one", "ddp", "fsdp", or "hybrid", where 2 processes share one copy."""
+        """kind: "one", "muon", "ddp", "fsdp", or "hybrid", where 2 processes share one copy."""
         torch.manual_seed(seed)
-        world = dist.get_world_size() if kind != "one" else 1
-        rank, group = (dist.get_rank(), dist.group.WORLD) if kind != "one" else (0, None)
+        alone, optimizer = kind in ("one", "muon"), "muon" if kind == "muon" else "adamw"
+        world = 1 if alone else dist.get_world_size()
+        rank, group = (0, None) if alone else (dist.get_rank(), dist.group.WORLD)
         control = dist.new_group(backend="gloo") if group else None
         self.distributed = DistInfo(CPU, rank, world, control)
         self.saver = checkpoint.Saver(str(out), 2, self.distributed)
@@ -65,7 +64,8 @@ class Run:
             for block in self.model.transformer.h:
                 fully_shard(block, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
-        self.optimizer = build_optimizer(self.model, HOW, CPU)
+        config = TrainConfig(learning_rate=1e-2, optimizer=optimizer)
+        self.optimizer = build_optimizer(self.model, config, CPU)
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
         self.step = 0
 
@@ -143,12 +143,13 @@ def train_in(n: int, folder: Path, *kinds: str) -> Saved:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Runs of one and of two processes."""
     folder = tmp_path_factory.mktemp("two")
-    return train_in(1, folder, "one") | train_in(2, folder, "ddp", "fsdp")
+    return train_in(1, folder, "one", "muon") | train_in(2, folder, "ddp", "fsdp")
 
 
 @pytest.fixture(scope="module")
 def all_kinds(two: Saved, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return two | train_in(4, tmp_path_factory.mktemp("four"), "hybrid")
+    four = train_in(4, tmp_path_factory.mktemp("four"), "hybrid")
+    return {kind: saved for kind, saved in (two | four).items() if kind != "muon"}
 
 
 def load_and_go_on(rank: int, n: int, kind: str, saved: Path) -> dict[str, list[float]]:
@@ -174,9 +175,9 @@ def test_any_number_of_processes_loads_all_bits_and_goes_on(kind, n, all_kinds, 
             torch.testing.assert_close(got, want, rtol=0, atol=1e-5, msg=f"{of} to {kind} {n}")
 
 
-def read_on_one(rank: int, n: int, out: str) -> tuple[bool, str]:
-    """(random numbers are restored, the error if process 1 cannot read)."""
-    r = Run(out, "fsdp")
+def read_on_one(rank: int, n: int, out: str) -> tuple[bool, str, str]:
+    """(random numbers are restored, the errors if process 1 cannot read, and has no folder)."""
+    r = Run(f"{out}/shared", "fsdp")
     torch.manual_seed(rank)
     r.save()
     want = torch.rand(3)
@@ -186,65 +187,30 @@ def read_on_one(rank: int, n: int, out: str) -> tuple[bool, str]:
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise OSError(errno.EIO, "Input/output error")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as e:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as read:
         if rank == 1:
             patch.setattr(torch, "load", broken)
         r.load()
-    return good, str(e.value)
-
-
-def test_if_one_process_cannot_read_all_fail(tmp_path):
-    (good, said), other = run(read_on_one, 2, str(tmp_path))
-    assert good and other == (good, said)
-    assert re.search(r"^process 1: .*optimizer.pt cannot be read \(OSError: .*error", said), said
-
-
-# --- a write that fails, a process that is killed ---
-
-
-def when_saving(patch: pytest.MonkeyPatch, at: int, stop: Callable[[], None]) -> list[str]:
-    """Call `stop` in place of operation `at` on the disk of the next save(); the operations."""
-    seen: list[str] = []
-    real = checkpoint.store.save
-
-    def save(*args: Any, **kwargs: Any) -> Any:
-        with pytest.MonkeyPatch.context() as inner:
-            done = at_operation(inner, at, stop)
-            try:
-                return real(*args, **kwargs)
-            finally:
-                seen.extend(done)
-
-    patch.setattr(checkpoint.store, "save", save)
-    return seen
-
-
-def save_on_two_disks(rank: int, n: int, out: str) -> str:
-    with pytest.raises(UserError) as e:
+    with pytest.raises(UserError) as write:
         Run(f"{out}/{rank}", "fsdp").save()
     assert not list(Path(out, str(rank)).glob(".step*"))
-    return str(e.value)
+    return good, str(read.value), str(write.value)
 
 
-def test_machines_must_share_the_folder(tmp_path):
-    assert all("out_dir" in message for message in run(save_on_two_disks, 2, str(tmp_path)))
+def test_if_one_process_cannot_read_or_write_all_fail(tmp_path):
+    (good, read, write), other = run(read_on_one, 2, str(tmp_path))
+    assert good and other[:2] == (good, read) and "out_dir" in write and "out_dir" in other[2]
+    assert re.search(r"^process 1: .*optimizer.pt .*OSError: .*error", read), read
 
 
 def killed_at(rank: int, n: int, out: str, bad: int, at: int) -> list[str]:
     """Save step 1, be killed in the save of step 2; return the operations."""
     r = Run(out, "fsdp").train(1)
     r.save()
-    if rank == 0 and at >= 0:
-        torch.save(r.step, f"{out}/ready")
     r.train(1)
-    with pytest.MonkeyPatch.context() as patch:
-        seen = when_saving(patch, at if rank == bad else -1, kill)
+    with at_operation(at if rank == bad else -1, lambda: os.kill(os.getpid(), signal.SIGKILL)) as x:
         r.save()
-    return seen
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    return x
 
 
 @pytest.mark.slow
@@ -280,16 +246,16 @@ def test_sigkill_of_one_process_at_any_operation_leaves_a_good_one(tmp_path):
 ODD = 'it\'s "out"\n\x1b[31m $x'  # a name of a folder
 
 
-@pytest.fixture(params=["one", "fsdp"])
-def out(request: Any, two: Saved, tmp_path: Path) -> Path:
-    """A run's folder, of one or of two processes; to be damaged."""
-    return Path(shutil.copytree(two[request.param][0], tmp_path / ODD))
+@pytest.fixture
+def out(kind: str, two: Saved, tmp_path: Path) -> Path:
+    """The folder of a run of this kind; to be damaged."""
+    return Path(shutil.copytree(two[kind][0], tmp_path / ODD))
 
 
-def read_all(out: Path) -> dict[str, Tensor]:
+def read_all(out: Path, kind: str = "one") -> dict[str, Tensor]:
     """Restore the newest checkpoint into another run, and load its model."""
     checkpoint.load(checkpoint.latest(out)).model()
-    return Run(out, seed=5).load().whole()
+    return Run(out, kind, seed=5).load().whole()
 
 
 def versions(path: Path, how: str, blown: Path) -> list[bytes | None]:
@@ -309,9 +275,10 @@ def versions(path: Path, how: str, blown: Path) -> list[bytes | None]:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("how", ["flipped", "cut", "another"])
-def test_a_damaged_file_is_one_sentence_that_names_it(how, out, tmp_path, caplog):
+@pytest.mark.parametrize("kind", ["one", "fsdp"])
+def test_a_damaged_file_is_one_sentence_that_names_it(kind, how, out, two, tmp_path, caplog):
     """JSON that was changed and still fits is a warning: people edit it."""
-    want, folder, blown = read_all(out), checkpoint.latest(out), tmp_path / "blown"
+    want, folder, blown = two[kind][1], checkpoint.latest(out), tmp_path / "blown"
     for path in [p for p in folder.rglob("*") if p.is_file()]:
         good = path.read_bytes()
         for content in versions(path, how, blown):
@@ -340,49 +307,63 @@ NAME = "model.transformer.wte.weight"
 MOMENT = "optimizer.transformer.wte.weight.exp_avg"
 
 
+def moment(content: Any, change: Any) -> None:
+    """Change the momenta of all parameters that are matrices."""
+    for state in content["optimizer"]["state"].values():
+        name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
+        state[name] = change(state[name]) if state[name].dim() == 2 else state[name]
+
+
 def move(part: dict[str, Any], rows: int) -> None:
     part["at"][0] += rows
 
 
-DAMAGE: list[Callable[[dict[str, Any]], Any]] = [
-    lambda saved: saved["parts"].pop(),
-    lambda saved: saved["parts"].append(saved["parts"][0]),
-    lambda saved: saved["parts"][0].update(file="../../x"),
-    lambda saved: saved.pop("shape"),
+STATES: list[Callable[[Any], Any]] = [  # of optimizer.pt
+    lambda o: o["optimizer"]["state"].clear(), lambda o: o["optimizer"]["state"].pop(1),
+    lambda o: moment(o, lambda t: t.flatten()[:1]), lambda o: moment(o, lambda t: t.mT),
+    lambda o: moment(o, lambda t: t.long()), lambda o: moment(o, lambda t: 0.5),
+    lambda o: o["optimizer"]["state"][0].update(foo=torch.zeros(1)),
+    lambda o: o.pop("rng"), lambda o: o.update(optimizer=[]),
+]  # fmt: skip
+ENTRIES: list[Callable[[Any], Any]] = [  # of a tensor in shards/index.json
+    lambda saved: saved["parts"].pop(), lambda saved: saved["parts"].append(saved["parts"][0]),
+    lambda saved: saved["parts"][0].update(file="../../x"), lambda saved: saved.pop("shape"),
     lambda saved: saved["parts"][0].update(file="/etc/hostname"),
     lambda saved: saved["parts"][0].update(offset=10**7),
-    lambda saved: saved.update(dtype="load"),
-    lambda saved: saved.update(dtype="float16"),
-    lambda saved: saved.update(dtype="int32"),
-    lambda saved: move(saved["parts"][0], 1),
-    lambda saved: move(saved["parts"][1], -1),
-    lambda saved: move(saved["parts"][1], 10**6),
+    lambda saved: saved.update(dtype="load"), lambda saved: saved.update(dtype="float16"),
+    lambda saved: saved.update(dtype="int32"), lambda saved: move(saved["parts"][0], 1),
+    lambda saved: move(saved["parts"][1], -1), lambda saved: move(saved["parts"][1], 10**6),
     lambda saved: move(saved["parts"][0], -4),
     lambda saved: [part.update(shape=part["shape"][::-1], at=[0, 0]) for part in saved["parts"]],
-]
+]  # fmt: skip
+INDEXES: list[Callable[[Any], Any]] = [
+    lambda index: index.pop(NAME), lambda index: index.update({"\x1b[2J\n": index[NAME]}),
+    *(lambda index, f=f, name=name: f(index[name]) for f in ENTRIES for name in (NAME, MOMENT)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [NAME, MOMENT])
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("out", ["fsdp"], indirect=True)
-def test_parts_cover_each_tensor_once_as_they_were_written(damage, name, out):
-    index = checkpoint.latest(out) / "shards" / "index.json"
-    content = json.loads(index.read_text())
-    damage(content[name])
-    index.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="shards") as e:
-        Run(out, seed=5).load()
+@pytest.mark.parametrize("kind, edit", [
+    *((kind, edit) for kind in ("one", "muon") for edit in STATES),
+    *(("fsdp", edit) for edit in INDEXES),
+])
+def test_contents_that_do_not_fit_are_refused(kind, edit, out):
+    """Though every file can be read, and no checksum is there."""
+    folder = checkpoint.latest(out)
+    path = folder / ("shards/index.json" if kind == "fsdp" else "optimizer.pt")
+    content = json.loads(path.read_text()) if kind == "fsdp" else torch.load(path)
+    edit(content)
+    if kind == "fsdp":
+        path.write_text(json.dumps(content))
+    else:
+        torch.save(content, path)
+    (folder / "checksums.json").unlink()
+    with pytest.raises(UserError, match=folder.name) as e:
+        read_all(out, "one" if kind == "fsdp" else kind)
     assert str(e.value).isprintable()
-    for change in (lambda x: x.pop(name), lambda x: x.update({"\x1b[2J\n": x[name]})):
-        change(other := json.loads(json.dumps(content)))
-        index.write_text(json.dumps(other))
-        with pytest.raises(UserError) as e:
-            Run(out, seed=5).load()
-        assert str(e.value).isprintable()
 
 
-@pytest.mark.parametrize("out", ["fsdp"], indirect=True)
-def test_checkpoints_of_older_versions_have_no_checksums(out, two):
+@pytest.mark.parametrize("kind", ["fsdp"])
+def test_checkpoints_of_older_versions_have_no_checksums(kind, out, two):
     folder = checkpoint.latest(out)
     (folder / "checksums.json").unlink()
     index = folder / "shards" / "index.json"
@@ -421,17 +402,3 @@ def test_an_export_gives_the_same_logits(of, two, tmp_path, capsys):
         transformers = pytest.importorskip("transformers")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(to).eval()(x).logits
     torch.testing.assert_close(theirs, logits)
-
-
-@pytest.mark.parametrize("words, said", [
-    ([], "--to"),
-    (["export", "x"], "no checkpoint in x"),
-    (["import", "x", "--to=y"], "--to"),
-    (["export", "nowhere", "--to=y"], "nowhere"),
-    (["export", "{out}", "--to={out}"], "exists"),
-    (["export", "{out}", "--to={out}/step-00000003/settings.json/x"], "could not write"),
-])
-def test_an_impossible_export_is_an_error(words, said, two):
-    with pytest.raises(UserError, match=re.escape(said)) as e:
-        export([word.format(out=two["fsdp"][0]) for word in words])
-    assert "\n" not in str(e.value)
