@@ -1,4 +1,4 @@
-"""Processes under torchrun: their group, and a compiled model that they share."""
+"""Processes under torchrun: their group, how they are started again, what they send."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +14,10 @@ import torch.distributed as dist
 from checkpoint import resume_command
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
-from core.parallel import BUCKET_MB, replicate
+from core.parallel import replicate
 from core.runtime import Setup
 from model import GPT, GPTConfig
-from train import train_step
+from train import TrainConfig, train_step
 
 
 @pytest.fixture
@@ -71,48 +69,6 @@ def test_before_the_first_checkpoint_the_advice_is_to_start_again(monkeypatch, t
     assert resume_command(str(tmp_path), run) == resume
 
 
-# More than 1 MB of parameters in a block, where PyTorch cuts first.
-CONFIG = GPTConfig(block_size=16, vocab_size=64, n_layer=3, n_head=2, n_embd=256,
-                   attention_backend="sdpa")
-
-
-HOW: Any = SimpleNamespace(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
-
-
-def trained(shared: bool, graphs: list[Any], micro_steps: int = 2) -> dict[str, Any]:
-    """The weights after two steps; of a compiled model that processes share, or of a plain one."""
-    torch.manual_seed(0)
-    model, device = GPT(CONFIG), torch.device("cpu")
-    module: Any = model
-    if shared:
-
-        def backend(graph: Any, inputs: Any) -> Any:
-            graphs.append(graph)
-            return graph
-
-        module = torch.compile(model, backend=backend)
-        module = replicate(module, DistInfo(device, world_size=2, control=dist.group.WORLD))
-        assert module.bucket_bytes_cap == BUCKET_MB * 2**20
-    optimizer, setup = build_optimizer(model, HOW, device), Setup.of(device, "float32")
-    for _ in range(2):
-        x, y = torch.randint(64, (2, 2 * micro_steps, 16))
-        train_step(module, optimizer, setup.scaler(), setup.autocast, x, y, micro_steps, 1.0,
-                   torch.zeros(()))
-    return dict(model.named_parameters())
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_cut_at_its_buckets_and_learns_the_same(torchrun) -> None:
-    distributed = DistInfo.join("cpu")
-    torch._dynamo.reset()
-    graphs: list[Any] = []
-    got, want = trained(True, graphs), trained(False, [])
-    assert len(graphs) == 2  # the first cut is at 1 MB, the next would be at 100
-    for name, p in want.items():
-        torch.testing.assert_close(got[name], p, msg=name)
-    distributed.leave()
-
-
 def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun) -> None:
     distributed, sent, begun = DistInfo.join("cpu"), [], []
     model, cpu = GPT(GPTConfig(8, 16, 1, 1, 8)), torch.device("cpu")
@@ -126,8 +82,7 @@ def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun) ->
 
     module.register_comm_hook(None, send)
     setup, x = Setup.of(cpu, "float32"), torch.randint(16, (6, 8))
-    optimizer = build_optimizer(model, HOW, cpu)
-    assert {group["lr"] for group in optimizer.param_groups} == {HOW.learning_rate}
+    optimizer = build_optimizer(model, TrainConfig(), cpu)
     for micro_steps in (1, 3):
         train_step(module, optimizer, setup.scaler(), setup.autocast, x, x, micro_steps, 1.0,
                    torch.zeros(()), begun.append)
@@ -135,5 +90,3 @@ def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun) ->
         sent.clear()
         begun.clear()
     distributed.leave()
-
-
