@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from checkout import ROOT
+from conftest import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, PositiveInt
@@ -194,7 +195,7 @@ def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) ->
     }
 
 
-@pytest.mark.parametrize("line", [
+BAD = [  # lines of a file
     "n_layer = open('x')", "from os import *", "n_layer = __import__('os').getpid()",
     "n_layer = 2 * heads", "n_layer = 2 * window", "name = 'a' * 10**12", "n_layer = 9 ** 9 ** 9",
     "n_layer = ", "n_layer = 1 / 0", "rate = 1e999", "n_layer = 1 << 10**12", "lengths = {1, 2}",
@@ -205,27 +206,20 @@ def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) ->
     "n_layer = 1" + " + 1" * 9999, "name = str(" * 3000 + "1" + ")" * 3000, "name = '\0'",
     "name = f'" + "{name}" * 3000 + "'", "name = str([" + "name, " * 3000 + "])",
     "# " + "x" * 10**6,
-])  # fmt: skip
-def test_what_a_file_cannot_have_is_one_error(tmp_path: Path, line: str) -> None:
-    path = config_file(tmp_path, f"\nname = 'abc' + {'b' * 9999!r}\n{line}\n")
-    with pytest.raises(UserError, match=re.escape(path)) as told:
-        read(Config, [path])
-    assert len(str(told.value)) < 500 + len(path)
-
-
-GROWING = [
-    ("x = 'ab'", "x = x + x"), ("x = 'ab'", "x = f'{x}{x}'"), ("x = 3", "x = x * x"),
-    ("x = 3", "x = x ** 60"), ("x = 3.5", "x = [x, x]"), ("x = 1", "x = (x,)"),
-    ("x = 1", "x = str([x])"), ("x = [1]", "x = str(x) + str(x)"), ("x = 'a'", "x = str((x, x))"),
-    ("x = 1", "x = int(str(x) + str(x))"),
+    *("\n".join([first, *[line] * 4000, "name = str(x)"]) for first, line in (  # it grows
+        ("x = 'ab'", "x = x + x"), ("x = 'ab'", "x = f'{x}{x}'"), ("x = 3", "x = x * x"),
+        ("x = 3", "x = x ** 60"), ("x = 3.5", "x = [x, x]"), ("x = 1", "x = (x,)"),
+        ("x = 1", "x = str([x])"), ("x = [1]", "x = str(x) + str(x)"),
+        ("x = 'a'", "x = str((x, x))"), ("x = 1", "x = int(str(x) + str(x))"))),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("first, line", GROWING)
-def test_a_value_that_grows_in_each_line_is_refused(tmp_path: Path, first, line) -> None:
-    path = config_file(tmp_path, "\n".join([first, *[line] * 4000, "name = str(x)"]))
-    with pytest.raises(UserError, match=re.escape(path)):
+@pytest.mark.parametrize("line", BAD, ids=lambda line: line[:30])
+def test_what_a_file_cannot_have_is_one_error(tmp_path: Path, line: str) -> None:
+    path = config_file(tmp_path, f"\nname = 'abc' + {'b' * 9999!r}\n{line}\n")
+    with pytest.raises(UserError, match=re.escape(path)) as error:
         read(Config, [path])
+    assert len(str(error.value)) < 500 + len(path)
 
 
 def test_a_file_that_is_not_there_or_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,15 +231,12 @@ def test_a_file_that_is_not_there_or_has_no_end(monkeypatch: pytest.MonkeyPatch)
 
 
 @given(given_values)
-def test_settings_survive_json(values: dict[str, Any]) -> None:
+def test_settings_survive_json_and_are_checked(values: dict[str, Any]) -> None:
     config = Config(**values)
     assert from_dict(Config, json.loads(json.dumps(dataclasses.asdict(config)))) == config
-
-
-@pytest.mark.parametrize("mapping", [{"unknown": 1}, {"n_layer": "3"}, {"n_layer": -1}, [1]])
-def test_saved_settings_are_checked(mapping: Any) -> None:
-    with pytest.raises(UserError, match=r"settings\.json"):
-        from_dict(Config, mapping)
+    for wrong in ({"unknown": 1}, {"n_layer": "3"}, {"n_layer": -1}, [1]):
+        with pytest.raises(UserError, match=r"settings\.json"):
+            from_dict(Config, {**values, **wrong} if isinstance(wrong, dict) else wrong)
 
 
 # --- the process ---
@@ -261,21 +252,25 @@ def test_a_mistake_is_one_line_of_rank_0_and_code_2(rank, lines, monkeypatch, ca
     assert "\x1b" not in shown.err
 
 
-def test_help_shows_comments_and_the_values_of_a_file(tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        read(Config, [config_file(tmp_path, "n_layer = 77\n"), "--help"])
-    shown = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert "--n_layer" in shown and "transformer blocks" in shown and "77" in shown
+def python(code: str, *words: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", code, *words]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, **how)
 
 
-@pytest.mark.parametrize("program", ["train.py", "sample.py", "explain.py"])
-def test_help_needs_no_torch(program: str, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise RuntimeError")
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True,
-                          text=True, env=env)
-    assert done.returncode == 0 and "--init_from" in done.stdout
+def test_help_shows_comments_and_the_values_of_a_file_without_torch(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "n_layer = 77\n")
+    code = """import runpy, sys
+sys.modules["torch"] = None
+for program in ("train.py", "sample.py", "explain.py"):
+    sys.argv = [program, *sys.argv[1:] * (program == "train.py"), "--help"]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as e:
+        print(program, e.code)"""
+    shown = python(code, file).stdout
+    assert all(f"{program}.py 0" in shown for program in ("train", "sample", "explain")), shown
+    assert "--n_layer" in shown and "77" in shown and shown.count("--init_from") >= 3
+    assert "probability; 0 is good" in shown
 
 
 RUN = "from core.settings import exit_on_user_error as run; run"
@@ -297,8 +292,8 @@ def test_a_closed_pipe_is_quiet_and_a_full_disk_one_line(to: str, code: int) -> 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
 @pytest.mark.parametrize("to, out, err", [
-    ("2> err | true", 0, 1), ("> /dev/full 2> err", 0, 1), ("2> /dev/full > out", 1, 0),
-    ("> /dev/full 2>&1", 0, 0), ("<&- >&- 2> /dev/full", 0, 0), ("<&- >&- 2>&-", 0, 0)])
+    ("2> err | true", 0, 1), ("2> /dev/full > out", 1, 0), ("> /dev/full 2>&1", 0, 0),
+    ("<&- >&- 2>&-", 0, 0)])
 def test_a_lasting_command_ends_well_without_its_streams(to, out, err, tmp_path: Path) -> None:
     """One warning on the other stream, and none in the files that it writes."""
     program = """import sys, time
@@ -335,7 +330,7 @@ def test_texts_steer_no_terminal_and_pipes_have_them_as_they_are(lasting: bool) 
 @pytest.mark.parametrize("early", [True, False])
 def test_signals_are_one_line_and_their_exit_code(signum: int, early: bool) -> None:
     """During the imports a signal ends the process; a shell has the same exit code."""
-    program = f"""
+    done = python(f"""
 import os, time
 from dataclasses import dataclass
 from core.settings import exit_on_user_error, read_early
@@ -352,27 +347,29 @@ read_early(Config, [])
 if {early}:
     main()
 exit_on_user_error(main)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+""")
     lines = [x for x in done.stderr.splitlines() if x and not x.startswith("threads:")]
     assert done.returncode == (-signum if early else 128 + signum) and len(lines) == (not early)
     assert done.stdout == ("" if early else "cleaned up\n")
 
 
 KILL = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: pass\n"
-MEASURING = """import runpy, sys; from attention.machine import timing
-timing.measure = lambda *args, **options: __import__("os").kill(__import__("os").getpid(), 2)
-sys.argv = ["attention"]; runpy.run_module("attention", run_name="__main__")"""
 
 
-@pytest.mark.parametrize("argv", [
-    *(["train.py"], ["sample.py"], ["explain.py"], ["bench_mfu.py"], ["-m", "bench.compare", "x"]),
-    *(["-m", "checkpoint", "export", "x"], ["-m", "bench.evaluate"], ["-c", MEASURING]),
-])
-def test_an_interrupt_is_not_lost(argv: list[str], tmp_path: Path) -> None:
-    """Also where an import would catch it."""
+@pytest.mark.parametrize("line", few([
+    "train.py", "-m checkpoint export x", "sample.py", "explain.py", "bench_mfu.py",
+    "-m bench.compare x", "-m bench.evaluate"], 2))
+def test_an_interrupt_is_not_lost(line: str, tmp_path: Path) -> None:
+    """Also where an import would catch it: here that of torch."""
     (tmp_path / "torch.py").write_text(KILL)
-    env = os.environ | ({} if argv[0] == "-c" else {"PYTHONPATH": str(tmp_path)})
-    argv = [sys.executable, *argv]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env)
+    done = subprocess.run([sys.executable, *line.split()], capture_output=True, text=True, cwd=ROOT,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_measuring() -> None:
+    done = python("""import os, runpy, sys; from attention.machine import timing
+timing.measure = lambda *args, **options: os.kill(os.getpid(), 2)
+sys.argv = ["attention"]; runpy.run_module("attention", run_name="__main__")""")
     assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr
