@@ -1,21 +1,31 @@
-"""The dynamic and the static cache: stored keys and values, and attention over them."""
+"""Caches: stored keys and values, attention over them, and the page pool under random load."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import oracle
 import pytest
 import torch
 from conftest import few
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)  # fmt: skip
 from torch import Tensor
 
 from attention import BACKENDS, Machine, Spec
 from attention.spec import DTYPES
 from inference.cache import DynamicCache, StaticCache
+from inference.pages import OutOfPages, PagePool
 
 HERE = Machine.here("cpu")
 
@@ -116,3 +126,167 @@ def test_attention_over_a_static_cache_is_each_rows_own(name, window, Tq) -> Non
             truth = oracle.attention(*args, window=window)
             plain = oracle.plain(*args, window=window)
             oracle.check(oracle.Result(out[b : b + 1]), plain, truth, to)
+
+
+# --- the page pool ---
+
+
+def write_pages(pool: PagePool, seq: int, n: int) -> None:
+    pool.grow({seq: n})
+    pool.advance({seq: n})
+
+
+class RandomLoad(RuleBasedStateMachine):
+    """The memory of a token holds all tokens up to it: each sequence must read its own."""
+
+    @initialize(
+        n_pages=st.dictionaries(
+            st.sampled_from([None, 1, 2, 3, 5, 8]), st.integers(2, 14), min_size=1, max_size=3
+        ),
+        page_size=st.integers(1, 4),
+    )
+    def make(self, n_pages: dict[int | None, int], page_size: int) -> None:
+        self.pool = PagePool(n_pages, page_size)
+        self.prompts: dict[int, list[int]] = {}
+        self.tokens: dict[int, tuple[int, ...]] = {}
+        self.memory: dict[tuple[int | None, int, int], Any] = {}
+
+    def some(self, data: st.DataObject, least: int = 1) -> list[int]:
+        return data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=least, unique=True,
+                                  max_size=4))
+
+    @precondition(lambda self: len(self.tokens) < 8)
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=14))
+    def new(self, tokens: list[int]) -> None:
+        seq = self.pool.new(tokens)
+        assert seq not in self.tokens
+        known = self.pool.length(seq)
+        assert known % self.pool.page_size == 0 and known < max(len(tokens), 1)
+        self.prompts[seq], self.tokens[seq] = tokens, tuple(tokens[:known])
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), fails=st.booleans())
+    def step(self, data: st.DataObject, fails: bool) -> None:
+        pool, size = self.pool, self.pool.page_size
+        new = {}
+        for seq in self.some(data):
+            more = data.draw(st.lists(st.integers(0, 1), max_size=6))
+            coming = self.prompts[seq][len(self.tokens[seq]) :][: len(more)]
+            new[seq] = (*coming, *more[len(coming) :])
+        counts = {seq: len(added) for seq, added in new.items()}
+        needed, free = {}, {}
+        for window in pool.n_pages:
+            ends = {seq: len(self.tokens[seq]) + n for seq, n in counts.items()}
+            more = [-(-end // size) - len(pool.pages(seq, window)) for seq, end in ends.items()]
+            needed[window], free[window] = sum(max(0, n) for n in more), pool.n_free(window)
+        if any(needed[window] > free[window] for window in free):
+            before = self.state()
+            with pytest.raises(OutOfPages):
+                pool.grow(counts)
+            assert self.state() == before
+            return
+        pool.grow(counts)
+        for window in free:
+            assert pool.n_free(window) == free[window] - needed[window]
+        for seq, added in new.items():
+            for window in free:
+                held = pool.pages(seq, window)
+                for i, _ in enumerate(added):
+                    at = len(self.tokens[seq]) + i
+                    stored = "half a step" if fails else (*self.tokens[seq], *added[: i + 1])
+                    self.memory[window, held[at // size], at % size] = stored
+        if fails:
+            return
+        pool.advance(counts)
+        for seq, added in new.items():
+            self.tokens[seq] += added
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        for seq in self.some(data):
+            self.pool.free(seq)
+            del self.tokens[seq]
+            with pytest.raises(ValueError, match=str(seq)):
+                self.pool.pages(seq)
+
+    def state(self) -> Any:
+        pool = self.pool
+        return [
+            (pool.n_free(window), {seq: pool.pages(seq, window) for seq in self.tokens})
+            for window in pool.n_pages
+        ], {seq: pool.length(seq) for seq in self.tokens}
+
+    @invariant()
+    def every_sequence_reads_its_own_tokens(self) -> None:
+        size = self.pool.page_size
+        for seq, tokens in self.tokens.items():
+            assert self.pool.length(seq) == len(tokens)
+            for window in self.pool.n_pages:
+                held = self.pool.pages(seq, window)
+                # What the next token sees, itself included.
+                first = 0 if window is None else max(0, len(tokens) + 1 - window)
+                for at in range(first, len(tokens)):
+                    stored = self.memory[window, held[at // size], at % size]
+                    assert stored == tokens[: at + 1]
+
+    @invariant()
+    def no_page_is_lost(self) -> None:
+        for window, n in self.pool.n_pages.items():
+            used = {page for seq in self.tokens for page in self.pool.pages(seq, window)} - {0}
+            assert self.pool.n_used(window) == len(used) == n - 1 - self.pool.n_free(window)
+            assert used <= set(range(1, n))
+
+    @invariant()
+    def a_window_keeps_no_more_than_it_sees(self) -> None:
+        size = self.pool.page_size
+        for seq, tokens in self.tokens.items():
+            for window in self.pool.n_pages:
+                if window is not None:
+                    unseen = max(0, len(tokens) + 1 - window) // size
+                    assert not any(self.pool.pages(seq, window)[:unseen])
+
+    def teardown(self) -> None:
+        for seq in self.tokens:
+            self.pool.free(seq)
+        assert not any(map(self.pool.n_used, self.pool.n_pages))
+        everything = self.pool.new()  # all pages can be taken again
+        n = min(self.pool.n_pages.values()) - 1
+        self.pool.grow({everything: n * self.pool.page_size})
+        assert all(len({*self.pool.pages(everything, window)}) == n for window in self.pool.n_pages)
+
+
+def test_the_pool_under_random_load() -> None:
+    how = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True,
+                   database=None, phases=[Phase.generate])
+    run_state_machine_as_test(RandomLoad, settings=how)
+
+
+def test_a_common_prompt_is_stored_once() -> None:
+    pool = PagePool({None: 20}, 4)
+    prompt = list(range(100, 110))  # two full pages and two tokens
+    a = pool.new([*prompt, 1, 2, 3])
+    write_pages(pool, a, 13)
+    b = pool.new([*prompt, 7, 8, 9])
+    assert pool.length(b) == 8 and pool.pages(b) == pool.pages(a)[:2]
+    write_pages(pool, b, 5)
+    assert pool.n_used() == 4 + 2
+    pool.free(a)
+    assert pool.n_used() == 4  # b's
+    c = pool.new([*prompt[:4], 0, *prompt[5:]])
+    assert pool.pages(c) == pool.pages(b)[:1]
+    assert pool.pages(pool.new([0, *prompt[1:]])) == ()
+
+
+def test_a_window_shares_the_pages_that_it_sees() -> None:
+    """Page 0 of the prompt was freed in the layers with a window: a longer prefix is shared still,
+    a shorter one is not once its pages were used again."""
+    pool = PagePool({None: 20, 5: 6}, 4)
+    prompt = list(range(100, 112))
+    write_pages(pool, pool.new(prompt), 12)
+    b = pool.new([*prompt, 1])
+    assert pool.length(b) == 12
+    assert pool.pages(b, 5)[:2] == (0, 0) and pool.pages(b, 5)[2] > 0 and all(pool.pages(b))
+    write_pages(pool, pool.new(), 16)  # takes all free pages of the window's layers
+    assert pool.length(pool.new([*prompt, 1])) == 12
+    assert pool.length(pool.new(prompt[:9])) == 0

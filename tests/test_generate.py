@@ -1,4 +1,4 @@
-"""Generation: the same tokens with every cache, in a batch and alone."""
+"""Generation: the same tokens with every cache, in a batch and alone; prompts as text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import few
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_model import HERE, SHAPES, TINY, build, tokens
 from torch import Tensor
 
+import data
 from attention import BACKENDS, Phase
 from inference import engine, serve
 from inference.cache import DynamicCache, PagedCache, StaticCache
@@ -138,21 +141,6 @@ def test_logits_are_those_without_a_cache(name, kv, phase, dtype) -> None:
         assert (got - truth).abs().max() <= allowed, shape
 
 
-@pytest.mark.parametrize("phase", CHUNKS)
-@pytest.mark.parametrize("name, kv", [p for p in PAIRS if p[0] not in SLOW])
-def test_causality_with_caches(name, kv, phase) -> None:
-    for window in (None, 4):
-        model = build(attention_backend=name, attention_window=window).eval()
-        idx = tokens()
-        before = cached_logits(model, idx, kv, CHUNKS[phase])
-        for t in (1, 7, 15):
-            changed = idx.clone()
-            changed[:, t] = (changed[:, t] + 1) % 37
-            after = cached_logits(model, changed, kv, CHUNKS[phase])
-            assert torch.equal(before[:, :t], after[:, :t])
-            assert not torch.equal(before[:, t], after[:, t])
-
-
 # --- memory ---
 
 
@@ -189,46 +177,16 @@ def test_generation_repeats_with_the_seed_and_leaves_no_graph() -> None:
         assert torch.is_grad_enabled()
 
 
-def test_invalid_options_are_named() -> None:
-    model, idx = build().eval(), tokens(T=5)
-    for options, words in (
-        ({"kv_cache": "ring"}, "kv_cache.*ring"), ({"compile": True}, "compile.*kv_cache"),
-        ({"temperature": -1}, "temperature.* -1"), ({"temperature": None}, "temperature.*None"),
-        ({"top_k": 2.0}, r"top_k.*2\.0"), ({"top_p": "x"}, "top_p.*'x'"),
-        ({"stop": "x"}, "stop.*'x'"), ({"stop": [3, 37]}, "stop.* 36.*37"),
-        ({"stop": torch.tensor([1.0])}, r"stop.*1\."), ({"stop": np.array([True])}, "stop.*True"),
-        ({"vocab_size": 9, "unused": [9]}, "unused.* 8.* 9"), ({"unused": [-1]}, "unused.*-1"),
-        ({"constraint": ["a+", None]}, r"'a\+'"),
-        ({"logits_processor": lambda tokens, logits: logits.tolist()}, "logits_processor.*list"),
-        ({"logits_processor": lambda tokens, logits, lengths: logits[:1]}, r"\(1, 37\)"),
-    ):  # fmt: skip
-        for kv in ("dynamic", "paged"):
-            with pytest.raises(ValueError, match=words):
-                engine.generate(model, idx, 5, **{"kv_cache": kv} | options)
-    for n in (-1, 3.0, True, torch.tensor(2.5)):
-        with pytest.raises(ValueError, match=f"max_new_tokens.*{re.escape(repr(n))}"):
-            engine.generate(model, idx, n)
-    for prompts in ([], [[]], [[1], []], torch.zeros(2, 0, dtype=torch.int64), torch.tensor([1]),
-                    torch.tensor([[1.5]]), [[True]], [[1, 37]], torch.tensor([[-1]])):  # fmt: skip
-        with pytest.raises(ValueError, match="prompt"):
-            engine.generate(model, prompts, 5)
-    for function in (engine.generate, engine.stream, serve.stream):
-        for name, near in (("temprature", "temperature"), ("stops", "stop"), ("page", "page_size")):
-            with pytest.raises(TypeError, match=f"'{name}'.*'{near}'"):
-                list(function(model, idx, 5, **{name: 1}))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("kv", KV_CACHES)
 def test_a_processor_may_return_any_dtype(kv, dtype) -> None:
-    def in_step(tokens: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
-        last = tokens.gather(1, lengths[:, None] - 1)[:, 0]
-        return torch.eye(37)[(last + 1) % 37].to(dtype)
-
     def between(tokens: Tensor, logits: Tensor) -> Tensor:
-        return in_step(tokens, logits, torch.full((len(tokens),), tokens.shape[1]))
+        return torch.eye(37)[(tokens[:, -1] + 1) % 37].to(dtype)
 
-    for processor, prompts in itertools.product((in_step, between), (tokens(2, 5), ragged())):
+    def in_step(tokens: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
+        return between(tokens.gather(1, lengths[:, None] - 1), logits)
+
+    for processor, prompts in ((in_step, ragged()), (between, tokens(2, 5))):
         how = {"temperature": 0, "kv_cache": kv, "logits_processor": processor}
         for prompt, text in zip(prompts, engine.generate(lively(), prompts, 3, **how)):
             assert text[len(prompt) :].tolist() == [(int(prompt[-1]) + i) % 37 for i in (1, 2, 3)]
@@ -320,18 +278,121 @@ def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
         assert len(eager_graphs) == 2
 
 
-@pytest.mark.slow
-def test_the_compiler_gives_the_same_tokens() -> None:
-    """inductor itself, on a small model."""
-    torch._dynamo.reset()
-    compiled.cache_clear()
-    model = lively(n_layer=1, attention_window=6)
+# --- texts ---
 
-    def text(**how: Any) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
-        return engine.generate(model, tokens(T=5), 9, top_k=5, generator=generator, **how)
+# Each entry is a token: a stop string may begin and end within one.
+PIECES = ["a", "b", "ab", "ba", "aab", "\n", "é", "\n\n", "b\n", " a", "."]
 
-    assert torch.equal(text(kv_cache="static", compile=True), text())
+
+def talker(eot: int | None = None) -> GPT:
+    """A model with a tokenizer of PIECES, and ids above them that no token has."""
+    model = lively(block_size=64)
+    model.tokenizer = data.CharTokenizer(PIECES, eot)
+    return model
+
+
+def seeded(n: int = 1) -> dict[str, Any]:
+    return {"generator": [torch.Generator().manual_seed(b) for b in range(n)], "temperature": 1.5}
+
+
+def cut(ids: list[int], stops: list[str]) -> tuple[str, int]:
+    """The text before the first stop string that is complete, and the tokens up to there."""
+    text = ""
+    for n, token in enumerate(ids, 1):
+        text += PIECES[token]
+        if found := [text.index(stop) for stop in stops if stop in text]:
+            return text[: min(found)], n
+    return text, len(ids)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.text("ab\né .", min_size=1, max_size=4), min_size=1, max_size=3),
+       st.sampled_from(KV_CACHES))
+def test_a_text_ends_before_a_stop_string(stops, kv) -> None:
+    model, prompts = talker(), ["ab", "b\n", "a"]
+    ids = [[0, 1], [1, 5], [0]]
+    how = {"kv_cache": kv, "max_new_tokens": 30}
+    free = engine.generate(model, ids, **how, **seeded(3))
+    want = [cut(t[len(p) :].tolist(), stops) for t, p in zip(free, ids)]
+    texts = engine.generate(model, prompts, **how, **seeded(3), stop=stops)
+    assert texts == [p + text for p, (text, _) in zip(prompts, want)]
+    ended = engine.generate(model, ids, **how, **seeded(3), stop=stops)
+    assert [len(t) - len(p) for t, p in zip(ended, ids)] == [n for _, n in want]
+    if kv == "paged":
+        counts = [0, 0, 0]
+        for row, token in serve.stream(model, ids, 30, slots=2, stop=stops, **seeded(3)):
+            counts[row] += token != ENDED
+        assert counts == [n for _, n in want]
+
+
+def test_texts_give_texts_and_ids_give_ids() -> None:
+    """No id without a token is drawn; of texts an end token is no part, ids go on."""
+    model = talker()
+    one = engine.generate(model, "ab", 30, **seeded())
+    assert isinstance(one, str) and one.startswith("ab") and len(one) > 30
+    assert engine.generate(model, ["ab"], 30, **seeded()) == [one]
+    assert engine.generate(model, "ab", 0) == "ab"
+    (ids,) = engine.generate(model, [[0, 1]], 30, **seeded())
+    assert "".join(PIECES[i] for i in ids) == one
+    assert [int(t) for t in engine.stream(model, "ab", 30, **seeded())] == ids[2:].tolist()
+    served = serve.stream(model, iter(["ab"]), 30, **seeded())
+    assert [*served] == [*((0, int(i)) for i in ids[2:]), (0, ENDED)]
+    model = talker(eot=4)
+    before = "".join(PIECES[i] for i in ids[: ids.tolist().index(4)])
+    assert engine.generate(model, "ab", 30, **seeded()) == before
+    assert engine.generate(model, "ab", 30, stop=lambda b, new: False, **seeded()) == before
+    assert len(engine.generate(model, [[0, 1]], 30, **seeded())[0]) == 32
+
+
+def test_a_character_of_several_tokens_stops_a_text() -> None:
+    """é is two tokens of GPT-2's; the first alone is no text."""
+    model = lively(vocab_size=50304, n_embd=16)
+    model.tokenizer = gpt2 = data.GPT2Tokenizer()
+    coming = [*gpt2.encode("one é"), *gpt2.encode("two")]
+
+    def force(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        n = tokens.shape[1] - 1
+        return torch.full_like(logits, -9.0).index_fill(1, torch.tensor(coming[n]), 9.0)
+
+    how = {"temperature": 0, "logits_processor": force}
+    for stop, want in ((None, "xone étwo"), (" é", "xone"), (["twice", "et"], "xone étwo")):
+        assert engine.generate(model, "x", len(coming), stop=stop, **how) == want
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("kv", ["dynamic", "paged"])
+def test_invalid_options_are_named(kv) -> None:
+    model, idx = build().eval(), tokens(T=5)
+    for options, words in (
+        ({"kv_cache": "ring"}, "kv_cache.*ring"), ({"compile": True}, "compile.*kv_cache"),
+        ({"temperature": -1}, "temperature.* -1"), ({"temperature": None}, "temperature.*None"),
+        ({"top_k": 2.0}, r"top_k.*2\.0"), ({"top_p": "x"}, "top_p.*'x'"),
+        *(({"stop": stop}, "stop.*'x'") for stop in ("x", ["x"], [3, "x"])),
+        ({"stop": [3, 37]}, "stop.* 36.*37"), ({"stop": torch.tensor([1.0])}, r"stop.*1\."),
+        ({"stop": np.array([True])}, "stop.*True"), ({"unused": [-1]}, "unused.*-1"),
+        ({"vocab_size": 9, "unused": [9]}, "unused.* 8.* 9"), ({"constraint": ["a+", None]}, "a"),
+        ({"logits_processor": lambda tokens, logits: logits.tolist()}, "logits_processor.*list"),
+        ({"logits_processor": lambda tokens, logits, lengths: logits[:1]}, r"\(1, 37\)"),
+        *(({"max_new_tokens": n}, f"max_new_tokens.*{re.escape(repr(n))}")
+          for n in (-1, 3.0, True, torch.tensor(2.5))),
+        *(({"prompts": prompts}, "prompt") for prompts in (
+            [], [[]], [[1], []], torch.zeros(2, 0, dtype=torch.int64), torch.tensor([1]),
+            torch.tensor([[1.5]]), [[True]], [[1, 37]], torch.tensor([[-1]]))),
+        ({"prompts": "ab"}, "'ab'"),
+    ):  # fmt: skip
+        how: Any = {"prompts": idx, "max_new_tokens": 5, "kv_cache": kv} | options
+        with pytest.raises(ValueError, match=words):
+            engine.generate(model, how.pop("prompts"), how.pop("max_new_tokens"), **how)
+    for prompts, how, words in (("a", {"stop": ""}, "''"), (["ab", [1]], {}, "'ab'"),
+                                ("q", {}, "'q'")):
+        with pytest.raises(ValueError, match=words):
+            engine.generate(talker(), prompts, 5, kv_cache=kv, **how)
+    for function in (engine.generate, engine.stream, serve.stream):
+        for name, near in (("temprature", "temperature"), ("stops", "stop"), ("page", "page_size")):
+            with pytest.raises(TypeError, match=f"'{name}'.*'{near}'"):
+                list(function(model, idx, 5, **{name: 1}))
 
 
 # --- on a GPU ---

@@ -21,12 +21,6 @@ from inference import engine, serve
 from inference.sampling import ENDED, Stats
 from model import GPT
 
-LENGTHS = (5, 1, 9, 5, 16, 12, 3, 7, 2, 20)
-
-
-def some_prompts(**changes: Any) -> list[Tensor]:
-    return [tokens(1, T, seed=i, **changes)[0] for i, T in enumerate(LENGTHS)]
-
 
 def seeds() -> Iterator[torch.Generator]:
     return (torch.Generator().manual_seed(i) for i in count())
@@ -39,14 +33,14 @@ def alone(model: GPT, prompt: Any, n: int, index: int, **options: Any) -> list[i
     return text.tolist()
 
 
-def whole(model: GPT, prompts: Any, n: Any, **options: Any) -> Iterator[tuple[int, Tensor]]:
+def whole(model: GPT, prompts: Any, n: Any, **options: Any) -> Iterator[tuple[int, list[int]]]:
     """Each text when it ends: the number of its prompt, its new tokens."""
     new: dict[int, list[int]] = {}
     with closing(serve.stream(model, prompts, n, **options)) as got:
         for index, token in got:
             row = new.setdefault(index, [])
             if token == ENDED:
-                yield index, torch.tensor(row, dtype=torch.int64)
+                yield index, row
             else:
                 row.append(token)
 
@@ -55,50 +49,28 @@ def texts_of(model: GPT, prompts: Any, n: Any, **options: Any) -> list[list[int]
     """In the order of the prompts."""
     found = dict(whole(model, prompts, n, generator=seeds(), **options))
     assert sorted(found) == list(range(len(found)))
-    return [[*map(int, prompt), *found[i].tolist()] for i, prompt in enumerate(prompts)]
+    return [[*map(int, prompt), *found[i]] for i, prompt in enumerate(prompts)]
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(B, T) of each call of the model."""
-    made: list[tuple[int, int]] = []
-    hidden = GPT.hidden
-
-    def note(self: GPT, idx: Tensor, *args: Any) -> Tensor:
-        made.append(tuple(idx.shape))
-        return hidden(self, idx, *args)
-
-    monkeypatch.setattr(GPT, "hidden", note)
-    return made
-
-
-def test_a_prompt_enters_when_a_text_ends_and_its_pages_are_free(calls) -> None:
-    """9 pages for texts that need 4, 2, 4 and 1: the third waits, and the last behind it. No row
-    idles or is padded: (B, T) of each call of the model."""
-    model = lively(block_size=64)
+def test_a_prompt_enters_when_a_text_ends_and_its_pages_are_free() -> None:
+    """9 pages for texts that need 4, 2, 4 and 1: the third waits, and the last behind it."""
+    model, stats = lively(block_size=64), Stats()
     prompts = [tokens(1, T, seed=T)[0] for T in (10, 5, 12, 1)]
-    stats = Stats()
-    got = texts_of(model, prompts, iter([6, 3, 4, 4]), slots=4, n_pages=10, page_size=4,
-                   temperature=0, stats=stats)
     rooms = (6, 3, 4, 4)
+    got = texts_of(model, prompts, iter(rooms), slots=4, n_pages=10, page_size=4, temperature=0,
+                   stats=stats)
     want = [alone(model, p, n, i, temperature=0) for i, (p, n) in enumerate(zip(prompts, rooms))]
     assert got == want
-    # Text 1 has 3 tokens; then there are 5 free pages, for text 2 and for text 3.
-    entering = [(1, 10), (1, 5)], [(1, 12), (2, 1)]
-    assert calls[:9] == [*entering[0], (2, 1), (2, 1), *entering[1], (3, 1), (3, 1), (2, 1)]
     assert stats.all_pages == 9 and 6 < stats.pages <= 9
     assert stats.cache_bytes == 10 * 4 * 512
 
 
-def test_samples_of_one_prompt_are_read_once(calls) -> None:
-    """Seven tokens in pages of 4: the others wait a step for the full page, and read three."""
-    model, prompt = lively(block_size=64), tokens(1, 7)[0]
-    stats = Stats()
+def test_samples_of_one_prompt_share_its_full_pages() -> None:
+    """Seven tokens in pages of 4; twelve tokens each at the end."""
+    model, prompt, stats = lively(block_size=64), tokens(1, 7)[0], Stats()
     got = texts_of(model, [prompt] * 5, 6, slots=5, page_size=4, stats=stats, top_k=9)
-    assert calls == [(1, 7), (4, 3), (1, 1), *[(5, 1)] * 4, (4, 1)]
     assert got == [alone(model, prompt, 6, i, top_k=9) for i in range(5)] and got[0] != got[1]
-    assert stats.shared_pages == 4
-    assert stats.pages == 1 + 5 * 2  # 12 tokens each, of which 4 are everybody's
+    assert stats.shared_pages == 4 and stats.pages == 1 + 5 * 2
 
 
 BRIEF = settings(max_examples=40, deadline=None, derandomize=True, database=None,
@@ -131,8 +103,8 @@ def test_under_random_load(data, window) -> None:
         got = list(islice(texts, leaves_at))
     assert len(got) == (n if leaves_at is None else min(n, leaves_at))
     for index, new in got:
-        text = known_text(window, tuple(prompts[index]), min(rooms[index], stop_at[index]))
-        assert prompts[index] + new.tolist() == text
+        prompt, room = prompts[index], min(rooms[index], stop_at[index])
+        assert prompt + new == nine_tokens(window, tuple(prompt))[: len(prompt) + room]
 
 
 @cache
@@ -145,32 +117,20 @@ def nine_tokens(window: Any, prompt: tuple[int, ...]) -> list[int]:
     return alone(random_model(window), list(prompt), 9, 0, temperature=0)
 
 
-def known_text(window: Any, prompt: tuple[int, ...], n: int) -> list[int]:
-    return nine_tokens(window, prompt)[: len(prompt) + n]
-
-
 def test_invalid_options_are_named() -> None:
-    model, prompts = build().eval(), some_prompts()
+    model, prompts = build().eval(), [[1, 2], [3], [4, 5]]
     for options, words in (
-        ({"slots": 0}, "slots.* 0"),
-        ({"page_size": 0}, "page_size.* 0"),
-        ({"n_pages": 1}, "n_pages"),
-        ({"generator": list(islice(seeds(), 2))}, "generator"),
-    ):
+        ({"slots": 0}, "slots.* 0"), ({"page_size": 0}, "page_size.* 0"),
+        ({"n_pages": 1}, "n_pages"), ({"n": [4, 4]}, "max_new_tokens"),
+        ({"generator": list(islice(seeds(), 2))}, "generator"), ({"n": -1}, "max_new_tokens.* -1"),
+        ({"prompts": [[1], [3], []]}, "prompt 2"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            list(whole(model, prompts, 5, **options))
-    for n, words in ((-1, "max_new_tokens.* -1"), ([4, 4], "max_new_tokens")):
-        with pytest.raises(ValueError, match=words):
-            list(whole(model, prompts, n))
-    with pytest.raises(ValueError, match="prompt 2"):
-        list(whole(model, [[1, 2], [3], [], [4]], 5))
+            list(whole(model, **{"prompts": prompts, "n": 5} | options))
     got = whole(model, iter([[1], [1] * 9]), 7, n_pages=4, page_size=4)  # 7 and 15 tokens
     assert len(next(got)[1]) == 7
     with pytest.raises(ValueError, match=r"prompt 1.*\b3 pages"):
         next(got)
-
-
-# --- on a GPU ---
 
 
 @pytest.mark.gpu
@@ -178,7 +138,9 @@ def test_invalid_options_are_named() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_on_a_gpu_every_text_is_that_of_its_prompt_alone(shape) -> None:
     """The decode kernel, the copies of pages, and steps that are launched before one is read."""
-    model, prompts = lively(block_size=64, **SHAPES[shape]).cuda(), some_prompts()
+    model = lively(block_size=64, **SHAPES[shape]).cuda()
+    lengths = (5, 1, 9, 5, 16, 12, 3, 7, 2, 20)
+    prompts: list[Tensor] = [tokens(1, T, seed=i)[0] for i, T in enumerate(lengths)]
     prompts += [prompts[4], prompts[4], torch.cat([prompts[4], prompts[2]])]
     for options in ({"temperature": 0.0}, {"temperature": 0.0, "stop": {1, 2, 3}}):
         for n_pages in (None, 18):
