@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from attention.check import command as check
 from bench.evaluate import TasksConfig
 from bench.settings import load_config
 from checkpoint.__main__ import ExportConfig
+from core.optimizer import learning_rate, schedule_warnings
 from core.settings import read
 from course.lab.__main__ import LabConfig
 from data.prepare import DATASETS, PrepareConfig
 from explain import ExplainConfig
 from sample import SampleConfig
-from train import IGNORED, TrainConfig
+from train import ALIASES, IGNORED, TrainConfig
 
 
 def commands(text: str) -> list[str]:
@@ -229,3 +230,121 @@ def test_the_kernel_of_the_page_trains_and_is_measured(
     assert code == 0 and said
     rows = benches.measured(*benches.small("train"), f"--backends=sdpa,{chunked}")["rows"]
     assert {row["backend"]: row["status"] for row in rows} == {"sdpa": "ok", chunked: "ok"}
+
+
+# --- the tables of docs/SPEED.md are those of the records that their section links ---
+
+NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
+RATIO = re.compile(r"([\d.]+), ([\d.]+): \*\*([\d.]+)\*\*")  # ours, theirs, and their ratio
+
+
+def numbers(text: str) -> set[str]:
+    return {word.replace(",", "") for word in NUMBER.findall(text)}
+
+
+def rounds_to(measured: str, shown: str) -> bool:
+    """True if a measured number is the shown one, which may have fewer digits."""
+    return abs(float(measured) - float(shown)) <= 0.51 * 10 ** -len(shown.partition(".")[2])
+
+
+def test_the_tables_of_speed_are_the_records() -> None:
+    page = (ROOT / "docs" / "SPEED.md").read_text(encoding="utf-8")
+    unknown = []
+    for section in re.split(r"^(?=## )", page, flags=re.M)[1:]:
+        records = re.findall(r"\]\(\.\./(bench/records/[^)]+README\.md)\)", section)
+        known = set().union(*(numbers((ROOT / r).read_text("utf-8")) for r in records))
+        for before, table in re.findall(r"((?:.+\n)*)\n((?:\|.*\n)+)", section):
+            if "no record" in before:
+                continue
+            for a, b, ratio in RATIO.findall(table):
+                assert abs(float(a) / float(b) - float(ratio)) < 0.01, (a, b, ratio)
+            rows = [row for row in table.splitlines()[2:] if not row.startswith("| anchor")]
+            shown = numbers(RATIO.sub(r"\1 \2", "\n".join(rows)))
+            unknown += [x for x in shown if not any(rounds_to(y, x) for y in known)]
+    assert not unknown
+
+
+# --- config/ ---
+
+FILES = [p for p in files("config/*.py") if p.stem != "bench_cpu"]
+
+
+def load(name: str) -> TrainConfig:
+    return read(TrainConfig, [str(ROOT / "config" / f"{name}.py")]).settings
+
+
+def header(path: Path) -> str:
+    """The comment lines at the top."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(lines[:end])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_a_config_loads_and_sets_only_what_differs(path):
+    loaded = read(TrainConfig, [str(path)])
+    assert loaded.origins and all(str(path) in origin for origin in loaded.origins.values())
+    assert loaded.settings.dataset in DATASETS
+    own = "gpt" if loaded.settings.eval_only else path.stem.removeprefix("train_")
+    assert loaded.settings.out_dir == f"out/{own}"  # where no other run's checkpoints are
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_a_header_names_the_launch_line_the_hardware_and_the_loss(path):
+    text = header(path)
+    config = load(path.stem)
+    launch = [line for line in text.splitlines() if f"train.py config/{path.name}" in line]
+    assert launch and all("python" in line or "torchrun" in line for line in launch)
+    assert f"python -m data {config.dataset}\n" in text
+    assert re.search(r"^# Hardware: \S", text, re.M)
+    # what to expect: a figure, of a named unit
+    expected = text[text.index("# Expect:") :]
+    assert re.search(r"\bloss\b.*\b\d\.\d+ nats a (token|character)", expected, re.S)
+    assert re.search(r"\b(minutes?|days?|hours?|timed)\b", text)
+    # Every option that a launch line gives is one that there is.
+    for line in launch:
+        words = line.split("train.py ")[1].split("  ")[0].split()
+        read(TrainConfig, [str(ROOT / w) if w.startswith("config/") else w for w in words])
+
+
+# Of nanoGPT's config/finetune_shakespeare.py.
+FINETUNE = """import time
+wandb_run_name = 'ft-' + str(time.time())
+dataset = 'shakespeare'
+always_save_checkpoint = False
+gradient_accumulation_steps = 32
+max_iters = 20
+learning_rate = 3e-5
+decay_lr = False
+"""
+
+
+def test_nanogpts_finetuning_runs_unchanged_at_its_constant_rate(tmp_path):
+    (tmp_path / "finetune.py").write_text(FINETUNE)
+    argv = [str(tmp_path / "finetune.py"), "--backend=nccl"]
+    loaded = read(TrainConfig, argv, aliases=ALIASES, ignored=IGNORED)
+    config, report = loaded.settings, "\n".join(loaded.report())
+    assert "always_save_checkpoint" in report and "backend" in report
+    assert (config.dataset, config.gradient_accumulation_steps) == ("shakespeare", 32)
+    assert {learning_rate(step, config) for step in range(config.max_iters)} == {3e-5}
+    assert schedule_warnings(config) == []
+    assert read(TrainConfig, []).settings.dataset == "openwebtext"
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"warmup_iters": 10}, []),
+        ({"warmup_iters": 101}, ["101", "100"]),
+        ({"warmup_iters": 101, "decay_lr": False}, []),
+        ({"min_lr": 0.5}, ["0.5", "0.1"]),
+        ({"min_lr": 0.1}, []),
+        ({"lr_decay_iters": 0}, ["--lr_decay_iters=0"]),
+        ({"warmup_iters": 50, "lr_decay_iters": 10}, ["10", "50"]),
+    ],
+)
+def test_a_schedule_that_is_cut_short_is_a_warning(changes: dict[str, Any], named):
+    plain = TrainConfig(max_iters=100, warmup_iters=0, learning_rate=0.1)
+    found = schedule_warnings(replace(plain, **changes))
+    assert len(found) == bool(named)
+    assert all(word in found[0] for word in named)
