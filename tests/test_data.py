@@ -25,7 +25,6 @@ import data
 from core.files import locked
 from core.settings import UserError
 from data import sources
-from data.documents import text_parts
 from data.prepare import baselines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -339,15 +338,6 @@ def test_every_document_is_kept_whole(
     if not moved:
         inside = [d for i, d in enumerate(found) if int((i + 1) * fraction) > int(i * fraction)]
         assert meta["bytes"]["val"] == len("".join(inside).encode())
-
-
-def test_a_text_without_spaces_is_cut_all_the_same(tmp_path: Path, monkeypatch: Any) -> None:
-    """Memory stays constant."""
-    (path := tmp_path / "a.txt").write_text("x" * 100 + " y" * 20)
-    monkeypatch.setattr("data.documents.PIECE", 8)
-    monkeypatch.setattr("data.documents.MOST", 16)
-    parts = [*text_parts(path)]
-    assert "".join(parts) == path.read_text() and max(map(len, parts)) < 16 + 8
 
 
 def test_a_single_text_and_several(tmp_path: Path, text: Path) -> None:

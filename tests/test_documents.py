@@ -148,16 +148,6 @@ def test_a_run_its_resumption_and_its_mfu(fw: Path, tmp_path: Path) -> None:
         assert row["mfu_causal"] / row["mfu"] == pytest.approx(share, rel=1e-6)
 
 
-@pytest.mark.slow
-def test_keys_are_counted_from_the_first_timed_step(fw: Path, tmp_path: Path) -> None:
-    every = run(fw, tmp_path / "every", **TINY, log_interval=1)
-    third = run(fw, tmp_path / "third", **TINY | {"max_iters": 4}, log_interval=4)
-    seen = {row["iter"]: row["mfu_causal"] / row["mfu"] for row in every.rows if "mfu" in row}
-    (last,) = (row for row in third.rows if "mfu" in row)
-    want = (seen[3] + seen[4]) / 2
-    assert last["iter"] == 4 and last["mfu_causal"] / last["mfu"] == pytest.approx(want, rel=1e-6)
-
-
 def test_a_dataset_without_the_end_of_a_document_is_refused(tmp_path: Path) -> None:
     from test_train import make_data
 

@@ -12,14 +12,9 @@ from conftest import few
 from test_constrain import ENDS, TOKENS, Vocabulary, by_python, rarely
 from test_generate import lively, ragged
 from test_model import SHAPES
-from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from core.cpu import int8
-from inference import constrain, engine, graphs, sampling
-from inference.cache import StaticCache
-from inference.sampling import Options, SamplingParams
+from inference import constrain, engine, graphs
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
 
@@ -99,31 +94,3 @@ def test_a_capture_that_fails_is_one_warning_and_eager(recorded, monkeypatch, ca
         text(model, top_k=36)  # another kind of step with the same reason
     (record,) = [r for r in caplog.records if "captur" in r.message]
     assert "not permitted" in record.message and "more" not in record.message
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 5, "top_p": 0.9, "unused": 3}])
-def test_a_step_waits_for_nothing(shape, options) -> None:
-    """Traced without data: an operator that reads values would be an error, or is listed."""
-    model = lively(**SHAPES[shape])
-    config = model.config
-    constraint = constrain.regex("[ab]{3}.*", Vocabulary(TOKENS, ENDS))
-    heads = config.kv_heads, config.head_dim
-    cache = StaticCache(config.n_layer, 2, 16, *heads, windows=config.windows)
-    cache.reserve(3).advance()
-    params = SamplingParams.on(torch.device("cpu"), Options(**options))
-    u = None if options.get("temperature") == 0 else torch.rand(2, dtype=torch.float64)
-
-    def step(idx: Tensor, state: Tensor, u: Tensor | None, tokens: Tensor, n: Tensor) -> Any:
-        read = model, idx, None, cache.reserve(1), None
-        return sampling.next_token(read, (params, constraint, state, u), (rarely, tokens, n))
-
-    tokens, n = torch.zeros(2, 16, dtype=torch.int64), torch.tensor([3, 3])
-    args = tokens[:, :1], constraint.start([0, 0], [9, 9]), u, tokens, n
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        faked = [x if x is None else fake.from_tensor(x) for x in args]
-        ops = {str(node.target) for node in make_fx(step)(*faked).graph.nodes}
-    assert "aten.embedding.default" in ops and any("index_put" in op for op in ops)
-    ops.discard("<built-in function getitem>")
-    waits = ("item", "nonzero", "_local_scalar_dense", "unique", "masked_select")
-    assert not [op for op in ops if any(word in op for word in waits)]

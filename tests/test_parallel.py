@@ -48,11 +48,6 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_data(tmp_path_factory.mktemp("data"), text)
 
 
-def local(t: Any) -> Any:
-    """What this process holds of it."""
-    return t.to_local() if hasattr(t, "to_local") else t
-
-
 def trained(rank: int, n: int, runs: dict[str, list[str]]) -> dict[str, tuple[int | str, str]]:
     """Run train.py for each of these command lines, in this process of a group that is there."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n,
@@ -143,68 +138,11 @@ def test_losses_are_those_of_one_process(n, data_dir, alone, tmp_path) -> None:
 
 
 # A run of 12 steps by some processes, which four go on with; by one: test_sharded.py.
-RESUMED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "one": (1, {}, {**FSDP, "shard_size": 2}),
-    "ddp": (2, {}, {**FSDP, "context_parallel": 2}),
-    "fsdp": (2, FSDP, {**FSDP, "shard_size": 2}),
-}
-
-
-@pytest.mark.slow
-def test_it_goes_on_as_if_nothing_had_happened(data_dir, alone, tmp_path) -> None:
-    runs = {}
-    for name, (n, how, then) in RESUMED.items():
-        half = {name: {"max_iters": 12, "lr_decay_iters": 24, **how}}
-        ended_well(processes.run(trained, n, lines(data_dir, tmp_path, **half), timeout=300))
-        runs[name] = [f"--out_dir={tmp_path / name}", "--init_from=resume", "--max_iters=24"]
-        runs[name] += [f"--{k}={v}" for k, v in then.items()]
-    ended_well(processes.run(trained, 4, runs, timeout=300))
-    for name in runs:
-        found = losses(tmp_path / name)
-        assert {f"{step} loss" for step in range(13, 25)} < found.keys() and near(found, alone)
-
-
 # --- what is held ---
 
 
 def group(rank: int, n: int) -> DistInfo:
     return DistInfo(CPU, rank, n, dist.group.WORLD if dist.is_initialized() else None)
-
-
-def shared(rank: int, n: int, micro_steps: int) -> dict[str, Any]:
-    """Two steps of a model that n processes share by FSDP: what each holds."""
-    setup = Setup.of(CPU, "float32")
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(16, 65, 3, 2, 32, attention_backend="sdpa"))
-    total = sum(p.numel() for p in model.parameters())
-    parallel.shard(model, group(rank, n), setup, None)
-    config: Any = train.TrainConfig(learning_rate=1e-2)
-    optimizer, found_inf = build_optimizer(model, config, CPU), torch.zeros(())
-    for step in range(2):
-        torch.manual_seed(step)
-        x, y = torch.randint(65, (2, n * 2 * micro_steps, 16)).chunk(2)
-        x, y = (t[0].chunk(n)[rank] for t in (x, y))
-        train.train_step(model, optimizer, setup.scaler(), setup.autocast, x, y, micro_steps, 1e-3,
-                         found_inf)
-    moments = sum(local(t).numel() for s in optimizer.state.values()
-                  for k, t in s.items() if k != "step")
-    weights = {k: parallel.whole(t) for k, t in model.state_dict().items()}
-    kept = sum(local(p).numel() for p in model.parameters())
-    return {"total": total, "kept": kept, "said": parallel.held(model), "moments": moments,
-            "weights": weights}
-
-
-@pytest.mark.slow
-def test_a_process_holds_its_part_and_learns_what_one_does() -> None:
-    """What is sent: test_plan.py."""
-    (one,), two, three = (processes.run(shared, n, 6 // n) for n in (1, 2, 3))
-    for n, found in ((2, two), (3, three)):
-        for mine in found:
-            assert mine["moments"] == 2 * mine["kept"]
-            assert f"{16 * mine['kept'] / 1e6:.1f} MB a process" in mine["said"]
-            assert abs(mine["kept"] / (mine["total"] / n) - 1) < 0.05
-            torch.testing.assert_close(mine["weights"], one["weights"], rtol=1e-4, atol=1e-5)
-        assert sum(mine["kept"] for mine in found) == one["total"]
 
 
 def compiled_steps(rank: int, n: int, backend: str) -> tuple[list[float], list[float], int]:

@@ -62,6 +62,7 @@ def test_a_step_by_classes(backend: str, tmp_path: Path):
     assert sum(e["name"] == "aten::gelu" for e in events) == 2 * L
 
 
+@pytest.mark.slow
 def test_kernels_of_a_compiled_step():
     profile.prepare(torch.device("cpu"))
     found = profiled("manual", compiled=True)

@@ -273,13 +273,6 @@ def load(name: str) -> TrainConfig:
     return read(TrainConfig, [str(ROOT / "config" / f"{name}.py")]).settings
 
 
-def header(path: Path) -> str:
-    """The comment lines at the top."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-    return "\n".join(lines[:end])
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_a_config_loads_and_sets_only_what_differs(path):
     loaded = read(TrainConfig, [str(path)])
@@ -287,24 +280,6 @@ def test_a_config_loads_and_sets_only_what_differs(path):
     assert loaded.settings.dataset in DATASETS
     own = "gpt" if loaded.settings.eval_only else path.stem.removeprefix("train_")
     assert loaded.settings.out_dir == f"out/{own}"  # where no other run's checkpoints are
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_a_header_names_the_launch_line_the_hardware_and_the_loss(path):
-    text = header(path)
-    config = load(path.stem)
-    launch = [line for line in text.splitlines() if f"train.py config/{path.name}" in line]
-    assert launch and all("python" in line or "torchrun" in line for line in launch)
-    assert f"python -m data {config.dataset}\n" in text
-    assert re.search(r"^# Hardware: \S", text, re.M)
-    # what to expect: a figure, of a named unit
-    expected = text[text.index("# Expect:") :]
-    assert re.search(r"\bloss\b.*\b\d\.\d+ nats a (token|character)", expected, re.S)
-    assert re.search(r"\b(minutes?|days?|hours?|timed)\b", text)
-    # Every option that a launch line gives is one that there is.
-    for line in launch:
-        words = line.split("train.py ")[1].split("  ")[0].split()
-        read(TrainConfig, [str(ROOT / w) if w.startswith("config/") else w for w in words])
 
 
 # Of nanoGPT's config/finetune_shakespeare.py.

@@ -259,20 +259,6 @@ def test_a_model_of_nan_is_an_error(trained, tmp_path, how):
     assert "NaN" in refused(*of(out), how)
 
 
-@pytest.mark.parametrize("error, said", [
-    (MemoryError(), "--batch_size"),
-    (torch.OutOfMemoryError("CUDA out of memory. Tried"), "CUDA out of memory"),
-    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate 9 bytes"), "9 bytes"),
-])
-def test_failures_with_a_remedy_are_one_sentence(error, said, trained, monkeypatch):
-    def fail(*args: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(GPT, "hidden", fail)
-    err = refused(*of(trained))
-    assert said in err and err.count("\n") == err.count("error: ") == 1
-
-
 def gpt2_like(path: Path, vocab_size: int = 50304) -> Path:
     """A nanoGPT ckpt.pt with random weights, which has no tokenizer."""
     torch.manual_seed(0)
