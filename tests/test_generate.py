@@ -16,6 +16,7 @@ import torch
 from conftest import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_data import small_tokenizer
 from test_model import HERE, SHAPES, TINY, build, tokens
 from torch import Tensor
 
@@ -368,6 +369,24 @@ def test_a_character_of_several_tokens_stops_a_text() -> None:
     how = {"temperature": 0, "logits_processor": force}
     for stop, want in ((None, "xone étwo"), (" é", "xone"), (["twice", "et"], "xone étwo")):
         assert engine.generate(model, "x", len(coming), stop=stop, **how) == want
+
+
+@pytest.mark.parametrize("kind", ["llama", "wordpiece"])
+def test_the_space_after_the_prompt_stays(kind, tmp_path) -> None:
+    model = lively(vocab_size=300, n_embd=16)
+    model.tokenizer = made = data.FileTokenizer.read(small_tokenizer(tmp_path, kind))
+    made.begin = ()
+    coming = made.encode("rose a")
+
+    def force(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        new = coming[tokens.shape[1] - n]
+        return torch.full_like(logits, -9.0).index_fill(1, torch.tensor(new), 9.0)
+
+    # llama: the prompt's space is a token of its own.
+    after = {"a": " rose a", "a rose ": " rose a" if kind == "llama" else "rose a"}
+    for prompt, new in after.items():
+        n, how = len(made.encode(prompt)), {"temperature": 0, "logits_processor": force}
+        assert engine.generate(model, prompt, len(coming), **how) == prompt + new
 
 
 # --- what is refused ---
