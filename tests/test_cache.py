@@ -28,10 +28,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- dynamic ---
 
-
-# --- static ---
 
 
 @given(
@@ -65,9 +62,6 @@ def test_a_static_cache_holds_what_each_rows_tokens_see(steps, window) -> None:
                 own = q[row : row + 1, :count], all_k[None], all_k[None] + 1
                 want = BACKENDS["manual"].attend(*own, spec)
                 torch.testing.assert_close(out[row : row + 1, :count], want)
-
-
-# --- the page pool ---
 
 
 def write_pages(pool: PagePool, seq: int, n: int) -> None:

@@ -188,9 +188,6 @@ def test_rows_and_constraints_must_fit() -> None:
                 engine.generate(small(), tokens(T=3), n, constraint=each, **way)
 
 
-# --- logits processors ---
-
-
 def rarely(tokens: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
     """A penalty for each use, from the second token on: padding must not count."""
     at = torch.arange(tokens.shape[1])

@@ -462,9 +462,6 @@ def test_two_preparations_do_not_share_a_folder(tmp_path: Path, text: Path, gpt2
     assert {f.name for f in out.iterdir()} == {"train.bin", "val.bin", "meta.json"}
 
 
-# --- mistakes ---
-
-
 @pytest.mark.parametrize(
     "name, content, words",
     [

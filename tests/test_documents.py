@@ -88,9 +88,6 @@ def test_a_document_is_computed_as_if_it_were_alone(
                 assert moved[row, inside].any() and moved.sum() == moved[row, inside].sum()
 
 
-# --- whole runs ---
-
-
 @pytest.fixture(scope="module")
 def fw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The dataset "fw" of shards, whose documents have about nine tokens."""

@@ -58,9 +58,6 @@ def ragged() -> list[Tensor]:
     return [tokens(1, T, seed=T)[0] for T in (5, 1, 9, 5)]
 
 
-# --- the same tokens ---
-
-
 @cache
 def manual_text(shape: str, T: int, n: int) -> Tensor:
     return greedy(lively(attention_backend="manual", **SHAPES[shape]), tokens(T=T), n)
@@ -80,9 +77,6 @@ def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
         for T, n in sizes:
             got = engine.generate(model, tokens(T=T), n, temperature=0, kv_cache=kv)
             assert torch.equal(got, manual_text(shape, T, n)), (shape, T)
-
-
-# --- the same logits ---
 
 
 def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
@@ -140,9 +134,6 @@ def test_logits_are_those_without_a_cache(name, kv, phase, dtype) -> None:
         allowed = 2 * (yardstick - truth).abs().max()
         allowed += torch.finfo(dtype).eps * truth.abs().max()
         assert (got - truth).abs().max() <= allowed, shape
-
-
-# --- memory ---
 
 
 def test_memory_of_the_caches() -> None:
@@ -207,9 +198,6 @@ def test_logits_without_a_token_are_an_error(kv, how, value) -> None:
         next(steps)
 
 
-# --- stop ---
-
-
 @pytest.mark.parametrize("kv", KV_CACHES)
 def test_a_row_ends_with_its_stop_token(kv) -> None:
     """Where the text without a stop has it first; ids of any kind; a tensor's row repeats it."""
@@ -239,9 +227,6 @@ def test_a_row_ends_with_its_stop_token(kv) -> None:
     short = engine.generate(model, idx, 9, stop=lambda row, new: row == 0 and len(new) == 2, **how)
     assert torch.equal(short[0, :7], plain[0, :7]) and (short[0, 7:] == plain[0, 6]).all()
     assert torch.equal(short[1], plain[1])
-
-
-# --- torch.compile ---
 
 
 @pytest.fixture
@@ -389,9 +374,6 @@ def test_the_space_after_the_prompt_stays(kind, tmp_path) -> None:
         assert engine.generate(model, prompt, len(coming), **how) == prompt + new
 
 
-# --- what is refused ---
-
-
 @pytest.mark.parametrize("kv", ["dynamic", "paged"])
 def test_invalid_options_are_named(kv) -> None:
     model, idx = build().eval(), tokens(T=5)
@@ -423,9 +405,6 @@ def test_invalid_options_are_named(kv) -> None:
         for name, near in (("temprature", "temperature"), ("stops", "stop"), ("page", "page_size")):
             with pytest.raises(TypeError, match=f"'{name}'.*'{near}'"):
                 list(function(model, idx, 5, **{name: 1}))
-
-
-# --- on a GPU ---
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -121,9 +121,6 @@ def test_a_folder_that_vanishes_and_a_full_disk_lose_no_row(how, tmp_path, caplo
     assert ("File too large" if how == "full disk" else str(m.path)) in line
 
 
-# --- wandb ---
-
-
 class FakeWandb(types.ModuleType):
     """A wandb whose functions raise where they are told to."""
 

@@ -138,7 +138,6 @@ def test_losses_are_those_of_one_process(n, data_dir, alone, tmp_path) -> None:
 
 
 # A run of 12 steps by some processes, which four go on with; by one: test_sharded.py.
-# --- what is held ---
 
 
 def group(rank: int, n: int) -> DistInfo:
@@ -173,8 +172,6 @@ def test_compiled_blocks_and_head_learn_what_plain_ones_do() -> None:
         torch.testing.assert_close(compiled, eager)
         assert graphs == 4  # a block and the head with its loss, with gradients and without
 
-
-# --- the weight of a loss ---
 
 UNMASKED = [0, 2, 6, 11]  # of 11 sequences the first n have no targets, and so no part of each
 

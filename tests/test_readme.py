@@ -232,8 +232,6 @@ def test_the_kernel_of_the_page_trains_and_is_measured(
     assert {row["backend"]: row["status"] for row in rows} == {"sdpa": "ok", chunked: "ok"}
 
 
-# --- the tables of docs/SPEED.md are those of the records that their section links ---
-
 NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
 RATIO = re.compile(r"([\d.]+), ([\d.]+): \*\*([\d.]+)\*\*")  # ours, theirs, and their ratio
 

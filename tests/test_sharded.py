@@ -375,9 +375,6 @@ def test_checkpoints_of_older_versions_have_no_checksums(kind, out, two):
     assert same(read_all(out), two["fsdp"][1]) and not (out / "blown").exists()
 
 
-# --- python -m checkpoint export ---
-
-
 @pytest.mark.parametrize("of", ["one", "ddp", "fsdp"])
 def test_an_export_gives_the_same_logits(of, two, tmp_path, capsys):
     out, held = two[of]

@@ -133,9 +133,6 @@ def refusal(r: Run) -> str:
     return " ".join(r.err.replace("│", " ").split())
 
 
-# --- the learning rate ---
-
-
 def config(**changes: Any) -> TrainConfig:
     return TrainConfig(**{**TINY, **changes})
 
@@ -414,9 +411,6 @@ def test_the_seed_is_of_weights_batches_and_dropout(data_dir, tmp_path):
     )
     assert a == b
     assert set(a.values()).isdisjoint(c.values())
-
-
-# --- failures ---
 
 
 @pytest.mark.parametrize("log_interval", few([4, 1]))
