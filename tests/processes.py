@@ -28,35 +28,30 @@ def run(function: Callable[..., Any], n: int, *args: Any, timeout: float = 120) 
     Args:
         function: of a module, so that a fresh process finds it; its result is pickled.
 
-    Raises:
-        AssertionError: with the traceback of a process that failed, or ended without a word, or
-            the ranks that were not done in `timeout` seconds.
+    Raises AssertionError: with the traceback of a process that failed, or ended without a word, or
+    the ranks that were not done in `timeout` seconds.
     """
     # Forked from one process that has imported what takes seconds, and started no threads.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
-        told = [str(Path(folder) / f"result-{rank}") for rank in range(n)]
-        store = f"file://{folder}/store"
-        begun = [
-            context.Process(target=_child, args=(function, rank, n, store, told[rank], args))
-            for rank in range(n)
-        ]
+        begun = [context.Process(target=_child, args=(function, rank, n, folder, args))
+                 for rank in range(n)]  # fmt: skip
         for process in begun:
             process.start()
         try:
             deadline = time.monotonic() + timeout
             while any(p.is_alive() for p in begun) and time.monotonic() < deadline:
-                ended = {r: p.exitcode for r, p in enumerate(begun) if p.exitcode}
-                # One that crashed with a result did so while gloo's own thread hung up.
-                if failed := [r for r in ended if not _told(told[r], r)[0]]:
-                    # The others may wait for it in vain.
-                    words = (f"{_told(told[r], r)[1]}, exit code {ended[r]}" for r in failed)
-                    raise AssertionError("\n".join(words))
+                ended = [(rank, p.exitcode) for rank, p in enumerate(begun) if p.exitcode]
+                # One that crashed with a result did so while gloo's own thread hung up; for one
+                # without a result the others may wait in vain.
+                failed = [(_result(folder, r)[1], code) for r, code in ended
+                          if not _result(folder, r)[0]]
+                assert not failed, "\n".join(f"{why}, exit code {code}" for why, code in failed)
                 time.sleep(0.02)
             late = [rank for rank, p in enumerate(begun) if p.is_alive()]
             assert not late, f"ranks {late} were not done in {timeout} s"
-            results = [_told(path, rank) for rank, path in enumerate(told)]
+            results = [_result(folder, rank) for rank in range(n)]
             assert all(good for good, _ in results), "\n".join(x for good, x in results if not good)
             return [value for _, value in results]
         finally:
@@ -65,22 +60,25 @@ def run(function: Callable[..., Any], n: int, *args: Any, timeout: float = 120) 
                 process.join()
 
 
-def _told(path: str, rank: int) -> tuple[bool, Any]:
-    if not Path(path).exists():
+def _result(folder: str, rank: int) -> tuple[bool, Any]:
+    path = Path(folder, f"result-{rank}")
+    if not path.exists():
         return False, f"rank {rank} ended without a word"
     return torch.load(path, weights_only=False)
 
 
-def _child(function: Any, rank: int, n: int, store: str, told: str, args: tuple[Any, ...]) -> None:
+def _child(function: Any, rank: int, n: int, folder: str, args: tuple[Any, ...]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    path = Path(folder, f"result-{rank}")
     try:
+        store = f"file://{folder}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n)
         result = function(rank, n, *args)
         dist.barrier()
-        torch.save((True, result), told)
+        torch.save((True, result), path)
         dist.destroy_process_group()
     except BaseException:
-        torch.save((False, f"rank {rank}:\n{traceback.format_exc()}"), told)
+        torch.save((False, f"rank {rank}:\n{traceback.format_exc()}"), path)
         raise SystemExit(1) from None
