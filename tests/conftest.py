@@ -15,8 +15,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-if hasattr(signal, "SIGHUP"):  # under nohup it is ignored, here and in the processes started
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# Under nohup, and in a shell's background, they are ignored, here and in the processes started.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for subprocesses
 
