@@ -15,9 +15,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-# Under nohup, and in a shell's background, they are ignored, here and in the processes started.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-signal.signal(signal.SIGINT, signal.default_int_handler)
+if os.name == "posix":  # under nohup, and in a shell's background, they are ignored
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for subprocesses
 

@@ -314,6 +314,8 @@ def test_nanogpts_finetuning_runs_unchanged_at_its_constant_rate(tmp_path):
         ({"min_lr": 0.1}, []),
         ({"lr_decay_iters": 0}, ["--lr_decay_iters=0"]),
         ({"warmup_iters": 50, "lr_decay_iters": 10}, ["10", "50"]),
+        ({"warmup_iters": 30, "decay_lr": "linear"}, []),
+        ({"warmup_iters": 31, "decay_lr": "linear"}, ["31"]),
     ],
 )
 def test_a_schedule_that_is_cut_short_is_a_warning(changes: dict[str, Any], named):

@@ -28,7 +28,7 @@ import data
 import train
 from core import flops, metrics, runtime
 from core.metrics import read as read_rows
-from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
+from core.optimizer import build_optimizer, learning_rate, update
 from core.settings import UserError, exit_on_user_error
 from data.prepare import PrepareConfig, prepare
 from model import GPT, GPTConfig
@@ -151,13 +151,6 @@ def test_the_rate_rises_in_a_line_falls_as_a_cosine_and_stays(warmup, last, low)
                 else floor + (2 - floor) * (1 + cosine) / 2)
         assert learning_rate(step, how) == pytest.approx(want)
         assert learning_rate(step, replace(how, decay_lr=False)) == 2.0
-
-
-@pytest.mark.parametrize("warmup, missed", [(6, False), (7, True)])
-def test_a_linear_decay_cuts_a_long_warm_up_off_with_a_warning(warmup, missed):
-    how = config(learning_rate=1.0, decay_lr="linear", warmup_iters=warmup, max_iters=20)
-    highest = max(learning_rate(step, how) for step in range(20))
-    assert (highest < 1) == bool(schedule_warnings(how)) == missed
 
 
 # --- one update ---
@@ -531,14 +524,6 @@ def test_no_time_is_printed_that_was_not_measured(data_dir, tmp_path):
     assert r.code == 0 and " ms" not in r.out and not any("ms" in row for row in r.rows)
     again = run(data_dir, tmp_path, max_iters=1, init_from="resume")
     assert again.code == 0 and "at the peak rate 0 s" in again.out  # and not a negative time
-
-
-@pytest.mark.slow
-def test_more_steps_than_the_schedule_has_are_warned_of(data_dir, tmp_path, caplog):
-    assert run(data_dir, tmp_path, max_iters=2).code == 0
-    r = run(data_dir, tmp_path, max_iters=4, init_from="resume")
-    rates = [row["lr"] for row in r.rows if "lr" in row]
-    assert "--lr_decay_iters=2" in caplog.text and rates[-1] == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("busy, peak, shown", [
