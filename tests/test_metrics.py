@@ -40,15 +40,15 @@ def test_rows_have_all_digits_and_a_resumed_run_drops_what_it_will_do_again(tmp_
     m.log(iter=20, loss=loss, mem_bytes=2**40 + 1)
     assert json.loads(path.read_text().splitlines()[-1])["loss"] == loss  # at once
     m.log(iter=20, train_loss=1.0, val_loss=0.1 + 0.2)
-    log(m, 30).close()
+    log(m, 21, 30).close()
     m = Metrics(tmp_path / "out", 20)
-    m.log(iter=30, loss=5.0)
+    m.log(iter=21, loss=5.0)
     m.close()
-    assert steps(tmp_path / "out") == [0, 1, 10, 20, 20, 30]
+    assert steps(tmp_path / "out") == [0, 1, 10, 20, 20, 21]
     assert read(path)[0]["val_loss"] == math.pi * 1e-9
     assert read(path)[3:] == [{"iter": 20, "loss": loss, "mem_bytes": 2**40 + 1},
                               {"iter": 20, "train_loss": 1.0, "val_loss": 0.1 + 0.2},
-                              {"iter": 30, "loss": 5.0}]
+                              {"iter": 21, "loss": 5.0}]
     Metrics(tmp_path / "out", 0).close()
     assert path.read_text() == "" and read(tmp_path / "none.jsonl") == []
 

@@ -316,8 +316,7 @@ def test_one_process_under_torchrun_leaves_its_group(torchrun) -> None:
 
 def test_how_as_many_processes_are_started_again(monkeypatch) -> None:
     def launcher(n: int) -> str:  # of all processes, also of those that share sequences
-        device = CPU
-        return DistInfo(device, world_size=n, context_parallel=n // 2 or 1).launcher
+        return DistInfo(CPU, world_size=n, context_parallel=n // 2 or 1).launcher
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert launcher(1) == "python" and launcher(4) == "torchrun --standalone --nproc_per_node=4"
@@ -355,7 +354,7 @@ def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun) ->
     optimizer = build_optimizer(model, train.TrainConfig(), CPU)
     for micro_steps in (1, 3):
         train.train_step(module, optimizer, setup.scaler(), setup.autocast, x, x, micro_steps, 1.0,
-                   torch.zeros(()), begun.append)
+                         torch.zeros(()), begun.append)
         assert sent == [micro_steps]  # in the last one's backward pass
         sent.clear()
         begun.clear()

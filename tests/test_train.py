@@ -28,7 +28,7 @@ import data
 import train
 from core import flops, metrics, runtime
 from core.metrics import read as read_rows
-from core.optimizer import build_optimizer, learning_rate, update
+from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
 from core.settings import UserError, exit_on_user_error
 from data.prepare import PrepareConfig, prepare
 from model import GPT, GPTConfig
@@ -151,6 +151,20 @@ def test_the_rate_rises_in_a_line_falls_as_a_cosine_and_stays(warmup, last, low)
                 else floor + (2 - floor) * (1 + cosine) / 2)
         assert learning_rate(step, how) == pytest.approx(want)
         assert learning_rate(step, replace(how, decay_lr=False)) == 2.0
+
+
+@pytest.mark.parametrize("changes, named", [
+    ({"warmup_iters": 10}, []), ({"warmup_iters": 101}, ["101", "100"]),
+    ({"warmup_iters": 101, "decay_lr": False}, []), ({"min_lr": 0.5}, ["0.5", "0.1"]),
+    ({"min_lr": 0.1}, []), ({"lr_decay_iters": 0}, ["--lr_decay_iters=0"]),
+    ({"warmup_iters": 50, "lr_decay_iters": 10}, ["10", "50"]),
+    ({"warmup_iters": 30, "decay_lr": "linear"}, []),
+    ({"warmup_iters": 31, "decay_lr": "linear"}, ["31"]),
+])
+def test_a_schedule_that_is_cut_short_is_a_warning(changes, named):
+    plain = TrainConfig(max_iters=100, warmup_iters=0, learning_rate=0.1)
+    found = schedule_warnings(replace(plain, **changes))
+    assert len(found) == bool(named) and all(word in found[0] for word in named)
 
 
 # --- one update ---
