@@ -157,8 +157,7 @@ def test_the_tokenizers_of_models() -> None:
 @pytest.mark.parametrize("pattern", [
     "(a", "a)(b", "a{", "[a", "*", "(?=a)b", r"(a)\1", r"(?<!a)b", "a\\",
     "^^a", "a$$", "(^a)", "(a$)|b", r"\Aa", r"a\b", r"a\B", r"a\z", "Z", "", "\ud800",
-    *few(["(" * 9 + "a?" + "){9}" * 9, "(a|b)*a(a|b){40}", "(a{1000}){1000}{10}",
-          "((a{1,99}){1,99}){1,99}", "(?:[a-c]{1,300}){300}"], 0)])
+    *few(["(" * 9 + "a?" + "){9}" * 9, "(a|b)*a(a|b){40}"], 0)])
 def test_a_pattern_that_cannot_be_or_has_too_many_states_is_named(pattern) -> None:
     with pytest.raises(UserError, match=re.escape(repr(pattern)[:50])):
         constrain.regex(pattern, Vocabulary(TOKENS))
