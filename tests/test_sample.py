@@ -64,6 +64,8 @@ def test_a_seed_gives_the_same_text_every_time(trained):
     assert len(a) == 41 and a.startswith("\n")
     assert set(a) <= set(TEXT)
     assert text_of(*of(trained, "--seed=3", "--start=")) == [a]  # an empty prompt begins so, too
+    how = {"temperature": 0.8, "top_k": 200, "generator": torch.Generator().manual_seed(3)}
+    assert engine.generate(inference.load(trained, device="cpu")[0], "", 40, **how) == a
 
 
 def test_any_integer_is_a_seed(trained):
@@ -104,6 +106,18 @@ def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch):
     assert len(text_of(*of(trained, f"--prompts={path}", n=3))) == 2
     path.write_bytes(b"\xff\xfe")
     assert str(path) in refused(*of(trained, f"--start=FILE:{path}"))
+
+
+@pytest.mark.parametrize("option", ["out_dir=", "init_from=", "prompts=", "start=FILE:", "out="])
+def test_a_name_that_is_too_long_is_one_sentence(trained, option) -> None:
+    said = refused(*of(trained, "--start=A", n=1), f"--{option}{'x' * 5000}")
+    assert "xxx" in said and "too long" in said and said.count("\n") == 1
+
+
+def test_blank_lines_are_no_prompts(trained, tmp_path, caplog) -> None:
+    (tmp_path / "lines.txt").write_text("\nAnn\n \n\nBob\n")
+    assert len(text_of(*of(trained, f"--prompts={tmp_path / 'lines.txt'}", n=1))) == 2
+    assert "3 blank lines" in caplog.text and "lines.txt" in caplog.text
 
 
 def test_a_vocabulary_without_a_newline_and_rounded_up(tmp_path):
