@@ -196,6 +196,16 @@ def test_a_crash_between_any_two_operations(scene, tmp_path):
     assert outcomes == {before[-1][0] if before else None, 99.0}
 
 
+def test_the_advice_reads_each_checkpoint_once(tmp_path):
+    """Of 40 damaged ones, 2**40 reads would not end."""
+    save(tmp_path, 1)
+    for step in range(2, 41):
+        folder = shutil.copytree(tmp_path / "step-00000001", tmp_path / f"step-{step:08d}")
+        (folder / ("settings.json" if step % 2 else "model.safetensors")).write_bytes(b"{}")
+    with pytest.raises(UserError, match=r"step-00000040.*step-00000001"):
+        checkpoint.load(checkpoint.latest(tmp_path)).weights()
+
+
 # --- a full disk ---
 
 
