@@ -213,13 +213,14 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     else:
         model = init_model(source, config.policy, **changes)
     tokenizer, has = tokenizer_meta(source), model.config.vocab_size
+    sized = f"{named} (vocabulary of {has})"
     dataset = f"--dataset={printable(config.dataset)} (vocabulary of {V})"
     if has < V or not (tokenizer is None or same(tokenizer, meta["tokenizer"])):
         how = f"prepare it with the model's: {command(f'--tokenizer={source}')}"
-        raise UserError(f"{named} has another tokenizer ({has} ids) than {dataset}; {how}")
+        raise UserError(f"{sized} has another tokenizer than {dataset}; {how}")
     known = meta["tokenizer"]["name"] == "gpt2" or trained_on(source) == Path(config.dataset).name
     if tokenizer is None and not (known and fits(V, has)):
-        store.log.warning(f"{named} has no tokenizer: its own may differ from that of {dataset}")
+        store.log.warning(f"{sized} has no tokenizer: its own may differ from that of {dataset}")
     for name in (*SHAPE, "vocab_size", *(["block_size"] if resuming else [])):
         have, want = getattr(model.config, name), getattr(config, name)
         if name == "n_kv_head":
