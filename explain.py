@@ -59,7 +59,7 @@ import torch
 
 import checkpoint
 import sample
-from core.files import write_at_once
+from core.files import printable, write_at_once
 from core.runtime import describe, explained, show_log
 from data.tokenizer import Tokenizer
 from model import GPT
@@ -178,12 +178,12 @@ def main(argv: list[str]) -> int:
     path = config.html or str(Path(config.out_dir if resumed else ".") / "explain.html")
     page = as_page(document)
     write(path, page)
-    print(f"{path} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser")
+    print(f"{printable(path)} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser")
     return 0
 
 
 def write(path: str, text: str) -> None:
-    with user_errors(f"cannot write {path}: "):
+    with user_errors(f"cannot write {printable(path)}: "):
         write_at_once(Path(path), text)
 
 

@@ -3,9 +3,8 @@
 python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
 python sample.py --init_from=gpt2 --prompts=questions.txt --out=answers.jsonl --kv_cache=paged
 
-Texts go to stdout, or as JSON lines to --out, in prompt order. Ctrl-C writes the texts so far and
-exits with code 130. Text n has the seed --seed + n. In float32 it is the same with any batch and
-cache; in other dtypes and with --weights=int8 rounding depends on them, and texts can differ.
+Texts go to stdout, or as JSON lines to --out, in prompt order (docs/GENERATE.md). Ctrl-C writes the
+texts so far and exits with code 130. Text n has the seed --seed + n.
 """
 
 from __future__ import annotations
@@ -101,21 +100,23 @@ import checkpoint
 import data
 import inference
 from attention.machine.system import synchronize
-from core.files import open_output
+from core.files import open_output, printable
 from core.runtime import decide_compile, explained, pick_device, show_log
 from data.tokenizer import well_formed
 from inference import constrain, graphs, serve
 from inference.sampling import Options
+from inference.texts import default_prompt
 from model import GPT
 
 
 def load(config: SampleConfig, **changes: object) -> tuple[GPT, data.Tokenizer]:
-    """The model in evaluation mode and its tokenizer; `changes` go into the GPTConfig."""
+    """The model and its tokenizer; `changes` go into the GPTConfig."""
     device = pick_device(config.device)
     if config.compile and not (possible := decide_compile(True, device)):
         raise UserError(f"--compile is not possible here: {possible.reason}")
-    source = config.out_dir if config.init_from == "resume" else config.init_from
-    if config.init_from == "resume":
+    source = config.init_from
+    if source == "resume":
+        source = config.out_dir
         checkpoint.latest(source)  # raises an error if there is none
     permitted = config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
     changes["attention_backend"] = config.attention_backend
@@ -129,44 +130,30 @@ def load(config: SampleConfig, **changes: object) -> tuple[GPT, data.Tokenizer]:
     return model, tokenizer
 
 
-# --- prompts ---
-
-
 def prompts(config: SampleConfig) -> list[str]:
-    """The prompts of --start and --prompts."""
     texts = [_read(s.removeprefix("FILE:")) if s.startswith("FILE:") else s for s in config.start]
     if config.prompts is not None:
-        lines = [line for line in _read(config.prompts).split("\n") if line.strip()]
-        if not lines:
-            raise UserError(f"no prompt in {config.prompts}")
-        texts += lines
+        lines = _read(config.prompts).removesuffix("\n").split("\n")
+        found = [line for line in lines if line.strip()]
+        name = printable(config.prompts)
+        if not found:
+            raise UserError(f"no prompt in {name}")
+        if blank := len(lines) - len(found):
+            log.warning(f"left out {blank} blank line{'s' * (blank > 1)} of {name}")
+        texts += found
     return [well_formed(text) for text in texts]
 
 
-def default_prompt(tokenizer: data.Tokenizer) -> str:
-    """A newline, or where no text has one: the first character, or nothing."""
-    if isinstance(tokenizer, data.CharTokenizer) and "\n" not in tokenizer.ids:
-        return next(filter(None, tokenizer.vocabulary))
-    return "\n" if tokenizer.encode("\n") else ""
-
-
 def _read(path: str) -> str:
-    with user_errors(f"cannot read {path}: "):
+    with user_errors(f"cannot read {printable(path)}: "):
         return Path(path).expanduser().read_text(encoding="utf-8-sig")
 
 
-# --- texts ---
-
-
 class Writer:
-    """Generates the texts, batch_size at a time."""
-
     def __init__(self, config: SampleConfig, model: GPT, prompts: list[str]) -> None:
         self.config, self.model = config, model
         self.device = model.transformer.wte.weight.device
-        first = default_prompt(model.tokenizer)
-        empty = first if model.tokenizer.eot is None else ""  # no token begins a document
-        starts = [prompt or empty for prompt in prompts] or [first]
+        starts = prompts or [default_prompt(model.tokenizer)]
         texts = [prompt for prompt in starts for _ in range(config.num_samples)]
         self.seeds = [config.seed + n for n in range(len(texts))]
         regex = config.regex
@@ -204,13 +191,24 @@ class Writer:
         short = self.config.regex is not None or len(row.new) < row.room
         return "stop" if short or (row.new and self.scheduler.stops(row)) else "length"
 
-    def new(self, row: serve.Row) -> list[int]:
-        """The new tokens without an end token."""
-        return [token for token in row.new if token not in self.model.tokenizer.ends]
+    def tokens(self, row: serve.Row) -> int:
+        return sum(token not in self.model.tokenizer.ends for token in row.new)
+
+    def write(self, row: serve.Row, out: IO[str]) -> None:
+        new = "".join(self.scheduler.pieces(row, row.new))
+        found = {
+            "prompt": row.text, "text": new, "tokens": self.tokens(row),
+            "seed": self.seeds[row.index], "finish": self.finish(row),
+        }  # fmt: skip
+        print(json.dumps(found, ensure_ascii=False), file=out, flush=True)
+        if self.config.stream:
+            print("\n---------------", flush=True)
+        elif self.config.out is None:
+            print(f"{row.text}{new}\n---------------", flush=True)
 
     def report(self) -> str:
         texts = sum(self.finish(row) != "waiting" for row in self.rows)
-        n, s = sum(len(self.new(row)) for row in self.rows), self.scheduler.stats
+        n, s = sum(map(self.tokens, self.rows)), self.scheduler.stats
         kind = ", ".join(filter(None, (self.scheduler.kv_cache, self.scheduler.graph)))
         cache = f"{s.cache_bytes / 1e6:.1f} MB" if s.cache_bytes else "not used"
         if s.pages:
@@ -222,22 +220,18 @@ class Writer:
         )
 
 
-# --- output ---
-
-
 @explained("a smaller --batch_size or --max_new_tokens, --dtype=bfloat16 or --weights=int8")
 def main(argv: list[str]) -> int:
-    """Continue every prompt; returns the exit code."""
     show_log()
     config = read(SampleConfig, argv, aliases=ALIASES).settings
     starts = prompts(config)
     files = [os.path.realpath(path) for path in (config.prompts, config.out) if path]
     if len(files) > len(set(files)):
-        raise UserError(f"--out={config.out} would replace --prompts")
+        raise UserError(f"--out={printable(config.out)} would replace --prompts")
     terminal.prepare(*["stdout"] * bool(config.out))  # the texts go on without their reader
     writer = Writer(config, load(config)[0], starts)
     code = written = 0
-    with user_errors(f"cannot write {config.out}: "):
+    with user_errors(f"cannot write {printable(config.out)}: "):
         out = open_output(Path(config.out or os.devnull), "w")
     with out:
         steps = writer.steps()
@@ -251,7 +245,7 @@ def main(argv: list[str]) -> int:
                         print(piece, end="", flush=True)
                 for _ in new:
                     pass
-                _print(row, writer, out)
+                writer.write(row, out)
                 written += 1
         except KeyboardInterrupt as e:
             code = e.args[0] if e.args else 130  # of core/settings.py
@@ -259,13 +253,12 @@ def main(argv: list[str]) -> int:
             steps.close()
         for row in writer.rows[written:]:
             if writer.finish(row) != "waiting":
-                _print(row, writer, out)
+                writer.write(row, out)
     print(writer.report(), file=sys.stderr)
     return code
 
 
 def _new(steps: Iterator[None], row: serve.Row) -> Iterator[int]:
-    """Generate a text; yields its tokens as they come."""
     shown = 0
     while True:
         yield from row.new[shown:]
@@ -273,19 +266,6 @@ def _new(steps: Iterator[None], row: serve.Row) -> Iterator[int]:
         if row.ended or not row.room:
             return
         next(steps)
-
-
-def _print(row: serve.Row, writer: Writer, out: IO[str]) -> None:
-    new, stream = "".join(writer.scheduler.pieces(row, row.new)), writer.config.stream
-    found = {
-        "prompt": row.text, "text": new, "tokens": len(writer.new(row)),
-        "seed": writer.seeds[row.index], "finish": writer.finish(row),
-    }  # fmt: skip
-    print(json.dumps(found, ensure_ascii=False), file=out, flush=True)
-    if stream:
-        print("\n---------------", flush=True)
-    elif writer.config.out is None:
-        print(f"{row.text}{new}\n---------------", flush=True)
 
 
 if __name__ == "__main__":

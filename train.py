@@ -33,6 +33,7 @@ import data
 from attention import Resolution
 from core import flops, parallel, profile, runtime
 from core.distributed import SLOW_S, DistInfo, Stop, Stopped
+from core.files import printable
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
 from core.optimizer import about, build_optimizer, schedule_warnings, set_learning_rate, update
@@ -112,7 +113,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     size = f"{model.get_num_params(False):,} parameters (for MFU {flops.n_params(model.config):,})"
     tokenizer = f"tokenizer {meta['tokenizer']['name']}, vocabulary {meta['vocab_size']:,}"
     lines = [*setup.report(distributed.world_size), *about(optimizer)]
-    lines += [f"model: {size}; dataset {folder}, {tokenizer}"]
+    lines += [f"model: {size}; dataset {printable(folder)}, {tokenizer}"]
     distributed.say("\n".join(lines))
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, *done.best, windows)  # fmt: skip
@@ -153,7 +154,9 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     distributed.gather(None)  # every process is ready: an earlier run may be moved aside now
     if distributed.main:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
-            distributed.say(f"an earlier run's checkpoints and metrics are now in {moved}")
+            distributed.say(
+                f"an earlier run's checkpoints and metrics are now in {printable(moved)}"
+            )
         wandb = {"project": config.wandb_project, "name": config.wandb_run_name,
                  "config": asdict(config)} if config.wandb_log else None  # fmt: skip
         meter.metrics = Metrics(Path(config.out_dir), run.step, wandb, run.evaluated)

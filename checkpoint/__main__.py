@@ -1,7 +1,5 @@
-"""Export a checkpoint to one folder: python -m checkpoint export FOLDER [--to=PLACE].
-
-transformers, and the engines that read its format, load it (docs/SERVE.md).
-"""
+"""Export a checkpoint for transformers and others: python -m checkpoint export FOLDER [--to=PLACE]
+(docs/SERVE.md)."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ import data
 from checkpoint import families, store
 from checkpoint.convert import save_hf
 from checkpoint.store import Checkpoint, Json
+from core.files import printable
 from core.settings import Texts, UserError, exit_on_user_error, read
 from model import GPT
 
@@ -37,9 +36,9 @@ def main(argv: list[str]) -> int:
         raise UserError("usage: python -m checkpoint export FOLDER [--to=PLACE]")
     to = Path(config.to or f"{config.command[1]}/export")
     if (source := store.own_checkpoint(config.command[1])) is None:
-        raise UserError(f"no checkpoint in {config.command[1]}")
+        raise UserError(f"no checkpoint in {printable(config.command[1])}")
     if to.exists():
-        raise UserError(f"{to} exists: name a new folder, or delete it")
+        raise UserError(f"{printable(to)} exists: name a new folder, or delete it")
     saved = store.load(source)
     model, partial = saved.model(), to.with_name(f".{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # a killed export left it
@@ -53,33 +52,27 @@ def main(argv: list[str]) -> int:
                 shutil.copyfile(source / name, partial / name)
         partial.rename(to)
     except (OSError, SafetensorError) as e:
-        raise UserError(f"could not write {to} ({store.disk_error(e)})") from e
+        raise UserError(f"could not write {printable(to)} ({store.disk_error(e)})") from e
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    print(f"exported {source} to {to} ({config.format})")
+    print(f"exported {printable(source)} to {printable(to)} ({config.format})")
     return 0
 
 
 def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
-    """Write the model, its tokenizer and a card, as transformers loads them."""
     tokenizer = data.from_meta(saved.settings["tokenizer"])
     kind = families.write_config(model.config)["model_type"]
     if kind == "qwen2" and not isinstance(tokenizer, data.FileTokenizer):
         # It ignores the pre-tokenizer of tokenizer.json: other ids, without a warning.
-        raise UserError(
-            "transformers splits the text of the family qwen2 (--bias=qkv) as Qwen does; "
-            "train with --bias=False"
-        )
-    V, eot, content = tokenizer.vocab_size, tokenizer.eot, tokenizer.to_json()
+        raise UserError("transformers splits texts of the family qwen2 (--bias=qkv) as Qwen does")
+    eot, content, ends = tokenizer.eot, tokenizer.to_json(), [*tokenizer.ends]
     bos = next(iter(tokenizer.begin), eot)
-    ends = [*tokenizer.ends]
     ids: Json = {"bos_token_id": bos, "eos_token_id": ends if ends[1:] else eot}
-    config = save_hf(cropped(model, V), folder, **ids)
+    config = save_hf(cropped(model, tokenizer.vocab_size), folder, **ids)
     store.save_json(content, folder / "tokenizer.json")
     special = {token["id"]: token["content"] for token in content["added_tokens"]}
     names = {"bos_token": special.get(bos), "eos_token": special.get(eot)}
-    # As in GPT-2: no text needs it, but ctranslate2 expects one.
-    unknown = content["model"].get("unk_token")
+    unknown = content["model"].get("unk_token")  # ctranslate2 expects one
     names["unk_token"] = unknown if unknown in special.values() else special.get(eot)
     tokens = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -88,10 +81,10 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
         **{k: name for k, name in names.items() if name in special.values()},
     }
     store.save_json(tokens, folder / "tokenizer_config.json")
-    how: Json = {"do_sample": True, "max_new_tokens": 100}  # else a server ignores the temperature
+    ids |= {"do_sample": True, "max_new_tokens": 100}  # else a server ignores the temperature
     if tokenizer.unused:
-        how["suppress_tokens"] = [*tokenizer.unused]
-    store.save_json({**ids, **how}, folder / "generation_config.json")
+        ids["suppress_tokens"] = [*tokenizer.unused]
+    store.save_json(ids, folder / "generation_config.json")
     loss = saved.state.get("val_loss")
     evaluated = "not known" if loss is None else f"{loss:.4f} nats a token"
     dataset = saved.settings["train"].get("dataset")
@@ -111,7 +104,6 @@ on `{dataset}` for {saved.step:,} steps. Validation loss: {evaluated}.
 
 
 def cropped(model: GPT, vocab_size: int) -> GPT:
-    """The model without the rows that round its vocabulary up: no tokenizer has these tokens."""
     if vocab_size >= model.config.vocab_size:
         return model
     small = GPT(replace(model.config, vocab_size=vocab_size))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from attention import Policy
 from checkpoint import families, store
 from checkpoint.store import Json
+from core.files import printable
 from core.settings import UserError, first_line, from_dict
 from data.tokenizer import ENDS_IN, OTHER_FILES, GPT2Tokenizer, from_path
 from model import GPT, GPTConfig
@@ -22,10 +23,10 @@ SHARD = 5_000_000_000  # bytes of a file of exported weights
 
 
 def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: object) -> GPT:
-    """Load a nanoGPT ckpt.pt; `changes` go into the GPTConfig. Raises UserError."""
+    """Load a nanoGPT ckpt.pt, with `changes` to the GPTConfig. Raises UserError."""
     saved = store.read_file(Path(path), store.load_torch)
     if not store.has_dicts(saved, "model", "model_args"):
-        raise UserError(f"{path} is not a nanoGPT checkpoint ('model' or 'model_args' is missing)")
+        raise UserError(f"{printable(path)} lacks 'model' or 'model_args' of a nanoGPT checkpoint")
     fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
     model = GPT(from_dict(GPTConfig, {**sizes, **changes}, str(path)), policy)
@@ -38,16 +39,13 @@ def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: object)
 
 
 def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
-    """Load a model of checkpoint/families.py from a transformers folder or the hub ("gpt2-xl",
-    "owner/name"). `changes` go into the GPTConfig.
-
-    Raises UserError: it is missing or damaged, asks for what GPT has not, or the download failed.
-    """
+    """Load a transformers folder or a model of the hub ("gpt2-xl", "owner/name"), with `changes` to
+    the GPTConfig. Raises UserError."""
     folder = Path(source) if Path(source).is_dir() else _download(source)
     saved = store.read_file(folder / "config.json", store.load_json)
     config = families.read_config(saved, source, **changes)
     if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
-        raise UserError(f"{source} has weights in *.bin, expected *.safetensors")
+        raise UserError(f"{printable(source)} has weights in *.bin, expected *.safetensors")
     files, index = [folder / WEIGHTS], folder / f"{WEIGHTS}.index.json"
     if index.exists():
         files = store.read_file(index, _listed)
@@ -65,10 +63,7 @@ def _listed(index: Path) -> list[Path]:
 
 
 def save_hf(model: GPT, folder: str | Path, **more: object) -> Json:
-    """Write config.json (and `more` in it) and the weights as transformers loads them.
-
-    Raises UserError: no family of transformers has this model's options.
-    """
+    """Write config.json (with `more`) and the weights for transformers. Raises UserError."""
     folder, config = Path(folder), {**families.write_config(model.config), **more}
     folder.mkdir(parents=True, exist_ok=True)
     weights = families.write_weights(model, config["model_type"])
@@ -100,7 +95,7 @@ def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT
 
 
 def tokenizer_meta(source: str) -> Json | None:
-    """The tokenizer of a source of init_model(), or None. UserError: it is of another kind."""
+    """The tokenizer of a source of init_model(), or None. Raises UserError."""
     if own := store.own_checkpoint(source):
         return store.load(own).settings["tokenizer"]
     path = Path(source)
@@ -113,13 +108,13 @@ def tokenizer_meta(source: str) -> Json | None:
 
 
 def trained_on(source: str) -> str | None:
-    """The name of the dataset of a nanoGPT ckpt.pt; None if that is not known."""
+    """The name of the dataset of a nanoGPT ckpt.pt, if it is known."""
     saved = store.read_file(Path(source), store.load_torch) if Path(source).is_file() else {}
     return saved["config"].get("dataset") if store.has_dicts(saved, "config") else None
 
 
 def _download(name: str) -> Path:
-    no_file = f"{name!r} is not a local folder or file"
+    no_file = f"{printable(name)} is not a local folder or file"
     owner = re.fullmatch(r"([\w.-]+)/[\w.-]+", name)
     if name not in HUB_NAMES and (owner is None or Path(owner[1]).exists()):
         raise UserError(f"{no_file}; models on the hub: {', '.join(HUB_NAMES)}, owner/name")
@@ -128,10 +123,10 @@ def _download(name: str) -> Path:
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
         raise UserError(f"{no_file}; to download it: pip install huggingface_hub") from None
-    # It prints its own warnings; the root logger would repeat them.
+    # The root logger would repeat its warnings.
     logging.getLogger("huggingface_hub").propagate = False
     files = ["model*.safetensors", f"{WEIGHTS}.index.json", "*config.json", "tokenizer.json"]
     try:
         return Path(snapshot_download(name, allow_patterns=[*files, *OTHER_FILES, *ENDS_IN]))
     except (OSError, ValueError, HfHubHTTPError) as e:
-        raise UserError(f"{no_file}; downloading it failed ({first_line(e)})") from e
+        raise UserError(f"{no_file}; download failed ({printable(first_line(e))})") from e

@@ -1,12 +1,12 @@
 """transformers' models that GPT can be: their config.json and their names of the weights.
 
-    gpt2              GPT-2
-    llama             Llama 1 to 3.2, SmolLM2
-    mistral           llama with one window for all layers
-    qwen2             llama with biases of q, k and v, and a window in some layers
-    qwen3             llama with qk_norm, and a window in some layers
+    gpt2      GPT-2
+    llama     Llama 1 to 3.2, SmolLM2
+    mistral   llama with one window for all layers
+    qwen2     llama with biases of q, k and v, and a window in some layers
+    qwen3     llama with qk_norm, and a window in some layers
 
-Anything else in a config is refused, never loaded approximately.
+Anything else in a config is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.files import printable
 from core.settings import UserError, from_dict
 from model import GPT, GPTConfig
 
@@ -59,14 +60,10 @@ FIXED: Json = {
     "rope_interleaved": False, "quantization_config": None, "add_cross_attention": False,
 }  # fmt: skip
 
-# ----------------------------------------------------------------------------- config.json
-
 
 def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
-    """The GPTConfig of a config.json's content; `changes` replace its fields.
-
-    Raises UserError: another architecture, a missing field, or one that GPT cannot follow.
-    """
+    """The GPTConfig of a config.json's content, with `changes`. Raises UserError."""
+    source = printable(source)
     kind = saved.get("model_type") if isinstance(saved, dict) else None
     if not isinstance(kind, str) or kind not in ASSUMED:
         raise UserError(f"{source} has model_type={kind!r}, expected one of {', '.join(ASSUMED)}")
@@ -78,56 +75,59 @@ def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
     if lacking := [name for name in needed if name not in saved]:
         raise UserError(f"config.json of {source} lacks {', '.join(lacking)}")
     try:
-        fields = _from_gpt2(saved, source) if kind == "gpt2" else _from_llama(kind, saved, source)
+        fields = _from_gpt2(saved) if kind == "gpt2" else _from_llama(kind, saved)
     except (TypeError, AttributeError) as e:
         raise UserError(f"config.json of {source} has a value of another type ({e})") from e
+    except UserError as e:
+        raise UserError(f"{source} has {e}") from None
     return from_dict(GPTConfig, {**fields, **changes}, source)
 
 
-def _from_gpt2(saved: Json, source: str) -> Json:
+def _from_gpt2(saved: Json) -> Json:
     if (gelu := saved["activation_function"]) not in GELUS:
-        raise UserError(f"{source} has activation_function={gelu!r}, expected {', '.join(GELUS)}")
-    fields = {name: saved[name] for name in GPT2_SIZES}
-    fields |= {"block_size": saved["n_positions"], "bias": True, "gelu": GELUS[gelu]}
-    fields |= {"n_hidden": saved.get("n_inner"), "norm_eps": saved["layer_norm_epsilon"]}
-    return fields | {"tied": saved.get("tie_word_embeddings", True)}
+        raise UserError(f"activation_function={gelu!r}, expected {', '.join(GELUS)}")
+    return {
+        **{name: saved[name] for name in GPT2_SIZES}, "block_size": saved["n_positions"],
+        "bias": True, "gelu": GELUS[gelu], "n_hidden": saved.get("n_inner"),
+        "norm_eps": saved["layer_norm_epsilon"], "tied": saved.get("tie_word_embeddings", True),
+    }  # fmt: skip
 
 
-def _from_llama(kind: str, saved: Json, source: str) -> Json:
+def _from_llama(kind: str, saved: Json) -> Json:
     fields: Json = {ours: saved[theirs] for ours, theirs in LLAMA_SIZES.items()}
     # Version 5 has rope_parameters; earlier ones rope_theta and rope_scaling.
     rope = {"rope_theta": saved.get("rope_theta", 10000.0)} | (saved.get("rope_scaling") or {})
     rope |= saved.get("rope_parameters") or {}
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
-        raise UserError(f"{source} has rope_parameters of {nested[0]} alone")
+        raise UserError(f"rope_parameters of {nested[0]} alone")
     how = rope.get("rope_type", rope.get("type", "default"))
     if how not in ("default", "llama3"):
-        raise UserError(f"{source} has rope_type={how!r}, expected 'default' or 'llama3'")
+        raise UserError(f"rope_type={how!r}, expected 'default' or 'llama3'")
     if (part := rope.get("partial_rotary_factor", 1)) != 1:
-        raise UserError(f"{source} has partial_rotary_factor={part}, expected 1")
+        raise UserError(f"partial_rotary_factor={part}, expected 1")
     if how == "llama3":
         if lacking := [name for name in ROPE if name not in rope]:
-            raise UserError(f"rope_scaling of {source} lacks {', '.join(lacking)}")
+            raise UserError(f"a rope_scaling without {', '.join(lacking)}")
         fields["rope_scaling"] = tuple(rope[name] for name in ROPE)
-    fields |= {
+    return fields | {
         "n_kv_head": saved.get("num_key_value_heads") or fields["n_head"],
         "head_size": saved.get("head_dim"),
         "norm_eps": saved.get("rms_norm_eps", 1e-6),
         "rope_theta": rope["rope_theta"],
         "tied": saved.get("tie_word_embeddings", False),
         "bias": "qkv" if kind == "qwen2" else False,
-        "attention_window": _windows(kind, saved, source),
+        "attention_window": _windows(kind, saved),
+        **LLAMA_HAS,
+        "qk_norm": kind == "qwen3",
     }
-    fields |= {"position": "rope", "norm": "rms", "mlp": "swiglu", "qk_norm": kind == "qwen3"}
-    return fields
 
 
-def _windows(kind: str, saved: Json, source: str) -> int | tuple[int | None, ...] | None:
-    """The window of each layer, in tokens that a query sees; transformers counts it too."""
+def _windows(kind: str, saved: Json) -> int | tuple[int | None, ...] | None:
+    """The window of each layer, in tokens that a query sees, as transformers counts."""
     window, types = saved.get("sliding_window"), saved.get("layer_types")
     n = saved["num_hidden_layers"]
     if types and (len(types) != n or {*types} - {"full_attention", "sliding_attention"}):
-        raise UserError(f"{source} has layer_types={types}")
+        raise UserError(f"layer_types={types}")
     if kind == "mistral" or window is None:
         return window
     if kind == "llama" or not saved.get("use_sliding_window", False):
@@ -138,7 +138,7 @@ def _windows(kind: str, saved: Json, source: str) -> int | tuple[int | None, ...
 
 
 def write_config(config: GPTConfig) -> Json:
-    """The config.json of the simplest family that has all of this; raises UserError."""
+    """The config.json of the simplest family that has all of this. Raises UserError."""
     c = config
     blocks = {name: getattr(c, name) for name in LLAMA_HAS}
     if blocks == LLAMA_HAS:
@@ -168,11 +168,10 @@ def write_config(config: GPTConfig) -> Json:
 
 
 def _to_llama(c: GPTConfig) -> Json:
-    windows = {*c.windows}
-    sizes = windows - {None}
+    sizes = {*c.windows} - {None}
     if len(sizes) > 1:
         raise UserError(f"no format has windows of several sizes, got {c.attention_window}")
-    if sizes and None in windows and not (c.qk_norm or c.bias):
+    if sizes and None in c.windows and not (c.qk_norm or c.bias):
         raise UserError("no format has windows in some layers only, except with --qk_norm=True")
     if c.bias is True or (c.qk_norm and c.bias):
         raise UserError(f"no format has bias={c.bias} with --norm=rms; use --bias=False")
@@ -208,9 +207,6 @@ def _to_llama(c: GPTConfig) -> Json:
     return found | {"max_window_layers": 0 if sizes else c.n_layer}
 
 
-# ----------------------------------------------------------------------------- weights
-
-
 def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """A family's weights under our names, each as torch.nn.Linear has it."""
     found: dict[str, Tensor] = {}
@@ -224,18 +220,17 @@ def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Te
             found["transformer.wpe.weight"] = positions[: config.block_size]
         return found
     left = {name: t for name, t in saved.items() if not name.endswith("rotary_emb.inv_freq")}
-    if config.tied:  # some files hold it a second time
+    if config.tied:  # held twice
         left.pop("lm_head.weight", None)
     for ours, theirs in _llama_names(config):
         for kind in ("weight", "bias"):
             parts = [left.pop(f"{name}.{kind}") for name in theirs if f"{name}.{kind}" in left]
             if len(parts) == len(theirs):
                 found[f"{ours}.{kind}"] = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return found | left  # what is left over is reported as unknown
+    return found | left  # reported as unknown
 
 
 def write_weights(model: GPT, kind: str) -> dict[str, Tensor]:
-    """The model's weights under the family's names."""
     config, own = model.config, {name: t.detach().cpu() for name, t in model.state_dict().items()}
     found: dict[str, Tensor] = {}
     if kind == "gpt2":
@@ -244,7 +239,7 @@ def write_weights(model: GPT, kind: str) -> dict[str, Tensor]:
             bias = name.removesuffix("weight") + "bias"
             alone = name.endswith(("wte.weight", "wpe.weight", "lm_head.weight", "bias"))
             if not alone and bias not in own:
-                found[bias] = torch.zeros(tensor.shape[0])  # transformers always has a bias
+                found[bias] = torch.zeros(tensor.shape[0])  # transformers always has it
         return found
     D, H, Hkv = config.head_dim, config.n_head, config.kv_heads
     rows = {"attn.c_attn": [H * D, Hkv * D, Hkv * D], "mlp.c_fc": [config.hidden] * 2}
@@ -267,10 +262,8 @@ def _llama_names(config: GPTConfig) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def derived(name: str) -> bool:
-    """True for GPT-2's masks and its tied head."""
     return name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
 def is_conv1d(name: str) -> bool:
-    """True if transformers stores this weight as (in, out), unlike nn.Linear's (out, in)."""
     return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))

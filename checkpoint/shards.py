@@ -1,11 +1,9 @@
 """Tensors of several processes: each writes its rows, and any number of processes reads them.
 
-    shards/__0_0.distcp ...   a file for each process: parts of tensors, by torch.save, one after
-                              the other
+    shards/__0_0.distcp ...   a file for each process: parts of tensors, by torch.save
     shards/index.json         dtype and shape of each tensor; place and CRC-32 of each part
 
-These are the files of torch.distributed.checkpoint without its own index, a pickle, which could run
-code.
+The index of torch.distributed.checkpoint is a pickle, which could run code.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from core.distributed import DistInfo
+from core.files import printable
 from core.parallel import local, local_part
 from core.runtime import dtype_name
 from core.settings import UserError
@@ -33,13 +32,13 @@ Json = dict[str, Any]
 def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) -> Json:
     """Write this process's parts to its file; return their entries of the index."""
     if not folder.exists():
-        raise UserError(f"{folder} is missing: all processes must share one out_dir")
+        raise UserError(f"{printable(folder)} is missing: all processes must share one out_dir")
     entries: Json = {}
     file = f"__{distributed.rank}_0.distcp"
     with (folder / file).open("wb") as f:
         for i, (name, tensor) in enumerate(tensors.items()):
             shape, at, is_first = local_part(tensor)
-            if not hasattr(tensor, "placements"):  # each process has all of it
+            if not hasattr(tensor, "placements"):  # each has all of it
                 is_first = i % distributed.world_size == distributed.rank
             if not is_first or 0 in shape:
                 continue
@@ -54,7 +53,6 @@ def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) ->
 
 
 def joined(entries: list[Json]) -> Json:
-    """The index of what all processes have written."""
     index: Json = {}
     for own in entries:
         for name, entry in own.items():
@@ -63,7 +61,7 @@ def joined(entries: list[Json]) -> Json:
 
 
 def empty(folder: Path, prefix: str = "", device: str = "meta") -> dict[str, Tensor]:
-    """Uninitialized tensors of the saved shapes and dtypes, those whose name has the prefix."""
+    """Uninitialized tensors of the saved shapes and dtypes, with names of this prefix."""
     return {
         name: torch.empty(saved["shape"], dtype=getattr(torch, saved["dtype"]), device=device)
         for name, saved in _read_index(folder).items()
@@ -72,14 +70,14 @@ def empty(folder: Path, prefix: str = "", device: str = "meta") -> dict[str, Ten
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Read full tensors to the CPU; `prefix` selects them and is removed from their names."""
+    """Full tensors on the CPU, of names with the prefix, which is removed."""
     tensors = empty(folder, prefix, "cpu")
     read(folder, tensors)
     return {name.removeprefix(prefix): t for name, t in tensors.items()}
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors, whole or sharded by rows, in place. Raises ValueError: damage."""
+    """Fill the tensors, whole or sharded by rows. Raises ValueError: damage."""
     entries = _read_index(folder)
     for name, target in tensors.items():
         saved = entries[name]
@@ -99,13 +97,11 @@ def load_torch(file: Path | IO[bytes]) -> Any:
     """What torch.save() wrote, on the CPU. Raises ValueError for objects that could run code."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as e:
-        # torch's own message suggests weights_only=False, which would run code from the file.
+    except pickle.UnpicklingError as e:  # it suggests weights_only=False
         raise ValueError("damaged, or it has Python objects, which could run code") from e
 
 
 def _rows(at: list[int], shape: list[int]) -> tuple[int, int]:
-    """The first row of a part, and the row after its last; a number is one row."""
     return (at[0], at[0] + shape[0]) if shape else (0, 1)
 
 
@@ -132,7 +128,7 @@ def _read_part(folder: Path, name: str, part: Json, dtype: str) -> Tensor:
     with (folder / part["file"]).open("rb") as f:
         f.seek(part["offset"])
         content = f.read(part["length"])
-    if "crc32" in part and zlib.crc32(content) != part["crc32"]:  # older versions have none
+    if "crc32" in part and zlib.crc32(content) != part["crc32"]:  # not in older versions
         raise ValueError(f"{part['file']} is damaged: {name} has another CRC-32 than in {INDEX}")
     saved: Tensor = load_torch(io.BytesIO(content))
     if (dtype_name(saved.dtype), [*saved.shape]) != (dtype, part["shape"]):

@@ -1,6 +1,4 @@
-"""Save and load checkpoints.
-
-A checkpoint is a folder, out_dir/step-00000250:
+"""Save and load checkpoints: folders out_dir/step-00000250.
 
     model.safetensors   the weights
     optimizer.pt        optimizer, gradient scaler and random states
@@ -9,10 +7,8 @@ A checkpoint is a folder, out_dir/step-00000250:
     shards/             with several processes: weights and optimizer state (checkpoint/shards.py)
     checksums.json      CRC-32 of each file above (not of older versions)
 
-The folder is written under a temporary name, synced and renamed: a killed process leaves the
-last complete checkpoint. Loading never runs code from a file: safetensors, JSON,
-torch.load(weights_only=True). A missing or damaged file raises UserError; a JSON file that was
-changed by hand is a warning.
+A folder is written under a temporary name, synced and renamed: a killed process leaves the last
+complete checkpoint. Loading never runs code from a file.
 """
 
 from __future__ import annotations
@@ -25,7 +21,9 @@ import re
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -46,15 +44,16 @@ from model import GPT, GPTConfig
 
 log = logging.getLogger("nanoattn")
 
-STEP = r"step-\d+"  # a checkpoint's name
+STEP = r"step-\d+"
 CHECKSUMS = "checksums.json"
+_advising = ContextVar("advising", default=True)  # False while advice is sought: it would recur
 T = TypeVar("T")
-Json = dict[str, Any]  # a JSON object; in optimizer.pt its values may be tensors
+Json = dict[str, Any]  # in optimizer.pt with tensors
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's folder and its two JSON files; tensors are loaded on demand."""
+    """A checkpoint's folder and JSON files; tensors are loaded on demand, to the CPU."""
 
     folder: Path
     settings: dict[str, Json]  # {"train": ..., "model": ..., "tokenizer": ...}
@@ -70,23 +69,21 @@ class Checkpoint:
         return self.folder / "shards" / INDEX if (self.folder / "shards").exists() else None
 
     def config(self, **changes: object) -> GPTConfig:
-        """The model's config, with `changes`."""
+        """The model's config, with `changes`; only these may name code to run."""
         code = self.settings["model"].get("attention_backend")
-        if isinstance(code, str) and is_code(code):  # only the user may name code that runs
+        if isinstance(code, str) and is_code(code):
             named = "attention_backend" in changes
             runs = str(changes.setdefault("attention_backend", "auto"))
             other_mask = code.startswith("flex:") and not runs.startswith("flex:")
             if other_mask or not named:
-                causal = ", which is causal" if other_mask else ""
-                again = command(f"--attention_backend={code}")
                 log.warning(
                     f"{printable(self.folder)} was trained with {printable(code)}, code that only "
-                    f"you may name ({again}); using {runs!r}{causal}"
+                    f"you may name ({command(f'--attention_backend={code}')}); using {runs!r}"
+                    f"{', which is causal' if other_mask else ''}"
                 )
         return self.read("model", GPTConfig, changes)
 
     def read(self, section: str, cls: type[T], changes: Mapping[str, object] = {}) -> T:
-        """The dataclass `cls` from a section of settings.json, with `changes`."""
         known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
         saved, file = self.settings[section], printable(self.folder / "settings.json")
         if unknown := sorted(saved.keys() - known):
@@ -98,47 +95,45 @@ class Checkpoint:
         return from_dict(cls, {**kept, **changes}, file)
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights, on the CPU."""
         if self.index is None:
             return read_file(self.folder / "model.safetensors", load_file)
         return read_file(self.index, lambda index: parts.read_whole(index.parent, "model."))
 
     def rest(self) -> Json:
-        """optimizer.pt: {"optimizer": its state_dict(), without "state" if there are shards,
-        "scaler": ..., "rng": [one dict a rank]}."""
+        """optimizer.pt: "optimizer", its state_dict(), without "state" if there are shards;
+        "scaler"; "rng", of each rank."""
         rest = read_file(path := self.folder / "optimizer.pt", load_torch)
         if not has_dicts(rest, "optimizer", "scaler") or not isinstance(rest.get("rng"), list):
             raise _damaged(path, "lacks the state of the optimizer, scaler or random numbers")
         return cast(Json, rest)
 
     def model(self, policy: Policy = Policy(), **changes: object) -> GPT:
-        """The model on the CPU, with `changes` to its config."""
         model = GPT(self.config(**changes), policy)
         load_weights(model, self.weights(), str(self.folder))
         return model
 
 
-# ----------------------------------------------------------------------------- find and load
-
-
 def folders(out_dir: str | Path) -> list[Path]:
     """The complete checkpoints of out_dir, oldest step first."""
     found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(STEP, p.name)]
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    return sorted(found, key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name[5:])
 
 
 def latest(out_dir: str | Path) -> Path:
-    """The newest checkpoint of out_dir. Raises UserError if there is none."""
     if found := folders(out_dir):
         return found[-1]
     hint = f"train one: {command('python', 'train.py', f'--out_dir={out_dir}')}"
-    if (file := Path(out_dir) / "ckpt.pt").exists():
+    if os.path.exists(file := Path(out_dir) / "ckpt.pt"):
         hint = f"for nanoGPT's: {command(f'--init_from={file}')}"
     raise UserError(f"no checkpoint in {printable(out_dir)}; {hint}")
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
-    """The checkpoint of lowest validation loss on the newest one's data; None if there is none."""
+    """The checkpoint of lowest validation loss on the newest one's data, if any."""
     saved = [load(p) for p in folders(out_dir)]
     since = saved[-1].state.get("best_since", 0) if saved else 0
     losses = {c.folder: c.state.get("val_loss") for c in saved if c.step > since or not since}
@@ -147,15 +142,15 @@ def best_folder(out_dir: str | Path) -> Path | None:
 
 
 def own_checkpoint(init_from: str) -> Path | None:
-    """The newest checkpoint of a run, or this folder if it is one; None for another format."""
-    path = Path(init_from)
-    if found := folders(path):
+    """The newest checkpoint of a run, or this folder if it is one, or None."""
+    if found := folders(init_from):
         return found[-1]
-    return path if any((path / f).exists() for f in ("settings.json", "train_state.json")) else None
+    names = "settings.json", "train_state.json"
+    path = Path(init_from)
+    return path if any(os.path.exists(path / name) for name in names) else None
 
 
 def load(folder: str | Path) -> Checkpoint:
-    """Read a checkpoint's JSON files."""
     folder = Path(folder)
     settings = read_file(folder / "settings.json", load_json)
     state = read_file(folder / "train_state.json", load_json)
@@ -167,7 +162,6 @@ def load(folder: str | Path) -> Checkpoint:
 
 
 def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None:
-    """Copy weights into the model. Raises UserError if names or shapes differ."""
     own = model.state_dict()
     check_shapes(own, weights, origin)
     for name, tensor in own.items():
@@ -175,14 +169,11 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None
 
 
 def check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], origin: str) -> None:
-    """Raise UserError if a name or a shape differs, or a saved value is not a float tensor."""
     for name in sorted(own.keys() | saved.keys()):
         have, want = (_shape(d.get(name, "missing")) for d in (saved, own))
         if have != want:
-            raise UserError(
-                f"the values in {printable(origin)} do not fit the model: {printable(name)} is "
-                f"{have}, expected {want}"
-            )
+            what = f"{printable(name)} is {have}, expected {want}"
+            raise UserError(f"the values in {printable(origin)} do not fit the model: {what}")
 
 
 def _shape(value: Any) -> Any:
@@ -191,7 +182,7 @@ def _shape(value: Any) -> Any:
 
 
 def read_file(path: Path, reader: Callable[[Path], T]) -> T:
-    """Return reader(path). Raises UserError, in one line, if it fails or the file was changed."""
+    """reader(path). Raises UserError, in one line, if it fails or the file was changed."""
     try:
         content = reader(path)
         _verify(path)
@@ -200,14 +191,13 @@ def read_file(path: Path, reader: Callable[[Path], T]) -> T:
         raise
     except FileNotFoundError as e:
         raise _damaged(Path(e.filename or path), "does not exist") from e
-    except Exception as e:  # each library has its own for damaged files
+    except Exception as e:  # each library has its own
         why = f"cannot be read ({type(e).__name__}: {printable(first_line(e))})"
         raise _damaged(path, why) from e
 
 
 def _verify(path: Path) -> None:
-    """Raise ValueError if a file of a checkpoint has another CRC-32 than was written; people edit
-    JSON: there it is a warning."""
+    """Raise ValueError for another CRC-32 than was written; of JSON, which people edit, warn."""
     sums = _folder_of(path) / CHECKSUMS
     if not sums.exists():  # of an older version, or of transformers
         return
@@ -230,21 +220,33 @@ def _crc32(path: Path) -> int:
 
 
 def _damaged(path: Path, why: str) -> UserError:
-    """The error, with the newest complete checkpoint before this one and how to resume from it."""
+    """The error, with how to resume from the newest complete checkpoint before this one."""
     text, damaged = f"{printable(path)} {why}", _folder_of(path)
     out_dir = damaged.parent
-    for folder in reversed(folders(out_dir) if re.fullmatch(STEP, damaged.name) else []):
-        if int(folder.name[5:]) < int(damaged.name[5:]):
-            try:
-                saved = load(folder)
-                saved.weights(), saved.rest()
-            except UserError:
-                continue
-            move = command("mv", damaged, out_dir / f"damaged-{damaged.name}")
-            resume = command("python", "train.py", "--init_from=resume", f"--out_dir={out_dir}")
-            text += f"; the newest complete one is {printable(folder)}, to resume from it: "
-            return UserError(f"{text}{move} && {resume}")
+    earlier: list[Path] = []
+    if _advising.get() and re.fullmatch(STEP, damaged.name):
+        earlier = [p for p in folders(out_dir) if _step(p) < _step(damaged)]
+    if good := next(filter(_is_complete, reversed(earlier)), None):
+        move = command("mv", damaged, out_dir / f"damaged-{damaged.name}")
+        resume = command("python", "train.py", "--init_from=resume", f"--out_dir={out_dir}")
+        text += f"; to resume from the newest complete one, {printable(good)}: {move} && {resume}"
     return UserError(text)
+
+
+def _is_complete(folder: Path) -> bool:
+    advising = _advising.set(False)
+    try:
+        saved = load(folder)
+        saved.rest()
+        if saved.index is None:
+            saved.weights()
+        else:
+            read_file(saved.index, lambda index: parts.read_whole(index.parent, ""))
+        return True
+    except UserError:
+        return False
+    finally:
+        _advising.reset(advising)
 
 
 def _folder_of(path: Path) -> Path:
@@ -264,74 +266,57 @@ def has_dicts(content: object, *keys: str) -> bool:
 
 
 def resume_command(out_dir: str, distributed: DistInfo) -> str:
-    """Return the command that resumes this run, or the given one if it has no checkpoint yet."""
+    """The command that resumes this run, or the given one before its first checkpoint."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     try:
         times = [p.stat().st_mtime for p in folders(out_dir)]
-    except FileNotFoundError:  # rank 0 has just deleted one, after it wrote another
+    except FileNotFoundError:  # rank 0 has just deleted one
         times = [math.inf]
     own = times and (again or max(times) >= distributed.began)
     words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
     return f"{distributed.launcher} train.py {command(*words)}"
 
 
-# ----------------------------------------------------------------------------- save
-
-
-def save(
-    out_dir: str | Path,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    shards: Mapping[str, Tensor] | None = None,
-    optimizer: Json,
-    settings: Json,
-    state: Json,
-    keep: int,
-    distributed: DistInfo | None = None,
-) -> Path:
+def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
+         shards: Mapping[str, Tensor] | None = None, optimizer: Json, settings: Json, state: Json,
+         keep: int, distributed: DistInfo | None = None) -> Path:  # fmt: skip
     """Write out_dir/step-N, then delete all but the best and the newest `keep` (at least one).
 
-    state["step"] names the folder; the lowest state["val_loss"] is the best. With several processes
-    all must call it, each with its own `shards` instead of `weights`.
-    Raises UserError on all processes, if it could not be written.
+    The lowest state["val_loss"] is the best. Several processes all call it, each with its own
+    `shards` instead of `weights`. Raises UserError on all of them.
     """
     distributed = distributed or DistInfo(torch.device("cpu"))
     out_dir = Path(out_dir)
     final = out_dir / f"step-{state['step']:08d}"
     partial = out_dir / f".{final.name}.partial"
 
-    def begin() -> None:
-        if not distributed.main:
-            return
-        for left in out_dir.glob(".step-*.partial"):  # of a killed process
-            _remove(left)
-        (partial if shards is None else partial / "shards").mkdir(parents=True)
-
-    def write_parts() -> Json:
-        return {} if shards is None else parts.write(partial / "shards", shards, distributed)
-
-    def finish() -> None:
-        if not distributed.main:
-            return
-        if shards is not None:
-            save_json(parts.joined(entries), partial / "shards" / INDEX)
-        if weights is not None:
-            save_weights(weights, partial / "model.safetensors")
-        with (partial / "optimizer.pt").open("wb") as f:  # a path would hide the system's error
-            torch.save(optimizer, f)
-        save_json(settings, partial / "settings.json")
-        save_json(state, partial / "train_state.json")
-        files = [*partial.glob("*.*"), *partial.glob(f"shards/{INDEX}")]
-        sums = {file.relative_to(partial).as_posix(): _crc32(file) for file in files}
-        save_json(sums, partial / CHECKSUMS)
-        _sync([*partial.rglob("*"), partial])
-        partial.rename(final)
-        _sync([out_dir])
-
     try:
-        together(distributed, begin)
-        entries = distributed.gather(together(distributed, write_parts))
-        together(distributed, finish)
+        with together(distributed):
+            if distributed.main:
+                for left in out_dir.glob(".step-*.partial"):
+                    _remove(left)
+                (partial if shards is None else partial / "shards").mkdir(parents=True)
+        entries: Json = {}
+        with together(distributed):
+            if shards is not None:
+                entries = parts.write(partial / "shards", shards, distributed)
+        index = parts.joined(distributed.gather(entries))
+        with together(distributed):
+            if distributed.main:
+                if shards is not None:
+                    save_json(index, partial / "shards" / INDEX)
+                if weights is not None:
+                    save_weights(weights, partial / "model.safetensors")
+                with (partial / "optimizer.pt").open("wb") as f:  # a path would hide the error
+                    torch.save(optimizer, f)
+                save_json(settings, partial / "settings.json")
+                save_json(state, partial / "train_state.json")
+                files = [*partial.glob("*.*"), *partial.glob(f"shards/{INDEX}")]
+                sums = {file.relative_to(partial).as_posix(): _crc32(file) for file in files}
+                save_json(sums, partial / CHECKSUMS)
+                _sync([*partial.rglob("*"), partial])
+                partial.rename(final)
+                _sync([out_dir])
     except UserError as e:
         shutil.rmtree(partial, ignore_errors=True)
         had = [p.name for p in folders(out_dir)]
@@ -346,9 +331,9 @@ def _prune(out_dir: Path, keep: int) -> None:
     try:
         best = best_folder(out_dir)
         for folder in folders(out_dir)[: -max(1, keep)]:
-            if folder != best:  # renamed first: a kill never leaves half of one
+            if folder != best:  # renamed first: never half of one
                 _remove(folder.rename(folder.with_name(f".{folder.name}.deleted.partial")))
-    except (OSError, UserError) as e:  # the new checkpoint is complete: the run goes on
+    except (OSError, UserError) as e:  # the run goes on
         log.warning(f"older checkpoints in {printable(out_dir)} were not deleted ({e})")
 
 
@@ -359,7 +344,7 @@ def _remove(folder: Path) -> None:
 
 
 def set_aside(out_dir: str | Path) -> Path | None:
-    """Archive an earlier run in out_dir/earlier-N; None if out_dir has no checkpoints."""
+    """Archive an earlier run in out_dir/earlier-N; None if there is none."""
     out_dir = Path(out_dir)
     if not (found := folders(out_dir)):
         return None
@@ -367,16 +352,17 @@ def set_aside(out_dir: str | Path) -> Path | None:
     try:
         target.mkdir()
         for path in [*found, out_dir / "metrics.jsonl", out_dir / "loss.png"]:
-            if path.exists():
+            with suppress(FileNotFoundError):
                 path.rename(target / path.name)
     except OSError as e:
-        raise UserError(f"cannot move the earlier run in {out_dir} to {target} ({e})") from e
+        what = f"cannot move the earlier run in {printable(out_dir)} to {printable(target)}"
+        raise UserError(f"{what} ({e.strerror})") from e
     return target
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     path.touch()
-    mode = path.stat().st_mode  # from the umask; save_file() would leave mode 0600
+    mode = path.stat().st_mode  # save_file() would leave 0600
     tensors = {name: t.detach().contiguous() for name, t in weights.items()}
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(mode)
@@ -389,18 +375,12 @@ def _sync(paths: Iterable[Path]) -> None:
         os.close(fd)
 
 
-# ----------------------------------------------------------------------------- errors
-
-
-def together(distributed: DistInfo, step: Callable[[], T]) -> T:
-    """Return step() and wait for the other processes, which must call this too.
-
-    Raises UserError on all processes, if a file failed on one.
-    """
-    result: Any = None
+@contextmanager
+def together(distributed: DistInfo) -> Iterator[None]:
+    """A block that all processes run: UserError on all, if a file failed on one."""
     failure, message = None, ""
     try:
-        result = step()
+        yield
     except (OSError, RuntimeError, SafetensorError, UserError) as e:
         failure, message = e, disk_error(e)
     messages = distributed.gather(message)
@@ -408,7 +388,6 @@ def together(distributed: DistInfo, step: Callable[[], T]) -> T:
         message = "; ".join(f"process {rank}: {m}" for rank, m in enumerate(messages) if m)
     if message:
         raise UserError(message) from failure
-    return cast(T, result)
 
 
 def disk_error(error: BaseException) -> str:

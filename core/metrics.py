@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attention import Backend, Resolution
 from core.distributed import DistInfo
-from core.files import open_output, refuse_link, replacing, write_at_once
+from core.files import open_output, printable, refuse_link, replacing, write_at_once
 from core.flops import ALONE, Row, Sizes, Speed, in_words, keys_seen, peak
 from core.options import TrainConfig
 from core.runtime import now, peak_memory
@@ -268,7 +268,8 @@ def draw(path: Path, picture: Path) -> None:
     axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=path.resolve().parent.name)
+    name = printable(path.resolve().parent.name)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=name)
     with replacing(picture) as file:
         figure.savefig(file, dpi=120, format="png")
     plt.close(figure)

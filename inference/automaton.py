@@ -1,6 +1,5 @@
 """The automaton over tokens of a regular expression, computed in a process of its own: the library
-returns to Python only when it is done, so no signal would end it, and 17 characters can ask for
-millions of states.
+returns to Python only when it is done.
 
     regular expression  ->  automaton over bytes  ->  automaton over tokens
                               (n states, 256)           (n states, classes)
@@ -15,7 +14,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, reduce
 from typing import Any
@@ -23,34 +23,35 @@ from typing import Any
 import numpy as np
 
 DEAD, END, START = 0, 1, 2  # states
-NEVER = 2**31 - 1  # tokens to a match if there is none
+NEVER = 2**31 - 1  # tokens to no match
 SECONDS = 15  # of one core
 GIGABYTES = 4
 STATES = 2**17
-ENTRIES = 2**27  # of the table of states and classes
+ENTRIES = 2**27  # of the table
 TOO_LARGE = 3  # exit code
-# An escape, a class, or another character.
-PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|.", re.DOTALL)
+# An escape, a class, a count, the start of a group that only others have, or another character.
+ESCAPE = r"\\[pPx]\{\w*\}|\\."
+CLASS = r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]"
+PIECE = re.compile(rf"{ESCAPE}|{CLASS}|\{{\d+(?:,\d*)?\}}|\(\?(?:<?[=!]|[>#(])|.", re.DOTALL)
+ANCHOR = re.compile(r"[\^$]|\\[AzbB]")
+NOT_IN_RUST = re.compile(r"\(\?.*|\{|\\[Z1-9]", re.DOTALL)
 
 Tables = tuple[np.ndarray, np.ndarray, np.ndarray]  # see table()
 
 
 def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
-    """The tables of an expression over `tokens`, ended by the tokens `stop`. Raises ValueError:
-    not supported, no text can match, or beyond SECONDS, GIGABYTES, STATES or ENTRIES."""
+    """The tables of an expression over `tokens`, ended by the tokens `stop`. Raises ValueError."""
     what = f"the regex {pattern!r:.100}"
-    beyond = ValueError(
-        f"{what} needs more than {SECONDS} seconds of a core, {GIGABYTES} GB or {STATES:,} states: "
-        "use fewer alternatives and repetitions"
-    )
+    limits = f"{SECONDS} seconds of a core, {GIGABYTES} GB or {STATES:,} states"
+    beyond = ValueError(f"{what} needs more than {limits}")
     sent = pickle.dumps((pattern, what, [*tokens], [*stop]))
-    try:  # its own limit is the processor's time, so that a busy machine refuses no more
+    try:  # its own limit is the processor's time
         done = subprocess.run(
             [sys.executable, __file__], input=sent, capture_output=True, timeout=4 * SECONDS
         )
     except subprocess.TimeoutExpired:
         raise beyond from None
-    if done.returncode < 0 or done.returncode == TOO_LARGE:  # the system ended it, or we
+    if done.returncode < 0 or done.returncode == TOO_LARGE:  # ended by a limit
         raise beyond
     if done.returncode:
         raise ValueError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
@@ -61,12 +62,12 @@ def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
 def main() -> None:
     """Read what build() sends, write the tables; an error is the last line of stderr."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with suppress(ImportError):  # not on Windows
+    with suppress(ImportError):  # Windows
         import resource
 
         size = GIGABYTES * 2**30
         for kind, most in (("RLIMIT_CPU", SECONDS), ("RLIMIT_AS", size), ("RLIMIT_CORE", 0)):
-            with suppress(ValueError, OSError):  # macOS has no limit of memory
+            with suppress(ValueError, OSError):  # macOS
                 resource.setrlimit(getattr(resource, kind), (most, most))
     try:
         pickle.dump(tables_of(*pickle.load(sys.stdin.buffer)), sys.stdout.buffer)
@@ -79,17 +80,15 @@ def main() -> None:
 def tables_of(pattern: str, what: str, tokens: list[bytes], stop: list[int]) -> Tables:
     table_of_bytes, accepts = over_bytes(pattern, what)
     step, token_class = over_tokens(table_of_bytes, tokens)  # (n, classes), (V,)
-    least = np.where(accepts, 0, NEVER).astype(np.int32)  # the fewest tokens to a match
+    least = np.where(accepts, 0, NEVER).astype(np.int32)  # tokens to a match
     while (near := (least == NEVER) & (least[step].min(1) < NEVER)).any():
         least[near] = least[step[near]].min(1) + 1
     alive = least < NEVER
     if not alive[step[0]].any():
-        raise ValueError(
-            f"no text of the model's {len(tokens)} tokens, but the empty, matches {what}"
-        )
+        raise ValueError(f"{what} matches no text of the model's {len(tokens)} tokens but ''")
     renamed = np.where(alive, START + np.cumsum(alive) - 1, DEAD)
     ends = np.where(accepts[alive], END, DEAD)
-    columns = [np.zeros_like(ends), *renamed[step[alive]].T]  # of no token, then of the classes
+    columns = [np.zeros_like(ends), *renamed[step[alive]].T]  # no token, classes
     token_class = token_class + 1
     if stop:
         token_class[stop] = len(columns)
@@ -98,9 +97,8 @@ def tables_of(pattern: str, what: str, tokens: list[bytes], stop: list[int]) -> 
 
 
 def table(allowed: np.ndarray, token_class: np.ndarray, least: Any) -> Tables:
-    """The next states (states, classes), of each token its class (V,), and of each state the fewest
-    tokens to a match (states,), from the rows of START and later ones. Class 0 is all DEAD: such a
-    column sorts first."""
+    """The next states (states, classes), each token's class (V,), and each state's fewest tokens to
+    a match (states,). Class 0 is all DEAD."""
     # Columns may differ in removed states only.
     columns, same = np.unique(allowed, axis=1, return_inverse=True)
     transition = np.pad(columns, ((START, 0), (0, 0)), constant_values=DEAD).astype(np.int32)
@@ -108,43 +106,36 @@ def table(allowed: np.ndarray, token_class: np.ndarray, least: Any) -> Tables:
     return transition, same.reshape(-1)[token_class], np.array([NEVER, 0, *least], dtype=np.int32)
 
 
-# --- over bytes ---
-
-
-def unanchored(pattern: str, what: str) -> str:
-    pieces = PIECE.findall(pattern)
-    pieces = pieces[pieces[:1] == ["^"] :]
-    pieces = pieces[: len(pieces) - (pieces[-1:] == ["$"])]
-    for piece in pieces:
-        if piece in ("^", "$", r"\A", r"\z", r"\b", r"\B"):
-            raise ValueError(f"{what}: {piece} is not supported there")
-    return "".join(pieces)
-
-
 def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
     """The automaton by outlines-core 0.2.14: the next states (n, 256), and (n,) True for accepting
     ones. The first state is the start, the last is dead.
 
-    Workarounds:
-    - it stops at the first match of a backtracking search: "a|ab" never matches "ab". With a NUL
-      after the pattern no match ends early; a state accepts if NUL is possible.
-    - it tracks matches that begin later: 2^20 states for "a[ab]{20}". An empty alternative matches
-      at the start. The library drops steps into the state after it, so a NUL precedes the pattern,
-      with tokens of NUL and each byte.
+    It stops at the first match ("a|ab" never matches "ab"): with a NUL after the pattern none ends
+    early, and a state accepts if NUL is possible. It tracks matches that begin later (2^20 states
+    for "a[ab]{20}"): an empty alternative matches at the start, with a NUL before the pattern,
+    since the library drops steps into the state after it.
     """
     try:
         import outlines_core as outlines
     except ImportError as e:
         raise ValueError(f"constraints need: pip install outlines-core ({e})") from e
-    pattern = unanchored(pattern, what)
+    pieces = [*PIECE.finditer(pattern)]
+    pieces = pieces[pattern[:1] == "^" :]
+    pieces = pieces[: len(pieces) - (bool(pieces) and pieces[-1][0] == "$")]
+    for piece in pieces:
+        if ANCHOR.fullmatch(piece[0]):
+            raise ValueError(f"{what}: {piece[0]} at position {piece.start()} is not supported")
+    inside = "".join(piece[0] for piece in pieces)
     tokens = {bytes([b]): [b] for b in range(256)} | {bytes([0, b]): [256 + b] for b in range(256)}
+
+    def check(part: str) -> None:
+        outlines.Index(f"{part}|", outlines.Vocabulary(1, {b"\xff": [0]}))  # no byte of UTF-8
+
     try:
-        # Alone first: "a)(b" is an error, "(?:a)(b)" is not. UTF-8 has no byte ff.
-        outlines.Index(f"{pattern}|", outlines.Vocabulary(1, {b"\xff": [0]}))
-        index = outlines.Index(f"\\x00(?:{pattern})\\x00|", outlines.Vocabulary(512, tokens))
+        check(inside)  # first: "a)(b" is an error, "(?:a)(b)" is not
+        index = outlines.Index(f"\\x00(?:{inside})\\x00|", outlines.Vocabulary(512, tokens))
     except ValueError as e:
-        why = f"({str(e).split('. ')[0]}): check brackets; no look-around, no back-references"
-        raise ValueError(f"cannot compile {what} {why}") from e
+        raise ValueError(f"{what}: {_fault(pattern, check) or e}") from e
     found, finals = index.get_transitions(), index.get_final_states()
     if len(found) > STATES:
         raise MemoryError
@@ -159,12 +150,30 @@ def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.array([*(row.get(0) in finals for row in rows), False])
 
 
-# --- over tokens ---
+def _fault(pattern: str, check: Callable[[str], object]) -> str:
+    """What is wrong with a pattern and where, which the library does not say: by check() of its
+    pieces, then by Python's syntax, which is nearly Rust's."""
+    for piece in PIECE.finditer(pattern):
+        where = f"{piece[0]} at position {piece.start()}"
+        if NOT_IN_RUST.fullmatch(piece[0]):
+            return f"{where} is not supported"
+        try:
+            check(piece[0] if len(piece[0]) > 1 and piece[0][0] in "\\[" else "")
+        except ValueError:
+            return f"{where} is invalid"
+    rusty = re.sub(r"\\[pP](\w|\{\w+\})", lambda found: "x" * len(found[0]), pattern)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            re.compile(rusty)
+    except re.error as e:
+        return f"{e.msg} at position {e.pos}"
+    return ""
 
 
 def over_tokens(steps: np.ndarray, tokens: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """The next state (n, classes) and the class of each token (V,); an empty token is dead. Each
-    pair of a map of states and a byte is composed once (the automaton's transition monoid)."""
+    map of states and byte is composed once (transition monoid)."""
     maps = [np.arange(len(steps), dtype=np.int32)]  # state -> next state
     number = {maps[0].tobytes(): 0}
 

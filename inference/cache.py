@@ -1,18 +1,11 @@
 """KV caches: keys and values of the tokens so far.
 
-    cache      buffers                               for
-    none       none: each step reads the whole text  comparison
-    dynamic    doubled when full                     every backend: plain k and v
-    static     one size, lengths on the device       a captured or compiled step, a CUDA graph
-    paged      pages from a pool, with page tables   many texts of different lengths
+cache = DynamicCache(12, max_len=1024)
+step = cache.reserve(64)
+logits, _ = model(prompt, cache=step)  # each layer calls step.layer(layer).append(k, v)
+step.advance()
 
-    cache = DynamicCache(12, max_len=1024)
-    step = cache.reserve(64)                  the prompt
-    logits, _ = model(prompt, cache=step)     each layer calls step.layer(layer).append(k, v)
-    step.advance()
-
-append() stores k and v (B, Tq, Hkv, D) and returns what the kernel reads. It never waits for the
-device.
+append() stores k and v (B, Tq, Hkv, D), and returns what the kernel reads (docs/GENERATE.md).
 """
 
 from __future__ import annotations
@@ -33,10 +26,10 @@ Appended = tuple[Tensor, Tensor, StaticView | PagedView | None]  # keys, values,
 
 
 class Cache:
-    """Keys and values of the texts in some rows. This one stores none."""
+    """Keys and values of some rows. This one stores none."""
 
-    pool: PagePool | None = None  # None: its rows begin and end together
-    k: Sequence[Tensor] = ()  # the buffers of every layer, if they are allocated once
+    pool: PagePool | None = None  # None: rows begin and end together
+    k: Sequence[Tensor] = ()  # of each layer, unless they grow
     v: Sequence[Tensor] = ()
 
     @property
@@ -44,36 +37,26 @@ class Cache:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Any:
-        """Begin a step of T columns: counts[b] tokens of row b, 0 to T, then padding (None: T).
-        `rows` are the rows of the step (None: all; only a paged cache takes some). The step is the
-        model's argument `cache`; its advance() counts the tokens as stored.
+        """Begin a step of T columns: the model's argument `cache`, until its advance().
 
+        counts: tokens of each row, the rest is padding (None: T); rows: those of a paged step.
         Raises ValueError: a text would exceed the cache.
         """
         return None
 
     def length(self, row: int) -> int:
-        """Tokens of the row that are stored."""
         return 0
 
     def free(self, row: int) -> None:
-        """End a row."""
-
-
-def _check_fit(n: int, max_len: int) -> None:
-    if n > max_len:
-        raise ValueError(f"{n} tokens do not fit into a cache of {max_len}")
-
-
-# --- dynamic: buffers that grow ---
+        pass
 
 
 class DynamicLayer:
-    """The keys and values of one layer: with a window at least its last window - 1 tokens."""
+    """Keys and values of a layer, at least of the last window - 1 tokens."""
 
     def __init__(self, window: int, max_len: int) -> None:
         self.window, self.max_len = window, max_len
-        self.kv: Tensor | None = None  # (2, B, capacity, Hkv, D), on first use
+        self.kv: Tensor | None = None  # (2, B, capacity, Hkv, D)
         self.kept = 0  # tokens in the buffer
 
     def append(self, k: Tensor, v: Tensor) -> Appended:
@@ -87,7 +70,7 @@ class DynamicLayer:
             if self.kv is not None:
                 seen = torch.cat([self.kv[:, :, self.kept - past : self.kept], seen], dim=2)
             n = seen.shape[2]
-            self.kept = min(n, self.window - 1)  # what the next query sees
+            self.kept = min(n, self.window - 1)
             capacity = min(1 << n.bit_length(), 2 * self.window, self.max_len)
             self.kv = seen.new_empty(*seen.shape[:2], capacity, *seen.shape[3:])
             self.kv[:, :, : self.kept] = seen[:, :, n - self.kept :]
@@ -95,18 +78,13 @@ class DynamicLayer:
 
 
 class DynamicCache(Cache):
-    """Buffers that double when full; a kernel reads plain k and v with Tq < Tk.
-
-    Shorter prompts are padded on the left with a segment of their own. ::
+    """Buffers that double when full. Shorter prompts are padded on the left. ::
 
         pad = (2, 0)     tokens         segments
         row 0            . . a b c      0 0 1 1 1
         row 1            d e f g h      1 1 1 1 1
 
-    Args:
-        max_len: block_size of the model.
-        windows: of each layer the keys that a query sees, itself included; None: all.
-        pad: padding on the left of each row.
+    windows: keys that a query sees in each layer, itself included; None: all.
     """
 
     def __init__(self, n_layer: int, *, max_len: int, windows: Sequence[int | None] = (),
@@ -116,7 +94,7 @@ class DynamicCache(Cache):
         self.layers = [DynamicLayer(window, max_len) for window in kept]
         self.pads = tuple(pad) if pad and any(pad) else ()
         self.pad = torch.tensor(self.pads, device=device)[:, None]  # (B, 1)
-        self.stored = 0  # tokens of a row so far, padding included
+        self.stored = 0  # tokens of a row, padding included
 
     @property
     def nbytes(self) -> int:
@@ -126,9 +104,10 @@ class DynamicCache(Cache):
         return max(0, self.stored - (self.pads[row] if self.pads else 0))
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> DynamicStep:
-        """As Cache, but T tokens in each row; counts[b] is 0 for a row that has ended."""
+        """T tokens in each row; counts[b] is 0 for a row that has ended."""
         pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
-        _check_fit(self.stored + T - min(pads, default=0), self.max_len)
+        if (n := self.stored + T - min(pads, default=0)) > self.max_len:
+            raise ValueError(f"{n} tokens do not fit into a cache of {self.max_len}")
         past = min(self.stored, self.widest - 1)
         at = torch.arange(self.stored - past, self.stored + T, device=self.device)  # (Tk,)
         if not self.pads:
@@ -141,12 +120,11 @@ class DynamicCache(Cache):
 class DynamicStep:
     cache: DynamicCache
     pos: Tensor  # (T,) or, with padding, (B, T) int64
-    segments: Tensor | None  # (B, Tk) int32, 0 for padding and 1 for text; None: no padding
+    segments: Tensor | None  # (B, Tk) int32, 0: padding; None: no padding
     kind: ClassVar[str] = "dynamic"
     page_size: ClassVar[None] = None
 
     def positions(self, T: int) -> Tensor:
-        """Positions, (T,) or (B, T) int64; 0 for padding."""
         if self.pos.shape[-1] != T:
             raise ValueError(f"the cache has reserved {self.pos.shape[-1]} tokens, got {T}")
         return self.pos
@@ -158,21 +136,16 @@ class DynamicStep:
         self.cache.stored += self.pos.shape[-1]
 
 
-# --- static and paged: rows of their own lengths ---
-
-
 @dataclass(frozen=True)
 class RowsStep:
-    """A step in which the rows have their own lengths."""
-
     segments: ClassVar[None] = None
     cache: Any
-    start: Tensor  # (B,) int32, tokens of each row stored before this step
-    count: Tensor  # (B,) int32, tokens of each row in this step; the rest is padding
-    known: dict[int | None, Tensor] = field(default_factory=dict, init=False)
+    start: Tensor  # (B,) int32, stored tokens
+    count: Tensor  # (B,) int32, tokens of this step; the rest is padding
+    known: dict[int | None, Tensor] = field(default_factory=dict, init=False)  # kind -> slots
 
     def layer(self, layer: int) -> RowsLayer:
-        return RowsLayer(self, layer)
+        return RowsLayer(self, layer)  # type: ignore[arg-type]
 
     def columns(self, T: int) -> tuple[Tensor, Tensor]:
         """Position (B, T) int64, and bool (B, T), False for padding."""
@@ -180,22 +153,13 @@ class RowsStep:
         return self.start[:, None] + i, i < self.count[:, None]
 
     def positions(self, T: int) -> Tensor:
-        """Positions, (B, T) int64; 0 for padding."""
         at, real = self.columns(T)
         return torch.where(real, at, 0)
-
-    def read(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        """What the kernel reads, once the step's k and v are written."""
-        raise NotImplementedError
-
-    def slots(self, kind: int | None, T: int) -> Tensor:
-        """The slots (B, T) int64 that the step writes, in the layers of a kind."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class RowsLayer:
-    step: RowsStep
+    step: StaticStep | PagedStep
     layer: int
 
     def append(self, k: Tensor, v: Tensor) -> Appended:
@@ -207,29 +171,26 @@ class RowsLayer:
         if kind not in known:
             known[kind] = step.slots(kind, k.shape[1]).flatten()
         for buffer, new in ((cache.k[self.layer], k), (cache.v[self.layer], v)):
-            # Slots of (B, slots, Hkv, D) or of pages. Not flatten(), which might copy.
+            # Not flatten(), which might copy.
             buffer.view(-1, *buffer.shape[2:])[known[kind]] = new.detach().flatten(0, 1)
         return seen
 
 
 def bucket(n: int, limit: int) -> int:
-    """Length of a static cache that is read for n stored tokens: few, each has a graph."""
+    """Round n up to one of few lengths: each has a graph."""
     return min(limit, max(128, 1 << (n - 1).bit_length()))
 
 
 class StaticCache(Cache):
     """Buffers for `max_len` tokens of each row, allocated once.
 
-    The lengths are on the device, for CUDA graphs, and on the host, for bucket(). The last slot of
-    a row takes padding and is never read. A layer with a window has a slot for each of its keys:
-    token p is in slot p % window, where it replaces a token that nothing sees any more. ::
+    The last slot takes padding and is never read. With a window, token p is in slot p % window. ::
 
         row 0   a b c . . . . . | .     start 3       window 4   a b c . | .
         row 1   d e f g h . . . | .     start 5                  h e f g | .
-                <-- max_len --->
 
-    in_order: a kernel needs the distances of tokens (ALiBi): those of a window are copied.
-    in_buckets: False: the kernel reads bounds on the device, not all keys of a bucket.
+    in_order: a kernel needs distances (ALiBi): the tokens of a window are copied in order.
+    in_buckets: the kernel reads all keys of a bucket, not bounds on the device.
     """
 
     key: Hashable = None  # of inference/graphs.py
@@ -238,9 +199,7 @@ class StaticCache(Cache):
                  windows: Sequence[int | None] = (), in_order: bool = False,
                  in_buckets: bool = True, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
-        self.max_len = max_len
-        self.in_order = in_order
-        self.in_buckets = in_buckets
+        self.max_len, self.in_order, self.in_buckets = max_len, in_order, in_buckets
         self.kinds = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
         shapes = [(batch, slots + 1, n_kv_head, head_dim) for slots in self.kinds]
         self.k = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
@@ -261,9 +220,9 @@ class StaticCache(Cache):
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> StaticStep:
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
-        after = [n + m for n, m in zip(self.lengths, counts, strict=True)]
-        longest = max((n for n, m in zip(after, counts, strict=True) if m), default=1)
-        _check_fit(longest, self.max_len)
+        after = [n + m for n, m in zip(self.lengths, counts, strict=True) if m]
+        if (longest := max(after, default=1)) > self.max_len:
+            raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
         if counts != self.counts:
             self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
@@ -285,15 +244,14 @@ class StaticStep(RowsStep):
         buffers = cache.k[layer], cache.v[layer]
         start, length = self.start, min(self.length, slots)
         if slots < cache.max_len:  # a window
-            start = start.clamp(max=slots - 1)  # earlier tokens that the first query may see
+            start = start.clamp(max=slots - 1)
             if T > 1 or cache.in_order:  # one new token may be in any slot
                 k, v = (self._in_order(*pair, start) for pair in zip(buffers, (k, v)))
                 return k, v, StaticView(start, self.count, slots - 1 + T)
         k, v = (buffer[:, :length] for buffer in buffers)
         return k, v, StaticView(start, self.count, length)
 
-    def slots(self, kind: int | None, T: int) -> Tensor:
-        assert kind is not None
+    def slots(self, kind: int, T: int) -> Tensor:
         at, real = self.columns(T)
         if kind < T:  # later tokens replace the first ones
             real &= at >= (self.start + self.count)[:, None] - kind
@@ -301,7 +259,7 @@ class StaticStep(RowsStep):
         return first[:, None] + torch.where(real, at % kind, kind)
 
     def _in_order(self, buffer: Tensor, new: Tensor, start: Tensor) -> Tensor:
-        """The last start[b] tokens of each row, then its new ones: (B, slots - 1 + T, Hkv, D)."""
+        """The last start[b] tokens of a row, then new ones: (B, slots - 1 + T, Hkv, D)."""
         (B, slots), T = (len(buffer), buffer.shape[1] - 1), new.shape[1]
         row = torch.arange(B, device=new.device)[:, None]
         i = torch.arange(slots - 1 + T, device=new.device)
@@ -316,17 +274,9 @@ class StaticStep(RowsStep):
 
 
 class PagedCache(Cache):
-    """Pages of `page_size` tokens (inference/pages.py).
+    """Pages of `page_size` tokens (pages.py); a row is a sequence of the pool.
 
-    A row is a sequence of the pool. A page number is one page in every layer that has the same
-    window. ::
-
-        page_table, page_size = 4            pages
-        row 0   [5 2 0]  start 6             page 0   the null page: padding is written there
-        row 1   [5 3 1]  start 9             page 1   row 1's tokens 8 .. 11
-                                             page 2   row 0's tokens 4 .. 7
-                                             page 3   row 1's tokens 4 .. 7
-                                             page 5   tokens 0 .. 3 of both: a shared prompt
+    A page number is one page in every layer that has the same window. Page 0 takes padding.
     """
 
     def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
@@ -346,20 +296,18 @@ class PagedCache(Cache):
         self.pool.free(row)
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> PagedStep:
-        """As Cache. Raises OutOfPages, with nothing changed, or ValueError: no such sequence."""
+        """Raises OutOfPages, with nothing changed, or ValueError: no such sequence."""
         assert rows and len(set(rows)) == len(rows), "a sequence twice"
         step = dict(zip(rows, (T,) * len(rows) if counts is None else counts, strict=True))
         start = [self.pool.length(row) for row in rows]
         self.pool.grow(step)
-        tables = {window: self._table(rows, window) for window in self.pool.n_pages}
+        tables = {}
+        for window in self.pool.n_pages:
+            pages = [self.pool.pages(row, window) for row in rows]
+            width = max(1, *map(len, pages))
+            tables[window] = self._on_device([[*p, *[0] * (width - len(p))] for p in pages])
         sizes = self._on_device(start), self._on_device([*step.values()])
         return PagedStep(self, *sizes, step, tables, self.pool.page_size)
-
-    def _table(self, rows: Sequence[int], window: int | None) -> Tensor:
-        """The rows' pages in the layers with this window, (B, max_pages) int32."""
-        pages = [self.pool.pages(row, window) for row in rows]
-        width = max(1, *map(len, pages))
-        return self._on_device([[*numbers, *[0] * (width - len(numbers))] for numbers in pages])
 
     def _on_device(self, numbers: Sequence[Any]) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.int32), self.k[0].device)
@@ -379,7 +327,7 @@ class PagedStep(RowsStep):
 
     def slots(self, kind: int | None, T: int) -> Tensor:
         page_table, size = self.page_tables[kind], self.page_size
-        at, real = self.columns(T)  # (B, T) positions
+        at, real = self.columns(T)
         column = (at // size).clamp(max=page_table.shape[1] - 1)
         page = page_table.gather(1, column.long())
         return torch.where(real, page * size + at % size, at % size).long()

@@ -1,11 +1,8 @@
-"""Constrained text: every new text matches a regular expression.
+"""Constrained text: every new text matches a regular expression, and ends within its limit.
 
-The state of an automaton over tokens decides which tokens may follow (Willard & Louf 2023, arXiv
-2307.09702), by lookups that are part of a compiled decode step. inference/automaton.py computes the
-tables.
-
-**Every text ends as a match.** A token is allowed only if a match still fits into the tokens left.
-An end token is allowed in accepting states; a text that cannot go on ends without one.
+The state of an automaton over tokens decides which may follow (Willard & Louf 2023, arXiv
+2307.09702), by lookups that are part of a compiled decode step. A token is allowed only if a match
+still fits into the tokens left, an end token only in accepting states.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.runtime import to_device
-from core.settings import UserError
+from core.settings import UserError, user_errors
 from inference import automaton
 from inference.automaton import DEAD, END, NEVER, START
 
@@ -32,8 +29,7 @@ if TYPE_CHECKING:
 class Automaton(nn.Module):
     """An automaton over tokens. States (B, 2) int64: the automaton's, and the tokens left.
 
-    Class 0 has the tokens that are never allowed, and ids beyond the tokenizer's. The table's sides
-    are rounded up: other constraints reuse the compiled decode step.
+    Class 0 has the tokens that are never allowed, and ids beyond the tokenizer's.
     """
 
     transition: Tensor  # (states, classes) int32: the next state
@@ -43,8 +39,9 @@ class Automaton(nn.Module):
 
     def __init__(self, tables: automaton.Tables, starts: Sequence[int] | None = None) -> None:
         super().__init__()
-        self.starts = starts  # the first state of each row; None: START
+        self.starts = starts  # of each row; None: START
         transition, token_class, least = tables
+        # Rounded up: other constraints reuse the compiled decode step.
         spare = [(0, max(64, 1 << (n - 1).bit_length()) - n) for n in transition.shape]
         transition = np.pad(transition, spare, constant_values=DEAD)
         least = np.pad(least, spare[0], constant_values=NEVER)
@@ -56,15 +53,14 @@ class Automaton(nn.Module):
         self.shortest = np.where((transition == END).any(1), least, onward)
 
     def start(self, rows: Sequence[int], left: Sequence[int]) -> Tensor:
-        """The first state (B, 2) of rows that may have left[b] tokens. Raises UserError if too few
-        tokens are left for a match."""
-        at = [START if self.starts is None else self.starts[row] for row in rows]
-        for state, room in zip(at, left, strict=True):
-            if 0 < room < self.shortest[state]:
-                least = f"the shortest match of the constraint has {self.shortest[state]} tokens"
-                raise UserError(f"{least}, there is room for {room}: raise max_new_tokens")
-        both = [[state, max(1, room)] for state, room in zip(at, left)]
-        return to_device(torch.tensor(both), self.transition.device)
+        """The first state (B, 2) of rows that may have left[b] tokens. UserError: too few."""
+        states = []
+        for row, room in zip(rows, left, strict=True):
+            state = START if self.starts is None else self.starts[row]
+            if 0 < room < (n := self.shortest[state]):
+                raise UserError(f"the shortest match has {n} tokens, max_new_tokens is {room}")
+            states.append([state, max(1, room)])
+        return to_device(torch.tensor(states), self.transition.device)
 
     def forward(self, logits: Tensor, state: Tensor) -> Tensor:
         """The logits (B, V) with -inf for forbidden tokens; others become finite."""
@@ -79,22 +75,19 @@ class Automaton(nn.Module):
         of_token = torch.where(token < V, self.token_class[token.clamp(max=V - 1)], 0)
         at, left = self.transition[state[:, 0], of_token].long(), state[:, 1] - 1
         at = torch.where(self.onward[at] <= left, at, END)
-        return torch.stack([at, left.clamp(min=1)], dim=1)  # at the end any token is allowed
+        return torch.stack([at, left.clamp(min=1)], dim=1)  # END allows any token
 
 
 def regex(pattern: str, tokenizer: Tokenizer, stop: Iterable[int] | None = None) -> Automaton:
     """Texts that fully match a regular expression in Rust's syntax, ended by the tokens `stop`, by
-    default the tokenizer's. Raises UserError: no text can match, it is not supported, or it needs
-    more than 15 seconds of a core, 4 GB or 131,072 states."""
+    default the tokenizer's. Raises UserError."""
     kinds = getattr(tokenizer, "decoders", ["ByteLevel"])
     if "ByteLevel" not in kinds or set(kinds) - {"ByteLevel", "Fuse"}:
         got = f"{tokenizer.name} with decoder {', '.join(kinds)}"
         raise UserError(f"a constraint needs a tokenizer of characters or bytes, got {got}")
     ends = [*(tokenizer.ends if stop is None else stop)]
-    try:
+    with user_errors():
         return Automaton(automaton.build(pattern, tokenizer.token_bytes(), ends))
-    except ValueError as e:
-        raise UserError(str(e)) from e
 
 
 def combined(constraints: Automaton | Sequence[Automaton | None] | None) -> Automaton | None:

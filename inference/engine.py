@@ -1,10 +1,4 @@
-"""Generate text with a KV cache, from token ids or texts.
-
-    prefill   all tokens of the prompts at once; their keys and values go into the cache
-    decode    one token of each row, with the cached keys and values
-
-A batch is serving (serve.py) with a row for each prompt.
-"""
+"""Generate text with a KV cache, from token ids or texts: serving with a row for each prompt."""
 
 from __future__ import annotations
 
@@ -29,9 +23,9 @@ Prompts = Tensor | Sequence[Prompt] | str | Sequence[str]
 def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Any:
     """Append up to `max_new_tokens` tokens to each prompt; arguments as in stream().
 
-    Returns (B, T + n) int64 for a tensor, where rows that ended early repeat their last token, and
-    a list of (T_i + n_i,) int64 for a list. For a text it returns the whole text, for a list of
-    texts a list; they end before an end token or a stop string.
+    Returns (B, T + n) int64 for a tensor, where rows that ended early repeat their last token; a
+    list of (T_i + n_i,) int64 for a list; for a text or a list of texts the same, whole, up to an
+    end token or stop string.
     """
     scheduler = _scheduler(model, idx, max_new_tokens, **options)
     for _ in scheduler.tokens():
@@ -52,12 +46,9 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
     """Sample tokens one at a time.
 
     Args:
-        idx: (B, T) int64, a list of prompts of any lengths, each (T,), or one text or several, if
-            the model has a tokenizer (inference.load()); end tokens end a text.
+        idx: (B, T) int64, a list of prompts of any lengths, each (T,), or one text or several.
         generator: one for each row, or one for all. None: PyTorch's own.
-        kv_cache: "none", "dynamic", "static", "paged"; "auto", the default: on CUDA static, with
-            captured steps (graphs.py), else dynamic.
-        compile: one graph a decode step, on CUDA a CUDA graph; needs kv_cache="static".
+        kv_cache, compile: as in docs/GENERATE.md; "auto" is the default.
         page_size: tokens of a page.
         options: as sampling.Options.
 
@@ -88,5 +79,6 @@ def _scheduler(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) ->
         given = options.get(name)
         if isinstance(given, Sequence) and len(given) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need one {name} or as many, got {len(given)}")
-    options.setdefault("kv_cache", "auto")
-    return Scheduler(model, prompts, max_new_tokens, slots=len(prompts), **options)
+    return Scheduler(
+        model, prompts, max_new_tokens, slots=len(prompts), **{"kv_cache": "auto"} | options
+    )

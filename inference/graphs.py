@@ -1,13 +1,9 @@
 """Decode steps as CUDA graphs, and the static caches that they write to.
 
-    captured    the step's kernels as a CUDA graph (torch.cuda.CUDAGraph), launched at once; made in
-                the first step of its kind
-    compiled    the step by torch.compile, half a minute to make; on CUDA it is then captured
-
-A captured graph holds the addresses of weights and cache, and numbers as constants: key() has them
-all. Tensors that change in each step, as tokens and random numbers, are copied into buffers of the
-graph before it is replayed. These, results, weights and caches lie outside the pool of memory that
-the graphs share, which frees nothing until its last graph goes. So they run in one stream only.
+A graph holds the addresses of weights and cache, and numbers as constants: key() has them all.
+Tensors that change are copied into its buffers. These, results, weights and caches lie outside the
+memory pool that the graphs share, which frees nothing until its last graph goes. So they run in one
+stream only.
 """
 
 from __future__ import annotations
@@ -30,20 +26,23 @@ from core.cpu import int8
 from inference.cache import Cache, StaticCache, StaticStep
 from model import GPT
 
-log = logging.getLogger("nanoattn")
-
 KV_CACHES = ("none", "dynamic", "static", "paged")
-MOST = 8  # captured graphs of a model
-MOST_IDLE = 2  # their caches that are not in use
+MOST = 8  # graphs of a model
+MOST_IDLE = 2  # caches of a model
+
+warn = memoize(logging.getLogger("nanoattn").warning)  # once
 
 
-def choose(model: GPT, kv_cache: str, compile: bool) -> tuple[str, str | None]:
-    """The cache, and the kind of graph of its decode steps. Raises ValueError."""
+def choose(model: GPT, kv_cache: str, compile: bool, rows: int = 1) -> tuple[str, str | None]:
+    """The cache, and the graph of its decode steps: "captured", "compiled" (on CUDA then captured),
+    None. Raises ValueError."""
+    device = model.transformer.wte.weight.device
+    if device.type == "cuda" and rows > 1 and int8.parameters(model):
+        warn("int8 weights with several texts at a time on CUDA save memory, but are slow")
     if kv_cache == "auto" and not compile:
         # Hooks are Python, which a graph would leave out.
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-        captured = possible(model.transformer.wte.weight.device) and not hooked
-        return ("static", "captured") if captured else ("dynamic", None)
+        return ("static", "captured") if possible(device) and not hooked else ("dynamic", None)
     if kv_cache not in ("auto", *KV_CACHES):
         raise ValueError(f"kv_cache must be one of auto, {', '.join(KV_CACHES)}, got {kv_cache!r}")
     if compile and kv_cache != "static":
@@ -51,24 +50,16 @@ def choose(model: GPT, kv_cache: str, compile: bool) -> tuple[str, str | None]:
     return kv_cache, "compiled" if compile else None
 
 
-def check_int8(model: GPT, rows: int) -> None:
-    """Warn of int8 weights where they are slow."""
-    on_cuda = model.transformer.wte.weight.device.type == "cuda"
-    if on_cuda and rows > 1 and int8.parameters(model):
-        _warn("int8 weights with several texts at a time on CUDA save memory, but are slow")
-
-
 def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[Any, ...],
         of_call: object = None) -> Any:  # fmt: skip
-    """function(*args), a decode step or a part of it, by a graph of that kind; with `of_call` one
-    that no other call uses."""
+    """function(*args) by a graph of that kind; with `of_call` one that no other call uses."""
     if kind == "compiled":
         function = compiled(function)
     if kind is None or not possible(model.transformer.wte.weight.device):
         return function(*args)
     graphs = _captured.setdefault(model, OrderedDict())
     at = key(function, args), of_call
-    if at not in graphs:  # the first call prepares the kernels, then it is captured
+    if at not in graphs:  # run once, then captured
         graphs[at], result = capture(function, args)
         while len(graphs) > MOST:
             graphs.popitem(last=False)
@@ -84,7 +75,6 @@ def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[
 
 @memoize
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for fixed shapes."""
     torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
     return torch.compile(function, fullgraph=True, dynamic=False)
 
@@ -96,9 +86,9 @@ _idle: WeakKeyDictionary[GPT, OrderedDict[Hashable, StaticCache]] = WeakKeyDicti
 
 
 def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticCache:
-    """An empty static cache; for graphs that of an earlier call, if there is one."""
-    config, phase = model.config, model.phase()._replace(cache="static")
-    phase = phase._replace(compiled=graph == "compiled")
+    """An empty static cache, for graphs that of an earlier call."""
+    config = model.config
+    phase = model.phase()._replace(cache="static", compiled=graph == "compiled")
     device, dtype = model.transformer.wte.weight.device, getattr(torch, phase.dtype)
     plan = model.plans.known.get(phase) or model.plans.plan(phase, B)
     bounded = device.type == "cuda" and {call.chosen.backend.name for call in plan} == {"paged"}
@@ -107,7 +97,7 @@ def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticC
     if static is not None:
         static.reset()
         return static
-    with torch.inference_mode(False):  # tensors of inference mode cannot be written to outside it
+    with torch.inference_mode(False):  # outside it its tensors are read-only
         static = StaticCache(
             config.n_layer, B, max_len, config.kv_heads, config.head_dim, windows=config.windows,
             in_order=config.position == "alibi", in_buckets=not bounded, dtype=dtype, device=device,
@@ -117,7 +107,6 @@ def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticC
 
 
 def give_back(model: GPT, cache: Cache) -> None:
-    """Keep a static cache whose steps are captured, of a model the last few."""
     if isinstance(cache, StaticCache) and cache.key:
         idle = _idle.setdefault(model, OrderedDict())
         idle[cache.key] = cache
@@ -125,12 +114,7 @@ def give_back(model: GPT, cache: Cache) -> None:
             idle.popitem(last=False)
 
 
-# --- captured ---
-
-
 def key(function: Callable[..., Any], args: tuple[Any, ...]) -> Hashable:
-    """All that a captured call depends on: shapes of tensors, addresses of modules and of the
-    cache, kernels, and other values."""
     return function, *map(_of_leaf, tree_flatten(args)[0])
 
 
@@ -156,7 +140,7 @@ def _place(t: Tensor | None) -> Hashable:
 
 @dataclass
 class Captured:
-    """A call by a CUDA graph. It refers neither to the model nor to the cache."""
+    """A call by a CUDA graph. It keeps neither the model nor the cache alive."""
 
     values: list[Any]  # their addresses are in the key
     inputs: list[Tensor]
@@ -164,15 +148,17 @@ class Captured:
     replay: Callable[[], None] | None = None
 
 
+_captured: WeakKeyDictionary[GPT, OrderedDict[Hashable, Captured]] = WeakKeyDictionary()
+
+
 def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captured, Any]:
-    """The graph of a call, and the result of this one."""
     leaves, tree = tree_flatten(args)
     device = next(x.device for x in leaves if isinstance(x, Tensor))
     with torch.inference_mode(False):  # later calls may be outside it
         inputs = [x.clone() for x in leaves if isinstance(x, Tensor)]
     buffers = iter(inputs)
     fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
-    with side_stream(device):  # with the buffers: a compiled step must not compile while captured
+    with side_stream(device):  # compiles before the capture
         result = function(*tree_unflatten(fixed, tree))
     with torch.inference_mode(False):
         outputs = tree_map_only(Tensor, torch.empty_like, result)
@@ -189,22 +175,11 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captur
         graph.replay = record(step, device)
     except Exception as e:
         why: BaseException = e
-        while why.__context__ is not None:  # the end of a failed capture raises another error
+        while why.__context__ is not None:  # the end of a failed capture raises too
             why = why.__context__
         reason = f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0]
-        _warn(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
+        warn(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
     return graph, result
-
-
-@memoize
-def _warn(text: str) -> None:
-    log.warning(text)
-
-
-_captured: WeakKeyDictionary[GPT, OrderedDict[Hashable, Captured]] = WeakKeyDictionary()
-
-
-# --- the device's part ---
 
 
 def possible(device: torch.device) -> bool:
@@ -219,7 +194,6 @@ def _side(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Run on the stream of captures."""
     if device.type != "cuda":
         yield
         return
@@ -231,7 +205,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 
 def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture what step() launches; returns a function that launches it."""
+    """Capture what step() launches; return a function that launches it."""
     graph, (stream, pool) = torch.cuda.CUDAGraph(), _side(device)
     with (
         torch.cuda.device(device),

@@ -1,7 +1,7 @@
 """A decode step: from logits to a token by temperature, top-k, top-p and random numbers.
 
 One uniform random number a token selects an entry of the cumulative sum, in float64 for rare
-tokens. torch.multinomial needs a random number for each entry.
+tokens; torch.multinomial needs one for each entry.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from core.runtime import to_device
-from core.settings import did_you_mean
 from inference.constrain import END, Automaton
 
 if TYPE_CHECKING:
@@ -26,52 +25,39 @@ if TYPE_CHECKING:
 
     Read = tuple[GPT, Tensor, Tensor | None, Any, int | None]  # of next_logits()
 
-ENDED = -1  # in place of a token: the text has ended
-INVALID = -2  # of sample_token(): the logits are NaN, or all are -inf
+ENDED = -1  # the text has ended
+INVALID = -2  # logits with NaN, or all -inf
 
 Processor = Callable[..., Tensor]
 StopCondition = int | str | Iterable[int | str] | Callable[[int, list[int]], bool]
-Prompt = Tensor | Sequence[int] | str  # token ids, or a text if the model has a tokenizer
+Prompt = Tensor | Sequence[int] | str  # token ids, or a text
 
 
 @dataclass
 class Stats:
     """Memory that a call used."""
 
-    cache_bytes: int = 0  # peak of the keys and values
-    pages: int = 0  # peak in use, of a paged cache
+    cache_bytes: int = 0  # peak
+    pages: int = 0  # peak in use
     all_pages: int = 0  # in the pool
-    shared_pages: int = 0  # reused from another prompt
+    shared_pages: int = 0  # of other prompts
 
 
 @dataclass
 class Options:
-    """Sampling options and stop conditions.
+    """Sampling options and stop conditions. Raises ValueError: one is out of range."""
 
-    Args:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: sample from the k likeliest tokens only.
-        top_p: then from the fewest likeliest tokens whose probabilities sum to at least p.
-        vocab_size: sample from the first vocab_size tokens only (others are padding).
-        unused: ids among these that no token has: never sampled.
-        logits_processor: (tokens (B, T) int64, logits (B, V)) -> logits; see docs/GENERATE.md.
-        constraint: pattern of the new text (inference/constrain.py), or one or None for each row.
-        stop: ends a row: a token, a string in its new text (the token that completes it is the
-            row's last), several of both, or a function (row number, new tokens) -> bool.
-        stats: output.
-
-    Raises ValueError: an option is out of range.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    vocab_size: int | None = None
-    unused: Sequence[int] = ()
-    logits_processor: Processor | None = None
-    constraint: Automaton | Sequence[Automaton | None] | None = None
+    temperature: float = 1.0  # divides the logits; 0: the likeliest token
+    top_k: int | None = None  # only the k likeliest tokens
+    top_p: float | None = None  # then the fewest that sum to top_p
+    vocab_size: int | None = None  # only the first ids
+    unused: Sequence[int] = ()  # ids without a token
+    logits_processor: Processor | None = None  # docs/GENERATE.md
+    constraint: Automaton | Sequence[Automaton | None] | None = None  # for all, or one a row
+    # A token, a string in the new text (the token that completes it is the row's last), several of
+    # both, or a function (row number, new tokens) -> bool.
     stop: StopCondition | None = None
-    stats: Stats = field(default_factory=Stats)
+    stats: Stats = field(default_factory=Stats)  # output
 
     def __post_init__(self) -> None:
         self.temperature = in_range("temperature", self.temperature, 0, convert=float)
@@ -89,28 +75,19 @@ class Options:
         """Check `stop` and `unused`; a model with a tokenizer samples ids with a token only."""
         if tokenizer is not None and self.vocab_size is None:
             self.vocab_size, self.unused = tokenizer.vocab_size, [*self.unused, *tokenizer.unused]
-        self.unused = _ids("unused", self.unused, min(vocab_size, self.vocab_size or vocab_size))
-        entries = [] if callable(self.stop) else each(self.stop)
+        sampled = min(vocab_size, self.vocab_size or vocab_size)
+        self.unused = [in_range("unused", i, 0, sampled - 1) for i in _each(self.unused)]
+        entries = [] if callable(self.stop) else _each(self.stop)
         self.stop_strings = [item for item in entries if isinstance(item, str)]
-        ids = [item for item in entries if not isinstance(item, str)]
-        self.stop_ids = _ids("stop", ids, vocab_size)
+        ids = (item for item in entries if not isinstance(item, str))
+        self.stop_ids = [in_range("stop", i, 0, vocab_size - 1) for i in ids]
         if self.stop_strings:
             needed(tokenizer, f"stop: {self.stop_strings[0]!r}")
         if "" in self.stop_strings:
             raise ValueError("stop: expected strings of at least one character, got ''")
 
 
-def check_names(options: Iterable[str], others: Iterable[str]) -> None:
-    """Raises TypeError: an option is neither of Options nor one of the `others`."""
-    known = sorted({*others, *(f.name for f in fields(Options))})
-    for name in options:
-        if name not in known:
-            near = did_you_mean(name, known)
-            raise TypeError(f"generate() and stream() have no option {name!r}{near}")
-
-
 def needed(tokenizer: Any, what: str) -> Any:
-    """The tokenizer of a model. Raises ValueError if there is none."""
     if tokenizer is None:
         raise ValueError(f"{what} needs a model with a tokenizer, as inference.load() returns")
     return tokenizer
@@ -118,7 +95,7 @@ def needed(tokenizer: Any, what: str) -> Any:
 
 def in_range(name: str, value: Any, least: float, most: float = math.inf,
              convert: Callable[[Any], Any] = operator.index) -> Any:  # fmt: skip
-    """The value as Python's int or float; NumPy's and a tensor are taken too. Raises ValueError."""
+    """The value as Python's int or float, also from NumPy or a tensor. Raises ValueError."""
     with suppress(TypeError, ValueError, RuntimeError):
         is_bool = "bool" in str(getattr(value, "dtype", type(value)))
         if not is_bool and least <= (number := convert(value)) <= most:
@@ -127,16 +104,11 @@ def in_range(name: str, value: Any, least: float, most: float = math.inf,
     raise ValueError(f"{name}: expected {kind} from {least} to {most}, got {value!r:.60}")
 
 
-def each(given: Any) -> list[Any]:
-    """The entries of an option: one, several (a tensor or array of them too), or None for none."""
+def _each(given: Any) -> list[Any]:
     if given is None:
         return []
     several = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0
     return [*given] if several and not isinstance(given, str) else [given]
-
-
-def _ids(name: str, given: Any, vocab_size: int) -> list[int]:
-    return [in_range(name, i, 0, vocab_size - 1) for i in each(given)]
 
 
 def check_prompt(index: int, prompt: Any, vocab_size: int) -> list[int]:
@@ -160,27 +132,27 @@ class SamplingParams(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device, options: Options) -> SamplingParams:
-        # Lower values are 0 in float32, and logits divided by them infinite; the likeliest token's
-        # probability is 1 long before.
-        temperature = torch.tensor(max(1e-20, float(options.temperature)), device=device)
-        top_p = unused = None
-        if options.top_p not in (None, 1):
-            top_p = torch.tensor(max(1e-20, float(options.top_p)), device=device)
-        if options.unused:
-            unused = torch.tensor(options.unused, device=device)
-        return cls(temperature, options.top_k, top_p, unused)
+        def tensor(value: float) -> Tensor:  # lower: 0 in float32
+            return torch.tensor(max(1e-20, value), device=device)
+
+        return cls(
+            tensor(options.temperature),
+            options.top_k,
+            None if options.top_p in (None, 1) else tensor(options.top_p),
+            torch.tensor(options.unused, device=device) if options.unused else None,
+        )
 
 
 def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Tensor:
-    """Sample from logits (B, V) at u (B,) in [0, 1); None takes the likeliest: (B,) int64, INVALID
-    for a row without one. The device does not wait: decode.py raises the error.
+    """Sample from logits (B, V) at u (B,) in [0, 1), None: the likeliest. Returns (B,) int64,
+    INVALID for a row without a token.
 
     top_p is nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751).
     """
     if params.unused is not None:
         logits = logits.index_fill(-1, params.unused, -torch.inf)
     if u is None:
-        best, token = logits.max(dim=-1)  # NaN, if there is one
+        best, token = logits.max(dim=-1)  # NaN if there is one
         return torch.where(best > -torch.inf, token, INVALID)
     logits = logits.float() / params.temperature
     top_p, order = params.top_p, None
@@ -191,7 +163,7 @@ def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Te
         probs, order = _likeliest(probs, top_p)
     upto = probs.cumsum(dim=-1, dtype=u.dtype)  # (B, V)
     total = upto[:, -1:]
-    if top_p is not None:  # a token stays if the likelier ones sum to less than top_p
+    if top_p is not None:  # while likelier ones sum to less
         total = upto.masked_fill(upto - probs >= top_p, 0.0).amax(dim=-1, keepdim=True)
     # The first entry above u: never one of probability 0.
     at = torch.searchsorted(upto, u[:, None] * total, right=True)  # (B, 1)
@@ -200,12 +172,9 @@ def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Te
 
 
 def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens, with a sum of at least top_p: probabilities and ids (B, k), sorted.
-
-    On the CPU 1,024 are tried first: top_p=0.9 often needs hundreds of GPT-2's 50,257 tokens.
-    """
+    """Sorted probabilities and ids (B, k) of the likeliest tokens, which sum to top_p or more."""
     if probs.device.type == "cpu" and probs.shape[-1] > 2048 and not torch.compiler.is_compiling():
-        some, order = probs.topk(1024, dim=-1)  # sorted
+        some, order = probs.topk(1024, dim=-1)  # often enough, and faster than a sort
         if (some.sum(dim=-1, dtype=torch.float64) >= top_p + 1e-9).all():
             return some, order
     return probs.sort(dim=-1, descending=True)
@@ -214,7 +183,7 @@ def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
 def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator[Tensor]:
     """Random numbers in [0, 1) for the steps of a row, (1,) float64 each, float32 on MPS.
 
-    64 steps are drawn at a time: a longer text begins like a shorter one.
+    64 are drawn at a time: a longer text begins like a shorter one.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     on = device if generator is None else generator.device
@@ -222,13 +191,11 @@ def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator
     def draw() -> Tensor:
         return to_device(torch.rand(64, 1, generator=generator, dtype=dtype, device=on), device)
 
-    first = draw()  # at once: rows with one generator draw in their order
+    first = draw()  # at once: rows with one generator draw in order
     return chain.from_iterable(chain([first], iter(draw, None)))
 
 
-# --- a decode step: the device never waits in it ---
-
-Texts = tuple[Processor, Tensor, Tensor]  # a processor, its tokens (B, N) and lengths (B,)
+Texts = tuple[Processor, Tensor, Tensor]  # tokens (B, N), lengths (B,)
 How = tuple[SamplingParams, Automaton | None, Tensor | None, Tensor | None]  # of sample_step()
 Drawn = tuple[Tensor, Tensor | None, Tensor | None]  # see sample_step()
 
@@ -256,12 +223,10 @@ def sample_step(logits: Tensor, how: How, texts: Texts | None = None) -> Drawn:
 
 
 def next_token(read: Read, how: How, texts: Texts | None) -> Drawn:
-    """next_logits(read) and sample_step(): one graph if compiled or captured."""
     return sample_step(next_logits(read), how, texts)
 
 
 def process(processor: Processor, tokens: Tensor, logits: Tensor, **lengths: Tensor) -> Tensor:
-    """The processor's logits, in the dtype of its input. Raises ValueError for another shape."""
     made = processor(tokens, logits, **lengths)
     got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
     if got != (want := tuple(logits.shape)):
@@ -272,8 +237,7 @@ def process(processor: Processor, tokens: Tensor, logits: Tensor, **lengths: Ten
 def process_rows(
     processor: Processor, texts: Tensor, logits: Tensor, lengths: Sequence[int]
 ) -> Tensor:
-    """Apply a processor without lengths to logits (B, V), to the rows of one length at a time; row
-    b is texts[b, : lengths[b]]."""
+    """Apply a processor to logits (B, V) of texts[b, : lengths[b]], rows of one length at once."""
     logits = logits.float()
     made = torch.empty_like(logits)
     for n in dict.fromkeys(lengths):
@@ -284,7 +248,7 @@ def process_rows(
 
 
 def to_host(token: Tensor, over: Tensor | None) -> Callable[[], list[list[int]]]:
-    """Start to copy a step's tokens to the host; returns a function that waits for them: [token] a
+    """Start to copy a step's tokens to the host; the function returned waits for them: [token] a
     row, with a constraint [token, 1 if it ends the text]."""
     drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
     if not drawn.is_cuda:

@@ -1,22 +1,10 @@
 """The scheduler: many prompts through the rows of a KV cache. A batch has a row for each prompt.
 
-With pages a new prompt replaces a finished text at once. The rows of other caches begin and end
-together (Yu et al. 2022, "Orca", OSDI, section 3):
-
-    step     1    2    3    4    5    6    7          step     1    2    3    4    5    6    7
-    row 0    A    a    a    .    .    C    c          row 0    A    a    a    C    c    c    c
-    row 1    B    b    b    b    b    D    d          row 1    B    b    b    b    b    D    d
-             none, dynamic, static                             paged; capitals: prefill
-
-Each text equals that of its prompt alone, in float32; in other dtypes rounding depends on the
-batch. A text longer than block_size slides as in nanoGPT: the model reads its last block_size
-tokens, which moves every position, so nothing can be cached.
-
-**Admission.** A prompt waits, and all behind it, until the pool has pages for its longest text and
-those in progress: no text stops for lack of pages. A prompt that can never fit is an error.
-
-**Sharing.** A prompt takes the full pages of a prefix in the pool. If another new prompt computes
-them in this step, it waits for the next one. Texts that may slide share nothing.
+With pages a new prompt replaces a finished text at once; the rows of other caches begin and end
+together (Yu et al. 2022, "Orca", OSDI, section 3). A prompt waits, and all behind it, until the
+pool has pages for its longest text and those in progress, and for one step if another new prompt
+computes pages that it can share. A text longer than block_size slides: every position moves, so
+nothing is cached.
 """
 
 from __future__ import annotations
@@ -45,7 +33,7 @@ if TYPE_CHECKING:
     from model import GPT
 
 T = TypeVar("T")
-PREFILL = 2048  # most tokens of a prefill of pages, padding included, unless one prompt has more
+PREFILL = 2048  # most tokens of a batch of prompts, padding included, unless one has more
 
 
 def stream(
@@ -57,11 +45,8 @@ def stream(
         prompts: as in engine.stream(); those of an iterator are taken when there is room for one.
         max_new_tokens: for all prompts, or one for each; likewise generator.
         slots: most texts in progress.
-        kv_cache: "paged" by default, or as in engine.stream(); likewise page_size and compile.
-        n_pages: size of the pool; page 0 is not used; None: enough that no prompt of a list waits,
-            of others for `slots` full contexts. Layers with a window have pools of their own, not
-            larger, with room for the windows of `slots` texts and a prefill.
-        options: as sampling.Options.
+        n_pages: size of the pool; None: enough for a list of prompts, or for `slots` contexts.
+        options: as in engine.stream(); kv_cache is "paged" by default.
 
     Yields the number of a prompt, and its next token; ENDED (-1) when its text has ended.
     Raises ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
@@ -73,69 +58,56 @@ def stream(
 
 @dataclass(eq=False)
 class Row:
-    """The text of one prompt."""
-
     index: int
-    text: str | None  # the prompt, if it is a text
+    text: str | None  # the prompt
     prompt: list[int]
-    room: int  # tokens that may be drawn
+    room: int  # most new tokens
     random: Iterator[Tensor] | None
     new: list[int] = field(default_factory=list)
-    launched: int = 0  # tokens drawn on the device
-    slot: int = -1  # in the cache, once admitted
+    slot: int = -1  # in the cache
     ended: bool = False  # as far as the host knows
+    n: int = field(init=False)  # tokens of the text, on the device too
+    most: int = field(init=False)  # tokens that the model may read: all but the last
 
-    @property
-    def n(self) -> int:
-        """Tokens of the text, including launched ones."""
-        return len(self.prompt) + self.launched
-
-    @property
-    def most(self) -> int:
-        """Tokens that the model may read: all but the last one."""
-        return len(self.prompt) + self.room - 1
+    def __post_init__(self) -> None:
+        self.n = len(self.prompt)
+        self.most = self.n + self.room - 1
 
     @property
     def done(self) -> bool:
-        return self.ended or self.launched == self.room
+        return self.ended or self.n > self.most
 
 
-# Rows, and a function that waits for their tokens: [token] a row, with a constraint [token, 1 if it
-# ends the text].
-Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
+Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]  # rows, and their to_host()
 
 
 class Scheduler:
-    """One call of stream(). A loop: admit rows, run a step, sample, end rows."""
-
     def __init__(self, model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int],
                  *, generator: torch.Generator | Iterable[torch.Generator] | None = None,
                  slots: int = 8, kv_cache: str = "paged", compile: bool = False,
                  n_pages: int | None = None, page_size: int = 16,
                  **options: Any) -> None:  # fmt: skip
-        sampling.check_names(options, inspect.signature(Scheduler).parameters)
         self.model = model
         self.options = Options(**options)
         self.options.fit(model.config.vocab_size, model.tokenizer)
         self.device = model.transformer.wte.weight.device
         self.block_size = model.config.block_size
-        self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile)
+        self.slots = in_range("slots", slots, 1)
+        page_size = in_range("page_size", page_size, 1)
+        self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile, slots)
         self.params = SamplingParams.on(self.device, self.options)
         self.constraint = combined(self.options.constraint)
         if self.constraint is not None:
             self.constraint.to(self.device)
-        # A processor with a parameter `lengths` is part of the step (docs/GENERATE.md). Its numbers
-        # may change between calls: each has graphs of its own.
+        # One with a parameter `lengths` is part of the step (docs/GENERATE.md). Its numbers may
+        # change between calls: each has graphs of its own.
         self.processor = self.options.logits_processor
         called = getattr(self.processor, "forward", self.processor)
         self.in_step = called is None or "lengths" in inspect.signature(called).parameters
         self.of_call = object() if called is not None and self.in_step else None
-        self.slots = in_range("slots", slots, 1)
-        page_size = in_range("page_size", page_size, 1)
-        graphs.check_int8(model, slots)
         rooms, generators = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
         self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
-        self.known: list[Row] = []  # if all prompts are there, they are checked at once
+        self.known: list[Row] = []  # all prompts, if they have a length
         longest = [self.block_size] * slots
         if isinstance(prompts, Sized):
             self.known = [*self.coming]
@@ -146,16 +118,14 @@ class Scheduler:
             enough = 1 + sum(pages_for(n, page_size) for n in longest)
             self.cache = self._pages(enough if n_pages is None else n_pages, page_size)
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
-        self.waiting: list[Row] = []  # until there is room for them
-        self.rows: list[Row] = []  # in progress
+        self.waiting: list[Row] = []
+        self.rows: list[Row] = []
         self.texts = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
         self.states = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
         # The rows of the last step; on the device their slots, lengths and tokens, (B,) each.
         self.batch: list[Row] = []
         self.slot = self.length = self.token = self.texts[:0, 0]
         self.decoding = False  # the same rows go on
-
-    # --- the loop ---
 
     @torch.no_grad()
     def tokens(self) -> Generator[tuple[Row, int], None, None]:
@@ -165,9 +135,7 @@ class Scheduler:
             while True:
                 new = [*islice(self.coming, self.slots - len(self.rows) - len(self.waiting))]
                 self.waiting += [row for row in new if row.room]
-                for row in new:
-                    if not row.room:
-                        yield row, ENDED
+                yield from ((row, ENDED) for row in new if not row.room)
                 self._admit()
                 going = bool(self.rows)
                 if going:
@@ -182,15 +150,14 @@ class Scheduler:
     def _read(
         self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]]
     ) -> Iterator[tuple[Row, int]]:
-        """Wait for the tokens of a step, and end texts."""
         going = [row for row in rows if not row.ended]  # others ended after the launch
         for row, (token, *over) in zip(rows, tokens()):
             if row.ended:
                 continue
             if token == INVALID:
                 raise UserError(
-                    f"no token can follow text {row.index}: its logits contain NaN, or all are "
-                    "-infinity (by the model, or by a logits_processor)"
+                    f"no token can follow text {row.index}: the logits of the model or of a "
+                    "logits_processor contain NaN, or all are -infinity"
                 )
             row.new.append(token)
             row.ended = any(over) or len(row.new) == row.room or self.stops(row)
@@ -211,13 +178,12 @@ class Scheduler:
         return last in options.stop_ids or has_stop(row.new, row.prompt, tokenizer, stops)
 
     def pieces(self, row: Row, new: Iterable[int]) -> Iterator[str]:
-        """The new text of a row whose prompt is one, as its tokens `new` arrive, up to its end."""
+        """The new text of a row, as its tokens `new` arrive, up to its end."""
         tokenizer, stops = self.model.tokenizer, self.options.stop_strings
         known = (token for token in new if token not in tokenizer.ends)
         return until(pieces(known, tokenizer, row.text or "", row.prompt), stops)
 
     def _leave(self) -> None:
-        """Free the rows that need no further step."""
         done = [row for row in self.rows if row.done]
         if len(done) == len(self.rows) or self.cache.pool is not None:
             self._free(done)
@@ -233,15 +199,12 @@ class Scheduler:
         graphs.give_back(self.model, self.cache)
         self.cache = Cache()
 
-    # --- admission ---
-
     def _admit(self) -> None:
-        """Start waiting texts, if there is room."""
         if self.cache.pool is not None:
             self._admit_to_pages(self.cache.pool)
         elif self.waiting and not self.rows:
             self._admit_together()
-        if self.waiting and not self.rows:  # with all pages free
+        if self.waiting and not self.rows:
             row = self.waiting[0]
             raise UserError(
                 f"prompt {row.index} ({len(row.prompt)} tokens, {row.room} new ones) needs more "
@@ -251,17 +214,17 @@ class Scheduler:
     def _new_row(
         self, index: int, prompt: Prompt, new: int, generator: torch.Generator | None
     ) -> Row:
-        config, text = self.model.config, prompt if isinstance(prompt, str) else None
-        if text is not None:
-            tokenizer = sampling.needed(self.model.tokenizer, f"the prompt {text!r:.60}")
-            prompt = encode(text, tokenizer, config.block_size)
+        config, text = self.model.config, None
+        if isinstance(prompt, str):
+            tokenizer = sampling.needed(self.model.tokenizer, f"the prompt {prompt!r:.60}")
+            text, prompt = encode(prompt, tokenizer, config.block_size)
         ids = sampling.check_prompt(index, prompt, config.vocab_size)
         random = uniform(self.device, generator) if self.options.temperature else None
         return Row(index, text, ids, in_range("max_new_tokens", new, 0), random)
 
     def _begin(self, rows: Sequence[Row]) -> None:
         longest = max(len(row.prompt) + row.room for row in rows)
-        width = bucket(longest, 2 * longest + 128)  # few shapes of graphs
+        width = bucket(longest, 2 * longest + 128)  # for few graphs
         if (more := width - self.texts.shape[1]) > 0:
             self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
         for row in rows:
@@ -285,7 +248,7 @@ class Scheduler:
                     config.n_layer, max_len=self.block_size, windows=config.windows,
                     pad=[T - n for n in lengths], device=self.device,
                 )  # fmt: skip
-            else:  # rounded up, so that other lengths reuse the graphs
+            else:  # rounded up: other lengths reuse the graphs
                 max_len = bucket(min(longest, self.block_size), self.block_size)
                 self.cache = graphs.static_cache(self.model, len(rows), max_len, self.graph)
         self._begin(rows)
@@ -304,7 +267,6 @@ class Scheduler:
         )  # fmt: skip
 
     def _admit_to_pages(self, pool: PagePool) -> None:
-        """Start the texts whose pages are free, in order."""
         admitted: list[Row] = []
         for row in [*self.waiting]:
             shared = row.prompt if row.most <= self.block_size else []
@@ -312,7 +274,7 @@ class Scheduler:
             if not self._fit([*self.rows, row], pool):
                 pool.free(row.slot)
                 break
-            # Does a prompt admitted just now compute a page that this one can share?
+            # A prompt admitted just now may compute a page to share.
             n = pool.length(row.slot) + pool.page_size
             if n < len(shared) and any(other.prompt[:n] == shared[:n] for other in admitted):
                 pool.free(row.slot)
@@ -323,29 +285,25 @@ class Scheduler:
             self.stats.shared_pages += pool.length(row.slot) // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
-        """True if the pool has all pages that these rows may come to hold."""
+        """True if the pool has the most pages that these rows may hold from now on."""
         for window, n in pool.n_pages.items():
-            room = n - 1
-            if window is None:  # a shared page is held to the end
+            room, needed = n - 1, 0
+            if window is None:  # shared pages are held to the end
                 room = pool.n_free() + sum(len(pool.pages(row.slot)) for row in rows)
-            if sum(self._most_pages(row, window, pool.page_size) for row in rows) > room:
+            for row in rows:
+                stored = min(row.most, self.block_size)
+                prefill = len(row.prompt) if row.n == len(row.prompt) else 0
+                if row.most > self.block_size:  # it slides: read again in each step
+                    prefill = stored
+                kept = pages_for(stored, pool.page_size, window)
+                needed += max(kept, pages_for(prefill, pool.page_size))
+            if needed > room:
                 return False
         return True
 
-    def _most_pages(self, row: Row, window: int | None, page_size: int) -> int:
-        """The most pages that the row may hold from now on in the layers with this window."""
-        stored = min(row.most, self.block_size)
-        prefill = 0 if row.launched else len(row.prompt)
-        if row.most > self.block_size:  # a text that slides is read again in each step
-            prefill = stored
-        return max(pages_for(stored, page_size, window), pages_for(prefill, page_size))
-
-    # --- a step ---
-
     def _step(self) -> Launched:
-        """A prefill of the new rows, in groups, and a token of every other one."""
         if self.cache.pool is None and any(r.n > self.block_size for r in self.rows if not r.done):
-            self._drop_cache()  # a text slides: the cached positions are wrong
+            self._drop_cache()  # a text slides
         groups = self._groups()
         rows = [row for group in groups for row in group]
         self.decoding = rows == self.batch
@@ -354,7 +312,7 @@ class Scheduler:
         else:
             self.batch = rows
             self.slot, self.length = self._on_device([[r.slot for r in rows], [r.n for r in rows]])
-        u = [next(row.random) for row in rows if row.random is not None]  # all rows have one
+        u = [next(row.random) for row in rows if row.random is not None]
         state = None if self.constraint is None else self.states[self.slot]
         how = self.params, self.constraint, state, torch.cat(u) if u else None
         processor, texts = self.processor, None
@@ -362,7 +320,7 @@ class Scheduler:
             texts = processor, self.texts[self.slot], self.length
         if len(groups) == 1 and self.in_step:
             token, after, over = self._forward(sampling.next_token, rows, how, texts)
-        else:  # two graphs, Python between them
+        else:  # two graphs
             logits = torch.cat([self._forward(sampling.next_logits, group) for group in groups])
             if processor is not None and not self.in_step:
                 lengths = [row.n for row in rows]
@@ -373,7 +331,7 @@ class Scheduler:
         if after is not None:
             self.states[self.slot] = after
         for row in rows:
-            row.launched += not row.done
+            row.n += not row.done
         self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.nbytes)
         self._leave()
         return rows, sampling.to_host(token, over)
@@ -383,29 +341,29 @@ class Scheduler:
         if self.cache.pool is None:
             return [[*self.rows]]
         groups: list[list[Row]] = []
+        longest = 0
         for row in sorted(self.rows, key=self._reads, reverse=True):
-            longest = self._reads(groups[-1][0]) if groups else 0
-            alike = 2 * self._reads(row) > longest
-            if groups and alike and longest * (len(groups[-1]) + 1) <= PREFILL:
+            n = self._reads(row)
+            if groups and 2 * n > longest and longest * (len(groups[-1]) + 1) <= PREFILL:
                 groups[-1].append(row)
             else:
                 groups.append([row])
+                longest = n
         return groups
 
     def _reads(self, row: Row) -> int:
-        """Tokens of the row that the model reads in this step."""
         if row.n > self.block_size:
             return self.block_size
         return row.n - self.cache.length(row.slot)
 
     def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
-        """function(read, *args), where `read` is these rows' next tokens (sampling.next_logits)."""
+        """function(read, *args), `read` as in sampling.next_logits()."""
         counts = [0 if row.done else self._reads(row) for row in rows]
         T, last = max(counts), None
         if self.decoding and T == 1 and len(rows) == len(self.batch):
             idx = self.token[:, None]
         else:
-            left = isinstance(self.cache, DynamicCache)  # padding; others have it on the right
+            left = isinstance(self.cache, DynamicCache)  # padding
             begin = [row.n - (T if left else n) for row, n in zip(rows, counts)]
             numbers = [row.slot for row in rows], begin, [max(0, n - 1) for n in counts]
             slot, at, last = self._on_device(numbers)[:, :, None]  # (B, 1) each
@@ -414,9 +372,9 @@ class Scheduler:
             last = None if left or min(counts) == T else last
         pool = self.cache.pool
         for row in rows:
-            if pool is not None and row.n > self.block_size:  # every position moves
+            if pool is not None and row.n > self.block_size:  # it slides
                 pool.free(row.slot)
-                row.slot = pool.new()  # the same one again
+                row.slot = pool.new()  # the same number
         step = self.cache.reserve(T, counts, [row.slot for row in rows])
         if pool is not None:
             self.stats.pages = max(self.stats.pages, sum(map(pool.n_used, pool.n_pages)))
@@ -426,7 +384,6 @@ class Scheduler:
         return made
 
     def _run(self, function: Callable[..., T], *args: object) -> T:
-        """A decode step, or a part of it, by a graph if there is one."""
         kind = self.graph if self.decoding and isinstance(self.cache, StaticCache) else None
         return graphs.run(self.model, kind, function, args, self.of_call)
 
@@ -435,7 +392,6 @@ class Scheduler:
 
 
 def _each(name: str, given: T | Iterable[T]) -> Iterator[T]:
-    """One entry for each prompt: the same for all, or the next one given."""
     if not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
         yield from repeat(given)
     else:

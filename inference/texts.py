@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from core.settings import UserError
-from data.tokenizer import well_formed
+from data.tokenizer import CharTokenizer, well_formed
 
 if TYPE_CHECKING:
     from data.tokenizer import Tokenizer
@@ -15,25 +15,32 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoattn")
 
 
-def encode(prompt: str, tokenizer: Tokenizer, block_size: int) -> list[int]:
-    """The prompt's token ids. Raises UserError if it is empty or has unknown characters."""
+def default_prompt(tokenizer: Tokenizer) -> str:
+    """A newline, or where no text has one: the first character, or nothing."""
+    if isinstance(tokenizer, CharTokenizer) and "\n" not in tokenizer.ids:
+        return next(filter(None, tokenizer.vocabulary))
+    return "\n" if tokenizer.encode("\n") else ""
+
+
+def encode(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, list[int]]:
+    """The prompt and its token ids. An empty one is the token that ends documents, or else
+    default_prompt(). Raises UserError."""
+    if not prompt and tokenizer.eot is None:
+        prompt = default_prompt(tokenizer)
     ids = [*tokenizer.begin, *tokenizer.encode(well_formed(prompt))]
     if not ids and not prompt and tokenizer.eot is not None:
-        ids = [tokenizer.eot]  # as between two documents
+        ids = [tokenizer.eot]
     if not ids:
         raise UserError(f"the prompt {prompt!r} has no tokens")
     if len(ids) > block_size:
-        log.warning(
-            f"a prompt has {len(ids)} tokens, more than block_size: only the last {block_size} "
-            "are read"
-        )
-    return ids
+        log.warning(f"a prompt has {len(ids)} tokens: only the last {block_size} are read")
+    return prompt, ids
 
 
 def pieces(
     new: Iterable[int], tokenizer: Tokenizer, prompt: str, ids: Sequence[int]
 ) -> Iterator[str]:
-    """The text of new tokens as they arrive, which continues the prompt and its ids."""
+    """The text of new tokens as they arrive, after the prompt and its ids."""
     found = tokenizer.stream_decode(new, ids if prompt else ())
     if prompt[-1:].isspace() and not tokenizer.decode(ids)[-1:].isspace():
         yield next(found, "").removeprefix(" ")  # the prompt's last space has no token (WordPiece)
@@ -41,7 +48,6 @@ def pieces(
 
 
 def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """The pieces of a text up to the first stop string, as soon as they cannot be part of one."""
     held = ""
     for piece in pieces:
         held += piece
@@ -58,7 +64,7 @@ def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
 def has_stop(
     new: Sequence[int], ids: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str]
 ) -> bool:
-    """True if one of the last tokens of a text completes a stop string; ids: of the prompt."""
+    """True if the last token completes a stop string; ids: of the prompt."""
     if not stops:
         return False
     n = 4 * max(map(len, stops)) + 16  # a character has at most 4 tokens

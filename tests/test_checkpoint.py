@@ -195,6 +195,16 @@ def test_a_crash_between_any_two_operations(losses, tmp_path):
     assert n > 8 and outcomes == {len(losses) or None, 99.0}
 
 
+def test_the_advice_reads_each_checkpoint_once(tmp_path):
+    """Of 40 damaged ones, 2**40 reads would not end."""
+    save(tmp_path, 1)
+    for step in range(2, 41):
+        folder = shutil.copytree(tmp_path / "step-00000001", tmp_path / f"step-{step:08d}")
+        (folder / ("settings.json" if step % 2 else "model.safetensors")).write_bytes(b"{}")
+    with pytest.raises(UserError, match=r"step-00000040.*step-00000001"):
+        checkpoint.load(checkpoint.latest(tmp_path)).weights()
+
+
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
     """Here by a limit of each file's size: of none, of the JSON, the weights, the optimizer."""
     save(tmp_path, 1)

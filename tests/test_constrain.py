@@ -154,11 +154,19 @@ def test_the_tokenizers_of_models() -> None:
         constrain.regex(pattern, refused)
 
 
-@pytest.mark.parametrize("pattern", [
-    "(a", "a)(b", "a{", "[a", "*", "(?=a)b", r"(a)\1", r"(?<!a)b", "a\\",
-    "^^a", "a$$", "(^a)", "(a$)|b", r"\Aa", r"a\b", r"a\B", r"a\z", "Z", "", "\ud800",
-    *few(["(" * 9 + "a?" + "){9}" * 9, "(a|b)*a(a|b){40}"], 0)])
-def test_a_pattern_that_cannot_be_or_has_too_many_states_is_named(pattern) -> None:
+@pytest.mark.parametrize("pattern, place", [
+    ("ab(c", 2), ("^ab)", 3), ("a[z-b]", 1), ("[a", 0), (r"é\p{Foo}", 1), ("b{3,1}", 2), ("a{", 1),
+    (r"x\q", 1), ("xy(?=a)", 2), ("a$b", 1), (r"(a)\p{L}\1", 8), ("a\n(", 2), ("a\\", 1), ("*", 0),
+    ("(^a)", 1), (r"\Aa", 0), (r"a\B", 1), (r"a\z", 1), ("Z", ""), ("", ""), ("\ud800", 0),
+])
+def test_a_pattern_that_cannot_be_is_named_with_the_place(pattern, place) -> None:
+    with pytest.raises(UserError, match=re.escape(repr(pattern))) as error:
+        constrain.regex(pattern, Vocabulary(TOKENS))
+    assert place == "" or f"position {place}" in str(error.value)
+
+
+@pytest.mark.parametrize("pattern", few(["(" * 9 + "a?" + "){9}" * 9, "(a|b)*a(a|b){40}"], 0))
+def test_a_pattern_of_too_many_states_is_refused(pattern) -> None:
     with pytest.raises(UserError, match=re.escape(repr(pattern)[:50])):
         constrain.regex(pattern, Vocabulary(TOKENS))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4.2 * 2**20  # kB

@@ -402,9 +402,8 @@ def test_invalid_options_are_named(kv) -> None:
         with pytest.raises(ValueError, match=words):
             engine.generate(talker(), prompts, 5, kv_cache=kv, **how)
     for function in (engine.generate, engine.stream, serve.stream):
-        for name, near in (("temprature", "temperature"), ("stops", "stop"), ("page", "page_size")):
-            with pytest.raises(TypeError, match=f"'{name}'.*'{near}'"):
-                list(function(model, idx, 5, **{name: 1}))
+        with pytest.raises(TypeError, match="'temprature'"):
+            list(function(model, idx, 5, temprature=1))
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

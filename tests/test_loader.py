@@ -158,6 +158,16 @@ def a_folder(folder: Path) -> None:
     (folder / "train.bin").mkdir()
 
 
+def test_a_path_steers_no_terminal(tmp_path: Path) -> None:
+    folder = tmp_path / "a\nb\x1b[2J"
+    for _ in ("missing", "too short"):
+        with pytest.raises(UserError) as error:
+            data.load(folder, "train", 8, 10)
+        assert str(error.value).isprintable() and r"a\nb\x1b[2J" in str(error.value)
+        folder.mkdir(exist_ok=True)
+        np.arange(4, dtype=np.uint16).tofile(folder / "train.bin")
+
+
 LARGE = bytes(1798) + (5000).to_bytes(2, "little")  # as many tokens, the last too large
 
 

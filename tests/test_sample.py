@@ -68,6 +68,8 @@ def seeded(trained: Path, seed: int, *words: str) -> str:
 def test_a_seed_gives_the_same_text_every_time(trained):
     """Any integer is one; each sample of a prompt has its own, the next."""
     a = seeded(trained, 3)
+    how = {"temperature": 0.8, "top_k": 200, "generator": torch.Generator().manual_seed(3)}
+    assert engine.generate(inference.load(trained, device="cpu")[0], "", 15, **how) == a
     assert a == seeded(trained, 3) == seeded(trained, 3, "--start=") != seeded(trained, 4)
     assert len(a) == 16 and a.startswith("\n") and set(a) <= set(TEXT)
     last = text_of(*of(trained, f"--seed={2**64 - 1}", "--num_samples=2", n=15))
@@ -99,6 +101,18 @@ def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch):
     for content, named in ((b"\xff\xfe", str(path)), (b"\n \n", str(path)), ("§".encode(), "§")):
         path.write_bytes(content)
         assert named in refused(*of(trained, f"--prompts={path}"))
+
+
+@pytest.mark.parametrize("option", ["out_dir=", "init_from=", "prompts=", "start=FILE:", "out="])
+def test_a_name_that_is_too_long_is_one_sentence(trained, option) -> None:
+    said = refused(*of(trained, "--start=A", n=1), f"--{option}{'x' * 5000}")
+    assert "xxx" in said and "too long" in said and said.count("\n") == 1
+
+
+def test_blank_lines_are_no_prompts(trained, tmp_path, caplog) -> None:
+    (tmp_path / "lines.txt").write_text("\nAnn\n \n\nBob\n")
+    assert len(text_of(*of(trained, f"--prompts={tmp_path / 'lines.txt'}", n=1))) == 2
+    assert "3 blank lines" in caplog.text and "lines.txt" in caplog.text
 
 
 def test_a_vocabulary_with_gaps_and_without_a_newline(tmp_path):

@@ -56,7 +56,7 @@ VALID: dict[str, Any] = {
     "dtype": st.sampled_from(["auto", "float32"]),
     "compile": st.none() | st.booleans(),
     "stream": st.booleans(),
-    "name": NAMES.filter(lambda text: not text.startswith("~")),
+    "name": NAMES.filter(lambda text: not text.startswith("~") and "\0" not in text),
     "lengths": st.lists(st.none() | st.integers(1, 99), min_size=1).map(tuple),
     "start": st.lists(NAMES, min_size=1).map(tuple),
 }
