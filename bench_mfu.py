@@ -30,18 +30,16 @@ from core.settings import Loaded, UserError, exit_on_user_error
 if __name__ == "__main__":
     terminal.end_at_once()
 
-from bench import Json, compare, qualify, record, report, rounds
+from bench import Json, compare, plan, qualify, record, report, rounds
 from bench.job import begin
-from bench.plan import planned
 from bench.settings import MODES, load_config
-from bench.workers import Failure, Progress, Stop
+from bench.workers import Failure, Stop
 from core.runtime import StopSignal, pick_device
 
 MINUTES_ON_CUDA = 10.0
 
 
 def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
-    """Measure in one of the modes. Returns the exit code."""
     config = loaded.settings
     if config.record is not None and not re.fullmatch(r"[\w.-]+", config.record):
         slug = repr(config.record)
@@ -68,15 +66,14 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     whole = mode == "qualify"  # each stage has a deadline of its own
     minutes = config.minutes or (MINUTES_ON_CUDA if device.type == "cuda" else 0)
     stop = Stop(time.monotonic() + 60 * minutes if minutes and not whole else None)
-    progress = Progress()
     with closing(StopSignal("stopping; keeping the results so far")) as stop.signals:
         try:
-            bench = begin(mode, config, device, stop, progress)
+            bench = begin(mode, config, device, stop)
             if whole:
-                content = qualify.run(bench, about, loaded.origins, stop, progress, folder)
+                content = qualify.run(bench, about, loaded.origins, stop, folder)
             else:
                 plans = report.MODES[mode].plans(bench)
-                content = rounds.measure(bench, plans, stop, progress, save)
+                content = rounds.measure(bench, plans, stop, save)
                 content = record.complete({**about, **content})
         except Failure as e:
             if e.kind == "stopped":
@@ -108,7 +105,7 @@ def main(argv: list[str]) -> int:
         print(*(f"  {name:<9} {kind.__doc__}" for name, kind in MODES.items()), "", sep="\n")
     loaded = load_config(rest, mode)
     if mode in ("plan", "runs"):
-        return (planned.run if mode == "plan" else compare.runs)(loaded.settings)
+        return (plan.run if mode == "plan" else compare.runs)(loaded.settings)
     return measure(mode or "train", rest, loaded)
 
 

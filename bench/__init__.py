@@ -1,9 +1,4 @@
-"""The benchmark behind bench_mfu.py: one process a candidate, interleaved rounds, records.
-
-The flow (docs/DESIGN.md, "The bench"): settings, job, a mode (train, kernel, decode, converge),
-rounds, workers, candidates (hf: transformers'), record and verify, report and tables. Next to it:
-compare (whole runs), qualify (all modes), board, machine, parts (rooflines), plan/, evaluate.
-"""
+"""The benchmark behind bench_mfu.py; docs/DESIGN.md, "The bench", has its files in order."""
 
 import importlib
 from pathlib import Path

@@ -34,8 +34,6 @@ Times = tuple[float, float, int]  # of Candidate.write()
 
 
 class Job:
-    """Settings, device and model of a job in its process; seeded."""
-
     def __init__(self, job: Json, **changes: Any) -> None:
         self.config = replace(from_dict(TrainConfig, job["train"]), **changes)
         self.vocab_size = job["vocab_size"]
@@ -54,7 +52,7 @@ class Job:
         return model
 
     def random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return n sequences, the same for every backend, and their targets: (n, T) int64 each."""
+        """n sequences, the same for every backend, and their targets: (n, T) int64 each."""
         draw = torch.Generator().manual_seed(self.config.seed)
         tokens = torch.randint(self.vocab_size, (n, self.config.block_size + 1), generator=draw)
         x, y = tokens[:, :-1], tokens[:, 1:]
@@ -62,7 +60,7 @@ class Job:
 
 
 def build(rival: str, job: Job) -> Candidate:
-    """Build our model, or "MODULE:CLASS=WHAT". Raises UserError for what it does not support."""
+    """Build our model, or "MODULE:CLASS=WHAT"."""
     kind, _, what = rival.partition("=")
     candidate: Candidate = load(kind or "bench.candidates:Ours")(what, job)
     return candidate
@@ -83,7 +81,7 @@ class Candidate:
             raise UserError(f"it does not support {' and '.join(lacks)}")
 
     def unsupported(self) -> Json:
-        """Return {option: True if it is used} of the options that the model lacks."""
+        """{option that the model lacks: is it used?}"""
         return {}
 
     def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
@@ -103,11 +101,11 @@ class Candidate:
         raise NotImplementedError
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
-        """Return the kernels chosen for its layers, with a cache or in training; [] if unknown."""
+        """Kernels of its layers, with a cache or in training; [] if unknown."""
         return []
 
     def evidence(self, cache: str | None = None) -> Json:
-        """Return the kernels of its layers, and the proof with the largest relative error."""
+        """The kernels of its layers, and the proof with the largest relative error."""
         chosen = self.chosen(cache)
         proofs = [c.proof for c in chosen if c.proof]
         worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
@@ -123,17 +121,15 @@ class Candidate:
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).float()))
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
-        """Continue `prompt`, (B, T) int64, by `new` tokens; more: options of our engine.
-
-        Returns the times of first and last token (time.perf_counter), and the cache's bytes.
-        """
+        """Continue `prompt`, (B, T) int64. Returns the times of first and last token
+        (time.perf_counter), and the cache's bytes."""
         raise NotImplementedError
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
-        """Run one step of its own training loop, with the marks of train.train_step."""
+        """A step of its own training loop, with the marks of train.train_step."""
         loss, scaler = torch.zeros((), device=x.device), self.scaler
         for mx, my in zip(x.chunk(micro), y.chunk(micro), strict=True):
             mark("forward")
@@ -154,8 +150,6 @@ class Candidate:
 
 
 class Ours(Candidate):
-    """This project's model with one attention backend."""
-
     as_reference = True
 
     def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
@@ -202,8 +196,6 @@ class Ours(Candidate):
 
 
 class NanoGPT(Candidate):
-    """The model of a nanoGPT checkout, with its own optimizer."""
-
     title = "nanoGPT"
 
     def __init__(self, path: str, job: Job) -> None:
@@ -236,12 +228,11 @@ class NanoGPT(Candidate):
             raise UserError("its generate() has no cache and no --constraint")
         began: list[float] = []
 
-        def note(module: object, inputs: object) -> None:
+        def note(module: object, inputs: object) -> None:  # each call means one more token
             if len(began) == 1:  # on a GPU the first token may still be computed
                 synchronize(self.setup.device)
             began.append(time.perf_counter())
 
-        # Without a streamer: each call of the model means one more token.
         with self.model.register_forward_pre_hook(note):
             text = self.model.generate(prompt, new, temperature=1.0, top_k=None)
         synchronize(self.setup.device)

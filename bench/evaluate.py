@@ -40,7 +40,6 @@ Question = tuple[str, str]  # context and answer
 
 
 def harness(argv: list[str]) -> int:
-    """Run `lm_eval run` with our kernels. Returns the exit code."""
     try:
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import register_model
@@ -109,7 +108,6 @@ def recall(config: TasksConfig, draw: random.Random, distance: int) -> Question:
 
 
 def line(config: TasksConfig, draw: random.Random) -> str:
-    """A line to train on. One of recall has several questions and their answers after the gap."""
     kind = draw.choice(("copy", "copy", "add", "recall"))
     if kind == "copy":
         return "".join(copy(config, draw, draw.randint(1, COPIED)))
@@ -122,7 +120,6 @@ def line(config: TasksConfig, draw: random.Random) -> str:
 
 
 def questions(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
-    """Yield (name, questions) of each task."""
     draw, count = random.Random(f"questions {config.seed}"), range(config.questions)
     yield "copy", [copy(config, draw) for _ in count]
     yield "add", [add(draw, question=True) for _ in count]
@@ -131,7 +128,6 @@ def questions(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
 
 
 def tasks(argv: list[str]) -> int:
-    """Write the tasks. Returns the exit code."""
     config = read(TasksConfig, argv, positional="folder").settings
     if config.folder is None:
         raise UserError("usage: python -m bench.evaluate tasks FOLDER")

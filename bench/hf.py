@@ -40,8 +40,6 @@ FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sink
 
 @dataclass(frozen=True)
 class Counted:
-    """Sizes of a model, in place of GPTConfig."""
-
     layers: list[Json]  # FIELDS of each attention layer's Spec
     parameters: int
     other_flops: float  # a token, forward and backward, without attention's products
@@ -68,7 +66,6 @@ def _(config: Counted, T: int, causal: bool = False) -> float:
 
 
 def model_of(part: Json) -> Sizes:
-    """Return the GPTConfig of the settings, or the counted sizes of a transformers model."""
     if "counted" in part.get("hf", {}):
         return Counted(**part["hf"]["counted"])
     ours = {f.name for f in fields(TrainConfig)} - {"batch_size"}
@@ -77,7 +74,7 @@ def model_of(part: Json) -> Sizes:
 
 
 def read(name: str) -> Json:
-    """Return the config of the model's text part; UserError without transformers or a config."""
+    """The config of the model's text part."""
     try:
         from transformers import AutoConfig
 
@@ -90,15 +87,11 @@ def read(name: str) -> Json:
 
 
 def ours(backend: str) -> str:
-    """Return the argument of candidates.build() of one of our backends."""
     return KIND + bridge.implementation(backend)
 
 
 def specs_of(model: PreTrainedModel, x: Tensor) -> list[Spec]:
-    """Run x, (B, T) int64, once; return the layers' Specs and set eager attention.
-
-    Raises BackendUnavailable if the bridge refuses the model, UserError if it is not causal.
-    """
+    """The layers' Specs of x, (B, T) int64; sets eager attention. UserError if it is not causal."""
     with torch.no_grad():
         model(input_ids=x, use_cache=False)
     model.config._attn_implementation = "eager"
@@ -117,8 +110,6 @@ def parameters(model: PreTrainedModel) -> int:
 
 
 class HuggingFace(Candidate):
-    """Our sizes in transformers, or the model of --hf, which has our backends too."""
-
     def __init__(self, implementation: str, job: Job) -> None:
         super().__init__(implementation, job)
         if importlib.util.find_spec("transformers") is None:

@@ -35,7 +35,7 @@ from torch.autograd import DeviceType
 
 from attention.proof import KERNELS
 from bench import Json, hf, tables
-from bench.tables import Cells, Row, number, percent
+from bench.tables import Cells, Column, Row, number, percent
 from core import flops, profile
 from model import GPTConfig
 
@@ -48,6 +48,14 @@ OF_CLASS = {  # the parts that a class of kernels computes
     "optimizer": ("optimizer",),
 }
 LARGEST = 5  # kernels by name
+COLUMNS = (
+    Column("kernels", "name"),
+    Column("ms", "ms", number),
+    Column("share", "share", percent),
+    Column("roofline ms", "roofline_ms", number),
+    Column("times", "times", number),
+    Column("limit", "limit"),
+)
 NOTES = (
     "share: of the step, with its gaps between the kernels; times: how often the time at the "
     "roofline; products of manual's attention count as attention on the CPU only"
@@ -62,11 +70,9 @@ class Work:
     bytes: float
 
     def ms(self, tflops: float, bandwidth: float) -> float:
-        """Return the roofline in ms; bandwidth in bytes per second."""
         return 1e3 * max(self.flops / (tflops * 1e12), self.bytes / bandwidth)
 
     def limit(self, tflops: float, bandwidth: float) -> str:
-        """Return "FLOPs", "bytes", or "-" without work."""
         if not self.flops and not self.bytes:
             return "-"
         return "FLOPs" if self.flops / (tflops * 1e12) > self.bytes / bandwidth else "bytes"
@@ -98,11 +104,8 @@ def work(
 
 def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: float,
                 bandwidth: float, peak: float) -> Json:  # fmt: skip
-    """Return ms, tokens_per_s, mfu and mfu_causal of a step at its roofline.
-
-    `mfu` counts masked keys, so it can exceed 1; then it is None. `tflops` is the rate of matmuls,
-    `bandwidth` in bytes per second, `peak` the TFLOP/s that the MFU refers to.
-    """
+    """ms, tokens_per_s, mfu and mfu_causal of a step at its roofline. Rates: `tflops` of matmuls,
+    `bandwidth` in bytes/s, `peak` the TFLOP/s of MFU."""
     ms, T = sum(w.ms(tflops, bandwidth) for w in parts.values()), config.block_size
     of = flops.Peak(peak, "the roofline's")
     return {"ms": ms, **flops.Speed(config, T, sequences * T / (ms / 1e3), of).row()}
@@ -111,9 +114,14 @@ def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflop
 # --- a profile of a record ---
 
 
+def beside(ms: float, least: float) -> float | None:
+    """How often the time at the roofline; None below it: other parts' work, or caches."""
+    return ms / least if least and ms >= least else None
+
+
 def computed(found: Json, row: Row, part: Json) -> Json:
-    """Return the entries of a row's profile that follow from its times and the record: rooflines,
-    shares, and the step at its roofline. Older records have `parts` of one micro-batch."""
+    """The entries of a row's profile that follow from its times and the record. Older records have
+    `parts` of one micro-batch."""
     model, settings, m = hf.model_of(part), part["settings"], part["machine"]
     old, micro = "parts" in found, settings["gradient_accumulation_steps"]
     batch, micro = (row["batch_size"], 1) if old else (row["batch_size"] * micro, micro)
@@ -127,10 +135,8 @@ def computed(found: Json, row: Row, part: Json) -> Json:
     def line(ms: float, total: float, works: Sequence[Work]) -> Json:
         least = sum(w.ms(peak, bandwidth) for w in works)
         whole = Work(sum(w.flops for w in works), sum(w.bytes for w in works))
-        beside: Json = {"ms": ms, "share": ms / total, "roofline_ms": least}
-        # Less than its roofline: attributed to another part, or read from a cache.
-        beside["times"] = ms / least if least and ms >= least else None
-        return {**beside, "limit": whole.limit(peak, bandwidth)}
+        limit, times = whole.limit(peak, bandwidth), beside(ms, least)
+        return {"ms": ms, "share": ms / total, "roofline_ms": least, "times": times, "limit": limit}
 
     made: Json = {"bandwidth": bandwidth, "bandwidth_source": source, "products_tflops": products}
     if old:
@@ -156,27 +162,21 @@ def title(backend: str, found: Json) -> str:
 
 
 def table(found: Json, of: str = "") -> Cells:
-    """Return classes of a step, their sum and its longest kernels; `of` as in tables.cells()."""
-    head = ["kernels", "ms", "share", "roofline ms", "times", "limit"]
+    """Return classes of a step, their sum and its longest kernels; `of` as in tables.table()."""
     total = sum(found["classes"].values())
-    lines = []
-    for c, p in found["rooflines"].items():
-        least = number(p["roofline_ms"]) if p["roofline_ms"] else "-"
-        lines.append(
-            [c, number(p["ms"]), percent(p["share"]), least, number(p["times"]), p["limit"]]
-        )
-    of_all = {"the step": found["ceiling"]}
-    if "reachable" in found:
-        rate = f"with products at {found['products_tflops']:,.4g} TFLOP/s"
-        of_all[rate] = found["reachable"]
-    for name, least in of_all.items():
-        times = total / least["ms"] if total >= least["ms"] else None
-        lines.append([name, number(total), "100.0%", number(least["ms"]), number(times), "-"])
+    lines = [{**p, "name": c, "roofline_ms": p["roofline_ms"] or None}
+             for c, p in found["rooflines"].items()]  # fmt: skip
+    rate = f"with products at {found['products_tflops'] or 0:,.4g} TFLOP/s"
+    for of_all, name in (("ceiling", "the step"), ("reachable", rate)):
+        if of_all in found:
+            least = found[of_all]["ms"]
+            whole = {"ms": total, "share": 1, "roofline_ms": least, "times": beside(total, least)}
+            lines.append({"name": name, **whole})
     names = [(ms, c, name, n) for c, of_c in found["names"].items() for name, ms, n in of_c]
     for ms, c, name, n in sorted(names, reverse=True)[:LARGEST]:
         calls = f"{c}: {profile.short(name, 60)}, {tables.count(n, 'call')}"
-        lines.append([calls, number(ms), percent(ms / total), "-", "-", "-"])
-    return [tables.marked(name, of) for name in head], lines
+        lines.append({"name": calls, "ms": ms, "share": ms / total})
+    return tables.table(COLUMNS, lines, of)
 
 
 def kernels_of(watched: torch.profiler.profile) -> dict[str, list[str]]:

@@ -1,12 +1,13 @@
 """A process for each candidate: it builds, warms up, and measures a round for each request.
 
-The first request also builds the candidate. An answer is JSON's types, or a Failure. What libraries
-print goes to a file. A process ends with all that it started when its parent closes it or dies.
+The first request also builds the candidate. An answer is JSON's types, or a Failure. A process ends
+with all that it started when its parent closes it or dies.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,6 @@ import threading
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -46,42 +46,25 @@ class Failure(Exception):
         return self.why
 
 
-class Progress:
-    """Plain lines on stderr, with the seconds since the start."""
-
-    def __init__(self) -> None:
-        self.began = self.last = time.monotonic()
-
-    def tell(self, line: str) -> None:
-        print(f"[{time.monotonic() - self.began:4.0f} s] {line}", file=sys.stderr, flush=True)
-
-    def watch(self, what: str) -> None:
-        """Print at most every two seconds."""
-        if time.monotonic() - self.last >= 2:
-            self.last = time.monotonic()
-            self.tell(what)
-
-
-@dataclass
 class Stop:
-    """Deadline and signals that end the bench."""
+    """Deadline and signals that end the bench, and its progress on stderr."""
 
-    deadline: float | None = None  # time.monotonic(), after which nothing more begins
-    signals: StopSignal | None = None
-    why: str = ""  # set when the bench was stopped
-    began: float = field(default_factory=time.monotonic)
+    def __init__(self, deadline: float | None = None, signals: StopSignal | None = None) -> None:
+        self.deadline = math.inf if deadline is None else deadline  # nothing more begins after it
+        self.signals = signals
+        self.why = ""  # set when the bench was stopped
+        self.began = self.told = time.monotonic()
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline."""
-        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
+        return self.deadline - time.monotonic()
 
     @property
     def spent(self) -> str:
         return f"set-up and measuring took {time.monotonic() - self.began:.0f} s so far"
 
     def check(self, late: float = 0.0) -> None:
-        """Raises Failure ("stopped") after a signal, or `late` seconds after the deadline."""
+        """Raise Failure ("stopped") after a signal, or `late` seconds after the deadline."""
         if self.signals and (number := self.signals.signal):
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             self.why = f"stopped by {name}"
@@ -93,13 +76,21 @@ class Stop:
 
     @property
     def code(self) -> int:
-        """The exit code."""
         number = self.signals.signal if self.signals and self.why else None
         return 128 + number if number else 0
 
+    def tell(self, line: str) -> None:
+        print(f"[{time.monotonic() - self.began:4.0f} s] {line}", file=sys.stderr, flush=True)
+
+    def watch(self, what: str) -> None:
+        """Tell at most every two seconds."""
+        if time.monotonic() - self.told >= 2:
+            self.told = time.monotonic()
+            self.tell(what)
+
 
 class Worker:
-    """A process that measures; `work` names its class, as in "bench.train:Training"."""
+    """A process that measures by the class `work`, such as "bench.train:Training"."""
 
     def __init__(self, work: str, job: Json, timeout: float, stop: Stop) -> None:
         stop.check()
@@ -173,7 +164,6 @@ class Worker:
 
 
 def once(work: str, job: Json, timeout: float, stop: Stop, request: Json | None = None) -> Json:
-    """Return what a worker that only builds something has found, with its answer to a request."""
     worker = Worker(work, job, timeout, stop)
     try:
         answer = worker.ask(request or {})
@@ -186,7 +176,6 @@ def once(work: str, job: Json, timeout: float, stop: Stop, request: Json | None 
 
 
 def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
-    """Answer every request."""
     os.setsid()  # a group of its own
     log = os.open(errors, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)

@@ -32,9 +32,10 @@ MODEL = GPTConfig(32, 64, 2, 2, 32, bias=False)  # of small()
 
 def small(mode: str) -> list[str]:
     """A mode, and options of a model that is quickly measured."""
-    sizes = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=32",
-             "--vocab_size=64", "--batch_size=4", "--peak_tflops=0.5", "--dtype=float32"]
-    return [mode, *sizes, *HOW[mode]]
+    sizes = ["--device=cpu", "--n_embd=32", "--n_head=2", "--dtype=float32"]
+    sizes += ["--peak_tflops=0.5"] * (mode != "decode")
+    sizes += ["--n_layer=2", "--block_size=32", "--vocab_size=64"] * (mode != "kernel")
+    return [mode, *sizes, *["--batch_size=4"] * (mode not in ("kernel", "decode")), *HOW[mode]]
 
 
 def run(argv: list[str]) -> tuple[int, str]:

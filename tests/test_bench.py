@@ -17,7 +17,7 @@ from benches import MODEL, by_backend, kernel, measured, rival, run, small, writ
 
 import bench_mfu
 from bench import machine
-from bench.verify import verify
+from bench.record import verify
 from core import flops
 from core.settings import UserError
 

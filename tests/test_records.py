@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import board, record
-from bench.verify import verify
+from bench.record import verify
 from core.gpus import datasheet_tflops
 
 Content = dict[str, Any]
@@ -260,7 +260,7 @@ def test_the_fastest_is_named_with_those_that_are_level(content: Content) -> Non
     three = {"manual": [2 * t for t in fast], "sdpa": fast, "tiled": [50.4, 50.2, 49.9, 49.6, 51.3]}
     assert concluded(content, three)[0].endswith("train: sdpa (level: tiled)")
     few = {name: ms[:2] for name, ms in three.items()}
-    assert concluded(content, few)[0].endswith("train: sdpa (2 rounds; level: tiled)")
+    assert concluded(content, few)[0].endswith("train: sdpa (2 rounds: noisy; level: tiled)")
     content["settings"]["batch_size"] = "auto"  # of each sequence
     assert concluded(content, {"sdpa": fast}, batch_size=1)[0].endswith("train: sdpa")
 

@@ -14,18 +14,57 @@ from functools import cache, cached_property
 import torch
 
 from bench import parts
-from bench.plan import HOPS, Cluster, Sent, collective
+from core import flops
 from core.loss import chunk_rows
 from core.parallel import BUCKET_MB
 from model import GPT, GPTConfig
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "ring")  # ring: point to point
+# Latency of a message in seconds, over NVLink and over the network: NCCL's constants for rings of
+# protocol LL128 (src/graph/tuning.cc, hwLat).
+HOPS = 1.9e-6, 4.0e-6
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs, `node` of them in a server. Rates in bytes a second, links each way, per GPU."""
+
+    dtype: str  # of the matrix products
+    peak: flops.Peak
+    products: float  # TFLOP/s of matmuls
+    bandwidth: float  # of the GPU's memory
+    memory: float  # bytes
+    node: int
+    nvlink: float
+    network: float
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a rank sends in one collective, by link, and its seconds."""
+
+    nvlink: float = 0
+    network: float = 0
+    seconds: float = 0
+
+
+def collective(kind: str, size: float, ranks: int, servers: int, at: Cluster) -> Sent:
+    """Return the cost of a ring collective on a tensor of `size` bytes."""
+    if ranks == 1:
+        return Sent()
+    wire = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
+    here = ranks // servers  # in a server, each the last one of one ring
+    over = 0 if servers == 1 else wire / here
+    inside, between = HOPS
+    hops = (ranks - servers) * inside + (servers - 1) * between
+    if kind == "all-reduce":  # a tree sends as many bytes in fewer hops
+        tree = (here - 1) * inside + math.ceil(math.log2(servers)) * between
+        hops = 2 * min(hops, tree)
+    return Sent(wire - over, over, hops + max((wire - over) / at.nvlink, over / at.network))
 
 
 @dataclass(frozen=True)
 class Job:
-    """Model and batch."""
-
     model: GPTConfig
     sequences: int  # per step, all ranks
     batch: int  # largest micro-batch
@@ -55,10 +94,8 @@ def parameters(m: GPTConfig) -> int:
 
 @dataclass
 class Plan:
-    """A job on `gpus` GPUs, with each sequence split over a ring of `context` GPUs.
-
-    `parallel` is "ddp", "fsdp", or "hybrid": fsdp inside a server, replicated between servers.
-    """
+    """A job on `gpus` GPUs, each sequence in a ring of `context`. `parallel` is "ddp", "fsdp", or
+    "hybrid": fsdp inside a server, replicated between servers."""
 
     job: Job
     at: Cluster
@@ -134,12 +171,7 @@ class Plan:
     # --- communication ---
 
     def cost(self, kind: str, size: float) -> Sent:
-        """A collective within a copy of the weights; with "ddp" among all ranks."""
         return collective(kind, size, *self.group, self.at)
-
-    def replicas(self, size: float) -> Sent:
-        """The all-reduce between the copies of "hybrid", one in each server."""
-        return collective("all-reduce", size, self.copies, self.copies, self.at)
 
     def passed(self, width: int) -> Sent:
         """K and V of a layer, or their gradients, sent to the next rank of the ring."""
@@ -151,15 +183,16 @@ class Plan:
     @cached_property
     def costs(self) -> dict[str, Sent]:
         """The collectives of fsdp and hybrid, for a block and outside the blocks."""
-        S, block, root = self.shard, self.block, self.root
-        return {
-            "gather": self.cost("all-gather", self.a * block * S),
-            "gather root": self.cost("all-gather", 4 * root * S),
-            "scatter": self.cost("reduce-scatter", 4 * block * S),
-            "scatter root": self.cost("reduce-scatter", 4 * root * S),
-            "across": self.replicas(4 * block),
-            "across root": self.replicas(4 * root),
-        }
+        found = {}
+        for of, n in (("", self.block), (" root", self.root)):
+            width = 4 if of else self.a
+            found[f"gather{of}"] = self.cost("all-gather", width * n * self.shard)
+            found[f"scatter{of}"] = self.cost("reduce-scatter", 4 * n * self.shard)
+            # between the copies of "hybrid", one in each server
+            found[f"across{of}"] = collective(
+                "all-reduce", 4 * n, self.copies, self.copies, self.at
+            )
+        return found
 
     def sent(self) -> Iterator[tuple[str, int, Sent]]:
         """Yield (kind, times per step, cost of each)."""
@@ -227,7 +260,6 @@ class Plan:
 
     @property
     def why_not(self) -> str:
-        """Return why it cannot run, or ""."""
         shares = self.gpus // self.context
         if self.job.sequences // shares < self.micro:
             few = f"{self.job.sequences:,} sequences a step are too few for {shares:,} shares"
