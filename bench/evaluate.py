@@ -19,8 +19,8 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,14 +119,6 @@ def line(config: TasksConfig, draw: random.Random) -> str:
     return question[:distance] + "".join(draw.choices(pairs, k=4 * config.pairs))
 
 
-def questions(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
-    draw, count = random.Random(f"questions {config.seed}"), range(config.questions)
-    yield "copy", [copy(config, draw) for _ in count]
-    yield "add", [add(draw, question=True) for _ in count]
-    for distance in config.distances:
-        yield f"recall_{distance}", [recall(config, draw, distance) for _ in count]
-
-
 def tasks(argv: list[str]) -> int:
     config = read(TasksConfig, argv, positional="folder").settings
     if config.folder is None:
@@ -135,17 +127,28 @@ def tasks(argv: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     text = (gap.join(line(config, draw)) + "\n" for _ in range(config.lines))
     write_at_once(folder / "text.txt", "".join(text))
-    for name, made in questions(config):
+    draw = random.Random(f"questions {config.seed}")
+    kinds = {"copy": partial(copy, config, draw), "add": partial(add, draw, question=True)}
+    kinds |= {f"recall_{d}": partial(recall, config, draw, d) for d in config.distances}
+    for name, ask in kinds.items():
         file = folder.resolve() / f"{name}.jsonl"
+        asked = [ask() for _ in range(config.questions)]
         # A question begins a line, as in text.txt.
-        rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in made]
+        rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in asked]
         write_at_once(file, "".join(json.dumps(row) + "\n" for row in rows))
-        task: dict[str, object] = {"task": f"nanoattn_{name}", "tag": "nanoattn"}
-        task["output_type"] = "loglikelihood"
-        task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
-        task |= {"test_split": "test", "metric_list": [{"metric": "acc"}]}
-        task |= {"doc_to_text": "{{context}}", "doc_to_target": "{{answer}}"}
-        task |= {"target_delimiter": "", "fewshot_delimiter": ""}
+        task = {
+            "task": f"nanoattn_{name}",
+            "tag": "nanoattn",
+            "output_type": "loglikelihood",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test",
+            "metric_list": [{"metric": "acc"}],
+            "doc_to_text": "{{context}}",
+            "doc_to_target": "{{answer}}",
+            "target_delimiter": "",
+            "fewshot_delimiter": "",
+        }
         write_at_once(folder / f"{name}.yaml", json.dumps(task, indent=1))  # JSON is YAML too
         print(f"{file}: {task['task']}")
     return 0

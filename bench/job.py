@@ -18,7 +18,7 @@ from bench.settings import Measured, vocabulary
 from bench.workers import Failure, Stop, once
 from core import flops
 from core.options import TrainConfig
-from core.settings import UserError
+from core.settings import UserError, user_errors
 
 HF = ("eager", "sdpa", "flash_attention_2")  # attention of transformers
 # Longest sequences of a backend that is not named: the scores fill the memory (manual, math), or a
@@ -37,8 +37,8 @@ class Bench(Generic[S]):
     backends: tuple[str, ...]
     machine: Json  # of machine.Description
     vocab_size: int
-    left_out: Mapping[str, str] = field(default_factory=dict)  # backends not to measure: reasons
-    hf: Json = field(default_factory=dict)  # of --hf: name, config and, once counted, sizes
+    left_out: Mapping[str, str]  # backends not to measure: reasons
+    hf: Json  # of --hf: name, config and, once counted, sizes
     reference: Json = field(default_factory=dict)  # loss and gradients of the first batch
 
     @property
@@ -52,6 +52,24 @@ class Bench(Generic[S]):
     @property
     def compiled(self) -> bool:
         return self.cuda if self.config.compile is None else self.config.compile
+
+    @property
+    def part(self) -> Json:
+        """The entries of a record that are known before the rounds."""
+        known: Json = {"mode": self.mode, "settings": self.config.flat(), "machine": self.machine}
+        known |= {"vocab_size": self.vocab_size, "reference": self.reference}
+        return known | ({"hf": self.hf} if self.hf else {})
+
+    @property
+    def model(self) -> flops.Sizes:
+        return hf.model_of(self.part)
+
+    @property
+    def layer(self) -> Json:
+        """The fields of the first attention layer's Spec."""
+        model = self.model
+        own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
+        return own | (model.layers[0] if self.hf else {"window": model.windows[0]})
 
     @property
     def slow(self) -> list[str]:
@@ -71,38 +89,22 @@ class Bench(Generic[S]):
 
     def refused(self, specs: Sequence[Json]) -> dict[str, str]:
         """Return {name: reason} of the backends that declare support for none of the Specs."""
-        made = [Spec(**{"dtype": self.machine["dtype"], **spec}) for spec in specs]
-        policy, here = replace(self.config.policy, fallback=False), Machine.here("cpu")
-        if (kind := self.machine["kind"]) != "cpu":
-            capability = tuple(self.machine["capability"] or ()) or None
-            name = self.machine["name"]
-            here = replace(here, device=kind, name=name, capability=capability)
-
-        def why_not(name: str, spec: Spec) -> str:
-            try:
-                attention.resolve(name, spec, here, policy)
-            except attention.BackendUnavailable as e:
-                return reason(e)
-            return ""
-
-        found = {name: [why_not(name, spec) for spec in made] for name in self.backends}
-        return {name: why[0] for name, why in found.items() if why and all(why)} | {**self.left_out}
-
-    @property
-    def part(self) -> Json:
-        known: Json = {"mode": self.mode, "settings": self.config.flat(), "machine": self.machine}
-        known |= {"vocab_size": self.vocab_size, "reference": self.reference}
-        return known | ({"hf": self.hf} if self.hf else {})
-
-    @property
-    def model(self) -> flops.Sizes:
-        return hf.model_of(self.part)
-
-    @property
-    def layer(self) -> Json:
-        model = self.model
-        own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
-        return own | (model.layers[0] if self.hf else {"window": model.windows[0]})
+        m, here = self.machine, Machine.here("cpu")
+        made = [Spec(**{"dtype": m["dtype"], **spec}) for spec in specs]
+        if m["kind"] != "cpu":
+            capability = tuple(m["capability"] or ()) or None
+            here = replace(here, device=m["kind"], name=m["name"], capability=capability)
+        policy, found = replace(self.config.policy, fallback=False), dict(self.left_out)
+        for name in self.backends:
+            whys = []
+            for spec in made:
+                try:
+                    attention.resolve(name, spec, here, policy)
+                except attention.BackendUnavailable as e:
+                    whys.append(reason(e))
+            if whys and len(whys) == len(made):
+                found.setdefault(name, whys[0])
+        return found
 
     def job(self, name: str = "", batch_size: int = 1, rival: str = "", **changes: object) -> Json:
         """A worker's job. `name` is the row, and without a rival the attention backend."""
@@ -122,6 +124,8 @@ class Bench(Generic[S]):
 
 @dataclass(frozen=True)
 class Plan:
+    """What rounds.py runs."""
+
     work: str  # the worker's class, as in "bench.train:Training"
     jobs: Mapping[str, Json]  # row -> job, the most valuable first
     rounds: int
@@ -159,10 +163,8 @@ def names(config: Measured, device: str) -> tuple[list[str], dict[str, str]]:
     for word in (word for word in words if word != "all"):
         if word in attention.RULES:
             raise UserError(f"{word!r} is a rule, not a backend; name backends, or all")
-        try:
+        with user_errors():
             backend = attention.get(word)
-        except ValueError as e:
-            raise UserError(str(e)) from None
         if backend.mods is not None:
             raise UserError(f"{word} has another mask than the kernels it is compared with")
         found[word if attention.is_code(word) else backend.name] = None  # of code the worker's
@@ -191,10 +193,10 @@ def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Benc
         limit = int(1e9 * config.memory_gb if config.memory_gb else 0.7 * free_memory(device))
     here = {"memory_limit": limit}
     bench = Bench(mode, config, str(device), (*backends,), here, vocab_size, left_out, found)
-    rates = {"peak": mode != "decode"}  # each takes seconds
-    rates["bandwidth"] = mode in ("decode", "qualify") or getattr(config, "profile", False)
-    given = getattr(config, "bandwidth_gbs", None)
-    job = bench.job() | {"bandwidth_gbs": given, "rates": [r for r, on in rates.items() if on]}
+    rates = ["peak"] * (mode != "decode")  # each takes seconds
+    if mode in ("decode", "qualify") or getattr(config, "profile", False):
+        rates.append("bandwidth")
+    job = {"bandwidth_gbs": getattr(config, "bandwidth_gbs", None), "rates": rates, **bench.job()}
     about = once("bench.machine:Description", job, config.timeout, stop)
     bench = replace(bench, machine={**about, "memory_limit": limit or about["free_memory"]})
     if not model:

@@ -148,6 +148,8 @@ def bandwidth(device: torch.device, limit: int | None) -> float:
 
 
 class Description:
+    """Describes what affects a measurement on this machine, as `about`."""
+
     def __init__(self, sent: Json) -> None:
         job = Job(sent)
         self.device = device = job.device
@@ -180,26 +182,24 @@ class Description:
             "busy": busy(device),
             # What matmuls reach now, always below the datasheet's.
             "products_tflops": None,
-            "peak_tflops": None,
-            "peak_source": "not measured",
-            "bandwidth": None,
-            "bandwidth_source": "not measured",
         }
+        peak, rate, source = None, None, "not measured"
         if "peak" in sent["rates"]:
             peak = flops.peak(device, job.dtype, wanted)
-            self.about |= {"peak_tflops": peak.tflops, "peak_source": peak.source}
-            self.about["peak_measured"] = peak.measured
             if cuda:
-                dtype = getattr(torch, job.dtype)
-                self.about["products_tflops"] = flops.measured_tflops(device, dtype)
+                found = flops.measured_tflops(device, getattr(torch, job.dtype))
+                self.about["products_tflops"] = found
         if given := sent["bandwidth_gbs"]:
-            self.about |= {"bandwidth": given * 1e9, "bandwidth_source": "--bandwidth_gbs"}
+            rate, source = given * 1e9, "--bandwidth_gbs"
         elif "bandwidth" in sent["rates"]:
             measure = partial(bandwidth, device, sent["memory_limit"])
             what = "bytes/s of copies and reads"
             rate, when = flops.kept_rate(what, device, measure, wanted == "measure")
             source = f"{when}: copies and reads in {LARGEST_COPY / 1e9:.2g} GB"
-            self.about |= {"bandwidth": rate, "bandwidth_source": source}
+        self.about["peak_tflops"] = peak.tflops if peak else None
+        self.about["peak_source"] = peak.source if peak else "not measured"
+        self.about["peak_measured"] = peak is not None and peak.measured
+        self.about |= {"bandwidth": rate, "bandwidth_source": source}
         reset_peak(device)
 
 

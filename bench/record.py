@@ -137,9 +137,7 @@ def problems(content: Json) -> Iterator[str]:
     if sealed and content.get("digest") != digest(content):
         yield "its digest is another one: a field was edited"
     if content["format"] >= FORMAT:
-        said, drawn = content["answers"], complete(content)["answers"]
-        yield from (f"its conclusions lack {text!r}" for text in drawn if text not in said)
-        yield from (f"nothing gives its conclusion {text!r}" for text in said if text not in drawn)
+        yield from differences(content["answers"], complete(content)["answers"], "answers")
     for part in report.sections_of(content):
         yield from of_part(part, complete(part))
 

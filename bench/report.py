@@ -47,13 +47,11 @@ def sections_of(content: Json) -> list[Json]:
 def incomplete(rows: list[Row], part: Json, why: str) -> str:
     """Return why a record is not complete, and what it lacks; "" if it is. `why`: of the run."""
     none = sum(row["status"] == "stopped" for row in rows)
-    if not why and not none:
-        return ""
     rounds = MODES[part["mode"]].rounds(part["settings"])
     few = sum(row["status"] == "ok" and len(row["rounds"]) < rounds for row in rows)
-    found = [why or "the time limit was reached"]
+    found = [why or "the time limit was reached"] if why or none else []
     found += [f"{none} of {len(rows)} rows were not measured"] if none else []
-    return "; ".join([*found, *([f"{few} have fewer than {rounds} rounds"] if few else [])])
+    return "; ".join(found + [f"{few} have fewer than {rounds} rounds"] * bool(found and few))
 
 
 def title(content: Json) -> str:
@@ -116,10 +114,9 @@ def sections(content: Json) -> Iterator[tuple[str, Cells, str]]:
 
 
 def readme(content: Json) -> str:
-    text = [f"# {title(content)}"]
-    if "incomplete" in content:
-        text.append(f"**Incomplete**: {content['incomplete']}.")
     known = ((k, f"`{v}`" if k == "command" else v) for k, v in facts(content).items())
+    text = [f"# {title(content)}"]
+    text += [f"**Incomplete**: {content['incomplete']}."] if "incomplete" in content else []
     text.append("\n".join(f"- {name}: {value}" for name, value in known))
     text += [f"- **{a.partition(': ')[0]}**: {a.partition(': ')[2]}" for a in content["answers"]]
     for name, made, notes in sections(content):
@@ -131,15 +128,13 @@ def readme(content: Json) -> str:
 def terminal(content: Json) -> str:
     """The same without what the user knows; the conclusions at the end."""
     hidden = ("command", "date", "commit", "device", "software")
-    text = [title(content)]
-    text += [f"incomplete: {content['incomplete']}"] if "incomplete" in content else []
-    text += [f"{name}: {v}" for name, v in facts(content).items() if name not in hidden]
-    if why := content.get("reference", {}).get("why"):
-        text.append(f"no reference: {why}")
-    if content["mode"] != "qualify":  # its tables are in the record
-        for name, made, notes in sections(content):
-            text += [f"\n{name}\n{tables.markdown(made, terminal=True)}"]
-            text += [f"\n{notes}"] if notes else []
+    known = {"incomplete": content.get("incomplete", ""), **facts(content)}
+    known["no reference"] = content.get("reference", {}).get("why", "")
+    text = [f"{name}: {value}" for name, value in known.items() if value and name not in hidden]
+    text = [title(content), *text]
+    for name, made, notes in sections(content) if content["mode"] != "qualify" else ():
+        text += [f"\n{name}\n{tables.markdown(made, terminal=True)}"]
+        text += [f"\n{notes}"] if notes else []
     return "\n".join([*text, "", *content["answers"]])
 
 

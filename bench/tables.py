@@ -60,15 +60,11 @@ class Mode:
 # --- figures ---
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
-    return [float(x) for x in np.quantile(values, (0.25, 0.5, 0.75))]
-
-
 def medians(row: Row) -> Json:
     """Median of each time; quartiles of `ms` and their relative distance, the spread."""
     rounds = row["rounds"]
-    found: Json = {t: quartiles([r[t] for r in rounds])[1] for t in TIMES if t in rounds[0]}
-    q1, ms, q3 = quartiles([r["ms"] for r in rounds])
+    found: Json = {t: float(np.median([r[t] for r in rounds])) for t in TIMES if t in rounds[0]}
+    q1, ms, q3 = np.quantile([r["ms"] for r in rounds], (0.25, 0.5, 0.75)).tolist()
     spread = (q3 - q1) / ms if len(rounds) > 1 else None
     noisy = spread is not None and spread > NOISY
     return {**found, "q1_ms": q1, "q3_ms": q3, "spread": spread, "noisy": noisy}
