@@ -29,9 +29,9 @@ ALIASES = {"attn_implementation": "attention_backend", "backend": "backends"}
 
 # train.py's options that have an effect, by what a mode does.
 KERNEL = {"attention_backend", "attention_hub_kernels", "allow_mps_sdpa", "attention_window",
-          "device", "dtype", "tf32", "onednn", "deterministic", "seed"}  # fmt: skip
+          "device", "dtype", "tf32", "deterministic", "seed"}  # fmt: skip
 SIZES = {f.name for f in fields(ModelOptions)} - {"attention_backend", "dropout"}
-MODEL = SIZES | {"attention_window", "dataset", "data_dir", "batch_size"}
+MODEL = SIZES | {"attention_window", "dataset", "data_dir", "batch_size", "onednn"}
 STEP = {"gradient_accumulation_steps", "gradient_checkpointing", "residual_dtype", "grad_clip"}
 TRAINING = KERNEL | MODEL | STEP | {
     "dropout", "optimizer", "weight_decay", "beta1", "beta2", "compile", "compile_mode",
@@ -178,7 +178,7 @@ class Qualify(Measured):
 class Plan(Settings):
     """A training step on GPUs that you do not have (docs/PLAN.md)."""
 
-    uses: ClassVar[set[str]] = (MODEL - {"gelu"}) | STEP | {
+    uses: ClassVar[set[str]] = (MODEL - {"gelu", "onednn"}) | STEP | {
         "dtype", "tf32", "peak_tflops", "context_parallel",
     }  # fmt: skip
     gpu: str | None = None  # "NVIDIA H200", or a part: H100

@@ -1,7 +1,6 @@
 """Estimates for `bench_mfu.py plan`: memory, bytes sent and time of a training step.
 
-docs/PLAN.md explains every formula. tests/test_plan.py compares bytes held and sent with those of
-two to four processes. Sizes are of the largest rank.
+docs/PLAN.md explains every formula. Sizes are of the largest rank.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Sent:
 
 
 def collective(kind: str, size: float, ranks: int, servers: int, at: Cluster) -> Sent:
-    """Return the cost of a ring collective on a tensor of `size` bytes."""
+    """The cost of a ring collective on a tensor of `size` bytes."""
     if ranks == 1:
         return Sent()
     wire = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
@@ -75,7 +74,7 @@ class Job:
 
 @cache
 def shapes(m: GPTConfig) -> tuple[list[torch.Size], list[torch.Size]]:
-    """Return the shapes of the parameters (of a block, outside the blocks)."""
+    """The shapes of the parameters (of a block, outside the blocks)."""
     with torch.device("meta"):
         model = GPT(replace(m, n_layer=1, attention_window=None))
     block = {id(p): p.shape for p in model.transformer.h[0].parameters()}
@@ -83,7 +82,7 @@ def shapes(m: GPTConfig) -> tuple[list[torch.Size], list[torch.Size]]:
 
 
 def shard(shapes: list[torch.Size], ranks: int) -> int:
-    """Return the elements in a rank's shard; FSDP pads the rows to a multiple of `ranks`."""
+    """The elements in a rank's shard; FSDP pads the rows to a multiple of `ranks`."""
     return sum(math.ceil(s[0] / ranks) * math.prod(s[1:]) for s in shapes)
 
 
@@ -110,9 +109,8 @@ class Plan:
         self.copies = gpus // self.shard
         servers = math.ceil(gpus / self.at.node)
         self.group = (self.shard, 1) if self.parallel == "hybrid" else (gpus, servers)
-        block, root = shapes(m)
-        self.block = shard(block, self.shard)  # elements in a rank's shard
-        self.root = shard(root, self.shard)  # outside the blocks
+        # Elements in a rank's shard of a block, and outside the blocks.
+        self.block, self.root = (shard(of, self.shard) for of in shapes(m))
         self.kept = m.n_layer * self.block + self.root
         self.sequences = math.ceil(self.job.sequences * N / gpus)  # of a rank in a step
         self.micro = math.ceil(self.sequences / self.job.batch)  # micro-batches in a step
@@ -141,16 +139,15 @@ class Plan:
     def memory(self) -> dict[str, int]:
         """Peak bytes by purpose. The peaks may be at different times."""
         m, a, r, n = self.job.model, self.a, self.job.residual, self.tokens
-        C, V, L, half = m.n_embd, m.vocab_size, m.n_layer, a < 4
-        block, root = self.block, self.root
+        C, V, L, half, S = m.n_embd, m.vocab_size, m.n_layer, a < 4, self.shard
         layer, ends = self.per_token
         saved = L * layer + ends
         if self.job.checkpointing:  # the layers' inputs, and one layer
             saved = L * r * C + layer + ends
         rows = chunk_rows(n, V, "cuda", getattr(torch, self.at.dtype), self.at.memory)
-        added = parameters(m) if self.shard > 1 and self.micro > 1 else 0  # unsharded gradients
-        if self.shard > 1:  # root, two blocks in both dtypes, a block's gradients
-            gathered = 4 * root * self.shard + (4 * a + a * half + 4) * block * self.shard
+        added = parameters(m) if S > 1 and self.micro > 1 else 0  # unsharded gradients
+        if S > 1:  # root, two blocks in both dtypes, a block's gradients
+            gathered = 4 * self.root * S + (4 * a + a * half + 4) * self.block * S
         else:  # autocast's copies of the weights
             gathered = a * half * L * sum(math.prod(s) for s in shapes(m)[0] if len(s) > 1)
         if self.context > 1:  # two blocks' K, V, three's dK, dV; O and dQ in float32
@@ -183,15 +180,13 @@ class Plan:
     @cached_property
     def costs(self) -> dict[str, Sent]:
         """The collectives of fsdp and hybrid, for a block and outside the blocks."""
+        S, copies = self.shard, self.copies
         found = {}
-        for of, n in (("", self.block), (" root", self.root)):
-            width = 4 if of else self.a
-            found[f"gather{of}"] = self.cost("all-gather", width * n * self.shard)
-            found[f"scatter{of}"] = self.cost("reduce-scatter", 4 * n * self.shard)
-            # between the copies of "hybrid", one in each server
-            found[f"across{of}"] = collective(
-                "all-reduce", 4 * n, self.copies, self.copies, self.at
-            )
+        for of, n, width in (("", self.block, self.a), (" root", self.root, 4)):
+            found[f"gather{of}"] = self.cost("all-gather", width * n * S)
+            found[f"scatter{of}"] = self.cost("reduce-scatter", 4 * n * S)
+            # Between the copies of "hybrid", one in each server.
+            found[f"across{of}"] = collective("all-reduce", 4 * n, copies, copies, self.at)
         return found
 
     def sent(self) -> Iterator[tuple[str, int, Sent]]:
@@ -216,14 +211,13 @@ class Plan:
     @cached_property
     def computing(self) -> tuple[float, float, float, float]:
         """Seconds of (a step, a block's forward and backward in a micro-batch, its attention)."""
-        job, at, L = self.job, self.at, self.job.model.n_layer
+        job, at, each = self.job, self.at, self.job.model.n_layer * self.micro
         sizes = job.model, self.sequences / self.context
         works = parts.work(*sizes, self.micro, at.dtype, job.clip)
         s = {name: w.ms(at.products, at.bandwidth) / 1e3 for name, w in works.items()}
         # A rank updates only its shard.
         update = parts.work(*sizes, 1, at.dtype, job.clip)["optimizer"].bytes / at.bandwidth
         s["optimizer"] -= update * (1 - self.kept / parameters(job.model))
-        each = L * self.micro
         linear, scores, norms = (
             s[name] / each for name in ("linear", "attention", "norms and elementwise")
         )
