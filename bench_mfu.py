@@ -56,7 +56,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     print(*lines, sep="\n", file=sys.stderr)
 
     @cache
-    def folder() -> Path:  # made when there is a result
+    def folder() -> Path:
         return record.new_folder(config.records_dir, config.record or "qualify", bench.machine)
 
     def save(content: Json) -> None:
@@ -96,7 +96,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
 
 def main(argv: list[str]) -> int:
     mode, rest = None, argv
-    if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):  # no config file
+    if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
         mode, rest = argv[0], argv[1:]
         if mode not in MODES:
             raise UserError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")

@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent  # of the repository
+ROOT = Path(__file__).resolve().parent.parent
 Json = dict[str, Any]  # a JSON object: a row, a record, a request, an answer
 
 

@@ -25,7 +25,7 @@ INTRO = """All records in [bench/records](../bench/records), written by `python 
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
 compare the same work where heading and columns left of "machine" are equal. "~" is noisy, "*" has \
 a remark below. A column "peak" names the source of a peak that was not measured there."""
-Line = dict[str, str]  # a cell by its column
+Line = dict[str, str]
 
 
 def main(argv: list[str]) -> int:
@@ -56,8 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def page(found: dict[str, Json]) -> str:
-    """Return the page of the records by folder name: a table for each kind of work."""
-    machines: dict[str, str] = {}  # short names
+    machines: dict[str, str] = {}
     remarks, links = [], []
     groups: dict[tuple[str, str], list[tuple[Any, Line]]] = {}
     for number, (name, content) in enumerate(found.items(), 1):

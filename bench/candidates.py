@@ -30,7 +30,7 @@ from inference.sampling import Stats
 from model import GPT, GPTConfig
 
 Mark = Callable[[str], None]
-Times = tuple[float, float, int]  # of Candidate.write()
+Times = tuple[float, float, int]
 
 
 class Job:
@@ -44,7 +44,6 @@ class Job:
         torch.manual_seed(self.config.seed)
 
     def model(self, cast: bool = False) -> GPT:
-        """Return a new model on the device, in float32 unless `cast`."""
         config = self.config
         model = self.setup.place(GPT(GPTConfig.of(config, self.vocab_size), config.policy), cast)
         model.gradient_checkpointing = config.gradient_checkpointing
@@ -67,10 +66,8 @@ def build(rival: str, job: Job) -> Candidate:
 
 
 class Candidate:
-    """A model with its optimizer, its training step and its generation."""
-
     title: str
-    model: Any  # a GPT, or another project's
+    model: Any
     run: Any  # the model, compiled or not
     optimizer: torch.optim.AdamW
     as_reference = False  # has the weights of the reference, so that losses compare
@@ -113,7 +110,6 @@ class Candidate:
 
     @property
     def parameters(self) -> int:
-        """N of core/flops.py: without the position embeddings."""
         return sum(p.numel() for name, p in self.model.named_parameters() if "wpe" not in name)
 
     def gradient_norm(self) -> float:
@@ -129,7 +125,6 @@ class Candidate:
         return self.run(x, y)[1]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
-        """A step of its own training loop, with the marks of train.train_step."""
         loss, scaler = torch.zeros((), device=x.device), self.scaler
         for mx, my in zip(x.chunk(micro), y.chunk(micro), strict=True):
             mark("forward")
@@ -160,7 +155,7 @@ class Ours(Candidate):
             plan = self.model.plan(config.batch_size, compiled=bool(self.setup.compile))
         self.to_train = plan[0].chosen
         self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
-        self.found_inf = torch.zeros((), device=device)  # 1 at a gradient that is not finite
+        self.found_inf = torch.zeros((), device=device)
         self.title = self.to_train.backend.title
         return self
 

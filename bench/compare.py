@@ -3,9 +3,9 @@
     python bench_mfu.py runs --rival=nanogpt=../nanoGPT
     python -m bench.compare out/adamw-* out/muon-*
 
-runs: each run is a new process on the same tokens and sizes, on the CPU, A B A B ... nanoGPT
-computes in float32. compare: runs whose settings differ in the seed alone are one line. The last
-columns say when the mean curve of a line first had the final loss of the first line's.
+runs: new processes on the same tokens and sizes, on the CPU, A B A B ... nanoGPT computes in
+float32. compare: a line for runs that differ in the seed alone; its last columns say when their
+mean curve first had the first line's final loss.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from bench.tables import markdown
 from core import metrics
 
 Run = tuple[float, int]  # tokens a second, bytes
-SKIP = 3  # first steps of each run, not counted
+SKIP = 3
 NAMES = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
 SIZES: dict[str, tuple[int, int, int, int, int, str, int]] = {
     # values of NAMES, and the steps that are counted in a run
     "a": (4, 4, 128, 64, 12, "shakespeare_char", 400),
     "b": (6, 6, 384, 256, 16, "shakespeare_char", 15),
-    "c": (12, 12, 768, 512, 2, "shakespeare", 6),  # GPT-2 124M
+    "c": (12, 12, 768, 512, 2, "shakespeare", 6),
 }
 HEAD = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nanoGPT GB", "ours GB"]
 SAME = ("seed", "out_dir", "init_from")  # settings in which the runs of a line may differ
@@ -71,7 +71,6 @@ def ended(command: list[str], cwd: Path) -> tuple[str, int]:
 
 
 def pair(size: str, config: Runs, checkout: Path, work: Path) -> tuple[Run, Run]:
-    """Return a run of nanoGPT's loop, and one of this project's."""
     *sizes, steps = SIZES[size]
     tokens = SIZES[size][3] * SIZES[size][4]
     both = {**dict(zip(NAMES, sizes)), "max_iters": SKIP + steps, "device": "cpu"}
@@ -159,7 +158,6 @@ def curve(folder: Path) -> np.ndarray:
 
 
 def reached(curve: np.ndarray, loss: float) -> list[float]:
-    """Steps and seconds after which a curve, interpolated, first has this loss; NaN if never."""
     best, first = np.unique(-np.minimum.accumulate(curve[2]), return_index=True)
     return [float(np.interp(-loss, best, x[first], right=np.nan)) for x in curve[:2]]
 

@@ -22,7 +22,7 @@ from bench.tables import MEMORY, QUARTILES, Column, Row, number, percent
 from core.optimizer import build_optimizer, set_learning_rate
 
 ROUNDS = 10  # parts of a training, interleaved
-PATHS: dict[str, Json] = {  # of --paths
+PATHS: dict[str, Json] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "residual_dtype": "float32"},
     "bfloat16-residual": {"dtype": "bfloat16", "residual_dtype": "autocast"},
@@ -32,7 +32,7 @@ PATHS: dict[str, Json] = {  # of --paths
 def plans(bench: Bench[Converge]) -> list[Plan]:
     config = bench.config
     folder = data.find(config.dataset, config.data_dir)
-    data.load(folder, "train", bench.model.block_size, bench.vocab_size)  # or raise UserError
+    data.load(folder, "train", bench.model.block_size, bench.vocab_size)
     found = []
     for seed in range(config.seed, config.seed + config.seeds):
         changes: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps, "seed": seed}
@@ -46,7 +46,7 @@ def plans(bench: Bench[Converge]) -> list[Plan]:
             changes["attention_backend"] = config.attention_backend
             jobs |= {path: bench.job(path, **changes | PATHS[path]) for path in config.paths}
         how = train.steps(bench)
-        how["longest"].pop("manual", None)  # the baseline
+        how["longest"].pop("manual", None)
         found.append(Plan("bench.converge:Converging", jobs, ROUNDS, one_process=True, **how))
     return found
 
@@ -146,8 +146,6 @@ MODE = tables.Mode(
 
 
 class Plain(candidates.Candidate):
-    """Our weights in a plain PyTorch training step: all logits at once, nothing fused."""
-
     title = "plain PyTorch, float32"
 
     def __init__(self, what: str, job: Job) -> None:

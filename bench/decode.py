@@ -63,7 +63,7 @@ def texts(bench: Bench[Decode]) -> list[Json]:
 
 def figures(row: Row, part: Json) -> Json:
     model, m, found, point = hf.model_of(part), part["machine"], tables.medians(row), row["point"]
-    shape = row["rounds"][0].get("shape", {})  # as executed; older records have none
+    shape = row["rounds"][0].get("shape", {})
     B, new = row.get("batch_size", point["B"]), point["new_tokens"]
     N = shape.get("parameters") or flops.n_params(model)
     size = 4 if m["dtype"] == "float32" else 2
@@ -166,7 +166,6 @@ class Decoding:
 
 @cache
 def constrained(how: str | None, V: int) -> Json:
-    """Return the options of engine.stream() for --constraint; with "regex" texts never end."""
     if how == "regex":
         characters = data.CharTokenizer([chr(32 + i) for i in range(V)])
         known = data.GPT2Tokenizer() if V >= 50257 else characters

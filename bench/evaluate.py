@@ -3,15 +3,14 @@
     python -m bench.evaluate --model_args pretrained=FOLDER,attention=sdpa --tasks nanoattn
     python -m bench.evaluate tasks FOLDER [--key=value ...]
 
-The first takes the options of `lm_eval run`, and its last lines name the kernels that ran. The
-second writes small tasks for it, and text.txt to train on, without the sums of the questions:
+The first takes the options of `lm_eval run`, and names the kernels that ran. The second writes
+small tasks for it, and text.txt to train on, without the sums of the questions:
 
     copy        k q z f = k q z f
     add         4 7 + 8 5 = 1 3 2
     recall_D    k 3 q 7 . . . . q 7         D symbols from a key's value to the question's
 
-recall is MQAR (Arora et al. 2023, arXiv 2312.04927): pairs of keys and values, then questions. A
-layer whose window is below D cannot see the value.
+recall is MQAR (Arora et al. 2023, arXiv 2312.04927); a window below D cannot see the value.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if __name__ == "__main__":
 import attention
 
 COPIED = 20  # longest text to copy, symbols
-Question = tuple[str, str]  # context and answer
+Question = tuple[str, str]
 
 
 def harness(argv: list[str]) -> int:
@@ -68,14 +67,14 @@ def harness(argv: list[str]) -> int:
 class TasksConfig:
     """Write tasks for the harness, and text to train on: python -m bench.evaluate tasks FOLDER."""
 
-    folder: str | None = None  # where to write
+    folder: str | None = None
     separator: Annotated[str, "may be empty"] = " "  # between symbols; empty: one token for each
     keys: str = "abcdefghijklmnopqrstuvwxyz"  # symbols to copy, and the keys of recall
-    values: str = "0123456789"  # values of recall
+    values: str = "0123456789"
     pairs: PositiveInt = 4  # of recall, keys with a value each
     distances: tuple[PositiveInt, ...] = (8, 16, 32)  # of recall, one task for each
     questions: PositiveInt = 500  # of each task
-    lines: PositiveInt = 150000  # of text.txt
+    lines: PositiveInt = 150000
     seed: int = 1337
 
     def __post_init__(self) -> None:
@@ -92,7 +91,6 @@ def copy(config: TasksConfig, draw: random.Random, length: int = COPIED // 2) ->
 
 
 def add(draw: random.Random, question: bool) -> Question:
-    """A sum of two numbers below 100: every tenth one is a question, the others are trained on."""
     while True:
         a, b = draw.randrange(100), draw.randrange(100)
         if ((3 * a + b) % 10 == 0) == question:
@@ -149,7 +147,7 @@ def tasks(argv: list[str]) -> int:
             "target_delimiter": "",
             "fewshot_delimiter": "",
         }
-        write_at_once(folder / f"{name}.yaml", json.dumps(task, indent=1))  # JSON is YAML too
+        write_at_once(folder / f"{name}.yaml", json.dumps(task, indent=1))
         print(f"{file}: {task['task']}")
     return 0
 

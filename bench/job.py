@@ -20,7 +20,7 @@ from core import flops
 from core.options import TrainConfig
 from core.settings import UserError, user_errors
 
-HF = ("eager", "sdpa", "flash_attention_2")  # attention of transformers
+HF = ("eager", "sdpa", "flash_attention_2")
 # Longest sequences of a backend that is not named: the scores fill the memory (manual, math), or a
 # loop over tiles launches 10,000 kernels (tiled).
 LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
@@ -29,13 +29,11 @@ S = TypeVar("S", bound=Measured)
 
 @dataclass(frozen=True)
 class Bench(Generic[S]):
-    """What a mode knows before it measures."""
-
     mode: str
     config: S
     device: str
     backends: tuple[str, ...]
-    machine: Json  # of machine.Description
+    machine: Json
     vocab_size: int
     left_out: Mapping[str, str]  # backends not to measure: reasons
     hf: Json  # of --hf: name, config and, once counted, sizes
@@ -88,7 +86,6 @@ class Bench(Generic[S]):
         return dict([*ours.items()][:1]) | others | ours
 
     def refused(self, specs: Sequence[Json]) -> dict[str, str]:
-        """Return {name: reason} of the backends that declare support for none of the Specs."""
         m, here = self.machine, Machine.here("cpu")
         made = [Spec(**{"dtype": m["dtype"], **spec}) for spec in specs]
         if m["kind"] != "cpu":
@@ -126,19 +123,19 @@ class Bench(Generic[S]):
 class Plan:
     """What rounds.py runs."""
 
-    work: str  # the worker's class, as in "bench.train:Training"
+    work: str
     jobs: Mapping[str, Json]  # row -> job, the most valuable first
     rounds: int
     specs: Sequence[Json]  # fields of Specs; a backend that supports none is not started
-    points: Sequence[Json] = ({},)  # what differs between the rows of a candidate
+    points: Sequence[Json] = ({},)
     longest: Mapping[str, int] = field(default_factory=dict)  # tokens of a slow backend
     skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""  # why not to measure it
     one_process: bool = False  # for all rounds of a candidate: it compiles, or is one training
-    reference: Json | None = None  # the job of hf.Reference
+    reference: Json | None = None
 
 
 def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """Return {row: argument of candidates.build()} for the values of --rival."""
+    """{row: argument of candidates.build()} for the values of --rival."""
     found: dict[str, str] = {}
     for word in words:
         name, _, path = word.partition("=")
@@ -157,7 +154,7 @@ def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dic
 def names(config: Measured, device: str) -> tuple[list[str], dict[str, str]]:
     """The backends, and {name: reason} of those of "all" that are not to be measured."""
     words = config.backends if not getattr(config, "paths", ()) else ()
-    if words == ("all",) and config.attention_backend != "auto":  # --attention_backend=sdpa
+    if words == ("all",) and config.attention_backend != "auto":
         words = (config.attention_backend,)
     found: dict[str, None] = {}
     for word in (word for word in words if word != "all"):

@@ -5,9 +5,8 @@ FLOPs of a call at (B, T, H, D):
     forward   4 * B * H * D * pairs     QK^T and PV
     backward  8 * B * H * D * pairs     dV, dP, dQ and dK, without recomputing the scores
 
-with pairs = the visible pairs of query and key ("causal"), or T * T ("full"). Caches are warm. The
-error is max|x - x64| / max|x64| of the output and of the worst gradient, with the truth x64 of the
-first sequence and key/value head.
+with pairs = the visible pairs of query and key ("causal"), or T * T ("full"). The error is
+max|x - x64| / max|x64| of the output and of the worst gradient, of the first sequence and key head.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from core.flops import Peak, mean_keys
 Call = Callable[[list[Stamp]], tuple[Tensor, ...]]
 LONGEST_CHECKED = 8192  # the truth's scores of one head of one sequence: 0.5 GB, several times
 SURE = 0.1  # seconds above which a call is bound by its work, not by launches
-MOST_CALLS = 1000  # of a round
+MOST_CALLS = 1000
 
 
 def plans(bench: Bench[Kernel], points: Sequence[Json] = ()) -> list[Plan]:
@@ -68,7 +67,7 @@ def grid(bench: Bench[Kernel]) -> list[Json]:
 
 
 def too_long(bench: Bench[Kernel], row: Row, rows: Sequence[Row]) -> str:
-    """Return why a row is not measured, or ""; from its backend's calls at other points."""
+    """Why a row is not measured, or "", from calls at other points."""
     point = row["point"]
     for other in (r for r in rows if r["backend"] == row["backend"] and r["rounds"]):
         took, at = min(r["ms"] for r in other["rounds"]) / 1e3, other["point"]
@@ -80,7 +79,7 @@ def too_long(bench: Bench[Kernel], row: Row, rows: Sequence[Row]) -> str:
 
 
 def flops_of(point: Json, causal: bool) -> float:
-    """Return the FLOPs of a forward call; a backward has twice as many."""
+    """FLOPs of a forward call; a backward has twice as many."""
     B, T, H, D, window = (point[name] for name in ("B", "T", "H", "D", "window"))
     return 4 * B * H * D * T * (mean_keys(T, window) if causal else T)
 
@@ -136,11 +135,10 @@ class Kernels:
         self.job, self.name = Job(sent), sent["name"]
         self.device, self.clock = self.job.device, Clock(self.job.device)
         self.about = {"title": attention.get(self.name).title, "dtype": self.job.dtype}
-        self.seconds = sent["settings"]["seconds"] / 5  # of a round
+        self.seconds = sent["settings"]["seconds"] / 5
         self.kernels: dict[Spec, Json] = {}  # what ran, and how exact it was
 
     def prepare(self, request: Json) -> tuple[Call, Inputs, Spec, Resolution]:
-        """Return the call at a point, and its tensors, the same of every backend."""
         H, Hkv, D, window = (request[name] for name in ("H", "Hkv", "D", "window"))
         spec = Spec(H, Hkv, D, self.job.dtype, window=window)
         chosen = select(self.name, spec, self.device, self.job.config.policy)
@@ -165,7 +163,6 @@ class Kernels:
         return call, Inputs(q, k, v, dout), spec, chosen
 
     def warm_up(self, request: Json) -> Json:
-        """Return the kernels, the errors of a call, and the memory that it takes."""
         call, inputs, spec, chosen = self.prepare(request)
         if spec not in self.kernels:
             with kineto(self.device.type) as watched:
@@ -188,7 +185,7 @@ class Kernels:
 
     def round(self, request: Json) -> Json:
         call, inputs, *_ = self.prepare(request)
-        call([])  # allocates memory
+        call([])
         took = time_call(lambda: call([]), self.device)
         calls = min(max(round(self.seconds / max(took, 1e-6)), 1), MOST_CALLS)
         stamps: list[Stamp] = []

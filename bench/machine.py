@@ -31,7 +31,7 @@ from core.runtime import OUT_OF_MEMORY, describe, peak_memory
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
 STATUS = Path("/proc/self/status")
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")  # a container's limits
+CGROUP = Path("/sys/fs/cgroup")
 DRIVER = Path("/proc/driver/nvidia/version")
 CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
 LARGEST_COPY = 2**30  # bytes, beyond the caches
@@ -89,7 +89,7 @@ def first_line(error: BaseException) -> str:
 
 
 def reason(error: ValueError) -> str:
-    """Return REASON of "attention backend 'x' cannot run here. x: REASON", or the message."""
+    """REASON of "attention backend 'x' cannot run here. x: REASON", or the message."""
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
 
@@ -106,18 +106,17 @@ def largest(run: Callable[[int], object], device: torch.device, most: int) -> in
             if n == 1 or not out_of_memory(e):
                 raise
             bad = n
-        reset_peak(device)  # also frees what a failed call held
+        reset_peak(device)
     return good
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of the device or of this container; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if not MEMINFO.exists():
         return 0
     free = kilobytes(MEMINFO, "MemAvailable")
-    limit = CGROUP / "memory.max"  # "max" where there is none
+    limit = CGROUP / "memory.max"
     if limit.exists() and (most := limit.read_text().strip()).isdecimal():
         free = min(free, int(most) - int((CGROUP / "memory.current").read_text(encoding="ascii")))
     return free
@@ -130,7 +129,7 @@ def bandwidth(device: torch.device, limit: int | None) -> float:
     """Bytes read and written a second: the best of copies and reads, on a CPU of short ones, since
     another program's turn on a core is part of a long one."""
     free = min(f for f in (free_memory(device), limit, 2**50) if f)
-    a = torch.ones(min(LARGEST_COPY, free // 4) // 4, device=device)  # float32
+    a = torch.ones(min(LARGEST_COPY, free // 4) // 4, device=device)
     b, cuda = torch.ones_like(a), device.type == "cuda"
     slices = [(a, b)] if cuda else [*zip(a.split(SLICE // 4), b.split(SLICE // 4))]
     kinds: list[tuple[int, Callable[[Tensor, Tensor], Tensor]]] = [

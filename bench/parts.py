@@ -1,8 +1,7 @@
 """Rooflines of a training step, next to the time of its kernels (core/profile.py).
 
-The roofline is the larger of the time of the FLOPs at peak rate and of the bytes at full bandwidth
-(Williams, Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels. Only a step that
-fits into the caches is faster.
+The larger of the time of the FLOPs at peak rate and of the bytes at full bandwidth (Williams,
+Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels.
 
 N tokens in a step, L layers, C channels, E = H * D = C, K = Hkv * D, V tokens in the vocabulary, P
 weights; a: bytes of an activation (2 in half precision, 4 in float32); weights, their gradients and
@@ -17,11 +16,8 @@ inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro
     embedding              -               N C (4 + 2 a) + 8 C min(N, V)
     optimizer              -               28 P, to clip 4 P more, to accumulate 12 P (m - 1) more
 
-- linear, head: one matmul forward and two backward. Logits stay on the chip; GELU, biases fused.
-- attention: QK^T and PV forward; dV, dP, dQ, dK and QK^T again backward, of 2 C FLOPs per visible
-  pair. `keys` is the mean number of keys per query. Exponentials are not counted.
-- norms and elementwise: 2 L + 1 norms with the addition before each.
-- optimizer: AdamW reads weight, gradient and two moments, and writes all but the gradient.
+Logits stay on the chip; GELU, biases fused. Attention: 7 products (QK^T twice), 2 C FLOPs per
+visible pair, `keys` per query. 2 L + 1 norms. AdamW writes all that it reads but the gradient.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ OF_CLASS = {  # the parts that a class of kernels computes
     "elementwise": ("norms and elementwise", "embedding"),
     "optimizer": ("optimizer",),
 }
-LARGEST = 5  # kernels by name
+LARGEST = 5
 COLUMNS = (
     Column("kernels", "name"),
     Column("ms", "ms", number),
@@ -64,8 +60,6 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes of a part in a step."""
-
     flops: float
     bytes: float
 
@@ -81,7 +75,7 @@ class Work:
 def work(
     config: GPTConfig, sequences: float, micro: int, dtype: str, clip: bool
 ) -> dict[str, Work]:
-    """Return the work by part; `sequences` of a step is fractional with context parallelism."""
+    """By part; `sequences` of a step is fractional with context parallelism."""
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
     a = 4 if dtype == "float32" else 2
@@ -162,7 +156,6 @@ def title(backend: str, found: Json) -> str:
 
 
 def table(found: Json, of: str = "") -> Cells:
-    """Return classes of a step, their sum and its longest kernels; `of` as in tables.table()."""
     total = sum(found["classes"].values())
     lines = [{**p, "name": c, "roofline_ms": p["roofline_ms"] or None}
              for c, p in found["rooflines"].items()]  # fmt: skip
@@ -180,7 +173,6 @@ def table(found: Json, of: str = "") -> Cells:
 
 
 def kernels_of(watched: torch.profiler.profile) -> dict[str, list[str]]:
-    """Return the attention kernels that ran: short names, and names on the device."""
     ran: Any = watched.key_averages()
     on_device = [e.key for e in ran if e.device_type != DeviceType.CPU]
     return {

@@ -29,7 +29,7 @@ from data.prepare import PrepareConfig
 
 MINUTES = 9.0
 GRAPHS = 120.0  # seconds, enough to compile the decode steps and record CUDA graphs
-TRAINED = 4  # backends of the training stage
+TRAINED = 4
 LENGTHS = (1024, 4096, 16384, 512, 2048, 8192)  # of attention alone, the most informative first
 # A model for converge that learns something in a minute.
 SMALL: Json = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "n_kv_head": None}
@@ -82,7 +82,6 @@ def kernels(bench: Bench[Any]) -> list[Plan]:
 
 
 def convergence(bench: Bench[Any], names: tuple[str, ...], stop: Stop) -> Json:
-    """Train a small model on the text of docs/, by the fastest backend and a plain one."""
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "pages.txt", Path(folder) / "text"
         pages = (page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/**/*.md")))
@@ -93,7 +92,7 @@ def convergence(bench: Bench[Any], names: tuple[str, ...], stop: Stop) -> Json:
         V = data.read_meta(out)["vocab_size"]
         how = {**SMALL, "vocab_size": V, "data_dir": folder, "dataset": out.name}
         how["n_layer"] = max(SMALL["n_layer"], len(bench.config.attention_window))
-        if bench.cuda:  # float32 and bfloat16; on a CPU the fused kernels
+        if bench.cuda:
             how |= {"paths": ("bfloat16",), "backends": ("all",)}
             names = ()
         config = replace(bench.config, **how)
@@ -115,7 +114,6 @@ class Proof:
         self.about: Json = {}
 
     def round(self, request: Json) -> Json:
-        """Return {"verdict": "right", "refused" or "wrong", "why": ...} of one test."""
         name, item = request["backend"], self.items[request["what"], request["dtype"]]
         here = Machine.here(str(self.device))
         answer = check.judge(attention.get(name), item, here, str(self.device))
@@ -154,7 +152,7 @@ def proof(bench: Bench[Any], stop: Stop) -> Json:
                 if e.kind == "stopped":
                     break
                 answer = {"verdict": "wrong", "why": str(e)}
-                if worker and e.kind == "died":  # a new process goes on
+                if worker and e.kind == "died":
                     worker.close()
                     worker = None
             answers[name].append({**item, **answer})
@@ -234,6 +232,5 @@ def rows_of(content: Json, name: str) -> list[Json]:
 
 
 def failed(content: Json) -> bool:
-    """True if a kernel was wrong or no stage ended."""
     wrong = any(row["wrong"] for row in rows_of(content, "proof"))
     return wrong or not any(stage["status"] == "done" for stage in content["stages"])

@@ -67,7 +67,7 @@ def git_state() -> Json:
 def complete(content: Json) -> Json:
     """A record with the figures of its rows, its conclusions and its digest."""
     content = copy.deepcopy(content)
-    if content["mode"] != "qualify":  # its stages are records
+    if content["mode"] != "qualify":
         model = hf.model_of(content)
         content["flops_per_token"] = {
             name: flops.flops_per_token(model, model.block_size, causal=name == "mfu_causal")
@@ -78,7 +78,7 @@ def complete(content: Json) -> Json:
                 row.pop("rounds", None)
                 continue
             row |= report.MODES[row["mode"]].figures(row, content)
-            if "ms" in (profile := row.get("profile", {})):  # else the reason why there is none
+            if "ms" in (profile := row.get("profile", {})):
                 row["profile"] = profile | parts.computed(profile, row, content)
             for one in row["rounds"]:
                 one.pop("losses", None)
@@ -88,13 +88,11 @@ def complete(content: Json) -> Json:
 
 
 def digest(content: Json) -> str:
-    """Return the SHA-256 of a content's JSON with sorted keys, without its own digest."""
     rest = {name: value for name, value in content.items() if name != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def new_folder(records_dir: str | Path, slug: str, machine: Json) -> Path:
-    """Make and return DATE_DEVICE_SLUG, or with -2, -3, ...; UserError if it cannot be made."""
     device = "cpu" if machine["kind"] == "cpu" else machine["name"]
     device = re.sub(r"^(NVIDIA|AMD)\s+(GeForce\s+)?", "", device)
     device = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
@@ -109,7 +107,7 @@ def new_folder(records_dir: str | Path, slug: str, machine: Json) -> Path:
 
 
 def write(folder: Path, content: Json, whole: bool = True) -> None:
-    """Write record.json atomically; if `whole` also README.md. UserError if that is impossible."""
+    """Write record.json atomically; if `whole` also README.md."""
     made = {"record.json": json.dumps(content, indent=1, allow_nan=False) + "\n"}
     made |= {"README.md": report.readme(content)} if whole else {}
     with user_errors(f"cannot write record {folder}: "):
@@ -122,13 +120,12 @@ def write(folder: Path, content: Json, whole: bool = True) -> None:
 
 
 def verify(content: Json) -> list[str]:
-    """Return the problems of a record, one sentence each."""
     try:
-        ours = {"rows", "stages"} & content.keys()  # else another program's
+        ours = {"rows", "stages"} & content.keys()
         return list(dict.fromkeys(problems(content))) if ours else []
     except UserError as e:
         return [f"its settings are invalid: {e}"]
-    except Exception as e:  # whatever its fields lead to, also within torch
+    except Exception as e:
         return [f"it is malformed ({type(e).__name__}: {e})"]
 
 
@@ -206,7 +203,7 @@ def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
         own = {name: sizes[name] for name in sizes.keys() & ran.keys()}
         yield from differences(ran, own, "a round's")
     held, peak = row.get("memory_bytes", 0), max(r.get("peak_bytes", 0) for r in row["rounds"])
-    if held < peak:  # else of the warm-up
+    if held < peak:
         yield f"memory_bytes is {held}, but the most of its rounds is {peak}"
     if row.get("verdict") == "FAIL":
         yield f"it did not converge: its final loss is {row['difference']:+.2%} off"
@@ -223,7 +220,7 @@ def of_kernels(row: Row, cuda: bool) -> Iterator[str]:
         for table in (SHORT, ON_GPU)
     )
     if short is None and device is None:
-        if not is_code(name):  # a user's kernel: no name to expect
+        if not is_code(name):
             yield f"unknown backend {name!r}"
         return
     wrong = [kernel for kernel in seen if not re.fullmatch(short or "", kernel)]
@@ -248,7 +245,7 @@ def of_proof(row: Row, dtype: str) -> Iterator[str]:
         yield "its causality test did not pass"
     for grad in ("",) if row["mode"] == "decode" else ("", "grad_"):
         error, allowed = (proof.get(grad + name, math.nan) for name in ("error", "allowed"))
-        if not error <= allowed:  # also for NaN
+        if not error <= allowed:
             yield f"its {grad}error is {error:.2g}, and {allowed:.2g} is allowed"
         if allowed > most:
             yield f"its {grad}allowed is {allowed:.2g}, more than any test of {dtype} allows"

@@ -45,7 +45,7 @@ def sections_of(content: Json) -> list[Json]:
 
 
 def incomplete(rows: list[Row], part: Json, why: str) -> str:
-    """Return why a record is not complete, and what it lacks; "" if it is. `why`: of the run."""
+    """Why a record is not complete, and what it lacks; "" if it is."""
     none = sum(row["status"] == "stopped" for row in rows)
     rounds = MODES[part["mode"]].rounds(part["settings"])
     few = sum(row["status"] == "ok" and len(row["rounds"]) < rounds for row in rows)
@@ -107,7 +107,7 @@ def sections(content: Json) -> Iterator[tuple[str, Cells, str]]:
                 yield mode.title, made, mode.notes
         for row in rows:
             p = row.get("profile", {})
-            if "rooflines" in p:  # not of older records, nor of a run that was stopped
+            if "rooflines" in p:
                 yield parts.title(row["backend"], p), parts.table(p, of), parts.NOTES
         if (made := tables.missing(rows))[1]:
             yield "Not measured", made, ""
@@ -142,7 +142,7 @@ def terminal(content: Json) -> str:
 
 
 def answers(content: Json) -> list[str]:
-    """Return what cannot be read at a glance: the fastest, doubtful peaks, wrong numbers."""
+    """What cannot be read at a glance: the fastest, doubtful peaks, wrong numbers."""
     if content["mode"] == "qualify":
         return of_stages(content)
     rows = [r for r in content["rows"] if r["status"] == "ok"]
@@ -158,10 +158,9 @@ def answers(content: Json) -> list[str]:
 
 
 def disagreeing(rows: list[Row], content: Json) -> list[str]:
-    """Return a sentence per backend whose results differ by more than rounding."""
     dtype, found = getattr(torch, content["machine"]["dtype"]), []
     exact = "eager" if "hf" in content else "manual"
-    loss, norm = (1e-2, 5e-2) if dtype.itemsize == 2 else (1e-4, 1e-3)  # relative
+    loss, norm = (1e-2, 5e-2) if dtype.itemsize == 2 else (1e-4, 1e-3)
     loss *= content["reference"].get("loss", 0.0)
     manual = {str(r["point"]): r for r in rows if r["backend"] == "manual" and "error_out" in r}
     for r in rows:

@@ -20,7 +20,7 @@ from bench.tables import Row
 from bench.workers import Failure, Stop, Worker, once
 
 SHOWN = 2  # rounds from which a row is shown
-TOGETHER = 3  # candidates that warm up at the same time on CUDA
+TOGETHER = 3
 
 
 def key(row: Row) -> str:
@@ -34,7 +34,7 @@ class Turns:
         self.bench, self.stop, self.save = bench, stop, save
         self.began, self.reference = time.perf_counter(), bench.reference
         self.rows: dict[str, Row] = {}
-        self.ended: set[str] = set()  # keys of rows that get no further rounds
+        self.ended: set[str] = set()
         self.workers: dict[str, Worker] = {}
         self.refused: dict[str, Failure] = {}  # candidates that cannot be built
         self.peak = 0  # the most bytes that any process needed
@@ -63,7 +63,7 @@ class Turns:
                 self.turns(group, first)
                 if any(row["rounds"] for row in group):
                     self.took[new] = max(self.took.get(new, 0.0), time.monotonic() - began)
-                self.refer()  # after the most valuable candidate
+                self.refer()
             self.turns(rows, self.target)
         finally:
             self.drop(*self.workers)
@@ -81,7 +81,6 @@ class Turns:
             yield group
 
     def turns(self, rows: Sequence[Row], rounds: int) -> None:
-        """Let each take its turn until it has `rounds` rounds."""
         for n in range(1, rounds + 1):
             waiting = [r for r in rows if key(r) not in self.ended and len(r["rounds"]) < n]
             for row in waiting:
@@ -135,13 +134,13 @@ class Turns:
             except Failure as e:
                 self.failed(row, e)
         if self.bench.cuda:
-            self.refer()  # meanwhile
+            self.refer()
         for row in started:
             worker = self.workers[row["backend"]]
             try:
                 warm = self.seen(row, worker.receive())
             except Failure as e:
-                if len(started) > 1 and "out of memory" in str(e):  # of both together
+                if len(started) > 1 and "out of memory" in str(e):
                     self.drop(row["backend"])
                     again.append(row)
                 else:
@@ -229,7 +228,6 @@ class Turns:
                 worker.close()
 
     def content(self, why: str = "") -> Json:
-        """Return the content of the record so far; `why`: the reason if it is incomplete."""
         bench, rows = self.bench, [dict(row) for row in self.rows.values()]
         known: Json = {**bench.part, "reference": self.reference, "fresh_rounds": self.fresh}
         known |= {"seconds": time.perf_counter() - self.began, "rows": rows}

@@ -56,7 +56,6 @@ class Settings(TrainConfig):
         GPTConfig.of(self, self.vocab_size or 1)  # checks the sizes
 
     def to(self, kind: type[C], **changes: Any) -> C:
-        """Return another mode's or train.py's settings with these values and changes."""
         shared = {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
         return kind(**shared | changes)
 

@@ -17,9 +17,9 @@ import numpy as np
 from bench import Json
 
 Row = Json
-Cells = tuple[list[str], list[list[str]]]  # the head, the lines
+Cells = tuple[list[str], list[list[str]]]
 NOISY = 0.05  # a figure whose quartiles are further apart, over the median, is doubtful
-ENOUGH = 3  # rounds; fewer are called noisy
+ENOUGH = 3
 WIDE = 40  # characters of a sentence, which is not padded
 TIMES = ("ms", "forward_ms", "backward_ms", "optimizer_ms", "first_ms")
 RELATIVE = {"mfu", "causal", "roofline ms", "times", "limit"}  # columns that use the peak
@@ -48,10 +48,10 @@ class Mode:
     title: str
     columns: Sequence[Column]
     notes: str
-    board: tuple[str, ...]  # its columns on the board
-    plans: Callable[[Any], list[Any]]  # Bench -> Plans
+    board: tuple[str, ...]
+    plans: Callable[[Any], list[Any]]
     figures: Callable[[Row, Json], Json]
-    rounds: Callable[[Json], int] = lambda settings: settings["rounds"]  # of a row
+    rounds: Callable[[Json], int] = lambda settings: settings["rounds"]
     compare: Callable[[list[Row], Json], None] = lambda rows, settings: None
     conclude: Callable[[Json], str] = lambda record: ""
     warm_up: str = ""
@@ -74,7 +74,7 @@ def medians(row: Row) -> Json:
 
 
 def where(point: Json, *before: str) -> str:
-    """Return the point as text after other words: "sdpa B=1 P=64 cache=static"."""
+    """The point after other words: "sdpa B=1 P=64 cache=static"."""
     return " ".join([*before, *(f"{k}={v}" for k, v in point.items() if v is not None)])
 
 
@@ -85,7 +85,7 @@ def bytes_(n: float) -> str:
 
 
 def number(value: float) -> str:
-    """Format with three digits, or all before the point: "0.691", "45.1", "5,375"."""
+    """Three digits, or all before the point: "0.691", "45.1", "5,375"."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
@@ -98,7 +98,6 @@ error = "{:.1e}".format
 
 
 def kernel_names(row: Row) -> str:
-    """Return the short names of the executed kernels, else the device's own name."""
     device = row.get("device_kernels")
     return ", ".join(row.get("kernels", [])) or (device[0][:40] if device else "not fused")
 
@@ -127,7 +126,6 @@ EXPLAINED = (
 
 
 def table(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
-    """Return the cells; `of` marks the columns that use a peak of the user's."""
     head = [c.title + of if c.title in RELATIVE else c.title for c in columns]
     head = [of.strip() if of and title == "of peak" else title for title in head]
     return head, [[column.cell(row) for column in columns] for row in rows]
@@ -160,7 +158,7 @@ def missing(rows: list[Row]) -> Cells:
 def markdown(cells: Cells, terminal: bool = False) -> str:
     """Aligned Markdown; the last column in a terminal only, unless it holds sentences."""
     head, lines = cells
-    rows = [[cell.replace("|", "/") for cell in row] for row in (head, *lines)]  # "|" ends a cell
+    rows = [[cell.replace("|", "/") for cell in row] for row in (head, *lines)]
     widths = [max(3, *map(len, column)) for column in zip(*rows)]
     if not terminal or widths[-1] > WIDE:
         widths[-1] = 0

@@ -40,7 +40,6 @@ def plans(bench: Bench[Train]) -> list[Plan]:
 
 
 def steps(bench: Bench[Any]) -> Json:
-    """Return the entries of a Plan with training steps."""
     longest = COMPILED if bench.compiled else LONGEST
     specs = [{**bench.layer, "dropout": bench.model.dropout}]
     return {"specs": specs, "longest": {name: longest[name] for name in bench.slow}}
@@ -106,7 +105,7 @@ class Training:
             profile.prepare(self.device)
         self.scaler = job.setup.scaler()
         self.who = candidates.build(sent["rival"], job).for_training(self.scaler)
-        self.step_ms = math.inf  # of the fastest steps so far
+        self.step_ms = math.inf
         self.about = {"title": self.who.title, "compiled": self.compiled, "dtype": job.dtype}
 
     def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
@@ -143,9 +142,8 @@ class Training:
         return answer
 
     def warm_up(self, request: Json) -> Json:
-        """Compile, fill caches; return the first loss and the kernels' names."""
         n = request["batch_size"] or self.config.batch_size
-        self.batch = self.job.random_tokens(n * self.micro)  # of all steps
+        self.batch = self.job.random_tokens(n * self.micro)
         answer: Json = {"batch_size": n}
         began = time.perf_counter()
 
@@ -179,7 +177,6 @@ class Training:
         return {"batch_size": machine.largest(fits, self.device, MOST)}
 
     def profile(self, plain_ms: float) -> Json:
-        """Return the milliseconds of a step by kernel: of the step that runs."""
         if self.device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not support {self.device.type}"}
         with profile.profiled(self.device, PROFILED_STEPS) as found:
@@ -189,7 +186,7 @@ class Training:
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}
         row: dict[str, Any] = found.row()
-        if self.device.type == "cuda":  # the profiler slows the host only
+        if self.device.type == "cuda":
             row["classes"]["gaps"] = max(0.0, plain_ms - found.busy_ms)
         return {**row, "steps": PROFILED_STEPS, "plain_ms": plain_ms}
 

@@ -31,11 +31,11 @@ from core.settings import UserError
 
 GRACE = 20.0  # seconds that a round may go on after the deadline
 LOOK = 0.2  # seconds between two checks for signals while a worker works
-SPAWN = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class Failure(Exception):
-    """No result: "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
+    """ "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
 
     def __init__(self, kind: str, why: str, built: bool = True) -> None:
         super().__init__(kind, why, built)  # for pickle
@@ -50,9 +50,9 @@ class Stop:
     """Deadline and signals that end the bench, and its progress on stderr."""
 
     def __init__(self, deadline: float | None = None, signals: StopSignal | None = None) -> None:
-        self.deadline = math.inf if deadline is None else deadline  # nothing more begins after it
+        self.deadline = math.inf if deadline is None else deadline
         self.signals = signals
-        self.why = ""  # set when the bench was stopped
+        self.why = ""
         self.began = self.told = time.monotonic()
 
     @property
@@ -95,10 +95,10 @@ class Worker:
     def __init__(self, work: str, job: Json, timeout: float, stop: Stop) -> None:
         stop.check()
         self.timeout, self.stop, self.began = timeout, stop, time.time()
-        self.warm: set[str] = set()  # the rows that it has warmed up
-        self.about: Json = {}  # of the candidate, after the first answer
-        self.setup_s = self.took_s = 0.0  # of building it, of the last answer
-        self.held_bytes = 0  # of memory, by the sleeping process
+        self.warm: set[str] = set()
+        self.about: Json = {}
+        self.setup_s = self.took_s = 0.0
+        self.held_bytes = 0
         self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=serve, args=(theirs, work, job, self.errors.name))
@@ -121,14 +121,13 @@ class Worker:
             self.pipe.send(request)
 
     def receive(self) -> Json:
-        """Return the next answer. Raises Failure, after `timeout` seconds too."""
         deadline = time.monotonic() + self.timeout
         try:
             while not self.pipe.poll(LOOK):
                 self.stop.check(GRACE)
                 if time.monotonic() > deadline:
                     raise Failure("died", f"no answer within {self.timeout:g} s (--timeout)")
-                if not self.process.is_alive() and not self.pipe.poll():  # its children hold it
+                if not self.process.is_alive() and not self.pipe.poll():
                     raise EOFError
             answer = self.pipe.recv()
         except (EOFError, OSError):
@@ -154,7 +153,6 @@ class Worker:
         return f"its process died ({how}){': ' if last else ''}{last}"
 
     def close(self) -> None:
-        """End the process and all that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()  # it may have no group of its own yet
@@ -176,7 +174,7 @@ def once(work: str, job: Json, timeout: float, stop: Stop, request: Json | None 
 
 
 def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
-    os.setsid()  # a group of its own
+    os.setsid()
     log = os.open(errors, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -187,13 +185,13 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
 
         # An allocation beyond the limit fails here, before Linux kills some process.
         resource.setrlimit(resource.RLIMIT_DATA, (job["memory_limit"],) * 2)
-    if torch.device(job["device"]).index is not None:  # "cuda:1"
+    if torch.device(job["device"]).index is not None:
         torch.cuda.set_device(job["device"])
     candidate: Any = None
     while True:
         try:
             request = pipe.recv()
-        except EOFError:  # as in end_with_parent()
+        except EOFError:
             os.killpg(0, signal.SIGKILL)
         try:
             if candidate is None:
@@ -202,16 +200,16 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
             call = next((name for name in ("warm_up", "largest") if request.get(name)), "round")
             answer: Any = {"ok": getattr(candidate, call)(request) if request else {}}
             answer |= {"took_s": time.perf_counter() - began, "built_at": built_at}
-            keep = getattr(candidate, "keeps_memory", False)  # between rounds
+            keep = getattr(candidate, "keeps_memory", False)
             answer["held_bytes"] = machine.empty_cache(candidate.device, keep)
             answer["about"] = candidate.about
             json.dumps(answer, allow_nan=False)  # else it is no row of a record
         except (BackendUnavailable, UserError) as e:
             answer = Failure("unavailable", machine.reason(e), candidate is not None)
-        except Exception as e:  # any error of a kernel becomes a row of the table
+        except Exception as e:
             kind, why = "failed", machine.first_line(e)
             try:
-                machine.reset_peak(candidate.device)  # also frees what the failed call held
+                machine.reset_peak(candidate.device)
             except Exception:  # nothing was built, or CUDA is unusable now
                 kind = "died"
             answer = Failure(kind, why, candidate is not None)

@@ -73,7 +73,6 @@ def plans(config: Settings, job: Job, at: Cluster, gpus: int) -> list[Plan]:
 
 
 def run(config: Settings) -> int:
-    """Print the tables, with --json the rows too. Returns the exit code."""
     at, lines = cluster(config)
     vocab_size, source = vocabulary(config)
     model = GPTConfig.of(config, vocab_size)
@@ -116,7 +115,7 @@ def row(plan: Plan) -> Json:
         links["nvlink"] += times * s.nvlink
         links["network"] += times * s.network
         sent[kind] += times * (s.nvlink + s.network)
-        seconds += times * s.seconds  # without overlap
+        seconds += times * s.seconds
     m, compute = plan.job.model, plan.computing[0]
     total = compute + plan.exposed
     rate = plan.job.sequences * m.block_size / total
@@ -138,7 +137,7 @@ def row(plan: Plan) -> Json:
 
 
 def sections(rows: list[Json], given: str = "") -> list[tuple[str, Cells]]:
-    """Return the tables of one number of GPUs, with their titles; `given` marks the times."""
+    """The tables of one number of GPUs; `given` marks the times."""
 
     def gb(n: float) -> str:
         return "-" if not n else f"{n / 1e9:.2g}" if n < 1e8 else tables.number(n / 1e9)

@@ -28,11 +28,11 @@ HOPS = 1.9e-6, 4.0e-6
 class Cluster:
     """GPUs, `node` of them in a server. Rates in bytes a second, links each way, per GPU."""
 
-    dtype: str  # of the matrix products
+    dtype: str
     peak: flops.Peak
-    products: float  # TFLOP/s of matmuls
-    bandwidth: float  # of the GPU's memory
-    memory: float  # bytes
+    products: float
+    bandwidth: float
+    memory: float
     node: int
     nvlink: float
     network: float
@@ -40,19 +40,16 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that a rank sends in one collective, by link, and its seconds."""
-
     nvlink: float = 0
     network: float = 0
     seconds: float = 0
 
 
 def collective(kind: str, size: float, ranks: int, servers: int, at: Cluster) -> Sent:
-    """The cost of a ring collective on a tensor of `size` bytes."""
     if ranks == 1:
         return Sent()
     wire = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
-    here = ranks // servers  # in a server, each the last one of one ring
+    here = ranks // servers
     over = 0 if servers == 1 else wire / here
     inside, between = HOPS
     hops = (ranks - servers) * inside + (servers - 1) * between
@@ -65,8 +62,8 @@ def collective(kind: str, size: float, ranks: int, servers: int, at: Cluster) ->
 @dataclass(frozen=True)
 class Job:
     model: GPTConfig
-    sequences: int  # per step, all ranks
-    batch: int  # largest micro-batch
+    sequences: int
+    batch: int
     checkpointing: bool = False
     clip: bool = True
     residual: int = 4  # bytes of an element of the residual stream
@@ -74,7 +71,6 @@ class Job:
 
 @cache
 def shapes(m: GPTConfig) -> tuple[list[torch.Size], list[torch.Size]]:
-    """The shapes of the parameters (of a block, outside the blocks)."""
     with torch.device("meta"):
         model = GPT(replace(m, n_layer=1, attention_window=None))
     block = {id(p): p.shape for p in model.transformer.h[0].parameters()}
@@ -112,8 +108,8 @@ class Plan:
         # Elements in a rank's shard of a block, and outside the blocks.
         self.block, self.root = (shard(of, self.shard) for of in shapes(m))
         self.kept = m.n_layer * self.block + self.root
-        self.sequences = math.ceil(self.job.sequences * N / gpus)  # of a rank in a step
-        self.micro = math.ceil(self.sequences / self.job.batch)  # micro-batches in a step
+        self.sequences = math.ceil(self.job.sequences * N / gpus)
+        self.micro = math.ceil(self.sequences / self.job.batch)
         # Tokens of a rank in a micro-batch; a ring pads the sequence to 2 N equal chunks.
         local = m.block_size if N == 1 else 2 * math.ceil(m.block_size / (2 * N))
         self.tokens = math.ceil(self.sequences / self.micro) * local
@@ -137,7 +133,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> dict[str, int]:
-        """Peak bytes by purpose. The peaks may be at different times."""
+        """Peak bytes by purpose, perhaps at different times."""
         m, a, r, n = self.job.model, self.a, self.job.residual, self.tokens
         C, V, L, half, S = m.n_embd, m.vocab_size, m.n_layer, a < 4, self.shard
         layer, ends = self.per_token
@@ -171,7 +167,7 @@ class Plan:
         return collective(kind, size, *self.group, self.at)
 
     def passed(self, width: int) -> Sent:
-        """K and V of a layer, or their gradients, sent to the next rank of the ring."""
+        """K and V of a layer, or their gradients, sent along the ring."""
         size = 2 * self.tokens * self.kv * width
         if self.context <= self.at.node:  # neighbours
             return Sent(size, 0, HOPS[0] + size / self.at.nvlink)
@@ -179,7 +175,6 @@ class Plan:
 
     @cached_property
     def costs(self) -> dict[str, Sent]:
-        """The collectives of fsdp and hybrid, for a block and outside the blocks."""
         S, copies = self.shard, self.copies
         found = {}
         for of, n, width in (("", self.block, self.a), (" root", self.root, 4)):
@@ -190,7 +185,6 @@ class Plan:
         return found
 
     def sent(self) -> Iterator[tuple[str, int, Sent]]:
-        """Yield (kind, times per step, cost of each)."""
         L, N, cost = self.job.model.n_layer, self.context, self.costs
         if self.parallel == "ddp":
             buckets = math.ceil(4 * self.kept / (BUCKET_MB * 2**20))
@@ -210,7 +204,7 @@ class Plan:
 
     @cached_property
     def computing(self) -> tuple[float, float, float, float]:
-        """Seconds of (a step, a block's forward and backward in a micro-batch, its attention)."""
+        """Seconds of (a step, a block forward and backward in a micro-batch, its attention)."""
         job, at, each = self.job, self.at, self.job.model.n_layer * self.micro
         sizes = job.model, self.sequences / self.context
         works = parts.work(*sizes, self.micro, at.dtype, job.clip)
