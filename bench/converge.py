@@ -51,10 +51,6 @@ def plans(bench: Bench[Converge]) -> list[Plan]:
     return found
 
 
-def planned(settings: Json) -> int:
-    return ROUNDS * settings.get("seeds", 1)
-
-
 def final_loss(losses: list[float]) -> float:
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
@@ -78,7 +74,7 @@ def figures(row: Row, part: Json) -> Json:
 def compare(rows: list[Row], settings: Json) -> None:
     """Compare final losses with the baseline's, in place. The allowed relative difference is the
     tolerance, or with several seeds the baseline's standard deviation."""
-    parts, several = planned(settings), settings.get("seeds", 1) > 1
+    parts, several = MODE.rounds(settings), settings.get("seeds", 1) > 1
     for row in rows:
         if row["status"] == "ok" and len(row["rounds"]) < parts:
             row |= {"status": "stopped", "why": [f"{len(row['rounds'])} of {parts} parts"]}
@@ -136,7 +132,7 @@ MODE = tables.Mode(
     board=("final loss", "off", "verdict"),
     plans=plans,
     figures=figures,
-    rounds=planned,
+    rounds=lambda settings: ROUNDS * settings.get("seeds", 1),
     compare=compare,
     conclude=verdict,
 )

@@ -160,21 +160,16 @@ def proof(bench: Bench[Any], stop: Stop) -> Json:
     finally:
         if worker:
             worker.close()
-    rows = [row(name, found, len(wanted), spent[name]) for name, found in answers.items()]
+    rows: list[Json] = []
+    for name, found in answers.items():
+        verdicts = [a["verdict"] for a in found]
+        causal = {a["verdict"] for a in found if a["feature"] == "causality"} - {"refused"}
+        counts = {verdict: verdicts.count(verdict) for verdict in ("right", "wrong", "refused")}
+        rows.append({"backend": name, **counts, "not_reached": len(wanted) - len(found)})
+        rows[-1]["canary"] = "wrong" not in causal if causal else None
+        rows[-1]["failures"] = [a for a in found if a["verdict"] == "wrong"]
+        rows[-1]["seconds"] = spent[name]
     return {"dtypes": dtypes, "rows": rows}
-
-
-def row(name: str, answers: list[Json], wanted: int, seconds: float) -> Json:
-    verdicts = [a["verdict"] for a in answers]
-    causal = {a["verdict"] for a in answers if a["feature"] == "causality"} - {"refused"}
-    return {
-        "backend": name,
-        **{verdict: verdicts.count(verdict) for verdict in ("right", "wrong", "refused")},
-        "not_reached": wanted - len(answers),
-        "canary": "wrong" not in causal if causal else None,
-        "failures": [a for a in answers if a["verdict"] == "wrong"],
-        "seconds": seconds,
-    }
 
 
 # --- the run ---

@@ -68,11 +68,12 @@ def complete(content: Json) -> Json:
     """A record with the figures of its rows, its conclusions and its digest."""
     content = copy.deepcopy(content)
     if content["mode"] != "qualify":
-        model = hf.model_of(content)
-        content["flops_per_token"] = {
-            name: flops.flops_per_token(model, model.block_size, causal=name == "mfu_causal")
-            for name in ("mfu", "mfu_causal")
-        }
+        if "n_layer" in content["settings"]:  # not of attention alone
+            model, both = hf.model_of(content), {"mfu": False, "mfu_causal": True}
+            counts = {
+                of: flops.flops_per_token(model, model.block_size, c) for of, c in both.items()
+            }
+            content["flops_per_token"] = counts
         for row in content["rows"]:
             if row["status"] != "ok":
                 row.pop("rounds", None)
@@ -151,7 +152,8 @@ def of_part(part: Json, again: Json) -> Iterator[str]:
     if not m["peak_source"]:
         yield f"its peak of {m['peak_tflops']:,.4g} TFLOP/s has no source"
     if part["format"] > 1:
-        yield from differences(part["flops_per_token"], again["flops_per_token"], "flops_per_token")
+        counts = again.get("flops_per_token", {})
+        yield from differences(part.get("flops_per_token", {}), counts, "flops_per_token")
     for row, new in zip(part["rows"], again["rows"], strict=True):
         at = tables.where(row["point"], row["mode"], row["backend"])
         cut = mode == "converge" and row["status"] == "stopped"

@@ -114,7 +114,7 @@ class Turns:
 
     def make_room(self) -> None:
         """End the processes if they do not fit; those of one process after all their rounds."""
-        held = sum(w.held_bytes for w in self.workers.values()) + self.peak
+        held = sum(w.last["held_bytes"] for w in self.workers.values()) + self.peak
         self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
         if not self.crowded:
             return
@@ -140,7 +140,7 @@ class Turns:
             try:
                 warm = self.seen(row, worker.receive())
             except Failure as e:
-                if len(started) > 1 and "out of memory" in str(e):
+                if len(started) > 1 and "out of memory" in str(e):  # of both together
                     self.drop(row["backend"])
                     again.append(row)
                 else:
@@ -149,8 +149,8 @@ class Turns:
             worker.warm.add(key(row))
             if "setup_s" not in row:
                 warm.pop("peak_bytes", None)
-                took = {"setup_s": worker.setup_s, "warm_up_s": worker.took_s}
-                row |= {**worker.about, **warm, **took}
+                last, setup_s = worker.last, worker.last["built_at"] - worker.began
+                row |= {**last["about"], **warm, "setup_s": setup_s, "warm_up_s": last["took_s"]}
         for row in again:
             self.prepare([row])
 

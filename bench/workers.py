@@ -95,10 +95,8 @@ class Worker:
     def __init__(self, work: str, job: Json, timeout: float, stop: Stop) -> None:
         stop.check()
         self.timeout, self.stop, self.began = timeout, stop, time.time()
-        self.warm: set[str] = set()
-        self.about: Json = {}
-        self.setup_s = self.took_s = 0.0
-        self.held_bytes = 0
+        self.warm: set[str] = set()  # rows
+        self.last: Json = {"held_bytes": 0}  # answer
         self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=serve, args=(theirs, work, job, self.errors.name))
@@ -135,8 +133,7 @@ class Worker:
             raise Failure("died", self.death()) from None
         if isinstance(answer, Failure):
             raise answer
-        self.about, self.setup_s = answer["about"], answer["built_at"] - self.began
-        self.took_s, self.held_bytes = answer["took_s"], answer["held_bytes"]
+        self.last = answer
         return answer["ok"]
 
     def ask(self, request: Json) -> Json:
@@ -167,7 +164,7 @@ def once(work: str, job: Json, timeout: float, stop: Stop, request: Json | None 
         answer = worker.ask(request or {})
     finally:
         worker.close()
-    return worker.about | answer
+    return worker.last["about"] | answer
 
 
 # --- in the worker ---
