@@ -1,7 +1,4 @@
-"""Candidates in their process: our model with one backend, and nanoGPT's of the same size.
-
-A candidate builds, steps and generates; transformers' models are in hf.py.
-"""
+"""Candidates in their process: our model with one backend, and nanoGPT's (transformers': hf.py)."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ class Candidate:
         return self
 
     def for_decoding(self, compile: bool, weights: str) -> Candidate:
-        """Args: compile: the decode steps of a static cache; weights: our model's may be "int8"."""
+        """compile: the decode steps of a static cache; weights: "int8" is ours alone."""
         self.compile = compile
         self.model.to(self.setup.dtype).eval()
         return self

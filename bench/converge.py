@@ -1,8 +1,5 @@
-"""The same training with every backend or precision: the mode converge.
-
-A candidate whose final loss is further from the baseline's than the tolerance fails, a lower loss
-too.
-"""
+"""The same training with every backend or precision: the mode converge. A final loss further from
+the baseline's than the tolerance fails, a lower one too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Generated tokens, timed: the mode decode.
+"""Generated tokens, timed by the host: the mode decode.
 
-Decoding is greedy. Time is the host's. MBU, model bandwidth utilization: every token reads all
-weights but the position embeddings (with --weights=int8 linear layers and head take a byte each)
-and the keys and values of every sequence, whose context is the mean length of the text:
+Decoding is greedy. MBU, model bandwidth utilization: every token reads all weights but the position
+embeddings (int8: a byte each), and keys and values of a text of mean length:
 
     MBU = (weights + B * context * 2 * L * Hkv * D * bytes) * tokens/s per sequence / bandwidth
 """

@@ -1,4 +1,4 @@
-"""The measurement before anything runs: the machine, the backends, and a mode's Plan."""
+"""Before anything runs: the machine, the backends, a mode's Plan."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from core.options import TrainConfig
 from core.settings import UserError, user_errors
 
 HF = ("eager", "sdpa", "flash_attention_2")
-# Longest sequences of a backend that is not named: the scores fill the memory (manual, math), or a
-# loop over tiles launches 10,000 kernels (tiled).
+# Longest sequences of a backend that is not named: full scores, or a loop over tiles.
 LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
 S = TypeVar("S", bound=Measured)
 

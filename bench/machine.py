@@ -1,7 +1,5 @@
-"""Memory, bandwidth and description of this machine; bench.machine:Description is a worker's job.
-
-Memory: on CUDA the peak of PyTorch's allocator, on the CPU the peak resident size of the process.
-"""
+"""Memory (on CUDA of PyTorch's allocator, on the CPU the resident size), bandwidth and description
+of this machine."""
 
 from __future__ import annotations
 
@@ -147,7 +145,7 @@ def bandwidth(device: torch.device, limit: int | None) -> float:
 
 
 class Description:
-    """Describes what affects a measurement on this machine, as `about`."""
+    """What affects a measurement on this machine, as `about`."""
 
     def __init__(self, sent: Json) -> None:
         job = Job(sent)

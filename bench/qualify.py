@@ -1,7 +1,5 @@
-"""bench_mfu.py qualify: all modes in a row on a new machine, as one record.
-
-Six stages at fixed sizes, each with its share of --minutes. The record is rewritten after each.
-"""
+"""bench_mfu.py qualify: all modes on a new machine, in stages with shares of --minutes, as one
+record, rewritten after each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Records: a folder DATE_DEVICE_SLUG with record.json and README.md.
-
-record.json has machine, software, settings and every raw round. complete() computes all figures
-from them: when a record is written, and again when it is verified (docs/MEASURE.md).
-"""
+"""Records: folders with record.json and README.md. complete() computes all figures from the raw
+rounds: when a record is written, and again when it is verified (docs/MEASURE.md)."""
 
 from __future__ import annotations
 
@@ -131,8 +128,7 @@ def verify(content: Json) -> list[str]:
 
 
 def problems(content: Json) -> Iterator[str]:
-    sealed = content["format"] > 2 or "digest" in content
-    if sealed and content.get("digest") != digest(content):
+    if (content["format"] > 2 or "digest" in content) and content.get("digest") != digest(content):
         yield "its digest is another one: a field was edited"
     if content["format"] >= FORMAT:
         yield from differences(content["answers"], complete(content)["answers"], "answers")
@@ -163,8 +159,7 @@ def of_part(part: Json, again: Json) -> Iterator[str]:
         if row["status"] == "ok":
             yield from (f"{at}: {why}" for why in of_row(row, new, part))
     yield from report.disagreeing([row for row in part["rows"] if row["status"] == "ok"], part)
-    if mode == "converge" and settings["tolerance"] > TOLERANCE:
-        wide = settings["tolerance"]
+    if mode == "converge" and (wide := settings["tolerance"]) > TOLERANCE:
         yield f"its tolerance is {wide:.0%}, at most {TOLERANCE:.0%} is allowed"
 
 
@@ -240,8 +235,7 @@ def of_kernels(row: Row, cuda: bool) -> Iterator[str]:
 
 def of_proof(row: Row, dtype: str) -> Iterator[str]:
     proof, eps = row.get("proof") or {}, torch.finfo(getattr(torch, dtype)).eps
-    # Above allowed_error(): plain PyTorch is off by some roundings, the largest value is some times
-    # the others' mean.
+    # Above allowed_error(): some roundings of a value that is some times the others' mean.
     most = 16 * eps + 2048 * min(eps, torch.finfo(torch.float32).eps)
     if proof.get("canary") is not True:
         yield "its causality test did not pass"

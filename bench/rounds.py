@@ -3,8 +3,7 @@
     a group: start, warm up, then a first round each (with a time limit two)
     all:     the rounds that are left, in turn, so that a drifting clock affects all alike
 
-A group is one candidate, on CUDA three: one compiles on the CPU's cores while another warms up, and
-nothing else runs while a round is timed. What fails is a row with its reason.
+A group is one candidate, on CUDA three. Nothing else runs while a round is timed.
 """
 
 from __future__ import annotations

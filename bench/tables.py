@@ -1,7 +1,7 @@
 """Figures of rounds, columns, tables; a Mode declares what is measured and shown.
 
-A row is a dict as in a record: `mode`, `backend`, `point`, `status` (ok, or unavailable, failed,
-skipped, stopped with `why`), every round, and the figures that its mode computes from them.
+A row is a record's: `mode`, `backend`, `point`, `status` (ok, or unavailable, failed, skipped,
+stopped with `why`), `rounds`, and the figures of its mode.
 """
 
 from __future__ import annotations

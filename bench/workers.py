@@ -1,7 +1,6 @@
-"""A process for each candidate: it builds, warms up, and measures a round for each request.
+"""A process for each candidate: the first request builds it, each warms up or measures a round.
 
-The first request also builds the candidate. An answer is JSON's types, or a Failure. A process ends
-with all that it started when its parent closes it or dies.
+An answer is JSON's types, or a Failure. A process ends, with all that it started, with its parent.
 """
 
 from __future__ import annotations

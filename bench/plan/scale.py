@@ -116,8 +116,6 @@ class Plan:
         self.a = 4 if self.at.dtype == "float32" else 2  # bytes of an activation
         self.kv = m.kv_heads * m.head_dim  # channels of the keys
 
-    # --- memory ---
-
     @property
     def per_token(self) -> tuple[int, int]:
         """Bytes saved per token for the backward pass: (in each layer, outside the layers)."""
@@ -125,8 +123,7 @@ class Plan:
         norms = 2 * (r * C + 8 + a * C)  # input, mean and 1/std; the matmul's input
         Q = m.n_head * m.head_dim
         attention = a * (Q + 2 * K) + a * Q + 4 * m.n_head  # q, k, v; out; L
-        if m.position == "rope":
-            attention += a * (Q + K)  # before they are rotated
+        attention += a * (Q + K) * (m.position == "rope")  # before they are rotated
         ends = 8 + (r * C + 8) + a * C  # token, last norm, gradient of the loss
         wide = 4 if m.mlp == "swiglu" else 2  # gate, value, silu, product; or GELU's in and out
         return norms + attention + a * wide * m.hidden, ends
@@ -160,8 +157,6 @@ class Plan:
     @property
     def held(self) -> int:
         return sum(self.memory.values())
-
-    # --- communication ---
 
     def cost(self, kind: str, size: float) -> Sent:
         return collective(kind, size, *self.group, self.at)
@@ -200,8 +195,6 @@ class Plan:
             yield "ring", L * self.micro * passes, self.passed(self.a)
             yield "ring", L * self.micro * N, self.passed(4)  # dK and dV
 
-    # --- time ---
-
     @cached_property
     def computing(self) -> tuple[float, float, float, float]:
         """Seconds of (a step, a block forward and backward in a micro-batch, its attention)."""
@@ -212,9 +205,8 @@ class Plan:
         # A rank updates only its shard.
         update = parts.work(*sizes, 1, at.dtype, job.clip)["optimizer"].bytes / at.bandwidth
         s["optimizer"] -= update * (1 - self.kept / parameters(job.model))
-        linear, scores, norms = (
-            s[name] / each for name in ("linear", "attention", "norms and elementwise")
-        )
+        names = ("linear", "attention", "norms and elementwise")
+        linear, scores, norms = (s[name] / each for name in names)
         # Forward: 1 of 3 matmuls, 2 of attention's 7, half of the norms' bytes.
         forward = linear / 3 + norms / 2 + scores * 2 / 7
         again = forward if job.checkpointing else 0.0
