@@ -1,14 +1,8 @@
-"""Measure attention backends side by side: speed, MFU, memory, error.
+"""Measure attention backends side by side: speed, MFU, memory, error (docs/MEASURE.md).
 
-    python bench_mfu.py train --profile                    training steps, every backend
-    python bench_mfu.py kernel --lengths=512,4096          attention alone over a grid
-    python bench_mfu.py decode --backends=sdpa --rival=hf  generation
-    python bench_mfu.py converge --steps=200               the same training with each backend
-    python bench_mfu.py runs --rival=nanogpt=../nanoGPT    whole runs of both train.py
-    python bench_mfu.py qualify                            all of these on a new machine
-    python bench_mfu.py MODE --help                        every option of a mode
+    python bench_mfu.py MODE [config/FILE.py] [--key=value ...]       --help lists the modes
 
-The model's options and config files are train.py's. See docs/MEASURE.md.
+The model's options and config files are train.py's.
 """
 
 from __future__ import annotations

@@ -70,10 +70,15 @@ class Measured(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.backends or not getattr(self, "kv_caches", True):
+        of = vars(self).get  # None: another mode has the option
+        if not self.backends or not of("kv_caches", True):
             raise ValueError("--backends, --kv_caches: expected at least one name, got none")
-        if getattr(self, "hf", None) and (self.rival or getattr(self, "profile", False)):  # type: ignore[attr-defined]
-            raise ValueError("--hf does not support --rival and --profile")
+        if of("hf") and (of("rival") or of("profile") or of("weights") == "int8"):
+            raise ValueError("--hf does not support --rival, --profile and --weights=int8")
+        if of("batch_size") == "auto" and of("batch_sizes"):
+            raise ValueError("give either --batch_size=auto or --batch_sizes")
+        if not of("profile", True) and (of("bandwidth_gbs") or of("products_tflops")):
+            raise ValueError("--bandwidth_gbs and --products_tflops need --profile")
 
     def flat(self) -> Json:
         known = {k: v for k, v in asdict(self).items() if k in shown(type(self))}
@@ -201,8 +206,7 @@ def shown(kind: type[Any]) -> set[str]:
 
 
 def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
-    """The settings of a mode (None: train). Without a config file a CPU uses config/bench_cpu.py:
-    GPT-2 124M takes half an hour there."""
+    """The settings of a mode (None: train). Without a config file a CPU has config/bench_cpu.py."""
     kind = MODES[mode := mode or "train"]
     its = shown(kind)
     aliases = {name: option for name, option in ALIASES.items() if option in its}

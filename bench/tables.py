@@ -17,9 +17,9 @@ import numpy as np
 from bench import Json
 
 Row = Json
-Cells = tuple[list[str], list[list[str]]]
+Cells = tuple[list[str], list[list[str]]]  # head, lines
 NOISY = 0.05  # a figure whose quartiles are further apart, over the median, is doubtful
-ENOUGH = 3
+ENOUGH = 3  # rounds; fewer are called noisy
 WIDE = 40  # characters of a sentence, which is not padded
 TIMES = ("ms", "forward_ms", "backward_ms", "optimizer_ms", "first_ms")
 RELATIVE = {"mfu", "causal", "roofline ms", "times", "limit"}  # columns that use the peak

@@ -21,7 +21,7 @@ from data.prepare import PrepareConfig, prepare
 from model import GPTConfig
 
 HOW = {
-    "train": ["--rounds=2", "--seconds=0.01", "--warm_up_steps=1", "--bandwidth_gbs=8"],
+    "train": ["--rounds=2", "--seconds=0.01", "--warm_up_steps=1"],
     "kernel": ["--rounds=2", "--seconds=0.01"],
     "decode": ["--rounds=2", "--bandwidth_gbs=8"],
     "converge": [],

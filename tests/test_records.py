@@ -25,7 +25,8 @@ from core.gpus import datasheet_tflops
 
 Content = dict[str, Any]
 MODES = {  # a record of each
-    "train": ["--backends=manual,sdpa_math,sdpa", "--rounds=3", "--profile"],
+    "train": ["--backends=manual,sdpa_math,sdpa", "--rounds=3", "--profile",
+              "--bandwidth_gbs=8"],
     "kernel": ["--backends=manual,sdpa_math,sdpa", "--rounds=3", "--lengths=16", "--batch_sizes=1"],
     "decode": ["--backends=sdpa", "--rounds=3", "--prompts=5", "--new_tokens=4"],
     "converge": ["--backends=sdpa", "--dataset=tiny", "--steps=10"],
