@@ -187,14 +187,12 @@ class Turns:
         return {**row["point"], "batch_size": size, "first": not row["rounds"]}
 
     def refer(self) -> None:
-        job, timeout = self.plan.reference, self.bench.config.timeout
-        if job is None or self.reference:
-            return
-        try:
-            known = job if "why" in job else once("bench.hf:Reference", job, timeout, self.stop)
-        except Failure as e:
-            known = {"why": str(e)}
-        self.reference = known
+        job, how = self.plan.reference, (self.bench.config.timeout, self.stop)
+        if job and not self.reference:
+            try:
+                self.reference = job if "why" in job else once("bench.hf:Reference", job, *how)
+            except Failure as e:
+                self.reference = {"why": str(e)}
 
     def seen(self, row: Row, answer: Json) -> Json:
         row |= answer.pop("about", {})
