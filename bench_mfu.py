@@ -1,14 +1,8 @@
-"""Measure attention backends side by side: speed, MFU, memory, error.
+"""Measure attention backends side by side: speed, MFU, memory, error (docs/MEASURE.md).
 
-    python bench_mfu.py train --profile                    training steps, every backend
-    python bench_mfu.py kernel --lengths=512,4096          attention alone over a grid
-    python bench_mfu.py decode --backends=sdpa --rival=hf  generation
-    python bench_mfu.py converge --steps=200               the same training with each backend
-    python bench_mfu.py runs --rival=nanogpt=../nanoGPT    whole runs of both train.py
-    python bench_mfu.py qualify                            all of these on a new machine
-    python bench_mfu.py MODE --help                        every option of a mode
+    python bench_mfu.py MODE [config/FILE.py] [--key=value ...]       --help lists the modes
 
-The model's options and config files are train.py's. See docs/MEASURE.md.
+The model's options and config files are train.py's.
 """
 
 from __future__ import annotations
@@ -30,18 +24,16 @@ from core.settings import Loaded, UserError, exit_on_user_error
 if __name__ == "__main__":
     terminal.end_at_once()
 
-from bench import Json, compare, qualify, record, report, rounds
+from bench import Json, compare, plan, qualify, record, report, rounds
 from bench.job import begin
-from bench.plan import planned
 from bench.settings import MODES, load_config
-from bench.workers import Failure, Progress, Stop
+from bench.workers import Failure, Stop
 from core.runtime import StopSignal, pick_device
 
 MINUTES_ON_CUDA = 10.0
 
 
 def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
-    """Measure in one of the modes. Returns the exit code."""
     config = loaded.settings
     if config.record is not None and not re.fullmatch(r"[\w.-]+", config.record):
         slug = repr(config.record)
@@ -58,7 +50,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     print(*lines, sep="\n", file=sys.stderr)
 
     @cache
-    def folder() -> Path:  # made when there is a result
+    def folder() -> Path:
         return record.new_folder(config.records_dir, config.record or "qualify", bench.machine)
 
     def save(content: Json) -> None:
@@ -68,15 +60,14 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     whole = mode == "qualify"  # each stage has a deadline of its own
     minutes = config.minutes or (MINUTES_ON_CUDA if device.type == "cuda" else 0)
     stop = Stop(time.monotonic() + 60 * minutes if minutes and not whole else None)
-    progress = Progress()
     with closing(StopSignal("stopping; keeping the results so far")) as stop.signals:
         try:
-            bench = begin(mode, config, device, stop, progress)
+            bench = begin(mode, config, device, stop)
             if whole:
-                content = qualify.run(bench, about, loaded.origins, stop, progress, folder)
+                content = qualify.run(bench, about, loaded.origins, stop, folder)
             else:
                 plans = report.MODES[mode].plans(bench)
-                content = rounds.measure(bench, plans, stop, progress, save)
+                content = rounds.measure(bench, plans, stop, save)
                 content = record.complete({**about, **content})
         except Failure as e:
             if e.kind == "stopped":
@@ -99,7 +90,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
 
 def main(argv: list[str]) -> int:
     mode, rest = None, argv
-    if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):  # no config file
+    if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
         mode, rest = argv[0], argv[1:]
         if mode not in MODES:
             raise UserError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
@@ -108,7 +99,7 @@ def main(argv: list[str]) -> int:
         print(*(f"  {name:<9} {kind.__doc__}" for name, kind in MODES.items()), "", sep="\n")
     loaded = load_config(rest, mode)
     if mode in ("plan", "runs"):
-        return (planned.run if mode == "plan" else compare.runs)(loaded.settings)
+        return (plan.run if mode == "plan" else compare.runs)(loaded.settings)
     return measure(mode or "train", rest, loaded)
 
 

@@ -1,10 +1,7 @@
 """All records of bench/records/, verified, as one page.
 
-    python -m bench.board             write docs/BOARD.md
-    python -m bench.board --check     verify every record; exit code 1 with a line for each problem
-
-A table for each kind of work, a line for each machine and kernel. Lines compare the same work where
-the columns left of "machine" are equal.
+python -m bench.board             write docs/BOARD.md
+python -m bench.board --check     verify every record; exit code 1 with a line for each problem
 """
 
 from __future__ import annotations
@@ -18,8 +15,8 @@ from typing import Any
 
 from bench import ROOT, Json, report, tables
 from bench.hf import model_of
+from bench.record import verify
 from bench.tables import Row
-from bench.verify import verify
 from core.runtime import decide_residual
 
 FOLDER = ROOT / "bench" / "records"
@@ -28,13 +25,7 @@ INTRO = """All records in [bench/records](../bench/records), written by `python 
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
 compare the same work where heading and columns left of "machine" are equal. "~" is noisy, "*" has \
 a remark below. A column "peak" names the source of a peak that was not measured there."""
-Line = dict[str, str]  # a cell by its column
-FIGURES = {  # columns right of "machine", of the records' own tables
-    "train": ("tok/s", "ms/step", "quartiles", "mfu", "causal"),
-    "kernel": ("TFLOP/s", "of peak", "both ms", "quartiles"),
-    "decode": ("tok/s", "ms/token", "quartiles", "mbu"),
-    "converge": ("final loss", "off", "verdict"),
-}
+Line = dict[str, str]
 
 
 def main(argv: list[str]) -> int:
@@ -65,8 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def page(found: dict[str, Json]) -> str:
-    """Return the page of the records by folder name."""
-    machines: dict[str, str] = {}  # short names
+    machines: dict[str, str] = {}
     remarks, links = [], []
     groups: dict[tuple[str, str], list[tuple[Any, Line]]] = {}
     for number, (name, content) in enumerate(found.items(), 1):
@@ -84,9 +74,9 @@ def page(found: dict[str, Json]) -> str:
                 groups.setdefault((row["mode"], heading(row, part)), []).append((order, line))
     named = "; ".join(f"{short}: {about}" for about, short in machines.items())
     text = ["# The board", INTRO, f"Machines: {named}."]
-    for mode in FIGURES:
-        of_mode = {what: group for (own, what), group in sorted(groups.items()) if own == mode}
-        text += [f"## {report.MODES[mode].TITLE}"] * bool(of_mode)
+    for name, mode in report.MODES.items():
+        of_mode = {what: group for (own, what), group in sorted(groups.items()) if own == name}
+        text += [f"## {mode.title}"] * bool(of_mode)
         for title, group in of_mode.items():
             lines = [line for _, line in sorted(group, key=lambda item: item[0])]
             head = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
@@ -97,7 +87,6 @@ def page(found: dict[str, Json]) -> str:
 
 
 def by_value(cell: str) -> tuple[float, str]:
-    """Return a sort key for cells: numbers by value."""
     digits = cell.replace(",", "")
     return (float(digits), "") if digits.isdecimal() else (0.0, cell)
 
@@ -111,19 +100,16 @@ def doubts(part: Json) -> str:
 
 
 def heading(row: Row, part: Json) -> str:
-    """Return the title of a row's table: sizes and dtype."""
     m, p, s, dtype = model_of(part), row["point"], part["settings"], part["machine"]["dtype"]
     if row["mode"] == "kernel":
-        shared = f" ({p['Hkv']} for keys)" if p["Hkv"] != p["H"] else ""
         window = f", window {p['window']}" if p["window"] else ""
-        return f"{p['H']} heads of {p['D']}{shared}{window}, {dtype}"
+        return f"{heads(p['H'], p['Hkv'], p['D'])}{window}, {dtype}"
     windows = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
-    shared = f" ({m.kv_heads} for keys)" if m.kv_heads != m.n_head else ""
     kind = part["machine"]["kind"]
     residual = decide_residual(s.get("residual_dtype", "float32"), kind, dtype)
     words = {
         part.get("hf", {}).get("name", ""): "hf" in part,
-        f"{m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads{shared}": True,
+        f"{m.n_layer} layers, {m.n_embd} wide, {heads(m.n_head, m.kv_heads)}": True,
         f"vocabulary {m.vocab_size:,}": True,
         f"window {windows}": windows != "none",
         dtype: True,
@@ -136,8 +122,11 @@ def heading(row: Row, part: Json) -> str:
     return ", ".join(word for word, on in words.items() if on)
 
 
+def heads(H: int, Hkv: int, D: int = 0) -> str:
+    return f"{H} heads{f' of {D}' if D else ''}{f' ({Hkv} for keys)' if Hkv != H else ''}"
+
+
 def work(row: Row, part: Json) -> Line:
-    """Return the columns left of "machine", which with the heading define the work."""
     mode, p, s = row["mode"], row["point"], part["settings"]
     compiled = {"compiled": "yes" if row.get("compiled", s.get("compile") is True) else "no"}
     if mode == "kernel":
@@ -152,14 +141,15 @@ def work(row: Row, part: Json) -> Line:
 
 
 def figures(row: Row, part: Json) -> Line:
-    """Return the columns between "machine" and "record"."""
-    cells = dict(report.MODES[row["mode"]].COLUMNS)
+    mode = report.MODES[row["mode"]]
     made = {"kernel": f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")}
-    for title in FIGURES[row["mode"]]:
-        made[title] = cells[title](row).replace(" to ", "-").replace("noisy", "~")
+    cells = {column.title: column for column in mode.columns}
+    for title in mode.board:
+        made[title] = cells[title].cell(row).replace(" to ", "-").replace("noisy", "~")
     source = re.split("[: ]", part["machine"]["peak_source"])[0]
     error = row.get("error_out", (row.get("proof") or {}).get("error"))
-    return made | {"peak": re.sub("^measured,?", "-", source), "error": tables.error(error)}
+    made["peak"] = re.sub("^(not|measured,?)", "-", source)
+    return made | {"error": "-" if error is None else tables.error(error)}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Candidates in their process: our model with one backend, and nanoGPT's of the same size.
-
-A candidate builds, steps and generates; transformers' models are in hf.py.
-"""
+"""Candidates in their process: our model with one backend, and nanoGPT's (transformers': hf.py)."""
 
 from __future__ import annotations
 
@@ -30,12 +27,10 @@ from inference.sampling import Stats
 from model import GPT, GPTConfig
 
 Mark = Callable[[str], None]
-Times = tuple[float, float, int]  # of Candidate.write()
+Times = tuple[float, float, int]
 
 
 class Job:
-    """Settings, device and model of a job in its process; seeded."""
-
     def __init__(self, job: Json, **changes: Any) -> None:
         self.config = replace(from_dict(TrainConfig, job["train"]), **changes)
         self.vocab_size = job["vocab_size"]
@@ -46,7 +41,6 @@ class Job:
         torch.manual_seed(self.config.seed)
 
     def model(self, cast: bool = False) -> GPT:
-        """Return a new model on the device, in float32 unless `cast`."""
         config = self.config
         model = self.setup.place(GPT(GPTConfig.of(config, self.vocab_size), config.policy), cast)
         model.gradient_checkpointing = config.gradient_checkpointing
@@ -54,7 +48,7 @@ class Job:
         return model
 
     def random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return n sequences, the same for every backend, and their targets: (n, T) int64 each."""
+        """n sequences, the same for every backend, and their targets: (n, T) int64 each."""
         draw = torch.Generator().manual_seed(self.config.seed)
         tokens = torch.randint(self.vocab_size, (n, self.config.block_size + 1), generator=draw)
         x, y = tokens[:, :-1], tokens[:, 1:]
@@ -62,17 +56,15 @@ class Job:
 
 
 def build(rival: str, job: Job) -> Candidate:
-    """Build our model, or "MODULE:CLASS=WHAT". Raises UserError for what it does not support."""
+    """Build our model, or "MODULE:CLASS=WHAT"."""
     kind, _, what = rival.partition("=")
     candidate: Candidate = load(kind or "bench.candidates:Ours")(what, job)
     return candidate
 
 
 class Candidate:
-    """A model with its optimizer, its training step and its generation."""
-
     title: str
-    model: Any  # a GPT, or another project's
+    model: Any
     run: Any  # the model, compiled or not
     optimizer: torch.optim.AdamW
     as_reference = False  # has the weights of the reference, so that losses compare
@@ -83,7 +75,7 @@ class Candidate:
             raise UserError(f"it does not support {' and '.join(lacks)}")
 
     def unsupported(self) -> Json:
-        """Return {option: True if it is used} of the options that the model lacks."""
+        """{option that the model lacks: is it used?}"""
         return {}
 
     def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
@@ -94,7 +86,7 @@ class Candidate:
         return self
 
     def for_decoding(self, compile: bool, weights: str) -> Candidate:
-        """Args: compile: the decode steps of a static cache; weights: our model's may be "int8"."""
+        """compile: the decode steps of a static cache; weights: "int8" is ours alone."""
         self.compile = compile
         self.model.to(self.setup.dtype).eval()
         return self
@@ -103,11 +95,11 @@ class Candidate:
         raise NotImplementedError
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
-        """Return the kernels chosen for its layers, with a cache or in training; [] if unknown."""
+        """Kernels of its layers, with a cache or in training; [] if unknown."""
         return []
 
     def evidence(self, cache: str | None = None) -> Json:
-        """Return the kernels of its layers, and the proof with the largest relative error."""
+        """The kernels of its layers, and the proof with the largest relative error."""
         chosen = self.chosen(cache)
         proofs = [c.proof for c in chosen if c.proof]
         worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
@@ -115,7 +107,6 @@ class Candidate:
 
     @property
     def parameters(self) -> int:
-        """N of core/flops.py: without the position embeddings."""
         return sum(p.numel() for name, p in self.model.named_parameters() if "wpe" not in name)
 
     def gradient_norm(self) -> float:
@@ -123,17 +114,14 @@ class Candidate:
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).float()))
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
-        """Continue `prompt`, (B, T) int64, by `new` tokens; more: options of our engine.
-
-        Returns the times of first and last token (time.perf_counter), and the cache's bytes.
-        """
+        """Continue `prompt`, (B, T) int64. Returns the times of first and last token
+        (time.perf_counter), and the cache's bytes."""
         raise NotImplementedError
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
-        """Run one step of its own training loop, with the marks of train.train_step."""
         loss, scaler = torch.zeros((), device=x.device), self.scaler
         for mx, my in zip(x.chunk(micro), y.chunk(micro), strict=True):
             mark("forward")
@@ -154,8 +142,6 @@ class Candidate:
 
 
 class Ours(Candidate):
-    """This project's model with one attention backend."""
-
     as_reference = True
 
     def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
@@ -166,7 +152,7 @@ class Ours(Candidate):
             plan = self.model.plan(config.batch_size, compiled=bool(self.setup.compile))
         self.to_train = plan[0].chosen
         self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
-        self.found_inf = torch.zeros((), device=device)  # 1 at a gradient that is not finite
+        self.found_inf = torch.zeros((), device=device)
         self.title = self.to_train.backend.title
         return self
 
@@ -202,8 +188,6 @@ class Ours(Candidate):
 
 
 class NanoGPT(Candidate):
-    """The model of a nanoGPT checkout, with its own optimizer."""
-
     title = "nanoGPT"
 
     def __init__(self, path: str, job: Job) -> None:
@@ -236,12 +220,11 @@ class NanoGPT(Candidate):
             raise UserError("its generate() has no cache and no --constraint")
         began: list[float] = []
 
-        def note(module: object, inputs: object) -> None:
+        def note(module: object, inputs: object) -> None:  # each call means one more token
             if len(began) == 1:  # on a GPU the first token may still be computed
                 synchronize(self.setup.device)
             began.append(time.perf_counter())
 
-        # Without a streamer: each call of the model means one more token.
         with self.model.register_forward_pre_hook(note):
             text = self.model.generate(prompt, new, temperature=1.0, top_k=None)
         synchronize(self.setup.device)

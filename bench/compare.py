@@ -1,13 +1,11 @@
 """Whole runs of train.py: next to nanoGPT's train.py, and finished ones side by side.
 
-    git clone https://github.com/karpathy/nanoGPT ../nanoGPT
     python bench_mfu.py runs --rival=nanogpt=../nanoGPT
     python -m bench.compare out/adamw-* out/muon-*
 
-runs: each run is a new process on the same tokens and sizes, on the CPU, A B A B ... nanoGPT
-computes in float32. compare: runs whose settings differ in the seed alone are one line. The last
-columns say when the mean curve of a line first had the final loss of the first line's, between two
-evaluations by interpolation.
+runs: new processes on the same tokens and sizes, on the CPU, A B A B ... nanoGPT computes in
+float32. compare: a line for runs that differ in the seed alone; its last columns say when their
+mean curve first had the first line's final loss.
 """
 
 from __future__ import annotations
@@ -39,17 +37,16 @@ from bench.settings import Runs
 from bench.tables import markdown
 from core import metrics
 
-Run = tuple[float, int]  # seconds a step, bytes
-SKIP = 3  # first steps of each run, not counted
+Run = tuple[float, int]  # tokens a second, bytes
+SKIP = 3
 NAMES = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
 SIZES: dict[str, tuple[int, int, int, int, int, str, int]] = {
     # values of NAMES, and the steps that are counted in a run
     "a": (4, 4, 128, 64, 12, "shakespeare_char", 400),
     "b": (6, 6, 384, 256, 16, "shakespeare_char", 15),
-    "c": (12, 12, 768, 512, 2, "shakespeare", 6),  # GPT-2 124M
+    "c": (12, 12, 768, 512, 2, "shakespeare", 6),
 }
 HEAD = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nanoGPT GB", "ours GB"]
-LOSS = "val loss: mean (lowest to highest)"
 SAME = ("seed", "out_dir", "init_from")  # settings in which the runs of a line may differ
 
 
@@ -57,7 +54,6 @@ SAME = ("seed", "out_dir", "init_from")  # settings in which the runs of a line 
 
 
 def ended(command: list[str], cwd: Path) -> tuple[str, int]:
-    """Run a command; return its output and its peak resident memory in bytes."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
         try:
@@ -75,8 +71,8 @@ def ended(command: list[str], cwd: Path) -> tuple[str, int]:
 
 
 def pair(size: str, config: Runs, checkout: Path, work: Path) -> tuple[Run, Run]:
-    """Return a run of this project's loop, and one of nanoGPT's."""
     *sizes, steps = SIZES[size]
+    tokens = SIZES[size][3] * SIZES[size][4]
     both = {**dict(zip(NAMES, sizes)), "max_iters": SKIP + steps, "device": "cpu"}
     both |= {"compile": config.compile is True, "dropout": 0.0, "bias": False}
     both |= {"gradient_accumulation_steps": 1, "warmup_iters": 10}
@@ -84,21 +80,18 @@ def pair(size: str, config: Runs, checkout: Path, work: Path) -> tuple[Run, Run]
     ours = {"data_dir": work / "data", "out_dir": work / "ours", "peak_tflops": 1}
     ours |= {"attention_backend": config.attention_backend, "dtype": config.dtype}
     theirs = {"out_dir": work / "theirs", "always_save_checkpoint": False}
-
-    def run(folder: Path, own: dict[str, object]) -> tuple[str, int]:
+    ran = []
+    for folder, own in ((ROOT, ours), (checkout, theirs)):
         options = [f"--{name}={value}" for name, value in (both | own).items()]
-        return ended([sys.executable, str(folder / "train.py"), *options], work)
-
-    _, memory = run(ROOT, ours)
+        ran.append(ended([sys.executable, str(folder / "train.py"), *options], work))
     rows = metrics.read(work / "ours" / "metrics.jsonl")
-    our_times = [r["ms"] / 1e3 for r in rows if "ms" in r and r["iter"] > SKIP]
-    text, their_memory = run(checkout, theirs)
-    printed = re.findall(r"^iter \d+: loss .*, time ([\d.]+)ms", text, re.M)[SKIP + 1 :]
-    return (mean(our_times), memory), (mean(float(ms) / 1e3 for ms in printed), their_memory)
+    printed = re.findall(r"^iter \d+: loss .*, time ([\d.]+)ms", ran[1][0], re.M)[SKIP + 1 :]
+    times = [map(float, printed), [r["ms"] for r in rows if "ms" in r and r["iter"] > SKIP]]
+    their, our = (1e3 * tokens / mean(ms) for ms in times)
+    return (their, ran[1][1]), (our, ran[0][1])
 
 
 def prepare(sizes: tuple[str, ...], checkout: Path, work: Path) -> None:
-    """Fill a folder for both: datasets with the metadata that each needs."""
     for name in ("train.py", "model.py", "configurator.py"):
         if not (checkout / name).is_file():
             raise UserError(f"{checkout} is not a nanoGPT checkout ({name} not found)")
@@ -112,21 +105,20 @@ def prepare(sizes: tuple[str, ...], checkout: Path, work: Path) -> None:
             (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": meta["vocab_size"]}))
 
 
-def row(name: str, pairs: list[tuple[Run, Run]]) -> list[str]:
-    n_layer, _, n_embd, block_size, batch_size, *_ = SIZES[name]
-    tokens = block_size * batch_size
-    speed = [[tokens / seconds for seconds, _ in side] for side in zip(*pairs, strict=True)]
-    memory = [f"{median(m for _, m in side) / 1e9:.2f}" for side in zip(*pairs, strict=True)]
-    ratios = sorted(a / b for a, b in zip(*speed, strict=True))
-    mine, other = (f"{median(s):,.0f}" for s in speed)
+def row(size: str, pairs: list[tuple[Run, Run]]) -> list[str]:
+    n_layer, _, n_embd, block_size, batch_size, *_ = SIZES[size]
+    (theirs, their_memory), (ours, our_memory) = (zip(*side) for side in zip(*pairs))
+    ratios = sorted(b / a for a, b in zip(theirs, ours))
     model = f"{n_layer} layers, {n_embd} wide" if n_embd < 768 else "GPT-2 124M"
-    ratio = f"**{median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-    title = f"{model}, block {block_size}, batch {batch_size}"
-    return [title, other, mine, ratio, memory[1], memory[0]]
+    return [
+        f"{model}, block {block_size}, batch {batch_size}",
+        *(f"{median(speed):,.0f}" for speed in (theirs, ours)),
+        f"**{median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        *(f"{median(memory) / 1e9:.2f}" for memory in (their_memory, our_memory)),
+    ]
 
 
 def runs(config: Runs) -> int:
-    """Run both commands and print the table. Returns the exit code."""
     rivals = job.rivals(config.rival)
     if [*rivals] != ["nanogpt"]:
         raise UserError("runs needs --rival=nanogpt=PATH, a nanoGPT checkout")
@@ -144,7 +136,7 @@ def runs(config: Runs) -> int:
         f"torch {torch.__version__}, {config.rounds} rounds, ours in {config.dtype}, "
         f"{'compiled' if config.compile else 'not compiled'}\n"
     )
-    print(markdown((HEAD, [row(s, pairs) for s, pairs in results.items()])))
+    print(markdown((HEAD, [row(s, pairs) for s, pairs in results.items()]), terminal=True))
     return 0
 
 
@@ -152,8 +144,7 @@ def runs(config: Runs) -> int:
 
 
 def curve(folder: Path) -> np.ndarray:
-    """(3, n): step, seconds and validation loss of each evaluation of a run. The first steps, which
-    are not timed, count as the next ones."""
+    """(3, n): step, seconds, validation loss of each evaluation; the first steps have no time."""
     seconds, last, found = 0.0, 0, []
     rows = metrics.read(folder / "metrics.jsonl")
     first = next((row["ms"] for row in rows if "ms" in row), 0.0)
@@ -167,40 +158,34 @@ def curve(folder: Path) -> np.ndarray:
 
 
 def reached(curve: np.ndarray, loss: float) -> list[float]:
-    """Steps and seconds after which a curve first has this loss; NaN if it never has."""
     best, first = np.unique(-np.minimum.accumulate(curve[2]), return_index=True)
     return [float(np.interp(-loss, best, x[first], right=np.nan)) for x in curve[:2]]
-
-
-def table(folders: list[Path]) -> str:
-    groups: dict[str, list[np.ndarray]] = {}
-    for folder in folders:
-        settings = checkpoint.load(checkpoint.latest(folder)).settings["train"]
-        key = json.dumps({k: v for k, v in settings.items() if k not in SAME})
-        groups.setdefault(key, []).append(curve(folder))
-    known: list[dict[str, object]] = [json.loads(key) for key in groups]
-    differ = [name for name in known[0] if any(s.get(name) != known[0][name] for s in known)]
-    # Seed by seed, one that ends above the mean would never reach it.
-    ends = [min(c.shape[1] for c in curves) for curves in groups.values()]
-    means = [np.mean([c[:, :n] for c in cs], axis=0) for n, cs in zip(ends, groups.values())]
-    target = float(means[0][2, -1])
-    head = f"settings | seeds | steps | s | {LOSS} | steps to {target:.4f} | s"
-    lines = [f"| {head} |", "|---" * 7 + "|"]
-    for settings, curves, middle in zip(known, groups.values(), means):
-        what = " ".join(f"{name}={settings.get(name)}" for name in differ) or "all"
-        losses = np.array([c[2, -1] for c in curves])
-        steps, seconds = np.mean([c[:2, -1] for c in curves], axis=0)
-        there = [f"{x:,.0f}" if np.isfinite(x) else "never" for x in reached(middle, target)]
-        loss = f"{losses.mean():.4f} ({losses.min():.4f} to {losses.max():.4f})"
-        cells = what, len(curves), f"{steps:,.0f}", f"{seconds:,.0f}", loss, *there
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
 
 
 def main(argv: list[str]) -> int:
     if not all(argv) or not argv or argv[0].startswith("-"):
         raise UserError("expected the folders of runs: python -m bench.compare out/a out/b")
-    print(table([Path(name) for name in argv]))
+    groups: dict[str, list[np.ndarray]] = {}
+    for folder in map(Path, argv):
+        settings = checkpoint.load(checkpoint.latest(folder)).settings["train"]
+        key = json.dumps({k: v for k, v in settings.items() if k not in SAME})
+        groups.setdefault(key, []).append(curve(folder))
+    known = [json.loads(key) for key in groups]
+    differ = [name for name in known[0] if any(s.get(name) != known[0][name] for s in known)]
+    # Seed by seed, one that ends above the mean would never reach it.
+    ends = [min(c.shape[1] for c in curves) for curves in groups.values()]
+    means = [np.mean([c[:, :n] for c in cs], axis=0) for n, cs in zip(ends, groups.values())]
+    target = float(means[0][2, -1])
+    head = ["settings", "seeds", "steps", "s", "val loss: mean (lowest to highest)"]
+    lines = []
+    for settings, curves, middle in zip(known, groups.values(), means):
+        what = " ".join(f"{name}={settings.get(name)}" for name in differ) or "all"
+        losses = np.array([c[2, -1] for c in curves])
+        loss = f"{losses.mean():.4f} ({losses.min():.4f} to {losses.max():.4f})"
+        took = (f"{x:,.0f}" for x in np.mean([c[:2, -1] for c in curves], axis=0))
+        there = (f"{x:,.0f}" if np.isfinite(x) else "never" for x in reached(middle, target))
+        lines.append([what, str(len(curves)), *took, loss, *there])
+    print(markdown(([*head, f"steps to {target:.4f}", "s"], lines), terminal=True))
     return 0
 
 

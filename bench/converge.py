@@ -1,14 +1,10 @@
-"""The same training with every backend or precision: the mode converge.
-
-The learning rate decays over the steps; a candidate whose final loss is further from the baseline's
-than the tolerance fails, a lower loss too.
-"""
+"""The same training with every backend or precision: the mode converge. A final loss further from
+the baseline's than the tolerance fails, a lower one too."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from functools import partial
+from collections import defaultdict
 
 import torch
 import torch.nn.functional as F
@@ -22,37 +18,18 @@ from bench.settings import Converge
 from bench.tables import MEMORY, QUARTILES, Column, Row, number, percent
 from core.optimizer import build_optimizer, set_learning_rate
 
-TITLE = "Final losses and the baseline's"
-WORK = "bench.converge:Converging"
 ROUNDS = 10  # parts of a training, interleaved
-PATHS: dict[str, Json] = {  # of --paths
+PATHS: dict[str, Json] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "residual_dtype": "float32"},
     "bfloat16-residual": {"dtype": "bfloat16", "residual_dtype": "autocast"},
 }
-COLUMNS: list[Column] = [
-    ("final loss", lambda r: f"{r['final_loss']:.4f}"),
-    ("off", lambda r: f"{r['difference']:+.3%}" if "difference" in r else "-"),
-    ("seed noise", lambda r: f"{r['seed_noise']:.4f}" if "seed_noise" in r else "-"),
-    ("verdict", lambda r: r.get("verdict", "-")),
-    ("ms/step", lambda r: number(r["ms"])),
-    *QUARTILES,
-    ("time saved", lambda r: percent(r.get("time_saved"))),
-    MEMORY,
-    ("memory saved", lambda r: percent(r.get("memory_saved"))),
-    ("kernel", tables.kernel_names),
-]
-NOTES = (
-    f"final loss: mean of the last tenth of the steps; off: from the baseline's; saved: share of "
-    f"the baseline's; {tables.EXPLAINED}"
-)
 
 
 def plans(bench: Bench[Converge]) -> list[Plan]:
-    """The same training with every backend or path, for every seed."""
     config = bench.config
     folder = data.find(config.dataset, config.data_dir)
-    data.load(folder, "train", bench.model.block_size, bench.vocab_size)  # or raise UserError
+    data.load(folder, "train", bench.model.block_size, bench.vocab_size)
     found = []
     for seed in range(config.seed, config.seed + config.seeds):
         changes: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps, "seed": seed}
@@ -65,27 +42,18 @@ def plans(bench: Bench[Converge]) -> list[Plan]:
             jobs = {"plain": bench.job("plain", rival="bench.converge:Plain", **plain)}
             changes["attention_backend"] = config.attention_backend
             jobs |= {path: bench.job(path, **changes | PATHS[path]) for path in config.paths}
-        how: Json = {"one_process": True, "skip": partial(too_long, bench)}
-        found.append(Plan(WORK, jobs, ROUNDS, train.specs(bench), **how))
+        how = train.steps(bench)
+        how["longest"].pop("manual", None)
+        found.append(Plan("bench.converge:Converging", jobs, ROUNDS, one_process=True, **how))
     return found
 
 
-def too_long(bench: Bench[Converge], name: str, point: Json, rows: Sequence[Row]) -> str:
-    return "" if name == "manual" else train.too_long(bench, name, point, rows)
-
-
-def planned(settings: Json) -> int:
-    """Return the number of rounds of a row: the parts of every seed's training."""
-    return ROUNDS * settings.get("seeds", 1)
-
-
 def final_loss(losses: list[float]) -> float:
-    """Return the mean over the last tenth of the steps."""
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
 def figures(row: Row, part: Json) -> Json:
-    """Compute a row's figures from its rounds; a record has the losses of the first seed apart."""
+    """A record has the losses of the first seed apart from its rounds."""
     found = train.figures(row, part)
     seeds, rounds = part["settings"].get("seeds", 1), row["rounds"]
     if all("losses" in r for r in rounds) and len(rounds) >= ROUNDS * seeds:
@@ -101,9 +69,9 @@ def figures(row: Row, part: Json) -> Json:
 
 
 def compare(rows: list[Row], settings: Json) -> None:
-    """Compare final losses with the baseline's, manual or plain, in place. The allowed relative
-    difference is the tolerance, or with several seeds the baseline's standard deviation."""
-    parts, several = planned(settings), settings.get("seeds", 1) > 1
+    """Compare final losses with the baseline's, in place. The allowed relative difference is the
+    tolerance, or with several seeds the baseline's standard deviation."""
+    parts, several = MODE.rounds(settings), settings.get("seeds", 1) > 1
     for row in rows:
         if row["status"] == "ok" and len(row["rounds"]) < parts:
             row |= {"status": "stopped", "why": [f"{len(row['rounds'])} of {parts} parts"]}
@@ -125,12 +93,52 @@ def compare(rows: list[Row], settings: Json) -> None:
                 row["memory_saved"] = 1 - row["memory_bytes"] / base["memory_bytes"]
 
 
+def verdict(content: Json) -> str:
+    names: dict[str, list[str]] = defaultdict(list)
+    for r in content["rows"]:
+        names[r.get("verdict", "") if r["status"] == "ok" else r["status"]].append(r["backend"])
+    if not names["baseline"]:
+        return "Agreement: no verdict, for the baseline did not end."
+    within = f"{content['settings']['tolerance']:.2%}"
+    if noise := next((r["seed_noise"] for r in content["rows"] if "seed_noise" in r), None):
+        within = f"{noise:.4f}, as far as the seeds scatter,"
+    base = names["baseline"][0]
+    if bad := ", ".join(names["FAIL"]):
+        return f"Agreement: FAIL: {bad} ended further than {within} from {base}."
+    if lost := ", ".join([*names["failed"], *names["stopped"]]):
+        return f"Agreement: no verdict on {lost}, which did not end."
+    return f"Agreement: Every final loss is within {within} of {base}'s."
+
+
+MODE = tables.Mode(
+    title="Final losses and the baseline's",
+    columns=[
+        Column("final loss", "final_loss", "{:.4f}".format),
+        Column("off", "difference", "{:+.3%}".format),
+        Column("seed noise", "seed_noise", "{:.4f}".format),
+        Column("verdict", "verdict"),
+        Column("ms/step", "ms", number),
+        *QUARTILES,
+        Column("time saved", "time_saved", percent),
+        MEMORY,
+        Column("memory saved", "memory_saved", percent),
+        Column("kernel", tables.kernel_names),
+    ],
+    notes="final loss: mean of the last tenth of the steps; off: from the baseline's; saved: share "
+    f"of the baseline's; {tables.EXPLAINED}",
+    board=("final loss", "off", "verdict"),
+    plans=plans,
+    figures=figures,
+    rounds=lambda settings: ROUNDS * settings.get("seeds", 1),
+    compare=compare,
+    conclude=verdict,
+)
+
+
 # --- in the worker ---
 
 
 class Plain(candidates.Candidate):
-    """Our weights in a plain PyTorch training step: all logits at once, nothing fused."""
-
     title = "plain PyTorch, float32"
 
     def __init__(self, what: str, job: Job) -> None:
@@ -148,8 +156,6 @@ class Plain(candidates.Candidate):
 
 
 class Converging(train.Training):
-    """The steps of a training on a dataset, some in each round."""
-
     def __init__(self, sent: Json) -> None:
         super().__init__(sent)
         job, config, self.done = self.job, self.config, 0
@@ -170,8 +176,8 @@ class Converging(train.Training):
             with self.setup.autocast:
                 self.who.loss(*self.batches.get(0)).backward()
             self.who.optimizer.zero_grad(set_to_none=True)
-        answer: Json = {"batch_size": self.batch_size, "peak_bytes": machine.memory(self.device)}
-        return answer | self.who.evidence()
+        answer: Json = {"batch_size": self.config.batch_size}
+        return answer | {"peak_bytes": machine.memory(self.device)} | self.who.evidence()
 
     def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
         set_learning_rate(self.who.optimizer, self.done, self.config)

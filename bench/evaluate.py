@@ -3,15 +3,14 @@
     python -m bench.evaluate --model_args pretrained=FOLDER,attention=sdpa --tasks nanoattn
     python -m bench.evaluate tasks FOLDER [--key=value ...]
 
-The first takes the options of `lm_eval run`, and its last lines name the kernels that ran. The
-second writes small tasks for it, and text.txt to train on, without the sums of the questions:
+The first takes the options of `lm_eval run`, and names the kernels that ran. The second writes
+small tasks for it, and text.txt to train on, without the sums of the questions:
 
     copy        k q z f = k q z f
     add         4 7 + 8 5 = 1 3 2
     recall_D    k 3 q 7 . . . . q 7         D symbols from a key's value to the question's
 
-recall is MQAR (Arora et al. 2023, arXiv 2312.04927): pairs of keys and values, then questions. A
-layer whose window is below D cannot see the value.
+recall is MQAR (Arora et al. 2023, arXiv 2312.04927); a window below D cannot see the value.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,11 +35,10 @@ if __name__ == "__main__":
 import attention
 
 COPIED = 20  # longest text to copy, symbols
-Question = tuple[str, str]  # context and answer
+Question = tuple[str, str]
 
 
 def harness(argv: list[str]) -> int:
-    """Run `lm_eval run` with our kernels. Returns the exit code."""
     try:
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import register_model
@@ -69,14 +67,14 @@ def harness(argv: list[str]) -> int:
 class TasksConfig:
     """Write tasks for the harness, and text to train on: python -m bench.evaluate tasks FOLDER."""
 
-    folder: str | None = None  # where to write
+    folder: str | None = None
     separator: Annotated[str, "may be empty"] = " "  # between symbols; empty: one token for each
     keys: str = "abcdefghijklmnopqrstuvwxyz"  # symbols to copy, and the keys of recall
-    values: str = "0123456789"  # values of recall
+    values: str = "0123456789"
     pairs: PositiveInt = 4  # of recall, keys with a value each
     distances: tuple[PositiveInt, ...] = (8, 16, 32)  # of recall, one task for each
     questions: PositiveInt = 500  # of each task
-    lines: PositiveInt = 150000  # of text.txt
+    lines: PositiveInt = 150000
     seed: int = 1337
 
     def __post_init__(self) -> None:
@@ -93,7 +91,6 @@ def copy(config: TasksConfig, draw: random.Random, length: int = COPIED // 2) ->
 
 
 def add(draw: random.Random, question: bool) -> Question:
-    """A sum of two numbers below 100: every tenth one is a question, the others are trained on."""
     while True:
         a, b = draw.randrange(100), draw.randrange(100)
         if ((3 * a + b) % 10 == 0) == question:
@@ -109,7 +106,6 @@ def recall(config: TasksConfig, draw: random.Random, distance: int) -> Question:
 
 
 def line(config: TasksConfig, draw: random.Random) -> str:
-    """A line to train on. One of recall has several questions and their answers after the gap."""
     kind = draw.choice(("copy", "copy", "add", "recall"))
     if kind == "copy":
         return "".join(copy(config, draw, draw.randint(1, COPIED)))
@@ -121,17 +117,7 @@ def line(config: TasksConfig, draw: random.Random) -> str:
     return question[:distance] + "".join(draw.choices(pairs, k=4 * config.pairs))
 
 
-def questions(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
-    """Yield (name, questions) of each task."""
-    draw, count = random.Random(f"questions {config.seed}"), range(config.questions)
-    yield "copy", [copy(config, draw) for _ in count]
-    yield "add", [add(draw, question=True) for _ in count]
-    for distance in config.distances:
-        yield f"recall_{distance}", [recall(config, draw, distance) for _ in count]
-
-
 def tasks(argv: list[str]) -> int:
-    """Write the tasks. Returns the exit code."""
     config = read(TasksConfig, argv, positional="folder").settings
     if config.folder is None:
         raise UserError("usage: python -m bench.evaluate tasks FOLDER")
@@ -139,18 +125,29 @@ def tasks(argv: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     text = (gap.join(line(config, draw)) + "\n" for _ in range(config.lines))
     write_at_once(folder / "text.txt", "".join(text))
-    for name, made in questions(config):
+    draw = random.Random(f"questions {config.seed}")
+    kinds = {"copy": partial(copy, config, draw), "add": partial(add, draw, question=True)}
+    kinds |= {f"recall_{d}": partial(recall, config, draw, d) for d in config.distances}
+    for name, ask in kinds.items():
         file = folder.resolve() / f"{name}.jsonl"
+        asked = [ask() for _ in range(config.questions)]
         # A question begins a line, as in text.txt.
-        rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in made]
+        rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in asked]
         write_at_once(file, "".join(json.dumps(row) + "\n" for row in rows))
-        task: dict[str, object] = {"task": f"nanoattn_{name}", "tag": "nanoattn"}
-        task["output_type"] = "loglikelihood"
-        task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
-        task |= {"test_split": "test", "metric_list": [{"metric": "acc"}]}
-        task |= {"doc_to_text": "{{context}}", "doc_to_target": "{{answer}}"}
-        task |= {"target_delimiter": "", "fewshot_delimiter": ""}
-        write_at_once(folder / f"{name}.yaml", json.dumps(task, indent=1))  # JSON is YAML too
+        task = {
+            "task": f"nanoattn_{name}",
+            "tag": "nanoattn",
+            "output_type": "loglikelihood",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test",
+            "metric_list": [{"metric": "acc"}],
+            "doc_to_text": "{{context}}",
+            "doc_to_target": "{{answer}}",
+            "target_delimiter": "",
+            "fewshot_delimiter": "",
+        }
+        write_at_once(folder / f"{name}.yaml", json.dumps(task, indent=1))
         print(f"{file}: {task['task']}")
     return 0
 

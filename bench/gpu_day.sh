@@ -36,14 +36,14 @@ if [ -n "$TINY" ]; then
   device=cpu batch=4 length=8 tokens=60000 vocabulary=512 padded=512
   one=sdpa fast=sdpa,manual
   names="sdpa sdpa_flash manual"
-  size=(--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --peak_tflops=1)
+  size=(--n_layer=2 --n_head=2 --n_embd=64 --block_size=64) peak=(--peak_tflops=1)
   batch_sizes=1,2
 else
   device=cuda batch=32 length=128 tokens=3000000 vocabulary=50257 padded=50304
   one=sdpa_cudnn fast=triton,sdpa_cudnn,sdpa_flash
   names="sdpa_cudnn sdpa triton sdpa_flash sdpa_efficient flex manual tiled sdpa_math paged
     flash_attn_2 flash_attn_3 flash_attn_4 flex_flash"
-  size=()
+  size=() peak=()
   batch_sizes=1,8,128
 fi
 
@@ -62,7 +62,7 @@ train() {
   }
   $PY "$W/tokens.py" "$W/data/zipf" $vocabulary $tokens
   go train.py config/train_gpt2.py --dataset=zipf --data_dir="$W/data" --out_dir="$run" \
-    --batch_size=$batch --gradient_accumulation_steps=2 "${size[@]}" --device=$device \
+    --batch_size=$batch --gradient_accumulation_steps=2 "${size[@]}" "${peak[@]}" --device=$device \
     --max_iters=30 --eval_interval=15 --eval_iters=3 --log_interval=5 --warmup_iters=10 \
     --lr_decay_iters=60 --async_checkpoint=True
   go train.py --init_from=resume --out_dir="$run" --max_iters=60 --sample_tokens=20
@@ -80,18 +80,18 @@ bench() {
 }
 
 step() {
-  bench train --batch_size="$1" --gradient_accumulation_steps=1 --rounds=3 --seconds=0.7 \
+  bench train "${peak[@]}" --batch_size="$1" --gradient_accumulation_steps=1 --rounds=3 --seconds=0.7 \
     --record="train-b$1" "${rival[@]}" "${@:2}"
 }
 
 decode() {
   PYTHONPATH=.:${PYTHONPATH:-} $PY "$W/graphs.py" $device
-  bench decode --backends=auto,sdpa,paged --kv_caches=dynamic,auto,static,paged --batch_sizes=$batch_sizes \
+  bench decode --backends=sdpa,paged --kv_caches=dynamic,auto,static,paged --batch_sizes=$batch_sizes \
     --prompts=$length --new_tokens=$length --compile=True --rounds=2 --record=decode
 }
 
 qualify() {
-  bench qualify --stages="$1" --backends=manual,$fast --minutes="$2" --record="$3"
+  bench qualify "${peak[@]}" --stages="$1" --backends=manual,$fast --minutes="$2" --record="$3"
 }
 
 minutes() { $PY -c "print(round($1 * $SCALE / 60, 2))"; }

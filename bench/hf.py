@@ -1,8 +1,8 @@
-"""Models of transformers with random weights: as a rival, or instead of ours (--hf=FOLDER_OR_NAME).
-And the reference: loss and FLOPs of the first batch by plain attention in float32.
+"""Models of transformers with random weights, as a rival or instead of ours (--hf), and the
+reference: loss and FLOPs of the first batch by plain attention in float32.
 
-FLOPs are counted by FlopCounterMode; those of attention are core/flops.py's, by layer. A rival
-GPT-2 always has biases; its MFU uses the same FLOPs as all others.
+FLOPs are counted by FlopCounterMode, of attention by core/flops.py's formula. A rival GPT-2 always
+has biases; its MFU uses the same FLOPs as all others.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KIND = "bench.hf:HuggingFace="  # and the name of an attention
-CACHES = ("dynamic", "static")  # of its generate()
-FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sinks")  # of a layer
+CACHES = ("dynamic", "static")
+FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sinks")
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Sizes of a model, in place of GPTConfig."""
-
     layers: list[Json]  # FIELDS of each attention layer's Spec
     parameters: int
     other_flops: float  # a token, forward and backward, without attention's products
@@ -68,7 +66,6 @@ def _(config: Counted, T: int, causal: bool = False) -> float:
 
 
 def model_of(part: Json) -> Sizes:
-    """Return the GPTConfig of the settings, or the counted sizes of a transformers model."""
     if "counted" in part.get("hf", {}):
         return Counted(**part["hf"]["counted"])
     ours = {f.name for f in fields(TrainConfig)} - {"batch_size"}
@@ -77,11 +74,11 @@ def model_of(part: Json) -> Sizes:
 
 
 def read(name: str) -> Json:
-    """Return the config of the model's text part; UserError without transformers or a config."""
+    """The config of the model's text part."""
     try:
         from transformers import AutoConfig
 
-        if not Path(name).exists() and (name[:1] in "/.~" or name.count("/") > 1):  # no hub name
+        if not Path(name).exists() and (name[:1] in "/.~" or name.count("/") > 1):
             raise FileNotFoundError("no such folder")
         config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
     except Exception as e:  # a config's own checks may raise anything
@@ -90,15 +87,11 @@ def read(name: str) -> Json:
 
 
 def ours(backend: str) -> str:
-    """Return the argument of candidates.build() of one of our backends."""
     return KIND + bridge.implementation(backend)
 
 
 def specs_of(model: PreTrainedModel, x: Tensor) -> list[Spec]:
-    """Run x, (B, T) int64, once; return the layers' Specs and set eager attention.
-
-    Raises BackendUnavailable if the bridge refuses the model, UserError if it is not causal.
-    """
+    """The layers' Specs of x, (B, T) int64; sets eager attention. UserError if it is not causal."""
     with torch.no_grad():
         model(input_ids=x, use_cache=False)
     model.config._attn_implementation = "eager"
@@ -117,8 +110,6 @@ def parameters(model: PreTrainedModel) -> int:
 
 
 class HuggingFace(Candidate):
-    """Our sizes in transformers, or the model of --hf, which has our backends too."""
-
     def __init__(self, implementation: str, job: Job) -> None:
         super().__init__(implementation, job)
         if importlib.util.find_spec("transformers") is None:
@@ -151,7 +142,6 @@ class HuggingFace(Candidate):
         return {"gradient_checkpointing": self.config.gradient_checkpointing}
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
-        """Return each layer's kernel once it ran; [] for transformers' own attention."""
         if not self.model.config._attn_implementation.startswith(bridge.PREFIX):
             return []
         return [chosen for layer in bridge.report(self.model) for _, chosen, _ in layer.ran]
@@ -186,7 +176,7 @@ class HuggingFace(Candidate):
 
 class Reference:
     """Loss, gradient norm and counted FLOPs of the first batch by manual (--hf: eager) in float32,
-    one sequence at a time to save memory."""
+    one sequence at a time."""
 
     def __init__(self, sent: Json) -> None:
         exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
@@ -199,7 +189,7 @@ class Reference:
         who.loss(x[:1], y[:1])  # probes the backend, which must not be counted
 
         def addmm(out: object, a: torch.Size, b: torch.Size, out_shape: object, **_: object) -> int:
-            return 2 * a[0] * a[1] * b[1]  # of shapes
+            return 2 * a[0] * a[1] * b[1]
 
         # torch does not count addmm_, with which the loss adds up the head's gradient
         counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm})

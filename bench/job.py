@@ -1,4 +1,4 @@
-"""The measurement before anything runs: the machine, the backends, and a mode's Plan."""
+"""Before anything runs: the machine, the backends, a mode's Plan."""
 
 from __future__ import annotations
 
@@ -11,34 +11,31 @@ import torch
 
 import attention
 from attention import Spec
+from attention.spec import Machine
 from bench import Json, hf
-from bench.machine import free_memory, refused
+from bench.machine import free_memory, reason
 from bench.settings import Measured, vocabulary
-from bench.workers import Failure, Progress, Stop, once
+from bench.workers import Failure, Stop, once
 from core import flops
 from core.options import TrainConfig
-from core.settings import UserError
+from core.settings import UserError, user_errors
 
-HF = ("eager", "sdpa", "flash_attention_2")  # attention of transformers
-# Longest sequences of a backend that is not named: the scores fill the memory (manual, math), or a
-# loop over tiles launches 10,000 kernels (tiled).
+HF = ("eager", "sdpa", "flash_attention_2")
+# Longest sequences of a backend that is not named: full scores, or a loop over tiles.
 LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
 S = TypeVar("S", bound=Measured)
-Skip = Callable[[str, Json, Sequence[Json]], str]  # name, point, rows so far -> why not, or ""
 
 
 @dataclass(frozen=True)
 class Bench(Generic[S]):
-    """What a mode knows before it measures."""
-
     mode: str
     config: S
     device: str
     backends: tuple[str, ...]
-    machine: Json  # of machine.Description
+    machine: Json
     vocab_size: int
-    left_out: Mapping[str, str] = field(default_factory=dict)  # backends not to measure: reasons
-    hf: Json = field(default_factory=dict)  # of --hf: name, config and, once counted, sizes
+    left_out: Mapping[str, str]  # backends not to measure: reasons
+    hf: Json  # of --hf: name, config and, once counted, sizes
     reference: Json = field(default_factory=dict)  # loss and gradients of the first batch
 
     @property
@@ -47,36 +44,11 @@ class Bench(Generic[S]):
 
     @property
     def auto(self) -> bool:
-        """True if each candidate has its own number of sequences."""
         return self.mode in ("train", "decode") and self.config.batch_size == "auto"
 
     @property
     def compiled(self) -> bool:
-        """True if the training steps are compiled."""
         return self.cuda if self.config.compile is None else self.config.compile
-
-    def named(self, name: str) -> bool:
-        """True if the user named this backend, not only "all"."""
-        words = [word for word in self.config.backends if word != "all"]
-        return name in words or name in (attention.get(word).name for word in words)
-
-    def candidates(self, implementations: tuple[str, ...] = HF) -> dict[str, str]:
-        """Return {row: argument of candidates.build()}, the most valuable first: the first backend,
-        the rivals, the other backends, the slow ones last."""
-        slow = [n for n in self.backends if n in LONGEST and not self.named(n)]
-        ours = dict.fromkeys([*(n for n in self.backends if n not in slow), *slow], "")
-        others = rivals(getattr(self.config, "rival", ()), implementations)
-        if self.hf:
-            ours = {name: hf.ours(name) for name in ours}
-            others = {"hf_eager": hf.KIND + "eager", "hf_sdpa": hf.KIND + "sdpa"}
-        return dict([*ours.items()][:1]) | others | ours
-
-    def refused(self, specs: Sequence[Json]) -> dict[str, str]:
-        """Return {name: reason} of the backends that support none of the Specs of these fields."""
-        made = [Spec(**{"dtype": self.machine["dtype"], **spec}) for spec in specs]
-        policy = replace(self.config.policy, fallback=False)
-        found = refused([*self.backends], made, self.machine, policy)
-        return {name: why[0] for name, why in found.items()} | {**self.left_out}
 
     @property
     def part(self) -> Json:
@@ -87,7 +59,6 @@ class Bench(Generic[S]):
 
     @property
     def model(self) -> flops.Sizes:
-        """GPTConfig, or the sizes of the model of --hf."""
         return hf.model_of(self.part)
 
     @property
@@ -97,12 +68,42 @@ class Bench(Generic[S]):
         own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
         return own | (model.layers[0] if self.hf else {"window": model.windows[0]})
 
-    def job(self, name: str = "", batch_size: int = 1, rival: str = "", **changes: object) -> Json:
-        """Return a worker's job.
+    @property
+    def slow(self) -> list[str]:
+        """The backends of LONGEST that the user did not name."""
+        named = {attention.get(word).name for word in self.config.backends if word != "all"}
+        return [name for name in self.backends if name in LONGEST and name not in named]
 
-        `name` is the row, without a rival also the attention backend; `rival` an argument of
-        candidates.build(); `changes` are of train.py's settings.
-        """
+    def candidates(self, implementations: tuple[str, ...] = HF) -> dict[str, str]:
+        """{row: argument of candidates.build()}, the most valuable first: the first backend, the
+        rivals, the other backends, the slow ones last."""
+        ours = dict.fromkeys(sorted(self.backends, key=self.slow.__contains__), "")
+        others = rivals(getattr(self.config, "rival", ()), implementations)
+        if self.hf:
+            ours = {name: hf.ours(name) for name in ours}
+            others = {"hf_eager": hf.KIND + "eager", "hf_sdpa": hf.KIND + "sdpa"}
+        return dict([*ours.items()][:1]) | others | ours
+
+    def refused(self, specs: Sequence[Json]) -> dict[str, str]:
+        m, here = self.machine, Machine.here("cpu")
+        made = [Spec(**{"dtype": m["dtype"], **spec}) for spec in specs]
+        if m["kind"] != "cpu":
+            capability = tuple(m["capability"] or ()) or None
+            here = replace(here, device=m["kind"], name=m["name"], capability=capability)
+        policy, found = replace(self.config.policy, fallback=False), dict(self.left_out)
+        for name in self.backends:
+            whys = []
+            for spec in made:
+                try:
+                    attention.resolve(name, spec, here, policy)
+                except attention.BackendUnavailable as e:
+                    whys.append(reason(e))
+            if whys and len(whys) == len(made):
+                found.setdefault(name, whys[0])
+        return found
+
+    def job(self, name: str = "", batch_size: int = 1, rival: str = "", **changes: object) -> Json:
+        """A worker's job. `name` is the row, and without a rival the attention backend."""
         ours = {"attention_backend": name} if name and not rival else {}
         changes = {**ours, "attention_fallback": False, "batch_size": batch_size, **changes}
         return {
@@ -121,18 +122,19 @@ class Bench(Generic[S]):
 class Plan:
     """What rounds.py runs."""
 
-    work: str  # the worker's class, as in "bench.train:Training"
+    work: str
     jobs: Mapping[str, Json]  # row -> job, the most valuable first
     rounds: int
     specs: Sequence[Json]  # fields of Specs; a backend that supports none is not started
-    points: Sequence[Json] = ({},)  # what differs between the rows of a candidate
-    skip: Skip = lambda name, point, rows: ""
+    points: Sequence[Json] = ({},)
+    longest: Mapping[str, int] = field(default_factory=dict)  # tokens of a slow backend
+    skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""  # why not to measure it
     one_process: bool = False  # for all rounds of a candidate: it compiles, or is one training
-    reference: Json | None = None  # the job of hf.Reference
+    reference: Json | None = None
 
 
 def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """Return {row: argument of candidates.build()} for the values of --rival."""
+    """{row: argument of candidates.build()} for the values of --rival."""
     found: dict[str, str] = {}
     for word in words:
         name, _, path = word.partition("=")
@@ -149,18 +151,16 @@ def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dic
 
 
 def names(config: Measured, device: str) -> tuple[list[str], dict[str, str]]:
-    """Return the backends, and {name: reason} of those of "all" that are not to be measured."""
+    """The backends, and {name: reason} of those of "all" that are not to be measured."""
     words = config.backends if not getattr(config, "paths", ()) else ()
-    if words == ("all",) and config.attention_backend != "auto":  # --attention_backend=sdpa
+    if words == ("all",) and config.attention_backend != "auto":
         words = (config.attention_backend,)
     found: dict[str, None] = {}
     for word in (word for word in words if word != "all"):
         if word in attention.RULES:
             raise UserError(f"{word!r} is a rule, not a backend; name backends, or all")
-        try:
+        with user_errors():
             backend = attention.get(word)
-        except ValueError as e:
-            raise UserError(str(e)) from None
         if backend.mods is not None:
             raise UserError(f"{word} has another mask than the kernels it is compared with")
         found[word if attention.is_code(word) else backend.name] = None  # of code the worker's
@@ -173,10 +173,8 @@ def names(config: Measured, device: str) -> tuple[list[str], dict[str, str]]:
     return list(found), left_out
 
 
-def begin(
-    mode: str, config: Measured, device: torch.device, stop: Stop, progress: Progress
-) -> Bench[Any]:
-    """Describe the machine, and count the model of --hf. Raises UserError for a mistake."""
+def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Bench[Any]:
+    """Describe the machine, and count the model of --hf."""
     rivals(getattr(config, "rival", ()))
     backends, left_out = names(config, device.type)
     vocab_size, source = vocabulary(config)
@@ -185,14 +183,16 @@ def begin(
         found = {"name": model, "config": hf.read(model)}
         vocab_size, source = found["config"]["vocab_size"], f"--hf={model}"
     if mode != "kernel":
-        progress.tell(f"vocabulary: {vocab_size:,} ({source})")
+        stop.tell(f"vocabulary: {vocab_size:,} ({source})")
     limit = None
     if device.type == "cpu":
         limit = int(1e9 * config.memory_gb if config.memory_gb else 0.7 * free_memory(device))
     here = {"memory_limit": limit}
     bench = Bench(mode, config, str(device), (*backends,), here, vocab_size, left_out, found)
-    job = bench.job() | {"bandwidth_gbs": getattr(config, "bandwidth_gbs", None)}
-    job["wants_bandwidth"] = mode in ("decode", "qualify") or getattr(config, "profile", False)
+    rates = ["peak"] * (mode != "decode")  # each takes seconds
+    if mode in ("decode", "qualify") or getattr(config, "profile", False):
+        rates.append("bandwidth")
+    job = {"bandwidth_gbs": getattr(config, "bandwidth_gbs", None), "rates": rates, **bench.job()}
     about = once("bench.machine:Description", job, config.timeout, stop)
     bench = replace(bench, machine={**about, "memory_limit": limit or about["free_memory"]})
     if not model:

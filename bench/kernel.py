@@ -5,9 +5,8 @@ FLOPs of a call at (B, T, H, D):
     forward   4 * B * H * D * pairs     QK^T and PV
     backward  8 * B * H * D * pairs     dV, dP, dQ and dK, without recomputing the scores
 
-with pairs = the visible pairs of query and key ("causal"), or T * T ("full"). Caches are warm: a
-round repeats the call on the same tensors. The error is max|x - x64| / max|x64| of the output and
-of the worst gradient, with the truth x64 of the first sequence and key/value head.
+with pairs = the visible pairs of query and key ("causal"), or T * T ("full"). The error is
+max|x - x64| / max|x64| of the output and of the worst gradient, of the first sequence and key head.
 """
 
 from __future__ import annotations
@@ -36,43 +35,22 @@ from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, 
 from core.flops import Peak, mean_keys
 
 Call = Callable[[list[Stamp]], tuple[Tensor, ...]]
-TITLE = "Attention alone, forward and backward"
 LONGEST_CHECKED = 8192  # the truth's scores of one head of one sequence: 0.5 GB, several times
 SURE = 0.1  # seconds above which a call is bound by its work, not by launches
-MOST_CALLS = 1000  # of a round
-COLUMNS: list[Column] = [
-    *((name, lambda r, name=name: str(r["point"][name])) for name in ("B", "T", "H", "D")),
-    ("window", lambda r: str(r["point"]["window"] or "-")),
-    *PASSES,
-    ("both ms", lambda r: number(r["ms"])),
-    *QUARTILES,
-    ("TFLOP/s", lambda r: number(r["tflops_causal"])),
-    ("full", lambda r: number(r["tflops_full"])),
-    ("of peak", lambda r: percent(r["share"])),
-    MEMORY,
-    ("err out", lambda r: error(r.get("error_out"))),
-    ("err grad", lambda r: error(r.get("error_grad"))),
-]
-NOTES = (
-    f"TFLOP/s: of the visible pairs; full: of all pairs; err: largest error over the largest "
-    f"value, against float64; {tables.EXPLAINED}"
-)
+MOST_CALLS = 1000
 
 
-def plans(bench: Bench[Kernel]) -> list[Plan]:
-    """Attention alone over a grid."""
-    points = grid(bench)
-    specs = [
-        {"n_head": p["H"], "n_kv_head": p["Hkv"], "head_dim": p["D"], "window": p["window"]}
-        for p in points
-    ]
+def plans(bench: Bench[Kernel], points: Sequence[Json] = ()) -> list[Plan]:
+    points = points or grid(bench)
+    names = {"H": "n_head", "Hkv": "n_kv_head", "D": "head_dim", "window": "window"}
+    specs = [{field: p[name] for name, field in names.items()} for p in points]
     jobs = {name: bench.job(name) for name in bench.candidates()}
-    skip, rounds = partial(too_long, bench), bench.config.rounds
-    return [Plan("bench.kernel:Kernels", jobs, rounds, specs, points, skip)]
+    longest = {n: LONGEST[n] for n in (bench.slow if bench.config.lengths else LONGEST)}
+    how: Json = {"longest": longest, "skip": partial(too_long, bench)}
+    return [Plan("bench.kernel:Kernels", jobs, bench.config.rounds, specs, points, **how)]
 
 
 def grid(bench: Bench[Kernel]) -> list[Json]:
-    """Return the points."""
     config, model = bench.config, bench.model
     usual = tuple(512 * 2**i for i in range(7)) if bench.cuda else (128, 512, 2048)
     lengths = config.lengths or usual
@@ -88,30 +66,25 @@ def grid(bench: Bench[Kernel]) -> list[Json]:
     ]
 
 
-def too_long(bench: Bench[Kernel], name: str, point: Json, rows: Sequence[Row]) -> str:
-    """Return why a backend is not measured at a point, or ""; from its calls at other points."""
-    longest = LONGEST.get(name, point["T"])
-    if longest < point["T"] and not (bench.named(name) and bench.config.lengths):
-        return f"left out beyond {longest:,} tokens: name it in --backends, and --lengths"
-    for row in rows:
-        took, at = min((r["ms"] / 1e3 for r in row["rounds"]), default=0.0), row["point"]
-        if row["backend"] != name or bool(at["window"]) != bool(point["window"]):
-            continue
+def too_long(bench: Bench[Kernel], row: Row, rows: Sequence[Row]) -> str:
+    """Why a row is not measured, or "", from calls at other points."""
+    point = row["point"]
+    for other in (r for r in rows if r["backend"] == row["backend"] and r["rounds"]):
+        took, at = min(r["ms"] for r in other["rounds"]) / 1e3, other["point"]
         wait = took * flops_of(point, True) / flops_of(at, True)
-        if took >= SURE and wait > bench.config.slowest_step:
-            at_text = tables.where(at)
-            return f"a call would take about {wait:.2g} s, as at {at_text} (--slowest_step)"
+        same = bool(at["window"]) == bool(point["window"])
+        if same and took >= SURE and wait > bench.config.slowest_step:
+            return f"a call would take {wait:.2g} s, as at {tables.where(at)} (--slowest_step)"
     return ""
 
 
 def flops_of(point: Json, causal: bool) -> float:
-    """Return the FLOPs of a forward call; a backward has twice as many."""
+    """FLOPs of a forward call; a backward has twice as many."""
     B, T, H, D, window = (point[name] for name in ("B", "T", "H", "D", "window"))
     return 4 * B * H * D * T * (mean_keys(T, window) if causal else T)
 
 
 def figures(row: Row, part: Json) -> Json:
-    """Compute a row's figures from its rounds; rates are of forward and backward together."""
     found, m = tables.medians(row), part["machine"]
     for name, causal in (("tflops_causal", True), ("tflops_full", False)):
         found[name] = 3 * flops_of(row["point"], causal) / (found["ms"] / 1e3) / 1e12
@@ -122,23 +95,52 @@ def figures(row: Row, part: Json) -> Json:
     return found
 
 
+def heads(row: Row) -> str:
+    H, Hkv = row["point"]["H"], row["point"]["Hkv"]
+    return f"{H}" if Hkv == H else f"{H} ({Hkv} for keys)"
+
+
+MODE = tables.Mode(
+    title="Attention alone, forward and backward",
+    columns=[
+        Column("B", lambda r: r["point"]["B"]),
+        Column("T", lambda r: r["point"]["T"]),
+        Column("H", heads),
+        Column("D", lambda r: r["point"]["D"]),
+        Column("window", lambda r: r["point"]["window"]),
+        *PASSES,
+        Column("both ms", "ms", number),
+        *QUARTILES,
+        Column("TFLOP/s", "tflops_causal", number),
+        Column("full", "tflops_full", number),
+        Column("of peak", "share", percent),
+        MEMORY,
+        Column("err out", "error_out", error),
+        Column("err grad", "error_grad", error),
+    ],
+    notes="TFLOP/s: of the visible pairs; full: of all pairs; err: largest error over the largest "
+    f"value, against float64; {tables.EXPLAINED}",
+    board=("TFLOP/s", "of peak", "both ms", "quartiles"),
+    plans=plans,
+    figures=figures,
+    warm_up=" after a call, and another in each round",
+)
+
+
 # --- in the worker ---
 
 
 class Kernels:
-    """Calls of one backend at the points of the grid."""
-
     def __init__(self, sent: Json) -> None:
         self.job, self.name = Job(sent), sent["name"]
         self.device, self.clock = self.job.device, Clock(self.job.device)
         self.about = {"title": attention.get(self.name).title, "dtype": self.job.dtype}
-        self.seconds = sent["settings"]["seconds"] / 5  # of a round
+        self.seconds = sent["settings"]["seconds"] / 5
         self.kernels: dict[Spec, Json] = {}  # what ran, and how exact it was
 
     def prepare(self, request: Json) -> tuple[Call, Inputs, Spec, Resolution]:
-        """Return the call at a point, and its tensors, the same of every backend."""
-        heads = request["H"], request["Hkv"], request["D"]
-        spec = Spec(*heads, self.job.dtype, window=request["window"])
+        H, Hkv, D, window = (request[name] for name in ("H", "Hkv", "D", "window"))
+        spec = Spec(H, Hkv, D, self.job.dtype, window=window)
         chosen = select(self.name, spec, self.device, self.job.config.policy)
         backend = chosen.backend  # a prebuilt one, if that is allowed
         draw = torch.Generator(self.device).manual_seed(self.job.config.seed)
@@ -161,7 +163,6 @@ class Kernels:
         return call, Inputs(q, k, v, dout), spec, chosen
 
     def warm_up(self, request: Json) -> Json:
-        """Return the kernels, the errors of a call, and the memory that it takes."""
         call, inputs, spec, chosen = self.prepare(request)
         if spec not in self.kernels:
             with kineto(self.device.type) as watched:
@@ -184,7 +185,7 @@ class Kernels:
 
     def round(self, request: Json) -> Json:
         call, inputs, *_ = self.prepare(request)
-        call([])  # allocates memory
+        call([])
         took = time_call(lambda: call([]), self.device)
         calls = min(max(round(self.seconds / max(took, 1e-6)), 1), MOST_CALLS)
         stamps: list[Stamp] = []
@@ -202,7 +203,6 @@ class Kernels:
 
 
 def errors(got: Sequence[Tensor], inputs: Inputs, spec: Spec) -> tuple[float, float]:
-    """Return the errors of the output and of the worst gradient."""
     group = spec.n_head // spec.n_kv_head
     heads = (group, 1, 1, group)  # of the first key/value head: q, k, v, dout
     first = Inputs(*(t.detach()[:1, :, :h] for t, h in zip(inputs[:4], heads, strict=True)))

@@ -1,8 +1,5 @@
-"""Memory, bandwidth and description of this machine; bench.machine:Description is a worker's job.
-
-Memory: on CUDA the peak of PyTorch's allocator, on the CPU the peak resident size of the
-process, which Linux can reset. Bandwidth: bytes read and written per second by copies and reads.
-"""
+"""Memory (on CUDA of PyTorch's allocator, on the CPU the resident size), bandwidth and description
+of this machine."""
 
 from __future__ import annotations
 
@@ -15,17 +12,15 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-import attention
 from attention.machine.system import cpu_name
 from attention.machine.timing import Clock
-from attention.spec import Machine, Policy, Spec
 from bench import Json
 from bench.candidates import Job
 from core import flops
@@ -34,7 +29,7 @@ from core.runtime import OUT_OF_MEMORY, describe, peak_memory
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
 STATUS = Path("/proc/self/status")
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")  # a container's limits
+CGROUP = Path("/sys/fs/cgroup")
 DRIVER = Path("/proc/driver/nvidia/version")
 CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
 LARGEST_COPY = 2**30  # bytes, beyond the caches
@@ -46,21 +41,19 @@ NO_MEMORY = re.compile(f"bad_alloc|could not create a (primitive|memory)|{OUT_OF
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Reset the peak of memory(). Returns False where that is not possible."""
+    """Reset the peak of memory(); False where that is not possible."""
     gc.collect()
     empty_cache(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
+    with suppress(OSError):
+        return bool(Path("/proc/self/clear_refs").write_text("5", encoding="ascii"))
+    return False
 
 
 def memory(device: torch.device, peak: bool = True) -> int:
-    """Return the peak memory since reset_peak, or the current memory, in bytes."""
+    """Bytes: the peak since reset_peak, or the current memory."""
     if device.type == "cuda" and not peak:
         return torch.cuda.memory_allocated(device)
     if device.type == "cuda" or not STATUS.exists():
@@ -69,7 +62,6 @@ def memory(device: torch.device, peak: bool = True) -> int:
 
 
 def kilobytes(file: Path, name: str) -> int:
-    """Return the bytes of a line of a file of /proc."""
     return 1024 * int(re.findall(rf"{name}:\s+(\d+) kB", file.read_text(encoding="utf-8"))[0])
 
 
@@ -80,7 +72,7 @@ def empty_cache(device: torch.device, keep: bool = False) -> int:
             torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(device) + CONTEXT
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # return freed memory to the system
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
     return memory(device, peak=False)
 
 
@@ -90,16 +82,18 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the error's type and first line."""
     name = "out of memory" if out_of_memory(error) else type(error).__name__
     return f"{name}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
-def largest(run: Callable[[int], object], device: torch.device, most: int) -> int:
-    """Return the largest n, up to `most`, for which run(n) does not run out of memory.
+def reason(error: ValueError) -> str:
+    """REASON of "attention backend 'x' cannot run here. x: REASON", or the message."""
+    return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
-    By doubling, then by halving the difference until it is an eighth. Raises the error of run(1).
-    """
+
+def largest(run: Callable[[int], object], device: torch.device, most: int) -> int:
+    """The largest n for which run(n) does not run out of memory, to an eighth: by doubling, then by
+    halving the difference."""
     good, bad = 0, most + 1
     while bad - good > max(1, good // 8):
         n = min(max(1, 2 * good), most) if bad > most else (good + bad) // 2
@@ -115,13 +109,12 @@ def largest(run: Callable[[int], object], device: torch.device, most: int) -> in
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of the device or of this container; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if not MEMINFO.exists():
         return 0
     free = kilobytes(MEMINFO, "MemAvailable")
-    limit = CGROUP / "memory.max"  # "max" where there is none
+    limit = CGROUP / "memory.max"
     if limit.exists() and (most := limit.read_text().strip()).isdecimal():
         free = min(free, int(most) - int((CGROUP / "memory.current").read_text(encoding="ascii")))
     return free
@@ -131,10 +124,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def bandwidth(device: torch.device, limit: int | None) -> float:
-    """Return the memory bandwidth in bytes/s: the best of copies and reads, on a CPU of short ones
-    in a buffer beyond the caches, since another program's turn on a core is part of a long one."""
+    """Bytes read and written a second: the best of copies and reads, on a CPU of short ones, since
+    another program's turn on a core is part of a long one."""
     free = min(f for f in (free_memory(device), limit, 2**50) if f)
-    a = torch.ones(min(LARGEST_COPY, free // 4) // 4, device=device)  # float32
+    a = torch.ones(min(LARGEST_COPY, free // 4) // 4, device=device)
     b, cuda = torch.ones_like(a), device.type == "cuda"
     slices = [(a, b)] if cuda else [*zip(a.split(SLICE // 4), b.split(SLICE // 4))]
     kinds: list[tuple[int, Callable[[Tensor, Tensor], Tensor]]] = [
@@ -152,7 +145,7 @@ def bandwidth(device: torch.device, limit: int | None) -> float:
 
 
 class Description:
-    """Describes what affects a measurement on this machine, as `about`."""
+    """What affects a measurement on this machine, as `about`."""
 
     def __init__(self, sent: Json) -> None:
         job = Job(sent)
@@ -166,7 +159,7 @@ class Description:
             cuda = torch.cuda.get_device_properties(device)
             driver = DRIVER.read_text(encoding="utf-8") if DRIVER.exists() else ""
             version = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", driver)
-        here: Json = {
+        self.about: Json = {
             "device": str(device),
             "kind": device.type,
             "name": cuda.name if cuda else cpu,
@@ -187,25 +180,27 @@ class Description:
             # What matmuls reach now, always below the datasheet's.
             "products_tflops": None,
         }
-        peak = flops.peak(device, job.dtype, wanted)
-        here |= {"peak_tflops": peak.tflops, "peak_source": peak.source}
-        here |= {"peak_measured": peak.measured}
-        if cuda:
-            here["products_tflops"] = flops.measured_tflops(device, getattr(torch, job.dtype))
-        rate, source = None, "not measured"
-        if sent["bandwidth_gbs"]:
-            rate, source = sent["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
-        elif sent["wants_bandwidth"]:  # takes seconds
-            measure = lambda: bandwidth(device, sent["memory_limit"])  # noqa: E731
+        peak, rate, source = None, None, "not measured"
+        if "peak" in sent["rates"]:
+            peak = flops.peak(device, job.dtype, wanted)
+            if cuda:
+                found = flops.measured_tflops(device, getattr(torch, job.dtype))
+                self.about["products_tflops"] = found
+        if given := sent["bandwidth_gbs"]:
+            rate, source = given * 1e9, "--bandwidth_gbs"
+        elif "bandwidth" in sent["rates"]:
+            measure = partial(bandwidth, device, sent["memory_limit"])
             what = "bytes/s of copies and reads"
             rate, when = flops.kept_rate(what, device, measure, wanted == "measure")
             source = f"{when}: copies and reads in {LARGEST_COPY / 1e9:.2g} GB"
-        self.about = here | {"bandwidth": rate, "bandwidth_source": source}
+        self.about["peak_tflops"] = peak.tflops if peak else None
+        self.about["peak_source"] = peak.source if peak else "not measured"
+        self.about["peak_measured"] = peak is not None and peak.measured
+        self.about |= {"bandwidth": rate, "bandwidth_source": source}
         reset_peak(device)
 
 
 def busy(device: torch.device) -> list[str]:
-    """Return a line for each sign of other processes at work."""
     found = []
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -214,32 +209,3 @@ def busy(device: torch.device) -> list[str]:
     if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > (os.cpu_count() or 1) / 2:
         found.append(f"the CPU was busy before we began: a load of {load:.1f}")
     return found
-
-
-# --- refusals ---
-
-
-def refused(
-    names: list[str], specs: list[Spec], machine: Json, policy: Policy
-) -> dict[str, list[str]]:
-    """Return {name: reasons} of the backends that declare support for none of the Specs on the
-    machine of a description; nothing is run."""
-    here = Machine.here("cpu")
-    if machine["kind"] != "cpu":
-        capability = tuple(machine["capability"] or ()) or None
-        here = replace(here, device=machine["kind"], name=machine["name"], capability=capability)
-
-    def why_not(name: str, spec: Spec) -> str:
-        try:
-            attention.resolve(name, spec, here, policy)
-        except attention.BackendUnavailable as e:
-            return reason(e)
-        return ""
-
-    found = {name: [why_not(name, spec) for spec in specs] for name in names}
-    return {name: why[:1] for name, why in found.items() if why and all(why)}
-
-
-def reason(error: ValueError) -> str:
-    """Return REASON of "attention backend 'x' cannot run here. x: REASON", or the message."""
-    return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)

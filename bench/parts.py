@@ -1,8 +1,7 @@
 """Rooflines of a training step, next to the time of its kernels (core/profile.py).
 
-The roofline is the larger of the time of the FLOPs at peak rate and of the bytes at full bandwidth
-(Williams, Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels. Only a step that
-fits into the caches is faster.
+The larger of the time of the FLOPs at peak rate and of the bytes at full bandwidth (Williams,
+Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels.
 
 N tokens in a step, L layers, C channels, E = H * D = C, K = Hkv * D, V tokens in the vocabulary, P
 weights; a: bytes of an activation (2 in half precision, 4 in float32); weights, their gradients and
@@ -17,11 +16,8 @@ inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro
     embedding              -               N C (4 + 2 a) + 8 C min(N, V)
     optimizer              -               28 P, to clip 4 P more, to accumulate 12 P (m - 1) more
 
-- linear, head: one matmul forward and two backward. Logits stay on the chip; GELU, biases fused.
-- attention: QK^T and PV forward; dV, dP, dQ, dK and QK^T again backward, of 2 C FLOPs per visible
-  pair. `keys` is the mean number of keys per query. Exponentials are not counted.
-- norms and elementwise: 2 L + 1 norms with the addition before each.
-- optimizer: AdamW reads weight, gradient and two moments, and writes all but the gradient.
+Logits stay on the chip; GELU, biases fused. Attention: 7 products (QK^T twice), 2 C FLOPs per
+visible pair, `keys` per query. 2 L + 1 norms. AdamW writes all that it reads but the gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from torch.autograd import DeviceType
 
 from attention.proof import KERNELS
 from bench import Json, hf, tables
-from bench.tables import Cells, Row, number, percent
+from bench.tables import Cells, Column, Row, number, percent
 from core import flops, profile
 from model import GPTConfig
 
@@ -47,7 +43,15 @@ OF_CLASS = {  # the parts that a class of kernels computes
     "elementwise": ("norms and elementwise", "embedding"),
     "optimizer": ("optimizer",),
 }
-LARGEST = 5  # kernels by name
+LARGEST = 5
+COLUMNS = (
+    Column("kernels", "name"),
+    Column("ms", "ms", number),
+    Column("share", "share", percent),
+    Column("roofline ms", "roofline_ms", number),
+    Column("times", "times", number),
+    Column("limit", "limit"),
+)
 NOTES = (
     "share: of the step, with its gaps between the kernels; times: how often the time at the "
     "roofline; products of manual's attention count as attention on the CPU only"
@@ -56,17 +60,13 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes of a part in a step."""
-
     flops: float
     bytes: float
 
     def ms(self, tflops: float, bandwidth: float) -> float:
-        """Return the roofline in ms; bandwidth in bytes per second."""
         return 1e3 * max(self.flops / (tflops * 1e12), self.bytes / bandwidth)
 
     def limit(self, tflops: float, bandwidth: float) -> str:
-        """Return "FLOPs", "bytes", or "-" without work."""
         if not self.flops and not self.bytes:
             return "-"
         return "FLOPs" if self.flops / (tflops * 1e12) > self.bytes / bandwidth else "bytes"
@@ -75,7 +75,7 @@ class Work:
 def work(
     config: GPTConfig, sequences: float, micro: int, dtype: str, clip: bool
 ) -> dict[str, Work]:
-    """Return the work by part; `sequences` of a step is fractional with context parallelism."""
+    """By part; `sequences` of a step is fractional with context parallelism."""
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
     a = 4 if dtype == "float32" else 2
@@ -98,11 +98,8 @@ def work(
 
 def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: float,
                 bandwidth: float, peak: float) -> Json:  # fmt: skip
-    """Return ms, tokens_per_s, mfu and mfu_causal of a step at its roofline.
-
-    `mfu` counts masked keys, so it can exceed 1; then it is None. `tflops` is the rate of matmuls,
-    `bandwidth` in bytes per second, `peak` the TFLOP/s that the MFU refers to.
-    """
+    """ms, tokens_per_s, mfu and mfu_causal of a step at its roofline. Rates: `tflops` of matmuls,
+    `bandwidth` in bytes/s, `peak` the TFLOP/s of MFU."""
     ms, T = sum(w.ms(tflops, bandwidth) for w in parts.values()), config.block_size
     of = flops.Peak(peak, "the roofline's")
     return {"ms": ms, **flops.Speed(config, T, sequences * T / (ms / 1e3), of).row()}
@@ -111,9 +108,14 @@ def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflop
 # --- a profile of a record ---
 
 
+def beside(ms: float, least: float) -> float | None:
+    """How often the time at the roofline; None below it: other parts' work, or caches."""
+    return ms / least if least and ms >= least else None
+
+
 def computed(found: Json, row: Row, part: Json) -> Json:
-    """Return the entries of a row's profile that follow from its times and the record: rooflines,
-    shares, and the step at its roofline. Older records have `parts` of one micro-batch."""
+    """The entries of a row's profile that follow from its times and the record. Older records have
+    `parts` of one micro-batch."""
     model, settings, m = hf.model_of(part), part["settings"], part["machine"]
     old, micro = "parts" in found, settings["gradient_accumulation_steps"]
     batch, micro = (row["batch_size"], 1) if old else (row["batch_size"] * micro, micro)
@@ -127,10 +129,8 @@ def computed(found: Json, row: Row, part: Json) -> Json:
     def line(ms: float, total: float, works: Sequence[Work]) -> Json:
         least = sum(w.ms(peak, bandwidth) for w in works)
         whole = Work(sum(w.flops for w in works), sum(w.bytes for w in works))
-        beside: Json = {"ms": ms, "share": ms / total, "roofline_ms": least}
-        # Less than its roofline: attributed to another part, or read from a cache.
-        beside["times"] = ms / least if least and ms >= least else None
-        return {**beside, "limit": whole.limit(peak, bandwidth)}
+        limit, times = whole.limit(peak, bandwidth), beside(ms, least)
+        return {"ms": ms, "share": ms / total, "roofline_ms": least, "times": times, "limit": limit}
 
     made: Json = {"bandwidth": bandwidth, "bandwidth_source": source, "products_tflops": products}
     if old:
@@ -156,31 +156,23 @@ def title(backend: str, found: Json) -> str:
 
 
 def table(found: Json, of: str = "") -> Cells:
-    """Return classes of a step, their sum and its longest kernels; `of` as in tables.cells()."""
-    head = ["kernels", "ms", "share", "roofline ms", "times", "limit"]
     total = sum(found["classes"].values())
-    lines = []
-    for c, p in found["rooflines"].items():
-        least = number(p["roofline_ms"]) if p["roofline_ms"] else "-"
-        lines.append(
-            [c, number(p["ms"]), percent(p["share"]), least, number(p["times"]), p["limit"]]
-        )
-    of_all = {"the step": found["ceiling"]}
-    if "reachable" in found:
-        rate = f"with products at {found['products_tflops']:,.4g} TFLOP/s"
-        of_all[rate] = found["reachable"]
-    for name, least in of_all.items():
-        times = total / least["ms"] if total >= least["ms"] else None
-        lines.append([name, number(total), "100.0%", number(least["ms"]), number(times), "-"])
+    lines = [{**p, "name": c, "roofline_ms": p["roofline_ms"] or None}
+             for c, p in found["rooflines"].items()]  # fmt: skip
+    rate = f"with products at {found['products_tflops'] or 0:,.4g} TFLOP/s"
+    for of_all, name in (("ceiling", "the step"), ("reachable", rate)):
+        if of_all in found:
+            least = found[of_all]["ms"]
+            whole = {"ms": total, "share": 1, "roofline_ms": least, "times": beside(total, least)}
+            lines.append({"name": name, **whole})
     names = [(ms, c, name, n) for c, of_c in found["names"].items() for name, ms, n in of_c]
     for ms, c, name, n in sorted(names, reverse=True)[:LARGEST]:
         calls = f"{c}: {profile.short(name, 60)}, {tables.count(n, 'call')}"
-        lines.append([calls, number(ms), percent(ms / total), "-", "-", "-"])
-    return [tables.marked(name, of) for name in head], lines
+        lines.append({"name": calls, "ms": ms, "share": ms / total})
+    return tables.table(COLUMNS, lines, of)
 
 
 def kernels_of(watched: torch.profiler.profile) -> dict[str, list[str]]:
-    """Return the attention kernels that ran: short names, and names on the device."""
     ran: Any = watched.key_averages()
     on_device = [e.key for e in ran if e.device_type != DeviceType.CPU]
     return {

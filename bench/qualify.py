@@ -1,7 +1,5 @@
-"""bench_mfu.py qualify: all modes in a row on a new machine, as one record.
-
-Six stages at fixed sizes, each with its share of --minutes. The record is rewritten after each.
-"""
+"""bench_mfu.py qualify: all modes on a new machine, in stages with shares of --minutes, as one
+record, rewritten after each."""
 
 from __future__ import annotations
 
@@ -19,22 +17,21 @@ import attention
 import data
 from attention.check import command as check
 from attention.spec import DTYPES, Machine
-from bench import ROOT, Json, converge, record, report, rounds
+from bench import ROOT, Json, kernel, record, report, rounds
 from bench.candidates import Job
-from bench.job import LONGEST, Bench
-from bench.settings import MODES, Qualify
-from bench.workers import Failure, Progress, Stop, Worker
+from bench.job import LONGEST, Bench, Plan
+from bench.settings import MODES
+from bench.workers import Failure, Stop, Worker
 from core.settings import UserError
 from data.prepare import PrepareConfig
 
 MINUTES = 9.0
 GRAPHS = 120.0  # seconds, enough to compile the decode steps and record CUDA graphs
-TRAINED = 4  # backends of the training stage
+TRAINED = 4
 LENGTHS = (1024, 4096, 16384, 512, 2048, 8192)  # of attention alone, the most informative first
 # A model for converge that learns something in a minute.
 SMALL: Json = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "n_kv_head": None}
 SMALL |= {"gradient_accumulation_steps": 1, "dropout": 0.0, "compile": False}
-
 
 # Of each stage its share of the time, its mode, and what it changes in the options.
 STAGES: dict[str, tuple[float, str, Json]] = {
@@ -47,16 +44,15 @@ STAGES: dict[str, tuple[float, str, Json]] = {
 }
 
 
-def measure(name: str, bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
-    """Return the content of a stage."""
+def measure(name: str, bench: Bench[Any], stop: Stop) -> Json:
     fast = tuple(n for n in bench.backends if n not in LONGEST) or bench.backends
     names, config = fast[:TRAINED], bench.config
     if name == "machine":
         return {"about": bench.machine["about"], "busy": bench.machine["busy"]}
     if name == "proof":
-        return proof(bench, stop, progress)
+        return proof(bench, stop)
     if name == "converge":
-        return convergence(bench, fast[:1], stop, progress)
+        return convergence(bench, fast[:1], stop)
     if name == "kernels":
         names = tuple(n for n in bench.backends if n == "manual" or n in fast)  # compares machines
     elif name == "decode":
@@ -65,12 +61,25 @@ def measure(name: str, bench: Bench[Any], stop: Stop, progress: Progress) -> Jso
         if bench.cuda and stop.left >= GRAPHS:
             config = replace(config, compile=True)
     bench = replace(bench, backends=names, config=config)
-    plans = report.MODES[bench.mode].plans(bench)
-    return record.complete(rounds.measure(bench, plans, stop, progress))
+    made = kernels(bench) if name == "kernels" else report.MODES[bench.mode].plans(bench)
+    return record.complete(rounds.measure(bench, made, stop))
 
 
-def convergence(bench: Bench[Any], names: tuple[str, ...], stop: Stop, progress: Progress) -> Json:
-    """Train a small model on the text of docs/, by the fastest backend and a plain one."""
+def kernels(bench: Bench[Any]) -> list[Plan]:
+    """The lengths with the model's heads; at 4,096 tokens also other heads, and a window."""
+    points = kernel.grid(bench)
+    at = next(p for p in points if p["T"] == LENGTHS[1])
+    H, width = at["H"], at["H"] * at["D"]
+    others: list[Json] = [
+        {"H": max(1, width // 128), "Hkv": max(1, width // 128), "D": 128},
+        {"Hkv": H // 4 if H % 4 == 0 else 1},
+        {"window": 1024},
+    ]
+    more = [at | other for other in others if at | other != at]
+    return kernel.plans(bench, [*points[:2], *more, *points[2:]])
+
+
+def convergence(bench: Bench[Any], names: tuple[str, ...], stop: Stop) -> Json:
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "pages.txt", Path(folder) / "text"
         pages = (page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/**/*.md")))
@@ -81,20 +90,21 @@ def convergence(bench: Bench[Any], names: tuple[str, ...], stop: Stop, progress:
         V = data.read_meta(out)["vocab_size"]
         how = {**SMALL, "vocab_size": V, "data_dir": folder, "dataset": out.name}
         how["n_layer"] = max(SMALL["n_layer"], len(bench.config.attention_window))
-        if bench.cuda:  # float32 and bfloat16; on a CPU the fused kernels
+        if bench.cuda:
             how |= {"paths": ("bfloat16",), "backends": ("all",)}
             names = ()
         config = replace(bench.config, **how)
         bench = replace(bench, vocab_size=V, config=config, backends=names)
-        return record.complete(rounds.measure(bench, converge.plans(bench), stop, progress))
+        plans = report.MODES["converge"].plans(bench)
+        return record.complete(rounds.measure(bench, plans, stop))
 
 
 # --- the proof ---
 
 
 class Proof:
-    """A process with the tests of `python -m attention check`. Errors of a kernel are not caught
-    here, since they may break the process."""
+    """The tests of `python -m attention check`. Errors of a kernel are not caught: they may break
+    the process."""
 
     def __init__(self, sent: Json) -> None:
         self.device = Job(sent).device
@@ -102,7 +112,6 @@ class Proof:
         self.about: Json = {}
 
     def round(self, request: Json) -> Json:
-        """Return {"verdict": "right", "refused" or "wrong", "why": ...} of one test."""
         name, item = request["backend"], self.items[request["what"], request["dtype"]]
         here = Machine.here(str(self.device))
         answer = check.judge(attention.get(name), item, here, str(self.device))
@@ -110,8 +119,7 @@ class Proof:
 
 
 def items(dtypes: list[str]) -> list[dict[str, str]]:
-    """Return the tests of a backend, the most informative first: in each dtype causality, then the
-    cases, then the other properties without torch.compile, which is slow."""
+    """Tests of a backend, the most informative first; torch.compile's are too slow."""
     order = {"causality": 0, "dropout": 2, "determinism": 2, "caches": 2}  # the cases' features: 1
     return [
         {"what": item.name, "feature": item.features[0], "dtype": dtype}
@@ -121,9 +129,8 @@ def items(dtypes: list[str]) -> list[dict[str, str]]:
     ]
 
 
-def proof(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
-    """Test until the time is up, always the backend that has used the least of it; in one process,
-    after a crash in a new one."""
+def proof(bench: Bench[Any], stop: Stop) -> Json:
+    """Test until the time is up, always the backend that has used the least of it."""
     others = ("bfloat16", "float16", "float32") if bench.cuda else ("float32",)
     dtypes = list(dict.fromkeys((bench.machine["dtype"], *others)))
     wanted, worker = items(dtypes), None
@@ -133,12 +140,11 @@ def proof(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
         while waiting := [name for name in answers if len(answers[name]) < len(wanted)]:
             name = min(waiting, key=spent.__getitem__)
             item, began = wanted[len(answers[name])], time.monotonic()
-            progress.watch(f"proof: {name}, {item['what']}, {item['dtype']}")
+            stop.watch(f"proof: {name}, {item['what']}, {item['dtype']}")
             try:
                 stop.check()
-                worker = worker or Worker(
-                    "bench.qualify:Proof", bench.job(), bench.config.timeout, stop
-                )
+                how = bench.job(), bench.config.timeout, stop
+                worker = worker or Worker("bench.qualify:Proof", *how)
                 answer = worker.ask({"backend": name, **item})
             except Failure as e:
                 if e.kind == "stopped":
@@ -152,59 +158,52 @@ def proof(bench: Bench[Any], stop: Stop, progress: Progress) -> Json:
     finally:
         if worker:
             worker.close()
-    rows = [row(name, found, len(wanted), spent[name]) for name, found in answers.items()]
+    rows: list[Json] = []
+    for name, found in answers.items():
+        verdicts = [a["verdict"] for a in found]
+        causal = {a["verdict"] for a in found if a["feature"] == "causality"} - {"refused"}
+        counts = {verdict: verdicts.count(verdict) for verdict in ("right", "wrong", "refused")}
+        rows.append({"backend": name, **counts, "not_reached": len(wanted) - len(found)})
+        rows[-1]["canary"] = "wrong" not in causal if causal else None
+        rows[-1]["failures"] = [a for a in found if a["verdict"] == "wrong"]
+        rows[-1]["seconds"] = spent[name]
     return {"dtypes": dtypes, "rows": rows}
-
-
-def row(name: str, answers: list[Json], wanted: int, seconds: float) -> Json:
-    verdicts = [a["verdict"] for a in answers]
-    causal = {a["verdict"] for a in answers if a["feature"] == "causality"} - {"refused"}
-    return {
-        "backend": name,
-        **{verdict: verdicts.count(verdict) for verdict in ("right", "wrong", "refused")},
-        "not_reached": wanted - len(answers),
-        "canary": "wrong" not in causal if causal else None,
-        "failures": [a for a in answers if a["verdict"] == "wrong"],
-        "seconds": seconds,
-    }
 
 
 # --- the run ---
 
 
-def run(
-    bench: Bench[Qualify], about: Json, given: Container[str], stop: Stop, progress: Progress,
-    folder: Callable[[], Path],
-) -> Json:  # fmt: skip
-    """Run the stages. `given`: the options that the user gave. Return the record."""
+def run(bench: Bench[Any], about: Json, given: Container[str], stop: Stop,
+        folder: Callable[[], Path]) -> Json:  # fmt: skip
+    """Run the stages. `given`: the options that the user gave."""
     config, free, names = bench.config, bench.machine["free_memory"], [*STAGES]
     if bench.cuda and "batch_size" not in given:  # as many sequences as fit, in one micro-batch
         batch = 64 if free >= 70e9 else 16 if free >= 22e9 else 4
         config = replace(config, gradient_accumulation_steps=1, batch_size=batch)
         bench = replace(bench, config=config)
     end = time.monotonic() + 60 * (config.minutes or MINUTES)
-    wanted = [names[n - 1] for n in sorted({*config.stages})]
+    missing = [names[n - 1] for n in sorted({*config.stages})]
     content: Json = {**about, **bench.part, "stages": []}
-    for i, name in enumerate(wanted):
+    for i, name in enumerate(wanted := [*missing]):
         (share, mode, options), began = STAGES[name], time.monotonic()
         box = (end - began) * share / sum(STAGES[later][0] for later in wanted[i:])
         changed = config.to(MODES[mode], **options)
         own = replace(bench, mode=mode, config=changed, backends=ranked(content, bench))
-        progress.tell(f"stage {1 + names.index(name)}, {name}: {max(box, 0):.0f} s at most")
+        stop.tell(f"stage {1 + names.index(name)}, {name}: {max(box, 0):.0f} s at most")
         its = Stop(began + box, stop.signals)
-        entry: Json = {"name": name, "box_s": box, "why": "", "record": {}}
+        entry: Json = {"name": name, "box_s": box, "why": "", "record": {}, "status": "done"}
         try:
             its.check()
-            entry["record"] = measure(name, own, its, progress)
-            why = entry["record"].get("incomplete", its.why)
-            entry |= {"status": "cut" if why else "done", "why": why}
+            entry["record"] = measure(name, own, its)
+            if why := entry["record"].get("incomplete", its.why):
+                entry |= {"status": "cut", "why": why}
         except (Failure, UserError) as e:
             stopped = isinstance(e, Failure) and e.kind in ("stopped", "skipped")
             entry |= {"status": "skipped" if stopped else "failed", "why": str(e)}
         content["stages"].append({**entry, "seconds": time.monotonic() - began})
         stop.why = stop.why or (its.why if its.code else "")
-        done = [s["name"] for s in content["stages"] if s["status"] == "done"]
-        missing = [name for name in wanted if name not in done]
+        if entry["status"] == "done":
+            missing.remove(name)
         content |= {"complete": not missing, "incomplete": f"not done: {', '.join(missing)}"}
         if not missing:
             del content["incomplete"]
@@ -222,11 +221,9 @@ def ranked(content: Json, bench: Bench[Any]) -> tuple[str, ...]:
 
 
 def rows_of(content: Json, name: str) -> list[Json]:
-    """Return the rows of a stage."""
     return [r for s in content["stages"] if s["name"] == name for r in s["record"].get("rows", ())]
 
 
 def failed(content: Json) -> bool:
-    """True if a kernel was wrong or no stage ended."""
     wrong = any(row["wrong"] for row in rows_of(content, "proof"))
     return wrong or not any(stage["status"] == "done" for stage in content["stages"])

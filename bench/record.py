@@ -1,9 +1,5 @@
-"""Records: a folder DATE_DEVICE_SLUG with record.json and README.md.
-
-record.json has machine, software, settings and every raw round. complete() computes all figures
-from them: when a record is written, and again when it is verified. From format 3 on a digest covers
-what no formula gives: devices, kernels, dtypes, the rounds. docs/MEASURE.md lists the checks.
-"""
+"""Records: folders with record.json and README.md. complete() computes all figures from the raw
+rounds: when a record is written, and again when it is verified (docs/MEASURE.md)."""
 
 from __future__ import annotations
 
@@ -11,23 +7,51 @@ import copy
 import hashlib
 import itertools
 import json
+import math
 import re
 import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from bench import ROOT, Json, converge, hf, parts, report
+import torch
+
+from attention import is_code
+from bench import ROOT, Json, converge, hf, parts, report, tables
+from bench.tables import Row
 from core import flops
 from core.files import write_at_once
-from core.settings import UserError
+from core.gpus import datasheet_tflops
+from core.settings import UserError, user_errors
 
-FORMAT = 3  # 1: rounds without sizes, no proofs; 2: no digest
-SLOW = 0.6  # of the peak: a GPU whose large products are slower is no longer as sold
+FORMAT = 4  # 1: rounds without sizes, no proofs; 2: no digest; 3: other conclusions
+ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
+SHORT = {  # of the short names (KERNELS in attention/proof.py); empty: none of them
+    "manual tiled hf_eager": "",
+    "sdpa sdpa_bmm hf_sdpa": ANY,
+    "sdpa_flash": r"flash( \((CPU|FA\d)\))?",
+    "sdpa_efficient": "efficient",
+    "sdpa_cudnn": "cudnn",
+    "sdpa_math": r"math( \(MPS\))?",
+    "triton": r"flash \(our Triton\)",
+    "paged": rf"(paged decode \(Triton\)|{ANY})?",
+    "nanogpt": rf"({ANY})?",
+}
+ON_GPU = {  # of the names on the device, for kernels without short ones
+    "flex": "flex",
+    "flex_flash": "flash",
+    # PyTorch's own FlashAttention-2 is not the package.
+    "flash_attn_2 flash_attn_3 flash_attn_4 hf_flash_attention_2": "^(?!.*pytorch_).*flash",
+}
+FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
+RIVALS = {"nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2"}
+STATUSES = ("ok", "unavailable", "failed", "skipped", "stopped")
+TOLERANCE = 0.01  # of a final loss in converge: a larger one proves nothing
 
 
 def git_state() -> Json:
-    """Return commit and dirty, None outside a checkout."""
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     with suppress(OSError):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -38,96 +62,186 @@ def git_state() -> Json:
 
 
 def complete(content: Json) -> Json:
-    """Return a record with the figures of its rows, its conclusions and its digest."""
+    """A record with the figures of its rows, its conclusions and its digest."""
     content = copy.deepcopy(content)
-    if content["mode"] != "qualify":  # its stages are records
-        model = hf.model_of(content)
-        content["flops_per_token"] = {
-            name: flops.flops_per_token(model, model.block_size, causal=name == "mfu_causal")
-            for name in ("mfu", "mfu_causal")
-        }
+    if content["mode"] != "qualify":
+        if "n_layer" in content["settings"]:  # not of attention alone
+            model, both = hf.model_of(content), {"mfu": False, "mfu_causal": True}
+            counts = {
+                of: flops.flops_per_token(model, model.block_size, c) for of, c in both.items()
+            }
+            content["flops_per_token"] = counts
         for row in content["rows"]:
             if row["status"] != "ok":
                 row.pop("rounds", None)
                 continue
             row |= report.MODES[row["mode"]].figures(row, content)
-            if "ms" in (profile := row.get("profile", {})):  # else the reason why there is none
+            if "ms" in (profile := row.get("profile", {})):
                 row["profile"] = profile | parts.computed(profile, row, content)
             for one in row["rounds"]:
                 one.pop("losses", None)
-        if content["mode"] == "converge":
-            converge.compare(content["rows"], content["settings"])
-    made = conclusions if content["mode"] == "qualify" else report.answers
-    content["answers"] = made(content)
+        report.MODES[content["mode"]].compare(content["rows"], content["settings"])
+    content["answers"] = report.answers(content)
     return content | {"digest": digest(content)}
 
 
 def digest(content: Json) -> str:
-    """Return the SHA-256 of a content's JSON with sorted keys, without its own digest."""
     rest = {name: value for name, value in content.items() if name != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def conclusions(content: Json) -> list[str]:
-    """Return those of a qualify record: proof, the stages' own, doubts, missing stages."""
-    stages: Json = {stage["name"]: stage["record"] for stage in content["stages"]}
-    proved, m = stages.get("proof", {}).get("rows", []), content["machine"]
-    found, doubts = [], []
-    if proved:
-        right = [r for r in proved if r["right"] and not r["wrong"]]
-        names = ", ".join(f"{r['backend']} ({r['right']} cases)" for r in right) or "none"
-        found.append(f"Proof: every number right and nothing leaked: {names}.")
-    if left := [f"{r['backend']} {r['not_reached']}" for r in proved if r["not_reached"]]:
-        found.append(f"Proof: cases not reached in the time: {', '.join(left)}.")
-    for r in proved:
-        doubts += [f"{r['backend']} is wrong in {report.failure(f)}" for f in r["failures"][:3]]
-    reached, peak = m.get("products_tflops"), m["peak_tflops"]
-    if reached and reached < SLOW * peak:
-        doubts.append(
-            f"large matmuls reach {reached:,.4g} TFLOP/s, {reached / peak:.0%} of {peak:,.4g} "
-            f"({m['peak_source']}): is the power limit lowered?"
-        )
-    for name, made in stages.items():
-        found += made.get("answers", [])
-        doubts += made.get("busy", [])
-        timed = [r for r in made.get("rows", []) if r.get("status") == "ok"]
-        noisy = [row for row in timed if row.get("noisy")]
-        if len(noisy) > len(timed) / 2:
-            doubts.append(f"{len(noisy)} of {len(timed)} rows of {name} are noisy")
-    found += [f"Suspicious: {text}." for text in doubts]
-    for s in content["stages"]:
-        found += [f"Missing: {s['name']}: {s['status']}: {s['why']}."] * (s["status"] != "done")
-    return list(dict.fromkeys(found))  # the stages have one peak
-
-
-# --- write ---
-
-
 def new_folder(records_dir: str | Path, slug: str, machine: Json) -> Path:
-    """Make and return DATE_DEVICE_SLUG, or with -2, -3, ...; UserError if it cannot be made."""
     device = "cpu" if machine["kind"] == "cpu" else machine["name"]
     device = re.sub(r"^(NVIDIA|AMD)\s+(GeForce\s+)?", "", device)
     device = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     for n in itertools.count(1):
         number = f"-{n}" if n > 1 else ""
         folder = Path(records_dir) / f"{date.today()}_{device}_{slug}{number}"
-        try:
-            folder.mkdir(parents=True)  # not exists(): another bench may end at the same time
-        except FileExistsError:
-            continue
-        except OSError as e:
-            raise UserError(f"cannot write record {folder} ({e.strerror})") from e
-        return folder
+        # not exists(): another bench may end at the same time
+        with user_errors(f"cannot write record {folder}: "), suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
     raise AssertionError
 
 
 def write(folder: Path, content: Json, whole: bool = True) -> None:
-    """Write record.json atomically; if `whole` also README.md. UserError if that is impossible."""
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    try:
+    """Write record.json atomically; if `whole` also README.md."""
+    made = {"record.json": json.dumps(content, indent=1, allow_nan=False) + "\n"}
+    made |= {"README.md": report.readme(content)} if whole else {}
+    with user_errors(f"cannot write record {folder}: "):
         folder.mkdir(parents=True, exist_ok=True)
-        write_at_once(folder / "record.json", text)
-        if whole:
-            write_at_once(folder / "README.md", report.readme(content))
-    except OSError as e:
-        raise UserError(f"cannot write record {folder} ({e.strerror})") from e
+        for name, text in made.items():
+            write_at_once(folder / name, text)
+
+
+# --- verify ---
+
+
+def verify(content: Json) -> list[str]:
+    try:
+        ours = {"rows", "stages"} & content.keys()
+        return list(dict.fromkeys(problems(content))) if ours else []
+    except UserError as e:
+        return [f"its settings are invalid: {e}"]
+    except Exception as e:
+        return [f"it is malformed ({type(e).__name__}: {e})"]
+
+
+def problems(content: Json) -> Iterator[str]:
+    if (content["format"] > 2 or "digest" in content) and content.get("digest") != digest(content):
+        yield "its digest is another one: a field was edited"
+    if content["format"] >= FORMAT:
+        yield from differences(content["answers"], complete(content)["answers"], "answers")
+    for part in report.sections_of(content):
+        yield from of_part(part, complete(part))
+
+
+def of_part(part: Json, again: Json) -> Iterator[str]:
+    m, settings, mode = part["machine"], part["settings"], part["mode"]
+    known = datasheet_tflops(m["name"], m["dtype"], bool(settings.get("tf32")))
+    peak, bandwidth = settings.get("peak_tflops"), settings.get("bandwidth_gbs")
+    given: Json = {"dtype": settings.get("dtype", "auto").replace("auto", "")}
+    given["peak_tflops"] = known[0] if known else None if peak == "measure" else peak
+    given["bandwidth"] = bandwidth and 1e9 * bandwidth
+    given = {k: v for k, v in given.items() if v and m[k] is not None}  # decode needs no peak
+    yield from differences(m, given, "machine")
+    if not m["peak_source"]:
+        yield f"its peak of {m['peak_tflops']:,.4g} TFLOP/s has no source"
+    if part["format"] > 1:
+        counts = again.get("flops_per_token", {})
+        yield from differences(part.get("flops_per_token", {}), counts, "flops_per_token")
+    for row, new in zip(part["rows"], again["rows"], strict=True):
+        at = tables.where(row["point"], row["mode"], row["backend"])
+        cut = mode == "converge" and row["status"] == "stopped"
+        rounds = 0 if cut else len(row.get("rounds", ()))
+        if row["status"] not in (STATUSES[:1] if rounds else STATUSES):
+            yield f"{at}: its status is {row['status']!r}, and it has {rounds} rounds"
+        if row["status"] == "ok":
+            yield from (f"{at}: {why}" for why in of_row(row, new, part))
+    yield from report.disagreeing([row for row in part["rows"] if row["status"] == "ok"], part)
+    if mode == "converge" and (wide := settings["tolerance"]) > TOLERANCE:
+        yield f"its tolerance is {wide:.0%}, at most {TOLERANCE:.0%} is allowed"
+
+
+def differences(got: Any, want: Any, name: str = "") -> Iterator[str]:
+    """Yield a sentence for each value of `want` that differs; the last digits may, between
+    processors."""
+    if isinstance(want, dict) and isinstance(got, dict):
+        for key, value in want.items():
+            yield from differences(got.get(key), value, f"{name} {key}".strip())
+    elif isinstance(want, list) and isinstance(got, list) and len(got) == len(want):
+        for one, other in zip(got, want):
+            yield from differences(one, other, name)
+    else:
+        numbers = isinstance(want, (int, float)) and isinstance(got, (int, float))
+        if not (math.isclose(got, want, rel_tol=1e-9, abs_tol=1e-15) if numbers else got == want):
+            yield f"{name} is {got}, and the rest of the record gives {want}"
+
+
+def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
+    settings, mode, dtype = part["settings"], row["mode"], part["machine"]["dtype"]
+    old = part["format"] == 1  # no sizes in its rounds, no proofs, no parameters of rivals
+    expected = report.MODES[mode].rounds(settings)
+    if len(row["rounds"]) < expected and part.get("complete", True) and not old:
+        yield f"it has {len(row['rounds'])} of {expected} rounds"
+    unknown = {"mbu"} if old and row["backend"] in RIVALS else ()
+    yield from differences(row, {k: v for k, v in again.items() if k not in unknown})
+    paths = mode == "converge" and settings.get("paths")
+    if paths:
+        dtype = {"plain": {"dtype": "float32"}, **converge.PATHS}[row["backend"]]["dtype"]
+    wanted, sizes = {"dtype": dtype}, dict(row["point"])
+    batch = row.get("batch_size", settings.get("batch_size"))
+    sizes |= {"B": batch} if "batch_size" in row else {}
+    if mode in ("train", "converge"):
+        wanted["batch_size"] = batch if settings["batch_size"] == "auto" else settings["batch_size"]
+        sizes |= {"B": batch * settings["gradient_accumulation_steps"], "T": settings["block_size"]}
+    yield from differences(row, {name: wanted[name] for name in wanted.keys() & row.keys()})
+    for ran in (r.get("shape", {}) for r in row["rounds"]):
+        own = {name: sizes[name] for name in sizes.keys() & ran.keys()}
+        yield from differences(ran, own, "a round's")
+    held, peak = row.get("memory_bytes", 0), max(r.get("peak_bytes", 0) for r in row["rounds"])
+    if held < peak:
+        yield f"memory_bytes is {held}, but the most of its rounds is {peak}"
+    if row.get("verdict") == "FAIL":
+        yield f"it did not converge: its final loss is {row['difference']:+.2%} off"
+    if not paths:
+        yield from of_kernels(row, part["machine"]["kind"] == "cuda")
+        if row["backend"] not in RIVALS and not old:
+            yield from of_proof(row, row.get("dtype", dtype))
+
+
+def of_kernels(row: Row, cuda: bool) -> Iterator[str]:
+    name, seen, on_device = row["backend"], row["kernels"], row.get("device_kernels") or []
+    short, device = (
+        next((shown for names, shown in table.items() if name in names.split()), None)
+        for table in (SHORT, ON_GPU)
+    )
+    if short is None and device is None:
+        if not is_code(name):
+            yield f"unknown backend {name!r}"
+        return
+    wrong = [kernel for kernel in seen if not re.fullmatch(short or "", kernel)]
+    if device:  # only these modes record the names on the device
+        some = any(re.search(device, kernel, re.I) for kernel in on_device)
+        lacks = cuda and row["mode"] in ("train", "kernel") and not some
+    else:
+        wrong += [k for k in on_device if FUSED.search(k)] if not short else []
+        lacks = not seen and not re.fullmatch(short or "", "")
+    if wrong:
+        yield f"another kernel than {name}'s ran: {', '.join(wrong)}"
+    if lacks:
+        yield f"the profiler saw no kernel of this backend, but: {', '.join(on_device) or 'none'}"
+
+
+def of_proof(row: Row, dtype: str) -> Iterator[str]:
+    proof, eps = row.get("proof") or {}, torch.finfo(getattr(torch, dtype)).eps
+    # Above allowed_error(): some roundings of a value that is some times the others' mean.
+    most = 16 * eps + 2048 * min(eps, torch.finfo(torch.float32).eps)
+    if proof.get("canary") is not True:
+        yield "its causality test did not pass"
+    for grad in ("",) if row["mode"] == "decode" else ("", "grad_"):
+        error, allowed = (proof.get(grad + name, math.nan) for name in ("error", "allowed"))
+        if not error <= allowed:
+            yield f"its {grad}error is {error:.2g}, and {allowed:.2g} is allowed"
+        if allowed > most:
+            yield f"its {grad}allowed is {allowed:.2g}, more than any test of {dtype} allows"

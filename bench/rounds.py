@@ -3,10 +3,7 @@
     a group: start, warm up, then a first round each (with a time limit two)
     all:     the rounds that are left, in turn, so that a drifting clock affects all alike
 
-A group is one candidate, on CUDA three: one compiles on the CPU's cores while another warms up, and
-nothing else runs while a round is timed. If the sleeping processes do not fit into memory together,
-every round gets a new one ("fresh"); candidates of one process (compiled ones) take all their
-rounds at once. What fails is a row with its reason.
+A group is one candidate, on CUDA three. Nothing else runs while a round is timed.
 """
 
 from __future__ import annotations
@@ -19,12 +16,10 @@ from typing import Any
 from bench import Json, report, tables
 from bench.job import Bench, Plan
 from bench.tables import Row
-from bench.workers import Failure, Progress, Stop, Worker, once
+from bench.workers import Failure, Stop, Worker, once
 
-Save = Callable[[Json], object]
-REFERENCE = "bench.hf:Reference"
 SHOWN = 2  # rounds from which a row is shown
-TOGETHER = 3  # candidates that warm up at the same time on CUDA
+TOGETHER = 3
 
 
 def key(row: Row) -> str:
@@ -32,13 +27,13 @@ def key(row: Row) -> str:
 
 
 class Turns:
-    """The rows and processes of a run."""
+    """The rows and processes of a run; `save` receives the record after every round."""
 
-    def __init__(self, bench: Bench[Any], stop: Stop, progress: Progress, save: Save) -> None:
-        self.bench, self.stop, self.progress, self.save = bench, stop, progress, save
+    def __init__(self, bench: Bench[Any], stop: Stop, save: Callable[[Json], object]) -> None:
+        self.bench, self.stop, self.save = bench, stop, save
         self.began, self.reference = time.perf_counter(), bench.reference
         self.rows: dict[str, Row] = {}
-        self.ended: set[str] = set()  # keys of rows that get no further rounds
+        self.ended: set[str] = set()
         self.workers: dict[str, Worker] = {}
         self.refused: dict[str, Failure] = {}  # candidates that cannot be built
         self.peak = 0  # the most bytes that any process needed
@@ -59,7 +54,7 @@ class Turns:
                 self.failed(row, Failure("unavailable", why))
         done = max((len(row["rounds"]) for row in rows), default=0)
         self.target = done + plan.rounds
-        first = done + min(plan.rounds, SHOWN if self.stop.deadline else 1)
+        first = done + min(plan.rounds, SHOWN if self.stop.left < math.inf else 1)
         try:
             for group in self.groups(rows):
                 began, new = time.monotonic(), group[0]["backend"] not in self.workers
@@ -67,13 +62,12 @@ class Turns:
                 self.turns(group, first)
                 if any(row["rounds"] for row in group):
                     self.took[new] = max(self.took.get(new, 0.0), time.monotonic() - began)
-                self.refer()  # after the most valuable candidate
+                self.refer()
             self.turns(rows, self.target)
         finally:
             self.drop(*self.workers)
 
     def groups(self, rows: list[Row]) -> Iterator[list[Row]]:
-        """Yield the rows that are warmed up at the same time, of different candidates."""
         group: list[Row] = []
         for row in (row for row in rows if key(row) not in self.ended):
             alone = not self.bench.cuda or self.crowded or self.bench.auto
@@ -86,7 +80,6 @@ class Turns:
             yield group
 
     def turns(self, rows: Sequence[Row], rounds: int) -> None:
-        """Let each take its turn until it has `rounds` rounds."""
         for n in range(1, rounds + 1):
             waiting = [r for r in rows if key(r) not in self.ended and len(r["rounds"]) < n]
             for row in waiting:
@@ -102,10 +95,9 @@ class Turns:
         return worker is not None and name in worker.warm and name not in self.ended
 
     def round(self, row: Row) -> None:
-        """Measure the next round of a row, if its candidate is warm."""
         if not self.is_warm(row):
             return
-        self.progress.watch(f"round {len(row['rounds']) + 1}: {key(row)}")
+        self.stop.watch(f"round {len(row['rounds']) + 1}: {key(row)}")
         try:
             # A warm-up is not lost: receive() allows some seconds more.
             self.stop.check(0.0 if row["rounds"] else math.inf)
@@ -115,12 +107,13 @@ class Turns:
         row |= {"status": "ok", "rounds": [*row["rounds"], answer]}
         row.pop("why", None)
         if len(row["rounds"]) == min(SHOWN, self.plan.rounds):
-            ms, n = tables.medians(row)["ms"], tables.count(len(row["rounds"]), "round")
-            self.progress.tell(f"{key(row)}: {ms:.4g} ms ({n})")
+            found, n = tables.medians(row), tables.count(len(row["rounds"]), "round")
+            noisy = f", {found['spread']:.0%} apart: noisy" if found["noisy"] else ""
+            self.stop.tell(f"{key(row)}: {found['ms']:.4g} ms ({n}{noisy})")
 
     def make_room(self) -> None:
         """End the processes if they do not fit; those of one process after all their rounds."""
-        held = sum(w.held_bytes for w in self.workers.values()) + self.peak
+        held = sum(w.last["held_bytes"] for w in self.workers.values()) + self.peak
         self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
         if not self.crowded:
             return
@@ -140,7 +133,7 @@ class Turns:
             except Failure as e:
                 self.failed(row, e)
         if self.bench.cuda:
-            self.refer()  # meanwhile
+            self.refer()
         for row in started:
             worker = self.workers[row["backend"]]
             try:
@@ -155,27 +148,31 @@ class Turns:
             worker.warm.add(key(row))
             if "setup_s" not in row:
                 warm.pop("peak_bytes", None)
-                took = {"setup_s": worker.setup_s, "warm_up_s": worker.took_s}
-                row |= {**worker.about, **warm, **took}
+                last, setup_s = worker.last, worker.last["built_at"] - worker.began
+                row |= {**last["about"], **warm, "setup_s": setup_s, "warm_up_s": last["took_s"]}
         for row in again:
             self.prepare([row])
 
     def start(self, row: Row) -> None:
-        """Send the warm-up to the process of a row. With --batch_size=auto another, uncompiled one
-        finds the batch size before: its memory is in pieces. Raises Failure for a row that is not
-        worth a process, or has no time left."""
+        """Send the warm-up. With --batch_size=auto another, uncompiled process finds the batch size
+        before: its memory is in pieces. Failure: the row is not worth a process, or out of time."""
         name, plan, stop, timeout = row["backend"], self.plan, self.stop, self.bench.config.timeout
         stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
         if not row["rounds"]:
             if name in self.refused:
                 raise self.refused[name]
-            if why := plan.skip(name, row["point"], [*self.rows.values()]):
+            T = row["point"].get("T", self.bench.config.block_size)
+            if (most := plan.longest.get(name, T)) < T:
+                beyond = f" beyond {most:,} tokens" if most else ""
+                also = ", and --lengths" if self.bench.mode == "kernel" else ""
+                raise Failure("skipped", f"left out{beyond}: name it in --backends{also}")
+            if why := plan.skip(row, [*self.rows.values()]):
                 raise Failure("skipped", why)
             need = self.took.get(name not in self.workers, 0.0)
             if stop.left < need or stop.left < 0:
                 took = f"it takes about {need:.0f} s" if need else stop.spent
                 raise Failure("stopped", f"{took}, and {max(stop.left, 0):.0f} s were left")
-        self.progress.watch(f"warm-up: {key(row)}")
+        self.stop.watch(f"warm-up: {key(row)}")
         job = plan.jobs[name]
         if self.bench.auto and "batch_size" not in row:
             eager = {**job, "train": {**job["train"], "compile": False}}
@@ -190,17 +187,14 @@ class Turns:
         return {**row["point"], "batch_size": size, "first": not row["rounds"]}
 
     def refer(self) -> None:
-        """Compute the reference, if there is none yet."""
-        job, timeout = self.plan.reference, self.bench.config.timeout
-        if job is not None and not self.reference:
+        job, how = self.plan.reference, (self.bench.config.timeout, self.stop)
+        if job and not self.reference:
             try:
-                known = job if "why" in job else once(REFERENCE, job, timeout, self.stop)
+                self.reference = job if "why" in job else once("bench.hf:Reference", job, *how)
             except Failure as e:
-                known = {"why": str(e)}
-            self.reference = known
+                self.reference = {"why": str(e)}
 
     def seen(self, row: Row, answer: Json) -> Json:
-        """Note what an answer has about the row; return the rest."""
         row |= answer.pop("about", {})
         if peak := answer.get("peak_bytes", 0):
             row["memory_bytes"] = max(row.get("memory_bytes", 0), peak)
@@ -223,7 +217,7 @@ class Turns:
         if e.kind != "stopped" or not row["rounds"]:  # else its rounds so far count
             row |= {"status": e.kind.replace("died", "failed"), "why": [e.why], "rounds": []}
         if e.kind not in ("stopped", "unavailable"):
-            self.progress.tell(f"{key(row)}: {e.kind}: {e}")
+            self.stop.tell(f"{key(row)}: {e.kind}: {e}")
 
     def drop(self, *names: str) -> None:
         for name in names:
@@ -231,7 +225,6 @@ class Turns:
                 worker.close()
 
     def content(self, why: str = "") -> Json:
-        """Return the content of the record so far; `why`: the reason if it is incomplete."""
         bench, rows = self.bench, [dict(row) for row in self.rows.values()]
         known: Json = {**bench.part, "reference": self.reference, "fresh_rounds": self.fresh}
         known |= {"seconds": time.perf_counter() - self.began, "rows": rows}
@@ -239,11 +232,9 @@ class Turns:
         return known | ({"complete": False, "incomplete": why} if why else {"complete": True})
 
 
-def measure(bench: Bench[Any], plans: Sequence[Plan], stop: Stop, progress: Progress,
-            save: Save = lambda content: None) -> Json:  # fmt: skip
-    """Measure the plans of a mode. Return the record without its figures, which `save` receives
-    after every round."""
-    turns = Turns(bench, stop, progress, save)
+def measure(bench: Bench[Any], plans: Sequence[Plan], stop: Stop,
+            save: Callable[[Json], object] = lambda content: None) -> Json:  # fmt: skip
+    turns = Turns(bench, stop, save)
     for plan in plans:
         turns.run(plan)
     return turns.content()

@@ -27,24 +27,24 @@ CPU_CONFIG = "config/bench_cpu.py"
 RECORDS = "bench/records"
 ALIASES = {"attn_implementation": "attention_backend", "backend": "backends"}
 
-# Options of train.py that have an effect: in every mode, and in a mode with training steps.
-USUAL = {f.name for f in fields(ModelOptions)} - {"dropout"} | {
-    "dataset", "data_dir", "batch_size", "attention_window", "attention_hub_kernels",
-    "allow_mps_sdpa", "device", "dtype", "tf32", "onednn", "deterministic", "seed", "peak_tflops",
+# train.py's options that have an effect, by what a mode does.
+KERNEL = {"attention_backend", "attention_hub_kernels", "allow_mps_sdpa", "attention_window",
+          "device", "dtype", "tf32", "deterministic", "seed"}  # fmt: skip
+SIZES = {f.name for f in fields(ModelOptions)} - {"attention_backend", "dropout"}
+MODEL = SIZES | {"attention_window", "dataset", "data_dir", "batch_size", "onednn"}
+STEP = {"gradient_accumulation_steps", "gradient_checkpointing", "residual_dtype", "grad_clip"}
+TRAINING = KERNEL | MODEL | STEP | {
+    "dropout", "optimizer", "weight_decay", "beta1", "beta2", "compile", "compile_mode",
+    "peak_tflops",
 }  # fmt: skip
-STEP = ("gradient_accumulation_steps", "gradient_checkpointing", "residual_dtype", "grad_clip")
-TRAINING = (*STEP, "dropout", "optimizer", "weight_decay", "beta1", "beta2", "compile",
-            "compile_mode")  # fmt: skip
-RATES = ("learning_rate", "min_lr", "decay_lr", "muon_rates")
+RATES = {"learning_rate", "min_lr", "decay_lr", "muon_rates"}
 # A config file may be a run's: its options without effect are no error there, but these are.
 CHANGING = {"document_mask", "context_parallel"}
 
 
 @dataclass(frozen=True)
 class Settings(TrainConfig):
-    """Options of every mode but runs."""
-
-    uses: ClassVar[tuple[str, ...]] = ()  # train.py's options with an effect, besides USUAL
+    uses: ClassVar[set[str]] = set()  # train.py's options with an effect
     memory_gb: PositiveFloat | None = None  # CPU: limit of each process; none: 70 % of free
     json: bool = False  # one JSON object as the last line
 
@@ -56,15 +56,12 @@ class Settings(TrainConfig):
         GPTConfig.of(self, self.vocab_size or 1)  # checks the sizes
 
     def to(self, kind: type[C], **changes: Any) -> C:
-        """Return another mode's or train.py's settings with these values and changes."""
         shared = {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
         return kind(**shared | changes)
 
 
 @dataclass(frozen=True)
 class Measured(Settings):
-    """Options of the modes that measure this machine."""
-
     backends: tuple[str, ...] = ("all",)  # names from python -m attention or files, with commas
     minutes: PositiveFloat | None = None  # time limit; none: qualify 9, on CUDA 10
     timeout: PositiveFloat = 900.0  # seconds for one answer of a process
@@ -73,22 +70,24 @@ class Measured(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.backends or not getattr(self, "kv_caches", True):
+        of = vars(self).get  # None: another mode has the option
+        if not self.backends or not of("kv_caches", True):
             raise ValueError("--backends, --kv_caches: expected at least one name, got none")
-        if getattr(self, "hf", None) and (self.rival or getattr(self, "profile", False)):  # type: ignore[attr-defined]
-            raise ValueError("--hf does not support --rival and --profile")
+        if of("hf") and (of("rival") or of("profile") or of("weights") == "int8"):
+            raise ValueError("--hf does not support --rival, --profile and --weights=int8")
+        if of("batch_size") == "auto" and of("batch_sizes"):
+            raise ValueError("give either --batch_size=auto or --batch_sizes")
+        if not of("profile", True) and (of("bandwidth_gbs") or of("products_tflops")):
+            raise ValueError("--bandwidth_gbs and --products_tflops need --profile")
 
     def flat(self) -> Json:
-        """Return the mode's options, as in a record."""
         known = {k: v for k, v in asdict(self).items() if k in shown(type(self))}
         return {**known, "records_dir": Path(self.records_dir).name}
 
 
 @dataclass(frozen=True)
 class Rivals:
-    """Options of the modes that measure other models too."""
-
-    batch_size: BatchSize = 12  # of a micro-batch in training; auto: the most that fit
+    batch_size: BatchSize = 12  # of a micro-batch; auto: the most that fit, in decode too
     rival: tuple[str, ...] = ()  # in the same rounds: nanogpt=PATH, hf
     hf: str | None = None  # a transformers model instead of ours: folder or name
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
@@ -99,7 +98,7 @@ class Rivals:
 class Train(Rivals, Measured):
     """Training steps of every backend: speed, MFU, memory."""
 
-    uses: ClassVar[tuple[str, ...]] = TRAINING
+    uses: ClassVar[set[str]] = TRAINING
     profile: bool = False  # kernels of a step by class, with rooflines
     products_tflops: PositiveFloat | None = None  # rate of large matmuls; none: measured
     seconds: PositiveFloat = 1.0  # per round, at least one step
@@ -110,6 +109,7 @@ class Train(Rivals, Measured):
 class Kernel(Measured):
     """Attention alone over a grid, against float64."""
 
+    uses: ClassVar[set[str]] = KERNEL | {"n_head", "n_kv_head", "n_embd", "peak_tflops"}
     lengths: tuple[PositiveInt, ...] = ()  # tokens; none: 128 to 2048, on CUDA to 32768
     batch_sizes: tuple[PositiveInt, ...] = ()  # sequences; none: 1 and 4, on CUDA 1 and 8
     windows: tuple[PositiveInt | None, ...] = ()  # keys, or none; none: the model's
@@ -122,7 +122,7 @@ class Kernel(Measured):
 class Decode(Rivals, Measured):
     """Generation: tokens a second, first token, memory bandwidth."""
 
-    uses: ClassVar[tuple[str, ...]] = ("compile",)
+    uses: ClassVar[set[str]] = KERNEL | MODEL | {"compile"}
     batch_sizes: tuple[PositiveInt, ...] = ()  # sequences; none: 1 and 4, on CUDA 1 and 8
     prompts: tuple[PositiveInt, ...] = ()  # tokens; none: about block_size / 2
     new_tokens: NewTokens | None = None  # none: 16, on CUDA 128
@@ -135,7 +135,7 @@ class Decode(Rivals, Measured):
 class Converge(Measured):
     """The same training with each backend, before you trust a faster kernel."""
 
-    uses: ClassVar[tuple[str, ...]] = (*TRAINING, *RATES)
+    uses: ClassVar[set[str]] = TRAINING | RATES
     steps: Annotated[PositiveInt, Field(multiple_of=10)] = 100  # of a training
     seeds: PositiveInt = 1  # if above 1, their scatter is the tolerance
     paths: tuple[TrainingPath, ...] = ()  # precisions, instead of backends
@@ -151,6 +151,7 @@ class Converge(Measured):
 class Runs:
     """Whole runs of train.py and of nanoGPT's train.py, on a CPU."""
 
+    uses: ClassVar[set[str]] = {"attention_backend", "dtype", "compile", "device"}
     rival: tuple[str, ...] = ()  # nanogpt=PATH
     sizes: tuple[Literal["a", "b", "c"], ...] = ("a", "b", "c")  # docs/SPEED.md
     rounds: PositiveInt = 5  # pairs of runs
@@ -164,7 +165,7 @@ class Runs:
 class Qualify(Measured):
     """All of these on a new machine, in nine minutes."""
 
-    uses: ClassVar[tuple[str, ...]] = (*TRAINING, *RATES)
+    uses: ClassVar[set[str]] = TRAINING | RATES
     rival: tuple[str, ...] = ()  # in the same rounds: nanogpt=PATH, hf
     stages: tuple[Annotated[int, Field(ge=1, le=6)], ...] = (1, 2, 3, 4, 5, 6)  # docs/MEASURE.md
     prompts: tuple[PositiveInt, ...] = ()  # tokens; none: about block_size / 2
@@ -181,7 +182,9 @@ class Qualify(Measured):
 class Plan(Settings):
     """A training step on GPUs that you do not have (docs/PLAN.md)."""
 
-    uses: ClassVar[tuple[str, ...]] = (*STEP, "context_parallel")
+    uses: ClassVar[set[str]] = (MODEL - {"gelu", "onednn"}) | STEP | {
+        "dtype", "tf32", "peak_tflops", "context_parallel",
+    }  # fmt: skip
     gpu: str | None = None  # "NVIDIA H200", or a part: H100
     gpus: tuple[PositiveInt, ...] = (8,)  # numbers of GPUs
     gpus_per_node: PositiveInt = 8  # joined by NVLink
@@ -199,48 +202,45 @@ MODES: dict[str, type[Any]] = {
 
 
 def shown(kind: type[Any]) -> set[str]:
-    """Return the options that have an effect in a mode."""
-    known = {f.name for f in fields(kind)}
-    if kind is Runs:
-        return known
-    return known - {f.name for f in fields(TrainConfig)} | USUAL | {*kind.uses}
+    return {f.name for f in fields(kind)} - {f.name for f in fields(TrainConfig)} | kind.uses
 
 
 def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
-    """Return the settings of a mode (None: train) and the origin of each given one.
-
-    Without a config file a CPU uses config/bench_cpu.py: GPT-2 124M takes half an hour there.
-    """
+    """The settings of a mode (None: train). Without a config file a CPU has config/bench_cpu.py."""
     kind = MODES[mode := mode or "train"]
-    aliases = {name: option for name, option in ALIASES.items() if option in shown(kind)}
+    its = shown(kind)
+    aliases = {name: option for name, option in ALIASES.items() if option in its}
     ignored = {name: why for name, why in IGNORED.items() if name not in aliases}
     how: Json = {"aliases": aliases, "ignored": ignored}
-    mine = shown(kind) | {"config", "h", "help", *aliases, *ignored}
+    mine = its | {"config", "h", "help", *aliases, *ignored}
     for name in (w.lstrip("-").partition("=")[0].replace("-", "_") for w in argv if w[:1] == "-"):
         if name in mine or not name.isidentifier():
             continue
-        modes = [other for other, its in MODES.items() if name in shown(its)]
+        modes = [other for other, kind_ in MODES.items() if name in shown(kind_)]
         if modes or hasattr(TrainConfig, name):
             of = " and ".join(modes) or "train.py"
             raise UserError(f"--{name}: an option of {of}, not of mode {mode}")
         raise UserError(f"unknown option --{name}{did_you_mean(name, mine, '--')}")
     given, origins, _ = gather(kind, [w for w in argv if w not in ("-h", "--help")], **how)
     named = any(origin != "command line" for origin in origins.values())
-    here = not named and issubclass(kind, Measured)
-    if here and pick_device(given.get("device", "auto")).type == "cpu":
+    here = issubclass(kind, Measured) and pick_device(given.get("device", "auto"))
+    if here and here.type == "cpu" and not named:
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
-    loaded = read(kind, argv, shown=shown(kind), **how)
-    settings = loaded.settings
-    for name in CHANGING - shown(kind) & loaded.origins.keys():
+    loaded = read(kind, argv, shown=its, **how)
+    settings, origins = loaded.settings, loaded.origins
+    for name in CHANGING - its & origins.keys():
         if getattr(settings, name) != getattr(TrainConfig, name):
-            raise UserError(f"--{name}: not for mode {mode} ({loaded.origins[name]})")
+            raise UserError(f"--{name}: not for mode {mode} ({origins[name]})")
+    fixed = kind is Decode and settings.batch_size != "auto"
+    if fixed and origins.get("batch_size") == "command line":
+        got = f"--batch_size={settings.batch_size}"
+        raise UserError(f"{got}: mode decode has --batch_sizes, or --batch_size=auto")
     if getattr(settings, "records_dir", "") == RECORDS:  # also from another folder
         settings = replace(settings, records_dir=str(ROOT / RECORDS))
-    return Loaded(settings, loaded.origins, loaded.notes)
+    return Loaded(settings, origins, loaded.notes)
 
 
 def vocabulary(config: Settings) -> tuple[int, str]:
-    """Return the vocabulary size and its source."""
     if config.vocab_size:
         return config.vocab_size, "--vocab_size"
     folder = data.find(config.dataset, config.data_dir)

@@ -1,8 +1,7 @@
-"""Training steps, timed: the mode train.
+"""Training steps on random tokens, timed: the mode train.
 
-A step is train.train_step; a rival has the step of its own loop. Tokens are random. Our model
-computes the gradients of head and loss in the forward pass: compare only whole steps with other
-models.
+A step is train.train_step; a rival has its own loop's. Our forward pass includes the gradients of
+head and loss: compare whole steps with other models.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,58 +23,29 @@ from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, 
 from core import flops, profile
 from core.runtime import keep_freed_memory
 
-TITLE = "Training steps"
 PROFILED_STEPS = 3
 MOST = 4096  # sequences that --batch_size=auto tries
 COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}  # in a compiled step: minutes of compiling
-COLUMNS: list[Column] = [
-    ("batch", lambda r: str(r["batch_size"])),
-    ("tok/s", lambda r: number(r["tokens_per_s"])),
-    ("ms/step", lambda r: number(r["ms"])),
-    *QUARTILES,
-    *PASSES,
-    ("mfu", lambda r: percent(r["mfu"])),
-    ("causal", lambda r: percent(r["mfu_causal"])),
-    MEMORY,
-    ("loss diff", lambda r: error(r.get("loss_difference"))),
-    ("warm-up s", lambda r: f"{r['setup_s'] + r['warm_up_s']:.1f}"),
-    ("compile s", lambda r: f"{r['compile_s']:.1f}" if "compile_s" in r else "-"),
-    ("kernel", tables.kernel_names),
-]
-NOTES = (
-    f"mfu: 6 N + 12 L H Q T FLOPs a token over the peak; causal: visible pairs only; loss diff: "
-    f"from manual in float32; {tables.EXPLAINED}"
-)
 
 
 def plans(bench: Bench[Train]) -> list[Plan]:
-    """Training steps of every backend and rival."""
     config, micro = bench.config, bench.config.gradient_accumulation_steps
     batch = 1 if config.batch_size == "auto" else config.batch_size
     jobs = {name: bench.job(name, batch, rival) for name, rival in bench.candidates().items()}
     reference = bench.job(batch_size=batch * micro)
     if bench.auto:
         reference = {"why": "each backend has a batch of its own (--batch_size=auto)"}
-    how: Json = {"one_process": bench.compiled, "reference": reference}
-    how["skip"] = partial(too_long, bench)
-    return [Plan("bench.train:Training", jobs, config.rounds, specs(bench), **how)]
+    how = {**steps(bench), "one_process": bench.compiled, "reference": reference}
+    return [Plan("bench.train:Training", jobs, config.rounds, **how)]
 
 
-def specs(bench: Bench[Any]) -> list[Json]:
-    return [{**bench.layer, "dropout": bench.model.dropout}]
-
-
-def too_long(bench: Bench[Any], name: str, point: Json, rows: Sequence[Row]) -> str:
-    """Return why a backend is not measured, or ""."""
-    how, longest = ("as a compiled step ", COMPILED) if bench.compiled else ("", LONGEST)
-    most, T = longest.get(name, math.inf), bench.config.block_size
-    if bench.named(name) or most >= T:
-        return ""
-    return f"left out {how}beyond {most:,} tokens: name it in --backends"
+def steps(bench: Bench[Any]) -> Json:
+    longest = COMPILED if bench.compiled else LONGEST
+    specs = [{**bench.layer, "dropout": bench.model.dropout}]
+    return {"specs": specs, "longest": {name: longest[name] for name in bench.slow}}
 
 
 def figures(row: Row, part: Json) -> Json:
-    """Compute a row's figures from its rounds; also of converge."""
     model, settings, m = hf.model_of(part), part["settings"], part["machine"]
     batch = row.get("batch_size", settings["batch_size"])
     tokens = batch * settings["gradient_accumulation_steps"] * model.block_size
@@ -95,22 +64,40 @@ def figures(row: Row, part: Json) -> Json:
     return found
 
 
+MODE = tables.Mode(
+    title="Training steps",
+    columns=[
+        Column("batch", "batch_size"),
+        Column("tok/s", "tokens_per_s", number),
+        Column("ms/step", "ms", number),
+        *QUARTILES,
+        *PASSES,
+        Column("mfu", "mfu", percent),
+        Column("causal", "mfu_causal", percent),
+        MEMORY,
+        Column("loss diff", "loss_difference", error),
+        Column("warm-up s", lambda r: r["setup_s"] + r["warm_up_s"], "{:.1f}".format),
+        Column("compile s", "compile_s", "{:.1f}".format),
+        Column("kernel", tables.kernel_names),
+    ],
+    notes="mfu: 6 N + 12 L H Q T FLOPs a token over the peak; causal: visible pairs only; "
+    f"loss diff: from manual in float32; {tables.EXPLAINED}",
+    board=("tok/s", "ms/step", "quartiles", "mfu", "causal"),
+    plans=plans,
+    figures=figures,
+    warm_up=" after a first step and {} more",
+)
+
+
 # --- in the worker ---
 
 
-def finite(loss: Tensor) -> None:
-    if not math.isfinite(float(loss)):
-        raise FloatingPointError(f"the loss became {float(loss)}")
-
-
 class Training:
-    """Training steps of one backend or rival."""
-
     def __init__(self, sent: Json) -> None:
         job = self.job = Job(sent)
         self.config, self.device, self.setup = job.config, job.device, job.setup
+        self.micro, self.settings = job.config.gradient_accumulation_steps, sent["settings"]
         self.clock, self.compiled = Clock(self.device), bool(job.setup.compile)
-        self.settings = sent["settings"]  # of the mode
         self.profiled = self.settings.get("profile", False)
         if self.device.type == "cpu" and not sent["rival"]:  # as train.py does
             keep_freed_memory()
@@ -118,21 +105,14 @@ class Training:
             profile.prepare(self.device)
         self.scaler = job.setup.scaler()
         self.who = candidates.build(sent["rival"], job).for_training(self.scaler)
-        self.micro = self.config.gradient_accumulation_steps
-        self.resize(self.config.batch_size)
-        self.step_ms = math.inf  # of the fastest steps so far
+        self.step_ms = math.inf
         self.about = {"title": self.who.title, "compiled": self.compiled, "dtype": job.dtype}
-
-    def resize(self, batch_size: int) -> None:
-        """Draw the batch of all steps."""
-        self.batch_size = batch_size
-        self.batch = self.job.random_tokens(batch_size * self.micro)
 
     def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
         return self.who.step(x, y, self.micro, mark)
 
     def timed(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Json, list[Tensor]]:
-        """Return the mean milliseconds of a step on each batch and of its parts, and the losses."""
+        """Mean milliseconds of a step on each batch and of its parts, and the losses."""
         stamps: list[list[Stamp]] = []  # of a step: each forward, backward, update, end
         losses, steps, ms = [], len(batches), self.clock.ms
         start = self.clock.start()
@@ -162,10 +142,9 @@ class Training:
         return answer
 
     def warm_up(self, request: Json) -> Json:
-        """Compile, fill caches; return the first loss and the kernels' names."""
-        if request["batch_size"]:  # --batch_size=auto
-            self.resize(request["batch_size"])
-        answer: Json = {"batch_size": self.batch_size}
+        n = request["batch_size"] or self.config.batch_size
+        self.batch = self.job.random_tokens(n * self.micro)
+        answer: Json = {"batch_size": n}
         began = time.perf_counter()
 
         def look(part: str) -> None:
@@ -192,14 +171,12 @@ class Training:
 
     def largest(self, request: Json) -> Json:
         def fits(n: int) -> None:
-            """Run a step of a micro-batch of n sequences."""
             self.who.step(*self.job.random_tokens(n), 1, lambda part: None)
             synchronize(self.device)
 
         return {"batch_size": machine.largest(fits, self.device, MOST)}
 
     def profile(self, plain_ms: float) -> Json:
-        """Return the milliseconds of a step by kernel: of the step that runs."""
         if self.device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not support {self.device.type}"}
         with profile.profiled(self.device, PROFILED_STEPS) as found:
@@ -209,6 +186,11 @@ class Training:
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}
         row: dict[str, Any] = found.row()
-        if self.device.type == "cuda":  # the profiler slows the host only
+        if self.device.type == "cuda":
             row["classes"]["gaps"] = max(0.0, plain_ms - found.busy_ms)
         return {**row, "steps": PROFILED_STEPS, "plain_ms": plain_ms}
+
+
+def finite(loss: Tensor) -> None:
+    if not math.isfinite(float(loss)):
+        raise FloatingPointError(f"the loss became {float(loss)}")

@@ -1,12 +1,12 @@
-"""A process for each candidate: it builds, warms up, and measures a round for each request.
+"""A process for each candidate: the first request builds it, each warms up or measures a round.
 
-The first request also builds the candidate. An answer is JSON's types, or a Failure. What libraries
-print goes to a file. A process ends with all that it started when its parent closes it or dies.
+An answer is JSON's types, or a Failure. A process ends, with all that it started, with its parent.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -16,7 +16,6 @@ import threading
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -31,11 +30,11 @@ from core.settings import UserError
 
 GRACE = 20.0  # seconds that a round may go on after the deadline
 LOOK = 0.2  # seconds between two checks for signals while a worker works
-SPAWN = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class Failure(Exception):
-    """No result: "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
+    """ "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
 
     def __init__(self, kind: str, why: str, built: bool = True) -> None:
         super().__init__(kind, why, built)  # for pickle
@@ -46,42 +45,25 @@ class Failure(Exception):
         return self.why
 
 
-class Progress:
-    """Plain lines on stderr, with the seconds since the start."""
-
-    def __init__(self) -> None:
-        self.began = self.last = time.monotonic()
-
-    def tell(self, line: str) -> None:
-        print(f"[{time.monotonic() - self.began:4.0f} s] {line}", file=sys.stderr, flush=True)
-
-    def watch(self, what: str) -> None:
-        """Print at most every two seconds."""
-        if time.monotonic() - self.last >= 2:
-            self.last = time.monotonic()
-            self.tell(what)
-
-
-@dataclass
 class Stop:
-    """Deadline and signals that end the bench."""
+    """Deadline and signals that end the bench, and its progress on stderr."""
 
-    deadline: float | None = None  # time.monotonic(), after which nothing more begins
-    signals: StopSignal | None = None
-    why: str = ""  # set when the bench was stopped
-    began: float = field(default_factory=time.monotonic)
+    def __init__(self, deadline: float | None = None, signals: StopSignal | None = None) -> None:
+        self.deadline = math.inf if deadline is None else deadline
+        self.signals = signals
+        self.why = ""
+        self.began = self.told = time.monotonic()
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline."""
-        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
+        return self.deadline - time.monotonic()
 
     @property
     def spent(self) -> str:
         return f"set-up and measuring took {time.monotonic() - self.began:.0f} s so far"
 
     def check(self, late: float = 0.0) -> None:
-        """Raises Failure ("stopped") after a signal, or `late` seconds after the deadline."""
+        """Raise Failure ("stopped") after a signal, or `late` seconds after the deadline."""
         if self.signals and (number := self.signals.signal):
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             self.why = f"stopped by {name}"
@@ -93,21 +75,27 @@ class Stop:
 
     @property
     def code(self) -> int:
-        """The exit code."""
         number = self.signals.signal if self.signals and self.why else None
         return 128 + number if number else 0
 
+    def tell(self, line: str) -> None:
+        print(f"[{time.monotonic() - self.began:4.0f} s] {line}", file=sys.stderr, flush=True)
+
+    def watch(self, what: str) -> None:
+        """Tell at most every two seconds."""
+        if time.monotonic() - self.told >= 2:
+            self.told = time.monotonic()
+            self.tell(what)
+
 
 class Worker:
-    """A process that measures; `work` names its class, as in "bench.train:Training"."""
+    """A process that measures by the class `work`, such as "bench.train:Training"."""
 
     def __init__(self, work: str, job: Json, timeout: float, stop: Stop) -> None:
         stop.check()
         self.timeout, self.stop, self.began = timeout, stop, time.time()
-        self.warm: set[str] = set()  # the rows that it has warmed up
-        self.about: Json = {}  # of the candidate, after the first answer
-        self.setup_s = self.took_s = 0.0  # of building it, of the last answer
-        self.held_bytes = 0  # of memory, by the sleeping process
+        self.warm: set[str] = set()  # rows
+        self.last: Json = {"held_bytes": 0}  # answer
         self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=serve, args=(theirs, work, job, self.errors.name))
@@ -130,14 +118,13 @@ class Worker:
             self.pipe.send(request)
 
     def receive(self) -> Json:
-        """Return the next answer. Raises Failure, after `timeout` seconds too."""
         deadline = time.monotonic() + self.timeout
         try:
             while not self.pipe.poll(LOOK):
                 self.stop.check(GRACE)
                 if time.monotonic() > deadline:
                     raise Failure("died", f"no answer within {self.timeout:g} s (--timeout)")
-                if not self.process.is_alive() and not self.pipe.poll():  # its children hold it
+                if not self.process.is_alive() and not self.pipe.poll():
                     raise EOFError
             answer = self.pipe.recv()
         except (EOFError, OSError):
@@ -145,8 +132,7 @@ class Worker:
             raise Failure("died", self.death()) from None
         if isinstance(answer, Failure):
             raise answer
-        self.about, self.setup_s = answer["about"], answer["built_at"] - self.began
-        self.took_s, self.held_bytes = answer["took_s"], answer["held_bytes"]
+        self.last = answer
         return answer["ok"]
 
     def ask(self, request: Json) -> Json:
@@ -163,7 +149,6 @@ class Worker:
         return f"its process died ({how}){': ' if last else ''}{last}"
 
     def close(self) -> None:
-        """End the process and all that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()  # it may have no group of its own yet
@@ -173,21 +158,19 @@ class Worker:
 
 
 def once(work: str, job: Json, timeout: float, stop: Stop, request: Json | None = None) -> Json:
-    """Return what a worker that only builds something has found, with its answer to a request."""
     worker = Worker(work, job, timeout, stop)
     try:
         answer = worker.ask(request or {})
     finally:
         worker.close()
-    return worker.about | answer
+    return worker.last["about"] | answer
 
 
 # --- in the worker ---
 
 
 def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
-    """Answer every request."""
-    os.setsid()  # a group of its own
+    os.setsid()
     log = os.open(errors, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -198,13 +181,13 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
 
         # An allocation beyond the limit fails here, before Linux kills some process.
         resource.setrlimit(resource.RLIMIT_DATA, (job["memory_limit"],) * 2)
-    if torch.device(job["device"]).index is not None:  # "cuda:1"
+    if torch.device(job["device"]).index is not None:
         torch.cuda.set_device(job["device"])
     candidate: Any = None
     while True:
         try:
             request = pipe.recv()
-        except EOFError:  # as in end_with_parent()
+        except EOFError:
             os.killpg(0, signal.SIGKILL)
         try:
             if candidate is None:
@@ -213,16 +196,16 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
             call = next((name for name in ("warm_up", "largest") if request.get(name)), "round")
             answer: Any = {"ok": getattr(candidate, call)(request) if request else {}}
             answer |= {"took_s": time.perf_counter() - began, "built_at": built_at}
-            keep = getattr(candidate, "keeps_memory", False)  # between rounds
+            keep = getattr(candidate, "keeps_memory", False)
             answer["held_bytes"] = machine.empty_cache(candidate.device, keep)
             answer["about"] = candidate.about
             json.dumps(answer, allow_nan=False)  # else it is no row of a record
         except (BackendUnavailable, UserError) as e:
             answer = Failure("unavailable", machine.reason(e), candidate is not None)
-        except Exception as e:  # any error of a kernel becomes a row of the table
+        except Exception as e:
             kind, why = "failed", machine.first_line(e)
             try:
-                machine.reset_peak(candidate.device)  # also frees what the failed call held
+                machine.reset_peak(candidate.device)
             except Exception:  # nothing was built, or CUDA is unusable now
                 kind = "died"
             answer = Failure(kind, why, candidate is not None)

@@ -21,7 +21,7 @@ from data.prepare import PrepareConfig, prepare
 from model import GPTConfig
 
 HOW = {
-    "train": ["--rounds=2", "--seconds=0.01", "--warm_up_steps=1", "--bandwidth_gbs=8"],
+    "train": ["--rounds=2", "--seconds=0.01", "--warm_up_steps=1"],
     "kernel": ["--rounds=2", "--seconds=0.01"],
     "decode": ["--rounds=2", "--bandwidth_gbs=8"],
     "converge": [],
@@ -32,9 +32,10 @@ MODEL = GPTConfig(32, 64, 2, 2, 32, bias=False)  # of small()
 
 def small(mode: str) -> list[str]:
     """A mode, and options of a model that is quickly measured."""
-    sizes = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=32",
-             "--vocab_size=64", "--batch_size=4", "--peak_tflops=0.5", "--dtype=float32"]
-    return [mode, *sizes, *HOW[mode]]
+    sizes = ["--device=cpu", "--n_embd=32", "--n_head=2", "--dtype=float32"]
+    sizes += ["--peak_tflops=0.5"] * (mode != "decode")
+    sizes += ["--n_layer=2", "--block_size=32", "--vocab_size=64"] * (mode != "kernel")
+    return [mode, *sizes, *["--batch_size=4"] * (mode not in ("kernel", "decode")), *HOW[mode]]
 
 
 def run(argv: list[str]) -> tuple[int, str]:

@@ -17,7 +17,7 @@ from benches import MODEL, by_backend, kernel, measured, rival, run, small, writ
 
 import bench_mfu
 from bench import machine
-from bench.verify import verify
+from bench.record import verify
 from core import flops
 from core.settings import UserError
 
@@ -57,7 +57,9 @@ def test_train_gives_a_row_for_every_backend_and_rival(trained):
     assert "loss_difference" not in table["nanogpt"]  # other weights
     refused = table["sdpa_cudnn"]
     assert refused["status"] == "unavailable" and "rounds" not in refused
-    assert f"| sdpa_cudnn | unavailable | {refused['why'][0]} |" in out
+    assert f"| sdpa_cudnn | unavailable | {refused['why'][0]}" in out
+    table = re.search(r"\n(\| backend .*\n){1}((?:\|.*\n)+)", out)
+    assert table and len({len(line) for line in table[0].strip().splitlines()}) == 1
     # torch counts the same FLOPs, but for biases and norm gains, which it leaves out
     counted, gains = content["reference"]["flops_per_token"], (2 * 2 + 1) * 32
     assert content["flops_per_token"]["mfu"] == pytest.approx(counted + 6 * gains, rel=1e-12)
@@ -110,7 +112,9 @@ def test_decode_runs_over_batches_prompts_and_caches(more, size, of_products):
     """A key head to two query heads; the matrices and the head, but no embedding, are int8."""
     argv = [*small("decode"), "--backends=sdpa", "--new_tokens=4", "--n_kv_head=1"]
     content = measured(*argv, *more, "--batch_sizes=1,2", "--prompts=5", "--kv_caches=none,dynamic")
-    assert len(content["rows"]) == 2 * 2 * (4 if "regex" in more[0] else 1)
+    kinds = 4 if "regex" in more[0] else 1
+    assert len(content["rows"]) == 2 * 2 * kinds
+    assert sum("Fastest" in answer for answer in content["answers"]) == 2 * kinds  # equals compete
     C, L, V = 32, 2, 64
     products = V * C + L * ((C + C) * C + C * C + 8 * C * C)
     gains = C + L * 2 * C
@@ -163,19 +167,19 @@ def test_each_backend_has_the_largest_batch_that_fits(mode, tmp_path):
 # --- converge ---
 
 
-def converging(folder: Path, *more: str, code: int = 0) -> dict[str, Any]:
-    data = f"--data_dir={write_tokens(folder)}"
-    argv = [*small("converge"), "--dataset=tiny", data, "--learning_rate=0.01", *more]
-    return measured(*argv, code=code)
+def converging(folder: Path, *more: str) -> tuple[int, dict[str, dict[str, Any]], dict[str, Any]]:
+    code, out = run([*small("converge"), "--dataset=tiny", f"--data_dir={write_tokens(folder)}",
+                     "--learning_rate=0.01", "--steps=20", "--json", *more])
+    content = json.loads(out.splitlines()[-1])
+    return code, by_backend(content), content
 
 
 def test_a_training_that_ends_elsewhere_fails(tmp_path):
     """Its kernel is right for two sequences, as in its proof, but not for four."""
     wrong = kernel(tmp_path, "wrong", "out = out * (9 if B > 2 else 1)")
-    content = converging(tmp_path, f"--backends=sdpa,{wrong}", "--steps=20", code=1)
-    rows = by_backend(content)
+    code, rows, content = converging(tmp_path, f"--backends=sdpa,{wrong}")
     verdicts = {name: r["verdict"] for name, r in rows.items()}
-    assert verdicts == {"manual": "baseline", "sdpa": "ok", "wrong": "FAIL"}
+    assert code == 1 and verdicts == {"manual": "baseline", "sdpa": "ok", "wrong": "FAIL"}
     base = rows["manual"]
     for row in rows.values():
         assert len(row["rounds"]) == 10 and len(row["losses"]) == 20
@@ -189,12 +193,9 @@ def test_a_training_that_ends_elsewhere_fails(tmp_path):
 
 @pytest.mark.slow
 def test_training_paths_beside_a_plain_one_with_seeds(tmp_path):
-    paths = "--paths=float32,bfloat16,bfloat16-residual"
-    more = ["--steps=20", "--seeds=2", "--gradient_accumulation_steps=2", "--tolerance=1e-9"]
-    code, out = run([*small("converge"), "--dataset=tiny", "--learning_rate=0.01", "--json",
-                     f"--data_dir={write_tokens(tmp_path)}", paths, *more])
-    content = json.loads(out.splitlines()[-1])
-    table = by_backend(content)
+    more = ["--seeds=2", "--gradient_accumulation_steps=2", "--tolerance=1e-9"]
+    code, table, content = converging(
+        tmp_path, "--paths=float32,bfloat16,bfloat16-residual", *more)
     assert list(table) == ["plain", "float32", "bfloat16", "bfloat16-residual"]
     base, exact, half = (table[n]["losses"] for n in ("plain", "float32", "bfloat16-residual"))
     # float32 differs by the order of sums alone, bfloat16 by its rounding: both really ran
@@ -253,23 +254,23 @@ def test_the_free_memory_of_a_container_is_what_its_limit_leaves(tmp_path, monke
         assert machine.free_memory(torch.device("cpu")) == free
 
 
-def test_a_mode_refuses_the_options_of_others(capsys):
+def test_every_mode_refuses_each_option_of_others_and_names_who_has_it(capsys):
     helps = {}
     for mode in ("train", "kernel", "decode", "converge", "runs", "qualify", "plan"):
         with pytest.raises(SystemExit):
             bench_mfu.main([mode, "--help"])
-        helps[mode] = capsys.readouterr().out
-    known = {"document_mask", "max_iters", *re.findall(r"--(\w{2,22}) ", str(helps))}
-    assert len(known) > 60
-    for mode, text in helps.items():
-        for name in (name for name in known if f"--{name}" not in text):
-            with pytest.raises(UserError, match=f"--{name}: .*{mode}"):
-                bench_mfu.main([mode, f"--{name}=1"])
+        helps[mode] = {*re.findall(r"^  --(\w+) ", capsys.readouterr().out, re.M)}
+    known = {"document_mask", "max_iters"}.union(*helps.values())
+    assert len(known) > 60 and not {"n_layer", "vocab_size", "batch_size"} & helps["kernel"]
+    for mode, name in [(mode, name) for mode, its in helps.items() for name in known - its]:
+        with pytest.raises(UserError, match=f"--{name}: .* mode {mode}$") as error:
+            bench_mfu.main([mode, f"--{name}=1"])
+        having = {other for other, names in helps.items() if name in names} or {"train.py"}
+        assert having | {mode} <= {*re.findall(r"[\w.]+", str(error.value))}
 
 
 @pytest.mark.parametrize("word, named", [
     ("processors", []), ("batch_sises", ["--batch_sizes"]), ("profile", ["train"]),
-    ("learning_rate", ["converge", "qualify"]), ("max_iters", ["train.py"]),
 ])
 def test_a_mistyped_option_names_a_near_one_or_its_modes(word, named):
     with pytest.raises(UserError, match=f"--{word}") as error:
@@ -297,6 +298,10 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
     (["converge", "--steps=15"], "15"),
     (["converge", "--dataset=none_such"], "none_such"),
     (["decode", "--prompts=30"], "--block_size=32"),
+    (["decode", "--batch_size=3"], "--batch_size=3"),
+    (["decode", "--batch_size=auto", "--batch_sizes=3"], "--batch_sizes"),
+    (["decode", "--hf=x", "--weights=int8"], "--weights=int8"),
+    (["--bandwidth_gbs=9"], "--profile"),
     (["nomode"], "nomode"),
     (["converge", "--paths=float32", "--backends=sdpa"], "--paths"),
     (["runs"], "--rival"),

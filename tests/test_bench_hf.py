@@ -9,7 +9,7 @@ import pytest
 from benches import by_backend, measured, run, small
 
 from bench import hf
-from bench.verify import verify
+from bench.record import verify
 from core.settings import UserError
 
 transformers: Any = pytest.importorskip("transformers", reason="package 'transformers' is missing")

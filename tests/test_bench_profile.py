@@ -46,7 +46,7 @@ def test_the_flops_of_the_parts_are_those_of_mfu(kv_head, window):
 def test_a_profile_is_of_the_step_that_runs(more):
     """Of all its micro-batches, and if it is compiled of Inductor's kernels."""
     code, out = run([*small("train"), "--backends=sdpa", "--gradient_accumulation_steps=3",
-                     "--profile", "--json", *more])
+                     "--profile", "--bandwidth_gbs=8", "--json", *more])
     row = json.loads(out.splitlines()[-1])["rows"][0]
     found = row["profile"]
     assert code == 0 and {"products", "attention", "optimizer", "loss"} <= {*found["classes"]}

@@ -131,6 +131,14 @@ def test_a_training_that_was_cut_short_is_not_judged(tmp_path: Path) -> None:
 # --- with nothing forked ---
 
 
+def command(*argv: str) -> subprocess.Popen[str]:
+    """A program that was started in the background ignores SIGINT."""
+    return subprocess.Popen(
+        [sys.executable, "bench_mfu.py", *argv], cwd=ROOT, text=True, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+
+
 def lives(pid: int) -> bool:
     """Return False for a zombie too."""
     found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
@@ -150,20 +158,15 @@ def test_no_child_survives_its_bench_and_its_rounds_are_kept(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     """kill -9, or Ctrl-C, which a terminal sends to the whole process group."""
-    note = tmp_path / "pids"
+    note, pids = tmp_path / "pids", []
     hangs = f"""if B > 2 and list(Path({str(tmp_path)!r}).glob("*_k/record.json")):
         import subprocess
         child = subprocess.Popen(["sleep", "1000"])
         Path({str(note) + "_"!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
         os.rename({str(note) + "_"!r}, {str(note)!r})
         time.sleep(1000)"""
-    own = f"--backends={kernel(tmp_path, 'a', hangs)}"
-    command = [sys.executable, "bench_mfu.py", *KERNELS, own, "--record=k",
-               f"--records_dir={tmp_path}"]
-    # A program that was started in the background ignores SIGINT.
-    parent = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE,
-                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    pids = []
+    parent = command(*KERNELS, f"--backends={kernel(tmp_path, 'a', hangs)}", "--record=k",
+                     f"--records_dir={tmp_path}")
     try:
         assert wait_for(note.exists), "the worker did not start"
         pids = [int(pid) for pid in note.read_text(encoding="utf-8").split()]
@@ -182,13 +185,8 @@ def test_no_child_survives_its_bench_and_its_rounds_are_kept(
 
 @pytest.mark.slow
 def test_ctrl_c_while_the_first_process_starts_is_one_line() -> None:
-    bench = subprocess.Popen(
-        [sys.executable, "bench_mfu.py", *small("train"), "--backends=sdpa"], cwd=ROOT, text=True,
-        start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    assert bench.stderr
-    with bench:
-        next(line for line in bench.stderr if "vocabulary" in line)
+    with command(*small("train"), "--backends=sdpa") as bench:
+        assert bench.stderr and next(line for line in bench.stderr if "vocabulary" in line)
         time.sleep(2)  # it imports torch
         os.killpg(bench.pid, signal.SIGINT)
         assert "Traceback" not in bench.stderr.read()

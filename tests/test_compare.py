@@ -19,7 +19,7 @@ def test_runs_by_their_settings(tmp_path: Path) -> None:
         ends.append(r.evaluations()[8][1])
     names = [str(tmp_path / name) for name in "abc"]
     code, out, _ = enter(main, names)
-    *_, adamw, muon = out.splitlines()
+    *_, adamw, muon = (" ".join(line.split()) for line in out.splitlines())
     assert adamw.split(" | ")[5] != "never"  # its own loss, which one seed alone may not reach
     assert code == 0 and "optimizer=adamw | 2 | 8" in adamw and "optimizer=muon | 1 | 8" in muon
     both = ends[:2]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
-from bench.verify import verify
+from bench.record import verify
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,7 +10,7 @@ import pytest
 from benches import kernel, measured, small
 from test_records import sealed
 
-from bench.verify import verify
+from bench.record import verify
 
 TINY = [*small("qualify"), "--new_tokens=4", "--prompts=8", "--timeout=60", "--slowest_step=0.2"]
 STAGES = ["machine", "proof", "kernels", "training", "decode", "converge"]

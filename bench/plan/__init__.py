@@ -1,50 +1,190 @@
-"""Estimates for GPUs that are not here: their rates, and the cost of a collective."""
+"""`bench_mfu.py plan`: its GPUs, and tables of the estimates in bench/plan/scale.py."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
+from bench import ROOT, Json, tables
+from bench.plan.scale import KINDS, Cluster, Job, Plan, Sent
+from bench.settings import Plan as Settings
+from bench.settings import vocabulary
+from bench.tables import Cells
 from core import flops
+from core.gpus import SERVERS, describe_rated
+from core.runtime import decide_residual
+from core.settings import UserError
+from model import GPTConfig
 
-# Latency of a message in seconds, over NVLink and over the network: NCCL's constants for rings of
-# protocol LL128 (src/graph/tuning.cc, hwLat).
-HOPS = 1.9e-6, 4.0e-6
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """GPUs, `node` of them in a server. Rates in bytes a second, links each way, per GPU."""
-
-    dtype: str  # of the matrix products
-    peak: flops.Peak
-    products: float  # TFLOP/s of matmuls
-    bandwidth: float  # of the GPU's memory
-    memory: float  # bytes
-    node: int
-    nvlink: float
-    network: float
+SHARE = 0.95  # of the memory that may be used
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Bytes that a rank sends in one collective, by link, and its seconds."""
+def cluster(config: Settings) -> tuple[Cluster, list[str]]:
+    if config.gpu is None or config.peak_tflops == "measure":
+        raise UserError("plan measures nothing: give --gpu=H200 and --peak_tflops as a number")
+    try:
+        gpu, note = describe_rated(config.gpu)
+    except ValueError as e:
+        raise UserError(f"--gpu: {e}") from None
+    dtype: str = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if flops.datasheet_peak(gpu.name, "bfloat16") else "float16"
+    peak = flops.datasheet_peak(gpu.name, dtype, config.tf32)
+    if peak is None:
+        raise UserError(f"--gpu: no {dtype} rates known for {gpu.name!r}")
+    if config.peak_tflops:
+        peak = flops.Peak(config.peak_tflops, "--peak_tflops")
+    server = SERVERS.get(gpu.name) if "800" not in config.gpu else None  # A800, H800: less NVLink
 
-    nvlink: float = 0
-    network: float = 0
-    seconds: float = 0
+    def rate(of: str, option: str, unit: str) -> float:
+        found = getattr(config, option) or getattr(gpu, of, None) or getattr(server, of, None)
+        if found is None:
+            raise UserError(f"the {of} of {gpu.name!r} is unknown: give --{option}, in {unit}")
+        return 1e9 * float(found)
+
+    memory = rate("memory", "memory_gb", "GB")
+    bandwidth = rate("bandwidth", "bandwidth_gbs", "GB/s")
+    source = "--bandwidth_gbs" if config.bandwidth_gbs else f"datasheet: {gpu.source}"
+    several, between = max(config.gpus) > 1, max(config.gpus) > config.gpus_per_node
+    nvlink = rate("nvlink", "nvlink_gbs", "GB/s each way") if several else math.inf
+    network = rate("network", "network_gbs", "GB/s each way, a GPU") if between else math.inf
+    products, node = config.products_tflops or peak.tflops, config.gpus_per_node
+    at = Cluster(dtype, peak, products, bandwidth, memory, node, nvlink, network)
+    lines = [note] if note else []
+    size = f"memory: {memory / 1e9:,.4g} GB, to be filled to {SHARE:.0%}"
+    lines += [f"peak: {peak}", f"{size}, at {bandwidth / 1e9:,.4g} GB/s ({source})"]
+    if several:
+        links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {node} GPUs"
+        links += f", network {network / 1e9:,.4g} GB/s a GPU" if between else ""
+        lines += [f"{links}, each way", f"       ({server.source})"] if server else [links]
+    return at, [*lines, f"computing: its roofline, with matmuls at {products:,.4g} TFLOP/s"]
 
 
-def collective(kind: str, size: float, ranks: int, servers: int, at: Cluster) -> Sent:
-    """Return the cost of a ring collective on a tensor of `size` bytes."""
-    if ranks == 1:
-        return Sent()
-    wire = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
-    here = ranks // servers  # in a server, each the last one of one ring
-    over = 0 if servers == 1 else wire / here
-    inside, between = HOPS
-    hops = (ranks - servers) * inside + (servers - 1) * between
-    if kind == "all-reduce":  # a tree sends as many bytes in fewer hops
-        tree = (here - 1) * inside + math.ceil(math.log2(servers)) * between
-        hops = 2 * min(hops, tree)
-    return Sent(wire - over, over, hops + max((wire - over) / at.nvlink, over / at.network))
+def plans(config: Settings, job: Job, at: Cluster, gpus: int) -> list[Plan]:
+    if gpus > at.node and gpus % at.node:
+        raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
+    option = "--context_parallels" if config.context_parallels else "--context_parallel"
+    for N in (rings := config.context_parallels or (config.context_parallel,)):
+        if gpus % N:
+            raise UserError(f"{option}: rings of {N} do not divide --gpus={gpus}")
+    ways = ["ddp"] + (["fsdp"] if gpus > 1 else []) + (["hybrid"] if gpus > at.node else [])
+    return [Plan(job, at, way, gpus, N) for way in ways for N in rings]
+
+
+def run(config: Settings) -> int:
+    at, lines = cluster(config)
+    vocab_size, source = vocabulary(config)
+    model = GPTConfig.of(config, vocab_size)
+    between = decide_residual(config.residual_dtype, "cuda", at.dtype)
+    residual = 2 if between == "autocast" and at.dtype != "float32" else 4
+    sequences = config.batch_size * config.gradient_accumulation_steps
+    checkpointing, clip = config.gradient_checkpointing, bool(config.grad_clip)
+    job = Job(model, sequences, config.batch_size, checkpointing, clip, residual)
+    every = {n: [row(p) for p in plans(config, job, at, n)] for n in config.gpus}
+    print(
+        f"PLANNED, not measured: {model.n_layer} layers, {model.n_embd:,} wide, on {config.gpu}\n"
+        f"{sequences:,} x {model.block_size:,} tokens a step, at most {job.batch:,} sequences in a "
+        f"micro-batch, {at.dtype}{', gradient checkpointing' if job.checkpointing else ''}\n"
+        f"vocabulary: {vocab_size:,} ({source})"
+    )
+    print(*lines, "formulas, and what they leave out: docs/PLAN.md", sep="\n")
+    for n, made in every.items():
+        for r in (r for r in made if "why" in r):
+            where = f"{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}"
+            print(f"\n{where}: {r['why']}")
+        good = [r for r in made if "why" not in r]
+        for title, cells in sections(good, flops.given(at.peak.source)) if good else ():
+            text = tables.markdown(cells, terminal=True)
+            print(f"\n{n:,} GPU{'s' if n > 1 else ''}, planned: {title}\n{text}")
+        if good:
+            print(f"A lower bound. {nearest(at, config.gpu or '', n)}")
+    if config.json:
+        content = [r for made in every.values() for r in made]
+        print(json.dumps({"mode": "plan", "planned": True, "gpu": config.gpu, "rows": content}))
+    return 0
+
+
+def row(plan: Plan) -> Json:
+    row: Json = {"planned": True, "gpus": plan.gpus, "parallel": plan.parallel}
+    row |= {"context_parallel": plan.context, "shard_size": plan.shard}
+    if plan.why_not:
+        return {**row, "why": plan.why_not}
+    sent, links, seconds = dict.fromkeys(KINDS, 0.0), {"nvlink": 0.0, "network": 0.0}, 0.0
+    for kind, times, s in plan.sent():
+        links["nvlink"] += times * s.nvlink
+        links["network"] += times * s.network
+        sent[kind] += times * (s.nvlink + s.network)
+        seconds += times * s.seconds
+    m, compute = plan.job.model, plan.computing[0]
+    total = compute + plan.exposed
+    rate = plan.job.sequences * m.block_size / total
+    return {
+        **row,
+        "sequences": plan.sequences,
+        "micro_steps": plan.micro,
+        "memory": plan.memory,
+        "memory_bytes": plan.held,
+        "left_bytes": SHARE * plan.at.memory - plan.held,
+        "sent": sent,
+        "links": links,
+        "compute_ms": 1e3 * compute,
+        "communication_ms": 1e3 * seconds,
+        "exposed_ms": 1e3 * plan.exposed,
+        "ms": 1e3 * total,
+        **flops.Speed(m, m.block_size, rate, plan.at.peak, plan.gpus).row(),
+    }
+
+
+def sections(rows: list[Json], given: str = "") -> list[tuple[str, Cells]]:
+    """The tables of one number of GPUs; `given` marks the times."""
+
+    def gb(n: float) -> str:
+        return "-" if not n else f"{n / 1e9:.2g}" if n < 1e8 else tables.number(n / 1e9)
+
+    def table(head: list[str], cells: Callable[[Json], list[str]]) -> Cells:
+        lines = [[r["parallel"], str(r["context_parallel"]), *cells(r)] for r in rows]
+        return ["planned", "context", *head], lines
+
+    def memory(r: Json) -> list[str]:
+        left = r["left_bytes"]
+        fits = gb(left) if left >= 0 else f"over by {gb(-left)}"
+        return [*(gb(n) for n in r["memory"].values()), gb(r["memory_bytes"]), fits]
+
+    def sent(r: Json) -> list[str]:
+        return [str(r["micro_steps"]), *map(gb, (*r["sent"].values(), *r["links"].values()))]
+
+    def time(r: Json) -> list[str]:
+        ms = [tables.number(r[f"{of}ms"]) for of in ("compute_", "communication_", "exposed_", "")]
+        if r["left_bytes"] < 0:
+            return [*ms[:3], "-", "-", "does not fit"]
+        mfu = "-" if r["mfu"] is None else tables.percent(r["mfu"])
+        return [*ms, tables.number(r["tokens_per_s"] / 1e6), mfu]
+
+    ms = ["compute", "sending", "exposed", "step", "Mtok/s", "mfu"]
+    return [
+        ("memory of a rank, GB", table([*rows[0]["memory"], "sum", "left"], memory)),
+        ("sent by a rank in a step, GB", table(["micro", *KINDS, "NVLink", "network"], sent)),
+        ("a step, ms", table([m if m == "sending" else m + given for m in ms], time)),
+    ]
+
+
+def nearest(at: Cluster, gpu: str, gpus: int) -> str:
+    """The step in docs/MEASURE.md on the GPUs nearest in name, peak rate and number."""
+    page = (ROOT / "docs" / "MEASURE.md").read_text(encoding="utf-8").partition("## MFU anchors")[2]
+    lines = (line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|"))
+    head, _, *anchors = [[cell.strip(" `") for cell in line] for line in lines]
+    known = describe_rated(gpu)[0]
+    half = flops.datasheet_peak(known.name, "bfloat16") or at.peak
+
+    def distance(anchor: Json) -> tuple[bool, float, float]:
+        count, _, name = anchor["GPUs"].partition(" x ")
+        off = math.log(float(anchor["peak, TFLOP/s"].replace(",", "")) / half.tflops)
+        return not known.short.startswith(name), abs(off), abs(math.log(int(count) / gpus))
+
+    rows = (dict(zip(head, anchor)) for anchor in anchors)
+    best = min((row for row in rows if row["ms a step"] != "-"), key=distance)
+    return (
+        f"Others measured on {best['GPUs']}: {best['ms a step']} ms, mfu {best['mfu']} "
+        f"({best['code']}; GPT-2 124M, {best['tokens a step']} tokens a step: docs/MEASURE.md)"
+    )

@@ -1,7 +1,6 @@
 """Estimates for `bench_mfu.py plan`: memory, bytes sent and time of a training step.
 
-docs/PLAN.md explains every formula. tests/test_plan.py compares bytes held and sent with those of
-two to four processes. Sizes are of the largest rank.
+docs/PLAN.md explains every formula. Sizes are of the largest rank.
 """
 
 from __future__ import annotations
@@ -14,21 +13,57 @@ from functools import cache, cached_property
 import torch
 
 from bench import parts
-from bench.plan import HOPS, Cluster, Sent, collective
+from core import flops
 from core.loss import chunk_rows
 from core.parallel import BUCKET_MB
 from model import GPT, GPTConfig
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "ring")  # ring: point to point
+# Latency of a message in seconds, over NVLink and over the network: NCCL's constants for rings of
+# protocol LL128 (src/graph/tuning.cc, hwLat).
+HOPS = 1.9e-6, 4.0e-6
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs, `node` of them in a server. Rates in bytes a second, links each way, per GPU."""
+
+    dtype: str
+    peak: flops.Peak
+    products: float
+    bandwidth: float
+    memory: float
+    node: int
+    nvlink: float
+    network: float
+
+
+@dataclass(frozen=True)
+class Sent:
+    nvlink: float = 0
+    network: float = 0
+    seconds: float = 0
+
+
+def collective(kind: str, size: float, ranks: int, servers: int, at: Cluster) -> Sent:
+    if ranks == 1:
+        return Sent()
+    wire = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
+    here = ranks // servers
+    over = 0 if servers == 1 else wire / here
+    inside, between = HOPS
+    hops = (ranks - servers) * inside + (servers - 1) * between
+    if kind == "all-reduce":  # a tree sends as many bytes in fewer hops
+        tree = (here - 1) * inside + math.ceil(math.log2(servers)) * between
+        hops = 2 * min(hops, tree)
+    return Sent(wire - over, over, hops + max((wire - over) / at.nvlink, over / at.network))
 
 
 @dataclass(frozen=True)
 class Job:
-    """Model and batch."""
-
     model: GPTConfig
-    sequences: int  # per step, all ranks
-    batch: int  # largest micro-batch
+    sequences: int
+    batch: int
     checkpointing: bool = False
     clip: bool = True
     residual: int = 4  # bytes of an element of the residual stream
@@ -36,7 +71,6 @@ class Job:
 
 @cache
 def shapes(m: GPTConfig) -> tuple[list[torch.Size], list[torch.Size]]:
-    """Return the shapes of the parameters (of a block, outside the blocks)."""
     with torch.device("meta"):
         model = GPT(replace(m, n_layer=1, attention_window=None))
     block = {id(p): p.shape for p in model.transformer.h[0].parameters()}
@@ -44,7 +78,7 @@ def shapes(m: GPTConfig) -> tuple[list[torch.Size], list[torch.Size]]:
 
 
 def shard(shapes: list[torch.Size], ranks: int) -> int:
-    """Return the elements in a rank's shard; FSDP pads the rows to a multiple of `ranks`."""
+    """The elements in a rank's shard; FSDP pads the rows to a multiple of `ranks`."""
     return sum(math.ceil(s[0] / ranks) * math.prod(s[1:]) for s in shapes)
 
 
@@ -55,10 +89,8 @@ def parameters(m: GPTConfig) -> int:
 
 @dataclass
 class Plan:
-    """A job on `gpus` GPUs, with each sequence split over a ring of `context` GPUs.
-
-    `parallel` is "ddp", "fsdp", or "hybrid": fsdp inside a server, replicated between servers.
-    """
+    """A job on `gpus` GPUs, each sequence in a ring of `context`. `parallel` is "ddp", "fsdp", or
+    "hybrid": fsdp inside a server, replicated between servers."""
 
     job: Job
     at: Cluster
@@ -73,19 +105,16 @@ class Plan:
         self.copies = gpus // self.shard
         servers = math.ceil(gpus / self.at.node)
         self.group = (self.shard, 1) if self.parallel == "hybrid" else (gpus, servers)
-        block, root = shapes(m)
-        self.block = shard(block, self.shard)  # elements in a rank's shard
-        self.root = shard(root, self.shard)  # outside the blocks
+        # Elements in a rank's shard of a block, and outside the blocks.
+        self.block, self.root = (shard(of, self.shard) for of in shapes(m))
         self.kept = m.n_layer * self.block + self.root
-        self.sequences = math.ceil(self.job.sequences * N / gpus)  # of a rank in a step
-        self.micro = math.ceil(self.sequences / self.job.batch)  # micro-batches in a step
+        self.sequences = math.ceil(self.job.sequences * N / gpus)
+        self.micro = math.ceil(self.sequences / self.job.batch)
         # Tokens of a rank in a micro-batch; a ring pads the sequence to 2 N equal chunks.
         local = m.block_size if N == 1 else 2 * math.ceil(m.block_size / (2 * N))
         self.tokens = math.ceil(self.sequences / self.micro) * local
         self.a = 4 if self.at.dtype == "float32" else 2  # bytes of an activation
         self.kv = m.kv_heads * m.head_dim  # channels of the keys
-
-    # --- memory ---
 
     @property
     def per_token(self) -> tuple[int, int]:
@@ -94,26 +123,24 @@ class Plan:
         norms = 2 * (r * C + 8 + a * C)  # input, mean and 1/std; the matmul's input
         Q = m.n_head * m.head_dim
         attention = a * (Q + 2 * K) + a * Q + 4 * m.n_head  # q, k, v; out; L
-        if m.position == "rope":
-            attention += a * (Q + K)  # before they are rotated
+        attention += a * (Q + K) * (m.position == "rope")  # before they are rotated
         ends = 8 + (r * C + 8) + a * C  # token, last norm, gradient of the loss
         wide = 4 if m.mlp == "swiglu" else 2  # gate, value, silu, product; or GELU's in and out
         return norms + attention + a * wide * m.hidden, ends
 
     @cached_property
     def memory(self) -> dict[str, int]:
-        """Peak bytes by purpose. The peaks may be at different times."""
+        """Peak bytes by purpose, perhaps at different times."""
         m, a, r, n = self.job.model, self.a, self.job.residual, self.tokens
-        C, V, L, half = m.n_embd, m.vocab_size, m.n_layer, a < 4
-        block, root = self.block, self.root
+        C, V, L, half, S = m.n_embd, m.vocab_size, m.n_layer, a < 4, self.shard
         layer, ends = self.per_token
         saved = L * layer + ends
         if self.job.checkpointing:  # the layers' inputs, and one layer
             saved = L * r * C + layer + ends
         rows = chunk_rows(n, V, "cuda", getattr(torch, self.at.dtype), self.at.memory)
-        added = parameters(m) if self.shard > 1 and self.micro > 1 else 0  # unsharded gradients
-        if self.shard > 1:  # root, two blocks in both dtypes, a block's gradients
-            gathered = 4 * root * self.shard + (4 * a + a * half + 4) * block * self.shard
+        added = parameters(m) if S > 1 and self.micro > 1 else 0  # unsharded gradients
+        if S > 1:  # root, two blocks in both dtypes, a block's gradients
+            gathered = 4 * self.root * S + (4 * a + a * half + 4) * self.block * S
         else:  # autocast's copies of the weights
             gathered = a * half * L * sum(math.prod(s) for s in shapes(m)[0] if len(s) > 1)
         if self.context > 1:  # two blocks' K, V, three's dK, dV; O and dQ in float32
@@ -131,18 +158,11 @@ class Plan:
     def held(self) -> int:
         return sum(self.memory.values())
 
-    # --- communication ---
-
     def cost(self, kind: str, size: float) -> Sent:
-        """A collective within a copy of the weights; with "ddp" among all ranks."""
         return collective(kind, size, *self.group, self.at)
 
-    def replicas(self, size: float) -> Sent:
-        """The all-reduce between the copies of "hybrid", one in each server."""
-        return collective("all-reduce", size, self.copies, self.copies, self.at)
-
     def passed(self, width: int) -> Sent:
-        """K and V of a layer, or their gradients, sent to the next rank of the ring."""
+        """K and V of a layer, or their gradients, sent along the ring."""
         size = 2 * self.tokens * self.kv * width
         if self.context <= self.at.node:  # neighbours
             return Sent(size, 0, HOPS[0] + size / self.at.nvlink)
@@ -150,19 +170,16 @@ class Plan:
 
     @cached_property
     def costs(self) -> dict[str, Sent]:
-        """The collectives of fsdp and hybrid, for a block and outside the blocks."""
-        S, block, root = self.shard, self.block, self.root
-        return {
-            "gather": self.cost("all-gather", self.a * block * S),
-            "gather root": self.cost("all-gather", 4 * root * S),
-            "scatter": self.cost("reduce-scatter", 4 * block * S),
-            "scatter root": self.cost("reduce-scatter", 4 * root * S),
-            "across": self.replicas(4 * block),
-            "across root": self.replicas(4 * root),
-        }
+        S, copies = self.shard, self.copies
+        found = {}
+        for of, n, width in (("", self.block, self.a), (" root", self.root, 4)):
+            found[f"gather{of}"] = self.cost("all-gather", width * n * S)
+            found[f"scatter{of}"] = self.cost("reduce-scatter", 4 * n * S)
+            # Between the copies of "hybrid", one in each server.
+            found[f"across{of}"] = collective("all-reduce", 4 * n, copies, copies, self.at)
+        return found
 
     def sent(self) -> Iterator[tuple[str, int, Sent]]:
-        """Yield (kind, times per step, cost of each)."""
         L, N, cost = self.job.model.n_layer, self.context, self.costs
         if self.parallel == "ddp":
             buckets = math.ceil(4 * self.kept / (BUCKET_MB * 2**20))
@@ -178,22 +195,18 @@ class Plan:
             yield "ring", L * self.micro * passes, self.passed(self.a)
             yield "ring", L * self.micro * N, self.passed(4)  # dK and dV
 
-    # --- time ---
-
     @cached_property
     def computing(self) -> tuple[float, float, float, float]:
-        """Seconds of (a step, a block's forward and backward in a micro-batch, its attention)."""
-        job, at, L = self.job, self.at, self.job.model.n_layer
+        """Seconds of (a step, a block forward and backward in a micro-batch, its attention)."""
+        job, at, each = self.job, self.at, self.job.model.n_layer * self.micro
         sizes = job.model, self.sequences / self.context
         works = parts.work(*sizes, self.micro, at.dtype, job.clip)
         s = {name: w.ms(at.products, at.bandwidth) / 1e3 for name, w in works.items()}
         # A rank updates only its shard.
         update = parts.work(*sizes, 1, at.dtype, job.clip)["optimizer"].bytes / at.bandwidth
         s["optimizer"] -= update * (1 - self.kept / parameters(job.model))
-        each = L * self.micro
-        linear, scores, norms = (
-            s[name] / each for name in ("linear", "attention", "norms and elementwise")
-        )
+        names = ("linear", "attention", "norms and elementwise")
+        linear, scores, norms = (s[name] / each for name in names)
         # Forward: 1 of 3 matmuls, 2 of attention's 7, half of the norms' bytes.
         forward = linear / 3 + norms / 2 + scores * 2 / 7
         again = forward if job.checkpointing else 0.0
@@ -227,7 +240,6 @@ class Plan:
 
     @property
     def why_not(self) -> str:
-        """Return why it cannot run, or ""."""
         shares = self.gpus // self.context
         if self.job.sequences // shares < self.micro:
             few = f"{self.job.sequences:,} sequences a step are too few for {shares:,} shares"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bench import plan as planned
 from bench import tables
-from bench.plan import Cluster, planned
-from bench.plan.scale import Job, Plan
+from bench.plan import Cluster, Job, Plan
 from core import flops
 from course.figures import table
 from model import GPTConfig
