@@ -1,5 +1,5 @@
-"""Properties besides accuracy: causality, dropout, determinism, torch.compile, caches, parts. Each
-is a function that raises AssertionError; the table PROPERTIES lists them with their cases."""
+"""Properties besides accuracy: functions that raise AssertionError, and the table PROPERTIES of
+their cases."""
 
 from __future__ import annotations
 
@@ -27,12 +27,6 @@ from .mistakes import cast, program
 
 def on_cuda(item: Item) -> bool:
     return torch.device(item.device).type == "cuda"
-
-
-def accuracy_at_length(item: Item) -> None:
-    shape = 1, item.case.Tq, item.case.Tk
-    why = proof.probe_long(item.backend, item.spec, item.device, shape)
-    require(not why, "; ".join(why))
 
 
 # --- causality ---
@@ -81,12 +75,10 @@ def unseen(item: Item) -> None:
 
 # --- dropout ---
 
-CONTRACT = '(attention/spec.py: "dropout: float = 0.0 # on the attention probabilities")'
-
 
 def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
-    """P after dropout, (B, Tq, H, Tk): where v is the identity, the output is P; so under one seed
-    v is D columns of the identity at a time."""
+    """P after dropout, (B, Tq, H, Tk): the outputs for v that hold D columns of the identity at a
+    time, all under one seed."""
     given, spec, found = item.given, replace(item.spec, grad=False, dropout=dropout), []
     Tk, D = item.case.Tk, item.case.D
     eye = F.pad(torch.eye(Tk, device=given.v.device, dtype=given.v.dtype), (0, -Tk % D))
@@ -97,8 +89,8 @@ def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
     return torch.cat(found, dim=3)[..., :Tk]
 
 
-def together(x: Tensor) -> Tensor:
-    """The sum of x times x shifted, for each shift along all axes: its autocorrelation."""
+def autocorrelation(x: Tensor) -> Tensor:
+    """The sum of x times x shifted, for each shift along all axes."""
     sizes = [2 * n for n in x.shape]  # as zeros follow, no shift wraps around
     return torch.fft.irfftn(torch.fft.rfftn(x, sizes).abs().square(), sizes)
 
@@ -112,8 +104,7 @@ def rate(item: Item) -> None:
     got = torch.stack([weights(item, p, seed) for seed in range(n)])
     left = (got != 0) & there
     off, as_before = ((got - want)[left].abs().max() for want in (P / (1 - p), P))
-    text = f"the kept probabilities are not divided by 1 - p {CONTRACT}"
-    require(as_before > 8 * eps, text)
+    require(as_before > 8 * eps, "the kept probabilities are not divided by 1 - p")
     require(off <= 8 * eps / (1 - p), f"what is kept is off by up to {off:.3g}")
     x = (got.eq(0).float() - p) * there  # (n, B, Tq, H, Tk) of mean 0
     variance, total = p * (1 - p), n * int(there.sum())
@@ -122,7 +113,8 @@ def rate(item: Item) -> None:
     uneven = x.mean((0, 1)).abs() > 6 * (variance / (n * B)) ** 0.5
     require(not uneven.any(), "some probabilities are dropped more often than others")
 
-    product, pairs = together(x), together(there.float().expand(x.shape)).clamp(min=0)
+    product = autocorrelation(x)
+    pairs = autocorrelation(there.float().expand(x.shape)).clamp(min=0)
     # Bernstein's inequality: a sum of independent products is past this once in a million tests.
     tail = math.log(1e6 * product.numel())
     most = max(p, 1 - p) ** 2 * tail / 3
@@ -140,7 +132,7 @@ def replay(item: Item) -> None:
     given, spec, p = item.given, item.spec, item.spec.dropout
     kept = weights(item, p, 5) != 0  # (B, Tq, H, Tk)
     require(kept.equal(weights(item, p, 5) != 0), "one seed gives different masks")
-    require(not kept.equal(weights(item, 0.0) != 0), f"dropout is ignored {CONTRACT}")
+    require(not kept.equal(weights(item, 0.0) != 0), "dropout is ignored")
     torch.manual_seed(5)
     got, second = item.run(given, spec), item.run(given, replace(spec, grad=False))
     require(not got.out.equal(second.out), "two calls have the same dropout mask")
@@ -231,12 +223,17 @@ def same_bits(item: Item) -> None:
         require(same, f"{name} differs between runs")
 
 
-# --- caches, partial attention ---
+# --- caches, long sequences, partial attention ---
 
 
 def probed(item: Item) -> None:
     """The probe of attention/proof.py: in chunks, then by tokens; earlier outputs stay."""
     why = proof.probe(item.backend, item.spec, item.device, item.case.Tk).why
+    require(not why, "; ".join(why))
+
+
+def probed_at_length(item: Item) -> None:
+    why = proof.probe_long(item.backend, item.spec, item.device, (1, item.case.Tq, item.case.Tk))
     require(not why, "; ".join(why))
 
 
@@ -264,10 +261,8 @@ Row = tuple[Any, ...]
 SIDES = (", window9, packed, both, right5, window9-right5, window9-both, window9-packed,"
          "window9-both-packed, both-packed")
 SOME = ", packed, sinks, both"
-ALL = ", window5, packed, sinks, scale-softcap4, both"
 CACHED = (", window9, both, sinks-scale-softcap4, alibi-window9, window9-right5, window9-both,"
           "alibi-both")
-LSE = f"{SIDES}, scale-softcap4, alibi, alibi-both"
 autocast = partial(surrounded, context=partial(torch.autocast, dtype=torch.bfloat16))
 inference = partial(surrounded, context=lambda device: torch.inference_mode())
 PROPERTIES: list[Row] = [
@@ -286,7 +281,8 @@ PROPERTIES: list[Row] = [
     (2, "dropout rate", "dropout", rate,
      "16-gqa-B8-D16-dropout.25, 300-B1-D128-dropout.5, 20x128-gqa-B8-D128-dropout.5"),
     (6, "the same mask again", "dropout", replay,
-     "9x16-gqa-D16-dropout.25, 16-gqa-B4-D16-dropout.25", ALL),
+     "9x16-gqa-D16-dropout.25, 16-gqa-B4-D16-dropout.25",
+     ", window5, packed, sinks, scale-softcap4, both"),
     (1, "the same mask again", "dropout", replay, "9x150-mqa-B1-D64-dropout.25,"
      "150x190-gqa-B1-D64-dropout.25, 150x190-gqa-B1-D64-dropout.25-window70,"
      "150x190-gqa-B1-D64-dropout.25-window70-packed"),
@@ -300,18 +296,17 @@ PROPERTIES: list[Row] = [
      "64-gqa-inference-page_size16, 300-gqa-inference-page_size256", CACHED),
     (2, "in parts, merged by L", "parts", probed, "50-mqa-lse, 50-gqa-lse",
      ", window9-packed, window9, packed, scale-softcap4, alibi-packed"),
-    (2, "log-sum-exp", "parts", log_sum_exp, "33-mqa-lse, 20x33-mqa-lse", LSE),
-    (2, "log-sum-exp", "parts", log_sum_exp, "40x33-mqa-lse", LSE),
+    *((2, "log-sum-exp", "parts", log_sum_exp, texts, f"{SIDES}, scale-softcap4, alibi, alibi-both")
+      for texts in ("33-mqa-lse, 20x33-mqa-lse", "40x33-mqa-lse")),
 ]
 
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = (),
                quick: bool = False) -> Iterator[Item]:
-    """All (quick: some of each row); the last are those at `length` tokens (0: none) and the limits
-    of `caps`."""
+    """All (quick: some of each row), then those at `length` tokens and at the limits of `caps`."""
     rows = [*PROPERTIES]
     if length:
-        rows.append((4, f"{length:,} tokens", "long sequences", accuracy_at_length,
+        rows.append((4, f"{length:,} tokens", "long sequences", probed_at_length,
                      f"{length}-mqa-D64", ", window100", ", inference"))
     for row in caps:
         size = row.page_multiple

@@ -1,7 +1,5 @@
-"""Run a function apart from whatever surrounds its caller.
-
-PyTorch keeps its modes per thread (autocast, saved-tensor hooks, dispatch modes, the default
-device, inference mode, tracers, profilers). A new thread begins without any of them."""
+"""Run a function in a thread of its own, without the modes of its caller's: autocast, hooks of
+saved tensors, dispatch modes, the default device, inference mode, tracers, profilers."""
 
 from __future__ import annotations
 
@@ -23,9 +21,8 @@ PATIENCE = 600  # seconds: a kernel that waits for this thread must not wait for
 
 
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
-    """Return function() from a new thread. Others wait; Ctrl-C lets them go on.
-    Raises RuntimeError: a CUDA graph is being captured, which would break, or another choice does
-    not end: its kernel may wait for this thread."""
+    """Return function() from a new thread. Others wait; Ctrl-C lets them go on. Raises
+    RuntimeError: a CUDA graph is being captured, or another choice does not end."""
     import torch
 
     if getattr(_inside, "now", False):  # a kernel that calls attention, too
@@ -59,7 +56,7 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
 
 
 def outside_a_trace(function: F) -> F:
-    """Let torch.compile call a function of constants while it traces, instead of tracing it.
-    As torch.compiler.assume_constant_result, without its import of torch._dynamo (1 s)."""
+    """Let torch.compile call a function of constants while it traces. As PyTorch's
+    assume_constant_result, without its import of torch._dynamo (1 s)."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

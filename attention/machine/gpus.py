@@ -1,5 +1,5 @@
-"""GPUs by name, and their compute capabilities, from developer.nvidia.com/cuda-gpus and
-/cuda-legacy-gpus. Their rates are in core/gpus.py."""
+"""GPUs by name, and their compute capabilities (developer.nvidia.com/cuda-gpus, cuda-legacy-gpus);
+rates: core/gpus.py."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not 
 
 
 def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
-    """Return a known machine by its name or a distinctive part of it: "titan rtx", "4090", "cpu".
-    It has that version of `torch` and packages of these import names. Raises ValueError: unknown,
-    or several machines match; lists the nearest."""
+    """A known machine by its name or a distinctive part of it ("titan rtx", "4090", "cpu"), with
+    that version of torch and packages of these import names. Raises ValueError: none or several
+    machines match."""
     given = words(text)
     fit = [m for m in KNOWN if words(m.name) - MAKERS <= given]
-    n_words = max((len(words(m.name)) for m in fit), default=0)
-    fit = [m for m in fit if len(words(m.name)) == n_words]
+    longest = max((len(words(m.name)) for m in fit), default=0)
+    fit = [m for m in fit if len(words(m.name)) == longest]
     fit = fit or [m for m in KNOWN if given and given <= words(m.name)]
     if not fit:
         near = nearest(text, [m.name for m in KNOWN])

@@ -1,4 +1,4 @@
-"""Processor, installed packages, cache folder, profiler. torch is imported inside the functions."""
+"""Processor, installed packages, settings, profiler. torch is imported inside the functions."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-# Errors after which a CUDA context is lost, as PyTorch, Triton and CUTLASS print them (CUDA
-# Runtime API, cudaError: "the process must be terminated and relaunched").
-LOST = re.compile(
-    "CUDA.*(illegal memory access|illegal address|device-side assert|misaligned address|illegal "
-    "instruction|invalid program counter|unspecified launch failure|hardware stack error|"
-    "ILLEGAL_ADDRESS|MISALIGNED_ADDRESS|LAUNCH_FAILED|ECC error)", re.I | re.S
-)
-UNKNOWN_VERSION = "unknown version"  # for a package that imports but has no version
-
 if TYPE_CHECKING:
     import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+KERNEL_ERRORS = (Exception, SystemExit)  # what a kernel may raise; Ctrl-C is not its error
+# Errors after which a CUDA context is lost, as PyTorch, Triton and CUTLASS print them.
+LOST = re.compile(
+    "CUDA.*(illegal memory access|illegal address|device-side assert|misaligned address|illegal "
+    "instruction|invalid program counter|unspecified launch failure|hardware stack error|"
+    "ILLEGAL_ADDRESS|MISALIGNED_ADDRESS|LAUNCH_FAILED|ECC error)", re.I | re.S
+)
+UNKNOWN_VERSION = "unknown version"  # of a package that imports but has no version
 
 
 def cpu_name() -> str | None:
-    """Return the processor's name as Linux reports it, None on other systems."""
+    """The processor's name as Linux reports it, None on other systems."""
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -54,13 +53,16 @@ def devices() -> list[str]:
 
     numbered = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     mps = ["mps"] if torch.backends.mps.is_available() else []
-    return ["cpu", *(["cuda"] if numbered else []), *numbered, *mps]
+    return ["cpu", *["cuda"] * bool(numbered), *numbered, *mps]
 
 
 @cache
 def import_version(package: str) -> str | None:
     """Import a package; return its version, its import error, or None if it is missing."""
-    top = package.partition(".")[0]
+    def versions() -> dict[str, str]:
+        names = metadata.packages_distributions().get(package.partition(".")[0], ())
+        return {name: metadata.version(name) for name in names}
+
     try:
         found = importlib.util.find_spec(package)
         if found is None or (found.origin is None and found.submodule_search_locations is not None):
@@ -71,8 +73,7 @@ def import_version(package: str) -> str | None:
             return None  # "a.b" where a is missing
         why = f"{type(e).__name__}: {e}"
         # As flash-attn 2.8, whose wheel has an old flash_attn/cute, and flash-attn-4.
-        owners = {name: metadata.version(name) for name in _distributions(top)}
-        if len(owners) > 1:
+        if len(owners := versions()) > 1:
             both = " and ".join(f"{name} {version}" for name, version in owners.items())
             why += f"; {both} install into one folder: reinstall the one that you need, with pip "
             why += "install --force-reinstall --no-deps"
@@ -81,25 +82,17 @@ def import_version(package: str) -> str | None:
     if re.match(r"[\d.]*[1-9]", version):
         return version
     # No version, or 0.0.0 from a package that looks itself up under its former name.
-    known = [metadata.version(name) for name in _distributions(top)]
     numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]  # noqa: E731
-    return max(known, key=numbers, default=UNKNOWN_VERSION)
-
-
-def _distributions(top: str) -> set[str]:
-    return {*metadata.packages_distributions().get(top, ())}
+    return max(versions().values(), key=numbers, default=UNKNOWN_VERSION)
 
 
 def first_line(e: BaseException) -> str:
-    """Return the first line of the message, or the exception's type if it is empty."""
+    """The first line of the message, or the exception's type if it has none."""
     try:
         text = str(e).strip()
     except Exception:  # of an exception that cannot print itself
         text = ""
     return (text or type(e).__name__).splitlines()[0]
-
-
-KERNEL_ERRORS = (Exception, SystemExit)  # what a kernel may raise; Ctrl-C is not its error
 
 
 @contextmanager
@@ -165,8 +158,8 @@ def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
 
 @contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
-    """Append to `names` the operators that this thread runs in the block. This profiler is one of
-    each thread: it does not disturb a running torch.profiler, of which a process has one."""
+    """Append to `names` the operators that this thread runs in the block. A running torch.profiler,
+    of which a process has one, is not disturbed."""
     from torch.autograd import profiler_legacy
 
     with profiler_legacy.profile() as profile:
@@ -180,6 +173,6 @@ def kineto(device_type: str) -> torch.profiler.profile:
 
     # Else torch 2.13 prints "USDT: ... profiler_start". Read when a process first profiles.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    activity = torch.profiler.ProfilerActivity
-    activities = [activity.CPU, *([activity.CUDA] if device_type == "cuda" else [])]
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, *[kinds.CUDA] * (device_type == "cuda")]
     return torch.profiler.profile(activities=activities, acc_events=True)  # else 2.11 warns

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable
 from ..masks import filled_cache
-from ..proof import Inputs, KernelFailed, attempt, attend_of, draw_inputs, probe
+from ..proof import KernelFailed, attempt, attend_of, draw_inputs, probe
 from ..select import Shape, admit
 from ..spec import Machine, Policy, Spec
 from .system import own_code, synchronize
@@ -38,7 +38,6 @@ class Row:
     kernels: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # why a mode was not timed
 
-
     def as_json(self, modes: Sequence[Spec]) -> dict[str, Any]:
         names = ["forward_backward" if spec.grad else "forward" for spec in modes]
         error = self.error if math.isfinite(self.error or 0) else None  # JSON has no NaN
@@ -46,35 +45,7 @@ class Row:
 
 
 Call = Callable[[], None]
-Key = tuple[str, Spec]
-
-
-def measure(
-    names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
-    device: torch.device, shape: Shape, show: Callable[[str], object] = lambda line: None,
-) -> list[Row]:
-    """Probe and time the backends. The random state is restored.
-
-    Args:
-        modes: without the backward pass, with it, or both in this order.
-        show: called with a line for each backend as soon as it has run once or is refused."""
-    rows: dict[str, Row] = {}
-    calls: dict[Key, tuple[Call, float]] = {}
-    machine = replace(machine, interpreted=False)  # thousands of times slower than a GPU
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        drawn = draw(modes[-1], device, shape)
-        for name in names:
-            row, once = tried(name, modes, machine, policy, device, shape, drawn)
-            text = row.why[0] if row.why else f"{1e3 * [*once.values()][-1][1]:.4g} ms"
-            show(f"{name:14}  {text}")
-            rows[name] = row
-            calls |= {(name, spec): call for spec, call in once.items()}
-        for (name, _), s in race(calls, device).items():
-            rows[name] = replace(rows[name], ms=(*rows[name].ms, 1e3 * s))
-    if device.type == "cuda":  # the run reports its own peak
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    return list(rows.values())
+Calls = dict[tuple[str, Spec], tuple[Call, float]]  # and roughly the seconds of each
 
 
 def declared(name: str, spec: Spec, machine: Machine,
@@ -87,37 +58,53 @@ def declared(name: str, spec: Spec, machine: Machine,
     return Row(name, backend.title, tuple(why)), backend
 
 
-def tried(
-    name: str, modes: Sequence[Spec], machine: Machine, policy: Policy, device: torch.device,
-    shape: Shape, drawn: tuple[Inputs, dict[str, Any]],
-) -> tuple[Row, dict[Spec, tuple[Call, float]]]:
-    """A backend's row, and its call in each mode with roughly the seconds; none if it cannot."""
-    row, backend = declared(name, modes[-1], machine, policy)
-    able = [spec for spec in modes if not declared(name, spec, machine, policy)[0].why]
-    if backend is None or not able:
-        return row, {}
-    # The probe stores all scores in float64: only as long as needed to see the usual kernel.
-    seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
-    row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
-    once: dict[Spec, tuple[Call, float]] = {}
-    try:
-        for spec in () if row.why else able:
-            call = work(backend, spec, *drawn)
-            with attempt(backend, device):
-                once[spec] = call, warmed_up(call, device)
-    except KernelFailed as e:  # such as out of memory
-        return replace(row, why=(f"at this shape: {e}",)), {}
-    return row, once
+def measure(
+    names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
+    device: torch.device, shape: Shape, show: Callable[[str], object] = lambda line: None,
+) -> list[Row]:
+    """Probe and time the backends. The random state is restored.
+
+    Args:
+        modes: without the backward pass, with it, or both in this order.
+        show: called with a line for each backend as soon as it has run once or is refused."""
+    rows: dict[str, Row] = {}
+    calls: Calls = {}
+    machine = replace(machine, interpreted=False)  # thousands of times slower than a GPU
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        make = calls_of(modes[-1], device, shape)
+        for name in names:
+            row, backend = declared(name, modes[-1], machine, policy)
+            able = [spec for spec in modes if not declared(name, spec, machine, policy)[0].why]
+            once: Calls = {}
+            if backend is not None and able:
+                # The probe stores all scores in float64: no longer than the usual kernel needs.
+                seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
+                row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
+                try:
+                    for spec in () if row.why else able:
+                        call = make(backend, spec)
+                        with attempt(backend, device):
+                            once[name, spec] = call, warmed_up(call, device)
+                except KernelFailed as e:  # such as out of memory
+                    row, once = replace(row, why=(f"at this shape: {e}",)), {}
+            text = row.why[0] if row.why else f"{1e3 * [*once.values()][-1][1]:.4g} ms"
+            show(f"{name:14}  {text}")
+            rows[name] = row
+            calls |= once
+        for (name, _), s in race(calls, device).items():
+            rows[name] = replace(rows[name], ms=(*rows[name].ms, 1e3 * s))
+    if device.type == "cuda":  # the run reports its own peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return list(rows.values())
 
 
-def race(calls: Mapping[Key, tuple[Call, float]], device: torch.device) -> dict[Key, float]:
-    """Median seconds of each call, in interleaved rounds, 3 to 100 as the budget allows. `calls`
-    come with roughly the seconds of one."""
-    many, rounds = {}, {}
-    for key, (_, s) in calls.items():
-        many[key] = min(20, max(1, round(SAMPLE_S / s)))
-        rounds[key] = min(100, max(3, round(BUDGET_S / s / many[key])))
-    taken: dict[Key, list[float]] = {key: [] for key in calls}
+def race(calls: Calls, device: torch.device) -> Mapping[tuple[str, Spec], float]:
+    """Median seconds of each call, in interleaved rounds, 3 to 100 as the budget allows."""
+    many = {key: min(20, max(1, round(SAMPLE_S / s))) for key, (_, s) in calls.items()}
+    rounds = {key: min(100, max(3, round(BUDGET_S / s / many[key])))
+              for key, (_, s) in calls.items()}
+    taken: dict[tuple[str, Spec], list[float]] = {key: [] for key in calls}
     order = random.Random(0)
     while going := [key for key in calls if len(taken[key]) < rounds[key]]:
         order.shuffle(going)
@@ -134,6 +121,43 @@ def warmed_up(call: Call, device: torch.device) -> float:
         samples.append(time_call(call, device))
     return min(samples)
 
+
+def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backend, Spec], Call]:
+    """A function that makes a call of a backend, with the backward pass if its Spec has gradients,
+    on random inputs with the strides of a model's tensors."""
+    B, Tq, Tk = shape
+    given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
+    options: dict[str, Any] = dict(given.options)
+    if spec.cache in ("static", "paged"):
+        k, v, view = filled_cache(given.k, given.v, spec)
+        given = given._replace(k=k, v=v)
+        options["cache"] = view([Tk - Tq] * B, [Tq] * B)
+
+    def make(backend: Backend, spec: Spec) -> Call:
+        attend = attend_of(backend, spec)
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            return attend(q, k, v, spec, **options)
+
+        run = forward
+        if spec.compiled:
+            run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
+        tensors = [*given[:3], *([] if given.sinks is None else [given.sinks])]
+        leaves = [t.detach().requires_grad_(spec.grad) for t in tensors]
+        own = options | ({} if given.sinks is None else {"sinks": leaves[3]})
+
+        def call() -> None:
+            with torch.set_grad_enabled(spec.grad):
+                out = run(*leaves[:3], **own)
+                if spec.grad:
+                    torch.autograd.grad(out, leaves, given.dout)
+
+        return call
+
+    return make
+
+
+# --- the clock ---
 
 Stamp = Any  # seconds, on CUDA an event
 
@@ -168,49 +192,12 @@ class Clock:
 
 
 def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> float:
-    """Seconds of one call, the mean of n in a row; on CUDA by the device's clock."""
+    """Seconds of one call, the mean of n in a row."""
     clock = Clock(device)
     start = clock.start()
     for _ in range(n):
         call()
     return clock.ms(start, clock.stop()) / 1e3 / n
-
-
-# --- one attention call ---
-
-
-def draw(spec: Spec, device: torch.device, shape: Shape) -> tuple[Inputs, dict[str, Any]]:
-    """Random inputs with the strides of a model's tensors, and the options of attend()."""
-    B, Tq, Tk = shape
-    given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
-    if spec.cache not in ("static", "paged"):
-        return given, dict(given.options)
-    k, v, view = filled_cache(given.k, given.v, spec)
-    return given._replace(k=k, v=v), {**given.options, "cache": view([Tk - Tq] * B, [Tq] * B)}
-
-
-def work(backend: Backend, spec: Spec, given: Inputs, options: dict[str, Any]) -> Call:
-    """One attention call, with the backward if spec.grad."""
-    attend = attend_of(backend, spec)
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return attend(q, k, v, spec, **options)
-
-    run = forward
-    if spec.compiled:
-        run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
-    tensors = [*given[:3], given.sinks] if given.sinks is not None else given[:3]
-    leaves = [t.detach().requires_grad_(spec.grad) for t in tensors]
-    if given.sinks is not None:
-        options = {**options, "sinks": leaves[3]}
-
-    def call() -> None:
-        with torch.set_grad_enabled(spec.grad):
-            out = run(*leaves[:3], **options)
-            if spec.grad:
-                torch.autograd.grad(out, leaves, given.dout)
-
-    return call
 
 
 # --- the table ---
