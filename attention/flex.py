@@ -1,30 +1,18 @@
 """flex: PyTorch's flex_attention, whose mask is a Python function.
 
-The kernel is FlashAttention (tiled.py) as a template. torch.compile traces mask_mod(b, h, i, j),
-here visible(), into it. A BlockMask classifies the tiles of 128 x 128 scores:
-
-              K_0 K_1 K_2 K_3     partial   full
-        Q_0 [  /   .   .   .  ]   0         -         /  partial: mask_mod at each entry
-        Q_1 [  x   /   .   .  ]   1         0         x  full: no mask
-        Q_2 [  x   x   /   .  ]   2         0 1       .  in neither list: skipped
-        Q_3 [  .   /   x   /  ]   1 3       2            (here for a window)
-
-A softcap and ALiBi are a score_mod(score, b, h, i, j), applied to the scaled score before the mask.
-Sinks use the logsumexp L: a key of score t without a value takes e^t / (e^L + e^t) of a row's
-weight, so out * sigmoid(L - t) remains.
+The kernel is FlashAttention (tiled.py) as a template, into which torch.compile traces visible().
+A BlockMask lists for each row of tiles of 128 x 128 scores those with a mask ("partial") and those
+without ("full"); a tile in neither list is skipped. A softcap and ALiBi are a score_mod. Sinks use
+the logsumexp L: of a row's weight out * sigmoid(L - sink) remains.
 
 Memory  O(T): q, k, v, out and one logsumexp a row; the lists are (T / 128)^2 integers.
-FLOPs   4 * Tq * Tk * D a head forward, 14 backward (where FlashAttention has 10), less the skipped
-        tiles: dQ, and dK with dV, each recompute S and dP. Without atomics: deterministic.
-Layout  (B, H, T, D) to PyTorch; these are transposed views.
-Compile Never eager, which stores all scores. In a compiled model it is traced into the graph, and
-        each layer rebuilds the lists; else it is compiled here, and the lists are cached. Without a
-        gradient lengths are symbolic, the mask's parameters tensors: no compilation for a new one.
-flex_flash  The same on FlashAttention-4 (kernel_options BACKEND), into whose kernel PyTorch
-        compiles mask_mod and score_mod. Each length is compiled.
-Refuses dropout, float64, and on the CPU and Apple's Metal gradients and sinks (no L in torch 2.13).
-        The probe finds the rest: CUDA needs a head_dim of at least 16, a CPU AVX2.
-Source  Dong et al. 2024 (arXiv 2412.05496); He et al. 2024, pytorch.org/blog/flexattention.
+FLOPs   4 * Tq * Tk * D a head forward, 14 backward, less the skipped tiles. Deterministic.
+Layout  (B, H, T, D) to PyTorch: transposed views.
+Compile In a compiled model it is traced into the graph; else it is compiled here, and the lists are
+        cached. Without a gradient lengths are symbolic: no compilation for a new one.
+flex_flash  The same on FlashAttention-4 (kernel_options BACKEND). Each length is compiled.
+Refuses dropout, float64, and on the CPU and Apple's Metal gradients and sinks.
+Source  Dong et al. 2024 (arXiv 2412.05496).
 """
 
 from __future__ import annotations
@@ -51,10 +39,8 @@ OwnMask = Callable[[int, int, int, int, torch.device], "tuple[BlockMask, Mod | N
 TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
 FEW = 16  # queries; more do not take PyTorch's kernel for decoding, whose tile holds all
 THREE = ("float16", "bfloat16", "float32")
-# Head dims for which PyTorch's C++ for a CPU with AVX2 multiplies 16 keys where 8 are left, and
-# overwrites the rows' maxima behind the scores (_inductor/codegen/cpp_micro_gemm.py, pull request
-# 145194, still so in 2.13: tail_n with trans_b, K % 8 == 0 and K < 24). With four zeros more it
-# multiplies key by key. v, too: in a compiled model a v that alone is a view is misread.
+# Head dims for which PyTorch's C++ for AVX2 overwrites memory (cpp_micro_gemm.py up to 2.13, tail_n
+# with trans_b, K % 8 == 0, K < 24); not with four zeros more. v too: a lone view is misread.
 SPOILT = (8, 16)
 
 
@@ -73,8 +59,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous().view(-1, H)
     sides = Tq, Tk, spec.window, spec.right, flash_rows(on) if flash else None
-    # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch 2.13
-    # generates C++ that does not compile.
+    # As text: of a number dynamic=True makes a symbol, whose C++ does not compile (2.13).
     scale_text, softcap = (None if n is None else str(n) for n in (scale, spec.softcap))
     if torch.compiler.is_compiling():
         call, mask = flex, block_mask(segments, on, *sides)
@@ -146,33 +131,22 @@ def graph_of(q: Tensor, Tk: int, spec: Spec, segments: Tensor | None, slopes: Te
 
 @lru_cache(maxsize=4096)
 def compiled(graph: Graph) -> Callable[..., Tensor]:
-    # Sizes are remembered under the name.
     own = own_code(flex, f"flex_{hash(graph) & 0xFFFFFFFF:x}")
-    # Training has few lengths, best compiled as constants: the kernel for a multiple of 128 checks
-    # no bounds (IS_DIVISIBLE in torch/_inductor/kernel/flex). A function that they shared would
-    # turn symbolic, and slower, at the second. Evaluation and sampling have many lengths.
+    # Training has few lengths: as constants they need no bounds. Sampling has many.
     return torch.compile(own, fullgraph=True, dynamic=not (graph.spec.grad or graph.flash))
 
 
 def flash_rows(device: torch.device) -> int:
-    """Rows of a listed tile for FlashAttention-4: on Blackwell a block computes two of its tiles
-    (q_stage in flash_attn/cute/interface.py)."""
+    """Rows of a listed tile for FlashAttention-4: on Blackwell a block computes two tiles."""
     return 2 * TILE if torch.cuda.get_device_properties(device).major >= 10 else TILE
 
 
 def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, window: int | None,
                right: int | None = 0, rows: int | None = None) -> BlockMask:
-    """The BlockMask of visible(), with segments for Tq <= Tk.
-
-    Args:
-        rows: of a tile, for FlashAttention-4, whose mask_mod has constants. None: TILE, and
-            outside a model's graph lengths and window as tensors.
-
-    Computed from the corners of the tiles, without a mask of Tq x Tk, since a segment is one run of
-    positions. A tile in which nothing is visible may be listed as partial.
-    """
-    # Without segments visible() depends on j - i alone: a tile is visible in part if the entry
-    # nearest to the diagonal is, and in full if both extremes are.
+    """The BlockMask of visible(), with segments for Tq <= Tk, from the corners of the tiles. rows: of
+    a tile for FlashAttention-4, whose mask_mod has constants; None: TILE. A tile in which nothing is
+    visible may be listed as partial."""
+    # visible() depends on j - i: in part by the entry nearest to the diagonal, in full by both ends.
     offset = Tk - Tq
     top, bottom = corners(Tq, rows or TILE, device)
     first, last = corners(Tk, TILE, device)
@@ -186,7 +160,6 @@ def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, 
         q_from, q_to = number[:, top + offset, None], number[:, bottom + offset, None]
         k_from, k_to = number[:, None, first], number[:, None, last]
         some = some & (q_from <= k_to) & (k_from <= q_to)
-        # A tile whose queries and keys begin and end in one segment lies in it.
         every = every & (k_from == q_to) & (q_from == k_to)
 
     sides: tuple[Any, ...] = offset, window, right
@@ -237,7 +210,7 @@ def _by_segments(segments: Tensor, Tq: int, Tk: int, *sides: Any) -> BlockMask:
 
 def room(segments: Tensor) -> tuple[int, int]:
     """(B, the least 128 * 2^n >= Tk), to which segments are padded outside of a model's graph: of a
-    symbolic size PyTorch 2.13 may generate C++ that does not compile, and Metal code never."""
+    symbolic size PyTorch 2.13 may generate C++ that does not compile."""
     Tk = segments.shape[1]
     return len(segments), TILE << ((Tk - 1) // TILE).bit_length()
 
@@ -258,9 +231,8 @@ BACKEND = Backend(
     aliases=("flex_attention",),
 )
 
-# FlashAttention-4 with a mask in tiles (flash_attn/cute/interface.py of 4.0.0b13): tiles of 128
-# keys, so head_dim to 128; no backward on 12.x. Its dQ has a fixed order only by lists that PyTorch
-# 2.11 does not make. Gradients of other head dims and of a softcap: as in flash.py.
+# FlashAttention-4 with a mask in tiles (flash_attn/cute/interface.py of 4.0.0b13): head_dim to 128,
+# no backward on 12.x. Gradients of other head dims and of a softcap: as in flash.py.
 _FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), head_dim_max=128,
               head_dim_multiple=8, right=True, dropout=False, scale=True, softcap=True, grad=False,
               packages=("flash_attn.cute>=4.0",))

@@ -2,20 +2,14 @@
 
     j-th key of row b = k_pages[page_table[b, j // page_size], j % page_size]
 
-Otherwise the formula of manual.py. Rows of one call can differ in length (Kwon et al. 2023, arXiv
-2309.06180). Two paths:
+    decode   one query a row on CUDA: triton/paged_kernels.py reads pages in place
+    gather   else the tokens are copied; then PyTorch's SDPA, or with softcap, sinks or ALiBi the
+             formula of manual.py
 
-    decode   one query a row on CUDA: triton/paged_kernels.py reads pages in place, not in float64.
-    gather   else: the tokens are copied, then PyTorch's SDPA with a mask, or with softcap, sinks or
-             ALiBi the formula (aten::index_select).
-
-Memory  gather, BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and a mask or
-        scores of B * H * Tq * Tk. Tk is max_pages * page_size, or window + Tq - 1.
-        decode: B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
-FLOPs   gather: 4 * Tq * Tk * D a head; decode: 4 * D for each visible key.
+Memory  gather: copies of 2 * B * Tk * Hkv * D elements, a mask or scores of B * H * BLOCK * Tk.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
-Masks   visible(), with an offset for each row. Past a row's end its last token is repeated.
-Refuses calls without such a cache, so training falls back; segments and dropout.
+Refuses calls without such a cache (training falls back), segments and dropout.
+Source  Kwon et al. 2023 (arXiv 2309.06180).
 """
 
 from __future__ import annotations
@@ -41,10 +35,8 @@ BLOCK = 256  # queries that gather() takes at a time
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attend to the tokens in the pages, or in the static cache's buffers, k and v.
-
-    Queries from cache.count on are padding: their outputs are finite but meaningless.
-    """
+    """Attend to the tokens in the pages, or in the static cache's buffers, k and v. Queries from
+    cache.count on are padding, with finite outputs."""
     assert cache is not None, "paged reads a cache"
     cache = cache.as_pages() if isinstance(cache, StaticView) else cache
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
@@ -66,8 +58,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attention of q (B, Tq, H, D) to the tokens that it sees, copied from their pages. The row's
-    tokens end at cache.start + cache.count, which may be past the queries."""
+    """Attention of q (B, Tq, H, D) to copies of the tokens that it sees. A row's tokens end at
+    cache.start + cache.count, which may be past the queries."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)[None]

@@ -1,38 +1,22 @@
 """ring: attention over a sequence that N processes share (context parallelism).
 
-Each process holds the queries, keys and values of its own positions. The queries stay; the blocks
-of keys and values move around a ring. O_i is a row's normalized output over the keys seen so far,
-and L_i the logsumexp of its scores. A block of keys j contributes O_ij and L_ij (caps.Partial):
+The queries stay; the blocks of keys and values move around a ring. O_i is a row's normalized output
+over the keys seen so far, L_i the logsumexp of its scores. A block j adds O_ij and L_ij:
 
     L_new = log(e^L_i + e^L_ij)
     O_i   = e^(L_i - L_new) O_i + e^(L_ij - L_new) O_ij
 
-After the last block O_i is softmax(S) V. The backward pass needs L_i.
-Zigzag  Late queries attend to more keys than early ones. To balance the work the sequence is cut
-        into 2 N chunks, and process r holds chunks r and 2 N - 1 - r. For N = 4, a digit is the
-        step that computes the tile, and a dot is a masked tile, which is skipped:
-
-                          K_0 K_1 K_2 K_3 K_4 K_5 K_6 K_7
-            process 0 Q_0 [0   .   .   .   .   .   .   . ]
-            process 1 Q_1 [1   0   .   .   .   .   .   . ]      current K, V by step
-            process 2 Q_2 [2   1   0   .   .   .   .   . ]       0      1      2      3
-            process 3 Q_3 [3   2   1   0   .   .   .   . ]
-            process 3 Q_4 [3   2   1   0   0   .   .   . ]  3:  3 4    2 5    1 6    0 7
-            process 2 Q_5 [2   1   0   3   3   0   .   . ]  2:  2 5    1 6    0 7    3 4
-            process 1 Q_6 [1   0   3   2   2   3   0   . ]  1:  1 6    0 7    3 4    2 5
-            process 0 Q_7 [0   3   2   1   1   2   3   0 ]  0:  0 7    3 4    2 5    1 6
-
-        After each step a process sends its current K, V from r to r + 1.
-Sent    K, V N - 1 times forward, while the current block is computed, and again backward: to store
-        them would cost the memory that the ring saves. The float32 sums dK, dV follow their block
-        N times, home. Windows and segments change nothing of this: no process waits forever.
+Zigzag  Late queries attend to more keys than early ones. So the sequence is cut into 2 N chunks,
+        and process r holds chunks r and 2 N - 1 - r (course: page 10). After each step it sends its
+        current K, V to r + 1.
+Sent    K, V N - 1 times forward, while the current block is computed, and again backward. The sums
+        dK, dV follow their block N times, home. Windows and segments change nothing of this.
 Memory  O(T / N): its own K and V, the current block and the incoming one.
-Numbers O_i, dQ_i, dK_j and dV_j stay float32 until the end, then are rounded once. L_i is joined in
-        float64, since its rounding is an error of all of P. (MPS has no float64: with scores of
-        0 +- 9, dV's error was 1.3 times as large at N = 4 as at N = 1.)
+Numbers O_i, dQ_i, dK_j and dV_j stay float32 until the end. L_i is joined in float64 (not on MPS),
+        since its rounding is an error of all of P.
 Refuses `right`, dropout, sinks and a cache. Under torch.compile each call is a graph break.
-Source  Liu et al. 2023, Ring Attention (arXiv 2310.01889); Brandon et al. 2023, Striped Attention
-        (arXiv 2311.09431), with single tokens instead of chunks."""
+Source  Liu et al. 2023 (arXiv 2310.01889); Brandon et al. 2023 (arXiv 2311.09431).
+"""
 
 from __future__ import annotations
 
@@ -68,15 +52,14 @@ class Ring:
         return rank, 2 * self.size - 1 - rank
 
     def shard(self, t: Tensor, pad: float = 0) -> Tensor:
-        """This process's part (B, T_r, ...) of t (B, T, ...), padded at the end with `pad` to a
-        multiple of 2 N."""
+        """This process's part (B, T_r, ...) of t (B, T, ...), padded at the end with `pad`."""
         c = -(-t.shape[1] // (2 * self.size))  # positions in a chunk
         filling = [0, 0] * (t.dim() - 2) + [0, 2 * self.size * c - t.shape[1]]
         cut = F.pad(t, filling, value=pad).split(c, dim=1)
         return torch.cat([cut[a] for a in self.chunks(self.rank)], dim=1)
 
     def gather(self, t: Tensor, T: int) -> Tensor:
-        """The whole (B, T, ...) of each process's part t (B, T_r, ...): the inverse of shard()."""
+        """The whole (B, T, ...) of each process's part (B, T_r, ...): the inverse of shard()."""
         parts = [t.contiguous()]
         if self.size > 1:
             import torch.distributed as dist
@@ -97,13 +80,13 @@ class Ring:
         return torch.cat(here).clamp(max=last)  # made on the device: a copy would wait for it
 
     def attend(self, backend: Backend) -> Callable[..., Tensor]:
-        """A collective attend() on shards, with the arguments of caps.Backend."""
+        """Attention over the ring's sequence, of this process's shards (Ring.shard()): q and the output
+        (B, T_r, H, D), k, v (B, T_r, Hkv, D), segments (B, T_r)."""
         assert backend.partial is not None, f"{backend.name} gives no L"
         return partial(attend, ring=self, kernel=backend.partial)
 
     def tiles(self, step: int, T_r: int, window: int | None) -> Iterator[Tile]:
-        """This process's tiles in a step: slices of its queries and of the current keys, and the
-        offset between them, as in visible()."""
+        """This process's tiles in a step: its queries, the current keys, and the offset between them."""
         c = T_r // 2
         halves = slice(0, c), slice(c, T_r)
         for I, a in zip(halves, self.chunks(self.rank), strict=True):
@@ -143,7 +126,7 @@ def with_segments(
     tiles: Iterator[Tile], segments: Tensor | None, key_segments: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor] | None]]:
     """The tiles with the segments (B, T_r) of their queries and keys. The queries of a later chunk
-    see only a segment that it continues: the rest of the tile is cut off."""
+    see only a segment that it continues."""
     for I, J, offset in tiles:
         if segments is None or key_segments is None:
             yield I, J, offset, None

@@ -1,25 +1,16 @@
 """sdpa: PyTorch's scaled_dot_product_attention, free to choose its kernel or pinned to one.
 
-The formula of manual.py, by a fused kernel where there is one:
+    sdpa_flash      FlashAttention-2 (arXiv 2307.08691) on CUDA, a blocked kernel on the CPU
+    sdpa_efficient  xFormers' memory-efficient kernel (arXiv 2112.05682), CUDA
+    sdpa_cudnn      cuDNN's fused attention, CUDA
+    sdpa_math       the unfused formula, O(T^2) memory; in float32 for half precision
+    sdpa            PyTorch's choice among these (permitted())
 
-    sdpa_flash      FlashAttention-2 (Dao 2023, arXiv 2307.08691) on CUDA; a blocked kernel on the
-                    CPU. O(T) memory. On CUDA it takes no mask.
-    sdpa_efficient  xFormers' memory-efficient kernel (Rabe & Staats 2021, arXiv 2112.05682), CUDA.
-    sdpa_cudnn      cuDNN's fused attention, CUDA.
-    sdpa_math       the unfused formula, O(T^2) memory, everywhere; in float32 for half precision.
-    sdpa            PyTorch's choice among these (see permitted()); the profiler shows which.
-
-FLOPs   4 * Tq * Tk * D a head forward, about half where a causal kernel skips masked tiles; a
-        flash-type backward recomputes S: 2.5 times the forward instead of 2.
-Layout  (B, H, T, D) to PyTorch; these are transposed views.
-Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. Where every query
-        sees every key, as a single one does: no mask. All else gets a bool mask, in blocks of
-        queries (blocks.py), so a window costs T * W; pinned flash on CUDA takes none
-        (sdpa_flash.py). ALiBi is a mask of numbers: the backward pass keeps H * Tq * Tk of them.
-Bits    On CUDA the backward of flash and efficient is deterministic only under
-        torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
-Refuses a softcap and sinks, and what Caps declare (sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch
-        2.13). The probe finds the limits of older releases.
+FLOPs   4 * Tq * Tk * D a head forward, less skipped tiles; a flash backward 2.5 times that.
+Layout  (B, H, T, D) to PyTorch: transposed views.
+Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. All else gets a
+        mask in blocks of queries (blocks.py); pinned flash on CUDA takes none (sdpa_flash.py).
+Refuses a softcap and sinks.
 """
 
 from __future__ import annotations
@@ -49,11 +40,8 @@ varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None, alibi_slopes: Tensor | None = None,
            kernel: SDPBackend | None = None) -> Tensor:
-    """Attention by F.scaled_dot_product_attention; shapes as in caps.Backend.
-
-    Args:
-        kernel: the only one that may run, else RuntimeError (PyTorch's words); None: its choice.
-    """
+    """Attention by F.scaled_dot_product_attention; shapes as in caps.Backend. kernel: the only one
+    that may run, else RuntimeError; None: PyTorch's choice."""
     Tq, Tk = q.shape[1], k.shape[1]
     if cache is not None:
         return from_cache(q, k, v, spec, cache, alibi_slopes, kernel)
@@ -70,7 +58,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 
 def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int, segments: Pair = None,
               alibi_slopes: Tensor | None = None, kernel: SDPBackend | None = None) -> Tensor:
-    """Attention of a block of queries, with the mask that it needs; it holds ALiBi's bias."""
+    """Attention of a block of queries, with the mask that it needs."""
     attn_mask, is_causal = sdpa_mask(q, k, spec, offset, segments, alibi_slopes)
     if attn_mask is not None and q.is_cuda and kernel == SDPBackend.FLASH_ATTENTION:
         from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1 s
@@ -108,8 +96,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
     if q.is_cuda:
         kernels = kernels or permitted(spec, attn_mask is not None)
         if grouped and not _takes_groups(q, spec, kernel, attn_mask is not None):
-            # PyTorch would fall back to the math kernel and its O(T^2) memory (transformers issue
-            # 48633, PyTorch issue 181528).
+            # Else PyTorch takes the math kernel and its O(T^2) memory (PyTorch issue 181528).
             k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
             grouped = False
     inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
@@ -122,7 +109,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
 
 
 def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool) -> bool:
-    """True if flash or cuDNN can run, which take grouped heads: half precision, from 8.0 on."""
+    """True if flash or cuDNN can run, which take grouped heads."""
     if masked or kernel == SDPBackend.EFFICIENT_ATTENTION:
         return False
     major = torch.cuda.get_device_properties(q.device).major
@@ -132,11 +119,8 @@ def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool
 def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
     """The kernels that PyTorch may choose from on CUDA; None: all of them.
 
-    On Hopper and Blackwell it prefers cuDNN (since torch 2.11, which brings cuDNN 9.15.1 or later).
-    But cuDNN builds a plan for each new length, which takes the host tens of ms: too slow in
-    decoding. Some of its kernels round dropout to sixteenths, unchecked by torch 2.11 (pull request
-    174245), and with a mask dq may be NaN if keys do not fill tiles of 128 (issue 196678).
-    """
+    cuDNN builds a plan for each new length (tens of ms), rounds dropout to sixteenths (pull request
+    174245), and with a mask dq may be NaN if keys do not fill tiles of 128 (issue 196678)."""
     if masked or not spec.grad or spec.dropout % DROPOUT_STEP:
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return None

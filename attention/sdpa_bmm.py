@@ -1,20 +1,16 @@
 """sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs.
 
-On the CPU that kernel's own backward in bfloat16 multiplies tiles too small for the processor's
-matrix units (AMX): it takes 6 times as long as its forward. Here a few heads at a
-time are computed whole, with batched products that oneDNN runs on those units:
+That kernel's own backward in bfloat16 multiplies tiles too small for the processor's matrix units.
+Here a few heads at a time are computed whole, by batched products:
 
-    S = scale * Q K^T       P = softmax(S)                       computed again, as flash does
+    S = scale * Q K^T       P = softmax(S)
     dV = P^T dO             dP = dO V^T
     dS = P * (dP - rowsum(P * dP))
     dQ = scale * dS K       dK = scale * dS^T Q
 
-Memory  q, k, v and out stay for the backward pass; in it S, P, dP and dS of ELEMENTS / (Tq * Tk)
-        heads at a time, of one head at least.
-FLOPs   4 * Tq * Tk * D a head forward, less what a causal kernel skips; 10 * Tq * Tk * D backward.
+Memory  O(T), and backward S, P, dP and dS of ELEMENTS / (Tq * Tk) heads at a time.
 Layout  (B * H, T, D) backward: copies. A key/value head is repeated for its query heads.
-Numbers backward S, P, dP and dS are rounded to bfloat16, as manual's; softmax and its gradient are
-        float32 inside.
+Numbers backward S, P, dP and dS are rounded to bfloat16, as manual's.
 Refuses other devices and dtypes, segments, dropout, softcap, sinks, static caches.
 """
 
@@ -39,7 +35,7 @@ ELEMENTS = 2**21  # of S at a time: 4 MB
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None, cache: None = None
 ) -> Tensor:
-    """Attention with this backward: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
+    """Attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     return in_blocks(call_sdpa, q, k, v, spec, segments)
 
 

@@ -1,17 +1,12 @@
 """sdpa_flash beyond F.scaled_dot_product_attention: windows and segments, and in parts.
 
-varlen()  PyTorch's FlashAttention-2 takes no mask on CUDA, but its varlen function takes a window
-          and treats each segment as a sequence, without work on masked pairs.
+varlen()  On CUDA PyTorch's FlashAttention-2 takes no mask, but its varlen function has a window and
+          takes each segment as a sequence.
 
-In parts (caps.Partial) the flash operators are called directly, since they return and take L: given
-out and L of the whole row, the gradients of its parts add up. The mask depends on the offset:
-
-    CPU   is_causal is aligned top-left, which is offset 0; all else takes a mask, in blocks
-    CUDA  no mask; is_causal is aligned bottom-right: rectangles() are of that kind
-
-Numbers Each part's output and gradients are rounded to q's dtype, where tiled's are float32.
-Source  PyTorch's own context parallelism calls the same operators (torch/distributed/tensor/
-        experimental/_context_parallel/_attention.py in 2.13). On CUDA not run yet.
+In parts (caps.Partial) the operators are called directly, since they return and take L. On the CPU
+is_causal is aligned top-left, and all else takes a mask, in blocks; on CUDA there is no mask, and
+is_causal is aligned bottom-right, as rectangles() are. PyTorch's context parallelism does the same
+(torch/distributed/tensor/experimental/_context_parallel). Not run on CUDA yet.
 """
 
 from __future__ import annotations

@@ -1,27 +1,16 @@
 """triton: FlashAttention-2 in Triton, forward and backward; kernels in triton/flash_kernels.py.
 
 The algorithm of tiled.py. S and P stay on chip, which saves the O(Tq * Tk) memory traffic of
-manual.py; only L = log2 sum_j 2^(s_j) is stored for each row, for the backward pass:
+manual.py; only L = log2 sum_j 2^(s_j) is stored for each row. Course: page 7.
 
-                 SRAM                            HBM
-    K_j, V_j  <--------  tile by tile            Q, K, V     read
-    Q_i       <--------  once a block of rows
-    S_ij, P_ij           never leave the chip
-    O_i, L_i  -------->  once a block of rows    O, L        written
-
-Memory  O(T): q, k, v, out and L; the backward pass adds delta_i = rowsum(dO_i * O_i).
-FLOPs   4 * Tq * Tk * D a head forward; 14 * Tq * Tk * D backward, where other kernels have 10: no
-        atomics. Less the fully masked tiles, including tiles between segments.
-Layout  (B, T, H, D), by strides: nothing is transposed or copied unless head_dim is not contiguous.
-Numbers S, P, the softmax, sinks and all sums in float32; P and dS are rounded to the inputs' dtype
-        before they are multiplied.
-Dropout by Philox, of the call's seed and of b, h, i, j, so the backward pass recomputes the mask.
-        The host never waits for the seed.
-Refuses a head_dim above 128, a cache, float64, and bfloat16 on Turing (compute capability 7.5). For
-        Turing Triton 3.6 generates no tensor-core instructions: correct, but slow. On the CPU it
-        runs in Triton's interpreter, for tests (TRITON_INTERPRET=1), without bfloat16.
-Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2 and section 3.1. Triton's fused-attention
-        tutorial also has two backward kernels instead of atomics.
+Memory  O(T): q, k, v, out and L; backward also delta_i = rowsum(dO_i * O_i).
+FLOPs   4 * Tq * Tk * D a head forward, 14 backward (others 10: no atomics), less masked tiles.
+Layout  (B, T, H, D), by strides.
+Numbers float32 inside; P and dS are rounded to the inputs' dtype before they are multiplied.
+Dropout by Philox, of the call's seed and of b, h, i, j: the backward pass recomputes the mask.
+Refuses a head_dim above 128, a cache, float64, and bfloat16 on compute capability 7.5. On the CPU
+        it runs in Triton's interpreter, for tests (TRITON_INTERPRET=1).
+Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2.
 """
 
 from __future__ import annotations
@@ -105,11 +94,8 @@ def _given(
 
 
 def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """flash_forward's `run_q` and `run_k` for keys and queries `offset` apart.
-
-    Queries past the last key are put directly after it, without the gap: a segment that both have
-    stays one run.
-    """
+    """flash_forward's `run_q` and `run_k` for keys and queries `offset` apart. Queries past the last
+    key are put directly after it: a segment that both have stays one run."""
     if segments is None:
         return None, None
     seg_q, seg_k = segments
@@ -123,10 +109,8 @@ def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] 
 
 
 def borders(segments: Tensor) -> Tensor:
-    """Where each position's segment begins and ends.
-
-    [[5, 5, 5, 2, 2]], (B, T), gives [[[0, 0, 0, 3, 3], [2, 2, 2, 4, 4]]], (B, 2, T) int32.
-    """
+    """Where each position's segment begins and ends: [[5, 5, 5, 2, 2]], (B, T), gives
+    [[[0, 0, 0, 3, 3], [2, 2, 2, 4, 4]]], (B, 2, T) int32."""
     j = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device)
     changes = segments[:, 1:] != segments[:, :-1]
     begins, ends = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)

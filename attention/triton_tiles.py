@@ -10,8 +10,7 @@ from typing import Any
 from .caps import Backend
 from .triton_flash import BACKEND, WHOLE, attend
 
-# Queries, keys, warps and stages of either kernel. In half precision at a head_dim up to 64 they
-# fit every GPU from 8.0 on (82 KB a block on 8.6 and 12.0).
+# Queries, keys, warps and stages. At a head_dim up to 64 they fit every GPU from 8.0 on.
 BACKWARD_TILES = ((64, 64, 4, 3), (128, 64, 8, 3))
 
 

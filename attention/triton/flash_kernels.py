@@ -1,41 +1,32 @@
 """Triton kernels of triton_flash.py, and their launch.
 
-tiled.py has the same algorithm and names (Q_i, K_j, S_ij, P_ij, m_i, l_i, O_i, L_i, delta_i) in
-plain PyTorch. Each block of its outer loop is a program here:
+tiled.py has the same algorithm and names in plain PyTorch. Each block of its outer loop is a
+program here:
 
     forward_kernel   a block of queries, loops over keys                        writes O_i, L_i
     dq_kernel        a block of queries, loops over keys                        writes dQ_i, delta_i
     dkdv_kernel      a block of keys, loops over queries and over the query     writes dK_j, dV_j
                      heads that share its key/value head
 
-One program sums each entry in a fixed order, without atomics, so results are deterministic. The
-price: both backward kernels compute S and dP, seven matmuls instead of five.
+Without atomics each sum has a fixed order; the price: both backward kernels compute S and dP.
 
-Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row. So a
-                block of rows visits one run of tiles. The inner tiles, which every row sees whole,
-                need no mask:
+Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row, so a
+                block of rows visits one run of tiles; the inner ones need no mask:
 
                     begin       inner_begin     inner_end       end
                       |  / x x x x | x x x x x x x | x           |
-                      |    / x x x | x x x x x x x | x x         |     row by row
+                      |    / x x x | x x x x x x x | x x         |
                       |      / x x | x x x x x x x | x x x       |
-                         masked       not masked       masked
 
-                Likewise each key is seen by one interval of rows.
-exp2            The hardware computes 2^x, so scores, m_i and L_i are in units of log 2: S_ij, or
-                its tanh with a softcap, is multiplied by `unit`. ALiBi's bias is divided by it.
-Sinks           The forward sums start with them, and L_i contains them.
-Order           The last rows see most keys, so blocks of queries are numbered from the last one:
-                the short ones fill the gaps at the end.
-Any head_dim    Tiles are padded with zeros to BLOCK_D columns, a power of two and at least 16, as
-                tl.dot requires. If head_dim is one, no mask is compiled.
-Any size        The address of a tile has 64 bits, offsets inside it 32.
-float32         is multiplied in float32 (input_precision="ieee"), without tensor cores; TF32 would
-                keep 10 bits of mantissa.
+exp2            Scores, m_i and L_i are in units of log 2: S_ij is multiplied by `unit`, ALiBi's
+                bias divided by it.
+Order           Blocks of queries are numbered from the last, which sees most keys.
+Sizes           Tiles are padded to BLOCK_D columns, a power of two. The address of a tile has 64
+                bits, offsets inside it 32.
+float32         is multiplied in float32 (input_precision="ieee"), not TF32.
 """
 
 # mypy: allow-untyped-defs
-# ^ the parameters of a kernel have no Python types: pointers, and compile-time values.
 
 import math
 from collections.abc import Sequence
@@ -55,10 +46,8 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 @triton.jit
 def tanh(x):
-    """tanh(x) within 4 eps in float32, 6 with a GPU's exp2. Triton's own cannot be interpreted.
-
-    Below 1/4 it is a Taylor series, since 1 - e loses the digits of a small x.
-    """
+    """tanh(x) within 6 eps in float32; below 1/4 by a Taylor series, since 1 - e loses digits there.
+    Triton's own cannot be interpreted."""
     z = x * x
     series = x + x * (z * (-1 / 3 + z * (2 / 15 - z * (17 / 315))))
     e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
@@ -84,7 +73,7 @@ def alibi_distance(i, j, offset, Slopes, bh, tau, softcap):
 
 @triton.jit
 def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
-    """Return i0, the first row of this program's block of queries, then b * H + h, b and h."""
+    """i0, the first row of this program's block of queries, then b * H + h, b and h."""
     n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // n_blocks
     i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M  # the last block first
@@ -94,8 +83,7 @@ def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
 @triton.jit
 def rows_of(X, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
             TMA: tl.constexpr):
-    """What load_rows() takes: the pointer X, or with TMA a descriptor of one head's (T, HEAD_DIM),
-    whose address and stride are multiples of 16 bytes."""
+    """What load_rows() takes: X, or with TMA a descriptor of one head's (T, HEAD_DIM)."""
     if TMA:
         return tl.make_tensor_descriptor(X, [T, HEAD_DIM], [stride, 1], [BLOCK, BLOCK_D])
     else:
@@ -105,10 +93,7 @@ def rows_of(X, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: 
 @triton.jit
 def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
               BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr = False):
-    """Load X[start : start + BLOCK] of one head, (BLOCK, BLOCK_D); zeros outside (T, HEAD_DIM).
-
-    Without BOUNDED all rows must exist.
-    """
+    """X[start : start + BLOCK] of one head, with zeros outside (T, HEAD_DIM) if BOUNDED."""
     if TMA:
         return X.load([start, 0])
     else:
@@ -138,10 +123,7 @@ def store_rows(
 
 @triton.jit
 def first_key(i, offset, window, Run):
-    """Return the first key that query i sees (a scalar or a block); its position is i + offset.
-
-    Run[i] is the first key of its segment, Tk or more if that has none.
-    """
+    """The first key that query i sees. Run[i] is the first of its segment, if any below Tk."""
     first = i * 0
     if window is not None:
         first = tl.maximum(first, i + offset - window + 1)
@@ -152,7 +134,7 @@ def first_key(i, offset, window, Run):
 
 @triton.jit
 def last_key(i, Tq, Tk, offset, right, Run):
-    """Return the last key that query i sees; Run[Tq + i] is the last one of its segment."""
+    """The last key that query i sees; Run[Tq + i] is the last one of its segment."""
     last = tl.minimum(i + offset + right, Tk - 1)
     if Run is not None:
         last = tl.minimum(last, tl.load(Run + Tq + i))
@@ -161,7 +143,7 @@ def last_key(i, Tq, Tk, offset, right, Run):
 
 @triton.jit
 def first_position(j, start, right, Run):
-    """Return the first query position that sees key j, at least `start`."""
+    """The first query position that sees key j, at least `start`."""
     first = tl.maximum(j - right, start)
     if Run is not None:
         first = tl.maximum(first, tl.load(Run + j))
@@ -170,8 +152,7 @@ def first_position(j, start, right, Run):
 
 @triton.jit
 def last_position(j, end, Tk, window, Run):
-    """Return the last query position that sees key j. Its segment ends at Run[Tk + j], queries at
-    `end`."""
+    """The last query position that sees key j, whose segment ends at Run[Tk + j]."""
     last = j * 0 + end - 1
     if window is not None:
         last = tl.minimum(last, j + window - 1)
@@ -182,10 +163,8 @@ def last_position(j, end, Tk, window, Run):
 
 @triton.jit
 def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.constexpr):
-    """Return the tiles to visit, [begin, end), and those without a mask, [inner_begin, inner_end).
-
-    The first row of the block sees [first_begin, first_end), the last [last_begin, last_end).
-    """
+    """The tiles [begin, end), and those without a mask, [inner_begin, inner_end), of a block whose first
+    row sees [first_begin, first_end) and whose last [last_begin, last_end)."""
     begin = tl.maximum(first_begin, 0) // BLOCK * BLOCK
     inner_begin = (tl.maximum(last_begin, 0) + BLOCK - 1) // BLOCK * BLOCK
     inner_end = tl.maximum(tl.maximum(first_end, 0) // BLOCK * BLOCK, inner_begin)
@@ -194,10 +173,8 @@ def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.conste
 
 @triton.jit
 def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the first and last key of each query of a block, and its visible_tiles().
-
-    Rows past the end get the last row's keys; their results are not stored.
-    """
+    """The first and last key of each query of a block, and its visible_tiles(). Rows past the end, which
+    are not stored, get the last row's."""
     i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
     i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
     last = last_key(i, Tq, Tk, offset, right, Run)
@@ -216,17 +193,12 @@ def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return Z_ij > 0 for a tile, (BLOCK_M, BLOCK_N) bool; depends on seed, b, h, i and j only.
-
-    Philox with 7 rounds, the fewest that pass BigCrush (Salmon et al. 2011, "Parallel random
-    numbers: as easy as 1, 2, 3"). The counter (i, j // 4, b * H + h, 0) gives the random words of
-    the keys j, j + 1, j + 2 and j + 3.
-    """
+    """Z_ij > 0 for a tile, (BLOCK_M, BLOCK_N) bool, of seed, b, h, i and j only: Philox with 7 rounds
+    (Salmon et al. 2011) of the counter (i, j // 4, b * H + h, 0), four keys a counter."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     j_4 = j0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zeros = tl.full((BLOCK_M, BLOCK_N // 4), 0, tl.int32)
     r0, r1, r2, r3 = tl.philox(seed, i | zeros, j_4 | zeros, bh | zeros, zeros, 7)
-    # join() puts its two along a new last dimension: (BLOCK_M, BLOCK_N // 4, 2, 2) before reshape.
     r = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (BLOCK_M, BLOCK_N))
     return r.to(tl.int32, bitcast=True) >= threshold
 
@@ -389,10 +361,8 @@ def dkdv_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
-    """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head.
-
-    Tiles are transposed, (BLOCK_N, BLOCK_M): P_ij^T and dS_ij^T stay in registers between matmuls.
-    """
+    """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head. Tiles are
+    transposed: P_ij^T and dS_ij^T stay in registers between matmuls."""
     n_blocks = (Tk + BLOCK_N - 1) // BLOCK_N
     bg = tl.program_id(0) // n_blocks
     j0 = tl.program_id(0) % n_blocks * BLOCK_N  # the first keys are seen by most rows
@@ -488,9 +458,7 @@ KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 HALF, SINGLE = 2, 4  # bytes an element
 
 # capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}. Other capabilities
-# use the nearest below. Chosen by the compiler's report (docs/SUPPORT.md: registers, spills) and
-# warps that fit an SM; (9, 0) in half precision by timing on an H100 (docs/LOG.md). Written and
-# checked by tests/ptxas.py.
+# use the nearest below. By the compiler's report (docs/SUPPORT.md, tests/ptxas.py), on 9.0 by time.
 _8_6 = {
     (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
     (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
@@ -526,7 +494,7 @@ INTERPRETED: dict[str, Tile] = dict.fromkeys(KERNELS, (64, 32, 1, 1)) | {"dkdv":
 def default_tile(
     kernel: str, capability: tuple[int, int] | None, head_dim: int, itemsize: int
 ) -> Tile:
-    """Return the tile for a GPU of that capability; None is the interpreter."""
+    """The tile for a GPU of that capability; None is the interpreter."""
     if capability is None:
         return INTERPRETED[kernel]
     table = TILES[max(c for c in TILES if c <= capability)]
@@ -555,28 +523,28 @@ def _launch(name: str, heads: int, T: int, q: Tensor, *args: object,
 
 
 def _descriptors(size: int, _alignment: int, _stream: int | None) -> Tensor:
-    """Return the current device's memory in which a kernel writes its descriptors."""
+    """The current device's memory in which a kernel writes its descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Return x, copied unless its rows are contiguous and a tile spans fewer than 2^31 elements."""
+    """x, copied unless its rows are contiguous and a tile spans fewer than 2^31 elements."""
     return x if x.stride(3) == 1 and 128 * x.stride(1) < 2**31 else x.contiguous()
 
 
 def by_row(slopes: Tensor | None, B: int) -> Tensor | None:
-    """Return ALiBi's slopes (H,) or (B, H) as (B, H), contiguous."""
+    """ALiBi's slopes (H,) or (B, H) as (B, H), contiguous."""
     return slopes if slopes is None else slopes.expand(B, -1).contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Return the strides of batch, position and head; head_dim's is 1."""
+    """The strides of batch, position and head; head_dim's is 1."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropout: float,
              scale: float, softcap: float | None, offset: int | None) -> tuple[float | None, ...]:
-    """Return Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep and GROUP."""
+    """Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep and GROUP."""
     (Tq, H), Tk = q.shape[1:3], k.shape[1]
     offset = Tk - Tq if offset is None else offset
     right = Tk - 1 - offset if right is None else right  # the first query sees the last key
@@ -588,8 +556,8 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropou
 
 # --- Operators for torch.compile ---
 #
-# custom_op, since Inductor cannot trace triton_op in Triton's interpreter. Schemas come from the
-# annotations, so this file must not import annotations from __future__.
+# custom_op: Inductor cannot trace triton_op in the interpreter. Schemas come from the annotations:
+# no annotations from __future__ here.
 
 
 @torch.library.custom_op("nanoattn::flash_forward", mutates_args=())
@@ -597,24 +565,11 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
                   seed: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
                   window: int | None, right: int | None, dropout: float, scale: float,
                   softcap: float | None, offset: int | None) -> tuple[Tensor, Tensor]:
-    """Attention.
+    """out (B, Tq, H, D) in q's dtype, contiguous, and L (B, H, Tq) float32, log2 of the sum of exp(s).
 
-    Args:
-        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
-        run_q: (B, 2, Tq) int32, the first and the last key of each query's segment; run_k: (B, 2,
-            Tk) int32, the first and the last position of each key's; None without segments. Only
-            the backward pass uses run_k.
-        seed: (1,) int64 on q's device, of the dropout mask; None without dropout.
-        sinks: (H,) float32, or None.
-        slopes: of ALiBi, (H,) or (B, H) float32, or None.
-        window, right, scale, softcap: as in Spec; scale is a number, not None.
-        dropout: the probability that an entry of P is dropped.
-        offset: as in visible(); then the results are float32.
-
-    Returns:
-        out (B, Tq, H, D) in q's dtype, contiguous; L (B, H, Tq) float32, log2 of the sum of
-        exp(s).
-    """
+    run_q (B, 2, Tq) int32: the first and the last key of each query's segment; run_k (B, 2, Tk): the
+    first and the last position of each key's. seed (1,) int64, on q's device; sinks (H,), slopes (H,)
+    or (B, H) float32. offset: as in visible(); then the results are float32."""
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
     out = _result(q.shape, q, offset)
@@ -627,8 +582,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
 
 
 def _result(shape: tuple[int, ...], q: Tensor, offset: int | None) -> Tensor:
-    """Return an uninitialized tensor in q's dtype; float32 with an offset, since parts are
-    summed."""
+    """Uninitialized, in q's dtype; float32 with an offset, since parts are summed."""
     return torch.empty(shape, dtype=q.dtype if offset is None else torch.float32, device=q.device)
 
 
@@ -638,13 +592,8 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    slopes: Tensor | None, tiles: list[int] | None, tma: bool, window: int | None,
                    right: int | None, dropout: float, scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor]:
-    """Return the gradients, to unpack(), and delta (B, H, Tq) float32, the row sums of dO * O.
-
-    Args:
-        out, L: of flash_forward.
-        tiles: the Tiles of dq and dkdv, one after the other; None: default_tile().
-        tma: load tiles by descriptors: rows of 16 bytes, compute capability 9.0.
-    """
+    """The gradients, to unpack(), and delta (B, H, Tq) float32, the row sums of dO * O. tiles: the Tiles
+    of dq and dkdv, one after the other. tma: load by descriptors: rows of 16 bytes, capability 9.0."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
@@ -663,18 +612,15 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
 
 
 def _packed(q: Tensor, k: Tensor, offset: int | None) -> Tensor:
-    """Return an uninitialized tensor for the gradients of q, k and v."""
+    """Uninitialized, for the gradients of q, k and v."""
     (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
     flat = (B * (Tq * H + 2 * Tk * Hkv) * D,)
     return _result((B, Tq, (H + 2 * Hkv) * D) if Tq == Tk else flat, q, offset)
 
 
 def unpack(grads: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v, views of flash_backward()'s.
-
-    Of one length they lie next to each other in each row, as q, k and v in the output of their
-    projection: torch.compile then has nothing to concatenate for its gradient.
-    """
+    """The gradients of q, k and v, views of flash_backward()'s. Of one length they lie next to each
+    other in each row, as in the output of q, k and v's projection: torch.compile need not copy them."""
     (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
     if Tq == Tk:
         found = grads.split([H * D, Hkv * D, Hkv * D], dim=2)
