@@ -143,10 +143,10 @@ def flash_rows(device: torch.device) -> int:
 
 def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, window: int | None,
                right: int | None = 0, rows: int | None = None) -> BlockMask:
-    """The BlockMask of visible(), with segments for Tq <= Tk, from the corners of the tiles. rows: of
-    a tile for FlashAttention-4, whose mask_mod has constants; None: TILE. A tile in which nothing is
-    visible may be listed as partial."""
-    # visible() depends on j - i: in part by the entry nearest to the diagonal, in full by both ends.
+    """The BlockMask of visible(), with segments for Tq <= Tk, from the corners of the tiles. rows:
+    of a tile for FlashAttention-4, whose mask_mod has constants; None: TILE. A tile in which
+    nothing is visible may be listed as partial."""
+    # visible() depends on j - i: in part by the entry nearest to the diagonal, in full by the ends.
     offset = Tk - Tq
     top, bottom = corners(Tq, rows or TILE, device)
     first, last = corners(Tk, TILE, device)

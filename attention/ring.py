@@ -80,13 +80,14 @@ class Ring:
         return torch.cat(here).clamp(max=last)  # made on the device: a copy would wait for it
 
     def attend(self, backend: Backend) -> Callable[..., Tensor]:
-        """Attention over the ring's sequence, of this process's shards (Ring.shard()): q and the output
-        (B, T_r, H, D), k, v (B, T_r, Hkv, D), segments (B, T_r)."""
+        """Attention over the ring's sequence, of this process's shards (Ring.shard()): q and the
+        output (B, T_r, H, D), k, v (B, T_r, Hkv, D), segments (B, T_r)."""
         assert backend.partial is not None, f"{backend.name} gives no L"
         return partial(attend, ring=self, kernel=backend.partial)
 
     def tiles(self, step: int, T_r: int, window: int | None) -> Iterator[Tile]:
-        """This process's tiles in a step: its queries, the current keys, and the offset between them."""
+        """This process's tiles in a step: its queries, the current keys, and the offset between
+        them."""
         c = T_r // 2
         halves = slice(0, c), slice(c, T_r)
         for I, a in zip(halves, self.chunks(self.rank), strict=True):

@@ -94,8 +94,8 @@ def _given(
 
 
 def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """flash_forward's `run_q` and `run_k` for keys and queries `offset` apart. Queries past the last
-    key are put directly after it: a segment that both have stays one run."""
+    """flash_forward's `run_q` and `run_k` for keys and queries `offset` apart. Queries past the
+    last key are put directly after it: a segment that both have stays one run."""
     if segments is None:
         return None, None
     seg_q, seg_k = segments

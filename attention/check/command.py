@@ -18,7 +18,7 @@ import torch
 
 from .. import hub
 from ..caps import LACKS, Backend, Caps, Refusal
-from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device, settings_stay
+from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device
 from ..machine.timing import aligned
 from ..names import RULES, get
 from ..spec import DTYPES, Machine, Spec
@@ -28,9 +28,9 @@ from .mistakes import named
 from .properties import properties
 from .script import script
 
-VERDICTS = {"right": "passed", "wrong": "failed", "refused": "refused"}  # columns
+VERDICTS = {"right": "passed", "wrong": "failed", "refused": "refused"}
 ORDER = "float32", "bfloat16", "float16", "float64"  # --quick runs most tests in the first alone
-QUICK_S = 120  # after these seconds on a device --quick begins no test
+QUICK_S = 120  # a device, for --quick
 
 
 def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
@@ -71,11 +71,11 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
         return replace(item, verdict="refused", why=tuple(why))
     cuda = [device] if torch.device(device).type == "cuda" else []
     try:
-        with torch.random.fork_rng(cuda), settings_stay():
+        with torch.random.fork_rng(cuda):
             item.test(item)
     except AssertionError as e:
         return replace(item, verdict="wrong", why=(str(e),))
-    except (*KERNEL_ERRORS, GeneratorExit) as e:  # the kernel's own
+    except KERNEL_ERRORS as e:
         if loses_device(e):
             raise
         return failed(item, e)
@@ -107,21 +107,21 @@ def untested(caps: Iterable[Caps], ran: Iterable[Item], machine: Machine,
 
 @dataclass
 class Report:
-    """Results of a check; --json prints them as a dict."""
+    """Results; --json prints them as a dict."""
 
     backend: str
     title: str
     machine: dict[str, str]  # device -> its name
     torch: str = torch.__version__
-    # "total", "float32, cpu", "window", ... -> number of tests "passed", "failed" and "refused"
+    # by "total", "float32, cpu", "window", ...: tests "passed", "failed", "refused"
     features: dict[str, dict[str, int]] = field(default_factory=dict)
-    refusals: Counter[Refusal] = field(default_factory=Counter)  # number of tests
+    refusals: Counter[Refusal] = field(default_factory=Counter)
     failures: list[dict[str, str]] = field(default_factory=list)
-    untested: list[str] = field(default_factory=list)  # declared capabilities that no test used
-    left_out: int = 0  # tests that did not run: --quick, --test, --first
+    untested: list[str] = field(default_factory=list)  # declared capabilities
+    left_out: int = 0  # tests
     length: int = 0  # tokens of the longest sequence
-    script: str = ""  # reproduces the first failure
-    mistake: list[str] = field(default_factory=list)  # that it shows, in lines of text
+    script: str = ""  # of the first failure
+    mistake: list[str] = field(default_factory=list)  # in lines of text
     seconds: float = 0.0
 
     def add(self, item: Item) -> None:
@@ -138,8 +138,8 @@ class Report:
 
     @property
     def code(self) -> int:
-        """Exit code. A backend that refuses everything fails."""
-        return int(bool(self.failures or self.untested or not self.features["total"]["passed"]))
+        passed = self.features["total"]["passed"]
+        return int(bool(self.failures or self.untested or not passed))
 
 
 def check(
@@ -147,10 +147,9 @@ def check(
     first: bool = False, length: int = 0, test: str = "",
     watch: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Report:
-    """Run every test on a backend, given by its name, alias or file. quick: a sample, most of it in
-    one dtype, two minutes a device; test: one, by its name; first: up to the first failure. `watch`
-    receives of each how many are done, of all, and its name.
-    Raises ValueError: unknown backend or test, or a file that defines none."""
+    """Run the tests of a backend, given by its name, alias or file. `watch` receives of each how
+    many are done, of all, and its name. Raises ValueError: unknown backend or test, or a file
+    without one."""
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = get(name), time.monotonic()
@@ -203,7 +202,6 @@ def check(
 
 
 def text(report: Report) -> str:
-    """The report as it is printed."""
     on = "; ".join(f"{device}: {name}" for device, name in report.machine.items())
     lines = [f"{report.backend} ({report.title})", f"{on}; torch {report.torch}", ""]
     rows = sorted(report.features, key=lambda row: (row == "total", ", " in row))
@@ -245,7 +243,6 @@ def progress(done: int, of: int, what: str) -> None:
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; a mistake exits with code 2."""
     here = devices()
     parser = argparse.ArgumentParser(
         prog=f"python -m {(__package__ or 'attention').partition('.')[0]} check",
@@ -271,7 +268,6 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check one backend; returns the exit code."""
     options = vars(read(argv))
     as_json = options.pop("json")
     try:

@@ -1,4 +1,4 @@
-"""The cases in which a kernel is compared with the float64 truth, and check() of one."""
+"""The cases in which a kernel is compared with the float64 truth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..spec import Spec
 
 @dataclass(frozen=True)
 class Case:
-    """The inputs of a call; the defaults are the simplest."""
+    """A call; the defaults are the simplest."""
 
     name: str
     Tq: int
@@ -30,15 +30,14 @@ class Case:
     B: int = 2
     window: int | None = None
     right: int | None = 0
-    segments: str | None = None  # "packed", "many" short ones, "padded" on the right, or "left"
-    layout: str = "contiguous"  # "split" from one tensor, or one of WAYS, as in "k BHTD"
-    size: float = 1.0  # factor of q, k and v
+    segments: str | None = None  # "packed", "many", "padded" on the right, "left"
+    layout: str = "contiguous"  # "split" from one tensor, or one of WAYS: "k BHTD"
+    size: float = 1.0  # of q, k and v
     scale: float | None = None
     softcap: float | None = None
     sinks: bool | str = False  # True: in q's dtype; or a dtype
     alibi: bool | str = False  # True: slopes (H,); "rows": (B, H)
-    # "equal" keys, a "dominant" key, or "negative": scores below -65,504, the end of float16
-    kind: str = "noise"
+    kind: str = "noise"  # "equal" keys, a "dominant" one, "negative": scores below float16's range
     dropout: float = 0.0
     cache: str = "none"
     page_size: int | None = None
@@ -56,7 +55,7 @@ class Case:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The rows of the report in which the case counts."""
+        """Rows of the report."""
         has = {"lengths": self.Tq != self.Tk, "masked rows": self.masked > 0,
                "grouped heads": self.Hkv < self.H, "window": self.window, "right": self.right != 0,
                "segments": self.segments, "scale": self.scale, "softcap": self.softcap,
@@ -87,7 +86,7 @@ class Item:
     deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
     backend: Any = None
     device: str = "cpu"
-    verdict: str = ""  # "right", "wrong" or "refused", once it ran
+    verdict: str = ""  # "right", "wrong" or "refused"
     why: tuple[str, ...] = ()
 
     @property
@@ -109,7 +108,6 @@ class Item:
         compare(got, self.case, self.dtype, self.device)
 
     def of(self, backend: Backend, spec: Spec, device: str) -> Item:
-        """The test of a backend on a device, with the sizes of `spec`."""
         case = replace(self.case, D=spec.head_dim, page_size=spec.page_size,
                        dropout=spec.dropout, grad=spec.grad)
         return replace(self, case=case, backend=backend, device=device)
@@ -123,7 +121,7 @@ LAYOUTS = [f"{name} {way}" for name in ("q", "k", "v", "dout", "segments") for w
 WORDS: dict[str, dict[str, Any]] = {  # of a case's text
     "gqa": {"H": 4}, "mqa": {"Hkv": 1}, "both": {"right": None}, "scale": {"scale": 0.5},
     "softcap": {"softcap": 4}, "sinks": {"sinks": True}, "large": {"size": 30},
-    "overflow": {"size": 50},  # q . k is past 65,504, the scores are not
+    "overflow": {"size": 50},  # q . k is past float16's range, the scores are not
     "long": {"Hkv": 1, "D": 16}, "alibi": {"alibi": True}, "rows": {"alibi": "rows"},
     "lse": {"lse": True}, "inference": {"grad": False}, "compiled": {"compiled": True},
     **{word: {"cache": word, "grad": False} for word in ("dynamic", "static")},
@@ -135,8 +133,8 @@ WORDS: dict[str, dict[str, Any]] = {  # of a case's text
 
 
 def cases(*texts: str) -> list[Case]:
-    """The cases of each combination of texts. "window16-43x97 B1" has this name up to the space, a
-    window of 16, 43 queries, 97 keys (97 of both by default), and batch 1."""
+    """The cases of each combination of texts: "window16-43x97 B1" is the case of this name (up to
+    the space), with a window of 16, 43 queries, 97 keys (97 of both by default) and batch 1."""
     found = []
     for words in itertools.product(*(text.split(",") for text in texts)):
         text = "-".join(word.strip() for word in words if word.strip())
@@ -154,7 +152,7 @@ def cases(*texts: str) -> list[Case]:
     return found
 
 
-# For --quick: every feature and every kind of border.
+# --quick: every feature and every kind of border
 SAMPLE = [
     *cases("""97, 1 B4, 2 B4, 17 B4, 64, 113x203 B1, 1x97, 64x17, 63x64, long-600 B1 H1,
         gqa 17 H16 B1, mqa-64x17 H3, split 64 H4, window16, window64-113x203 B1, window10-64x17,
@@ -173,7 +171,7 @@ SAMPLE = [
     Case("beyond the view", 1, 33, layout="k v sliced"),  # NaN after the last key, as in a cache
     Case("sinks strided", 17, 17, layout="sinks strided", sinks="bfloat16"),
 ]
-# Of these --quick runs in every dtype:
+# --quick: in every dtype
 EACH_DTYPE = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window7-17x33", "large", "overflow",
               "dominant", "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20-43x97",
               "in a cache, 64-gqa-static", "in a cache, 64-gqa-inference-page_size16")
@@ -198,20 +196,19 @@ CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203-H4 Hkv4, 128x217, 2x
 
 def in_order() -> list[Case]:
     """SAMPLE, then the others; in both the cases with fewer features first."""
-    def simple(case: Case) -> int:
-        return len({*case.features} - {"causal"})
-
-    return sorted(SAMPLE, key=simple) + sorted(CASES[len(SAMPLE) :], key=simple)
+    parts = SAMPLE, CASES[len(SAMPLE) :]
+    return [case for part in parts for case in sorted(
+        part, key=lambda case: len({*case.features} - {"causal"}))]
 
 
 # --- the tensors of a case ---
 
-# Segment ids in no order; some are equal as int8, int16 or float32.
+# Some are equal as int8, int16 or float32.
 IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
 
 def segments(case: Case) -> Tensor:
-    """Segment ids (B, Tk) int32, with borders of their own in each row."""
+    """Ids (B, Tk) int32; each row has its own borders."""
     Tk, rows = case.Tk, []
     for b in range(case.B):
         starts = {"packed": [Tk // 3 + b, Tk // 2 + 3 * b], "left": [10 * b],
@@ -223,7 +220,7 @@ def segments(case: Case) -> Tensor:
 
 
 def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
-    """t in the case's layout: a part of a tensor of NaN, or its first values, expanded."""
+    """t in the case's layout, in a larger tensor of NaN."""
     *names, way = case.layout.split()
     if way not in WAYS or name not in (names or ("q", "k", "v", "dout")):
         return t
@@ -240,8 +237,8 @@ def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
 
 @lru_cache(maxsize=8)
 def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
-    """The tensors of a case. Sinks are about as large as the log-sum-exp of the scores; in three
-    and more heads the first does not matter, and in four the second matters alone."""
+    """The tensors of a case. Of the sinks of three heads and more the first does not matter, of
+    four the second matters alone."""
     chance = torch.Generator().manual_seed(case.seed)
 
     def noise(T: int, H: int, size: float) -> Tensor:
@@ -252,7 +249,7 @@ def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
     k, v = (noise(case.Tk, case.Hkv, case.size) for _ in "kv")
     if case.kind == "equal":
         k = k[:, :1].expand_as(k).contiguous()
-    elif case.kind == "dominant":  # its scores are about 500, the others' about 10
+    elif case.kind == "dominant":
         one = k[:, case.Tk // 2].mul_(10)  # (B, Hkv, D)
         q = q + one.repeat_interleave(case.H // case.Hkv, dim=1)[:, None]
     elif case.kind == "negative":
@@ -283,7 +280,7 @@ def require(ok: bool | Tensor, text: str) -> None:
         raise AssertionError(text)
 
 
-@lru_cache(maxsize=128)  # all cases of a dtype: the truth is slower than most kernels
+@lru_cache(maxsize=128)  # the truth is slower than most kernels
 def truth(case: Case, dtype: str) -> Result:
     return proof.truth(inputs(case, dtype), case.spec(dtype))
 
@@ -294,7 +291,6 @@ def plain(case: Case, dtype: str, device: str = "cpu") -> Result:
 
 
 def agree(got: Result, rough: Result, exact: Result, dtype: str) -> None:
-    """Raise AssertionError with the errors that are larger than allowed (proof.errors)."""
     why = proof.wrong(proof.errors(got, rough, exact, getattr(torch, dtype)))
     require(not why, "; ".join(why))
 
@@ -306,8 +302,8 @@ def compare(got: Result, case: Case, dtype: str, device: str) -> None:
 def check(backend: Backend, case: Case, dtype: str, device: str = "cpu",
           attend: Callable[..., Tensor] | None = None) -> None:
     """Run the case, by `attend` or the backend's, with gradients if it has any, and without, where
-    a library may use another kernel. Raises AssertionError: wrong numbers, or an input that was
-    overwritten or returned."""
+    a library may use another kernel. Raises AssertionError: wrong numbers, or an input was
+    overwritten."""
     given = inputs(case, dtype, device)
     before = {name: t.clone() for name, t in given._asdict().items() if t is not None}
     for grad in (True, False)[not case.grad :]:
@@ -324,5 +320,4 @@ def check(backend: Backend, case: Case, dtype: str, device: str = "cpu",
 
 
 def accuracy(item: Item, attend: Callable[..., Tensor] | None = None) -> None:
-    """check() of the item's case."""
     check(item.backend, item.case, item.dtype, item.device, attend)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import proof
-from ..machine.system import KERNEL_ERRORS, loses_device, settings_stay
+from ..machine.system import KERNEL_ERRORS, loses_device
 from ..proof import Inputs, Result, run
 from ..spec import Machine, Spec, visible
 from . import matrix
@@ -22,7 +22,6 @@ from .matrix import Case, Item
 
 
 def cast(given: Inputs, dtype: str) -> Inputs:
-    """The floating-point tensors in this dtype."""
     to = getattr(torch, dtype)
     found = (t.detach().to(to) if t is not None and t.is_floating_point() else t for t in given)
     return Inputs(*found)  # type: ignore[arg-type]
@@ -154,7 +153,6 @@ FAILING, TRIED = 4, 16  # cases: at most so many that fail, among so many
 
 
 class Failure(NamedTuple):
-    """A run with wrong numbers."""
 
     case: Case
     spec: Spec
@@ -173,9 +171,8 @@ def failures(item: Item) -> Iterator[Failure]:
             if item.backend.why_not(spec, Machine.here(device)):
                 continue
             try:
-                with settings_stay():
-                    got = item.run(matrix.inputs(case, dtype, device), spec)
-            except (*KERNEL_ERRORS, GeneratorExit) as e:
+                got = item.run(matrix.inputs(case, dtype, device), spec)
+            except KERNEL_ERRORS as e:
                 if loses_device(e):
                     return
                 continue
@@ -189,8 +186,8 @@ def failures(item: Item) -> Iterator[Failure]:
 
 
 def reproduces(failure: Failure, options: Options) -> bool | None:
-    """None unless the program with a mistake reproduces the kernel; False if it does so without
-    it, too. Queries that the mistake leaves without keys are not compared."""
+    """None unless the program with a mistake reproduces the kernel; False if it does so without it,
+    too. Queries that the mistake leaves without keys are not compared."""
     case, spec, got, errors = failure
     names = {e.name for e in errors if not e.off <= e.allowed}
     names = {"out"} & names or ({*got.tensors} - {"out"} if options else {"dq"} & names)

@@ -1,5 +1,4 @@
-"""Properties besides accuracy: functions that raise AssertionError, and the table PROPERTIES of
-their cases."""
+"""Properties besides accuracy: tests that raise AssertionError, and the table of their cases."""
 
 from __future__ import annotations
 
@@ -77,8 +76,8 @@ def unseen(item: Item) -> None:
 
 
 def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
-    """P after dropout, (B, Tq, H, Tk): the outputs for v that hold D columns of the identity at a
-    time, all under one seed."""
+    """P after dropout, (B, Tq, H, Tk): the outputs for columns of the identity as v, under one
+    seed."""
     given, spec, found = item.given, replace(item.spec, grad=False, dropout=dropout), []
     Tk, D = item.case.Tk, item.case.D
     eye = F.pad(torch.eye(Tk, device=given.v.device, dtype=given.v.dtype), (0, -Tk % D))
@@ -99,8 +98,7 @@ def rate(item: Item) -> None:
     """Each entry is dropped at rate p, independent of all others; the rest is divided by 1 - p."""
     p, B, P = item.spec.dropout, item.case.B, weights(item, 0.0)
     there, eps = P != 0, torch.finfo(P.dtype).eps
-    # An entry that is never dropped is off by 6 sigma.
-    n = math.ceil(40 * (1 - p) / p / B) if B > 1 else 1
+    n = math.ceil(40 * (1 - p) / p / B) if B > 1 else 1  # calls: 6 sigma
     got = torch.stack([weights(item, p, seed) for seed in range(n)])
     left = (got != 0) & there
     off, as_before = ((got - want)[left].abs().max() for want in (P / (1 - p), P))
@@ -115,7 +113,7 @@ def rate(item: Item) -> None:
 
     product = autocorrelation(x)
     pairs = autocorrelation(there.float().expand(x.shape)).clamp(min=0)
-    # Bernstein's inequality: a sum of independent products is past this once in a million tests.
+    # Bernstein's inequality: independent products are past this once in a million tests.
     tail = math.log(1e6 * product.numel())
     most = max(p, 1 - p) ** 2 * tail / 3
     bound = most + (most**2 + 2 * tail * variance**2 * pairs).sqrt() + 1e-6 * total
@@ -160,7 +158,7 @@ def empty(item: Item) -> None:
 
 
 def some_gradients(item: Item) -> None:
-    """Gradients of each input alone, and of all but it; a graph that is kept gives them again."""
+    """Of each input alone, and of all but it; a graph that is kept gives them again."""
     names = ["q", "k", "v", *["sinks"] * item.spec.sinks]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
         item.compare(item.run(item.given, item.spec, wrt=wrt, times=2))
@@ -188,7 +186,6 @@ def again(item: Item) -> None:
 
 
 def surrounded(item: Item, *, context: Callable[[str], AbstractContextManager[object]]) -> None:
-    """Accuracy, in q's dtype, inside a context manager."""
 
     def attend(*args: object, **more: object) -> Tensor:
         with context(torch.device(item.device).type):
@@ -211,13 +208,14 @@ def same_bits(item: Item) -> None:
     """Five runs give the same bits; on CUDA at a size of many thread blocks."""
     if on_cuda(item):
         item = replace(item, case=replace(item.case, Tq=1024, Tk=1024))
-    was = torch.are_deterministic_algorithms_enabled()
+    was, found = torch.are_deterministic_algorithms_enabled(), list[Result]()
     torch.use_deterministic_algorithms(True)
-    found: list[Result] = []
-    for _ in range(5):
-        torch.manual_seed(0)
-        found.append(item.run(item.given, item.spec))
-    torch.use_deterministic_algorithms(was)
+    try:
+        for _ in range(5):
+            torch.manual_seed(0)
+            found.append(item.run(item.given, item.spec))
+    finally:
+        torch.use_deterministic_algorithms(was)
     for name, first in found[0].tensors.items():
         same = all(first.equal(got.tensors[name]) for got in found)
         require(same, f"{name} differs between runs")
@@ -227,7 +225,7 @@ def same_bits(item: Item) -> None:
 
 
 def probed(item: Item) -> None:
-    """The probe of attention/proof.py: in chunks, then by tokens; earlier outputs stay."""
+    """Chunks, then tokens; earlier outputs stay (attention/proof.py)."""
     why = proof.probe(item.backend, item.spec, item.device, item.case.Tk).why
     require(not why, "; ".join(why))
 
@@ -256,7 +254,7 @@ def log_sum_exp(item: Item) -> None:
 
 # --- the table ---
 
-# How many --quick runs, title, row of the report, test, and texts whose combinations are its cases.
+# How many --quick runs, title, row of the report, test, texts of its cases.
 Row = tuple[Any, ...]
 SIDES = (", window9, packed, both, right5, window9-right5, window9-both, window9-packed,"
          "window9-both-packed, both-packed")
@@ -277,7 +275,7 @@ PROPERTIES: list[Row] = [
     (2, "other values in the same memory", "repeated calls", again, "33-gqa", SOME),
     (1, "autocast", "surroundings", autocast, "33-gqa", SOME),
     (1, "inference mode", "surroundings", inference, "33-gqa-inference"),
-    # A mask may repeat in tiles of 128 queries and keys; each entry needs many calls.
+    # A mask may repeat in tiles of 128 queries and keys.
     (2, "dropout rate", "dropout", rate,
      "16-gqa-B8-D16-dropout.25, 300-B1-D128-dropout.5, 20x128-gqa-B8-D128-dropout.5"),
     (6, "the same mask again", "dropout", replay,

@@ -1,8 +1,7 @@
 """The arguments of flash-attn's functions, the kernel of each call, and what ran since use().
 
-A ValueError comes before anything is written. Values on a GPU are checked only where the host waits
-for them anyway: cu_seqlens, seqused, and cache_seqlens for a log-sum-exp or a cache_leftpad. Rows
-that see no key give zeros, and a log-sum-exp of -inf, where flash-attn has inf."""
+Values on a GPU are checked only where the host waits for them anyway. Rows that see no key give
+zeros, and a log-sum-exp of -inf, where flash-attn has inf."""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ REFUSED = {  # and what to do instead
 }
 Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
 Layouts = tuple[Tensor | None, str]  # a tensor and the names of its sizes, "B T H D"
-# The fields of a Spec, in its order; a plain tuple, since torch.compile traces how it is made.
+# The fields of a Spec; a plain tuple, since torch.compile traces how it is made.
 Request = namedtuple("Request", "n_head n_kv_head head_dim dtype window dropout segments grad "
                      "cache compiled page_size scale softcap sinks lse right alibi")
 NO_MODE = nullcontext()
 _spec = lru_cache(maxsize=4096)(Spec)
-# [True]: of dropout with the log-sum-exp, which few kernels have.
+# [True]: of dropout with the log-sum-exp
 _plans = {seeded: Plans("auto") for seeded in (False, True)}
 _traced = SimpleNamespace()  # kernels of calls that torch.compile has traced, by the call's repr
 _ran: defaultdict[Key, tuple[Any, int]] = defaultdict(lambda: (None, 0))  # choice or error, calls
@@ -58,8 +57,8 @@ def wrong(name: str, expected: str, got: object) -> NoReturn:
 
 
 def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors: Layouts) -> None:
-    """Raise ValueError unless each tensor that is given has its layout, one of the dtypes, and is
-    `on` this device. `sizes` are those of one call, by the names in its layouts."""
+    """Raise ValueError unless each tensor that is given has its layout, with the `sizes` of the
+    call by name, one of the dtypes, and is `on` this device."""
     for name, (t, layout) in tensors.items():
         if t is not None:
             axes, shape = layout.split(), getattr(t, "shape", ())
@@ -73,8 +72,7 @@ def requested(
     scale: Any, causal: bool, window: Any, softcap: Any, slopes: Tensor | None, lse: bool,
     others: dict[str, object], deterministic: bool = False,
 ) -> Request:
-    """The options that all functions share; a Spec checks their ranges. `tensors`: k, v and others
-    of q's dtype. `others`: HINTS, or REFUSED unless None, False or 0."""
+    """The options that all functions share. `tensors`: k, v and others of q's dtype."""
     for name, value in others.items():
         if name not in REFUSED and name not in HINTS:
             raise TypeError(f"unexpected keyword argument {name!r}")
@@ -110,7 +108,7 @@ def requested(
 
 
 def number(name: str, value: Any) -> float:
-    """A float, also NumPy's or a tensor of one; in a trace a constant, not any float's symbol."""
+    """A float, also NumPy's or a tensor of one; in a trace a constant."""
     if type(value) is not float:
         try:
             value = float(value)
@@ -177,7 +175,7 @@ def tokens(pages: Tensor, rows: list[tuple[Tensor, int]], starts: Sequence[int])
 
 
 class Choice(NamedTuple):
-    """The backend of use(). Printed, it is what select() prints for a plain call."""
+    """The backend of use(); prints what select() prints for a plain call."""
 
     backend: str
     policy: Policy
@@ -192,8 +190,7 @@ class Choice(NamedTuple):
 
 
 def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
-    """Choose the backend of all later calls: a name, an alias, "auto", "fastest" or a file, else
-    ValueError. print(use(...)) tries it."""
+    """Choose the backend of all later calls: a name, an alias, "auto", "fastest" or a file."""
     check_name(backend)
     _plans.update({seeded: Plans(backend, policy) for seeded in _plans})
     _ran.clear()
@@ -214,7 +211,6 @@ def report() -> str:
 def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Backend, Spec]:
     """The kernel and the Spec of a call of q (B, Tq, H, D) with Tk keys; `dry`: it may not run."""
     (B, Tq), device = q.shape[:2], str(q.device)
-    # A side that hides nothing is none: more kernels have that.
     if request.cache != "paged" and (request.window or 0) >= Tk:
         request = request._replace(window=None)
     if request.right != 0:
@@ -252,7 +248,7 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
 
 @outside_a_trace
 def _choose_in_trace(*call: Any) -> str:
-    """The name in _traced of a call's kernel. A trace sees new attributes of an object, but no new
+    """The name in _traced of a call's kernel: a trace sees new attributes of an object, but not new
     keys of a dict that it has read."""
     plans = _plans[False]
     plans.choose_in_trace(*call)
@@ -282,7 +278,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
 def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request,
           slopes: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     """out (Tq, H, D) of each text, and its log-sum-exp (H, Tq) if requested. Texts of one length
-    are a batch. NaN in one text reaches no other, as it does through a masked key."""
+    are a batch. NaN in one reaches no other."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, (q, k) in enumerate(zip(qs, ks)):
         alike.setdefault((len(q), len(k)), []).append(i)

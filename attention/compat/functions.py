@@ -1,8 +1,7 @@
 """flash_attn_func, flash_attn_varlen_func, their packed forms, and flash_attn_with_kvcache.
 
 Sequences of different lengths are segments of one call, if a CUDA kernel reads each by itself, else
-one call for each length (calls.texts). A cache is a view on CUDA and in pages, else rows. All
-floating dtypes run. Meta and fake tensors give results of the right shape."""
+one call for each length. Meta and fake tensors give results of the right shape."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ def flash_attn_func(
     """Attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
     Args:
-        window_size: (left, right): query i sees the keys i - left + Tk - Tq to i + right + Tk - Tq;
-            -1 is no limit. causal: right is 0.
-        alibi_slopes: (H,) or (B, H) float32: -slope * |i + Tk - Tq - j| is added to a score.
+        window_size: (left, right): query i sees keys i - left + Tk - Tq to i + right + Tk - Tq; -1
+            is no limit. causal: right is 0.
+        alibi_slopes: (H,) or (B, H) float32.
         deterministic: on CUDA it needs torch.use_deterministic_algorithms(True).
         return_attn_probs: return (out, softmax_lse, None), the log-sum-exp (B, H, Tq) float32;
             return_softmax_lse, as FlashAttention-3: (out, softmax_lse).
@@ -56,8 +55,7 @@ def flash_attn_varlen_func(
 
     Args:
         q, k, v: (total_q, H, D) and (total_k, Hkv, D).
-        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each begins, and the total. max_seqlen_q
-            and max_seqlen_k are not read.
+        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 or int64: where each begins, and the total.
         block_table: (N, pages of the longest) int32: pages of k, v (pages, page_size, Hkv, D).
         seqused_q, seqused_k: (N,) int32: tokens of each that count; other queries get zeros."""
     layout = "total_k Hkv D" if block_table is None else "pages page_size Hkv D"
@@ -170,17 +168,17 @@ def flash_attn_with_kvcache(
     """Attention to a cache, without gradients; k and v are first appended to it, in place.
 
     Args:
-        q: (B, Tq, H, D), aligned with the last keys; if not causal, all queries see those.
+        q: (B, Tq, H, D), aligned with the last keys.
         k_cache, v_cache: (B or more, S, Hkv, D); with block_table (pages, page_size, Hkv, D).
         k, v: (B, T_new, Hkv, D), new tokens.
-        rotary_cos, rotary_sin: (positions, R): token n of q and k is rotated by row cache_seqlens
-            (or rotary_seqlens, (B,)) + n; q by that of n = 0 if neither causal nor windowed.
+        rotary_cos, rotary_sin: (positions, R): row cache_seqlens (or rotary_seqlens (B,)) + n
+            rotates the n-th new key, and query if causal or windowed (else that of n = 0).
         cache_seqlens: tokens of each row before this call, (B,) int32 or one number; None: S.
-        cache_batch_idx: (B,) the cache's row of each row of q. It copies those rows.
+        cache_batch_idx: (B,) the cache's row of each row of q.
         cache_leftpad: (B,) the first slot of each row that is read; cache_seqlens counts from 0.
         block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
     Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
-    After a ValueError, as in flash_attn_func(), the cache is as it was."""
+    After a ValueError the cache is as it was."""
     table = page_table if block_table is None else block_table
     paged = table is not None
     sizes: dict[str, int] = {}

@@ -1,8 +1,7 @@
 """Every backend here as an attention implementation of `transformers` (docs/HF.md).
 
-transformers calls `_mask` once a forward pass for each kind of layer, which proves what SDPA's mask
-is (mask.py), and `_attend` in each layer, which runs a kernel. Models that compute their attention
-themselves fail when they are built, at their first mask, or in `report()`."""
+transformers calls `_mask` once a forward pass for each kind of layer, which proves what its mask is
+(mask.py), and `_attend` in each layer."""
 
 from __future__ import annotations
 
@@ -35,15 +34,14 @@ RESERVED = ("sdpa", "flash", "flex_attention", "eager")
 IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
            "output_router_logits", "num_items_in_batch", "deterministic"}
 
-
-def implementation(name: str) -> str:
-    """The attn_implementation of a name: "triton" is "nanoattn:triton", "sdpa" "nanoattn:SDPA"."""
-    name = name if name in RULES else get(name).name
-    return PREFIX + (name.upper() if any(word in name for word in RESERVED) else name)
-
-
 _made: dict[str, str] = {}  # registered name -> attn_implementation
 _policy = Policy()  # of the last register()
+
+
+def implementation(name: str) -> str:
+    """The attn_implementation of a name: "nanoattn:triton", "nanoattn:SDPA"."""
+    name = name if name in RULES else get(name).name
+    return PREFIX + (name.upper() if any(word in name for word in RESERVED) else name)
 
 
 def names() -> dict[str, str]:
@@ -52,13 +50,9 @@ def names() -> dict[str, str]:
 
 
 def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
-    """Make every backend and rule an attention implementation; again to replace the policy.
-
-    Args:
-        extra: further names for attention.get(). A kernel file is run here.
-        policy: Policy(fallback=False) makes a refusal an error instead of a warning.
-    Raises ImportError: transformers is missing or older than 4.53; ValueError: two names would give
-    one attn_implementation."""
+    """Make every backend and rule an attention implementation, and the `extra` names for
+    attention.get(), whose files are run here; again to replace the policy. Raises ImportError:
+    transformers is older than 4.53; ValueError: two names give one attn_implementation."""
     global _policy
     _policy, known = policy, [*RULES, *BACKENDS, *extra, *_made]
     _made.clear()
@@ -76,16 +70,14 @@ def _add(name: str) -> str:
     if name not in RULES and any(get(other) is not get(name) for other in alike):
         raise ValueError(f"{name!r} would be {key!r}, the name of another backend")
     _made[name] = key
-    # Both read tensors on the host, so each call is a graph break in a compiled model.
-    untraced = torch.compiler.disable
+    untraced = torch.compiler.disable  # both read tensors on the host
     AttentionInterface.register(key, untraced(partial(_attend, Plans(name, _policy))))
     AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
     return key
 
 
 def _ours(requested: str) -> str:
-    """The attn_implementation that a name in any case means. Other people's code runs here. Raises
-    ValueError: unknown name after "nanoattn:"; lists the accepted ones."""
+    """The attn_implementation that a name in any case means. Raises ValueError: unknown name."""
     known = {key.lower(): key for key in _made.values()}
     if found := known.get(requested.lower()):
         return found
@@ -100,9 +92,8 @@ def _ours(requested: str) -> str:
 
 @cache
 def _find_when_named() -> None:
-    """Make transformers 5, which checks names in get_correct_attn_implementation(), take ours in
-    any case, and other people's ("nanoattn:file.py") on request. Older releases have no place that
-    sees the name in time. A downloaded config.json can name an attention, too: it runs no code."""
+    """Make transformers 5 take our names in any case, and other people's ("nanoattn:file.py") on
+    request, but not from a config.json that was read."""
     from transformers import PretrainedConfig, PreTrainedModel
 
     model: Any = PreTrainedModel
@@ -145,7 +136,7 @@ def _drop_code(config: dict[str, Any]) -> None:
 
 
 def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Mask:
-    """transformers' mask for SDPA, proved. No mask is built if it is causal, or hides nothing."""
+    """transformers' mask for SDPA, proved. It builds none that is causal, or hides nothing."""
     B, Tk, window = options["batch_size"], options["kv_length"], options.get("local_size")
     Tq = options["q_length"] if "q_length" in options else len(options["cache_position"])
     causal = "allow_is_bidirectional_skip" not in options
@@ -183,16 +174,18 @@ def _proved(mask: Tensor, window: int | None, Tq: int) -> Proof:
 
 def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
            Tq: int, Tk: int) -> Proof:
-    """Proof of a layer's mask: from _mask(), or made here and cached with the mask."""
+    """The proof of a layer's mask, from _mask() or of a caller's 4-D mask."""
     if mask is None:
         # Eager attention without a mask sees all keys: the layer must declare what it means.
         if is_causal is None or (is_causal and Tq != Tk):
             raise ValueError(f"{Tq} queries and {Tk} keys without a mask, is_causal={is_causal}")
         proof = Proof(Tq, Tk, right=0 if is_causal else None)
-    elif isinstance(mask, Mask) and not hasattr(mask, "proof"):
+    elif not isinstance(mask, Mask):
+        proof = _proved(mask, window, Tq)
+    elif hasattr(mask, "proof"):
+        proof = mask.proof
+    else:
         raise ValueError("the model changed the mask")
-    else:  # of a plain tensor: a 4-D mask of the caller's
-        proof = mask.proof if isinstance(mask, Mask) else _proved(mask, window, Tq)
     if proof.queries != Tq or proof.end > Tk or (mask is not None and mask.shape[-1] < Tk):
         raise ValueError(f"the mask does not fit {Tq} queries and {Tk} keys")
     if proof.right == 0 and window and proof.effective(window) != proof.effective(proof.window):
@@ -201,8 +194,8 @@ def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
 
 
 def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> None:
-    """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts. Once
-    for each mask of _mask(): it synchronizes with the device."""
+    """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts; once
+    for each mask, since the host waits."""
     if symbolic(position_ids) or (isinstance(mask, Mask) and mask.checked is position_ids):
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
@@ -231,8 +224,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer, as AttentionInterface calls it: query (B, H, Tq, D), key and value
     (B, Hkv, Tk, D), s_aux (H,) give (B, Tq, H, D), and with output_attentions the weights
-    (B, H, Tq, Tk) without dropout. is_causal is used without a mask, and overrides the module's.
-    Raises BackendUnavailable: an argument is not supported; ValueError: tensors do not fit."""
+    (B, H, Tq, Tk). Raises BackendUnavailable: an argument is not supported."""
     (B, H, Tq, D), (_, Hkv, Tk, _) = query.shape, key.shape
     try:
         if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
@@ -274,8 +266,7 @@ def _attend(
         options["segments"] = proof.segments.to(query.device).expand(B, -1)
     if output_attentions:
         warn(f"output_attentions=True stores {Tq} x {Tk} attention weights a head", stacklevel=2)
-    # Views: a static cache is longer than its contents.
-    runs = proof.runs or (([], slice(0, proof.end)),)
+    runs = proof.runs or (([], slice(0, proof.end)),)  # a static cache is longer than its contents
     outs, Ps = [], []
     for rows, J in runs:
         tensors = (t.transpose(1, 2) for t in (query, key[:, :, J], value[:, :, J]))
@@ -302,13 +293,12 @@ class Layer(NamedTuple):
     def lines(self) -> tuple[str, ...]:
         """A text for each kind of call."""
         found = []
-        for spec, chosen, calls in self.ran:
+        for spec, chosen, n in self.ran:
             kernels = ", ".join(chosen.kernels) or "plain operators"
             lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
             options, _, _ = str(spec).rpartition(", ")  # the last word is training or inference
-            found.append(f"{chosen.backend.name} (kernel: {kernels}), {calls} "
-                         f"call{'s' * (calls > 1)}, {options}, "
-                         f"gradients {'on' if spec.grad else 'off'}{lost}")
+            found.append(f"{chosen.backend.name} (kernel: {kernels}), {n} call{'s' * (n > 1)}, "
+                         f"{options}, gradients {'on' if spec.grad else 'off'}{lost}")
         return tuple(found) or ("NOT CALLED",)
 
 
@@ -329,14 +319,14 @@ class Report(tuple[Layer, ...]):
 
 
 def report(model: torch.nn.Module) -> Report:
-    """The kernel that each attention layer ran, with the names that the profiler saw. Raises
-    RuntimeError if none ran: the model was not called, or ignores its implementation."""
+    """The kernel that each attention layer ran, as the profiler named it. Raises RuntimeError if
+    none ran: the model was not called, or computes its attention itself."""
     modules = {n: m for n, m in model.named_modules()
                if m in _calls or "Attention" in type(m).__name__}
     inner = [n for n in modules if not any(other.startswith(f"{n}.") for other in modules)]
     layers = [Layer(n, tuple(_calls.get(modules[n], {}).values())) for n in inner]
     if not any(layer.ran for layer in layers):
-        none = f"none of the {len(layers)} attention layers of {type(model).__name__}"
-        raise RuntimeError(f"{none} has run through nanoattn: call the model first, or it computes "
-                           "its attention itself")
+        raise RuntimeError(f"none of the {len(layers)} attention layers of {type(model).__name__} "
+                           "has run through nanoattn: call the model first, or it computes its "
+                           "attention itself")
     return Report(layers)

@@ -47,8 +47,7 @@ MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not 
 
 def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
     """A known machine by its name or a distinctive part of it ("titan rtx", "4090", "cpu"), with
-    that version of torch and packages of these import names. Raises ValueError: none or several
-    machines match."""
+    packages of these import names. Raises ValueError: none or several match."""
     given = words(text)
     fit = [m for m in KNOWN if words(m.name) - MAKERS <= given]
     longest = max((len(words(m.name)) for m in fit), default=0)

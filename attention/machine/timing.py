@@ -22,19 +22,19 @@ from ..select import Shape, admit
 from ..spec import Machine, Policy, Spec
 from .system import own_code, synchronize
 
-BUDGET_S = 0.5  # samples of each call, in all
-SAMPLE_S = 0.005  # a sample is as many calls as fill this time, 20 at most
+BUDGET_S = 0.5  # of each call
+SAMPLE_S = 0.005  # filled by 1 to 20 calls
 
 
 @dataclass(frozen=True)
 class Row:
-    """A backend's row in the table and in --json."""
+    """Of the table and of --json."""
 
     name: str
     title: str
     why: tuple[str, ...] = ()  # why it does not run
-    ms: tuple[float, ...] = ()  # median of each mode that it supports; empty: not timed
-    error: float | None = None  # max |out - float64| over max |float64|, from the probe
+    ms: tuple[float, ...] = ()  # median of each mode
+    error: float | None = None  # max |out - float64| / max |float64|
     kernels: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # why a mode was not timed
 
@@ -45,12 +45,12 @@ class Row:
 
 
 Call = Callable[[], None]
-Calls = dict[tuple[str, Spec], tuple[Call, float]]  # and roughly the seconds of each
+Calls = dict[tuple[str, Spec], tuple[Call, float]]  # and its seconds, roughly
 
 
 def declared(name: str, spec: Spec, machine: Machine,
              policy: Policy) -> tuple[Row, Backend | None]:
-    """A backend by its Caps, which is None if it is other people's code that does not load."""
+    """A backend by its Caps; None: other people's code that does not load."""
     try:
         backend, why = admit(name, spec, machine, policy)
     except BackendUnavailable as e:
@@ -62,11 +62,8 @@ def measure(
     names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
     device: torch.device, shape: Shape, show: Callable[[str], object] = lambda line: None,
 ) -> list[Row]:
-    """Probe and time the backends. The random state is restored.
-
-    Args:
-        modes: without the backward pass, with it, or both in this order.
-        show: called with a line for each backend as soon as it has run once or is refused."""
+    """Probe and time the backends. modes: without the backward pass, with it, or both in this
+    order; `show` gets a line for each backend as soon as it has run once or is refused."""
     rows: dict[str, Row] = {}
     calls: Calls = {}
     machine = replace(machine, interpreted=False)  # thousands of times slower than a GPU
@@ -77,7 +74,7 @@ def measure(
             able = [spec for spec in modes if not declared(name, spec, machine, policy)[0].why]
             once: Calls = {}
             if backend is not None and able:
-                # The probe stores all scores in float64: no longer than the usual kernel needs.
+                # The probe stores all scores in float64.
                 seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
                 row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
                 try:
@@ -114,7 +111,7 @@ def race(calls: Calls, device: torch.device) -> Mapping[tuple[str, Spec], float]
 
 
 def warmed_up(call: Call, device: torch.device) -> float:
-    """Roughly the seconds of a call: the least of 3, or of as many as fit the budget."""
+    """Roughly the seconds of a call."""
     time_call(call, device)  # compiles, loads, allocates
     samples = [time_call(call, device)]
     while len(samples) < 3 and sum(samples) < BUDGET_S:
@@ -124,7 +121,7 @@ def warmed_up(call: Call, device: torch.device) -> float:
 
 def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backend, Spec], Call]:
     """A function that makes a call of a backend, with the backward pass if its Spec has gradients,
-    on random inputs with the strides of a model's tensors."""
+    on inputs with the strides of a model's."""
     B, Tq, Tk = shape
     given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
     options: dict[str, Any] = dict(given.options)
@@ -205,7 +202,7 @@ def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> f
 
 def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
     """A line for each backend that runs, fastest first, then notes and the reasons of the others.
-    `modes` are those of measure(); none: nothing was run."""
+    No `modes`: nothing was run."""
     able, lines = [row for row in rows if not row.why], []
     if able and modes:
         times = ["fwd+bwd ms" if spec.grad else "forward ms" for spec in modes]
@@ -230,7 +227,7 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], side: str) -> list[str]:
-    """The rows of a text table; `side`, < or >, aligns all columns but the first."""
+    """A text table; `side`, < or >, aligns all columns but the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = "  ".join(f"{{:{side if n else '<'}{width}}}" for n, width in enumerate(widths))
     return [line.format(*row).rstrip() for row in rows]

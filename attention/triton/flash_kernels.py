@@ -46,8 +46,8 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 @triton.jit
 def tanh(x):
-    """tanh(x) within 6 eps in float32; below 1/4 by a Taylor series, since 1 - e loses digits there.
-    Triton's own cannot be interpreted."""
+    """tanh(x) within 6 eps in float32; below 1/4 by a Taylor series, since 1 - e loses digits
+    there. Triton's own cannot be interpreted."""
     z = x * x
     series = x + x * (z * (-1 / 3 + z * (2 / 15 - z * (17 / 315))))
     e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
@@ -163,8 +163,8 @@ def last_position(j, end, Tk, window, Run):
 
 @triton.jit
 def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.constexpr):
-    """The tiles [begin, end), and those without a mask, [inner_begin, inner_end), of a block whose first
-    row sees [first_begin, first_end) and whose last [last_begin, last_end)."""
+    """The tiles [begin, end), and those without a mask, [inner_begin, inner_end), of a block whose
+    first row sees [first_begin, first_end) and whose last [last_begin, last_end)."""
     begin = tl.maximum(first_begin, 0) // BLOCK * BLOCK
     inner_begin = (tl.maximum(last_begin, 0) + BLOCK - 1) // BLOCK * BLOCK
     inner_end = tl.maximum(tl.maximum(first_end, 0) // BLOCK * BLOCK, inner_begin)
@@ -173,8 +173,8 @@ def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.conste
 
 @triton.jit
 def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first and last key of each query of a block, and its visible_tiles(). Rows past the end, which
-    are not stored, get the last row's."""
+    """The first and last key of each query of a block, and its visible_tiles(). Rows past the end,
+    which are not stored, get the last row's."""
     i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
     i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
     last = last_key(i, Tq, Tk, offset, right, Run)
@@ -193,8 +193,8 @@ def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Z_ij > 0 for a tile, (BLOCK_M, BLOCK_N) bool, of seed, b, h, i and j only: Philox with 7 rounds
-    (Salmon et al. 2011) of the counter (i, j // 4, b * H + h, 0), four keys a counter."""
+    """Z_ij > 0 for a tile, (BLOCK_M, BLOCK_N) bool, of seed, b, h, i and j only: Philox with 7
+    rounds (Salmon et al. 2011) of the counter (i, j // 4, b * H + h, 0), four keys a counter."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     j_4 = j0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zeros = tl.full((BLOCK_M, BLOCK_N // 4), 0, tl.int32)
@@ -361,8 +361,8 @@ def dkdv_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
-    """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head. Tiles are
-    transposed: P_ij^T and dS_ij^T stay in registers between matmuls."""
+    """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head.
+    Tiles are transposed: P_ij^T and dS_ij^T stay in registers between matmuls."""
     n_blocks = (Tk + BLOCK_N - 1) // BLOCK_N
     bg = tl.program_id(0) // n_blocks
     j0 = tl.program_id(0) % n_blocks * BLOCK_N  # the first keys are seen by most rows
@@ -565,11 +565,12 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
                   seed: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
                   window: int | None, right: int | None, dropout: float, scale: float,
                   softcap: float | None, offset: int | None) -> tuple[Tensor, Tensor]:
-    """out (B, Tq, H, D) in q's dtype, contiguous, and L (B, H, Tq) float32, log2 of the sum of exp(s).
+    """out (B, Tq, H, D) in q's dtype, contiguous, and L (B, H, Tq) float32, log2 of the sum of
+    exp(s).
 
-    run_q (B, 2, Tq) int32: the first and the last key of each query's segment; run_k (B, 2, Tk): the
-    first and the last position of each key's. seed (1,) int64, on q's device; sinks (H,), slopes (H,)
-    or (B, H) float32. offset: as in visible(); then the results are float32."""
+    run_q (B, 2, Tq) int32: the first and the last key of each query's segment; run_k (B, 2, Tk):
+    the first and the last position of each key's. seed (1,) int64, on q's device; sinks (H,),
+    slopes (H,) or (B, H) float32. offset: as in visible(); then the results are float32."""
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
     out = _result(q.shape, q, offset)
@@ -592,8 +593,9 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    slopes: Tensor | None, tiles: list[int] | None, tma: bool, window: int | None,
                    right: int | None, dropout: float, scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor]:
-    """The gradients, to unpack(), and delta (B, H, Tq) float32, the row sums of dO * O. tiles: the Tiles
-    of dq and dkdv, one after the other. tma: load by descriptors: rows of 16 bytes, capability 9.0."""
+    """The gradients, to unpack(), and delta (B, H, Tq) float32, the row sums of dO * O. tiles: the
+    Tiles of dq and dkdv, one after the other. tma: load by descriptors: rows of 16 bytes,
+    capability 9.0."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
@@ -620,7 +622,8 @@ def _packed(q: Tensor, k: Tensor, offset: int | None) -> Tensor:
 
 def unpack(grads: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     """The gradients of q, k and v, views of flash_backward()'s. Of one length they lie next to each
-    other in each row, as in the output of q, k and v's projection: torch.compile need not copy them."""
+    other in each row, as in the output of q, k and v's projection: torch.compile need not copy
+    them."""
     (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
     if Tq == Tk:
         found = grads.split([H * D, Hkv * D, Hkv * D], dim=2)

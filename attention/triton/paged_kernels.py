@@ -30,8 +30,8 @@ def decode_kernel(Q, K, V, Table, Start, Count, Slopes, Partial, M, L, tau, soft
                   max_pages, page_size, q_b, q_h, kv_page, kv_slot, kv_g, R: tl.constexpr,
                   HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
                   BLOCK_D: tl.constexpr):
-    """Attention of R query heads to one run of keys: unnormalised O~ (B, Hkv, R, splits, HEAD_DIM), row
-    maximum m in units of log 2 and row sum l (B, Hkv, R, splits), all float32."""
+    """Attention of R query heads to one run of keys: unnormalised O~ (B, Hkv, R, splits, HEAD_DIM),
+    row maximum m in units of log 2 and row sum l (B, Hkv, R, splits), all float32."""
     b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     Hkv, splits = tl.num_programs(1), tl.num_programs(2)
     r, d = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_D)[None, :]
@@ -85,7 +85,8 @@ def combine_kernel(
     Partial, M, L, Sinks, Out, H, splits,
     HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Combine a query head's runs; one without keys has l = 0 and the lowest m, a sink l = 1, O~ = 0."""
+    """Combine a query head's runs; one without keys has l = 0 and the lowest m, a sink l = 1, O~ =
+    0."""
     at = tl.program_id(0)
     s, d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
     m = tl.load(M + at * splits + s, mask=s < splits, other=LOWEST)
@@ -112,7 +113,8 @@ def block_sizes(head_dim: int, element_size: int) -> tuple[int, int]:
 
 
 def choose_splits(programs: int, keys: int) -> int:
-    """The number of runs for at most `keys` keys, a power of two, if there were so many programs."""
+    """The number of runs for at most `keys` keys, a power of two, if there were so many
+    programs."""
     wanted = min(triton.cdiv(PROGRAMS, programs), triton.cdiv(keys, LEAST_RUN))
     return min(64, triton.next_power_of_2(wanted))
 
@@ -123,9 +125,9 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
            softcap: float | None, splits: int) -> Tensor:
     """Attention of one query a sequence to its pages, as an operator for torch.compile.
 
-    q and the result are (B, 1, H, D), k_pages to count as in masks.PagedView, with this call's key and
-    value stored; sinks (H,) and slopes (H,) or (B, H) float32 or None; window 0 is all keys; splits 0:
-    choose_splits()."""
+    q and the result are (B, 1, H, D), k_pages to count as in masks.PagedView, with this call's key
+    and value stored; sinks (H,) and slopes (H,) or (B, H) float32 or None; window 0 is all keys;
+    splits 0: choose_splits()."""
     (B, _, H, D), (_, page_size, Hkv, _) = q.shape, k_pages.shape
     assert q.stride(3) == 1 and k_pages.stride() == v_pages.stride() and k_pages.stride(3) == 1
     assert page_table.is_contiguous()
