@@ -1,16 +1,15 @@
 """flex: PyTorch's flex_attention, whose mask is a Python function.
 
-The kernel is FlashAttention (tiled.py) as a template, into which torch.compile traces visible().
-A BlockMask lists for each row of tiles of 128 x 128 scores those with a mask ("partial") and those
-without ("full"); a tile in neither list is skipped. A softcap and ALiBi are a score_mod. Sinks use
-the logsumexp L: of a row's weight out * sigmoid(L - sink) remains.
+The kernel is FlashAttention (tiled.py) as a template, into which torch.compile traces visible(). A
+BlockMask lists the tiles of 128 x 128 scores of each row that need a mask ("partial") and those
+that need none ("full"). A softcap and ALiBi are a score_mod. Sinks: out * sigmoid(L - sink).
 
-Memory  O(T): q, k, v, out and one logsumexp a row; the lists are (T / 128)^2 integers.
+Memory  O(T): q, k, v, out and the logsumexp L; the lists are (T / 128)^2 integers.
 FLOPs   4 * Tq * Tk * D a head forward, 14 backward, less the skipped tiles. Deterministic.
 Layout  (B, H, T, D) to PyTorch: transposed views.
-Compile In a compiled model it is traced into the graph; else it is compiled here, and the lists are
-        cached. Without a gradient lengths are symbolic: no compilation for a new one.
-flex_flash  The same on FlashAttention-4 (kernel_options BACKEND). Each length is compiled.
+Compile In a compiled model it is traced into the graph; else it is compiled here. Without a
+        gradient lengths are symbolic: no compilation for a new one.
+flex_flash  The same on FlashAttention-4. Each length is compiled.
 Refuses dropout, float64, and on the CPU and Apple's Metal gradients and sinks.
 Source  Dong et al. 2024 (arXiv 2412.05496).
 """
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 Mod = Callable[..., Tensor]
 OwnMask = Callable[[int, int, int, int, torch.device], "tuple[BlockMask, Mod | None]"]
-TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
+TILE = 128  # rows and columns of a listed tile
 FEW = 16  # queries; more do not take PyTorch's kernel for decoding, whose tile holds all
 THREE = ("float16", "bfloat16", "float32")
 # Head dims for which PyTorch's C++ for AVX2 overwrites memory (cpp_micro_gemm.py up to 2.13, tail_n
@@ -105,6 +104,9 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
     return (out * left[..., None]).to(out.dtype)
 
 
+# --- compilation ---
+
+
 class Graph(NamedTuple):
     """Each gets its own copy of flex(), which torch.compile would recompile at most 8 times."""
 
@@ -132,20 +134,23 @@ def graph_of(q: Tensor, Tk: int, spec: Spec, segments: Tensor | None, slopes: Te
 @lru_cache(maxsize=4096)
 def compiled(graph: Graph) -> Callable[..., Tensor]:
     own = own_code(flex, f"flex_{hash(graph) & 0xFFFFFFFF:x}")
-    # Training has few lengths: as constants they need no bounds. Sampling has many.
+    # Training has few lengths, and as constants they need no bounds.
     return torch.compile(own, fullgraph=True, dynamic=not (graph.spec.grad or graph.flash))
 
 
+# --- the mask ---
+
+
 def flash_rows(device: torch.device) -> int:
-    """Rows of a listed tile for FlashAttention-4: on Blackwell a block computes two tiles."""
+    """Rows of a listed tile for FlashAttention-4, which on Blackwell computes two at a time."""
     return 2 * TILE if torch.cuda.get_device_properties(device).major >= 10 else TILE
 
 
 def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, window: int | None,
                right: int | None = 0, rows: int | None = None) -> BlockMask:
-    """The BlockMask of visible(), with segments for Tq <= Tk, from the corners of the tiles. rows:
-    of a tile for FlashAttention-4, whose mask_mod has constants; None: TILE. A tile in which
-    nothing is visible may be listed as partial."""
+    """The BlockMask of visible(), with segments for Tq <= Tk, from the corners of the tiles. A tile
+    in which nothing is visible may be listed as partial. rows: of a tile for FlashAttention-4,
+    whose mask_mod has constants; None: TILE."""
     # visible() depends on j - i: in part by the entry nearest to the diagonal, in full by the ends.
     offset = Tk - Tq
     top, bottom = corners(Tq, rows or TILE, device)
@@ -188,7 +193,7 @@ def listed(some: Tensor, every: Tensor, lengths: tuple[int, int], rows: int,
     from torch.nn.attention.flex_attention import BlockMask
 
     def of_rows(tiles: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of each row, and which: no views, for which torch.compile compiles again."""
+        # No views, for which torch.compile compiles again.
         order = tiles.int().argsort(dim=-1, descending=True, stable=True)
         return tiles.sum(dim=-1, dtype=torch.int32), order.int()
 
@@ -202,8 +207,7 @@ _by_shape = lru_cache(maxsize=16)(torch.inference_mode(False)(partial(block_mask
 
 @kept
 def _by_segments(segments: Tensor, Tq: int, Tk: int, *sides: Any) -> BlockMask:
-    # A copy: an entry that held on to its own key would never die.
-    copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()
+    copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()  # else the cache's key lives on
     torch._dynamo.mark_static(copy)
     return block_mask(copy, segments.device, Tq, Tk, *sides)
 
@@ -231,8 +235,7 @@ BACKEND = Backend(
     aliases=("flex_attention",),
 )
 
-# FlashAttention-4 with a mask in tiles (flash_attn/cute/interface.py of 4.0.0b13): head_dim to 128,
-# no backward on 12.x. Gradients of other head dims and of a softcap: as in flash.py.
+# flash_attn/cute/interface.py of 4.0.0b13; gradients as in flash.py.
 _FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), head_dim_max=128,
               head_dim_multiple=8, right=True, dropout=False, scale=True, softcap=True, grad=False,
               packages=("flash_attn.cute>=4.0",))

@@ -8,8 +8,8 @@
 
 FLOPs   4 * Tq * Tk * D a head forward, less skipped tiles; a flash backward 2.5 times that.
 Layout  (B, H, T, D) to PyTorch: transposed views.
-Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. All else gets a
-        mask in blocks of queries (blocks.py); pinned flash on CUDA takes none (sdpa_flash.py).
+Masks   `is_causal=True` is aligned top-left: used only for Tq == Tk. All else gets a mask in blocks
+        of queries (blocks.py); pinned flash on CUDA takes none (sdpa_flash.py).
 Refuses a softcap and sinks.
 """
 
@@ -69,8 +69,8 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int, segme
 
 def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
                alibi_slopes: Tensor | None, kernel: SDPBackend | None) -> Tensor:
-    """Attention to a static cache. Only the device knows where a row's queries are: each block of
-    them has a mask of all keys."""
+    """Attention to a static cache: each block of queries has a mask of all keys, since only the
+    device knows where a row's queries are."""
     outs, size = [], block_size(q)
     for a in range(0, q.shape[1], size):
         part = replace(cache, start=cache.start + a, count=cache.count - a) if a else cache
@@ -85,19 +85,21 @@ def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """F.scaled_dot_product_attention of (B, T, H, D), by the kernels that are safe here."""
-    kernels, grouped = None if kernel is None else [kernel], spec.n_kv_head != spec.n_head
+    kernels, group = None if kernel is None else [kernel], spec.n_head // spec.n_kv_head
+    grouped, masked = group > 1, attn_mask is not None
     if kernel == SDPBackend.CUDNN_ATTENTION:
-        if k.shape[1] == 1:
-            return _only_key(q, k, v, spec)
+        if k.shape[1] == 1:  # cuDNN does not take it. P = 1, so q and k have no gradient
+            k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
+            return F.dropout(torch.ones_like(q[..., :1]), spec.dropout) * v + 0 * (q + k)
         if attn_mask is not None and spec.grad:  # whole tiles: see permitted()
             k, v = (F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % 128)) for t in (k, v))
             hidden = -torch.inf if attn_mask.is_floating_point() else False
             attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128), value=hidden)
     if q.is_cuda:
-        kernels = kernels or permitted(spec, attn_mask is not None)
-        if grouped and not _takes_groups(q, spec, kernel, attn_mask is not None):
+        kernels = kernels or permitted(spec, masked)
+        if grouped and not _takes_groups(q, spec, kernel, masked):
             # Else PyTorch takes the math kernel and its O(T^2) memory (PyTorch issue 181528).
-            k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
+            k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
             grouped = False
     inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
     call = *inputs, attn_mask, spec.dropout, is_causal
@@ -119,17 +121,11 @@ def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool
 def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
     """The kernels that PyTorch may choose from on CUDA; None: all of them.
 
-    cuDNN builds a plan for each new length (tens of ms), rounds dropout to sixteenths (pull request
-    174245), and with a mask dq may be NaN if keys do not fill tiles of 128 (issue 196678)."""
+    cuDNN plans each new length (tens of ms), rounds dropout to sixteenths (pull request 174245),
+    and with a mask dq may be NaN if keys do not fill tiles of 128 (issue 196678)."""
     if masked or not spec.grad or spec.dropout % DROPOUT_STEP:
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return None
-
-
-def _only_key(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
-    """Attention to a single key, which cuDNN does not take: P = 1, so q and k have no gradient."""
-    k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
-    return F.dropout(torch.ones_like(q[..., :1]), spec.dropout) * v + 0 * (q + k)
 
 
 BACKEND = Backend(
@@ -141,40 +137,27 @@ BACKEND = Backend(
 )
 
 
-def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps, **more: Any) -> Backend:
-    return Backend(name, title, partial(attend, kernel=kernel), caps, fallback="sdpa", **more)
+def _pinned(name: str, kernel: SDPBackend, to: str, *caps: Caps, **more: Any) -> Backend:
+    title, run = f"PyTorch SDPA pinned to {to}", partial(attend, kernel=kernel)
+    return Backend(name, title, run, caps, fallback="sdpa", **more)
 
 
 _FLASH = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, scale=True)
 FLASH = _pinned(
-    "sdpa_flash",
-    "PyTorch SDPA pinned to its FlashAttention kernel",
-    SDPBackend.FLASH_ATTENTION,
+    "sdpa_flash", SDPBackend.FLASH_ATTENTION, "its FlashAttention kernel",
     replace(_FLASH, window=False, segments=False, lse=True),
     replace(_FLASH, min_torch="2.12", dropout=False),  # varlen_attn with a window
     Caps(("cpu",), right=True, dropout=False, scale=True, alibi=True, lse=True),
-    partial=PARTIAL,
-    varlen=("cuda",),
-)
+    partial=PARTIAL, varlen=("cuda",))
 _EFFICIENT = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_multiple=8, scale=True, alibi=True)
 EFFICIENT = _pinned(
-    "sdpa_efficient",
-    "PyTorch SDPA pinned to its memory-efficient kernel",
-    SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, "its memory-efficient kernel",
     _EFFICIENT,
     replace(_EFFICIENT, dtypes=("float16",), min_capability=(5, 0)),
-    replace(_EFFICIENT, dtypes=("float32",), min_capability=(5, 0), head_dim_multiple=4),
-)
+    replace(_EFFICIENT, dtypes=("float32",), min_capability=(5, 0), head_dim_multiple=4))
 CUDNN = _pinned(
-    "sdpa_cudnn",
-    "PyTorch SDPA pinned to cuDNN's kernel",
-    SDPBackend.CUDNN_ATTENTION,
+    "sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, "cuDNN's kernel",
     Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=128, head_dim_multiple=8, scale=True,
-         alibi=True, dropout_step=DROPOUT_STEP, deterministic=False),
-)
-MATH = _pinned(
-    "sdpa_math",
-    "PyTorch SDPA pinned to its unfused kernel, O(S^2) memory",
-    SDPBackend.MATH,
-    Caps(right=True, scale=True, alibi=True),
-)
+         alibi=True, dropout_step=DROPOUT_STEP, deterministic=False))
+MATH = _pinned("sdpa_math", SDPBackend.MATH, "its unfused kernel, O(S^2) memory",
+               Caps(right=True, scale=True, alibi=True))

@@ -29,13 +29,9 @@ from ..plan import Key, Plans
 from ..select import select
 from ..spec import DTYPES, NO_LIMIT, Policy, Spec
 
-HINTS = ("max_seqlen_q", "num_splits", "pack_gqa", "scheduler_metadata", "sm_margin")
-REFUSED = {  # and what to do instead
-    "attention_chunk": "pass each chunk as a sequence of flash_attn_varlen_func",
-    "qv": "append it to q, v to k, and zeros to v, along head_dim",
-    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "multiply q, k and v by it"),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k_new"), "flash_attn_varlen_func reads pages too"),
-}
+HINTS = ("max_seqlen_q", "num_splits", "pack_gqa", "scheduler_metadata", "sm_margin")  # not read
+REFUSED = ("attention_chunk", "qv", "q_descale", "k_descale", "v_descale", "cu_seqlens_q",
+           "cu_seqlens_k_new")
 Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
 Layouts = tuple[Tensor | None, str]  # a tensor and the names of its sizes, "B T H D"
 # The fields of a Spec; a plain tuple, since torch.compile traces how it is made.
@@ -45,7 +41,7 @@ NO_MODE = nullcontext()
 _spec = lru_cache(maxsize=4096)(Spec)
 # [True]: of dropout with the log-sum-exp
 _plans = {seeded: Plans("auto") for seeded in (False, True)}
-_traced = SimpleNamespace()  # kernels of calls that torch.compile has traced, by the call's repr
+_traced = SimpleNamespace()  # kernels of traced calls, by the call's repr
 _ran: defaultdict[Key, tuple[Any, int]] = defaultdict(lambda: (None, 0))  # choice or error, calls
 
 
@@ -77,7 +73,7 @@ def requested(
         if name not in REFUSED and name not in HINTS:
             raise TypeError(f"unexpected keyword argument {name!r}")
         if name in REFUSED and (isinstance(value, Tensor) or value not in (None, False, 0)):
-            raise ValueError(f"{name} is not supported; instead: {REFUSED[name]}")
+            raise ValueError(f"{name} is not supported")
     if deterministic:
         check_deterministic(q)
     dtype = str(q.dtype).removeprefix("torch.")
@@ -98,22 +94,16 @@ def requested(
     except (TypeError, ValueError):
         raise TypeError(f"window_size must be two integers, got {window!r}") from None
     left, right = [n if 0 <= n < NO_LIMIT else None for n in (first, last)]
-    dropout = number("dropout_p", dropout)
-    softcap = None if softcap is None else number("softcap", softcap) or None
-    scale = None if scale is None else number("softmax_scale", scale)
     return Request(
-        *heads, dtype, None if left is None else left + 1, dropout, False, grad, "none",
-        torch.compiler.is_compiling(), None, scale, softcap, False, lse, 0 if causal else right,
+        *heads, dtype, None if left is None else left + 1, number(dropout), False, grad, "none",
+        torch.compiler.is_compiling(), None, None if scale is None else number(scale),
+        (None if softcap is None else number(softcap)) or None, False, lse, 0 if causal else right,
         slopes is not None)
 
 
-def number(name: str, value: Any) -> float:
-    """A float, also NumPy's or a tensor of one; in a trace a constant."""
-    if type(value) is not float:
-        try:
-            value = float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
-            raise TypeError(f"{name} must be a number, got {shape_of(value)}") from None
+def number(value: Any) -> float:
+    """A float, also of NumPy's or a tensor; in a trace a constant."""
+    value = float(value)
     return math.ldexp(*math.frexp(value)) if torch.compiler.is_compiling() else value
 
 
