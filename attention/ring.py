@@ -1,4 +1,4 @@
-"""ring: attention over a sequence that N processes share (context parallelism).
+"""ring: attention over a sequence that N processes share (context parallelism). Course: page 10.
 
 The queries stay; the blocks of keys and values move around a ring. O_i is a row's normalized output
 over the keys seen so far, L_i the logsumexp of its scores. A block j adds O_ij and L_ij:
@@ -6,14 +6,12 @@ over the keys seen so far, L_i the logsumexp of its scores. A block j adds O_ij 
     L_new = log(e^L_i + e^L_ij)
     O_i   = e^(L_i - L_new) O_i + e^(L_ij - L_new) O_ij
 
-Zigzag  Late queries attend to more keys than early ones. So the sequence is cut into 2 N chunks,
-        and process r holds chunks r and 2 N - 1 - r (course: page 10). After each step it sends its
-        current K, V to r + 1.
-Sent    K, V N - 1 times forward, while the current block is computed, and again backward. The sums
-        dK, dV follow their block N times, home. Windows and segments change nothing of this.
+Zigzag  Late queries see more keys, so process r holds chunks r and 2 N - 1 - r of 2 N. After each
+        step it sends its current K, V to r + 1.
+Sent    K, V N - 1 times forward, and again backward. The sums dK, dV follow their block home.
 Memory  O(T / N): its own K and V, the current block and the incoming one.
-Numbers O_i, dQ_i, dK_j and dV_j stay float32 until the end. L_i is joined in float64 (not on MPS),
-        since its rounding is an error of all of P.
+Numbers Sums stay float32 until the end. L_i is joined in float64 (not on MPS): its rounding is an
+        error of all of P.
 Refuses `right`, dropout, sinks and a cache. Under torch.compile each call is a graph break.
 Source  Liu et al. 2023 (arXiv 2310.01889); Brandon et al. 2023 (arXiv 2311.09431).
 """
@@ -52,7 +50,7 @@ class Ring:
         return rank, 2 * self.size - 1 - rank
 
     def shard(self, t: Tensor, pad: float = 0) -> Tensor:
-        """This process's part (B, T_r, ...) of t (B, T, ...), padded at the end with `pad`."""
+        """This process's part (B, T_r, ...) of t (B, T, ...), padded at the end."""
         c = -(-t.shape[1] // (2 * self.size))  # positions in a chunk
         filling = [0, 0] * (t.dim() - 2) + [0, 2 * self.size * c - t.shape[1]]
         cut = F.pad(t, filling, value=pad).split(c, dim=1)
@@ -70,24 +68,21 @@ class Ring:
         return torch.cat([*early, *late[::-1]], dim=1)[:, :T]
 
     def positions(self, T_r: int, last: int, device: torch.device | None = None) -> Tensor:
-        """The positions (T_r,) int64 of this process's tokens, at most `last` for padding. Raises
-        ValueError if a token would be past `last`."""
+        """The positions (T_r,) int64 of this process's tokens, at most `last`, else ValueError."""
         c = T_r // 2
-        if 2 * self.size * (c - 1) > last:  # of T <= last + 1 tokens shard() cuts shorter chunks
+        if 2 * self.size * (c - 1) > last:
             got = f"{self.size} processes with {T_r} tokens each"
             raise ValueError(f"{got} have more than fit into block_size {last + 1}")
         here = [torch.arange(a * c, (a + 1) * c, device=device) for a in self.chunks(self.rank)]
-        return torch.cat(here).clamp(max=last)  # made on the device: a copy would wait for it
+        return torch.cat(here).clamp(max=last)
 
     def attend(self, backend: Backend) -> Callable[..., Tensor]:
-        """Attention over the ring's sequence, of this process's shards (Ring.shard()): q and the
-        output (B, T_r, H, D), k, v (B, T_r, Hkv, D), segments (B, T_r)."""
+        """A collective attend() on shards (B, T_r, ...), with the arguments of caps.Backend."""
         assert backend.partial is not None, f"{backend.name} gives no L"
         return partial(attend, ring=self, kernel=backend.partial)
 
     def tiles(self, step: int, T_r: int, window: int | None) -> Iterator[Tile]:
-        """This process's tiles in a step: its queries, the current keys, and the offset between
-        them."""
+        """This process's queries and current keys in a step, with the offset between them."""
         c = T_r // 2
         halves = slice(0, c), slice(c, T_r)
         for I, a in zip(halves, self.chunks(self.rank), strict=True):
@@ -111,7 +106,7 @@ class Ring:
             + [dist.P2POp(dist.irecv, t, before, self.group) for t in came]
         )
 
-        # NCCL's watchdog keeps the group's limit; gloo's sends and receives have none of their own.
+        # gloo's sends and receives have no limit of their own.
         on = came[0].device
         limit = [self.group._get_backend(on).options._timeout] if on.type == "cpu" else []
 
@@ -126,8 +121,8 @@ class Ring:
 def with_segments(
     tiles: Iterator[Tile], segments: Tensor | None, key_segments: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor] | None]]:
-    """The tiles with the segments (B, T_r) of their queries and keys. The queries of a later chunk
-    see only a segment that it continues."""
+    """The tiles with the segments (B, T_r) of their queries and keys. Queries of a later chunk see
+    only a segment that it continues."""
     for I, J, offset in tiles:
         if segments is None or key_segments is None:
             yield I, J, offset, None
@@ -137,7 +132,7 @@ def with_segments(
             continued = q[:, :1] == k[:, -1:]  # (B, 1)
             first = (continued & (q == q[:, :1])).any(0).sum()
             last = (continued & (k == k[:, -1:])).any(0).sum()
-            n, m = torch.stack([first, last]).tolist()  # the host waits for the device
+            n, m = torch.stack([first, last]).tolist()
             if not n:
                 continue
             I, J = slice(I.start, I.start + n), slice(J.stop - m, J.stop)
@@ -148,8 +143,7 @@ def with_segments(
 @not_compiled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, ring: Ring, kernel: Partial, **slopes: Tensor) -> Tensor:
-    """Attention over the ring's sequence. q and the output (B, T_r, H, D), k, v (B, T_r, Hkv, D)
-    and segments (B, T_r) are this process's shards, from Ring.shard()."""
+    """Attention of this process's shards: q (B, T_r, H, D), k and v (B, T_r, Hkv, D)."""
     assert cache is None and not spec.dropout and not spec.sinks  # Caps.lse
     if q.shape[1] != k.shape[1] or q.shape[1] % 2:
         got = f"{q.shape[1]} queries and {k.shape[1]} keys"
@@ -203,7 +197,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
             dQ[:, I] += dQ_ij
             dK[:, J] += dK_ij
             dV[:, J] += dV_ij
-        if step:  # add the sums of the processes that had this block before
+        if step:  # the sums of the processes that had this block before
             dK, dV = map(torch.add, (dK, dV), sums())
         sums = ring.pass_on([dK, dV])
         block = coming() if coming else block

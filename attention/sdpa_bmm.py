@@ -1,16 +1,13 @@
-"""sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs.
-
-That kernel's own backward in bfloat16 multiplies tiles too small for the processor's matrix units.
-Here a few heads at a time are computed whole, by batched products:
+"""sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs, since
+that kernel's own in bfloat16 multiplies too small tiles. Of a few heads at a time:
 
     S = scale * Q K^T       P = softmax(S)
     dV = P^T dO             dP = dO V^T
     dS = P * (dP - rowsum(P * dP))
     dQ = scale * dS K       dK = scale * dS^T Q
 
-Memory  O(T), and backward S, P, dP and dS of ELEMENTS / (Tq * Tk) heads at a time.
+Memory  O(T), and backward S, P, dP and dS of ELEMENTS numbers each.
 Layout  (B * H, T, D) backward: copies. A key/value head is repeated for its query heads.
-Numbers backward S, P, dP and dS are rounded to bfloat16, as manual's.
 Refuses other devices and dtypes, segments, dropout, softcap, sinks, static caches.
 """
 
@@ -49,7 +46,7 @@ def call_sdpa(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None
 ) -> tuple[Tensor, Tensor]:
-    """Attention by PyTorch; L is empty, since backward() does not need it."""
+    """L is empty: backward() does not need it."""
     seen, is_causal = sdpa_mask(q, k, spec, offset)
     q_BHTD, k_BHTD, v_BHTD = (t.transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(

@@ -34,12 +34,12 @@ from .spec import Spec, visible
 BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
 
 
-@not_compiled  # but a graph break: traced, the loops would be unrolled
+@not_compiled  # traced, the loops would be unrolled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
     """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
-    seed = torch.randint(2**62, (), device="cpu") if spec.dropout else None  # waits for no GPU
+    seed = torch.randint(2**62, (), device="cpu") if spec.dropout else None
     return attention(q, k, v, spec, kernel=PARTIAL, segments=segments, sinks=sinks, seed=seed,
                      alibi_slopes=alibi_slopes)[0]
 
@@ -158,7 +158,7 @@ def masked_tiles(
     """True for each tile in which no query sees a key."""
     masked = [[wholly_masked(I, J, offset, spec.window, spec.right) for J in cols] for I in rows]
     if segments is None or offset < 0 or offset != cols[-1].stop - rows[-1].stop:
-        return masked  # the queries are not the last positions: ids say nothing of keys between
+        return masked  # ids say nothing of the positions between keys and queries
     if symbolic(segments[1]):
         return masked
     number = begins(segments[1]).cumsum(dim=1).cpu()  # (B, Tk), of each segment

@@ -1,13 +1,12 @@
 """triton: FlashAttention-2 in Triton, forward and backward; kernels in triton/flash_kernels.py.
 
-The algorithm of tiled.py. S and P stay on chip, which saves the O(Tq * Tk) memory traffic of
-manual.py; only L = log2 sum_j 2^(s_j) is stored for each row. Course: page 7.
+The algorithm of tiled.py. S and P stay on chip; only L = log2 sum_j 2^(s_j) is stored for each row.
+Course: page 7.
 
 Memory  O(T): q, k, v, out and L; backward also delta_i = rowsum(dO_i * O_i).
 FLOPs   4 * Tq * Tk * D a head forward, 14 backward (others 10: no atomics), less masked tiles.
 Layout  (B, T, H, D), by strides.
-Numbers float32 inside; P and dS are rounded to the inputs' dtype before they are multiplied.
-Dropout by Philox, of the call's seed and of b, h, i, j: the backward pass recomputes the mask.
+Dropout by Philox, of the call's seed and of b, h, i, j.
 Refuses a head_dim above 128, a cache, float64, and bfloat16 on compute capability 7.5. On the CPU
         it runs in Triton's interpreter, for tests (TRITON_INTERPRET=1).
 Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2.
@@ -34,7 +33,7 @@ from .spec import Spec
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
            kernel: Partial | None = None) -> Tensor:
-    """Attention by our own kernels; shapes as in caps.Backend. kernel: None is WHOLE."""
+    """Shapes as in caps.Backend; kernel: None is WHOLE."""
     assert cache is None, "triton has no cache"
     pair = None
     if segments is not None:
@@ -51,9 +50,9 @@ def forward(
     *, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As caps.Partial. whole: `segments` are borders(), out has q's dtype, and L is log2."""
-    from .triton.flash_kernels import LOWEST, flash_forward  # imports triton, which is optional
+    from .triton.flash_kernels import LOWEST, flash_forward
 
-    sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
+    sinks = None if sinks is None else sinks.float().contiguous()
     runs, numbers = _given(k, spec, offset, segments, seed, whole)
     out, L = flash_forward(q, k, v, *runs, seed, sinks, alibi_slopes, *numbers)
     return out, L if whole else torch.where(L.eq(LOWEST.value), -torch.inf, L * math.log(2))
@@ -94,8 +93,8 @@ def _given(
 
 
 def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """flash_forward's `run_q` and `run_k` for keys and queries `offset` apart. Queries past the
-    last key are put directly after it: a segment that both have stays one run."""
+    """run_q and run_k for keys and queries `offset` apart. Queries past the last key are put
+    directly after it: a segment that both have stays one run."""
     if segments is None:
         return None, None
     seg_q, seg_k = segments
@@ -103,14 +102,13 @@ def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] 
     past = min(max(Tk - offset, 0), Tq)  # the first query past the last key
     runs = borders(torch.cat([seg_k, seg_q[:, past:]], dim=1))
     i = torch.arange(Tq, device=seg_q.device) + offset - gap
-    # A causal query before all keys sees none, whatever its run is.
     run_q, run_k = runs[:, :, i.clamp(min=0)], runs[:, :, :Tk]
     return run_q.contiguous(), torch.where(run_k < Tk, run_k, run_k + gap).contiguous()
 
 
 def borders(segments: Tensor) -> Tensor:
-    """Where each position's segment begins and ends: [[5, 5, 5, 2, 2]], (B, T), gives
-    [[[0, 0, 0, 3, 3], [2, 2, 2, 4, 4]]], (B, 2, T) int32."""
+    """Where each position's segment begins and ends: [[5, 5, 2]], (B, T), gives [[[0, 0, 2], [1, 1,
+    2]]], (B, 2, T) int32."""
     j = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device)
     changes = segments[:, 1:] != segments[:, :-1]
     begins, ends = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)

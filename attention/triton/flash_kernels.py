@@ -1,7 +1,6 @@
 """Triton kernels of triton_flash.py, and their launch.
 
-tiled.py has the same algorithm and names in plain PyTorch. Each block of its outer loop is a
-program here:
+tiled.py has the same algorithm and names. Each block of its outer loop is a program here:
 
     forward_kernel   a block of queries, loops over keys                        writes O_i, L_i
     dq_kernel        a block of queries, loops over keys                        writes dQ_i, delta_i
@@ -10,19 +9,16 @@ program here:
 
 Without atomics each sum has a fixed order; the price: both backward kernels compute S and dP.
 
-Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row, so a
-                block of rows visits one run of tiles; the inner ones need no mask:
+Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row; so a
+                block of rows visits one run of tiles, of which the inner ones need no mask:
 
                     begin       inner_begin     inner_end       end
                       |  / x x x x | x x x x x x x | x           |
                       |    / x x x | x x x x x x x | x x         |
                       |      / x x | x x x x x x x | x x x       |
 
-exp2            Scores, m_i and L_i are in units of log 2: S_ij is multiplied by `unit`, ALiBi's
-                bias divided by it.
-Order           Blocks of queries are numbered from the last, which sees most keys.
-Sizes           Tiles are padded to BLOCK_D columns, a power of two. The address of a tile has 64
-                bits, offsets inside it 32.
+exp2            Scores, m_i and L_i are in units of log 2: S_ij is multiplied by `unit`.
+Sizes           Tiles are padded to BLOCK_D columns. Their address has 64 bits, offsets inside 32.
 float32         is multiplied in float32 (input_precision="ieee"), not TF32.
 """
 
@@ -46,8 +42,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 @triton.jit
 def tanh(x):
-    """tanh(x) within 6 eps in float32; below 1/4 by a Taylor series, since 1 - e loses digits
-    there. Triton's own cannot be interpreted."""
+    """Within 6 eps in float32. Below 1/4 a Taylor series: 1 - e loses digits there."""
     z = x * x
     series = x + x * (z * (-1 / 3 + z * (2 / 15 - z * (17 / 315))))
     e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
@@ -57,7 +52,7 @@ def tanh(x):
 
 @triton.jit
 def unit_of_scores(tau, softcap):
-    """The factor that converts S_ij to units of log 2."""
+    """S_ij times this is in units of log 2."""
     if softcap is None:
         return tau * LOG2_E
     else:
@@ -66,14 +61,14 @@ def unit_of_scores(tau, softcap):
 
 @triton.jit
 def alibi_distance(i, j, offset, Slopes, bh, tau, softcap):
-    """ALiBi's bias of positions that broadcast, without its minus, in units of S_ij."""
+    """ALiBi's bias without its minus, in units of S_ij."""
     slope = tl.load(Slopes + bh) / (unit_of_scores(tau, softcap) / LOG2_E)
     return slope * tl.abs(i + offset - j).to(tl.float32)
 
 
 @triton.jit
 def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
-    """i0, the first row of this program's block of queries, then b * H + h, b and h."""
+    """i0, the first row of the block, then b * H + h, b and h."""
     n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // n_blocks
     i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M  # the last block first
@@ -83,7 +78,7 @@ def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
 @triton.jit
 def rows_of(X, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
             TMA: tl.constexpr):
-    """What load_rows() takes: X, or with TMA a descriptor of one head's (T, HEAD_DIM)."""
+    """X, or with TMA a descriptor of one head."""
     if TMA:
         return tl.make_tensor_descriptor(X, [T, HEAD_DIM], [stride, 1], [BLOCK, BLOCK_D])
     else:
@@ -93,7 +88,7 @@ def rows_of(X, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: 
 @triton.jit
 def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
               BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr = False):
-    """X[start : start + BLOCK] of one head, with zeros outside (T, HEAD_DIM) if BOUNDED."""
+    """X[start : start + BLOCK] of one head, with zeros outside if BOUNDED."""
     if TMA:
         return X.load([start, 0])
     else:
@@ -115,7 +110,7 @@ def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
 def store_rows(
     X, x, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """X[start : start + BLOCK] = x, clipped to (T, HEAD_DIM)."""
+    """X[start : start + BLOCK] = x, clipped."""
     t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
     tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
     tl.store(tile, x.to(X.dtype.element_ty), mask=(start + t < T) & (d < HEAD_DIM))
@@ -123,7 +118,7 @@ def store_rows(
 
 @triton.jit
 def first_key(i, offset, window, Run):
-    """The first key that query i sees. Run[i] is the first of its segment, if any below Tk."""
+    """The first key that query i sees; Run[i] is the first of its segment."""
     first = i * 0
     if window is not None:
         first = tl.maximum(first, i + offset - window + 1)
@@ -134,7 +129,7 @@ def first_key(i, offset, window, Run):
 
 @triton.jit
 def last_key(i, Tq, Tk, offset, right, Run):
-    """The last key that query i sees; Run[Tq + i] is the last one of its segment."""
+    """The last key that query i sees; Run[Tq + i] is the last of its segment."""
     last = tl.minimum(i + offset + right, Tk - 1)
     if Run is not None:
         last = tl.minimum(last, tl.load(Run + Tq + i))
@@ -143,7 +138,7 @@ def last_key(i, Tq, Tk, offset, right, Run):
 
 @triton.jit
 def first_position(j, start, right, Run):
-    """The first query position that sees key j, at least `start`."""
+    """The first query position that sees key j."""
     first = tl.maximum(j - right, start)
     if Run is not None:
         first = tl.maximum(first, tl.load(Run + j))
@@ -163,8 +158,8 @@ def last_position(j, end, Tk, window, Run):
 
 @triton.jit
 def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.constexpr):
-    """The tiles [begin, end), and those without a mask, [inner_begin, inner_end), of a block whose
-    first row sees [first_begin, first_end) and whose last [last_begin, last_end)."""
+    """The tiles of a block whose first row sees [first_begin, first_end) and whose last
+    [last_begin, last_end): [begin, end), without a mask [inner_begin, inner_end)."""
     begin = tl.maximum(first_begin, 0) // BLOCK * BLOCK
     inner_begin = (tl.maximum(last_begin, 0) + BLOCK - 1) // BLOCK * BLOCK
     inner_end = tl.maximum(tl.maximum(first_end, 0) // BLOCK * BLOCK, inner_begin)
@@ -173,8 +168,8 @@ def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.conste
 
 @triton.jit
 def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first and last key of each query of a block, and its visible_tiles(). Rows past the end,
-    which are not stored, get the last row's."""
+    """The first and last key of each query of a block (past the end the last row's), and its
+    tiles."""
     i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
     i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
     last = last_key(i, Tq, Tk, offset, right, Run)
@@ -193,8 +188,8 @@ def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Z_ij > 0 for a tile, (BLOCK_M, BLOCK_N) bool, of seed, b, h, i and j only: Philox with 7
-    rounds (Salmon et al. 2011) of the counter (i, j // 4, b * H + h, 0), four keys a counter."""
+    """Z_ij > 0 for a tile, bool, of seed, b, h, i and j only: Philox with 7 rounds (Salmon et al.
+    2011), four keys a counter."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     j_4 = j0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zeros = tl.full((BLOCK_M, BLOCK_N // 4), 0, tl.int32)
@@ -362,7 +357,7 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
     """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head.
-    Tiles are transposed: P_ij^T and dS_ij^T stay in registers between matmuls."""
+    Tiles are transposed: they stay in registers between matmuls."""
     n_blocks = (Tk + BLOCK_N - 1) // BLOCK_N
     bg = tl.program_id(0) // n_blocks
     j0 = tl.program_id(0) % n_blocks * BLOCK_N  # the first keys are seen by most rows
@@ -377,7 +372,7 @@ def dkdv_kernel(
     if Seed is not None:
         seed = tl.load(Seed)
 
-    # Keys past the end get the last key's interval of rows; their results are not stored.
+    # Keys past the end are not stored.
     j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)
     j_last = tl.minimum(j0 + BLOCK_N, Tk) - 1
     p_end = Tq + offset
@@ -487,14 +482,13 @@ TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
     },
     (12, 0): _8_6,
 }
-# In Triton's interpreter, on the CPU: several tiles in a short sequence, and few programs.
+# In Triton's interpreter: several tiles in a short sequence.
 INTERPRETED: dict[str, Tile] = dict.fromkeys(KERNELS, (64, 32, 1, 1)) | {"dkdv": (32, 64, 1, 1)}
 
 
 def default_tile(
     kernel: str, capability: tuple[int, int] | None, head_dim: int, itemsize: int
 ) -> Tile:
-    """The tile for a GPU of that capability; None is the interpreter."""
     if capability is None:
         return INTERPRETED[kernel]
     table = TILES[max(c for c in TILES if c <= capability)]
@@ -507,23 +501,22 @@ def default_tile(
 
 def _launch(name: str, heads: int, T: int, q: Tensor, *args: object,
             tile: Sequence[int] | None = None, **constants: bool) -> None:
-    """Run a kernel: a program for each head and each block of T queries (for dkdv of T keys)."""
+    """A program for each head and each block of T queries (for dkdv of T keys)."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     head_dim, itemsize = q.shape[3], q.element_size()
     M, N, warps, stages = tile or default_tile(name, capability, head_dim, itemsize)
     if constants.get("TMA"):
         triton.set_allocator(_descriptors)
     programs = heads * triton.cdiv(T, N if name == "dkdv" else M)
-    with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
+    with torch.cuda.device_of(q):  # where Triton launches
         KERNELS[name][programs,](
             q, *args, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             BLOCK_M=M, BLOCK_N=N, **constants, num_warps=warps, num_stages=stages,
-            # S_ij * tau - m_i should be one instruction. Triton before 3.10 fuses by default.
             enable_fp_fusion=True)
 
 
 def _descriptors(size: int, _alignment: int, _stream: int | None) -> Tensor:
-    """The current device's memory in which a kernel writes its descriptors."""
+    """Memory in which a kernel writes its descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -538,7 +531,7 @@ def by_row(slopes: Tensor | None, B: int) -> Tensor | None:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """The strides of batch, position and head; head_dim's is 1."""
+    """Of batch, position and head."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
@@ -548,7 +541,7 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropou
     (Tq, H), Tk = q.shape[1:3], k.shape[1]
     offset = Tk - Tq if offset is None else offset
     right = Tk - 1 - offset if right is None else right  # the first query sees the last key
-    # A random word, read as a signed integer, is at least this with probability 1 - dropout.
+    # A random int32 is at least this with probability 1 - dropout.
     threshold = round(dropout * 2**32) - 2**31
     sizes = Tq, Tk, offset, H
     return *sizes, window, right, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
@@ -565,12 +558,11 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
                   seed: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
                   window: int | None, right: int | None, dropout: float, scale: float,
                   softcap: float | None, offset: int | None) -> tuple[Tensor, Tensor]:
-    """out (B, Tq, H, D) in q's dtype, contiguous, and L (B, H, Tq) float32, log2 of the sum of
-    exp(s).
+    """out (B, Tq, H, D) and L (B, H, Tq) float32, log2 of the sum of exp(s).
 
     run_q (B, 2, Tq) int32: the first and the last key of each query's segment; run_k (B, 2, Tk):
-    the first and the last position of each key's. seed (1,) int64, on q's device; sinks (H,),
-    slopes (H,) or (B, H) float32. offset: as in visible(); then the results are float32."""
+    the first and the last position of each key's. seed (1,) int64; sinks (H,), slopes (H,) or (B,
+    H) float32. offset: as in visible(); then the results are float32."""
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
     out = _result(q.shape, q, offset)
@@ -583,7 +575,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
 
 
 def _result(shape: tuple[int, ...], q: Tensor, offset: int | None) -> Tensor:
-    """Uninitialized, in q's dtype; float32 with an offset, since parts are summed."""
+    """In q's dtype; float32 with an offset, since parts are summed."""
     return torch.empty(shape, dtype=q.dtype if offset is None else torch.float32, device=q.device)
 
 
@@ -593,9 +585,8 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    slopes: Tensor | None, tiles: list[int] | None, tma: bool, window: int | None,
                    right: int | None, dropout: float, scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor]:
-    """The gradients, to unpack(), and delta (B, H, Tq) float32, the row sums of dO * O. tiles: the
-    Tiles of dq and dkdv, one after the other. tma: load by descriptors: rows of 16 bytes,
-    capability 9.0."""
+    """The gradients, to unpack(), and delta (B, H, Tq) float32. tiles: those of dq and dkdv. tma:
+    load by descriptors: rows of 16 bytes, capability 9.0."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
@@ -607,23 +598,20 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     dq_tile, dkdv_tile = (tiles[:4], tiles[4:]) if tiles else (None, None)
     _launch("dq", B * H, Tq, q, k, v, out, dout, L, delta, dq, run_q, *before, *dq.stride()[:2],
             *numbers, tile=dq_tile, TMA=tma)  # fmt: skip
-    # After dq: it reads delta.
     _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, delta, dk, dv, run_k, *before, *dk.stride()[:2],
             *numbers, tile=dkdv_tile, TMA=tma)  # fmt: skip
     return grads, delta
 
 
 def _packed(q: Tensor, k: Tensor, offset: int | None) -> Tensor:
-    """Uninitialized, for the gradients of q, k and v."""
     (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
     flat = (B * (Tq * H + 2 * Tk * Hkv) * D,)
     return _result((B, Tq, (H + 2 * Hkv) * D) if Tq == Tk else flat, q, offset)
 
 
 def unpack(grads: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v, views of flash_backward()'s. Of one length they lie next to each
-    other in each row, as in the output of q, k and v's projection: torch.compile need not copy
-    them."""
+    """The gradients of q, k and v. Of one length they lie next to each other in each row, as q, k
+    and v do in the output of their projection: nothing to copy."""
     (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
     if Tq == Tk:
         found = grads.split([H * D, Hkv * D, Hkv * D], dim=2)
