@@ -45,7 +45,7 @@ class Package:
 FA2 = Package("flash_attn", unbounded=-1, dropout=True, kvcache="block_table")
 FA3 = Package("flash_attn_interface", unbounded=-1, kvcache="page_table")
 FA4 = Package("flash_attn.cute", unbounded=None)
-# flash-attn2 "v2", since "v3" raises in the backward with grouped heads; flash-attn3 "v1". Not run.
+# "v2" ("v3" raises in the backward with grouped heads) and "v1". Not run here.
 HUB2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
 HUB3 = "kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e2"
 
@@ -96,8 +96,7 @@ def _varlen(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor
 
 def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
                 package: Package, options: dict[str, object]) -> Tensor:
-    # Queries are aligned with the end: a row that has fewer is padded, and only its padding sees
-    # the null page, or zeros.
+    # Queries are aligned with the end; only padding sees the null page, or zeros.
     Tq = q.shape[1]
     seen, i = cache.start + Tq, torch.arange(Tq, device=q.device)
     row, back = torch.arange(q.shape[0], device=q.device)[:, None], None
@@ -111,7 +110,7 @@ def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: Paged
     else:
         if Tq > 1:
             k, v = (F.pad(t, (0, 0, 0, 0, 0, Tq)) for t in (k, v))
-        seen = seen.clamp(max=k.shape[1])  # a row that has ended keeps counting
+        seen = seen.clamp(max=k.shape[1])
     if package.kvcache is None:
         out = _tensor(flash.flash_attn_varlen_func(q, k, v, seqused_k=seen, **options))
     else:
@@ -120,11 +119,11 @@ def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: Paged
 
 
 def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    # 4, and 3 until July 2025, return (out, log-sum-exp).
+    # Some return (out, log-sum-exp).
     return out if isinstance(out, Tensor) else out[0]
 
 
-# torch.compile can read a dict, but can trace neither an import nor a cache.
+# A dict: torch.compile can trace neither an import nor a cache.
 _loaded: dict[object, ModuleType] = {}
 
 
@@ -147,8 +146,8 @@ _FA2 = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, dropout=False
             softcap=True, alibi=True, caches=CACHES, page_multiple=256,
             packages=("flash_attn>=2.6.2",))
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
-# With dropout and a head_dim past 192 the backward silently launches nothing where there is little
-# shared memory, on 8.6, 8.9 and 12.0 (flash_bwd_launch_template.h).
+# With dropout and a head_dim past 192 the backward on 8.6, 8.9 and 12.0 silently launches nothing
+# (flash_bwd_launch_template.h).
 FA2_CAPS = (
     _FA2,
     replace(_FA2_DROPOUT, head_dim_max=192),
@@ -170,8 +169,8 @@ _FA4 = Caps(("cuda",), HALF, (9, 0), (11, 0), right=True, head_dim_max=128, head
             dropout=False, scale=True, softcap=True, sinks=True, grad=False, caches=CACHES,
             packages=("flash_attn.cute>=4.0.0b26",))
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
-# Silently wrong gradients if head_dim is not a multiple of 32 (flash-attention pull requests 2896
-# and 2698), and at 256 on Blackwell (TransformerEngine issue 3216); a softcap's hung (issue 2466).
+# Silently wrong gradients if head_dim is not a multiple of 32 (flash-attention pull requests 2896,
+# 2698), and at 256 on Blackwell (TransformerEngine issue 3216); a softcap's hung (issue 2466).
 _FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32, softcap=False)
 # 8.x and 12.x share a kernel; only 12.x has a backward.
 _FA4_MMA = replace(_FA4, max_capability=(8, 9), min_capability=(8, 0), softcap=False, sinks=False,
@@ -204,7 +203,6 @@ def _backend(
         (f"flash_attention_{generation}",), install, fullgraph=generation != 4, varlen=("cuda",))
     if hub is None:
         return plain
-    # 0.14 is the first release with kernel repositories.
     rows = tuple(replace(row, packages=("kernels>=0.14",)) for row in hub_caps or caps)
     prebuilt = _backend(generation, replace(package, hub=hub), rows, fallback, install)
     install += ", or --attention_hub_kernels=True with pip install kernels"

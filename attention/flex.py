@@ -4,15 +4,10 @@ The kernel is FlashAttention (tiled.py) as a template, into which torch.compile 
 BlockMask lists the tiles of 128 x 128 scores of each row that need a mask ("partial") and those
 that need none ("full"). A softcap and ALiBi are a score_mod. Sinks: out * sigmoid(L - sink).
 
-Memory  O(T): q, k, v, out and the logsumexp L; the lists are (T / 128)^2 integers.
-FLOPs   4 * Tq * Tk * D a head forward, 14 backward, less the skipped tiles. Deterministic.
-Layout  (B, H, T, D) to PyTorch: transposed views.
-Compile In a compiled model it is traced into the graph; else it is compiled here. Without a
-        gradient lengths are symbolic: no compilation for a new one.
-flex_flash  The same on FlashAttention-4. Each length is compiled.
-Refuses dropout, float64, and on the CPU and Apple's Metal gradients and sinks.
-Source  Dong et al. 2024 (arXiv 2412.05496).
-"""
+Memory O(T): q, k, v, out and the logsumexp L; the lists are (T / 128)^2 integers. FLOPs 4 * Tq * Tk
+* D a head forward, 14 backward, less the skipped tiles. Layout (B, H, T, D) to PyTorch: transposed
+views. flex_flash The same on FlashAttention-4. Each length is compiled. Refuses dropout, float64,
+and on the CPU and Apple's Metal gradients and sinks. Source Dong et al. 2024 (arXiv 2412.05496)."""
 
 from __future__ import annotations
 
@@ -36,10 +31,10 @@ if TYPE_CHECKING:
 Mod = Callable[..., Tensor]
 OwnMask = Callable[[int, int, int, int, torch.device], "tuple[BlockMask, Mod | None]"]
 TILE = 128  # rows and columns of a listed tile
-FEW = 16  # queries; more do not take PyTorch's kernel for decoding, whose tile holds all
+FEW = 16  # queries of PyTorch's kernel for decoding
 THREE = ("float16", "bfloat16", "float32")
-# Head dims for which PyTorch's C++ for AVX2 overwrites memory (cpp_micro_gemm.py up to 2.13, tail_n
-# with trans_b, K % 8 == 0, K < 24); not with four zeros more. v too: a lone view is misread.
+# For these head dims PyTorch's C++ for AVX2 overwrites memory (cpp_micro_gemm.py up to 2.13, tail_n
+# with trans_b and K < 24), not with four zeros more.
 SPOILT = (8, 16)
 
 
@@ -51,14 +46,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     assert cache is None, "flex has no cache"
     (B, Tq, H, D), Tk, on = q.shape, k.shape[1], q.device
     scale, score_mod = spec.scale, None
-    if not torch.is_grad_enabled():  # on the CPU PyTorch refuses inputs that require gradients
+    if not torch.is_grad_enabled():  # the CPU takes no inputs that require gradients
         q, k, v = (t.detach() for t in (q, k, v))
     if on.type == "cpu" and D in SPOILT:
         scale = scale or D**-0.5
         q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous().view(-1, H)
     sides = Tq, Tk, spec.window, spec.right, flash_rows(on) if flash else None
-    # As text: of a number dynamic=True makes a symbol, whose C++ does not compile (2.13).
+    # As text: a symbol's C++ does not compile (2.13).
     scale_text, softcap = (None if n is None else str(n) for n in (scale, spec.softcap))
     if torch.compiler.is_compiling():
         call, mask = flex, block_mask(segments, on, *sides)
@@ -69,7 +64,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         else:
             mask = _by_shape(on, *sides) if segments is None else _by_segments(segments, *sides)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-    shift = torch.full((), Tk - Tq, device=on)  # a tensor, as in the mask
+    shift = torch.full((), Tk - Tq, device=on)
     out_BHTD = call(q, k, v, mask, scale_text, softcap, sinks, flash, slopes, shift, score_mod)
     return out_BHTD.transpose(1, 2)[..., :D]
 
@@ -104,14 +99,11 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
     return (out * left[..., None]).to(out.dtype)
 
 
-# --- compilation ---
-
-
 class Graph(NamedTuple):
     """Each gets its own copy of flex(), which torch.compile would recompile at most 8 times."""
 
     spec: Spec  # without window and `right`, which are tensors
-    sizes: tuple[int, ...]  # of training; else which of them are one, one tile, or few queries
+    sizes: tuple[int, ...]  # of training; else the special ones
     segments: tuple[int, int] | None  # padded
     slopes: int  # rows
     flash: bool
@@ -138,20 +130,16 @@ def compiled(graph: Graph) -> Callable[..., Tensor]:
     return torch.compile(own, fullgraph=True, dynamic=not (graph.spec.grad or graph.flash))
 
 
-# --- the mask ---
-
-
 def flash_rows(device: torch.device) -> int:
-    """Rows of a listed tile for FlashAttention-4, which on Blackwell computes two at a time."""
+    """FlashAttention-4 computes two tiles at a time on Blackwell."""
     return 2 * TILE if torch.cuda.get_device_properties(device).major >= 10 else TILE
 
 
 def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, window: int | None,
                right: int | None = 0, rows: int | None = None) -> BlockMask:
-    """The BlockMask of visible(), with segments for Tq <= Tk, from the corners of the tiles. A tile
-    in which nothing is visible may be listed as partial. rows: of a tile for FlashAttention-4,
-    whose mask_mod has constants; None: TILE."""
-    # visible() depends on j - i: in part by the entry nearest to the diagonal, in full by the ends.
+    """The BlockMask of visible(), with segments for Tq <= Tk, from the corners of the tiles. rows:
+    of a tile for FlashAttention-4, whose mask_mod has constants."""
+    # visible() depends on j - i alone.
     offset = Tk - Tq
     top, bottom = corners(Tq, rows or TILE, device)
     first, last = corners(Tk, TILE, device)
@@ -193,7 +181,6 @@ def listed(some: Tensor, every: Tensor, lengths: tuple[int, int], rows: int,
     from torch.nn.attention.flex_attention import BlockMask
 
     def of_rows(tiles: Tensor) -> tuple[Tensor, Tensor]:
-        # No views, for which torch.compile compiles again.
         order = tiles.int().argsort(dim=-1, descending=True, stable=True)
         return tiles.sum(dim=-1, dtype=torch.int32), order.int()
 
@@ -213,8 +200,8 @@ def _by_segments(segments: Tensor, Tq: int, Tk: int, *sides: Any) -> BlockMask:
 
 
 def room(segments: Tensor) -> tuple[int, int]:
-    """(B, the least 128 * 2^n >= Tk), to which segments are padded outside of a model's graph: of a
-    symbolic size PyTorch 2.13 may generate C++ that does not compile."""
+    """(B, the least 128 * 2^n >= Tk), to which segments are padded: of a symbolic size PyTorch 2.13
+    may generate C++ that does not compile."""
     Tk = segments.shape[1]
     return len(segments), TILE << ((Tk - 1) // TILE).bit_length()
 

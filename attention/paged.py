@@ -62,7 +62,7 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)[None]
-    if spec.window is not None:  # earlier tokens' pages may be freed
+    if spec.window is not None:  # earlier pages may be freed
         first = (cache.start[:, None] - spec.window + 1).clamp(min=0)
         ahead = j.shape[1] if spec.right is None else spec.right
         j = first + j[:, : spec.window + Tq - 1 + ahead]
@@ -127,7 +127,7 @@ def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype != torch.float64 and head_dim <= 256 and _triton_capability() >= least
 
 
-@outside_a_trace  # torch 2.13 cannot pass it a Spec's integers: no arguments
+@outside_a_trace  # no arguments: torch 2.13 cannot pass a Spec's integers
 def _triton_capability() -> tuple[int, int]:
     """(0, 0) without Triton."""
     from importlib.util import find_spec
@@ -137,7 +137,7 @@ def _triton_capability() -> tuple[int, int]:
 
 _PAGED = Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
               alibi=True, grad=False, caches=("paged",))
-# On CUDA by the decode kernel only: gather() would copy the whole cache.
+# On CUDA decode only: gather() would copy the whole cache.
 _STATIC = replace(_PAGED, devices=("cuda",), dtypes=("float16", "bfloat16", "float32"),
                   min_capability=(8, 0), head_dim_max=256, caches=("static",), packages=("triton",))
 BACKEND = Backend(

@@ -40,8 +40,8 @@ varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None, alibi_slopes: Tensor | None = None,
            kernel: SDPBackend | None = None) -> Tensor:
-    """Attention by F.scaled_dot_product_attention; shapes as in caps.Backend. kernel: the only one
-    that may run, else RuntimeError; None: PyTorch's choice."""
+    """Shapes as in caps.Backend; kernel: the only one that may run, else RuntimeError; None:
+    PyTorch's choice."""
     Tq, Tk = q.shape[1], k.shape[1]
     if cache is not None:
         return from_cache(q, k, v, spec, cache, alibi_slopes, kernel)
@@ -58,19 +58,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 
 def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int, segments: Pair = None,
               alibi_slopes: Tensor | None = None, kernel: SDPBackend | None = None) -> Tensor:
-    """Attention of a block of queries, with the mask that it needs."""
     attn_mask, is_causal = sdpa_mask(q, k, spec, offset, segments, alibi_slopes)
     if attn_mask is not None and q.is_cuda and kernel == SDPBackend.FLASH_ATTENTION:
-        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1 s
+        from torch.nn.attention.bias import causal_lower_right  # 1 s
 
-        attn_mask = causal_lower_right(q.shape[1], k.shape[1])  # no other mask comes here
+        attn_mask = causal_lower_right(q.shape[1], k.shape[1])
     return fused(q, k, v, spec, kernel, attn_mask, is_causal)
 
 
 def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
                alibi_slopes: Tensor | None, kernel: SDPBackend | None) -> Tensor:
-    """Attention to a static cache: each block of queries has a mask of all keys, since only the
-    device knows where a row's queries are."""
+    """Each block of queries has a mask of all keys: only the device knows where a row's queries
+    are."""
     outs, size = [], block_size(q)
     for a in range(0, q.shape[1], size):
         part = replace(cache, start=cache.start + a, count=cache.count - a) if a else cache
@@ -84,7 +83,7 @@ def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
 
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """F.scaled_dot_product_attention of (B, T, H, D), by the kernels that are safe here."""
+    """(B, T, H, D), by the kernels that are safe here."""
     kernels, group = None if kernel is None else [kernel], spec.n_head // spec.n_kv_head
     grouped, masked = group > 1, attn_mask is not None
     if kernel == SDPBackend.CUDNN_ATTENTION:
@@ -103,7 +102,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
             grouped = False
     inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
     call = *inputs, attn_mask, spec.dropout, is_causal
-    if not (kernels or grouped or spec.scale):  # one query: the context and the options cost 1 us
+    if not (kernels or grouped or spec.scale):  # the context and options cost 1 us
         return dense_gradient(F.scaled_dot_product_attention(*call).transpose(1, 2))
     with sdpa_kernel(kernels) if kernels else nullcontext():
         out = F.scaled_dot_product_attention(*call, scale=spec.scale, enable_gqa=grouped)
@@ -119,10 +118,9 @@ def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool
 
 
 def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
-    """The kernels that PyTorch may choose from on CUDA; None: all of them.
-
-    cuDNN plans each new length (tens of ms), rounds dropout to sixteenths (pull request 174245),
-    and with a mask dq may be NaN if keys do not fill tiles of 128 (issue 196678)."""
+    """The kernels that PyTorch may choose from on CUDA; None: all. cuDNN plans each new length
+    (tens of ms), rounds dropout to sixteenths (pull request 174245), and with a mask dq may be NaN
+    if keys do not fill tiles of 128 (issue 196678)."""
     if masked or not spec.grad or spec.dropout % DROPOUT_STEP:
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return None

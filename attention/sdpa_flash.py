@@ -42,9 +42,6 @@ def varlen(
     return out.unflatten(0, (B, Tq))[..., :D]
 
 
-# --- in parts ---
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
             alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     (B, Tq, H, D), acc = q.shape, torch.promote_types(q.dtype, torch.float32)

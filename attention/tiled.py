@@ -8,13 +8,11 @@ is not yet normalized. A block S_ij, with values V_j, gives
     O_i   = e^(m_i - m_new) O_i + P~_ij V_j        the old sums, rescaled to the new maximum
 
 and after the last block O_i / l_i is softmax(S) V. The backward pass keeps L_i = m_i + log l_i and
-recomputes P_ij = exp(S_ij - L_i); with delta_i = rowsum(dO_i * O_i), dS_ij = P_ij * (dP_ij -
-delta_i). Wholly masked tiles are skipped. Course: pages 4 to 6.
+recomputes P_ij = exp(S_ij - L_i); dS_ij = P_ij * (dP_ij - delta_i), delta_i = rowsum(dO_i * O_i).
+Wholly masked tiles are skipped. Sinks begin the sums: m_i = sink, l_i = 1. Course: pages 4 to 6.
 
 Memory  O(T): q, k, v, out and L stay for the backward pass.
 FLOPs   4 Tq Tk D a head forward, 10 Tq Tk D backward, less the skipped tiles.
-Numbers float32 inside for half precision, but P~ and dS are rounded before they are multiplied.
-Sinks   begin the sums: m_i = sink, l_i = 1. dsink = -sum_i exp(sink - L_i) delta_i.
 Refuses a cache.
 Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2; Dao et al. 2022 (arXiv 2205.14135).
 """

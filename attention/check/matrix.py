@@ -46,10 +46,8 @@ class Case:
     compiled: bool = False
 
     def spec(self, dtype: str, **options: Any) -> Spec:
-        names = "window", "right", "scale", "softcap", "dropout", "page_size", "grad", "lse"
-        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
-        for name in ("segments", "sinks", "alibi", "compiled"):
-            fields[name] = bool(getattr(self, name))
+        fields = {name: x for name, x in vars(self).items() if name in Spec.__match_args__}
+        fields |= {name: bool(fields[name]) for name in ("segments", "sinks", "alibi")}
         fields["cache"] = "paged" if self.page_size else self.cache
         return Spec(self.H, self.Hkv, self.D, dtype, **(fields | options))
 
@@ -83,7 +81,7 @@ class Item:
     test: Callable[[Item], None]
     features: tuple[str, ...]
     title: str = ""  # of a property; "": accuracy
-    deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
+    deterministic: bool = False
     backend: Any = None
     device: str = "cpu"
     verdict: str = ""  # "right", "wrong" or "refused"
@@ -112,8 +110,6 @@ class Item:
                        dropout=spec.dropout, grad=spec.grad)
         return replace(self, case=case, backend=backend, device=device)
 
-
-# --- the table ---
 
 WAYS = ("BHTD", "sliced", "strided", "expanded")
 LAYOUTS = [f"{name} {way}" for name in ("q", "k", "v", "dout", "segments") for way in WAYS
@@ -201,8 +197,6 @@ def in_order() -> list[Case]:
         part, key=lambda case: len({*case.features} - {"causal"}))]
 
 
-# --- the tensors of a case ---
-
 # Some are equal as int8, int16 or float32.
 IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
@@ -220,7 +214,6 @@ def segments(case: Case) -> Tensor:
 
 
 def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
-    """t in the case's layout, in a larger tensor of NaN."""
     *names, way = case.layout.split()
     if way not in WAYS or name not in (names or ("q", "k", "v", "dout")):
         return t
@@ -237,8 +230,7 @@ def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
 
 @lru_cache(maxsize=8)
 def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
-    """The tensors of a case. Of the sinks of three heads and more the first does not matter, of
-    four the second matters alone."""
+    """Of the sinks of three heads and more the first does not matter, of four the second alone."""
     chance = torch.Generator().manual_seed(case.seed)
 
     def noise(T: int, H: int, size: float) -> Tensor:
@@ -271,9 +263,6 @@ def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
     return Inputs(**{name: laid_out(t.to(device), name, case) for name, t in found.items()})
 
 
-# --- a kernel's numbers against the truth ---
-
-
 def require(ok: bool | Tensor, text: str) -> None:
     """Assert, also under `python -O`."""
     if not ok:
@@ -301,9 +290,8 @@ def compare(got: Result, case: Case, dtype: str, device: str) -> None:
 
 def check(backend: Backend, case: Case, dtype: str, device: str = "cpu",
           attend: Callable[..., Tensor] | None = None) -> None:
-    """Run the case, by `attend` or the backend's, with gradients if it has any, and without, where
-    a library may use another kernel. Raises AssertionError: wrong numbers, or an input was
-    overwritten."""
+    """Run the case, by `attend` or the backend's, with gradients if it has any, and without. Raises
+    AssertionError: wrong numbers, or an input was overwritten."""
     given = inputs(case, dtype, device)
     before = {name: t.clone() for name, t in given._asdict().items() if t is not None}
     for grad in (True, False)[not case.grad :]:

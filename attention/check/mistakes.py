@@ -96,8 +96,6 @@ def program(
     return torch.einsum("bhij,bjhd->bihd", p, v)
 
 
-# --- the common mistakes ---
-
 Options = dict[str, Any]  # of program()
 PLACES = "q, k and v are", "q . k is", "the scores are", "the softmax is"
 
@@ -146,8 +144,6 @@ def mistakes(spec: Spec) -> list[tuple[str, Options]]:
     }
     return [(name, options) for name, several in table.items() for options in several]
 
-
-# --- the search ---
 
 FAILING, TRIED = 4, 16  # cases: at most so many that fail, among so many
 

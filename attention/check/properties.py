@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,8 +26,6 @@ from .mistakes import cast, program
 def on_cuda(item: Item) -> bool:
     return torch.device(item.device).type == "cuda"
 
-
-# --- causality ---
 
 HUGE = 3000.0  # finite in float16, as are its products with values of size 1
 
@@ -72,12 +69,8 @@ def unseen(item: Item) -> None:
         require(grad[reached].any(), f"{name} is zero")
 
 
-# --- dropout ---
-
-
 def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
-    """P after dropout, (B, Tq, H, Tk): the outputs for columns of the identity as v, under one
-    seed."""
+    """P after dropout, (B, Tq, H, Tk): the outputs for columns of the identity as v."""
     given, spec, found = item.given, replace(item.spec, grad=False, dropout=dropout), []
     Tk, D = item.case.Tk, item.case.D
     eye = F.pad(torch.eye(Tk, device=given.v.device, dtype=given.v.dtype), (0, -Tk % D))
@@ -89,7 +82,7 @@ def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
 
 
 def autocorrelation(x: Tensor) -> Tensor:
-    """The sum of x times x shifted, for each shift along all axes."""
+    """Of x with itself, for each shift along all axes."""
     sizes = [2 * n for n in x.shape]  # as zeros follow, no shift wraps around
     return torch.fft.irfftn(torch.fft.rfftn(x, sizes).abs().square(), sizes)
 
@@ -142,11 +135,8 @@ def replay(item: Item) -> None:
         require(off <= allowed, f"{name} with the mask of the forward pass is off by {off:.3g}")
 
 
-# --- empty inputs, gradients of some inputs, repeated calls, surroundings ---
-
-
 def empty(item: Item) -> None:
-    """Without batch, queries or keys, the output and the gradients are zeros, if anything."""
+    """Zeros, if anything."""
     q, k, v, dout, segments, *_ = item.given
     for B, Tq, Tk in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
         ids = segments if segments is None else segments[:B, :Tk]
@@ -158,54 +148,52 @@ def empty(item: Item) -> None:
 
 
 def some_gradients(item: Item) -> None:
-    """Of each input alone, and of all but it; a graph that is kept gives them again."""
+    """Of each input alone, and of all but it, twice from one graph."""
     names = ["q", "k", "v", *["sinks"] * item.spec.sinks]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
         item.compare(item.run(item.given, item.spec, wrt=wrt, times=2))
 
 
 def again(item: Item) -> None:
-    """A second call with other values in the same memory draws no random number and does not change
-    the first result. On the CPU PyTorch does not know of the change (masks.kept)."""
+    """Other values in the same memory: no random number is drawn, and the first result stays. On
+    the CPU PyTorch does not know of the change (masks.kept)."""
 
-    def states() -> list[Tensor]:
+    def random_states() -> list[Tensor]:
         cuda = [torch.cuda.get_rng_state(item.device)] if on_cuda(item) else []
         return [torch.get_rng_state(), *cuda]
 
     spec = item.spec
     given = Inputs(*(t if t is None else t.clone() for t in item.given))  # type: ignore[arg-type]
-    first = item.run(given, spec)
-    before, state = {name: t.clone() for name, t in first.tensors.items()}, states()
+    first = item.run(given, spec).tensors.values()
+    before, states = [t.clone() for t in first], random_states()
     for t in (t for t in given if t is not None):
         (t.data if t.device.type == "cpu" else t).copy_(t.flip(min(1, t.dim() - 1)))
     got = item.run(given, spec)
     matrix.agree(got, proof.plain(given, spec), proof.truth(given, spec), item.dtype)
-    same = all(map(torch.equal, first.tensors.values(), before.values()))
-    require(same, "a second call changed the first result")
-    require(all(map(torch.equal, state, states())), "a random number was drawn")
+    require(all(map(torch.equal, first, before)), "a second call changed the first result")
+    require(all(map(torch.equal, states, random_states())), "a random number was drawn")
 
 
-def surrounded(item: Item, *, context: Callable[[str], AbstractContextManager[object]]) -> None:
+def autocast(item: Item) -> None:
+    context = torch.autocast(torch.device(item.device).type, torch.bfloat16)
+    accuracy(item, context(item.backend.attend))
 
-    def attend(*args: object, **more: object) -> Tensor:
-        with context(torch.device(item.device).type):
-            return item.backend.attend(*args, **more)
 
-    accuracy(item, attend)
+def inference(item: Item) -> None:
+    accuracy(item, torch.inference_mode()(item.backend.attend))
 
 
 def compiled(item: Item) -> None:
     torch.compiler.reset()
     attend = item.backend.attend
-    traced = torch.compile(
-        lambda *args, **more: attend(*args, **more), dynamic=False,
-        backend="inductor" if on_cuda(item) else "aot_eager", fullgraph=item.backend.fullgraph)
-    accuracy(item, traced)
+    compiler = "inductor" if on_cuda(item) else "aot_eager"
+    accuracy(item, torch.compile(lambda *args, **more: attend(*args, **more), dynamic=False,
+                                 backend=compiler, fullgraph=item.backend.fullgraph))
     torch.compiler.reset()
 
 
 def same_bits(item: Item) -> None:
-    """Five runs give the same bits; on CUDA at a size of many thread blocks."""
+    """On CUDA at a size of many thread blocks."""
     if on_cuda(item):
         item = replace(item, case=replace(item.case, Tq=1024, Tk=1024))
     was, found = torch.are_deterministic_algorithms_enabled(), list[Result]()
@@ -221,11 +209,8 @@ def same_bits(item: Item) -> None:
         require(same, f"{name} differs between runs")
 
 
-# --- caches, long sequences, partial attention ---
-
-
 def probed(item: Item) -> None:
-    """Chunks, then tokens; earlier outputs stay (attention/proof.py)."""
+    """In chunks, then by tokens."""
     why = proof.probe(item.backend, item.spec, item.device, item.case.Tk).why
     require(not why, "; ".join(why))
 
@@ -236,8 +221,8 @@ def probed_at_length(item: Item) -> None:
 
 
 def log_sum_exp(item: Item) -> None:
-    """Whole rows by Backend.partial. Their log-sum-exp (B, H, Tq) joins them to one more key, of
-    score a and value 0: then the truth is that of a sink a."""
+    """The log-sum-exp (B, H, Tq) joins whole rows to one more key, of score a and value 0: then the
+    truth is that of a sink a."""
     kernel = item.backend.partial
     item.compare(run(whole(item.backend), item.given, item.spec))
     joined = replace(item.case, sinks=True, grad=False)
@@ -252,8 +237,6 @@ def log_sum_exp(item: Item) -> None:
     require(masked.equal(L.isneginf()), "L must be -inf in fully masked rows only")
 
 
-# --- the table ---
-
 # How many --quick runs, title, row of the report, test, texts of its cases.
 Row = tuple[Any, ...]
 SIDES = (", window9, packed, both, right5, window9-right5, window9-both, window9-packed,"
@@ -261,8 +244,6 @@ SIDES = (", window9, packed, both, right5, window9-right5, window9-both, window9
 SOME = ", packed, sinks, both"
 CACHED = (", window9, both, sinks-scale-softcap4, alibi-window9, window9-right5, window9-both,"
           "alibi-both")
-autocast = partial(surrounded, context=partial(torch.autocast, dtype=torch.bfloat16))
-inference = partial(surrounded, context=lambda device: torch.inference_mode())
 PROPERTIES: list[Row] = [
     (2, "the same bits", "determinism", same_bits, "97-mqa, 97-gqa", ", dropout.25"),
     (4, "causality", "causality", unseen, "33-gqa", SIDES),

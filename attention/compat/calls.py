@@ -1,7 +1,5 @@
-"""The arguments of flash-attn's functions, the kernel of each call, and what ran since use().
-
-Values on a GPU are checked only where the host waits for them anyway. Rows that see no key give
-zeros, and a log-sum-exp of -inf, where flash-attn has inf."""
+"""The arguments of flash-attn's functions, the kernel of each call, and what ran since use(). Rows
+that see no key give zeros, and a log-sum-exp of -inf, where flash-attn has inf."""
 
 from __future__ import annotations
 
@@ -45,16 +43,13 @@ _traced = SimpleNamespace()  # kernels of traced calls, by the call's repr
 _ran: defaultdict[Key, tuple[Any, int]] = defaultdict(lambda: (None, 0))  # choice or error, calls
 
 
-# --- arguments ---
-
-
 def wrong(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name} must be {expected}, got {shape_of(got)}")
 
 
 def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors: Layouts) -> None:
-    """Raise ValueError unless each tensor that is given has its layout, with the `sizes` of the
-    call by name, one of the dtypes, and is `on` this device."""
+    """Raise ValueError unless each tensor has its layout, one of the dtypes, and is `on` this
+    device."""
     for name, (t, layout) in tensors.items():
         if t is not None:
             axes, shape = layout.split(), getattr(t, "shape", ())
@@ -124,7 +119,7 @@ def _read(t: Tensor) -> list[int]:
 
 def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
                used: Tensor | None = None) -> tuple[list[int], list[int]]:
-    """The lengths of sequences of `total` tokens, and the first tokens of each that are used."""
+    """The lengths of sequences, and the first tokens of each that are used."""
     ends = _read(cu_seqlens)
     if ends[:1] != [0] or sorted(ends) != ends or total not in (None, ends[-1]):
         wrong(name, f"ascending from 0 to the number of tokens ({total})", ends)
@@ -137,8 +132,8 @@ def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
 
 def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequence[int],
          window: int | None) -> list[tuple[Tensor, int]]:
-    """Of each row of a table its pages from the first one that its queries see, since earlier ones
-    may be absent (-1), and their tokens. Without pages each row of a cache is one."""
+    """Of each row of a table its pages from the first one that its queries see (earlier ones may be
+    absent, -1), and their tokens."""
     n_pages, size = pages.shape[:2]
     columns = -(-max(Tk, default=0) // size)
     if columns > table.shape[1]:
@@ -156,16 +151,13 @@ def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequenc
 
 
 def tokens(pages: Tensor, rows: list[tuple[Tensor, int]], starts: Sequence[int]) -> list[Tensor]:
-    """The tokens (n, Hkv, D) of rows of pages (pages, page_size, Hkv, D), from the first used."""
+    """The tokens (n, Hkv, D) of rows of pages (pages, page_size, Hkv, D)."""
     texts = (pages[used[0]] if len(used) == 1 else pages[used].flatten(0, 1) for used, _ in rows)
     return [text[a:n] for text, (_, n), a in zip(texts, rows, starts)]
 
 
-# --- the kernel ---
-
-
 class Choice(NamedTuple):
-    """The backend of use(); prints what select() prints for a plain call."""
+    """Prints what select() prints for a plain call."""
 
     backend: str
     policy: Policy
@@ -238,8 +230,7 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
 
 @outside_a_trace
 def _choose_in_trace(*call: Any) -> str:
-    """The name in _traced of a call's kernel: a trace sees new attributes of an object, but not new
-    keys of a dict that it has read."""
+    """The name in _traced: a trace sees new attributes of an object, but not new keys of a dict."""
     plans = _plans[False]
     plans.choose_in_trace(*call)
     name = "of_" + repr(call).encode().hex()  # without dots
@@ -267,8 +258,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
 
 def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request,
           slopes: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-    """out (Tq, H, D) of each text, and its log-sum-exp (H, Tq) if requested. Texts of one length
-    are a batch. NaN in one reaches no other."""
+    """out (Tq, H, D) and any log-sum-exp (H, Tq) of each text. Texts of one length are a batch: NaN
+    in one reaches no other."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, (q, k) in enumerate(zip(qs, ks)):
         alike.setdefault((len(q), len(k)), []).append(i)

@@ -207,7 +207,6 @@ def flash_attn_with_kvcache(
         chosen = calls.on_host(rows) if n_new and cache_batch_idx is not None else None
         if chosen and len(set(chosen)) < B:
             wrong("cache_batch_idx", "of different rows, where k and v are written", chosen)
-    # Values on the host, which waits for a device only if it must.
     wait = request.lse or cache_leftpad is not None
     before = size if cache_seqlens is None else cache_seqlens
     lengths: Any = [before] * B if seqlens is None else calls.on_host(seqlens, wait)
@@ -248,7 +247,7 @@ def flash_attn_with_kvcache(
         copies = backend.name == "paged" and (Tq > 1 or not q.is_cuda)  # rows of the table
         if copies and not (ends or symbolic(q) or torch.cuda.is_current_stream_capturing()):
             ends = total.tolist()
-    # As wide as the longest text may be, with -1 for an absent page.
+    # -1 is an absent page.
     table = (table[:, : max(1, -(-max(ends) // size))] if ends else table).clamp(min=0)
     if k is not None and v is not None:
         at = slot[:, :n_new]
@@ -271,7 +270,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache = k_cache[these], v_cache[these]
     slopes = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
     out = backend.compute(q, k_cache, v_cache, spec, cache=view, **slopes)
-    # Queries before every key; of these `right` lets the last ones see some.
+    # Queries before every key.
     ahead = Tq if request.right is None else request.right
     blind = start[:, None] + torch.arange(Tq, device=q.device) + ahead < 0
     return out.masked_fill((blind | (total == 0)[:, None])[..., None, None], 0)

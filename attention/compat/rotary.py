@@ -106,8 +106,8 @@ def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotation of q and k by tables that grow with the sequences. dim: 2 R. scale_base: xPos (Sun
-    et al. 2022, arXiv 2212.10554). pos_idx_in_fp32 is not read: positions are float32."""
+    """dim: 2 R. scale_base: xPos (Sun et al. 2022, arXiv 2212.10554). pos_idx_in_fp32 is not
+    read."""
 
     inv_freq: Tensor
 
@@ -161,8 +161,8 @@ class RotaryEmbedding(torch.nn.Module):
         self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
         max_seqlen: int | None = None, num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotate in place and return qkv, of apply_rotary_emb_qkv_(), or q (B, T, H, D) and kv (B,
-        T, 2, Hkv, D). max_seqlen: the tables' length for seqlen_offset (B,)."""
+        """Rotate in place and return qkv, or q (B, T, H, D) and kv (B, T, 2, Hkv, D). max_seqlen:
+        the tables' length for seqlen_offset (B,)."""
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         elif not isinstance(seqlen_offset, Tensor):

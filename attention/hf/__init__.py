@@ -28,9 +28,9 @@ from ..spec import Policy, Spec
 from .mask import Mask, Proof, prove
 
 PREFIX = "nanoattn:"
-# transformers takes a name with one of these words for its own SDPA or flash-attn.
+# transformers takes names with these words for its own.
 RESERVED = ("sdpa", "flash", "flex_attention", "eager")
-# Arguments that do not change attention.
+# They do not change attention.
 IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
            "output_router_logits", "num_items_in_batch", "deterministic"}
 
@@ -39,7 +39,6 @@ _policy = Policy()  # of the last register()
 
 
 def implementation(name: str) -> str:
-    """The attn_implementation of a name: "nanoattn:triton", "nanoattn:SDPA"."""
     name = name if name in RULES else get(name).name
     return PREFIX + (name.upper() if any(word in name for word in RESERVED) else name)
 
@@ -77,7 +76,7 @@ def _add(name: str) -> str:
 
 
 def _ours(requested: str) -> str:
-    """The attn_implementation that a name in any case means. Raises ValueError: unknown name."""
+    """The attn_implementation that a name in any case means, else ValueError."""
     known = {key.lower(): key for key in _made.values()}
     if found := known.get(requested.lower()):
         return found
@@ -92,8 +91,8 @@ def _ours(requested: str) -> str:
 
 @cache
 def _find_when_named() -> None:
-    """Make transformers 5 take our names in any case, and other people's ("nanoattn:file.py") on
-    request, but not from a config.json that was read."""
+    """Make transformers 5 take our names in any case, and other people's ("nanoattn:file.py"), but
+    not from a config.json that was read."""
     from transformers import PretrainedConfig, PreTrainedModel
 
     model: Any = PreTrainedModel
@@ -119,7 +118,6 @@ def _find_when_named() -> None:
 
 
 def _drop_code(config: dict[str, Any]) -> None:
-    """Remove other people's kernels from a config that was read, and from its parts."""
     for key, value in [*config.items()]:
         if key.endswith("attn_implementation"):
             words = value.values() if isinstance(value, dict) else [value]
@@ -132,15 +130,12 @@ def _drop_code(config: dict[str, Any]) -> None:
             _drop_code(value)
 
 
-# --- the mask ---
-
-
 def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Mask:
     """transformers' mask for SDPA, proved. It builds none that is causal, or hides nothing."""
     B, Tk, window = options["batch_size"], options["kv_length"], options.get("local_size")
     Tq = options["q_length"] if "q_length" in options else len(options["cache_position"])
     causal = "allow_is_bidirectional_skip" not in options
-    # With one query, no mask would mean all keys, including the free places of a static cache.
+    # With one query, no mask would mean all keys, also a static cache's free places.
     skip = options.pop("allow_is_causal_skip", True) and Tq > 1
     seen = sdpa_mask(**options, allow_is_causal_skip=skip)
     proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
@@ -157,7 +152,7 @@ def _tokens(
     Tq: int, *, attention_mask: Tensor | None = None, cache_position: Tensor | None = None,
     q_offset: int | Tensor = 0, kv_offset: int = 0, kv_length: int = 0, **_: object,
 ) -> Tensor | None:
-    """Bool (B, Tq), True for tokens and False for padding, from the caller's 2-D mask."""
+    """Bool (B, Tq), False for padding."""
     if attention_mask is None:
         return None
     if cache_position is None:  # transformers 5
@@ -174,9 +169,8 @@ def _proved(mask: Tensor, window: int | None, Tq: int) -> Proof:
 
 def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
            Tq: int, Tk: int) -> Proof:
-    """The proof of a layer's mask, from _mask() or of a caller's 4-D mask."""
+    """Of a layer's mask, from _mask() or a caller's 4-D mask."""
     if mask is None:
-        # Eager attention without a mask sees all keys: the layer must declare what it means.
         if is_causal is None or (is_causal and Tq != Tk):
             raise ValueError(f"{Tq} queries and {Tk} keys without a mask, is_causal={is_causal}")
         proof = Proof(Tq, Tk, right=0 if is_causal else None)
@@ -194,8 +188,7 @@ def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
 
 
 def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> None:
-    """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts; once
-    for each mask, since the host waits."""
+    """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts."""
     if symbolic(position_ids) or (isinstance(mask, Mask) and mask.checked is position_ids):
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
@@ -208,9 +201,7 @@ def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> N
         mask.checked = position_ids
 
 
-# --- the call of a layer ---
-
-# The calls of each layer: by Spec, requested name and kernel, how many.
+# of each layer, by Spec, requested name and kernel: how many
 _Calls = dict[tuple[object, ...], tuple[Spec, Resolution, int]]
 _calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
@@ -222,16 +213,16 @@ def _attend(
     is_causal: bool | None = None, output_attentions: bool | None = None,
     position_ids: Tensor | None = None, **others: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer, as AttentionInterface calls it: query (B, H, Tq, D), key and value
-    (B, Hkv, Tk, D), s_aux (H,) give (B, Tq, H, D), and with output_attentions the weights
-    (B, H, Tq, Tk). Raises BackendUnavailable: an argument is not supported."""
+    """As AttentionInterface calls it: query (B, H, Tq, D), key and value (B, Hkv, Tk, D), s_aux
+    (H,) give (B, Tq, H, D), and with output_attentions the weights (B, H, Tq, Tk). Raises
+    BackendUnavailable: an argument is not supported."""
     (B, H, Tq, D), (_, Hkv, Tk, _) = query.shape, key.shape
     try:
         if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
             raise ValueError(f"unknown argument {', '.join(unknown)}")
         if others.get("deterministic"):
             check_deterministic(query)
-        # GPT-2 up to transformers 4.57: only its eager function reads this.
+        # GPT-2 up to transformers 4.57
         if scaling is None and getattr(module, "scale_attn_by_inverse_layer_idx", False):
             raise ValueError("the layer does not pass its scale (scale_attn_by_inverse_layer_idx)")
         if half := autocast_dtype(query.device.type):  # as for SDPA
@@ -281,34 +272,29 @@ def _attend(
     return outs[0].contiguous(), Ps[0] if Ps else None
 
 
-# --- the report ---
-
-
 class Layer(NamedTuple):
-    """An attention layer and the kernels that ran in it."""
 
     name: str  # "model.layers.0.self_attn"
-    ran: tuple[tuple[Spec, Resolution, int], ...]  # and the number of calls
+    ran: tuple[tuple[Spec, Resolution, int], ...]  # and how often
 
     def lines(self) -> tuple[str, ...]:
-        """A text for each kind of call."""
         found = []
         for spec, chosen, n in self.ran:
             kernels = ", ".join(chosen.kernels) or "plain operators"
             lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
-            options, _, _ = str(spec).rpartition(", ")  # the last word is training or inference
+            options, _, _ = str(spec).rpartition(", ")  # less training or inference
             found.append(f"{chosen.backend.name} (kernel: {kernels}), {n} call{'s' * (n > 1)}, "
                          f"{options}, gradients {'on' if spec.grad else 'off'}{lost}")
         return tuple(found) or ("NOT CALLED",)
 
 
 class Report(tuple[Layer, ...]):
-    """The attention layers of a model; equal ones are printed once."""
+    """Equal layers are printed once."""
 
     def __str__(self) -> str:
         number = re.compile(r"(?<=\.)\d+(?=\.|$)")
         alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-        for layer in self:  # "model.layers.*.self_attn" for each number
+        for layer in self:
             alike.setdefault((number.sub("*", layer.name), layer.lines()), []).append(layer.name)
         found = []
         for (pattern, lines), names in alike.items():

@@ -66,13 +66,13 @@ def import_version(package: str) -> str | None:
     try:
         found = importlib.util.find_spec(package)
         if found is None or (found.origin is None and found.submodule_search_locations is not None):
-            return None  # a namespace, as flash_attn of flash-attn-4 alone
+            return None  # a namespace
         module = importlib.import_module(package)
-    except Exception as e:  # a broken binary can raise anything
+    except Exception as e:  # a broken binary
         if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
             return None  # "a.b" where a is missing
         why = f"{type(e).__name__}: {e}"
-        # As flash-attn 2.8, whose wheel has an old flash_attn/cute, and flash-attn-4.
+        # as flash-attn 2.8 and flash-attn-4
         if len(owners := versions()) > 1:
             both = " and ".join(f"{name} {version}" for name, version in owners.items())
             why += f"; {both} share a folder: pip install --force-reinstall --no-deps one of them"
@@ -80,7 +80,7 @@ def import_version(package: str) -> str | None:
     version = str(getattr(module, "__version__", ""))
     if re.match(r"[\d.]*[1-9]", version):
         return version
-    # None, or 0.0.0 from a package that looks itself up under its former name.
+    # none, or 0.0.0 from a package with a former name
     numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]  # noqa: E731
     return max(versions().values(), key=numbers, default=UNKNOWN_VERSION)
 
@@ -89,7 +89,7 @@ def first_line(e: BaseException) -> str:
     """Of the message, or the exception's type."""
     try:
         text = str(e).strip()
-    except Exception:  # of an exception that cannot print itself
+    except Exception:
         text = ""
     return (text or type(e).__name__).splitlines()[0]
 

@@ -66,7 +66,7 @@ def measure(
     order; `show` gets a line for each backend as soon as it has run once or is refused."""
     rows: dict[str, Row] = {}
     calls: Calls = {}
-    machine = replace(machine, interpreted=False)  # thousands of times slower than a GPU
+    machine = replace(machine, interpreted=False)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         make = calls_of(modes[-1], device, shape)
         for name in names:
@@ -74,7 +74,6 @@ def measure(
             able = [spec for spec in modes if not declared(name, spec, machine, policy)[0].why]
             once: Calls = {}
             if backend is not None and able:
-                # The probe stores all scores in float64.
                 seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
                 row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
                 try:
@@ -82,7 +81,7 @@ def measure(
                         call = make(backend, spec)
                         with attempt(backend, device):
                             once[name, spec] = call, warmed_up(call, device)
-                except KernelFailed as e:  # such as out of memory
+                except KernelFailed as e:
                     row, once = replace(row, why=(f"at this shape: {e}",)), {}
             text = row.why[0] if row.why else f"{1e3 * [*once.values()][-1][1]:.4g} ms"
             show(f"{name:14}  {text}")
@@ -90,7 +89,7 @@ def measure(
             calls |= once
         for (name, _), s in race(calls, device).items():
             rows[name] = replace(rows[name], ms=(*rows[name].ms, 1e3 * s))
-    if device.type == "cuda":  # the run reports its own peak
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return list(rows.values())
@@ -154,8 +153,6 @@ def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backen
     return make
 
 
-# --- the clock ---
-
 Stamp = Any  # seconds, on CUDA an event
 
 
@@ -164,11 +161,11 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.apart = device.type != "mps"  # stamps within a step are meaningful
+        self.apart = device.type != "mps"  # within a step
 
     def stamp(self) -> Stamp:
         if self.device.type == "cuda":
-            with torch.cuda.device(self.device):  # events belong to the current device
+            with torch.cuda.device(self.device):
                 event = torch.cuda.Event(enable_timing=True)
                 event.record()
             return event
@@ -195,9 +192,6 @@ def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> f
     for _ in range(n):
         call()
     return clock.ms(start, clock.stop()) / 1e3 / n
-
-
-# --- the table ---
 
 
 def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:

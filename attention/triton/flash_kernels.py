@@ -37,12 +37,9 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
-# --- Shared by the kernels ---
-
-
 @triton.jit
 def tanh(x):
-    """Within 6 eps in float32. Below 1/4 a Taylor series: 1 - e loses digits there."""
+    """Within 6 eps in float32: by a Taylor series below 1/4."""
     z = x * x
     series = x + x * (z * (-1 / 3 + z * (2 / 15 - z * (17 / 315))))
     e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
@@ -52,7 +49,6 @@ def tanh(x):
 
 @triton.jit
 def unit_of_scores(tau, softcap):
-    """S_ij times this is in units of log 2."""
     if softcap is None:
         return tau * LOG2_E
     else:
@@ -68,10 +64,10 @@ def alibi_distance(i, j, offset, Slopes, bh, tau, softcap):
 
 @triton.jit
 def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
-    """i0, the first row of the block, then b * H + h, b and h."""
+    """The first row of the block, then b * H + h, b and h."""
     n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // n_blocks
-    i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M  # the last block first
+    i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M
     return i0, bh, (bh // H).to(tl.int64), (bh % H).to(tl.int64)
 
 
@@ -118,7 +114,7 @@ def store_rows(
 
 @triton.jit
 def first_key(i, offset, window, Run):
-    """The first key that query i sees; Run[i] is the first of its segment."""
+    """Run[i] is the first key of query i's segment."""
     first = i * 0
     if window is not None:
         first = tl.maximum(first, i + offset - window + 1)
@@ -129,7 +125,7 @@ def first_key(i, offset, window, Run):
 
 @triton.jit
 def last_key(i, Tq, Tk, offset, right, Run):
-    """The last key that query i sees; Run[Tq + i] is the last of its segment."""
+    """Run[Tq + i] is the last key of query i's segment."""
     last = tl.minimum(i + offset + right, Tk - 1)
     if Run is not None:
         last = tl.minimum(last, tl.load(Run + Tq + i))
@@ -138,7 +134,6 @@ def last_key(i, Tq, Tk, offset, right, Run):
 
 @triton.jit
 def first_position(j, start, right, Run):
-    """The first query position that sees key j."""
     first = tl.maximum(j - right, start)
     if Run is not None:
         first = tl.maximum(first, tl.load(Run + j))
@@ -147,7 +142,7 @@ def first_position(j, start, right, Run):
 
 @triton.jit
 def last_position(j, end, Tk, window, Run):
-    """The last query position that sees key j, whose segment ends at Run[Tk + j]."""
+    """Run[Tk + j] is the last position of key j's segment."""
     last = j * 0 + end - 1
     if window is not None:
         last = tl.minimum(last, j + window - 1)
@@ -158,8 +153,8 @@ def last_position(j, end, Tk, window, Run):
 
 @triton.jit
 def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.constexpr):
-    """The tiles of a block whose first row sees [first_begin, first_end) and whose last
-    [last_begin, last_end): [begin, end), without a mask [inner_begin, inner_end)."""
+    """[begin, end) and [inner_begin, inner_end) of a block whose first row sees [first_begin,
+    first_end), whose last [last_begin, last_end)."""
     begin = tl.maximum(first_begin, 0) // BLOCK * BLOCK
     inner_begin = (tl.maximum(last_begin, 0) + BLOCK - 1) // BLOCK * BLOCK
     inner_end = tl.maximum(tl.maximum(first_end, 0) // BLOCK * BLOCK, inner_begin)
@@ -168,8 +163,7 @@ def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.conste
 
 @triton.jit
 def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first and last key of each query of a block (past the end the last row's), and its
-    tiles."""
+    """The first and last key of each query of a block, and its tiles."""
     i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
     i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
     last = last_key(i, Tq, Tk, offset, right, Run)
@@ -188,8 +182,7 @@ def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Z_ij > 0 for a tile, bool, of seed, b, h, i and j only: Philox with 7 rounds (Salmon et al.
-    2011), four keys a counter."""
+    """Z_ij > 0 for a tile, bool: Philox with 7 rounds (Salmon et al. 2011), four keys a counter."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     j_4 = j0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zeros = tl.full((BLOCK_M, BLOCK_N // 4), 0, tl.int32)
@@ -234,7 +227,7 @@ def forward_kernel(
         m_i = tl.maximum(m_i, tl.load(Sinks + h) * LOG2_E)
         l_i += 1.0
     unit = unit_of_scores(tau, softcap)
-    for MASKED in tl.static_range(2):  # compiled twice: the inner tiles, then those at both ends
+    for MASKED in tl.static_range(2):  # the inner tiles, then those at both ends
         if MASKED:
             start, stop = begin, end - (inner_end - inner_begin)
         else:
@@ -325,7 +318,7 @@ def dq_kernel(
             S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
             if softcap is not None:
                 S_ij = tanh(S_ij * (tau / softcap))
-                slope = 1 - S_ij * S_ij  # before the mask: 0 * inf is NaN
+                slope = 1 - S_ij * S_ij  # 0 * inf is NaN
             if Slopes is not None:
                 j_all = j0 + tl.arange(0, BLOCK_N)
                 S_ij -= alibi_distance(i[:, None], j_all[None, :], offset, Slopes, bh, tau, softcap)
@@ -357,10 +350,10 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
     """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head.
-    Tiles are transposed: they stay in registers between matmuls."""
+    Tiles are transposed, to stay in registers."""
     n_blocks = (Tk + BLOCK_N - 1) // BLOCK_N
     bg = tl.program_id(0) // n_blocks
-    j0 = tl.program_id(0) % n_blocks * BLOCK_N  # the first keys are seen by most rows
+    j0 = tl.program_id(0) % n_blocks * BLOCK_N
     Hkv = H // GROUP
     b, g = (bg // Hkv).to(tl.int64), (bg % Hkv).to(tl.int64)
     K += b * k_b + g * k_h
@@ -446,14 +439,12 @@ def dkdv_kernel(
     store_rows(dK, dK_j * tau, j0, Tk, d_t, BLOCK_N, HEAD_DIM, BLOCK_D)
 
 
-# --- Tile sizes ---
-
 Tile = tuple[int, int, int, int]  # BLOCK_M queries, BLOCK_N keys, warps, pipeline stages
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 HALF, SINGLE = 2, 4  # bytes an element
 
-# capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}. Other capabilities
-# use the nearest below. By the compiler's report (docs/SUPPORT.md, tests/ptxas.py), on 9.0 by time.
+# capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}, for those above too.
+# By the compiler's report (docs/SUPPORT.md), on 9.0 by time.
 _8_6 = {
     (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
     (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
@@ -496,12 +487,8 @@ def default_tile(
     return table[row][list(KERNELS).index(kernel)]
 
 
-# --- Launch ---
-
-
 def _launch(name: str, heads: int, T: int, q: Tensor, *args: object,
             tile: Sequence[int] | None = None, **constants: bool) -> None:
-    """A program for each head and each block of T queries (for dkdv of T keys)."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     head_dim, itemsize = q.shape[3], q.element_size()
     M, N, warps, stages = tile or default_tile(name, capability, head_dim, itemsize)
@@ -516,22 +503,20 @@ def _launch(name: str, heads: int, T: int, q: Tensor, *args: object,
 
 
 def _descriptors(size: int, _alignment: int, _stream: int | None) -> Tensor:
-    """Memory in which a kernel writes its descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x, copied unless its rows are contiguous and a tile spans fewer than 2^31 elements."""
+    """x, copied if its rows are not contiguous or a tile spans 2^31 elements."""
     return x if x.stride(3) == 1 and 128 * x.stride(1) < 2**31 else x.contiguous()
 
 
 def by_row(slopes: Tensor | None, B: int) -> Tensor | None:
-    """ALiBi's slopes (H,) or (B, H) as (B, H), contiguous."""
+    """(H,) or (B, H) as (B, H)."""
     return slopes if slopes is None else slopes.expand(B, -1).contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, position and head."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
@@ -547,8 +532,6 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropou
     return *sizes, window, right, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
 
 
-# --- Operators for torch.compile ---
-#
 # custom_op: Inductor cannot trace triton_op in the interpreter. Schemas come from the annotations:
 # no annotations from __future__ here.
 
@@ -560,9 +543,9 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
                   softcap: float | None, offset: int | None) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, D) and L (B, H, Tq) float32, log2 of the sum of exp(s).
 
-    run_q (B, 2, Tq) int32: the first and the last key of each query's segment; run_k (B, 2, Tk):
-    the first and the last position of each key's. seed (1,) int64; sinks (H,), slopes (H,) or (B,
-    H) float32. offset: as in visible(); then the results are float32."""
+    run_q (B, 2, Tq) int32: first and last key of each query's segment; run_k (B, 2, Tk): first and
+    last position of each key's. seed (1,) int64; sinks (H,), slopes (H,) or (B, H) float32. offset:
+    as in visible(); with one the results are float32."""
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
     out = _result(q.shape, q, offset)
@@ -585,8 +568,8 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    slopes: Tensor | None, tiles: list[int] | None, tma: bool, window: int | None,
                    right: int | None, dropout: float, scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor]:
-    """The gradients, to unpack(), and delta (B, H, Tq) float32. tiles: those of dq and dkdv. tma:
-    load by descriptors: rows of 16 bytes, capability 9.0."""
+    """The gradients, to unpack(), and delta (B, H, Tq) float32. tiles: of dq and dkdv. tma: rows of
+    16 bytes, capability 9.0."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
@@ -610,8 +593,8 @@ def _packed(q: Tensor, k: Tensor, offset: int | None) -> Tensor:
 
 
 def unpack(grads: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v. Of one length they lie next to each other in each row, as q, k
-    and v do in the output of their projection: nothing to copy."""
+    """The gradients of q, k and v: of one length next to each other, as torch.compile wants q, k
+    and v's."""
     (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
     if Tq == Tk:
         found = grads.split([H * D, Hkv * D, Hkv * D], dim=2)
