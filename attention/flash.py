@@ -152,8 +152,7 @@ FA2_CAPS = (
     _FA2,
     replace(_FA2_DROPOUT, head_dim_max=192),
     replace(_FA2_DROPOUT, max_capability=(8, 0)),
-    replace(_FA2_DROPOUT, min_capability=(9, 0), max_capability=(10, 3)),
-)
+    replace(_FA2_DROPOUT, min_capability=(9, 0), max_capability=(10, 3)))
 
 # hopper/flash_api.cpp at 0251105a (August 2026).
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), right=True, head_dim_max=256, head_dim_multiple=8,
@@ -187,14 +186,11 @@ FA4_CAPS = (
             window=False, softcap=False, sinks=False),
     _FA4_MMA,
     _FA4_12,
-    replace(_FA4_12, grad=True, head_dim_multiple=32, deterministic=False),
-)
+    replace(_FA4_12, grad=True, head_dim_multiple=32, deterministic=False))
 
 
-def _backend(
-    generation: int, package: Package, caps: tuple[Caps, ...], fallback: str, install: str,
-    hub: tuple[str, str] | None = None, hub_caps: tuple[Caps, ...] = (),
-) -> Backend:
+def _backend(generation: int, package: Package, caps: tuple[Caps, ...], fallback: str, install: str,
+             hub: tuple[str, str] | None = None, hub_caps: tuple[Caps, ...] = ()) -> Backend:
     distribution = "flash-attn" if generation == 2 else f"flash-attn-{generation}"
     run = partial(attend, package=package)
     plain = Backend(

@@ -219,8 +219,7 @@ BACKEND = Backend(
         replace(_CUDA, devices=("mps",), min_capability=None, min_torch="2.13", grad=False),
     ),
     fallback="sdpa",
-    aliases=("flex_attention",),
-)
+    aliases=("flex_attention",))
 
 # flash_attn/cute/interface.py of 4.0.0b13; gradients as in flash.py.
 _FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), head_dim_max=128,
@@ -233,5 +232,4 @@ FLASH = Backend(
     attend=partial(attend, flash=True),
     caps=(_FLASH, _FLASH_GRAD, replace(_FLASH_GRAD, max_capability=(9, 0), softcap=True)),
     fallback="flex",
-    install="pip install --pre flash-attn-4",
-)
+    install="pip install --pre flash-attn-4")

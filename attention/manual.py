@@ -66,5 +66,4 @@ BACKEND = Backend(
     caps=(Caps(right=True, caches=("none", "dynamic", "static"), scale=True, softcap=True,
                sinks=True, alibi=True),),
     fallback=None,
-    aliases=("eager",),
-)
+    aliases=("eager",))

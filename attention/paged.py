@@ -146,5 +146,4 @@ BACKEND = Backend(
     attend=attend,
     caps=(_PAGED, _STATIC, replace(_PAGED, devices=("cpu",), caches=("static",))),
     fallback="sdpa",
-    aliases=("paged_attention",),
-)
+    aliases=("paged_attention",))

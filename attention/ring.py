@@ -97,14 +97,12 @@ class Ring:
         import torch.distributed as dist
 
         after, before = (
-            dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
-        )
+            dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1))
         sent = [t.contiguous() for t in tensors]
         came = [torch.empty_like(t) for t in sent]
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, t, after, self.group) for t in sent]
-            + [dist.P2POp(dist.irecv, t, before, self.group) for t in came]
-        )
+            + [dist.P2POp(dist.irecv, t, before, self.group) for t in came])
 
         # gloo's sends and receives have no limit of their own.
         on = came[0].device

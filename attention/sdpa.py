@@ -131,8 +131,7 @@ BACKEND = Backend(
     title="PyTorch scaled_dot_product_attention",
     attend=attend,
     caps=(Caps(right=True, scale=True, alibi=True, caches=("none", "dynamic", "static")),),
-    fallback=None,
-)
+    fallback=None)
 
 
 def _pinned(name: str, kernel: SDPBackend, to: str, *caps: Caps, **more: Any) -> Backend:

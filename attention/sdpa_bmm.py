@@ -29,29 +29,25 @@ ELEMENTS = 2**21  # of S at a time: 4 MB
 
 
 @for_any_shape
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None, cache: None = None
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
+           cache: None = None) -> Tensor:
     """Attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     return in_blocks(call_sdpa, q, k, v, spec, segments)
 
 
-def call_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None = None
-) -> Tensor:
+def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
+              segments: None = None) -> Tensor:
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
     return attention(q, k, v, spec, kernel=WHOLE, offset=offset)[0]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
+            segments: None) -> tuple[Tensor, Tensor]:
     """L is empty: backward() does not need it."""
     seen, is_causal = sdpa_mask(q, k, spec, offset)
     q_BHTD, k_BHTD, v_BHTD = (t.transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q_BHTD, k_BHTD, v_BHTD, seen, is_causal=is_causal, scale=spec.softmax_scale
-    )
+        q_BHTD, k_BHTD, v_BHTD, seen, is_causal=is_causal, scale=spec.softmax_scale)
     return out.transpose(1, 2), q.new_empty(q.shape[0], 0)
 
 
@@ -80,5 +76,4 @@ BACKEND = Backend(
     title="PyTorch SDPA forward, backward by batched products",
     attend=attend,
     caps=(Caps(("cpu",), ("bfloat16",), right=True, dropout=False, segments=False, scale=True),),
-    fallback="sdpa",
-)
+    fallback="sdpa")

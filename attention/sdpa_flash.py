@@ -20,9 +20,8 @@ from .spec import Spec
 aten = torch.ops.aten
 
 
-def varlen(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None
-) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
+           segments: Tensor | None = None) -> Tensor:
     """Attention by torch.nn.attention.varlen, which takes each segment as a sequence: Tq <= Tk."""
     from torch.nn.attention.varlen import varlen_attn  # torch >= 2.12 has its window
 

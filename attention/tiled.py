@@ -141,18 +141,16 @@ def blocks(T: int, size: int) -> list[slice]:
     return [slice(t, min(t + size, T)) for t in range(0, T, size)]
 
 
-def wholly_masked(
-    I: slice, J: slice, offset: int, window: int | None, right: int | None = 0
-) -> bool:
+def wholly_masked(I: slice, J: slice, offset: int, window: int | None,
+                  right: int | None = 0) -> bool:
     """True if no query of block I sees a key of block J: the pair nearest the diagonal decides."""
     least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # of j - i
     nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset
     return not visible(0, nearest, offset, window, right=right)
 
 
-def masked_tiles(
-    rows: list[slice], cols: list[slice], offset: int, spec: Spec, segments: Pair
-) -> list[list[bool]]:
+def masked_tiles(rows: list[slice], cols: list[slice], offset: int, spec: Spec,
+                 segments: Pair) -> list[list[bool]]:
     """True for each tile in which no query sees a key."""
     masked = [[wholly_masked(I, J, offset, spec.window, spec.right) for J in cols] for I in rows]
     if segments is None or offset < 0 or offset != cols[-1].stop - rows[-1].stop:

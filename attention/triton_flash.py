@@ -44,11 +44,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     return attention(q, k, v, spec, kernel=kernel or WHOLE, segments=pair, **options)[0]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
-    sinks: Tensor | None = None, seed: Tensor | None = None, alibi_slopes: Tensor | None = None,
-    *, whole: bool = False,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
+            sinks: Tensor | None = None, seed: Tensor | None = None,
+            alibi_slopes: Tensor | None = None, *, whole: bool = False) -> tuple[Tensor, Tensor]:
     """As caps.Partial. whole: `segments` are borders(), out has q's dtype, and L is log2."""
     from .triton.flash_kernels import LOWEST, flash_forward
 
@@ -60,9 +58,8 @@ def forward(
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
              offset: int, segments: Pair = None, sinks: Tensor | None = None,
-             seed: Tensor | None = None, alibi_slopes: Tensor | None = None,
-             *, whole: bool = False, tiles: list[int] | None = None,
-             tma: bool = False) -> tuple[Tensor, ...]:
+             seed: Tensor | None = None, alibi_slopes: Tensor | None = None, *, whole: bool = False,
+             tiles: list[int] | None = None, tma: bool = False) -> tuple[Tensor, ...]:
     """As caps.Partial; tiles, tma: of flash_backward()."""
     from .triton.flash_kernels import LOWEST, flash_backward, unpack
 
@@ -81,9 +78,8 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
 WHOLE = Partial(partial(forward, whole=True), partial(backward, whole=True))
 
 
-def _given(
-    k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | None, whole: bool
-) -> tuple[tuple[Tensor, Tensor] | tuple[None, None], tuple[Any, ...]]:
+def _given(k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | None,
+           whole: bool) -> tuple[tuple[Tensor, Tensor] | tuple[None, None], tuple[Any, ...]]:
     """The kernels' run_q and run_k, and their numbers."""
     p = 0.0 if seed is None else spec.dropout
     numbers = spec.window, spec.right, p, spec.softmax_scale, spec.softcap
@@ -129,5 +125,4 @@ BACKEND = Backend(
           replace(_TURING, devices=("cpu",), min_capability=None, interpreted=True)),
     fallback="sdpa",
     install="pip install triton",
-    partial=Partial(forward, backward, dropout=True),
-)
+    partial=Partial(forward, backward, dropout=True))

@@ -30,7 +30,6 @@ def other(name: str, about: str, capability: tuple[int, int], head_dim: int,
 TILED = tuple(
     other(f"dq{dq[0]}-dkdv{dkdv[0]}", f"backward tiles {dq} and {dkdv}", (8, 0), 64,
           tiles=[*dq, *dkdv])
-    for dq, dkdv in product(BACKWARD_TILES, repeat=2)
-)
+    for dq, dkdv in product(BACKWARD_TILES, repeat=2))
 # Not measured by "fastest" until a GPU has run it (bench/gpu_levers.sh).
 TMA = other("tma", "backward by TMA descriptors", (9, 0), 128, tma=True)

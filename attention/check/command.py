@@ -142,11 +142,9 @@ class Report:
         return int(bool(self.failures or self.untested or not passed))
 
 
-def check(
-    name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
-    first: bool = False, length: int = 0, test: str = "",
-    watch: Callable[[int, int, str], None] = lambda done, of, what: None,
-) -> Report:
+def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
+          first: bool = False, length: int = 0, test: str = "",
+          watch: Callable[[int, int, str], None] = lambda done, of, what: None) -> Report:
     """Run the tests of a backend, given by its name, alias or file. `watch` receives of each how
     many are done, of all, and its name. Raises ValueError: unknown backend or test, or a file
     without one."""

@@ -165,8 +165,7 @@ SAMPLE = [
         rows-both-97x43"""),
     *(Case(x, 17, 17, layout=x, segments="packed" if "segments" in x else None) for x in LAYOUTS),
     Case("beyond the view", 1, 33, layout="k v sliced"),  # NaN after the last key, as in a cache
-    Case("sinks strided", 17, 17, layout="sinks strided", sinks="bfloat16"),
-]
+    Case("sinks strided", 17, 17, layout="sinks strided", sinks="bfloat16")]
 # --quick: in every dtype
 EACH_DTYPE = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window7-17x33", "large", "overflow",
               "dominant", "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20-43x97",

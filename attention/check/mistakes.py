@@ -33,11 +33,9 @@ RIGHT: dict[str, Any] = {  # what program() does without a mistake
     "no_rowsum": False, "factor": {}}
 
 
-def program(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, keep: Tensor | None = None,
-    **mistake: Any,
-) -> Tensor:
+def program(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+            keep: Tensor | None = None, **mistake: Any) -> Tensor:
     """attend() by the formula, in q's dtype. keep (B, H, Tq, Tk): dropout's factors. `mistake`:
     changes of RIGHT, or of the Spec's numbers."""
     of = {**vars(spec), "scale": spec.softmax_scale, **RIGHT, **mistake}
@@ -140,8 +138,7 @@ def mistakes(spec: Spec) -> list[tuple[str, Options]]:
         **{f"the gradient of {name} is missing": [{"factor": {name: 0.0}}]
            for name in ("q", "k", "v", "sinks")},
         **{f"the gradient of {' and '.join(names)} is not scaled": [
-            {"factor": dict.fromkeys(names, 1 / scale)}] for names in ("q", "k", "qk")},
-    }
+            {"factor": dict.fromkeys(names, 1 / scale)}] for names in ("q", "k", "qk")}}
     return [(name, options) for name, several in table.items() for options in several]
 
 
@@ -149,7 +146,6 @@ FAILING, TRIED = 4, 16  # cases: at most so many that fail, among so many
 
 
 class Failure(NamedTuple):
-
     case: Case
     spec: Spec
     got: Result

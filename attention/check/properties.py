@@ -276,8 +276,7 @@ PROPERTIES: list[Row] = [
     (2, "in parts, merged by L", "parts", probed, "50-mqa-lse, 50-gqa-lse",
      ", window9-packed, window9, packed, scale-softcap4, alibi-packed"),
     *((2, "log-sum-exp", "parts", log_sum_exp, texts, f"{SIDES}, scale-softcap4, alibi, alibi-both")
-      for texts in ("33-mqa-lse, 20x33-mqa-lse", "40x33-mqa-lse")),
-]
+      for texts in ("33-mqa-lse, 20x33-mqa-lse", "40x33-mqa-lse"))]
 
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = (),

@@ -19,9 +19,8 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
-def unpad_input(
-    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
+                unused_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Remove the padding of hidden_states (B, T, ...); the host waits. attention_mask (B, T), bool
     or integers, is 1 for tokens; unused_mask (B, T) is 1 for places that are kept but hold no
     token. Returns the kept rows (total, ...), their indices (total,) int64, cu_seqlens (B + 1,)

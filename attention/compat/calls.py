@@ -58,11 +58,10 @@ def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors:
             must_be(name, t, tuple(want), on, dtypes)
 
 
-def requested(
-    sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, Layouts], dropout: Any,
-    scale: Any, causal: bool, window: Any, softcap: Any, slopes: Tensor | None, lse: bool,
-    others: dict[str, object], deterministic: bool = False,
-) -> Request:
+def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, Layouts],
+              dropout: Any, scale: Any, causal: bool, window: Any, softcap: Any,
+              slopes: Tensor | None, lse: bool, others: dict[str, object],
+              deterministic: bool = False) -> Request:
     """The options that all functions share. `tensors`: k, v and others of q's dtype."""
     for name, value in others.items():
         if name not in REFUSED and name not in HINTS:

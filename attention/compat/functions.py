@@ -134,9 +134,8 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) 
 
 
 @_options_of(flash_attn_varlen_func)
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
-) -> Returned:
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any,
+                                     **options: Any) -> Returned:
     """flash_attn_varlen_func() with qkv (total, 3, H, D)."""
     q, k, v = qkv.unbind(-3)
     return flash_attn_varlen_func(
@@ -144,10 +143,9 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 @_options_of(flash_attn_varlen_func)
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, *args: Any, **options: Any,
-) -> Returned:
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor,
+                                    cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+                                    *args: Any, **options: Any) -> Returned:
     """flash_attn_varlen_func() with kv (total_k, 2, Hkv, D)."""
     k, v = kv.unbind(-3)
     return flash_attn_varlen_func(

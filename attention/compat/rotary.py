@@ -58,22 +58,19 @@ def in_place(x: Tensor, new: Tensor) -> Tensor:
     return new if new.requires_grad else x
 
 
-def apply_rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, interleaved: bool = False,
-    inplace: bool = False, conjugate: bool = False,
-) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0,
+                 cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+                 interleaved: bool = False, inplace: bool = False,
+                 conjugate: bool = False) -> Tensor:
     """apply_rotary_emb(); conjugate: backwards."""
     at = positions(x, seqlen_offsets, cu_seqlens)
     new = rotate(x, cos, -sin if conjugate else sin, at, interleaved)
     return in_place(x, new) if inplace else new
 
 
-def apply_rotary_emb(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> Tensor:
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
+                     inplace: bool = False, seqlen_offsets: int | Tensor = 0,
+                     cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
     """x (B, T, H, D), or with cu_seqlens (B + 1,) int32 (total, H, D), rotated. cos, sin:
     (positions, R), R at most D / 2. seqlen_offsets: first positions, one number or (B,). max_seqlen
     is not read."""
@@ -157,10 +154,9 @@ class RotaryEmbedding(torch.nn.Module):
         self._cos_k_cached = (angles.cos() / scale).to(dtype)
         self._sin_k_cached = (angles.sin() / scale).to(dtype)
 
-    def forward(
-        self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
-        max_seqlen: int | None = None, num_heads_q: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
+                max_seqlen: int | None = None,
+                num_heads_q: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Rotate in place and return qkv, or q (B, T, H, D) and kv (B, T, 2, Hkv, D). max_seqlen:
         the tables' length for seqlen_offset (B,)."""
         if max_seqlen is not None:

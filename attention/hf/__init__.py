@@ -148,10 +148,9 @@ def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) ->
     return Mask.of(proof, name, (B, 1, Tq, Tk))
 
 
-def _tokens(
-    Tq: int, *, attention_mask: Tensor | None = None, cache_position: Tensor | None = None,
-    q_offset: int | Tensor = 0, kv_offset: int = 0, kv_length: int = 0, **_: object,
-) -> Tensor | None:
+def _tokens(Tq: int, *, attention_mask: Tensor | None = None, cache_position: Tensor | None = None,
+            q_offset: int | Tensor = 0, kv_offset: int = 0, kv_length: int = 0,
+            **_: object) -> Tensor | None:
     """Bool (B, Tq), False for padding."""
     if attention_mask is None:
         return None
@@ -206,13 +205,12 @@ _Calls = dict[tuple[object, ...], tuple[Spec, Resolution, int]]
 _calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
 
-def _attend(
-    plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-    is_causal: bool | None = None, output_attentions: bool | None = None,
-    position_ids: Tensor | None = None, **others: object,
-) -> tuple[Tensor, Tensor | None]:
+def _attend(plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+            attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+            sliding_window: int | None = None, softcap: float | None = None,
+            s_aux: Tensor | None = None, is_causal: bool | None = None,
+            output_attentions: bool | None = None, position_ids: Tensor | None = None,
+            **others: object) -> tuple[Tensor, Tensor | None]:
     """As AttentionInterface calls it: query (B, H, Tq, D), key and value (B, Hkv, Tk, D), s_aux
     (H,) give (B, Tq, H, D), and with output_attentions the weights (B, H, Tq, Tk). Raises
     BackendUnavailable: an argument is not supported."""
@@ -241,8 +239,7 @@ def _attend(
             segments=proof.segments is not None, grad=grad,
             cache="none" if grad or Tq == proof.end or right != 0 else "dynamic",
             scale=None if scaling is None else float(scaling), softcap=softcap,
-            sinks=s_aux is not None, right=right,
-        )
+            sinks=s_aux is not None, right=right)
     except ValueError as e:
         who = f"{implementation(plans.name)} refuses {type(module).__name__}"
         raise BackendUnavailable(f"{who}: {e}") from None
@@ -273,7 +270,6 @@ def _attend(
 
 
 class Layer(NamedTuple):
-
     name: str  # "model.layers.0.self_attn"
     ran: tuple[tuple[Spec, Resolution, int], ...]  # and how often
 

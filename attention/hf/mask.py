@@ -49,10 +49,9 @@ class Mask(Tensor):
         return mask
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., object], types: object, args: Sequence[Any] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(cls, func: Callable[..., object], types: object,
+                           args: Sequence[Any] = (),
+                           kwargs: dict[str, object] | None = None) -> object:
         called, operands = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
         # Writes: fill_, __setitem__, __ior__, but not __invert__.
         writes = called == "__setitem__" or (called.startswith("__i") and len(operands) > 1)
@@ -71,9 +70,8 @@ class Mask(Tensor):
         return out
 
 
-def prove(
-    mask: Tensor, window: int | None = None, real: Tensor | None = None, causal: bool = True
-) -> Proof:
+def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None,
+          causal: bool = True) -> Proof:
     """Decompose a mask: causal with a window and segments; each query of a row sees the same run of
     keys; or a window to both sides, and segments. Else ValueError, with the entry. The host waits.
 

@@ -34,14 +34,12 @@ CAPABILITIES: dict[tuple[int, int], str] = {  # -> torch.cuda.get_device_name(),
     (11, 0): "Jetson Thor",
     (12, 0): "GeForce RTX 5090, RTX PRO 6000 Blackwell, GeForce RTX 5080, GeForce RTX 5070, "
             "GeForce RTX 5060",
-    (12, 1): "GB10",
-}
+    (12, 1): "GB10"}
 KNOWN = [
     *(Machine("cuda", name if name.startswith(("Tesla", "Quadro")) else f"NVIDIA {name}", at)
       for at, text in CAPABILITIES.items() for name in text.split(", ")),
     *(Machine("mps", f"Apple {chip}") for chip in ("M1", "M2", "M3", "M4", "M5", "mps")),
-    Machine("cpu", "cpu"),
-]
+    Machine("cpu", "cpu")]
 MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not distinctive
 
 

@@ -24,8 +24,7 @@ KERNEL_ERRORS = (Exception, SystemExit)  # not Ctrl-C
 LOST = re.compile(
     "CUDA.*(illegal memory access|illegal address|device-side assert|misaligned address|illegal "
     "instruction|invalid program counter|unspecified launch failure|hardware stack error|"
-    "ILLEGAL_ADDRESS|MISALIGNED_ADDRESS|LAUNCH_FAILED|ECC error)", re.I | re.S
-)
+    "ILLEGAL_ADDRESS|MISALIGNED_ADDRESS|LAUNCH_FAILED|ECC error)", re.I | re.S)
 UNKNOWN_VERSION = "unknown version"
 
 

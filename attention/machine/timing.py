@@ -48,8 +48,7 @@ Call = Callable[[], None]
 Calls = dict[tuple[str, Spec], tuple[Call, float]]  # and its seconds, roughly
 
 
-def declared(name: str, spec: Spec, machine: Machine,
-             policy: Policy) -> tuple[Row, Backend | None]:
+def declared(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[Row, Backend | None]:
     """A backend by its Caps; None: other people's code that does not load."""
     try:
         backend, why = admit(name, spec, machine, policy)
@@ -58,10 +57,9 @@ def declared(name: str, spec: Spec, machine: Machine,
     return Row(name, backend.title, tuple(why)), backend
 
 
-def measure(
-    names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
-    device: torch.device, shape: Shape, show: Callable[[str], object] = lambda line: None,
-) -> list[Row]:
+def measure(names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
+            device: torch.device, shape: Shape,
+            show: Callable[[str], object] = lambda line: None) -> list[Row]:
     """Probe and time the backends. modes: without the backward pass, with it, or both in this
     order; `show` gets a line for each backend as soon as it has run once or is refused."""
     rows: dict[str, Row] = {}
