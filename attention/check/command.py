@@ -43,16 +43,12 @@ def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
 
 
 def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequence[Refusal]]:
-    """The item's Spec as the backend takes it (at the nearest head_dim, page size and dropout; of a
-    case also without gradients), or why it does not."""
+    """The item's Spec as the backend takes it, at the nearest head_dim, and of a case also without
+    gradients; or why it does not."""
     specs = [item.spec]
     for row in backend.caps if item.title or item.case.D == Case.D else ():
         D = -(-item.spec.head_dim // row.head_dim_multiple) * row.head_dim_multiple
-        pages = item.spec.page_size and -(-item.spec.page_size // row.page_multiple)
-        specs.append(replace(
-            item.spec, head_dim=min(D, row.head_dim_max or D),
-            page_size=pages and pages * row.page_multiple,
-            dropout=item.spec.dropout and max(item.spec.dropout, row.dropout_step or 0)))
+        specs.append(replace(item.spec, head_dim=min(D, row.head_dim_max or D)))
     specs += [replace(spec, grad=False) for spec in specs if not item.title]
     tried = [(spec, backend.why_not(spec, machine)) for spec in specs]
     return next((pair for pair in tried if not pair[1]), tried[0])
@@ -119,7 +115,6 @@ class Report:
     failures: list[dict[str, str]] = field(default_factory=list)
     untested: list[str] = field(default_factory=list)  # declared capabilities
     left_out: int = 0  # tests
-    length: int = 0  # tokens of the longest sequence
     script: str = ""  # of the first failure
     mistake: list[str] = field(default_factory=list)  # in lines of text
     seconds: float = 0.0
@@ -131,7 +126,6 @@ class Report:
             counts = self.features.setdefault(row, dict.fromkeys(VERDICTS.values(), 0))
             counts[VERDICTS[item.verdict]] += 1
         self.refusals.update(why for why in item.why if isinstance(why, Refusal))
-        self.length = max(self.length, item.case.Tk * (item.verdict != "refused"))
         if item.verdict == "wrong":
             self.failures.append({"what": item.name, "dtype": item.dtype, "device": item.device,
                                   "why": "; ".join(item.why)})
@@ -230,8 +224,7 @@ def text(report: Report) -> str:
     else:
         right = f"A sample of {ran} cases passed." if left_out else (
             "The rest is right." if report.untested else "Everything it declares is right.")
-        lines += [f"{right} {report.seconds:.0f} s.",
-                  f"(Up to {report.length:,} tokens; --length=N looks further.)"]
+        lines += [f"{right} {report.seconds:.0f} s."]
     return "\n".join(lines)
 
 

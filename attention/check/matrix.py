@@ -106,8 +106,7 @@ class Item:
         compare(got, self.case, self.dtype, self.device)
 
     def of(self, backend: Backend, spec: Spec, device: str) -> Item:
-        case = replace(self.case, D=spec.head_dim, page_size=spec.page_size,
-                       dropout=spec.dropout, grad=spec.grad)
+        case = replace(self.case, D=spec.head_dim, grad=spec.grad)
         return replace(self, case=case, backend=backend, device=device)
 
 

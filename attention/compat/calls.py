@@ -7,7 +7,6 @@ import math
 import operator
 from collections import defaultdict, namedtuple
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .. import manual, tiled
 from ..caps import Backend, BackendUnavailable, Refusal, must_be, shape_of
 from ..function import attention, not_compiled
 from ..machine.apart import outside_a_trace
@@ -35,7 +33,6 @@ Layouts = tuple[Tensor | None, str]  # a tensor and the names of its sizes, "B T
 # The fields of a Spec; a plain tuple, since torch.compile traces how it is made.
 Request = namedtuple("Request", "n_head n_kv_head head_dim dtype window dropout segments grad "
                      "cache compiled page_size scale softcap sinks lse right alibi")
-NO_MODE = nullcontext()
 _spec = lru_cache(maxsize=4096)(Spec)
 # [True]: of dropout with the log-sum-exp
 _plans = {seeded: Plans("auto") for seeded in (False, True)}
@@ -208,8 +205,6 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
         call = getattr(_traced, _choose_in_trace(device, deterministic, *request))
         return call.chosen.backend, call.spec
     spec = _spec(*request)
-    if shape_only(q):
-        return (tiled if request.lse else manual).BACKEND, spec
     planned = _spec(*request._replace(dropout=0.0)) if seeded else spec
     key = planned.kind, device, deterministic
     if seeded and key not in plans.known:
@@ -246,13 +241,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
     more = {} if segments is None else {"segments": segments}
     more |= {} if slopes is None else {"alibi_slopes": slopes}
     backend, spec = kernel(q, k.shape[1], request._replace(segments=segments is not None))
-    with getattr(q, "fake_mode", NO_MODE) if shape_only(q) else NO_MODE:
-        if not request.lse:
-            return backend.compute(q, k, v, spec, **more), None
-        if spec.dropout:
-            more["seed"] = torch.randint(2**62, (1,), device=q.device)
-        out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
-        return out, L.float()
+    if not request.lse:
+        return backend.compute(q, k, v, spec, **more), None
+    if spec.dropout:
+        more["seed"] = torch.randint(2**62, (1,), device=q.device)
+    out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
+    return out, L.float()
 
 
 def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request,
@@ -271,10 +265,6 @@ def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], requ
         for i, row, L_row in zip(group, out, out if L is None else L):
             outs[i], Ls[i] = row, L_row
     return outs, Ls
-
-
-def shape_only(t: Tensor) -> bool:  # meta and fake tensors: no kernel could run
-    return symbolic(t) and not torch.compiler.is_compiling()
 
 
 def returned(out: Tensor, L: Tensor | None, probs: bool = False) -> Returned:

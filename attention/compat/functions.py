@@ -1,7 +1,7 @@
 """flash_attn_func, flash_attn_varlen_func, their packed forms, and flash_attn_with_kvcache.
 
 Sequences of different lengths are segments of one call, if a CUDA kernel reads each by itself, else
-one call for each length. Meta and fake tensors give results of the right shape."""
+one call for each length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..caps import INTEGERS
 from ..masks import PagedView, StaticView, kept, symbolic
 from . import calls
-from .calls import Returned, dense, kernel, match, requested, returned, shape_only, texts, wrong
+from .calls import Returned, dense, kernel, match, requested, returned, texts, wrong
 from .rotary import rotate
 
 
@@ -69,8 +69,7 @@ def flash_attn_varlen_func(
           seqused_k=(seqused_k, "B"), block_table=(block_table, "B columns"))
     one_call = seqused_q is seqused_k is block_table is None
     one_call &= alibi_slopes is None or alibi_slopes.dim() == 1
-    joined = shape_only(q)
-    joined |= one_call and cu_seqlens_q is cu_seqlens_k and torch.compiler.is_compiling()
+    joined = one_call and cu_seqlens_q is cu_seqlens_k and torch.compiler.is_compiling()
     if not joined:
         total = len(k) if block_table is None else None
         lengths_q, used_q = calls.lengths_of("cu_seqlens_q", cu_seqlens_q, len(q), seqused_q)
@@ -79,9 +78,8 @@ def flash_attn_varlen_func(
             backend, _ = kernel(q[None], len(k), request._replace(segments=True), dry=True)
             joined = "cuda" in backend.varlen
     if joined:
-        segments = None if shape_only(q) else _segments(cu_seqlens_q, q.shape[0])
-        k, v = (t.flatten(0, -3)[None] for t in (k, v))
-        out, L = dense(q[None], k, v, request, alibi_slopes, segments)
+        segments = _segments(cu_seqlens_q, q.shape[0])
+        out, L = dense(q[None], k[None], v[None], request, alibi_slopes, segments)
         return returned(out[0], None if L is None else L[0], return_attn_probs)
     if block_table is None:
         ks, vs = ([text[:n] for text, n in zip(t.split(lengths_k), used_k)] for t in (k, v))
@@ -192,9 +190,6 @@ def flash_attn_with_kvcache(
     B, Tq, size, n_new = sizes["B"], sizes["Tq"], sizes["S"], sizes.get("T_new", 0)
     if (k is None) != (v is None):
         raise ValueError("k and v, the new tokens, are passed together")
-    if shape_only(q):
-        kv = k_cache.new_empty(B, size, *k_cache.shape[2:])
-        return returned(*dense(q, kv, kv, request, alibi_slopes))
     if paged and (cache_seqlens is None or not cache_batch_idx is cache_leftpad is None):
         raise ValueError("block_table needs cache_seqlens, not cache_batch_idx or cache_leftpad")
     if table is None:  # each row of the cache is a page
