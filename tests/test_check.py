@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
+from attention import Spec, select
 from attention.check import command as check
 
 HONEST = ROOT / "tests" / "planted" / "honest.py"
@@ -173,7 +174,7 @@ def wrapped(folder: Path, caps: str, line: str = "") -> Path:
         "from nanoattn import Backend, Caps, get\n"
         f"def attend(q, k, v, spec, **more):\n    {line}\n"
         "    return get('manual').compute(q, k, v, spec, **more)\n"
-        f"BACKEND = Backend('wrapped', 'a draft', attend, (Caps({caps}),), None)\n")
+        f"BACKEND = Backend('wrapped', 'a draft', attend, (Caps({caps}),), 'sdpa')\n")
     return path
 
 
@@ -242,3 +243,9 @@ def test_a_kernel_that_exits_fails(tmp_path: Path, capsys) -> None:
     path = wrapped(tmp_path, "dtypes=('float32',)", "import sys; sys.exit(0)")
     code, said = ask(capsys, path, "--quick", "--first", "--device=cpu")
     assert code == 1 and "SystemExit" in said
+
+
+def test_the_warning_of_a_rejected_file_names_the_command(tmp_path: Path) -> None:
+    path = wrapped(tmp_path, "dtypes=('float32',)", "v = 2 * v")
+    chosen = select(str(path), Spec(2, 2, 16, "float32"), "cpu")
+    assert chosen.backend.name == "sdpa" and f"check {path}" in str(chosen)
