@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -126,3 +127,23 @@ BACKEND = Backend(
     fallback="sdpa",
     install="pip install triton",
     partial=Partial(forward, backward, dropout=True))
+
+
+def other(name: str, about: str, capability: tuple[int, int], head_dim: int,
+          **options: Any) -> Backend:
+    """triton with `options` of its backward(), in half precision."""
+    kernel = replace(WHOLE, backward=partial(WHOLE.backward, **options))
+    caps = replace(_AMPERE, dtypes=("float16", "bfloat16"), min_capability=capability,
+                   head_dim_max=head_dim, head_dim_multiple=8, lse=False)
+    interpreted = replace(caps, devices=("cpu",), min_capability=None, interpreted=True,
+                          dtypes=("float16",))
+    return replace(BACKEND, name=f"triton:{name}", title=f"{BACKEND.title}, {about}",
+                   attend=partial(attend, kernel=kernel), caps=(caps, interpreted),
+                   fallback="triton", partial=None)
+
+
+# Queries, keys, warps and stages. At a head_dim up to 64 they fit every GPU from 8.0 on.
+BACKWARD_TILES = ((64, 64, 4, 3), (128, 64, 8, 3))
+TILED = tuple(other(f"dq{dq[0]}-dkdv{dkdv[0]}", f"backward tiles {dq} and {dkdv}", (8, 0), 64,
+                    tiles=[*dq, *dkdv]) for dq, dkdv in product(BACKWARD_TILES, repeat=2))
+TMA = other("tma", "backward by TMA descriptors", (9, 0), 128, tma=True)  # no GPU has run it
