@@ -4,10 +4,9 @@
     flash_attn_3  import flash_attn_interface  Hopper, 8.0 (hub) Shah et al. 2024, arXiv 2407.08608
     flash_attn_4  import flash_attn.cute       8.0 to 12.1
 
-Memory  O(T), by the algorithm of tiled.py. FLOPs as in sdpa.py.
+Memory  O(T), by the algorithm of tiled.py.
 Layout  (B, T, H, D); with segments all sequences are concatenated, (total, H, D).
 Masks   aligned bottom-right. W keys and n later ones: window_size=(W - 1, n).
-Compile One graph in 2 and 3. A call of 4, a cache of 2, and segments break the graph.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ The kernel is FlashAttention (tiled.py) as a template, into which torch.compile 
 BlockMask lists the tiles of 128 x 128 scores of each row that need a mask ("partial") and those
 that need none ("full"). A softcap and ALiBi are a score_mod. Sinks: out * sigmoid(L - sink).
 
-Memory O(T): q, k, v, out and the logsumexp L; the lists are (T / 128)^2 integers. FLOPs 4 * Tq * Tk
-* D a head forward, 14 backward, less the skipped tiles. Layout (B, H, T, D) to PyTorch: transposed
-views. flex_flash The same on FlashAttention-4. Each length is compiled. Refuses dropout, float64,
-and on the CPU and Apple's Metal gradients and sinks. Source Dong et al. 2024 (arXiv 2412.05496)."""
+Memory  O(T): q, k, v, out and the logsumexp L; the lists are (T / 128)^2 integers.
+Layout  (B, H, T, D) to PyTorch: transposed views.
+Refuses dropout, float64, and on the CPU and Apple's Metal gradients and sinks.
+Source  Dong et al. 2024 (arXiv 2412.05496). flex_flash: the same on FlashAttention-4.
+"""
 
 from __future__ import annotations
 

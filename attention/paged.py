@@ -5,7 +5,6 @@
 decode: one query a row on CUDA (triton/paged_kernels.py). gather: else the tokens are copied, for
 PyTorch's SDPA, or with softcap, sinks or ALiBi the formula of manual.py.
 
-Memory  gather: copies of 2 * B * Tk * Hkv * D elements, a mask or scores of B * H * BLOCK * Tk.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
 Refuses calls without such a cache (training falls back), segments and dropout.
 Source  Kwon et al. 2023 (arXiv 2309.06180).

@@ -6,12 +6,10 @@ over the keys seen so far, L_i the logsumexp of its scores. A block j adds O_ij 
     L_new = log(e^L_i + e^L_ij)
     O_i   = e^(L_i - L_new) O_i + e^(L_ij - L_new) O_ij
 
-Zigzag  Late queries see more keys, so process r holds chunks r and 2 N - 1 - r of 2 N. After each
-        step it sends its current K, V to r + 1.
-Sent    K, V N - 1 times forward, and again backward. The sums dK, dV follow their block home.
+Late queries see more keys, so process r holds chunks r and 2 N - 1 - r of 2 N (zigzag). After each
+step it sends its current K, V to r + 1; backward the sums dK, dV follow their block home.
+
 Memory  O(T / N): its own K and V, the current block and the incoming one.
-Numbers Sums stay float32 until the end. L_i is joined in float64 (not on MPS): its rounding is an
-        error of all of P.
 Refuses `right`, dropout, sinks and a cache. Under torch.compile each call is a graph break.
 Source  Liu et al. 2023 (arXiv 2310.01889); Brandon et al. 2023 (arXiv 2311.09431).
 """
@@ -159,7 +157,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments:
     acc = torch.promote_types(q.dtype, torch.float32)
     O = torch.zeros(q.shape, dtype=acc, device=q.device)
     wide = acc if q.device.type == "mps" else torch.float64
-    # The least finite number, not -inf: where nothing is seen yet, L_i - L_new is 0.
+    # Finite: where nothing is seen yet, L_i - L_new is 0. float64: its rounding moves all of P.
     L = torch.full((B, H, T_r), torch.finfo(wide).min, dtype=wide, device=q.device)
     here = segments[1] if segments else None
     block = [k, v] if here is None else [k, v, here]

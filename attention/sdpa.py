@@ -6,7 +6,6 @@
     sdpa_math       the unfused formula, O(T^2) memory; in float32 for half precision
     sdpa            PyTorch's choice among these (permitted())
 
-FLOPs   4 * Tq * Tk * D a head forward, less skipped tiles; a flash backward 2.5 times that.
 Layout  (B, H, T, D) to PyTorch: transposed views.
 Masks   `is_causal=True` is aligned top-left: used only for Tq == Tk. All else gets a mask in blocks
         of queries (blocks.py); pinned flash on CUDA takes none (sdpa_flash.py).

@@ -6,7 +6,6 @@ that kernel's own in bfloat16 multiplies too small tiles. Of a few heads at a ti
     dS = P * (dP - rowsum(P * dP))
     dQ = scale * dS K       dK = scale * dS^T Q
 
-Memory  O(T), and backward S, P, dP and dS of ELEMENTS numbers each.
 Layout  (B * H, T, D) backward: copies. A key/value head is repeated for its query heads.
 Refuses other devices and dtypes, segments, dropout, softcap, sinks, static caches.
 """

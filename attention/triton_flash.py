@@ -1,12 +1,10 @@
 """triton: FlashAttention-2 in Triton, forward and backward; kernels in triton/flash_kernels.py.
 
 The algorithm of tiled.py. S and P stay on chip; only L = log2 sum_j 2^(s_j) is stored for each row.
-Course: page 7.
+Dropout is Philox's, of a seed and b, h, i, j. Course: page 7.
 
 Memory  O(T): q, k, v, out and L; backward also delta_i = rowsum(dO_i * O_i).
-FLOPs   4 * Tq * Tk * D a head forward, 14 backward (others 10: no atomics), less masked tiles.
 Layout  (B, T, H, D), by strides.
-Dropout by Philox, of the call's seed and of b, h, i, j.
 Refuses a head_dim above 128, a cache, float64, and bfloat16 on compute capability 7.5. On the CPU
         it runs in Triton's interpreter, for tests (TRITON_INTERPRET=1).
 Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2.

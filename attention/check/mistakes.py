@@ -1,22 +1,20 @@
-"""The name of a kernel's mistake: a plain program that makes it reproduces the output (or, where
-that is right, the gradients) of all failing cases that were tried, and without it does not."""
+"""The name of a kernel's mistake: a plain program that makes it gives the same output (or, where
+that is right, the same gradients) in the failing case, and without it does not."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import proof
-from ..machine.system import KERNEL_ERRORS, loses_device
+from ..machine.system import KERNEL_ERRORS
 from ..proof import Inputs, Result, run
-from ..spec import Machine, Spec, visible
+from ..spec import Spec, visible
 from . import matrix
 from .matrix import Case, Item
 
@@ -142,45 +140,31 @@ def mistakes(spec: Spec) -> list[tuple[str, Options]]:
     return [(name, options) for name, several in table.items() for options in several]
 
 
-FAILING, TRIED = 4, 16  # cases: at most so many that fail, among so many
+def named(item: Item) -> list[str]:
+    """A line on the mistake of a kernel that fails a case; empty if none explains it."""
+    case, dtype, device = item.case, item.dtype, item.device
+    for grad in (True, False)[not case.grad :] if not item.title else ():
+        spec = case.spec(dtype, grad=grad)
+        try:
+            got = item.run(item.given, spec)
+        except KERNEL_ERRORS:  # perhaps of the backward pass
+            continue
+        finally:
+            matrix.inputs.cache_clear()  # the kernel may have written to its inputs
+        rough, exact = matrix.plain(case, dtype, device), matrix.truth(case, dtype)
+        errors = proof.errors(got, rough, exact, getattr(torch, dtype))
+        if proof.wrong(errors):
+            names = dict.fromkeys(name for name, options in mistakes(spec)
+                                  if reproduces(case, spec, got, errors, options))
+            return [f"The mistake: {', or '.join(names)} (attention/spec.py). A plain program with "
+                    "it gives the same numbers."] if names else []
+    return []
 
 
-class Failure(NamedTuple):
-    case: Case
-    spec: Spec
-    got: Result
-    errors: list[proof.Deviation]
-
-
-def failures(item: Item) -> Iterator[Failure]:
-    """Wrong runs of the item's case and of others with its features."""
-    others = [replace(c, D=item.case.D if c.D == Case.D else c.D) for c in matrix.in_order()
-              if {*item.case.features} <= {*c.features} and c.Tk < 300]
-    dtype, device = item.dtype, item.device
-    for case in dict.fromkeys((item.case, *others[:TRIED])):
-        for grad in (True, False)[not item.case.grad :]:  # a backward pass may raise an error
-            spec = case.spec(dtype, grad=grad)
-            if item.backend.why_not(spec, Machine.here(device)):
-                continue
-            try:
-                got = item.run(matrix.inputs(case, dtype, device), spec)
-            except KERNEL_ERRORS as e:
-                if loses_device(e):
-                    return
-                continue
-            finally:
-                matrix.inputs.cache_clear()  # the kernel may have written to its inputs
-            rough, exact = matrix.plain(case, dtype, device), matrix.truth(case, dtype)
-            errors = proof.errors(got, rough, exact, getattr(torch, dtype))
-            if proof.wrong(errors):
-                yield Failure(case, spec, got, errors)
-                break
-
-
-def reproduces(failure: Failure, options: Options) -> bool | None:
-    """None unless the program with a mistake reproduces the kernel; False if it does so without it,
-    too. Queries that the mistake leaves without keys are not compared."""
-    case, spec, got, errors = failure
+def reproduces(case: Case, spec: Spec, got: Result, errors: list[proof.Deviation],
+               options: Options) -> bool:
+    """True if the program with a mistake gives the kernel's numbers, and without it does not.
+    Queries that the mistake leaves without keys are not compared."""
     names = {e.name for e in errors if not e.off <= e.allowed}
     names = {"out"} & names or ({*got.tensors} - {"out"} if options else {"dq"} & names)
     given, exact = matrix.inputs(case, spec.dtype), matrix.truth(case, spec.dtype)
@@ -200,24 +184,6 @@ def reproduces(failure: Failure, options: Options) -> bool | None:
         allowed = max(e.allowed for e in errors if e.name == name and "mean" in e.where)
         limit = 2 * allowed + 4 * noise
         if not (finite.equal(x.isfinite()) and off <= limit):
-            return None
-        differs = differs or effect > 2 * limit or not finite.all()
-    return differs if names else None
-
-
-def named(item: Item) -> list[str]:
-    """A line on the mistake of a kernel that fails a case; empty if none explains it."""
-    found = [] if item.title else [*itertools.islice(failures(item), FAILING)]
-    names: dict[str, None] = {}
-    for n, (name, _) in enumerate(mistakes(item.spec)):
-        differs = False  # a mistake reproduces all failures: one differs without it
-        for failure in found:
-            answer = reproduces(failure, mistakes(failure.spec)[n][1])
-            if answer is None:
-                break
-            differs |= answer
-        else:
-            names |= dict.fromkeys([name] * differs)
-    cases = ", ".join(failure.case.name for failure in found)
-    return [f"The mistake: {', or '.join(names)} (attention/spec.py). A plain program with it "
-            f"reproduces the kernel in {cases}."] if names else []
+            return False
+        differs = differs or effect > 2 * limit or not bool(finite.all())
+    return bool(names) and differs

@@ -27,14 +27,11 @@ def flash_attn_func(
 ) -> Returned:
     """Attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
-    Args:
-        window_size: (left, right): query i sees keys i - left + Tk - Tq to i + right + Tk - Tq; -1
-            is no limit. causal: right is 0.
-        alibi_slopes: (H,) or (B, H) float32.
-        deterministic: on CUDA it needs torch.use_deterministic_algorithms(True).
-        return_attn_probs: return (out, softmax_lse, None), the log-sum-exp (B, H, Tq) float32;
-            return_softmax_lse, as FlashAttention-3: (out, softmax_lse).
-    Raises ValueError for arguments that are not supported or contradict one another."""
+    window_size (left, right): query i sees keys i - left + Tk - Tq to i + right + Tk - Tq; -1 is no
+    limit, causal right=0. alibi_slopes: (H,) or (B, H) float32. deterministic: on CUDA it needs
+    torch.use_deterministic_algorithms(True). return_attn_probs: (out, L, None), the log-sum-exp (B,
+    H, Tq) float32; return_softmax_lse, as FlashAttention-3: (out, L). Raises ValueError: arguments
+    are not supported or contradict one another."""
     request = requested(
         {}, q, "B Tq H D", {"k": (k, "B Tk Hkv D"), "v": (v, "B Tk Hkv D")}, dropout_p,
         softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -51,13 +48,12 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
     return_softmax_lse: bool = False, **fa3: object,
 ) -> Returned:
-    """Attention of N sequences, one after the other: out (total_q, H, D), softmax_lse (H, total_q).
+    """Attention of N sequences, one after the other: out (total_q, H, D), L (H, total_q).
 
-    Args:
-        q, k, v: (total_q, H, D) and (total_k, Hkv, D).
-        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 or int64: where each begins, and the total.
-        block_table: (N, pages of the longest) int32: pages of k, v (pages, page_size, Hkv, D).
-        seqused_q, seqused_k: (N,) int32: tokens of each that count; other queries get zeros."""
+    q is (total_q, H, D), k and v (total_k, Hkv, D), or with block_table (N, pages of the longest)
+    int32 pages (pages, page_size, Hkv, D). cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 or int64:
+    where each begins, and the total. seqused_q, seqused_k: (N,) int32: tokens of each that count;
+    other queries get zeros."""
     layout = "total_k Hkv D" if block_table is None else "pages page_size Hkv D"
     sizes = {"ends": cu_seqlens_q.shape[0], "B": cu_seqlens_q.shape[0] - 1}
     request = requested(
@@ -161,20 +157,16 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None, num_splits: int = 0, return_softmax_lse: bool = False, *,
     page_table: Tensor | None = None, rotary_seqlens: Tensor | None = None, **fa3: object,
 ) -> Returned:
-    """Attention to a cache, without gradients; k and v are first appended to it, in place.
+    """Attention of q (B, Tq, H, D), aligned with the last keys, to a cache, without gradients.
 
-    Args:
-        q: (B, Tq, H, D), aligned with the last keys.
-        k_cache, v_cache: (B or more, S, Hkv, D); with block_table (pages, page_size, Hkv, D).
-        k, v: (B, T_new, Hkv, D), new tokens.
-        rotary_cos, rotary_sin: (positions, R): row cache_seqlens (or rotary_seqlens (B,)) + n
-            rotates the n-th new key, and query if causal or windowed (else that of n = 0).
-        cache_seqlens: tokens of each row before this call, (B,) int32 or one number; None: S.
-        cache_batch_idx: (B,) the cache's row of each row of q.
-        cache_leftpad: (B,) the first slot of each row that is read; cache_seqlens counts from 0.
-        block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
-    Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
-    After a ValueError the cache is as it was."""
+    k_cache, v_cache: (B or more, S, Hkv, D), or with block_table (B, pages of the longest) int32
+    (page_table in FlashAttention-3) (pages, page_size, Hkv, D). k, v: (B, T_new, Hkv, D), which are
+    first appended, in place; after a ValueError the cache is as it was. cache_seqlens: tokens of
+    each row before this call, (B,) int32 or one number; None: S. cache_batch_idx: (B,) the cache's
+    row of each row of q. cache_leftpad: (B,) the first slot that is read; cache_seqlens counts from
+    0. rotary_cos, rotary_sin: (positions, R): row cache_seqlens (or rotary_seqlens (B,)) + n
+    rotates the n-th new key, and query if causal or windowed (else that of n = 0). Returns out (B,
+    Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32."""
     table = page_table if block_table is None else block_table
     paged = table is not None
     sizes: dict[str, int] = {}
