@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -39,8 +40,6 @@ class Ring:
     def __init__(self, group: Any = None) -> None:
         self.group, self.rank, self.size = group, 0, 1
         if group is not None:
-            import torch.distributed as dist
-
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def chunks(self, rank: int) -> tuple[int, int]:
@@ -58,8 +57,6 @@ class Ring:
         """The whole (B, T, ...) of each process's part (B, T_r, ...): the inverse of shard()."""
         parts = [t.contiguous()]
         if self.size > 1:
-            import torch.distributed as dist
-
             parts = [torch.empty_like(parts[0]) for _ in range(self.size)]
             dist.all_gather(parts, t.contiguous(), group=self.group)
         early, late = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
@@ -92,8 +89,6 @@ class Ring:
         """Start sending tensors to the next process; the result waits for the previous one's."""
         if self.size == 1:
             return lambda: tensors
-        import torch.distributed as dist
-
         after, before = (
             dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1))
         sent = [t.contiguous() for t in tensors]

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -137,11 +137,9 @@ class Report:
 
 
 def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
-          first: bool = False, length: int = 0, test: str = "",
-          watch: Callable[[int, int, str], None] = lambda done, of, what: None) -> Report:
-    """Run the tests of a backend, given by its name, alias or file. `watch` receives of each how
-    many are done, of all, and its name. Raises ValueError: unknown backend or test, or a file
-    without one."""
+          first: bool = False, length: int = 0, test: str = "") -> Report:
+    """Run the tests of a backend, given by its name, alias or file. Raises ValueError: unknown
+    backend or test, or a file without one."""
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = get(name), time.monotonic()
@@ -166,7 +164,7 @@ def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, 
         if quick and time.monotonic() - began > QUICK_S * (1 + devices.index(device)):
             cut = True
             continue
-        watch(n, len(todo), f"{item.name}, {item.dtype}, {device}")
+        progress(n, len(todo), f"{item.name}, {item.dtype}, {device}")
         try:
             item = judge(backend, item, here[device], device)
         except RuntimeError as e:  # after it every later test would fail
@@ -187,7 +185,7 @@ def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, 
             f"{capability} on {device}" for device in devices
             for capability in untested(backend.caps, [i for i in ran if i.device == device],
                                        here[device], dtypes)]
-    watch(len(todo), len(todo), "done")
+    progress(len(todo), len(todo), "done")
     report.left_out = len(every) * len(devices) - sum(report.features["total"].values())
     report.seconds = time.monotonic() - began
     return report
@@ -262,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
     options = vars(read(argv))
     as_json = options.pop("json")
     try:
-        report = check(**options, watch=progress)
+        report = check(**options)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

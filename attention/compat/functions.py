@@ -157,16 +157,20 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None, num_splits: int = 0, return_softmax_lse: bool = False, *,
     page_table: Tensor | None = None, rotary_seqlens: Tensor | None = None, **fa3: object,
 ) -> Returned:
-    """Attention of q (B, Tq, H, D), aligned with the last keys, to a cache, without gradients.
+    """Attention to a cache, without gradients; k and v are first appended to it, in place.
 
-    k_cache, v_cache: (B or more, S, Hkv, D), or with block_table (B, pages of the longest) int32
-    (page_table in FlashAttention-3) (pages, page_size, Hkv, D). k, v: (B, T_new, Hkv, D), which are
-    first appended, in place; after a ValueError the cache is as it was. cache_seqlens: tokens of
-    each row before this call, (B,) int32 or one number; None: S. cache_batch_idx: (B,) the cache's
-    row of each row of q. cache_leftpad: (B,) the first slot that is read; cache_seqlens counts from
-    0. rotary_cos, rotary_sin: (positions, R): row cache_seqlens (or rotary_seqlens (B,)) + n
-    rotates the n-th new key, and query if causal or windowed (else that of n = 0). Returns out (B,
-    Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32."""
+    Args:
+        q: (B, Tq, H, D), aligned with the last keys.
+        k_cache, v_cache: (B or more, S, Hkv, D); with block_table (pages, page_size, Hkv, D).
+        k, v: (B, T_new, Hkv, D), new tokens.
+        rotary_cos, rotary_sin: (positions, R): row cache_seqlens (or rotary_seqlens (B,)) + n
+            rotates the n-th new key, and query if causal or windowed (else that of n = 0).
+        cache_seqlens: tokens of each row before this call, (B,) int32 or one number; None: S.
+        cache_batch_idx: (B,) the cache's row of each row of q.
+        cache_leftpad: (B,) the first slot that is read; cache_seqlens counts from 0.
+        block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
+    Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
+    After a ValueError the cache is as it was."""
     table = page_table if block_table is None else block_table
     paged = table is not None
     sizes: dict[str, int] = {}
