@@ -85,16 +85,21 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
     except (TypeError, ValueError):
         raise TypeError(f"window_size must be two integers, got {window!r}") from None
     left, right = [n if 0 <= n < NO_LIMIT else None for n in (first, last)]
+    dropout = number("dropout_p", dropout)
+    softcap = None if softcap is None else number("softcap", softcap) or None
+    scale = None if scale is None else number("softmax_scale", scale)
     return Request(
-        *heads, dtype, None if left is None else left + 1, number(dropout), False, grad, "none",
-        torch.compiler.is_compiling(), None, None if scale is None else number(scale),
-        (None if softcap is None else number(softcap)) or None, False, lse, 0 if causal else right,
+        *heads, dtype, None if left is None else left + 1, dropout, False, grad, "none",
+        torch.compiler.is_compiling(), None, scale, softcap, False, lse, 0 if causal else right,
         slopes is not None)
 
 
-def number(value: Any) -> float:
+def number(name: str, value: Any) -> float:
     """A float, also of NumPy's or a tensor; in a trace a constant."""
-    value = float(value)
+    try:
+        value = float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
+        raise TypeError(f"{name} must be a number, got {shape_of(value)}") from None
     return math.ldexp(*math.frexp(value)) if torch.compiler.is_compiling() else value
 
 
