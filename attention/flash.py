@@ -2,19 +2,11 @@
 
     flash_attn_2  import flash_attn (>= 2.6.2) Ampere and later  Dao 2023, arXiv 2307.08691
     flash_attn_3  import flash_attn_interface  Hopper, 8.0 (hub) Shah et al. 2024, arXiv 2407.08608
-    flash_attn_4  import flash_attn.cute       8.0 to 12.1       kernels written in Python (CuTe)
+    flash_attn_4  import flash_attn.cute       8.0 to 12.1
 
-Memory  O(T), by the algorithm of tiled.py. FLOPs as in sdpa.py.
-Layout  (B, T, H, D). With segments all sequences are concatenated, (total, H, D); cu_seqlens holds
-        where each begins.
-Masks   `causal=True` is aligned bottom-right (in 2 since 2.1), as are windows. A window of W keys
-        and n later ones is window_size=(W - 1, n), with causal=False unless n is 0; no limit is -1
-        in 2 and 3, None in 4. The `varlen` functions do no work on pairs of different segments. The
-        number of segments decides a shape: the host waits.
-Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function.
-Compile One graph in 2 (since 2.7) and 3 (since November 2025). A call of 4, a cache of 2, and
-        segments break the graph.
-Softcap Its tanh is approximate: the probe may refuse a softcap in float16.
+Memory  O(T), by the algorithm of tiled.py.
+Layout  (B, T, H, D); with segments all sequences are concatenated, (total, H, D).
+Masks   aligned bottom-right. W keys and n later ones: window_size=(W - 1, n).
 """
 
 from __future__ import annotations
@@ -40,9 +32,9 @@ HALF = ("float16", "bfloat16")
 class Package:
     """One generation and its argument names."""
 
-    module: str  # import name
+    module: str
     unbounded: int | None  # marks an unlimited side of the window
-    dropout: bool = False  # takes dropout_p
+    dropout: bool = False
     kvcache: str | None = None  # name of the page table in flash_attn_with_kvcache
     hub: tuple[str, str] | None = None  # repository and commit of a prebuilt kernel
     accepts: frozenset[str] | None = None  # arguments of its functions; None: all of ours
@@ -51,22 +43,17 @@ class Package:
 
 FA2 = Package("flash_attn", unbounded=-1, dropout=True, kvcache="block_table")
 FA3 = Package("flash_attn_interface", unbounded=-1, kvcache="page_table")
-# The commits that other projects pin: flash-attn2 "v2" ("v3" raises in the backward with grouped
-# heads, huggingface/kernels-community issue 1085), flash-attn3 "v1". Not run here.
+FA4 = Package("flash_attn.cute", unbounded=None)
+# "v2" ("v3" raises in the backward with grouped heads) and "v1". Not run here.
 HUB2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
 HUB3 = "kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e2"
-FA4 = Package("flash_attn.cute", unbounded=None)
 
 
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None, package: Package) -> Tensor:
-    """Attention by one of the flash-attn packages; shapes as in caps.Backend.
-
-    Raises:
-        Exception: the package cannot be loaded, or cannot run these inputs (its own words).
-    """
+    """Attention by one of the packages, whose errors are raised; shapes as in caps.Backend."""
     flash = load(package)
     causal, left = spec.right == 0, package.unbounded
     right = package.unbounded if spec.right is None or causal else spec.right
@@ -78,9 +65,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         options["softcap"] = spec.softcap
     if sinks is not None:  # 4 takes no float64
         options[package.sinks] = sinks.float().contiguous()
-    if alibi_slopes is not None:
-        # Causal without a window the package adds m * j, which leaves the output as it is, since
-        # m * (i + Tk - Tq) is the same for all keys. Its log-sum-exp is too large by that.
+    if alibi_slopes is not None:  # causal it adds m * j, which moves the log-sum-exp alone
         options["alibi_slopes"] = alibi_slopes.contiguous()
     if cache is not None:
         return _from_cache(flash, q, k, v, cache, package, options)
@@ -95,26 +80,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 
 
 @not_compiled
-def _varlen(
-    flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: dict[str, object]
-) -> Tensor:
+def _varlen(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor,
+            options: dict[str, object]) -> Tensor:
     found = runs(segments, q.shape[1])
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    ends = dict(zip(names, found.ends))
     slopes = options.get("alibi_slopes")
     if isinstance(slopes, Tensor) and slopes.dim() == 2:  # of the row of each run
         row = found.cu_q[:-1] // q.shape[1]
         options = {**options, "alibi_slopes": slopes[row.long()]}
-    out = flash.flash_attn_varlen_func(*found.pack(q, k, v), **ends, **options)
-    return dense_gradient(_tensor(out)).unflatten(0, q.shape[:2])
+    packed, ends = found.pack(q, k, v), dict(zip(names, found.ends))
+    out = _tensor(flash.flash_attn_varlen_func(*packed, **ends, **options))
+    return dense_gradient(out).unflatten(0, q.shape[:2])
 
 
-def _from_cache(
-    flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
-    package: Package, options: dict[str, object],
-) -> Tensor:
-    # Queries are aligned with the end: the length is start + Tq even if a row has fewer tokens.
-    # Past its end the kernel reads the null page, or zeros, which only padding sees.
+def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
+                package: Package, options: dict[str, object]) -> Tensor:
+    # Queries are aligned with the end; only padding sees the null page, or zeros.
     Tq = q.shape[1]
     seen, i = cache.start + Tq, torch.arange(Tq, device=q.device)
     row, back = torch.arange(q.shape[0], device=q.device)[:, None], None
@@ -128,7 +109,7 @@ def _from_cache(
     else:
         if Tq > 1:
             k, v = (F.pad(t, (0, 0, 0, 0, 0, Tq)) for t in (k, v))
-        seen = seen.clamp(max=k.shape[1])  # a row that has ended keeps counting
+        seen = seen.clamp(max=k.shape[1])
     if package.kvcache is None:
         out = _tensor(flash.flash_attn_varlen_func(q, k, v, seqused_k=seen, **options))
     else:
@@ -137,22 +118,21 @@ def _from_cache(
 
 
 def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    # 4, and 3 until July 2025, return (out, log-sum-exp).
+    # Some return (out, log-sum-exp).
     return out if isinstance(out, Tensor) else out[0]
 
 
-# torch.compile can read a dict, but can trace neither an import nor a cache.
+# A dict: torch.compile can trace neither an import nor a cache.
 _loaded: dict[object, ModuleType] = {}
 
 
 def load(package: Package) -> ModuleType:
-    """The package's module, or a kernel repository of the hub at a commit, once a process."""
+    """The package's module, or a kernel repository of the hub, once a process."""
     key = package.hub or package.module
     if key not in _loaded:
         if package.hub is not None:
             from kernels import get_kernel
 
-            # Without a list `kernels` loads what its trusted organizations publish only.
             repository, commit = package.hub
             _loaded[key] = get_kernel(repository, revision=commit, trust_remote_code=[repository])
         else:
@@ -160,50 +140,37 @@ def load(package: Package) -> ModuleType:
     return _loaded[key]
 
 
-# csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is
-# made by padding), pages of a multiple of 256; "Softcapping does not support dropout for now". Its
-# backward came with 2.6.2 (5f1ae4a3): before, the gradients were silently wrong.
+# csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3. Before, a softcap's gradients were wrong.
 _FA2 = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, dropout=False, scale=True,
             softcap=True, alibi=True, caches=CACHES, page_multiple=256,
             packages=("flash_attn>=2.6.2",))
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
-# run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
-# past 192 needs 144 KB of shared memory. With less (8.6, 8.9, 12.0) the backward silently launches
-# nothing: uninitialized gradients.
+# With dropout and a head_dim past 192 the backward on 8.6, 8.9 and 12.0 silently launches nothing
+# (flash_bwd_launch_template.h).
 FA2_CAPS = (
     _FA2,
     replace(_FA2_DROPOUT, head_dim_max=192),
     replace(_FA2_DROPOUT, max_capability=(8, 0)),
-    replace(_FA2_DROPOUT, min_capability=(9, 0), max_capability=(10, 3)),
-)
+    replace(_FA2_DROPOUT, min_capability=(9, 0), max_capability=(10, 3)))
 
-# hopper/flash_api.cpp at 0251105a (August 2026): head_dim to 256, a multiple of 8, deterministic
-# if it rounds up to less than 256; hopper/flash_attn_interface.py: pages of any size, a softcap in
-# all functions and in the backward, no sinks.
+# hopper/flash_api.cpp at 0251105a (August 2026).
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), right=True, head_dim_max=256, head_dim_multiple=8,
             dropout=False, scale=True, softcap=True, deterministic=False, caches=CACHES,
             packages=("flash_attn_interface",))
 FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
-# The prebuilt kernels also have machine code for 8.0 (flash-attn3/build.toml of kernels-community).
-# It would load on 8.6 and 8.9, too, which nobody has documented.
+# Prebuilt for 8.0, too (flash-attn3/build.toml of kernels-community).
 FA3_HUB_CAPS = (
-    *FA3_CAPS, *(replace(c, min_capability=(8, 0), max_capability=(8, 0)) for c in FA3_CAPS)
-)
+    *FA3_CAPS, *(replace(c, min_capability=(8, 0), max_capability=(8, 0)) for c in FA3_CAPS))
 
-# flash_attn/cute/interface.py of 4.0.0b36: Hopper and Blackwell, 11.0 as 10.x. head_dim to 128, on
-# Hopper to 256, multiples of 8. On Blackwell 256 has separate kernels, without window, softcap and
-# sinks, and pages of 128 only. Before b26 a sink's gradient was None (5579b121).
+# flash_attn/cute/interface.py of 4.0.0b36. Before b26 a sink's gradient was None.
 _FA4 = Caps(("cuda",), HALF, (9, 0), (11, 0), right=True, head_dim_max=128, head_dim_multiple=8,
             dropout=False, scale=True, softcap=True, sinks=True, grad=False, caches=CACHES,
             packages=("flash_attn.cute>=4.0.0b26",))
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
-# Silently wrong gradients if head_dim is no multiple of 32: dQ at 72 and 104 on Hopper
-# (flash-attention pull request 2896), dK and dV on Blackwell before pull request 2698; and at 256
-# on Blackwell, where random inputs do not show it (NVIDIA/TransformerEngine issue 3216). Above 192
-# Hopper's backward has a tile since b36. A softcap's hung on a GB200 (issue 2466): Hopper only.
+# Silently wrong gradients if head_dim is not a multiple of 32 (flash-attention pull requests 2896,
+# 2698), and at 256 on Blackwell (TransformerEngine issue 3216); a softcap's hung (issue 2466).
 _FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32, softcap=False)
-# 8.x and 12.x share a kernel without sinks, pages and, in the backward, a softcap or a fixed order;
-# only 12.x has a backward.
+# 8.x and 12.x share a kernel; only 12.x has a backward.
 _FA4_MMA = replace(_FA4, max_capability=(8, 9), min_capability=(8, 0), softcap=False, sinks=False,
                    caches=("none", "dynamic"))
 _FA4_12 = replace(_FA4_MMA, min_capability=(12, 0), max_capability=(12, 1))
@@ -218,29 +185,23 @@ FA4_CAPS = (
             window=False, softcap=False, sinks=False),
     _FA4_MMA,
     _FA4_12,
-    replace(_FA4_12, grad=True, head_dim_multiple=32, deterministic=False),
-)
-
-_HUB = "--attention_hub_kernels=True with pip install kernels"
+    replace(_FA4_12, grad=True, head_dim_multiple=32, deterministic=False))
 
 
-def _backend(
-    generation: int, package: Package, caps: tuple[Caps, ...], fallback: str, install: str,
-    hub: tuple[str, str] | None = None, hub_caps: tuple[Caps, ...] = (),
-) -> Backend:
+def _backend(generation: int, package: Package, caps: tuple[Caps, ...], fallback: str, install: str,
+             hub: tuple[str, str] | None = None, hub_caps: tuple[Caps, ...] = ()) -> Backend:
     distribution = "flash-attn" if generation == 2 else f"flash-attn-{generation}"
     run = partial(attend, package=package)
     plain = Backend(
         f"flash_attn_{generation}", f"FlashAttention-{generation}, package {distribution}",
         not_compiled(run) if generation == 4 else run, caps, fallback,
-        (f"flash_attention_{generation}",), install, fullgraph=generation != 4, varlen=("cuda",),
-    )
+        (f"flash_attention_{generation}",), install, fullgraph=generation != 4, varlen=("cuda",))
     if hub is None:
         return plain
-    # 0.14 is the first release with kernel repositories.
     rows = tuple(replace(row, packages=("kernels>=0.14",)) for row in hub_caps or caps)
     prebuilt = _backend(generation, replace(package, hub=hub), rows, fallback, install)
-    return replace(plain, install=f"{install}, or {_HUB}", prebuilt=prebuilt)
+    install += ", or --attention_hub_kernels=True with pip install kernels"
+    return replace(plain, install=install, prebuilt=prebuilt)
 
 
 V2 = _backend(2, FA2, FA2_CAPS, "sdpa", "pip install flash-attn --no-build-isolation", HUB2)

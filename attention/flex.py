@@ -1,30 +1,13 @@
 """flex: PyTorch's flex_attention, whose mask is a Python function.
 
-The kernel is FlashAttention (tiled.py) as a template. torch.compile traces mask_mod(b, h, i, j),
-here visible(), into it. A BlockMask classifies the tiles of 128 x 128 scores:
+The kernel is FlashAttention (tiled.py) as a template, into which torch.compile traces visible(). A
+BlockMask lists the tiles of 128 x 128 scores of each row that need a mask ("partial") and those
+that need none ("full"). A softcap and ALiBi are a score_mod. Sinks: out * sigmoid(L - sink).
 
-              K_0 K_1 K_2 K_3     partial   full
-        Q_0 [  /   .   .   .  ]   0         -         /  partial: mask_mod at each entry
-        Q_1 [  x   /   .   .  ]   1         0         x  full: no mask
-        Q_2 [  x   x   /   .  ]   2         0 1       .  in neither list: skipped
-        Q_3 [  .   /   x   /  ]   1 3       2            (here for a window)
-
-A softcap and ALiBi are a score_mod(score, b, h, i, j), applied to the scaled score before the mask.
-Sinks use the logsumexp L: a key of score t without a value takes e^t / (e^L + e^t) of a row's
-weight, so out * sigmoid(L - t) remains.
-
-Memory  O(T): q, k, v, out and one logsumexp a row; the lists are (T / 128)^2 integers.
-FLOPs   4 * Tq * Tk * D a head forward, 14 backward (where FlashAttention has 10), less the skipped
-        tiles: dQ, and dK with dV, each recompute S and dP. Without atomics: deterministic.
-Layout  (B, H, T, D) to PyTorch; these are transposed views.
-Compile Never eager, which stores all scores. In a compiled model it is traced into the graph, and
-        each layer rebuilds the lists; else it is compiled here, and the lists are cached. Without a
-        gradient lengths are symbolic, the mask's parameters tensors: no compilation for a new one.
-flex_flash  The same on FlashAttention-4 (kernel_options BACKEND), into whose kernel PyTorch
-        compiles mask_mod and score_mod. Each length is compiled.
-Refuses dropout, float64, and on the CPU and Apple's Metal gradients and sinks (no L in torch 2.13).
-        The probe finds the rest: CUDA needs a head_dim of at least 16, a CPU AVX2.
-Source  Dong et al. 2024 (arXiv 2412.05496); He et al. 2024, pytorch.org/blog/flexattention.
+Memory  O(T): q, k, v, out and the logsumexp L; the lists are (T / 128)^2 integers.
+Layout  (B, H, T, D) to PyTorch: transposed views.
+Refuses dropout, float64, and on the CPU and Apple's Metal gradients and sinks.
+Source  Dong et al. 2024 (arXiv 2412.05496). flex_flash: the same on FlashAttention-4.
 """
 
 from __future__ import annotations
@@ -48,13 +31,11 @@ if TYPE_CHECKING:
 
 Mod = Callable[..., Tensor]
 OwnMask = Callable[[int, int, int, int, torch.device], "tuple[BlockMask, Mod | None]"]
-TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
-FEW = 16  # queries; more do not take PyTorch's kernel for decoding, whose tile holds all
+TILE = 128  # rows and columns of a listed tile
+FEW = 16  # queries of PyTorch's kernel for decoding
 THREE = ("float16", "bfloat16", "float32")
-# Head dims for which PyTorch's C++ for a CPU with AVX2 multiplies 16 keys where 8 are left, and
-# overwrites the rows' maxima behind the scores (_inductor/codegen/cpp_micro_gemm.py, pull request
-# 145194, still so in 2.13: tail_n with trans_b, K % 8 == 0 and K < 24). With four zeros more it
-# multiplies key by key. v, too: in a compiled model a v that alone is a view is misread.
+# For these head dims PyTorch's C++ for AVX2 overwrites memory (cpp_micro_gemm.py up to 2.13, tail_n
+# with trans_b and K < 24), not with four zeros more.
 SPOILT = (8, 16)
 
 
@@ -66,15 +47,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     assert cache is None, "flex has no cache"
     (B, Tq, H, D), Tk, on = q.shape, k.shape[1], q.device
     scale, score_mod = spec.scale, None
-    if not torch.is_grad_enabled():  # on the CPU PyTorch refuses inputs that require gradients
+    if not torch.is_grad_enabled():  # the CPU takes no inputs that require gradients
         q, k, v = (t.detach() for t in (q, k, v))
     if on.type == "cpu" and D in SPOILT:
         scale = scale or D**-0.5
         q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous().view(-1, H)
     sides = Tq, Tk, spec.window, spec.right, flash_rows(on) if flash else None
-    # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch 2.13
-    # generates C++ that does not compile.
+    # As text: a symbol's C++ does not compile (2.13).
     scale_text, softcap = (None if n is None else str(n) for n in (scale, spec.softcap))
     if torch.compiler.is_compiling():
         call, mask = flex, block_mask(segments, on, *sides)
@@ -85,7 +65,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         else:
             mask = _by_shape(on, *sides) if segments is None else _by_segments(segments, *sides)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-    shift = torch.full((), Tk - Tq, device=on)  # a tensor, as in the mask
+    shift = torch.full((), Tk - Tq, device=on)
     out_BHTD = call(q, k, v, mask, scale_text, softcap, sinks, flash, slopes, shift, score_mod)
     return out_BHTD.transpose(1, 2)[..., :D]
 
@@ -124,7 +104,7 @@ class Graph(NamedTuple):
     """Each gets its own copy of flex(), which torch.compile would recompile at most 8 times."""
 
     spec: Spec  # without window and `right`, which are tensors
-    sizes: tuple[int, ...]  # of training; else which of them are one, one tile, or few queries
+    sizes: tuple[int, ...]  # of training; else the special ones
     segments: tuple[int, int] | None  # padded
     slopes: int  # rows
     flash: bool
@@ -146,33 +126,21 @@ def graph_of(q: Tensor, Tk: int, spec: Spec, segments: Tensor | None, slopes: Te
 
 @lru_cache(maxsize=4096)
 def compiled(graph: Graph) -> Callable[..., Tensor]:
-    # Sizes are remembered under the name.
     own = own_code(flex, f"flex_{hash(graph) & 0xFFFFFFFF:x}")
-    # Training has few lengths, best compiled as constants: the kernel for a multiple of 128 checks
-    # no bounds (IS_DIVISIBLE in torch/_inductor/kernel/flex). A function that they shared would
-    # turn symbolic, and slower, at the second. Evaluation and sampling have many lengths.
+    # Training has few lengths, and as constants they need no bounds.
     return torch.compile(own, fullgraph=True, dynamic=not (graph.spec.grad or graph.flash))
 
 
 def flash_rows(device: torch.device) -> int:
-    """Rows of a listed tile for FlashAttention-4: on Blackwell a block computes two of its tiles
-    (q_stage in flash_attn/cute/interface.py)."""
+    """FlashAttention-4 computes two tiles at a time on Blackwell."""
     return 2 * TILE if torch.cuda.get_device_properties(device).major >= 10 else TILE
 
 
 def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, window: int | None,
                right: int | None = 0, rows: int | None = None) -> BlockMask:
-    """The BlockMask of visible(), with segments for Tq <= Tk.
-
-    Args:
-        rows: of a tile, for FlashAttention-4, whose mask_mod has constants. None: TILE, and
-            outside a model's graph lengths and window as tensors.
-
-    Computed from the corners of the tiles, without a mask of Tq x Tk, since a segment is one run of
-    positions. A tile in which nothing is visible may be listed as partial.
-    """
-    # Without segments visible() depends on j - i alone: a tile is visible in part if the entry
-    # nearest to the diagonal is, and in full if both extremes are.
+    """The BlockMask of visible(), with segments for Tq <= Tk, from the corners of the tiles. rows:
+    of a tile for FlashAttention-4, whose mask_mod has constants."""
+    # visible() depends on j - i alone.
     offset = Tk - Tq
     top, bottom = corners(Tq, rows or TILE, device)
     first, last = corners(Tk, TILE, device)
@@ -186,7 +154,6 @@ def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, 
         q_from, q_to = number[:, top + offset, None], number[:, bottom + offset, None]
         k_from, k_to = number[:, None, first], number[:, None, last]
         some = some & (q_from <= k_to) & (k_from <= q_to)
-        # A tile whose queries and keys begin and end in one segment lies in it.
         every = every & (k_from == q_to) & (q_from == k_to)
 
     sides: tuple[Any, ...] = offset, window, right
@@ -215,7 +182,6 @@ def listed(some: Tensor, every: Tensor, lengths: tuple[int, int], rows: int,
     from torch.nn.attention.flex_attention import BlockMask
 
     def of_rows(tiles: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of each row, and which: no views, for which torch.compile compiles again."""
         order = tiles.int().argsort(dim=-1, descending=True, stable=True)
         return tiles.sum(dim=-1, dtype=torch.int32), order.int()
 
@@ -229,15 +195,14 @@ _by_shape = lru_cache(maxsize=16)(torch.inference_mode(False)(partial(block_mask
 
 @kept
 def _by_segments(segments: Tensor, Tq: int, Tk: int, *sides: Any) -> BlockMask:
-    # A copy: an entry that held on to its own key would never die.
-    copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()
+    copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()  # else the cache's key lives on
     torch._dynamo.mark_static(copy)
     return block_mask(copy, segments.device, Tq, Tk, *sides)
 
 
 def room(segments: Tensor) -> tuple[int, int]:
-    """(B, the least 128 * 2^n >= Tk), to which segments are padded outside of a model's graph: of a
-    symbolic size PyTorch 2.13 may generate C++ that does not compile, and Metal code never."""
+    """(B, the least 128 * 2^n >= Tk), to which segments are padded: of a symbolic size PyTorch 2.13
+    may generate C++ that does not compile."""
     Tk = segments.shape[1]
     return len(segments), TILE << ((Tk - 1) // TILE).bit_length()
 
@@ -255,12 +220,9 @@ BACKEND = Backend(
         replace(_CUDA, devices=("mps",), min_capability=None, min_torch="2.13", grad=False),
     ),
     fallback="sdpa",
-    aliases=("flex_attention",),
-)
+    aliases=("flex_attention",))
 
-# FlashAttention-4 with a mask in tiles (flash_attn/cute/interface.py of 4.0.0b13): tiles of 128
-# keys, so head_dim to 128; no backward on 12.x. Its dQ has a fixed order only by lists that PyTorch
-# 2.11 does not make. Gradients of other head dims and of a softcap: as in flash.py.
+# flash_attn/cute/interface.py of 4.0.0b13; gradients as in flash.py.
 _FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), head_dim_max=128,
               head_dim_multiple=8, right=True, dropout=False, scale=True, softcap=True, grad=False,
               packages=("flash_attn.cute>=4.0",))
@@ -271,5 +233,4 @@ FLASH = Backend(
     attend=partial(attend, flash=True),
     caps=(_FLASH, _FLASH_GRAD, replace(_FLASH_GRAD, max_capability=(9, 0), softcap=True)),
     fallback="flex",
-    install="pip install --pre flash-attn-4",
-)
+    install="pip install --pre flash-attn-4")

@@ -4,14 +4,12 @@
     P = softmax(S)           (Tq, Tk)  each row sums to 1 over the keys that it may see
     O = P V                  (Tq, D)   each output is a weighted mean of the values
 
-for every head of every sequence (Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1).
+for every head of every sequence (Vaswani et al. 2017, section 3.2.1). Course: page 3.
 
-Memory  O(Tq * Tk) a head: S and P are written to main memory and read back, and P is kept for the
-        backward pass. At T = 1024, 12 heads, batch 8 in float32, P alone is 403 MB a layer.
-FLOPs   4 * Tq * Tk * D a head forward (two matmuls of 2 * Tq * Tk * D), twice that backward; the
-        masked half is computed and thrown away.
+Memory  O(Tq * Tk) a head: S and P are written and read back, and P is kept for the backward pass.
+FLOPs   4 * Tq * Tk * D a head forward, twice that backward; masked pairs are computed too.
 Layout  (B, G, R, T, D) inside: G = Hkv groups of R = H / Hkv query heads that share k and v.
-Refuses a paged cache, and `lse`: attention is taken in parts to avoid O(Tq * Tk).
+Refuses a paged cache and the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -29,11 +27,7 @@ from .spec import Spec
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: StaticView | None = None,
            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attention by the formula: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
-
-    segments: (B, Tk) int32, the queries are the last Tq positions; sinks: (H,); alibi_slopes: (H,)
-    or (B, H); cache: the view of a static cache, whose buffers are k and v.
-    """
+    """Attention by the formula: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     (_, Tq, H, _), (_, Tk, Hkv, _) = q.shape, k.shape
     dtype = q.dtype
     if dtype == torch.float16:  # which ends at 65,504; scores and dP can be larger
@@ -72,5 +66,4 @@ BACKEND = Backend(
     caps=(Caps(right=True, caches=("none", "dynamic", "static"), scale=True, softcap=True,
                sinks=True, alibi=True),),
     fallback=None,
-    aliases=("eager",),
-)
+    aliases=("eager",))

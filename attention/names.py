@@ -18,7 +18,7 @@ from . import flash, flex, hub, manual, mods, paged, sdpa, sdpa_bmm, tiled, trit
 from .caps import Backend, BackendUnavailable
 from .machine.system import KERNEL_ERRORS, first_line
 from .spec import Machine, Spec
-from .triton_tiles import TILED, TMA
+from .triton_flash import TILED, TMA
 
 # A new kernel is imported above and listed here.
 BACKENDS: dict[str, Backend] = {b.name: b for b in (

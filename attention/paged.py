@@ -2,20 +2,12 @@
 
     j-th key of row b = k_pages[page_table[b, j // page_size], j % page_size]
 
-Otherwise the formula of manual.py. Rows of one call can differ in length (Kwon et al. 2023, arXiv
-2309.06180). Two paths:
+decode: one query a row on CUDA (triton/paged_kernels.py). gather: else the tokens are copied, for
+PyTorch's SDPA, or with softcap, sinks or ALiBi the formula of manual.py.
 
-    decode   one query a row on CUDA: triton/paged_kernels.py reads pages in place, not in float64.
-    gather   else: the tokens are copied, then PyTorch's SDPA with a mask, or with softcap, sinks or
-             ALiBi the formula (aten::index_select).
-
-Memory  gather, BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and a mask or
-        scores of B * H * Tq * Tk. Tk is max_pages * page_size, or window + Tq - 1.
-        decode: B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
-FLOPs   gather: 4 * Tq * Tk * D a head; decode: 4 * D for each visible key.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
-Masks   visible(), with an offset for each row. Past a row's end its last token is repeated.
-Refuses calls without such a cache, so training falls back; segments and dropout.
+Refuses calls without such a cache (training falls back), segments and dropout.
+Source  Kwon et al. 2023 (arXiv 2309.06180).
 """
 
 from __future__ import annotations
@@ -41,23 +33,21 @@ BLOCK = 256  # queries that gather() takes at a time
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attend to the tokens in the pages, or in the static cache's buffers, k and v.
-
-    Queries from cache.count on are padding: their outputs are finite but meaningless.
-    """
+    """Attend to the tokens in the pages or buffers k and v. Queries from cache.count on are
+    padding."""
     assert cache is not None, "paged reads a cache"
     cache = cache.as_pages() if isinstance(cache, StaticView) else cache
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
         from .triton.paged_kernels import decode
 
-        sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
+        sinks = None if sinks is None else sinks.float().contiguous()
         rows = cache.page_table, cache.start, cache.count, sinks, alibi_slopes
         numbers = spec.window or 0, spec.softmax_scale, spec.softcap
         return decode(q, k, v, *rows, *numbers, splits=0)
     outs, end = [], cache.start + cache.count
     for a in range(0, q.shape[1], BLOCK):
         start = cache.start + cache.count.clamp(max=a)
-        # The queries of later blocks are keys of this one, as far as `right` allows.
+        # Queries of later blocks are keys of this one.
         ahead = q.shape[1] if spec.right is None else spec.right
         part = PagedView(cache.page_table, start, (end - start).clamp(max=BLOCK + ahead))
         outs.append(gather(q[:, a : a + BLOCK], k, v, spec, part, sinks, alibi_slopes))
@@ -66,27 +56,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attention of q (B, Tq, H, D) to the tokens that it sees, copied from their pages. The row's
-    tokens end at cache.start + cache.count, which may be past the queries."""
+    """Attention of q (B, Tq, H, D) to copies of the tokens that it sees. A row's tokens end at
+    cache.start + cache.count, which may be past the queries."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)[None]
-    if spec.window is not None:  # earlier tokens' pages may be freed
-        first = (cache.start[:, None] - spec.window + 1).clamp(min=0)  # (B, 1)
+    if spec.window is not None:  # earlier pages may be freed
+        first = (cache.start[:, None] - spec.window + 1).clamp(min=0)
         ahead = j.shape[1] if spec.right is None else spec.right
         j = first + j[:, : spec.window + Tq - 1 + ahead]
-    end = (cache.start + cache.count)[:, None]  # (B, 1)
+    end = (cache.start + cache.count)[:, None]
     last = (end - 1).clamp(min=0)
-    at = torch.minimum(j, last)  # (B, Tk); 0 * NaN, of another sequence's slot, is NaN
+    at = torch.minimum(j, last)  # 0 * NaN, of another sequence's slot, is NaN
     slot = cache.page_table.gather(1, (at // size).long()) * size + at % size
-    k, v = (_take(pages, slot) for pages in (k_pages, v_pages))  # (B, Tk, Hkv, D)
-    # Queries from count on are padding: they see what the last real one sees.
-    at = torch.minimum(cache.start[:, None] + i, last)  # (B, Tq)
+    k, v = (_take(pages, slot) for pages in (k_pages, v_pages))
+    at = torch.minimum(cache.start[:, None] + i, last)  # padding sees what the last query sees
     seen = visible(at[:, :, None], j[:, None], 0, spec.window, right=spec.right)  # (B, Tq, Tk)
     if spec.right != 0:
         seen &= j[:, None] <= last[:, :, None]
 
-    q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
+    q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))
     bias, wide = None, torch.promote_types(q.dtype, torch.float32)
     if alibi_slopes is not None:
         offset = (cache.start[:, None] - j[:, :1])[..., None, None]
@@ -94,7 +83,7 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     bare = spec.softcap is None and sinks is None and bias is None
     run = _sdpa if bare and q.device.type != "mps" else _formula
     out = run(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks, bias)
-    out = out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
+    out = out.flatten(1, 2).transpose(1, 2)
     return out.masked_fill((end == 0)[:, :, None, None], 0.0)  # a row without tokens
 
 
@@ -105,16 +94,16 @@ def _take(pages: Tensor, slot: Tensor) -> Tensor:
 
 def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
              sinks: Tensor | None, bias: Tensor | None) -> Tensor:
-    """softmax(scale q k^T + bias) v, masked by `seen` (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
+    """Masked by `seen` (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
     if q_BGRTD.dtype == torch.float16:  # as in manual.py
         q_BGRTD, k_BGTD = q_BGRTD.float(), k_BGTD.float()
     k_BG1DT = k_BGTD.transpose(2, 3).unsqueeze(2)
-    scores = (q_BGRTD * spec.softmax_scale) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
+    scores = (q_BGRTD * spec.softmax_scale) @ k_BG1DT
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     scores = scores if bias is None else scores + bias.to(scores.dtype)
     scores = scores.masked_fill(~seen[:, None, None], torch.finfo(scores.dtype).min)
-    if sinks is not None:  # one more score in each row, without a value
+    if sinks is not None:
         column = sinks.to(scores.dtype).view(*scores.shape[1:3], 1, 1)
         scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], dim=-1)
     probs = F.softmax(scores, dim=-1)[..., : k_BGTD.shape[2]].to(v_BGTD.dtype)
@@ -123,7 +112,7 @@ def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec
 
 def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
           *_: object) -> Tensor:
-    """_formula() by PyTorch's SDPA: the query heads of a key/value head are rows."""
+    """The query heads of a key/value head are rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
     call = q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, mask
@@ -137,9 +126,9 @@ def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype != torch.float64 and head_dim <= 256 and _triton_capability() >= least
 
 
-@outside_a_trace  # torch 2.13 cannot pass it a Spec's integers: no arguments
+@outside_a_trace  # no arguments: torch 2.13 cannot pass a Spec's integers
 def _triton_capability() -> tuple[int, int]:
-    """Of the current CUDA device; (0, 0) without Triton."""
+    """(0, 0) without Triton."""
     from importlib.util import find_spec
 
     return (0, 0) if find_spec("triton") is None else torch.cuda.get_device_capability(None)
@@ -147,7 +136,7 @@ def _triton_capability() -> tuple[int, int]:
 
 _PAGED = Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
               alibi=True, grad=False, caches=("paged",))
-# On CUDA by the decode kernel only: gather() would copy the whole cache.
+# On CUDA decode only: gather() would copy the whole cache.
 _STATIC = replace(_PAGED, devices=("cuda",), dtypes=("float16", "bfloat16", "float32"),
                   min_capability=(8, 0), head_dim_max=256, caches=("static",), packages=("triton",))
 BACKEND = Backend(
@@ -156,5 +145,4 @@ BACKEND = Backend(
     attend=attend,
     caps=(_PAGED, _STATIC, replace(_PAGED, devices=("cpu",), caches=("static",))),
     fallback="sdpa",
-    aliases=("paged_attention",),
-)
+    aliases=("paged_attention",))

@@ -1,38 +1,18 @@
-"""ring: attention over a sequence that N processes share (context parallelism).
+"""ring: attention over a sequence that N processes share (context parallelism). Course: page 10.
 
-Each process holds the queries, keys and values of its own positions. The queries stay; the blocks
-of keys and values move around a ring. O_i is a row's normalized output over the keys seen so far,
-and L_i the logsumexp of its scores. A block of keys j contributes O_ij and L_ij (caps.Partial):
+The queries stay; the blocks of keys and values move around a ring. O_i is a row's normalized output
+over the keys seen so far, L_i the logsumexp of its scores. A block j adds O_ij and L_ij:
 
     L_new = log(e^L_i + e^L_ij)
     O_i   = e^(L_i - L_new) O_i + e^(L_ij - L_new) O_ij
 
-After the last block O_i is softmax(S) V. The backward pass needs L_i.
-Zigzag  Late queries attend to more keys than early ones. To balance the work the sequence is cut
-        into 2 N chunks, and process r holds chunks r and 2 N - 1 - r. For N = 4, a digit is the
-        step that computes the tile, and a dot is a masked tile, which is skipped:
+Late queries see more keys, so process r holds chunks r and 2 N - 1 - r of 2 N (zigzag). After each
+step it sends its current K, V to r + 1; backward the sums dK, dV follow their block home.
 
-                          K_0 K_1 K_2 K_3 K_4 K_5 K_6 K_7
-            process 0 Q_0 [0   .   .   .   .   .   .   . ]
-            process 1 Q_1 [1   0   .   .   .   .   .   . ]      current K, V by step
-            process 2 Q_2 [2   1   0   .   .   .   .   . ]       0      1      2      3
-            process 3 Q_3 [3   2   1   0   .   .   .   . ]
-            process 3 Q_4 [3   2   1   0   0   .   .   . ]  3:  3 4    2 5    1 6    0 7
-            process 2 Q_5 [2   1   0   3   3   0   .   . ]  2:  2 5    1 6    0 7    3 4
-            process 1 Q_6 [1   0   3   2   2   3   0   . ]  1:  1 6    0 7    3 4    2 5
-            process 0 Q_7 [0   3   2   1   1   2   3   0 ]  0:  0 7    3 4    2 5    1 6
-
-        After each step a process sends its current K, V from r to r + 1.
-Sent    K, V N - 1 times forward, while the current block is computed, and again backward: to store
-        them would cost the memory that the ring saves. The float32 sums dK, dV follow their block
-        N times, home. Windows and segments change nothing of this: no process waits forever.
 Memory  O(T / N): its own K and V, the current block and the incoming one.
-Numbers O_i, dQ_i, dK_j and dV_j stay float32 until the end, then are rounded once. L_i is joined in
-        float64, since its rounding is an error of all of P. (MPS has no float64: with scores of
-        0 +- 9, dV's error was 1.3 times as large at N = 4 as at N = 1.)
 Refuses `right`, dropout, sinks and a cache. Under torch.compile each call is a graph break.
-Source  Liu et al. 2023, Ring Attention (arXiv 2310.01889); Brandon et al. 2023, Striped Attention
-        (arXiv 2311.09431), with single tokens instead of chunks."""
+Source  Liu et al. 2023 (arXiv 2310.01889); Brandon et al. 2023 (arXiv 2311.09431).
+"""
 
 from __future__ import annotations
 
@@ -41,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -59,8 +40,6 @@ class Ring:
     def __init__(self, group: Any = None) -> None:
         self.group, self.rank, self.size = group, 0, 1
         if group is not None:
-            import torch.distributed as dist
-
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def chunks(self, rank: int) -> tuple[int, int]:
@@ -68,42 +47,37 @@ class Ring:
         return rank, 2 * self.size - 1 - rank
 
     def shard(self, t: Tensor, pad: float = 0) -> Tensor:
-        """This process's part (B, T_r, ...) of t (B, T, ...), padded at the end with `pad` to a
-        multiple of 2 N."""
+        """This process's part (B, T_r, ...) of t (B, T, ...), padded at the end."""
         c = -(-t.shape[1] // (2 * self.size))  # positions in a chunk
         filling = [0, 0] * (t.dim() - 2) + [0, 2 * self.size * c - t.shape[1]]
         cut = F.pad(t, filling, value=pad).split(c, dim=1)
         return torch.cat([cut[a] for a in self.chunks(self.rank)], dim=1)
 
     def gather(self, t: Tensor, T: int) -> Tensor:
-        """The whole (B, T, ...) of each process's part t (B, T_r, ...): the inverse of shard()."""
+        """The whole (B, T, ...) of each process's part (B, T_r, ...): the inverse of shard()."""
         parts = [t.contiguous()]
         if self.size > 1:
-            import torch.distributed as dist
-
             parts = [torch.empty_like(parts[0]) for _ in range(self.size)]
             dist.all_gather(parts, t.contiguous(), group=self.group)
         early, late = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
         return torch.cat([*early, *late[::-1]], dim=1)[:, :T]
 
     def positions(self, T_r: int, last: int, device: torch.device | None = None) -> Tensor:
-        """The positions (T_r,) int64 of this process's tokens, at most `last` for padding. Raises
-        ValueError if a token would be past `last`."""
+        """The positions (T_r,) int64 of this process's tokens, at most `last`, else ValueError."""
         c = T_r // 2
-        if 2 * self.size * (c - 1) > last:  # of T <= last + 1 tokens shard() cuts shorter chunks
+        if 2 * self.size * (c - 1) > last:
             got = f"{self.size} processes with {T_r} tokens each"
             raise ValueError(f"{got} have more than fit into block_size {last + 1}")
         here = [torch.arange(a * c, (a + 1) * c, device=device) for a in self.chunks(self.rank)]
-        return torch.cat(here).clamp(max=last)  # made on the device: a copy would wait for it
+        return torch.cat(here).clamp(max=last)
 
     def attend(self, backend: Backend) -> Callable[..., Tensor]:
-        """A collective attend() on shards, with the arguments of caps.Backend."""
+        """A collective attend() on shards (B, T_r, ...), with the arguments of caps.Backend."""
         assert backend.partial is not None, f"{backend.name} gives no L"
         return partial(attend, ring=self, kernel=backend.partial)
 
     def tiles(self, step: int, T_r: int, window: int | None) -> Iterator[Tile]:
-        """This process's tiles in a step: slices of its queries and of the current keys, and the
-        offset between them, as in visible()."""
+        """This process's queries and current keys in a step, with the offset between them."""
         c = T_r // 2
         halves = slice(0, c), slice(c, T_r)
         for I, a in zip(halves, self.chunks(self.rank), strict=True):
@@ -115,19 +89,15 @@ class Ring:
         """Start sending tensors to the next process; the result waits for the previous one's."""
         if self.size == 1:
             return lambda: tensors
-        import torch.distributed as dist
-
         after, before = (
-            dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
-        )
+            dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1))
         sent = [t.contiguous() for t in tensors]
         came = [torch.empty_like(t) for t in sent]
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, t, after, self.group) for t in sent]
-            + [dist.P2POp(dist.irecv, t, before, self.group) for t in came]
-        )
+            + [dist.P2POp(dist.irecv, t, before, self.group) for t in came])
 
-        # NCCL's watchdog keeps the group's limit; gloo's sends and receives have none of their own.
+        # gloo's sends and receives have no limit of their own.
         on = came[0].device
         limit = [self.group._get_backend(on).options._timeout] if on.type == "cpu" else []
 
@@ -142,8 +112,8 @@ class Ring:
 def with_segments(
     tiles: Iterator[Tile], segments: Tensor | None, key_segments: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor] | None]]:
-    """The tiles with the segments (B, T_r) of their queries and keys. The queries of a later chunk
-    see only a segment that it continues: the rest of the tile is cut off."""
+    """The tiles with the segments (B, T_r) of their queries and keys. Queries of a later chunk see
+    only a segment that it continues."""
     for I, J, offset in tiles:
         if segments is None or key_segments is None:
             yield I, J, offset, None
@@ -153,7 +123,7 @@ def with_segments(
             continued = q[:, :1] == k[:, -1:]  # (B, 1)
             first = (continued & (q == q[:, :1])).any(0).sum()
             last = (continued & (k == k[:, -1:])).any(0).sum()
-            n, m = torch.stack([first, last]).tolist()  # the host waits for the device
+            n, m = torch.stack([first, last]).tolist()
             if not n:
                 continue
             I, J = slice(I.start, I.start + n), slice(J.stop - m, J.stop)
@@ -164,8 +134,7 @@ def with_segments(
 @not_compiled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, ring: Ring, kernel: Partial, **slopes: Tensor) -> Tensor:
-    """Attention over the ring's sequence. q and the output (B, T_r, H, D), k, v (B, T_r, Hkv, D)
-    and segments (B, T_r) are this process's shards, from Ring.shard()."""
+    """Attention of this process's shards: q (B, T_r, H, D), k and v (B, T_r, Hkv, D)."""
     assert cache is None and not spec.dropout and not spec.sinks  # Caps.lse
     if q.shape[1] != k.shape[1] or q.shape[1] % 2:
         got = f"{q.shape[1]} queries and {k.shape[1]} keys"
@@ -183,7 +152,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments:
     acc = torch.promote_types(q.dtype, torch.float32)
     O = torch.zeros(q.shape, dtype=acc, device=q.device)
     wide = acc if q.device.type == "mps" else torch.float64
-    # The least finite number, not -inf: where nothing is seen yet, L_i - L_new is 0.
+    # Finite: where nothing is seen yet, L_i - L_new is 0. float64: its rounding moves all of P.
     L = torch.full((B, H, T_r), torch.finfo(wide).min, dtype=wide, device=q.device)
     here = segments[1] if segments else None
     block = [k, v] if here is None else [k, v, here]
@@ -219,7 +188,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
             dQ[:, I] += dQ_ij
             dK[:, J] += dK_ij
             dV[:, J] += dV_ij
-        if step:  # add the sums of the processes that had this block before
+        if step:  # the sums of the processes that had this block before
             dK, dV = map(torch.add, (dK, dV), sums())
         sums = ring.pass_on([dK, dV])
         block = coming() if coming else block

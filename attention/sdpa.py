@@ -1,25 +1,15 @@
 """sdpa: PyTorch's scaled_dot_product_attention, free to choose its kernel or pinned to one.
 
-The formula of manual.py, by a fused kernel where there is one:
+    sdpa_flash      FlashAttention-2 (arXiv 2307.08691) on CUDA, a blocked kernel on the CPU
+    sdpa_efficient  xFormers' memory-efficient kernel (arXiv 2112.05682), CUDA
+    sdpa_cudnn      cuDNN's fused attention, CUDA
+    sdpa_math       the unfused formula, O(T^2) memory; in float32 for half precision
+    sdpa            PyTorch's choice among these (permitted())
 
-    sdpa_flash      FlashAttention-2 (Dao 2023, arXiv 2307.08691) on CUDA; a blocked kernel on the
-                    CPU. O(T) memory. On CUDA it takes no mask.
-    sdpa_efficient  xFormers' memory-efficient kernel (Rabe & Staats 2021, arXiv 2112.05682), CUDA.
-    sdpa_cudnn      cuDNN's fused attention, CUDA.
-    sdpa_math       the unfused formula, O(T^2) memory, everywhere; in float32 for half precision.
-    sdpa            PyTorch's choice among these (see permitted()); the profiler shows which.
-
-FLOPs   4 * Tq * Tk * D a head forward, about half where a causal kernel skips masked tiles; a
-        flash-type backward recomputes S: 2.5 times the forward instead of 2.
-Layout  (B, H, T, D) to PyTorch; these are transposed views.
-Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. Where every query
-        sees every key, as a single one does: no mask. All else gets a bool mask, in blocks of
-        queries (blocks.py), so a window costs T * W; pinned flash on CUDA takes none
-        (sdpa_flash.py). ALiBi is a mask of numbers: the backward pass keeps H * Tq * Tk of them.
-Bits    On CUDA the backward of flash and efficient is deterministic only under
-        torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
-Refuses a softcap and sinks, and what Caps declare (sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch
-        2.13). The probe finds the limits of older releases.
+Layout  (B, H, T, D) to PyTorch: transposed views.
+Masks   `is_causal=True` is aligned top-left: used only for Tq == Tk. All else gets a mask in blocks
+        of queries (blocks.py); pinned flash on CUDA takes none (sdpa_flash.py).
+Refuses a softcap and sinks.
 """
 
 from __future__ import annotations
@@ -49,11 +39,8 @@ varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None, alibi_slopes: Tensor | None = None,
            kernel: SDPBackend | None = None) -> Tensor:
-    """Attention by F.scaled_dot_product_attention; shapes as in caps.Backend.
-
-    Args:
-        kernel: the only one that may run, else RuntimeError (PyTorch's words); None: its choice.
-    """
+    """Shapes as in caps.Backend; kernel: the only one that may run, else RuntimeError; None:
+    PyTorch's choice."""
     Tq, Tk = q.shape[1], k.shape[1]
     if cache is not None:
         return from_cache(q, k, v, spec, cache, alibi_slopes, kernel)
@@ -70,19 +57,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 
 def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int, segments: Pair = None,
               alibi_slopes: Tensor | None = None, kernel: SDPBackend | None = None) -> Tensor:
-    """Attention of a block of queries, with the mask that it needs; it holds ALiBi's bias."""
     attn_mask, is_causal = sdpa_mask(q, k, spec, offset, segments, alibi_slopes)
     if attn_mask is not None and q.is_cuda and kernel == SDPBackend.FLASH_ATTENTION:
-        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1 s
+        from torch.nn.attention.bias import causal_lower_right  # 1 s
 
-        attn_mask = causal_lower_right(q.shape[1], k.shape[1])  # no other mask comes here
+        attn_mask = causal_lower_right(q.shape[1], k.shape[1])
     return fused(q, k, v, spec, kernel, attn_mask, is_causal)
 
 
 def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
                alibi_slopes: Tensor | None, kernel: SDPBackend | None) -> Tensor:
-    """Attention to a static cache. Only the device knows where a row's queries are: each block of
-    them has a mask of all keys."""
+    """Each block of queries has a mask of all keys: only the device knows where a row's queries
+    are."""
     outs, size = [], block_size(q)
     for a in range(0, q.shape[1], size):
         part = replace(cache, start=cache.start + a, count=cache.count - a) if a else cache
@@ -96,25 +82,26 @@ def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
 
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """F.scaled_dot_product_attention of (B, T, H, D), by the kernels that are safe here."""
-    kernels, grouped = None if kernel is None else [kernel], spec.n_kv_head != spec.n_head
+    """(B, T, H, D), by the kernels that are safe here."""
+    kernels, group = None if kernel is None else [kernel], spec.n_head // spec.n_kv_head
+    grouped, masked = group > 1, attn_mask is not None
     if kernel == SDPBackend.CUDNN_ATTENTION:
-        if k.shape[1] == 1:
-            return _only_key(q, k, v, spec)
+        if k.shape[1] == 1:  # cuDNN does not take it. P = 1, so q and k have no gradient
+            k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
+            return F.dropout(torch.ones_like(q[..., :1]), spec.dropout) * v + 0 * (q + k)
         if attn_mask is not None and spec.grad:  # whole tiles: see permitted()
             k, v = (F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % 128)) for t in (k, v))
             hidden = -torch.inf if attn_mask.is_floating_point() else False
             attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128), value=hidden)
     if q.is_cuda:
-        kernels = kernels or permitted(spec, attn_mask is not None)
-        if grouped and not _takes_groups(q, spec, kernel, attn_mask is not None):
-            # PyTorch would fall back to the math kernel and its O(T^2) memory (transformers issue
-            # 48633, PyTorch issue 181528).
-            k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
+        kernels = kernels or permitted(spec, masked)
+        if grouped and not _takes_groups(q, spec, kernel, masked):
+            # Else PyTorch takes the math kernel and its O(T^2) memory (PyTorch issue 181528).
+            k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
             grouped = False
     inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
     call = *inputs, attn_mask, spec.dropout, is_causal
-    if not (kernels or grouped or spec.scale):  # one query: the context and the options cost 1 us
+    if not (kernels or grouped or spec.scale):  # the context and options cost 1 us
         return dense_gradient(F.scaled_dot_product_attention(*call).transpose(1, 2))
     with sdpa_kernel(kernels) if kernels else nullcontext():
         out = F.scaled_dot_product_attention(*call, scale=spec.scale, enable_gqa=grouped)
@@ -122,7 +109,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
 
 
 def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool) -> bool:
-    """True if flash or cuDNN can run, which take grouped heads: half precision, from 8.0 on."""
+    """True if flash or cuDNN can run, which take grouped heads."""
     if masked or kernel == SDPBackend.EFFICIENT_ATTENTION:
         return False
     major = torch.cuda.get_device_properties(q.device).major
@@ -130,22 +117,12 @@ def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool
 
 
 def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
-    """The kernels that PyTorch may choose from on CUDA; None: all of them.
-
-    On Hopper and Blackwell it prefers cuDNN (since torch 2.11, which brings cuDNN 9.15.1 or later).
-    But cuDNN builds a plan for each new length, which takes the host tens of ms: too slow in
-    decoding. Some of its kernels round dropout to sixteenths, unchecked by torch 2.11 (pull request
-    174245), and with a mask dq may be NaN if keys do not fill tiles of 128 (issue 196678).
-    """
+    """The kernels that PyTorch may choose from on CUDA; None: all. cuDNN plans each new length
+    (tens of ms), rounds dropout to sixteenths (pull request 174245), and with a mask dq may be NaN
+    if keys do not fill tiles of 128 (issue 196678)."""
     if masked or not spec.grad or spec.dropout % DROPOUT_STEP:
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return None
-
-
-def _only_key(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
-    """Attention to a single key, which cuDNN does not take: P = 1, so q and k have no gradient."""
-    k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
-    return F.dropout(torch.ones_like(q[..., :1]), spec.dropout) * v + 0 * (q + k)
 
 
 BACKEND = Backend(
@@ -153,44 +130,30 @@ BACKEND = Backend(
     title="PyTorch scaled_dot_product_attention",
     attend=attend,
     caps=(Caps(right=True, scale=True, alibi=True, caches=("none", "dynamic", "static")),),
-    fallback=None,
-)
+    fallback=None)
 
 
-def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps, **more: Any) -> Backend:
-    return Backend(name, title, partial(attend, kernel=kernel), caps, fallback="sdpa", **more)
+def _pinned(name: str, kernel: SDPBackend, to: str, *caps: Caps, **more: Any) -> Backend:
+    title, run = f"PyTorch SDPA pinned to {to}", partial(attend, kernel=kernel)
+    return Backend(name, title, run, caps, fallback="sdpa", **more)
 
 
 _FLASH = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, scale=True)
 FLASH = _pinned(
-    "sdpa_flash",
-    "PyTorch SDPA pinned to its FlashAttention kernel",
-    SDPBackend.FLASH_ATTENTION,
+    "sdpa_flash", SDPBackend.FLASH_ATTENTION, "its FlashAttention kernel",
     replace(_FLASH, window=False, segments=False, lse=True),
     replace(_FLASH, min_torch="2.12", dropout=False),  # varlen_attn with a window
     Caps(("cpu",), right=True, dropout=False, scale=True, alibi=True, lse=True),
-    partial=PARTIAL,
-    varlen=("cuda",),
-)
+    partial=PARTIAL, varlen=("cuda",))
 _EFFICIENT = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_multiple=8, scale=True, alibi=True)
 EFFICIENT = _pinned(
-    "sdpa_efficient",
-    "PyTorch SDPA pinned to its memory-efficient kernel",
-    SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, "its memory-efficient kernel",
     _EFFICIENT,
     replace(_EFFICIENT, dtypes=("float16",), min_capability=(5, 0)),
-    replace(_EFFICIENT, dtypes=("float32",), min_capability=(5, 0), head_dim_multiple=4),
-)
+    replace(_EFFICIENT, dtypes=("float32",), min_capability=(5, 0), head_dim_multiple=4))
 CUDNN = _pinned(
-    "sdpa_cudnn",
-    "PyTorch SDPA pinned to cuDNN's kernel",
-    SDPBackend.CUDNN_ATTENTION,
+    "sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, "cuDNN's kernel",
     Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=128, head_dim_multiple=8, scale=True,
-         alibi=True, dropout_step=DROPOUT_STEP, deterministic=False),
-)
-MATH = _pinned(
-    "sdpa_math",
-    "PyTorch SDPA pinned to its unfused kernel, O(S^2) memory",
-    SDPBackend.MATH,
-    Caps(right=True, scale=True, alibi=True),
-)
+         alibi=True, dropout_step=DROPOUT_STEP, deterministic=False))
+MATH = _pinned("sdpa_math", SDPBackend.MATH, "its unfused kernel, O(S^2) memory",
+               Caps(right=True, scale=True, alibi=True))

@@ -1,20 +1,12 @@
-"""sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs.
+"""sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs, since
+that kernel's own in bfloat16 multiplies too small tiles. Of a few heads at a time:
 
-On the CPU that kernel's own backward in bfloat16 multiplies tiles too small for the processor's
-matrix units (AMX): it takes 6 times as long as its forward. Here a few heads at a
-time are computed whole, with batched products that oneDNN runs on those units:
-
-    S = scale * Q K^T       P = softmax(S)                       computed again, as flash does
+    S = scale * Q K^T       P = softmax(S)
     dV = P^T dO             dP = dO V^T
     dS = P * (dP - rowsum(P * dP))
     dQ = scale * dS K       dK = scale * dS^T Q
 
-Memory  q, k, v and out stay for the backward pass; in it S, P, dP and dS of ELEMENTS / (Tq * Tk)
-        heads at a time, of one head at least.
-FLOPs   4 * Tq * Tk * D a head forward, less what a causal kernel skips; 10 * Tq * Tk * D backward.
 Layout  (B * H, T, D) backward: copies. A key/value head is repeated for its query heads.
-Numbers backward S, P, dP and dS are rounded to bfloat16, as manual's; softmax and its gradient are
-        float32 inside.
 Refuses other devices and dtypes, segments, dropout, softcap, sinks, static caches.
 """
 
@@ -36,29 +28,25 @@ ELEMENTS = 2**21  # of S at a time: 4 MB
 
 
 @for_any_shape
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None, cache: None = None
-) -> Tensor:
-    """Attention with this backward: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
+           cache: None = None) -> Tensor:
+    """Attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     return in_blocks(call_sdpa, q, k, v, spec, segments)
 
 
-def call_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None = None
-) -> Tensor:
+def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
+              segments: None = None) -> Tensor:
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
     return attention(q, k, v, spec, kernel=WHOLE, offset=offset)[0]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None
-) -> tuple[Tensor, Tensor]:
-    """Attention by PyTorch; L is empty, since backward() does not need it."""
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
+            segments: None) -> tuple[Tensor, Tensor]:
+    """L is empty: backward() does not need it."""
     seen, is_causal = sdpa_mask(q, k, spec, offset)
     q_BHTD, k_BHTD, v_BHTD = (t.transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q_BHTD, k_BHTD, v_BHTD, seen, is_causal=is_causal, scale=spec.softmax_scale
-    )
+        q_BHTD, k_BHTD, v_BHTD, seen, is_causal=is_causal, scale=spec.softmax_scale)
     return out.transpose(1, 2), q.new_empty(q.shape[0], 0)
 
 
@@ -87,5 +75,4 @@ BACKEND = Backend(
     title="PyTorch SDPA forward, backward by batched products",
     attend=attend,
     caps=(Caps(("cpu",), ("bfloat16",), right=True, dropout=False, segments=False, scale=True),),
-    fallback="sdpa",
-)
+    fallback="sdpa")

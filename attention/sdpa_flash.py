@@ -1,18 +1,8 @@
-"""sdpa_flash beyond F.scaled_dot_product_attention: windows and segments, and in parts.
+"""sdpa_flash's windows and segments on CUDA, and its operators in parts (caps.Partial).
 
-varlen()  PyTorch's FlashAttention-2 takes no mask on CUDA, but its varlen function takes a window
-          and treats each segment as a sequence, without work on masked pairs.
-
-In parts (caps.Partial) the flash operators are called directly, since they return and take L: given
-out and L of the whole row, the gradients of its parts add up. The mask depends on the offset:
-
-    CPU   is_causal is aligned top-left, which is offset 0; all else takes a mask, in blocks
-    CUDA  no mask; is_causal is aligned bottom-right: rectangles() are of that kind
-
-Numbers Each part's output and gradients are rounded to q's dtype, where tiled's are float32.
-Source  PyTorch's own context parallelism calls the same operators (torch/distributed/tensor/
-        experimental/_context_parallel/_attention.py in 2.13). On CUDA not run yet.
-"""
+On the CPU is_causal is aligned top-left, and all else takes a mask, in blocks; on CUDA there is no
+mask, and is_causal is aligned bottom-right, as rectangles() are. PyTorch's context parallelism does
+the same (torch/distributed/tensor/experimental/_context_parallel). Not run on CUDA yet."""
 
 from __future__ import annotations
 
@@ -30,10 +20,9 @@ from .spec import Spec
 aten = torch.ops.aten
 
 
-def varlen(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None
-) -> Tensor:
-    """Attention by torch.nn.attention.varlen: shapes as in caps.Backend, Tq <= Tk."""
+def varlen(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
+           segments: Tensor | None = None) -> Tensor:
+    """Attention by torch.nn.attention.varlen, which takes each segment as a sequence: Tq <= Tk."""
     from torch.nn.attention.varlen import varlen_attn  # torch >= 2.12 has its window
 
     (B, Tq, _, D), Tk = q.shape, k.shape[1]
@@ -52,9 +41,6 @@ def varlen(
     return out.unflatten(0, (B, Tq))[..., :D]
 
 
-# --- in parts ---
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
             alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     (B, Tq, H, D), acc = q.shape, torch.promote_types(q.dtype, torch.float32)
@@ -68,7 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: 
         O_I, L_I, *_ = operator(*inputs, 0.0, causal, scale=spec.softmax_scale, **masks)
         out[:, I] = O_I.transpose(1, 2)[..., :D]
         L[..., I] = L_I
-        for bias in masks.values():  # the operator's L is not -inf where no key is seen
+        for bias in masks.values():  # no key is seen
             L[..., I].masked_fill_(bias.isneginf().all(dim=-1), -torch.inf)
     return out, L
 
@@ -76,7 +62,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
              spec: Spec, offset: int, segments: Pair = None,
              alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
-    L = L.masked_fill(L.isneginf(), 0)  # where no key is seen P is exp(-inf - L): 0, not NaN
+    L = L.masked_fill(L.isneginf(), 0)  # P is exp(-inf - L): 0, not NaN
     grads = [t.new_zeros(t.shape, dtype=L.dtype) for t in (q, k, v)]
     for I, J in rectangles(q, k, spec, offset, segments is not None):
         causal, masks = masking(q, k, spec, offset, segments, alibi_slopes, I, J)
@@ -97,7 +83,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
 
 def rectangles(q: Tensor, k: Tensor, spec: Spec, offset: int,
                segmented: bool) -> list[tuple[slice, slice]]:
-    """Queries and keys that hold the visible pairs, a call of the operator each."""
+    """Queries and keys that hold the visible pairs."""
     Tq, Tk = q.shape[1], k.shape[1]
     if q.is_cpu:
         masked = segmented or spec.alibi
@@ -105,7 +91,7 @@ def rectangles(q: Tensor, k: Tensor, spec: Spec, offset: int,
         return [(slice(Q.start - offset, Q.stop - offset), J) for Q, J in found]
     if spec.right is None:
         return [(slice(0, Tq), slice(0, Tk))]
-    # Queries before all keys see none; those in line with the keys are causal; later ones see all.
+    # Queries in line with the keys are causal, later ones see all.
     first, whole = min(max(-offset, 0), Tq), min(max(Tk - offset, 0), Tq)
     both = (slice(first, whole), slice(0, whole + offset)), (slice(whole, Tq), slice(0, Tk))
     return [(I, J) for I, J in both if I.start < I.stop]
@@ -113,7 +99,7 @@ def rectangles(q: Tensor, k: Tensor, spec: Spec, offset: int,
 
 def masking(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair, slopes: Tensor | None,
             I: slice, J: slice) -> tuple[bool, dict[str, Tensor]]:
-    """is_causal of the operator, and any attn_mask, for a rectangle."""
+    """is_causal and any attn_mask of a rectangle."""
     at = offset + I.start - J.start
     if not q.is_cpu:
         return not sees_all(I.stop - I.start, J.stop, None, at, spec.right), {}
@@ -128,12 +114,11 @@ def masking(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair, slope
 
 
 def BHTD(t: Tensor) -> Tensor:
-    """(B, H, T, D) for the operators, which do not check that the last stride is 1."""
+    """(B, H, T, D); the operators do not check that the last stride is 1."""
     return (by_8(t) if t.is_cuda else loadable(t)).transpose(1, 2)
 
 
 def by_8(x: Tensor) -> Tensor:
-    """x with zeros after its last dimension, up to a multiple of 8."""
     return F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
 
 

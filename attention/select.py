@@ -57,6 +57,8 @@ class Resolution:
             named = name == next(iter(self.rejected)) and self.requested not in RULES
             why = ("requested but " if named else "refused: ") + "; ".join(self.rejected[name])
             lines.append(f"{name} {why}.\nFalling back to '{after}'.")
+            if named and self.requested.endswith(".py"):
+                lines[-1] += f" To explain it: python -m attention check {self.requested}"
         return lines + [self.note] * bool(self.note)
 
     def info(self) -> str:

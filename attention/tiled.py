@@ -1,31 +1,20 @@
 """tiled: FlashAttention in plain PyTorch. The formula of manual.py, without storing all of S or P.
 
-Softmax can be computed in pieces. For each row keep the maximum m of its scores so far, the sum l
-of exp(s - m), and an output O that is not yet normalized. A block S_ij, with values V_j, gives
+For each row keep the maximum m of its scores so far, the sum l of exp(s - m), and an output O that
+is not yet normalized. A block S_ij, with values V_j, gives
 
     m_new = max(m_i, rowmax(S_ij))          P~_ij = exp(S_ij - m_new)
     l_i   = e^(m_i - m_new) l_i + rowsum(P~_ij)
     O_i   = e^(m_i - m_new) O_i + P~_ij V_j        the old sums, rescaled to the new maximum
 
-and after the last block O_i / l_i is exactly softmax(S) V. The backward pass keeps only
-L_i = m_i + log l_i. It recomputes P_ij = exp(S_ij - L_i) tile by tile; with
-delta_i = rowsum(dO_i * O_i) the Jacobian of softmax is dS_ij = P_ij * (dP_ij - delta_i).
+and after the last block O_i / l_i is softmax(S) V. The backward pass keeps L_i = m_i + log l_i and
+recomputes P_ij = exp(S_ij - L_i); dS_ij = P_ij * (dP_ij - delta_i), delta_i = rowsum(dO_i * O_i).
+Wholly masked tiles are skipped. Sinks begin the sums: m_i = sink, l_i = 1. Course: pages 4 to 6.
 
-              K_0 K_1 K_2 K_3
-        Q_0 [  /   .   .   .  ]     /  on the diagonal: masked entry by entry
-        Q_1 [  x   /   .   .  ]     x  wholly visible: no mask
-        Q_2 [  x   x   /   .  ]     .  wholly masked: skipped, forward and backward
-
-Memory  O(T): q, k, v, out and L stay for the backward pass, S and P exist a tile at a time. A GPU
-        kernel keeps that tile on chip, which also saves memory traffic.
-FLOPs   4 Tq Tk D a head forward, 10 Tq Tk D backward, less the skipped tiles: half, if causal.
-Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
-        before they are multiplied, as on tensor cores.
-Sinks   begin the sums: m_i = sink, l_i = 1. L_i contains it;
-        dsink = -sum_i exp(sink - L_i) delta_i.
-Refuses a cache. With segments the host reads which tiles to skip.
-Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and delta_i
-        (D_i there); Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, for the other names and loops.
+Memory  O(T): q, k, v, out and L stay for the backward pass.
+FLOPs   4 Tq Tk D a head forward, 10 Tq Tk D backward, less the skipped tiles.
+Refuses a cache.
+Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2; Dao et al. 2022 (arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -43,12 +32,12 @@ from .spec import Spec, visible
 BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
 
 
-@not_compiled  # but a graph break: traced, the loops would be unrolled
+@not_compiled  # traced, the loops would be unrolled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
     """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
-    seed = torch.randint(2**62, (), device="cpu") if spec.dropout else None  # waits for no GPU
+    seed = torch.randint(2**62, (), device="cpu") if spec.dropout else None
     return attention(q, k, v, spec, kernel=PARTIAL, segments=segments, sinks=sinks, seed=seed,
                      alibi_slopes=alibi_slopes)[0]
 
@@ -59,8 +48,8 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
                   on_tile: Callable[..., object] = lambda *_: None,
                   alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The forward pass, FlashAttention-2's Algorithm 1: out and L as in caps.Partial. A tile's
-    dropout seed is `seed` plus its number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i, O_i."""
+    """Algorithm 1: out and L as in caps.Partial. A tile's dropout seed is `seed` plus its number.
+    `on_tile` gets i, j, S_ij, rescale, m_i, l_i, O_i."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
     acc = torch.promote_types(q.dtype, torch.float32)
     offset = Tk - Tq if offset is None else offset
@@ -103,7 +92,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    spec: Spec, offset: int | None = None, segments: Pair = None,
                    sinks: Tensor | None = None, seed: Tensor | None = None, B_r: int = BLOCK_M,
                    B_c: int = BLOCK_N, alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The backward pass: FlashAttention-2, Algorithm 2. Gradients of q, k, v and any sinks."""
+    """Algorithm 2: gradients of q, k, v and any sinks."""
     Tq, Tk, Hkv, tau, acc = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale, L.dtype
     Q, K, V, O, dO = (by_kv_head(t, Hkv) for t in (q, k, v, out, dout))
     offset = Tk - Tq if offset is None else offset
@@ -144,7 +133,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
 
 
 def by_kv_head(x: Tensor, Hkv: int) -> Tensor:
-    """A view (B, Hkv, H/Hkv, T, D) of x (B, T, H, D); of k and v it is (B, Hkv, 1, T, D)."""
+    """(B, T, H, D) as (B, Hkv, H/Hkv, T, D); k and v as (B, Hkv, 1, T, D)."""
     return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4)
 
 
@@ -152,22 +141,20 @@ def blocks(T: int, size: int) -> list[slice]:
     return [slice(t, min(t + size, T)) for t in range(0, T, size)]
 
 
-def wholly_masked(
-    I: slice, J: slice, offset: int, window: int | None, right: int | None = 0
-) -> bool:
+def wholly_masked(I: slice, J: slice, offset: int, window: int | None,
+                  right: int | None = 0) -> bool:
     """True if no query of block I sees a key of block J: the pair nearest the diagonal decides."""
     least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # of j - i
     nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset
     return not visible(0, nearest, offset, window, right=right)
 
 
-def masked_tiles(
-    rows: list[slice], cols: list[slice], offset: int, spec: Spec, segments: Pair
-) -> list[list[bool]]:
-    """True for each tile in which no query sees a key: those that are skipped."""
+def masked_tiles(rows: list[slice], cols: list[slice], offset: int, spec: Spec,
+                 segments: Pair) -> list[list[bool]]:
+    """True for each tile in which no query sees a key."""
     masked = [[wholly_masked(I, J, offset, spec.window, spec.right) for J in cols] for I in rows]
     if segments is None or offset < 0 or offset != cols[-1].stop - rows[-1].stop:
-        return masked  # the queries are not the last positions: ids say nothing of keys between
+        return masked  # ids say nothing of the positions between keys and queries
     if symbolic(segments[1]):
         return masked
     number = begins(segments[1]).cumsum(dim=1).cpu()  # (B, Tk), of each segment

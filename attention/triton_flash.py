@@ -1,27 +1,13 @@
 """triton: FlashAttention-2 in Triton, forward and backward; kernels in triton/flash_kernels.py.
 
-The algorithm of tiled.py. S and P stay on chip, which saves the O(Tq * Tk) memory traffic of
-manual.py; only L = log2 sum_j 2^(s_j) is stored for each row, for the backward pass:
+The algorithm of tiled.py. S and P stay on chip; only L = log2 sum_j 2^(s_j) is stored for each row.
+Dropout is Philox's, of a seed and b, h, i, j. Course: page 7.
 
-                 SRAM                            HBM
-    K_j, V_j  <--------  tile by tile            Q, K, V     read
-    Q_i       <--------  once a block of rows
-    S_ij, P_ij           never leave the chip
-    O_i, L_i  -------->  once a block of rows    O, L        written
-
-Memory  O(T): q, k, v, out and L; the backward pass adds delta_i = rowsum(dO_i * O_i).
-FLOPs   4 * Tq * Tk * D a head forward; 14 * Tq * Tk * D backward, where other kernels have 10: no
-        atomics. Less the fully masked tiles, including tiles between segments.
-Layout  (B, T, H, D), by strides: nothing is transposed or copied unless head_dim is not contiguous.
-Numbers S, P, the softmax, sinks and all sums in float32; P and dS are rounded to the inputs' dtype
-        before they are multiplied.
-Dropout by Philox, of the call's seed and of b, h, i, j, so the backward pass recomputes the mask.
-        The host never waits for the seed.
-Refuses a head_dim above 128, a cache, float64, and bfloat16 on Turing (compute capability 7.5). For
-        Turing Triton 3.6 generates no tensor-core instructions: correct, but slow. On the CPU it
-        runs in Triton's interpreter, for tests (TRITON_INTERPRET=1), without bfloat16.
-Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2 and section 3.1. Triton's fused-attention
-        tutorial also has two backward kernels instead of atomics.
+Memory  O(T): q, k, v, out and L; backward also delta_i = rowsum(dO_i * O_i).
+Layout  (B, T, H, D), by strides.
+Refuses a head_dim above 128, a cache, float64, and bfloat16 on compute capability 7.5. On the CPU
+        it runs in Triton's interpreter, for tests (TRITON_INTERPRET=1).
+Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2.
 """
 
 from __future__ import annotations
@@ -29,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -45,7 +32,7 @@ from .spec import Spec
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
            kernel: Partial | None = None) -> Tensor:
-    """Attention by our own kernels; shapes as in caps.Backend. kernel: None is WHOLE."""
+    """Shapes as in caps.Backend; kernel: None is WHOLE."""
     assert cache is None, "triton has no cache"
     pair = None
     if segments is not None:
@@ -56,15 +43,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     return attention(q, k, v, spec, kernel=kernel or WHOLE, segments=pair, **options)[0]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
-    sinks: Tensor | None = None, seed: Tensor | None = None, alibi_slopes: Tensor | None = None,
-    *, whole: bool = False,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
+            sinks: Tensor | None = None, seed: Tensor | None = None,
+            alibi_slopes: Tensor | None = None, *, whole: bool = False) -> tuple[Tensor, Tensor]:
     """As caps.Partial. whole: `segments` are borders(), out has q's dtype, and L is log2."""
-    from .triton.flash_kernels import LOWEST, flash_forward  # imports triton, which is optional
+    from .triton.flash_kernels import LOWEST, flash_forward
 
-    sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
+    sinks = None if sinks is None else sinks.float().contiguous()
     runs, numbers = _given(k, spec, offset, segments, seed, whole)
     out, L = flash_forward(q, k, v, *runs, seed, sinks, alibi_slopes, *numbers)
     return out, L if whole else torch.where(L.eq(LOWEST.value), -torch.inf, L * math.log(2))
@@ -72,9 +57,8 @@ def forward(
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
              offset: int, segments: Pair = None, sinks: Tensor | None = None,
-             seed: Tensor | None = None, alibi_slopes: Tensor | None = None,
-             *, whole: bool = False, tiles: list[int] | None = None,
-             tma: bool = False) -> tuple[Tensor, ...]:
+             seed: Tensor | None = None, alibi_slopes: Tensor | None = None, *, whole: bool = False,
+             tiles: list[int] | None = None, tma: bool = False) -> tuple[Tensor, ...]:
     """As caps.Partial; tiles, tma: of flash_backward()."""
     from .triton.flash_kernels import LOWEST, flash_backward, unpack
 
@@ -93,9 +77,8 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
 WHOLE = Partial(partial(forward, whole=True), partial(backward, whole=True))
 
 
-def _given(
-    k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | None, whole: bool
-) -> tuple[tuple[Tensor, Tensor] | tuple[None, None], tuple[Any, ...]]:
+def _given(k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | None,
+           whole: bool) -> tuple[tuple[Tensor, Tensor] | tuple[None, None], tuple[Any, ...]]:
     """The kernels' run_q and run_k, and their numbers."""
     p = 0.0 if seed is None else spec.dropout
     numbers = spec.window, spec.right, p, spec.softmax_scale, spec.softcap
@@ -105,11 +88,8 @@ def _given(
 
 
 def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """flash_forward's `run_q` and `run_k` for keys and queries `offset` apart.
-
-    Queries past the last key are put directly after it, without the gap: a segment that both have
-    stays one run.
-    """
+    """run_q and run_k for keys and queries `offset` apart. Queries past the last key are put
+    directly after it: a segment that both have stays one run."""
     if segments is None:
         return None, None
     seg_q, seg_k = segments
@@ -117,16 +97,13 @@ def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] 
     past = min(max(Tk - offset, 0), Tq)  # the first query past the last key
     runs = borders(torch.cat([seg_k, seg_q[:, past:]], dim=1))
     i = torch.arange(Tq, device=seg_q.device) + offset - gap
-    # A causal query before all keys sees none, whatever its run is.
     run_q, run_k = runs[:, :, i.clamp(min=0)], runs[:, :, :Tk]
     return run_q.contiguous(), torch.where(run_k < Tk, run_k, run_k + gap).contiguous()
 
 
 def borders(segments: Tensor) -> Tensor:
-    """Where each position's segment begins and ends.
-
-    [[5, 5, 5, 2, 2]], (B, T), gives [[[0, 0, 0, 3, 3], [2, 2, 2, 4, 4]]], (B, 2, T) int32.
-    """
+    """Where each position's segment begins and ends: [[5, 5, 2]], (B, T), gives [[[0, 0, 2], [1, 1,
+    2]]], (B, 2, T) int32."""
     j = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device)
     changes = segments[:, 1:] != segments[:, :-1]
     begins, ends = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)
@@ -147,5 +124,24 @@ BACKEND = Backend(
           replace(_TURING, devices=("cpu",), min_capability=None, interpreted=True)),
     fallback="sdpa",
     install="pip install triton",
-    partial=Partial(forward, backward, dropout=True),
-)
+    partial=Partial(forward, backward, dropout=True))
+
+
+def other(name: str, about: str, capability: tuple[int, int], head_dim: int,
+          **options: Any) -> Backend:
+    """triton with `options` of its backward(), in half precision."""
+    kernel = replace(WHOLE, backward=partial(WHOLE.backward, **options))
+    caps = replace(_AMPERE, dtypes=("float16", "bfloat16"), min_capability=capability,
+                   head_dim_max=head_dim, head_dim_multiple=8, lse=False)
+    interpreted = replace(caps, devices=("cpu",), min_capability=None, interpreted=True,
+                          dtypes=("float16",))
+    return replace(BACKEND, name=f"triton:{name}", title=f"{BACKEND.title}, {about}",
+                   attend=partial(attend, kernel=kernel), caps=(caps, interpreted),
+                   fallback="triton", partial=None)
+
+
+# Queries, keys, warps and stages. At a head_dim up to 64 they fit every GPU from 8.0 on.
+BACKWARD_TILES = ((64, 64, 4, 3), (128, 64, 8, 3))
+TILED = tuple(other(f"dq{dq[0]}-dkdv{dkdv[0]}", f"backward tiles {dq} and {dkdv}", (8, 0), 64,
+                    tiles=[*dq, *dkdv]) for dq, dkdv in product(BACKWARD_TILES, repeat=2))
+TMA = other("tma", "backward by TMA descriptors", (9, 0), 128, tma=True)  # no GPU has run it

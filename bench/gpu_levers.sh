@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import core.loss
-from attention import triton_tiles
+from attention import triton_flash
 from bench import candidates
 from bench.candidates import Job
 from bench.settings import load_config
@@ -99,7 +99,7 @@ def half_chunks(N, V, *about):
 
 chunk_rows = core.loss.chunk_rows
 RESIDUAL = {"residual_dtype": "autocast"}
-TRITON = ["triton", *(b.name for b in (*triton_tiles.TILED, triton_tiles.TMA))]
+TRITON = ["triton", *(b.name for b in (*triton_flash.TILED, triton_flash.TMA))]
 VARIANTS = {  # options of train.py, replaced names of modules, options of Inductor
     "base": ({}, {}, {}),
     "residual": (RESIDUAL, {}, {}),

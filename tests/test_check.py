@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
+from attention import Spec, select
 from attention.check import command as check
 
 HONEST = ROOT / "tests" / "planted" / "honest.py"
@@ -149,17 +150,12 @@ def test_a_planted_bug_is_found_and_named(bug: str, tmp_path: Path, capsys) -> N
         said = report["failures"][0]["why"]
     assert all(word in said for word in BUGS[bug][3:])
     assert row == "dropout" or ("The mistake" in said) == (len(BUGS[bug]) > 3)
-    spec = (ROOT / "attention" / "spec.py").read_text(encoding="utf-8")
-    assert all(quote in " ".join(spec.split()) for quote in re.findall('"([^"]+)"', said))
-    nan = "out is off by nan" in report["failures"][0]["why"]
-    assert ("not finite" in " ".join(report["mistake"])) == nan
 
 
 @pytest.mark.parametrize("bug", ["window off by one", "gradient assumed dense"])
 def test_the_script_of_a_case_prints_both_results_anywhere(bug, tmp_path: Path, capsys) -> None:
     words = [planted(bug, tmp_path)[0], *QUICK, "--dtype=float32", "--first", "--json"]
     report = json.loads(ask(capsys, *words)[1])
-    assert "check." not in report["script"]  # public names alone
     run = subprocess.run([sys.executable, "-"], input=report["script"], cwd=tmp_path,
                          capture_output=True, text=True)
     assert run.returncode == 0 and "q (2, " in run.stdout, run.stderr
@@ -178,7 +174,7 @@ def wrapped(folder: Path, caps: str, line: str = "") -> Path:
         "from nanoattn import Backend, Caps, get\n"
         f"def attend(q, k, v, spec, **more):\n    {line}\n"
         "    return get('manual').compute(q, k, v, spec, **more)\n"
-        f"BACKEND = Backend('wrapped', 'a draft', attend, (Caps({caps}),), None)\n")
+        f"BACKEND = Backend('wrapped', 'a draft', attend, (Caps({caps}),), 'sdpa')\n")
     return path
 
 
@@ -243,11 +239,13 @@ def test_a_leak_within_the_tolerance_is_found(tmp_path: Path, capsys) -> None:
         assert ask(capsys, *words)[0] == code, name
 
 
-@pytest.mark.parametrize("line, why", [
-    ("import sys; sys.exit(0)", "SystemExit"),
-    ("import torch; torch.set_default_dtype(torch.float64)", "default dtype"),
-    ("import torch; torch.use_deterministic_algorithms(True)", "deterministic")])
-def test_what_a_kernel_does_to_its_process_is_a_failure(line, why, tmp_path, capsys) -> None:
-    words = [wrapped(tmp_path, "dtypes=('float32',)", line), "--quick", "--first", "--device=cpu"]
-    code, said = ask(capsys, *words)
-    assert code == 1 and why in said
+def test_a_kernel_that_exits_fails(tmp_path: Path, capsys) -> None:
+    path = wrapped(tmp_path, "dtypes=('float32',)", "import sys; sys.exit(0)")
+    code, said = ask(capsys, path, "--quick", "--first", "--device=cpu")
+    assert code == 1 and "SystemExit" in said
+
+
+def test_the_warning_of_a_rejected_file_names_the_command(tmp_path: Path) -> None:
+    path = wrapped(tmp_path, "dtypes=('float32',)", "v = 2 * v")
+    chosen = select(str(path), Spec(2, 2, 16, "float32"), "cpu")
+    assert chosen.backend.name == "sdpa" and f"check {path}" in str(chosen)

@@ -17,7 +17,7 @@ import torch
 from attention import Machine, Policy, Spec, get, is_code, resolve
 from attention.check.matrix import cases, check
 from attention.names import timed
-from attention.triton_tiles import BACKWARD_TILES
+from attention.triton_flash import BACKWARD_TILES
 
 TO_TRAIN = Spec(12, 12, 64, "bfloat16")
 H100 = Machine("cuda", "H100", (9, 0), "2.13.0", packages={"triton": "3.7.1"})

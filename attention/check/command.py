@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from .. import hub
 from ..caps import LACKS, Backend, Caps, Refusal
-from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device, settings_stay
+from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device
 from ..machine.timing import aligned
 from ..names import RULES, get
 from ..spec import DTYPES, Machine, Spec
@@ -30,14 +28,14 @@ from .mistakes import named
 from .properties import properties
 from .script import script
 
-VERDICTS = {"right": "passed", "wrong": "failed", "refused": "refused"}  # columns
+VERDICTS = {"right": "passed", "wrong": "failed", "refused": "refused"}
 ORDER = "float32", "bfloat16", "float16", "float64"  # --quick runs most tests in the first alone
-QUICK_S = 120  # after these seconds on a device --quick begins no test
+QUICK_S = 120  # a device, for --quick
 
 
 def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
           caps: Sequence[Caps] = ()) -> Iterator[Item]:
-    """All tests (quick: a sample): cases, the simple ones first, then properties()."""
+    """All tests (quick: a sample): the cases, simple ones first, then the properties."""
     for dtype in dtypes:
         for case in matrix.in_order()[: len(matrix.SAMPLE) if quick else None]:
             yield Item(case, dtype, matrix.accuracy, case.features)
@@ -45,26 +43,23 @@ def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
 
 
 def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequence[Refusal]]:
-    """The item's Spec as the backend takes it (a case also without gradients; both at the nearest
-    head_dim, page size and dropout), or why it does not."""
+    """The item's Spec as the backend takes it, at the nearest head_dim, and of a case also without
+    gradients; or why it does not."""
     specs = [item.spec]
     for row in backend.caps if item.title or item.case.D == Case.D else ():
         D = -(-item.spec.head_dim // row.head_dim_multiple) * row.head_dim_multiple
-        sizes: dict[str, Any] = {"head_dim": min(D, row.head_dim_max or D)}
-        if item.spec.page_size:
-            pages = -(-item.spec.page_size // row.page_multiple)
-            sizes["page_size"] = pages * row.page_multiple
-        if item.spec.dropout:
-            sizes["dropout"] = max(item.spec.dropout, row.dropout_step or 0)
-        specs.append(replace(item.spec, **sizes))
+        specs.append(replace(item.spec, head_dim=min(D, row.head_dim_max or D)))
     specs += [replace(spec, grad=False) for spec in specs if not item.title]
-    why = [backend.why_not(spec, machine) for spec in specs]
-    at = next((n for n, reasons in enumerate(why) if not reasons), 0)
-    return specs[at], why[at]
+    tried = [(spec, backend.why_not(spec, machine)) for spec in specs]
+    return next((pair for pair in tried if not pair[1]), tried[0])
+
+
+def failed(item: Item, e: BaseException) -> Item:
+    return replace(item, verdict="wrong", why=(f"{type(e).__name__}: {first_line(e)}",))
 
 
 def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
-    """Run one test, at the sizes that the backend takes; returns it with `verdict` and `why`. An
+    """Run one test at the sizes that the backend takes, and return it with `verdict` and `why`. An
     exception means that the kernel has lost the device."""
     spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
     item = item.of(backend, spec, device)
@@ -72,14 +67,14 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
         return replace(item, verdict="refused", why=tuple(why))
     cuda = [device] if torch.device(device).type == "cuda" else []
     try:
-        with torch.random.fork_rng(cuda), settings_stay():
+        with torch.random.fork_rng(cuda):
             item.test(item)
     except AssertionError as e:
         return replace(item, verdict="wrong", why=(str(e),))
-    except (*KERNEL_ERRORS, GeneratorExit) as e:  # the kernel's own
+    except KERNEL_ERRORS as e:
         if loses_device(e):
             raise
-        return replace(item, verdict="wrong", why=(f"{type(e).__name__}: {first_line(e)}",))
+        return failed(item, e)
     return replace(item, verdict="right")
 
 
@@ -108,21 +103,20 @@ def untested(caps: Iterable[Caps], ran: Iterable[Item], machine: Machine,
 
 @dataclass
 class Report:
-    """Results of a check; --json prints them as a dict."""
+    """Results; --json prints them as a dict."""
 
     backend: str
     title: str
     machine: dict[str, str]  # device -> its name
-    torch: str
-    # "total", "float32, cpu", "window", ... -> number of tests "passed", "failed" and "refused"
+    torch: str = torch.__version__
+    # by "total", "float32, cpu", "window", ...: tests "passed", "failed", "refused"
     features: dict[str, dict[str, int]] = field(default_factory=dict)
-    refusals: Counter[Refusal] = field(default_factory=Counter)  # number of tests
+    refusals: Counter[Refusal] = field(default_factory=Counter)
     failures: list[dict[str, str]] = field(default_factory=list)
-    untested: list[str] = field(default_factory=list)  # declared capabilities that no test used
-    left_out: int = 0  # tests that did not run: --quick, --test, --first
-    length: int = 0  # tokens of the longest sequence
-    script: str = ""  # reproduces the first failure
-    mistake: list[str] = field(default_factory=list)  # that it shows, in lines of text
+    untested: list[str] = field(default_factory=list)  # declared capabilities
+    left_out: int = 0  # tests
+    script: str = ""  # of the first failure
+    mistake: list[str] = field(default_factory=list)  # in lines of text
     seconds: float = 0.0
 
     def add(self, item: Item) -> None:
@@ -132,26 +126,20 @@ class Report:
             counts = self.features.setdefault(row, dict.fromkeys(VERDICTS.values(), 0))
             counts[VERDICTS[item.verdict]] += 1
         self.refusals.update(why for why in item.why if isinstance(why, Refusal))
-        self.length = max(self.length, item.case.Tk * (item.verdict != "refused"))
         if item.verdict == "wrong":
             self.failures.append({"what": item.name, "dtype": item.dtype, "device": item.device,
                                   "why": "; ".join(item.why)})
 
     @property
     def code(self) -> int:
-        """Exit code. A backend that refuses everything fails."""
-        return int(bool(self.failures or self.untested or not self.features["total"]["passed"]))
+        passed = self.features["total"]["passed"]
+        return int(bool(self.failures or self.untested or not passed))
 
 
-def check(
-    name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
-    first: bool = False, length: int = 0, test: str = "",
-    watch: Callable[[int, int, str], None] = lambda done, of, what: None,
-) -> Report:
-    """Run every test (`quick`: a sample, most of it in one dtype, two minutes a device; `test`:
-    one, by its name; `first`: up to the first failure) on a backend, given by its name, alias or
-    file. `watch` receives of each: how many are done, of all, its name.
-    Raises ValueError: unknown backend or test, or a file that defines none."""
+def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
+          first: bool = False, length: int = 0, test: str = "") -> Report:
+    """Run the tests of a backend, given by its name, alias or file. Raises ValueError: unknown
+    backend or test, or a file without one."""
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = get(name), time.monotonic()
@@ -166,52 +154,41 @@ def check(
     todo = [(device, item) for device in devices for item in some if test in ("", item.name)]
     if not todo:
         raise ValueError(f"unknown test {test!r}")
-    report = Report(backend.name, backend.title,
-                    {device: machine.name for device, machine in here.items()}, torch.__version__)
+    report = Report(backend.name, backend.title, {d: here[d].name for d in devices})
     ran: list[Item] = []
-    done: set[tuple[str, str]] = set()
-    lost, stopped = False, bool(test)
+    lost = cut = False
     for n, (device, item) in enumerate(todo):
-        if quick and (device, item.name) in done and item.name not in matrix.EACH_DTYPE:
+        known = any((device, item.name) == (other.device, other.name) for other in ran)
+        if quick and known and item.name not in matrix.EACH_DTYPE:
             continue
         if quick and time.monotonic() - began > QUICK_S * (1 + devices.index(device)):
-            stopped = True
+            cut = True
             continue
-        watch(n, len(todo), f"{item.name}, {item.dtype}, {device}")
+        progress(n, len(todo), f"{item.name}, {item.dtype}, {device}")
         try:
             item = judge(backend, item, here[device], device)
         except RuntimeError as e:  # after it every later test would fail
-            spec, lost = fitted(item, backend, here[device])[0], True
-            why = f"{type(e).__name__}: {first_line(e)}"
-            item = replace(item.of(backend, spec, device), verdict="wrong", why=(why,))
+            lost = True
+            item = failed(item.of(backend, fitted(item, backend, here[device])[0], device), e)
         report.add(item)
         if item.verdict == "refused":
             continue
         ran.append(item)
-        done.add((device, item.name))
         if report.failures and not report.script:
             report.script = script(name, item, length)
             report.mistake = [] if lost else named(item)
         if lost or (first and report.failures):
-            stopped = True
+            cut = True
             break
-    if not stopped:
+    if not (cut or test):
         report.untested = [
             f"{capability} on {device}" for device in devices
             for capability in untested(backend.caps, [i for i in ran if i.device == device],
                                        here[device], dtypes)]
-    watch(len(todo), len(todo), "done")
+    progress(len(todo), len(todo), "done")
     report.left_out = len(every) * len(devices) - sum(report.features["total"].values())
     report.seconds = time.monotonic() - began
     return report
-
-
-def in_one_line(reasons: Sequence[str]) -> str:
-    """As in "it takes a head_dim up to 64, not 72/80/128"."""
-    words = [re.sub(r" \(got[^)]*\)", "", reason).split() for reason in reasons]
-    if len({(len(of_one), of_one[1]) for of_one in words}) > 1:
-        return "; ".join(dict.fromkeys(map(" ".join, words)))
-    return " ".join("/".join(dict.fromkeys(column)) for column in zip(*words))
 
 
 def text(report: Report) -> str:
@@ -223,28 +200,29 @@ def text(report: Report) -> str:
     refused: dict[str, list[Refusal]] = {}
     for why in report.refusals:
         refused.setdefault(why.kind, []).append(why)
-    lines += ["Refused, as its Caps declare:"] * bool(refused)
-    lines += [f"  {sum(report.refusals[why] for why in reasons):>4}  {in_one_line(reasons)}"
-              for reasons in refused.values()] + [""] * bool(refused)
+    if refused:
+        lines += ["Refused, as its Caps declare:"]
+        for reasons in refused.values():
+            also = f", and {len(reasons) - 1} alike" if len(reasons) > 1 else ""
+            lines += [f"  {sum(report.refusals[why] for why in reasons):>4}  {reasons[0]}{also}"]
+        lines += [""]
     lines += [f"declared, not tested: {name}" for name in report.untested]
     failures, total = report.failures, report.features["total"]
-    ran = total["passed"] + total["failed"]
-    every = report.left_out + sum(total.values())
-    lines += [f"Left out by --quick, --test or --first: {report.left_out:,} of {every:,} tests."
-              ] * bool(report.left_out)
+    ran, left_out = total["passed"] + total["failed"], report.left_out
+    if left_out:
+        lines += [f"Left out by --quick, --test or --first: {left_out:,} of "
+                  f"{left_out + sum(total.values()):,} tests."]
     if not ran:
         lines += ["It refused every test."]
     elif failures:
         lines += [f"{len(failures)} of {ran} failed:"]
         lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]
         lines += [f"  and {len(failures) - 10} more (--json lists all)"] * (len(failures) > 10)
-        lines += ["", *report.mistake, *[""] * bool(report.mistake)]
-        lines += ["To repeat the first failure:", "", report.script]
+        lines += ["", *report.mistake, "To repeat the first failure:", "", report.script]
     else:
-        right = f"A sample of {ran} cases passed." if report.left_out else (
+        right = f"A sample of {ran} cases passed." if left_out else (
             "The rest is right." if report.untested else "Everything it declares is right.")
-        lines += [f"{right} {report.seconds:.0f} s.",
-                  f"(Up to {report.length:,} tokens; --length=N looks further.)"]
+        lines += [f"{right} {report.seconds:.0f} s."]
     return "\n".join(lines)
 
 
@@ -254,12 +232,13 @@ def progress(done: int, of: int, what: str) -> None:
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; a mistake exits with code 2."""
-    program = f"python -m {(__package__ or 'attention').partition('.')[0]} check"
-    parser = argparse.ArgumentParser(prog=program, description=(__doc__ or "").partition("\n\n")[2])
+    here = devices()
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {(__package__ or 'attention').partition('.')[0]} check",
+        description=(__doc__ or "").partition("\n\n")[2])
     add = parser.add_argument
     add("name", metavar="backend", help="a file that defines BACKEND, or a backend's name")
-    add("--device", dest="devices", help="cpu, cuda, cuda:1 or mps (default: all that are here)")
+    add("--device", dest="devices", choices=here, help="default: all that are here")
     add("--dtype", dest="dtypes", type=lambda text: text.split(","), default=DTYPES,
         help=f"some of {','.join(DTYPES)} (default: all)")
     add("--quick", action="store_true",
@@ -268,23 +247,20 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     add("--length", type=int, default=0, help="check sequences of N tokens too")
     add("--first", action="store_true", help="stop at the first failure")
     add("--json", action="store_true", help="print the report as JSON")
-    options, here = parser.parse_args(argv), devices()
+    options = parser.parse_args(argv)
     if options.length < 0:
         parser.error(f"--length must be a number of tokens, got {options.length}")
     if unknown := {*options.dtypes} - {*DTYPES}:
         parser.error(f"--dtype must be some of {', '.join(DTYPES)}, got {min(unknown)}")
-    if options.devices and options.devices not in here:
-        parser.error(f"--device={options.devices}: no such device here")
     options.devices = [options.devices] if options.devices else [d for d in here if ":" not in d]
     return options
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check one backend; returns the exit code."""
     options = vars(read(argv))
     as_json = options.pop("json")
     try:
-        report = check(**options, watch=progress)
+        report = check(**options)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Cases in which a kernel is compared with the float64 truth: their table, and check() of one."""
+"""The cases in which a kernel is compared with the float64 truth."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from ..caps import Backend
 from ..proof import Inputs, Result, run
 from ..spec import Spec
 
-Fields = dict[str, Any]  # of a Case, by name
-
 
 @dataclass(frozen=True)
 class Case:
-    """The defaults are the simplest."""
+    """A call; the defaults are the simplest."""
 
     name: str
     Tq: int
@@ -32,19 +30,14 @@ class Case:
     B: int = 2
     window: int | None = None
     right: int | None = 0
-    # "packed": three documents; "many": of 30 tokens; "padded" on the right; "left": on the left
-    segments: str | None = None
-    # "split": q, k and v are views of one tensor; else one of WAYS, and before it the tensors that
-    # have that layout (default: q, k, v and dout): "k BHTD"
-    layout: str = "contiguous"
-    size: float = 1.0  # factor of q, k and v
+    segments: str | None = None  # "packed", "many", "padded" on the right, "left"
+    layout: str = "contiguous"  # "split" from one tensor, or one of WAYS: "k BHTD"
+    size: float = 1.0  # of q, k and v
     scale: float | None = None
     softcap: float | None = None
     sinks: bool | str = False  # True: in q's dtype; or a dtype
     alibi: bool | str = False  # True: slopes (H,); "rows": (B, H)
-    # "noise": Gaussian; "equal": all keys equal; "dominant": one key takes all; "negative": all
-    # scores are equal and below -65,504, the largest that a mask in float16 can be
-    kind: str = "noise"
+    kind: str = "noise"  # "equal" keys, a "dominant" one, "negative": scores below float16's range
     dropout: float = 0.0
     cache: str = "none"
     page_size: int | None = None
@@ -53,16 +46,14 @@ class Case:
     compiled: bool = False
 
     def spec(self, dtype: str, **options: Any) -> Spec:
-        names = "window", "right", "scale", "softcap", "dropout", "page_size", "grad", "lse"
-        fields: Fields = {name: getattr(self, name) for name in names}
-        for name in ("segments", "sinks", "alibi", "compiled"):
-            fields[name] = bool(getattr(self, name))
-        cache = "paged" if self.page_size else self.cache
-        return Spec(self.H, self.Hkv, self.D, dtype, **{**fields, "cache": cache, **options})
+        fields = {name: x for name, x in vars(self).items() if name in Spec.__match_args__}
+        fields |= {name: bool(fields[name]) for name in ("segments", "sinks", "alibi")}
+        fields["cache"] = "paged" if self.page_size else self.cache
+        return Spec(self.H, self.Hkv, self.D, dtype, **(fields | options))
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Rows of the report in which the case counts."""
+        """Rows of the report."""
         has = {"lengths": self.Tq != self.Tk, "masked rows": self.masked > 0,
                "grouped heads": self.Hkv < self.H, "window": self.window, "right": self.right != 0,
                "segments": self.segments, "scale": self.scale, "softcap": self.softcap,
@@ -71,29 +62,25 @@ class Case:
         return tuple(name for name, there in has.items() if there) or ("causal",)
 
     @property
-    def seed(self) -> int:
-        return self.Tq * 1000 + self.Tk
-
-    @property
     def masked(self) -> int:
-        """The first queries that see no key."""
+        """The number of first queries that see no key."""
         right = 0 if self.segments else self.Tq if self.right is None else self.right
         return max(self.Tq - self.Tk - right, 0)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One test: a case, and a function that raises AssertionError if the kernel fails it."""
+    """One test: `test` raises AssertionError if the backend fails the case."""
 
     case: Case
     dtype: str
     test: Callable[[Item], None]
-    features: tuple[str, ...]  # rows of the report
+    features: tuple[str, ...]
     title: str = ""  # of a property; "": accuracy
-    deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
-    backend: Any = None  # the Backend that is tested, and on which device
+    deterministic: bool = False
+    backend: Any = None
     device: str = "cpu"
-    verdict: str = ""  # afterwards: "right", "wrong" or "refused"
+    verdict: str = ""  # "right", "wrong" or "refused"
     why: tuple[str, ...] = ()
 
     @property
@@ -115,24 +102,19 @@ class Item:
         compare(got, self.case, self.dtype, self.device)
 
     def of(self, backend: Backend, spec: Spec, device: str) -> Item:
-        """The test of this backend, with the sizes of a Spec."""
-        case = replace(self.case, D=spec.head_dim, page_size=spec.page_size,
-                       dropout=spec.dropout, grad=spec.grad)
+        case = replace(self.case, D=spec.head_dim, grad=spec.grad)
         return replace(self, case=case, backend=backend, device=device)
 
 
-# --- the table ---
-
 WAYS = ("BHTD", "sliced", "strided", "expanded")
-LAYOUTS = [f"{name} {way}" for name in ("q", "k", "v", "dout", "segments") for way in WAYS]
-LAYOUTS.remove("segments BHTD")
-WORDS: dict[str, Fields] = {  # of a case's text
+LAYOUTS = [f"{name} {way}" for name in ("q", "k", "v", "dout", "segments") for way in WAYS
+           if (name, way) != ("segments", "BHTD")]
+WORDS: dict[str, dict[str, Any]] = {  # of a case's text
     "gqa": {"H": 4}, "mqa": {"Hkv": 1}, "both": {"right": None}, "scale": {"scale": 0.5},
     "softcap": {"softcap": 4}, "sinks": {"sinks": True}, "large": {"size": 30},
-    # q . k goes beyond 65,504, the largest float16; the scores, an eighth of it, do not.
-    "overflow": {"size": 50}, "long": {"Hkv": 1, "D": 16},
-    "alibi": {"alibi": True}, "rows": {"alibi": "rows"}, "lse": {"lse": True},
-    "inference": {"grad": False}, "compiled": {"compiled": True},
+    "overflow": {"size": 50},  # q . k is past float16's range, the scores are not
+    "long": {"Hkv": 1, "D": 16}, "alibi": {"alibi": True}, "rows": {"alibi": "rows"},
+    "lse": {"lse": True}, "inference": {"grad": False}, "compiled": {"compiled": True},
     **{word: {"cache": word, "grad": False} for word in ("dynamic", "static")},
     **{word: {"sinks": word} for word in ("bfloat16", "float32")},
     **{word: {"segments": word} for word in ("packed", "many", "padded", "left")},
@@ -142,13 +124,12 @@ WORDS: dict[str, Fields] = {  # of a case's text
 
 
 def cases(*texts: str) -> list[Case]:
-    """Cases from their texts, or from each combination of several: "window16-43x97 B1" has this
-    name up to the space, a window of 16, 43 queries and 97 keys (97 of both if none are given),
-    and batch 1."""
+    """The cases of each combination of texts: "window16-43x97 B1" is the case of this name (up to
+    the space), with a window of 16, 43 queries, 97 keys (97 of both by default) and batch 1."""
     found = []
     for words in itertools.product(*(text.split(",") for text in texts)):
         text = "-".join(word.strip() for word in words if word.strip())
-        fields: Fields = {"Tq": 97, "Tk": 97}
+        fields: dict[str, Any] = {"Tq": 97, "Tk": 97}
         for word in text.replace("-", " ").split():
             field = word.rstrip("x.0123456789")
             first, _, second = word.removeprefix(field).partition("x")
@@ -162,7 +143,7 @@ def cases(*texts: str) -> list[Case]:
     return found
 
 
-# For --quick: every feature and every kind of border.
+# --quick: every feature and every kind of border
 SAMPLE = [
     *cases("""97, 1 B4, 2 B4, 17 B4, 64, 113x203 B1, 1x97, 64x17, 63x64, long-600 B1 H1,
         gqa 17 H16 B1, mqa-64x17 H3, split 64 H4, window16, window64-113x203 B1, window10-64x17,
@@ -179,9 +160,8 @@ SAMPLE = [
         rows-both-97x43"""),
     *(Case(x, 17, 17, layout=x, segments="packed" if "segments" in x else None) for x in LAYOUTS),
     Case("beyond the view", 1, 33, layout="k v sliced"),  # NaN after the last key, as in a cache
-    Case("sinks strided", 17, 17, layout="sinks strided", sinks="bfloat16"),
-]
-# Tests of it that --quick runs in every dtype; the others it runs in one.
+    Case("sinks strided", 17, 17, layout="sinks strided", sinks="bfloat16")]
+# --quick: in every dtype
 EACH_DTYPE = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window7-17x33", "large", "overflow",
               "dominant", "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20-43x97",
               "in a cache, 64-gqa-static", "in a cache, 64-gqa-inference-page_size16")
@@ -205,19 +185,18 @@ CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203-H4 Hkv4, 128x217, 2x
 
 
 def in_order() -> list[Case]:
-    """SAMPLE, then the other cases; in both, those with fewer features first."""
-    return [case for part in (SAMPLE, CASES[len(SAMPLE) :]) for case in sorted(
+    """SAMPLE, then the others; in both the cases with fewer features first."""
+    parts = SAMPLE, CASES[len(SAMPLE) :]
+    return [case for part in parts for case in sorted(
         part, key=lambda case: len({*case.features} - {"causal"}))]
 
 
-# --- the tensors of a case ---
-
-# Segment ids: in no order; some are equal as int8, int16 or float32.
+# Some are equal as int8, int16 or float32.
 IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
 
 def segments(case: Case) -> Tensor:
-    """(B, Tk) int32. Each row has its own borders and ids."""
+    """Ids (B, Tk) int32; each row has its own borders."""
     Tk, rows = case.Tk, []
     for b in range(case.B):
         starts = {"packed": [Tk // 3 + b, Tk // 2 + 3 * b], "left": [10 * b],
@@ -229,13 +208,12 @@ def segments(case: Case) -> Tensor:
 
 
 def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
-    """t in the case's layout: a part of a tensor of NaN, or its first values, expanded."""
     *names, way = case.layout.split()
     if way not in WAYS or name not in (names or ("q", "k", "v", "dout")):
         return t
     if way == "BHTD":
         return t.transpose(1, 2).contiguous().transpose(1, 2)
-    if way == "expanded":  # over batch and heads; the gradient of out.sum() everywhere
+    if way == "expanded":  # over batch and heads; dout as of out.sum()
         first = t.flatten()[0] if name == "dout" else t[:1, :, :1] if t.dim() == 4 else t[:1]
         return first.expand(t.shape)
     shape = [n + 2 for n in t.shape] if way == "sliced" else [*t.shape, 2]
@@ -246,9 +224,8 @@ def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
 
 @lru_cache(maxsize=8)
 def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
-    """The tensors of a case. Sinks are about as large as the log-sum-exp of the scores; in three
-    and more heads the first does not matter, and in four the second matters alone."""
-    chance = torch.Generator().manual_seed(case.seed)
+    """Of the sinks of three heads and more the first does not matter, of four the second alone."""
+    chance = torch.Generator().manual_seed(case.Tq * 1000 + case.Tk)
 
     def noise(T: int, H: int, size: float) -> Tensor:
         x = torch.randn(case.B, T, H, case.D, generator=chance, dtype=torch.float64)
@@ -258,7 +235,7 @@ def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
     k, v = (noise(case.Tk, case.Hkv, case.size) for _ in "kv")
     if case.kind == "equal":
         k = k[:, :1].expand_as(k).contiguous()
-    elif case.kind == "dominant":  # its scores are about 500, the others' about 10
+    elif case.kind == "dominant":
         one = k[:, case.Tk // 2].mul_(10)  # (B, Hkv, D)
         q = q + one.repeat_interleave(case.H // case.Hkv, dim=1)[:, None]
     elif case.kind == "negative":
@@ -280,16 +257,13 @@ def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
     return Inputs(**{name: laid_out(t.to(device), name, case) for name, t in found.items()})
 
 
-# --- a kernel's numbers against the truth ---
-
-
 def require(ok: bool | Tensor, text: str) -> None:
     """Assert, also under `python -O`."""
     if not ok:
         raise AssertionError(text)
 
 
-@lru_cache(maxsize=128)  # all cases of a dtype: the truth is slower than most kernels
+@lru_cache(maxsize=128)  # the truth is slower than most kernels
 def truth(case: Case, dtype: str) -> Result:
     return proof.truth(inputs(case, dtype), case.spec(dtype))
 
@@ -300,7 +274,6 @@ def plain(case: Case, dtype: str, device: str = "cpu") -> Result:
 
 
 def agree(got: Result, rough: Result, exact: Result, dtype: str) -> None:
-    """Raise AssertionError with the errors that are larger than allowed (proof.errors)."""
     why = proof.wrong(proof.errors(got, rough, exact, getattr(torch, dtype)))
     require(not why, "; ".join(why))
 
@@ -309,16 +282,14 @@ def compare(got: Result, case: Case, dtype: str, device: str) -> None:
     agree(got, plain(case, dtype, device), truth(case, dtype), dtype)
 
 
-def check(backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad: bool = True,
+def check(backend: Backend, case: Case, dtype: str, device: str = "cpu",
           attend: Callable[..., Tensor] | None = None) -> None:
-    """Run the case with gradients (False: the backend has none), then without: a library may use
-    another kernel there; `attend` instead of the backend's. Raises AssertionError at wrong
-    numbers, or an input that was overwritten or returned."""
+    """Run the case, by `attend` or the backend's, with gradients if it has any, and without. Raises
+    AssertionError: wrong numbers, or an input was overwritten."""
     given = inputs(case, dtype, device)
     before = {name: t.clone() for name, t in given._asdict().items() if t is not None}
-    for recorded in (True, False)[not (grad and case.grad) :]:
-        spec = case.spec(dtype, grad=recorded)
-        got = run(attend or backend.attend, given, spec)
+    for grad in (True, False)[not case.grad :]:
+        got = run(attend or backend.attend, given, case.spec(dtype, grad=grad))
         compare(got, case, dtype, device)
         zeros = not any(t is not None and t[:, : case.masked].any() for t in (got.out, got.dq))
         require(zeros, "a fully masked row must give zeros and a zero gradient")
@@ -331,5 +302,4 @@ def check(backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad
 
 
 def accuracy(item: Item, attend: Callable[..., Tensor] | None = None) -> None:
-    """check() of the item's case."""
-    check(item.backend, item.case, item.dtype, item.device, attend=attend)
+    check(item.backend, item.case, item.dtype, item.device, attend)

@@ -1,12 +1,10 @@
-"""Properties besides accuracy: causality, dropout, determinism, torch.compile, caches, parts. Each
-is a function that raises AssertionError; the table PROPERTIES lists them with their cases."""
+"""Properties besides accuracy: tests that raise AssertionError, and the table of their cases."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,14 +26,6 @@ from .mistakes import cast, program
 def on_cuda(item: Item) -> bool:
     return torch.device(item.device).type == "cuda"
 
-
-def accuracy_at_length(item: Item) -> None:
-    shape = 1, item.case.Tq, item.case.Tk
-    why = proof.probe_long(item.backend, item.spec, item.device, shape)
-    require(not why, "; ".join(why))
-
-
-# --- causality ---
 
 HUGE = 3000.0  # finite in float16, as are its products with values of size 1
 
@@ -79,14 +69,8 @@ def unseen(item: Item) -> None:
         require(grad[reached].any(), f"{name} is zero")
 
 
-# --- dropout ---
-
-CONTRACT = '(attention/spec.py: "dropout: float = 0.0 # on the attention probabilities")'
-
-
 def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
-    """P after dropout, (B, Tq, H, Tk): where v is the identity, the output is P; so under one seed
-    v is D columns of the identity at a time."""
+    """P after dropout, (B, Tq, H, Tk): the outputs for columns of the identity as v."""
     given, spec, found = item.given, replace(item.spec, grad=False, dropout=dropout), []
     Tk, D = item.case.Tk, item.case.D
     eye = F.pad(torch.eye(Tk, device=given.v.device, dtype=given.v.dtype), (0, -Tk % D))
@@ -97,8 +81,8 @@ def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
     return torch.cat(found, dim=3)[..., :Tk]
 
 
-def together(x: Tensor) -> Tensor:
-    """The sum of x times x shifted, for each shift along all axes: its autocorrelation."""
+def autocorrelation(x: Tensor) -> Tensor:
+    """Of x with itself, for each shift along all axes."""
     sizes = [2 * n for n in x.shape]  # as zeros follow, no shift wraps around
     return torch.fft.irfftn(torch.fft.rfftn(x, sizes).abs().square(), sizes)
 
@@ -107,13 +91,11 @@ def rate(item: Item) -> None:
     """Each entry is dropped at rate p, independent of all others; the rest is divided by 1 - p."""
     p, B, P = item.spec.dropout, item.case.B, weights(item, 0.0)
     there, eps = P != 0, torch.finfo(P.dtype).eps
-    # An entry that is never dropped is off by 6 sigma.
-    n = math.ceil(40 * (1 - p) / p / B) if B > 1 else 1
+    n = math.ceil(40 * (1 - p) / p / B) if B > 1 else 1  # calls: 6 sigma
     got = torch.stack([weights(item, p, seed) for seed in range(n)])
     left = (got != 0) & there
     off, as_before = ((got - want)[left].abs().max() for want in (P / (1 - p), P))
-    text = f"the kept probabilities are not divided by 1 - p {CONTRACT}"
-    require(as_before > 8 * eps, text)
+    require(as_before > 8 * eps, "the kept probabilities are not divided by 1 - p")
     require(off <= 8 * eps / (1 - p), f"what is kept is off by up to {off:.3g}")
     x = (got.eq(0).float() - p) * there  # (n, B, Tq, H, Tk) of mean 0
     variance, total = p * (1 - p), n * int(there.sum())
@@ -122,8 +104,9 @@ def rate(item: Item) -> None:
     uneven = x.mean((0, 1)).abs() > 6 * (variance / (n * B)) ** 0.5
     require(not uneven.any(), "some probabilities are dropped more often than others")
 
-    product, pairs = together(x), together(there.float().expand(x.shape)).clamp(min=0)
-    # Bernstein's inequality: a sum of independent products is past this once in a million tests.
+    product = autocorrelation(x)
+    pairs = autocorrelation(there.float().expand(x.shape)).clamp(min=0)
+    # Bernstein's inequality: independent products are past this once in a million tests.
     tail = math.log(1e6 * product.numel())
     most = max(p, 1 - p) ** 2 * tail / 3
     bound = most + (most**2 + 2 * tail * variance**2 * pairs).sqrt() + 1e-6 * total
@@ -140,7 +123,7 @@ def replay(item: Item) -> None:
     given, spec, p = item.given, item.spec, item.spec.dropout
     kept = weights(item, p, 5) != 0  # (B, Tq, H, Tk)
     require(kept.equal(weights(item, p, 5) != 0), "one seed gives different masks")
-    require(not kept.equal(weights(item, 0.0) != 0), f"dropout is ignored {CONTRACT}")
+    require(not kept.equal(weights(item, 0.0) != 0), "dropout is ignored")
     torch.manual_seed(5)
     got, second = item.run(given, spec), item.run(given, replace(spec, grad=False))
     require(not got.out.equal(second.out), "two calls have the same dropout mask")
@@ -152,11 +135,8 @@ def replay(item: Item) -> None:
         require(off <= allowed, f"{name} with the mask of the forward pass is off by {off:.3g}")
 
 
-# --- empty inputs, gradients of some inputs, repeated calls, surroundings ---
-
-
 def empty(item: Item) -> None:
-    """Without batch, queries or keys, the output and the gradients are zeros, if anything."""
+    """Zeros, if anything."""
     q, k, v, dout, segments, *_ = item.given
     for B, Tq, Tk in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
         ids = segments if segments is None else segments[:B, :Tk]
@@ -168,81 +148,81 @@ def empty(item: Item) -> None:
 
 
 def some_gradients(item: Item) -> None:
-    """Gradients of each input alone, and of all but it; a graph that is kept gives them again."""
+    """Of each input alone, and of all but it, twice from one graph."""
     names = ["q", "k", "v", *["sinks"] * item.spec.sinks]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
         item.compare(item.run(item.given, item.spec, wrt=wrt, times=2))
 
 
 def again(item: Item) -> None:
-    """A second call with other values in the same memory draws no random number and does not change
-    the first result. On the CPU PyTorch does not know of the change (masks.kept)."""
+    """Other values in the same memory: no random number is drawn, and the first result stays. On
+    the CPU PyTorch does not know of the change (masks.kept)."""
 
-    def states() -> list[Tensor]:
+    def random_states() -> list[Tensor]:
         cuda = [torch.cuda.get_rng_state(item.device)] if on_cuda(item) else []
         return [torch.get_rng_state(), *cuda]
 
     spec = item.spec
     given = Inputs(*(t if t is None else t.clone() for t in item.given))  # type: ignore[arg-type]
-    first = item.run(given, spec)
-    before, state = {name: t.clone() for name, t in first.tensors.items()}, states()
+    first = item.run(given, spec).tensors.values()
+    before, states = [t.clone() for t in first], random_states()
     for t in (t for t in given if t is not None):
         (t.data if t.device.type == "cpu" else t).copy_(t.flip(min(1, t.dim() - 1)))
     got = item.run(given, spec)
     matrix.agree(got, proof.plain(given, spec), proof.truth(given, spec), item.dtype)
-    same = all(map(torch.equal, first.tensors.values(), before.values()))
-    require(same, "a second call changed the first result")
-    require(all(map(torch.equal, state, states())), "a random number was drawn")
+    require(all(map(torch.equal, first, before)), "a second call changed the first result")
+    require(all(map(torch.equal, states, random_states())), "a random number was drawn")
 
 
-def surrounded(item: Item, *, context: Callable[[str], AbstractContextManager[object]]) -> None:
-    """Accuracy, in q's dtype, inside a context manager."""
+def autocast(item: Item) -> None:
+    context = torch.autocast(torch.device(item.device).type, torch.bfloat16)
+    accuracy(item, context(item.backend.attend))
 
-    def attend(*args: object, **more: object) -> Tensor:
-        with context(torch.device(item.device).type):
-            return item.backend.attend(*args, **more)
 
-    accuracy(item, attend)
+def inference(item: Item) -> None:
+    accuracy(item, torch.inference_mode()(item.backend.attend))
 
 
 def compiled(item: Item) -> None:
     torch.compiler.reset()
     attend = item.backend.attend
-    traced = torch.compile(
-        lambda *args, **more: attend(*args, **more), dynamic=False,
-        backend="inductor" if on_cuda(item) else "aot_eager", fullgraph=item.backend.fullgraph)
-    accuracy(item, traced)
+    compiler = "inductor" if on_cuda(item) else "aot_eager"
+    accuracy(item, torch.compile(lambda *args, **more: attend(*args, **more), dynamic=False,
+                                 backend=compiler, fullgraph=item.backend.fullgraph))
     torch.compiler.reset()
 
 
 def same_bits(item: Item) -> None:
-    """Five runs give the same bits; on CUDA at a size of many thread blocks."""
+    """On CUDA at a size of many thread blocks."""
     if on_cuda(item):
         item = replace(item, case=replace(item.case, Tq=1024, Tk=1024))
-    was = torch.are_deterministic_algorithms_enabled()
+    was, found = torch.are_deterministic_algorithms_enabled(), list[Result]()
     torch.use_deterministic_algorithms(True)
-    found: list[Result] = []
-    for _ in range(5):
-        torch.manual_seed(0)
-        found.append(item.run(item.given, item.spec))
-    torch.use_deterministic_algorithms(was)
+    try:
+        for _ in range(5):
+            torch.manual_seed(0)
+            found.append(item.run(item.given, item.spec))
+    finally:
+        torch.use_deterministic_algorithms(was)
     for name, first in found[0].tensors.items():
         same = all(first.equal(got.tensors[name]) for got in found)
         require(same, f"{name} differs between runs")
 
 
-# --- caches, partial attention ---
-
-
 def probed(item: Item) -> None:
-    """The probe of attention/proof.py: in chunks, then by tokens; earlier outputs stay."""
+    """In chunks, then by tokens."""
     why = proof.probe(item.backend, item.spec, item.device, item.case.Tk).why
     require(not why, "; ".join(why))
 
 
+def probed_at_length(item: Item) -> None:
+    why = proof.probe_long(item.backend, item.spec, item.device, (1, item.case.Tq, item.case.Tk))
+    require(not why, "; ".join(why))
+
+
 def log_sum_exp(item: Item) -> None:
-    """Whole rows by Backend.partial. Their log-sum-exp (B, H, Tq) joins them to one more key, of
-    score a and value 0: then the truth is that of a sink a."""
+    """The log-sum-exp (B, H, Tq) joins whole rows to one more key, of score a and value 0: then the
+    truth is that of a sink a."""
     kernel = item.backend.partial
     item.compare(run(whole(item.backend), item.given, item.spec))
     joined = replace(item.case, sinks=True, grad=False)
@@ -257,19 +237,13 @@ def log_sum_exp(item: Item) -> None:
     require(masked.equal(L.isneginf()), "L must be -inf in fully masked rows only")
 
 
-# --- the table ---
-
-# How many --quick runs, title, row of the report, test, and texts whose combinations are its cases.
+# How many --quick runs, title, row of the report, test, texts of its cases.
 Row = tuple[Any, ...]
 SIDES = (", window9, packed, both, right5, window9-right5, window9-both, window9-packed,"
          "window9-both-packed, both-packed")
 SOME = ", packed, sinks, both"
-ALL = ", window5, packed, sinks, scale-softcap4, both"
 CACHED = (", window9, both, sinks-scale-softcap4, alibi-window9, window9-right5, window9-both,"
           "alibi-both")
-LSE = f"{SIDES}, scale-softcap4, alibi, alibi-both"
-autocast = partial(surrounded, context=partial(torch.autocast, dtype=torch.bfloat16))
-inference = partial(surrounded, context=lambda device: torch.inference_mode())
 PROPERTIES: list[Row] = [
     (2, "the same bits", "determinism", same_bits, "97-mqa, 97-gqa", ", dropout.25"),
     (4, "causality", "causality", unseen, "33-gqa", SIDES),
@@ -282,11 +256,12 @@ PROPERTIES: list[Row] = [
     (2, "other values in the same memory", "repeated calls", again, "33-gqa", SOME),
     (1, "autocast", "surroundings", autocast, "33-gqa", SOME),
     (1, "inference mode", "surroundings", inference, "33-gqa-inference"),
-    # A mask may repeat in tiles of 128 queries and keys; each entry needs many calls.
+    # A mask may repeat in tiles of 128 queries and keys.
     (2, "dropout rate", "dropout", rate,
      "16-gqa-B8-D16-dropout.25, 300-B1-D128-dropout.5, 20x128-gqa-B8-D128-dropout.5"),
     (6, "the same mask again", "dropout", replay,
-     "9x16-gqa-D16-dropout.25, 16-gqa-B4-D16-dropout.25", ALL),
+     "9x16-gqa-D16-dropout.25, 16-gqa-B4-D16-dropout.25",
+     ", window5, packed, sinks, scale-softcap4, both"),
     (1, "the same mask again", "dropout", replay, "9x150-mqa-B1-D64-dropout.25,"
      "150x190-gqa-B1-D64-dropout.25, 150x190-gqa-B1-D64-dropout.25-window70,"
      "150x190-gqa-B1-D64-dropout.25-window70-packed"),
@@ -300,18 +275,16 @@ PROPERTIES: list[Row] = [
      "64-gqa-inference-page_size16, 300-gqa-inference-page_size256", CACHED),
     (2, "in parts, merged by L", "parts", probed, "50-mqa-lse, 50-gqa-lse",
      ", window9-packed, window9, packed, scale-softcap4, alibi-packed"),
-    (2, "log-sum-exp", "parts", log_sum_exp, "33-mqa-lse, 20x33-mqa-lse", LSE),
-    (2, "log-sum-exp", "parts", log_sum_exp, "40x33-mqa-lse", LSE),
-]
+    *((2, "log-sum-exp", "parts", log_sum_exp, texts, f"{SIDES}, scale-softcap4, alibi, alibi-both")
+      for texts in ("33-mqa-lse, 20x33-mqa-lse", "40x33-mqa-lse"))]
 
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = (),
                quick: bool = False) -> Iterator[Item]:
-    """All (quick: some of each row); the last are those at `length` tokens (0: none) and the limits
-    of `caps`."""
+    """All (quick: some of each row), then those at `length` tokens and at the limits of `caps`."""
     rows = [*PROPERTIES]
     if length:
-        rows.append((4, f"{length:,} tokens", "long sequences", accuracy_at_length,
+        rows.append((4, f"{length:,} tokens", "long sequences", probed_at_length,
                      f"{length}-mqa-D64", ", window100", ", inference"))
     for row in caps:
         size = row.page_multiple

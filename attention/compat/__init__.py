@@ -1,8 +1,5 @@
-"""FlashAttention's API on any device: signatures, layouts, defaults and in-place effects of
-flash-attn 2.8 (Dao-AILab), over the backends of this package (docs/ATTENTION.md).
-
-functions  flash_attn_func and its kin          rotary, bert_padding  as flash-attn's modules
-calls      what is refused, use(), report(), and the kernel of each call"""
+"""flash-attn 2.8's functions on any device (docs/ATTENTION.md): functions.py, and rotary.py and
+bert_padding.py as its modules. calls.py chooses the kernel of each call."""
 
 from __future__ import annotations
 
@@ -15,12 +12,8 @@ from . import bert_padding, functions, rotary
 
 
 def as_flash_attn() -> None:
-    """Let a program's later `import flash_attn` find these functions until the process ends.
-
-    It has the public functions of flash_attn_interface, bert_padding and layers.rotary, and
-    ops.triton.rotary.apply_rotary. All others raise ImportError, as in a build without them; so
-    does this call where flash-attn is installed.
-    """
+    """Let a program's later `import flash_attn` find these functions until the process ends. Raises
+    ImportError: flash-attn is installed."""
     known = sys.modules.get("flash_attn")
     if getattr(known, "flash_attn_func", None) is functions.flash_attn_func:
         return

@@ -19,14 +19,12 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
-def unpad_input(
-    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Remove the padding of hidden_states (B, T, ...). The host waits for the device.
-    attention_mask (B, T), bool or integers, has 1 for tokens and 0 for padding; unused_mask (B, T)
-    has 1 for places that are kept but are no tokens. Other values are a ValueError. Returns the
-    kept rows (total, ...), their indices in (B * T) (total,) int64, cu_seqlens (B + 1,) int32, the
-    longest length, and each sequence's tokens (B,) int32 (new in flash-attn 2.7)."""
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
+                unused_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Remove the padding of hidden_states (B, T, ...); the host waits. attention_mask (B, T), bool
+    or integers, is 1 for tokens; unused_mask (B, T) is 1 for places that are kept but hold no
+    token. Returns the kept rows (total, ...), their indices (total,) int64, cu_seqlens (B + 1,)
+    int32, the longest length, and each sequence's tokens (B,) int32."""
     spare = torch.zeros_like(attention_mask) if unused_mask is None else unused_mask
     kept = attention_mask.int() + spare.int()
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", spare)):
@@ -42,6 +40,6 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen, ...) from the rows (total, ...) of unpad_input(), with zeros as padding."""
+    """(batch, seqlen, ...) from the rows of unpad_input(), with zeros as padding."""
     out = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return out.unflatten(0, (batch, seqlen))

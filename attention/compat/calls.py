@@ -1,7 +1,4 @@
-"""The arguments of flash-attn's functions, the kernel of each call, and what ran since use().
-
-A ValueError comes before anything is written. Values on a GPU are checked only where the host waits
-for them anyway: cu_seqlens, seqused, and cache_seqlens for a log-sum-exp or a cache_leftpad. Rows
+"""The arguments of flash-attn's functions, the kernel of each call, and what ran since use(). Rows
 that see no key give zeros, and a log-sum-exp of -inf, where flash-attn has inf."""
 
 from __future__ import annotations
@@ -10,7 +7,6 @@ import math
 import operator
 from collections import defaultdict, namedtuple
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -19,7 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .. import manual, tiled
 from ..caps import Backend, BackendUnavailable, Refusal, must_be, shape_of
 from ..function import attention, not_compiled
 from ..machine.apart import outside_a_trace
@@ -30,27 +25,19 @@ from ..plan import Key, Plans
 from ..select import select
 from ..spec import DTYPES, NO_LIMIT, Policy, Spec
 
-HINTS = ("max_seqlen_q", "num_splits", "pack_gqa", "scheduler_metadata", "sm_margin")
-REFUSED = {  # and what to do instead
-    "attention_chunk": "pass each chunk as a sequence of flash_attn_varlen_func",
-    "qv": "append it to q, v to k, and zeros to v, along head_dim",
-    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "multiply q, k and v by it"),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k_new"), "flash_attn_varlen_func reads pages too"),
-}
+HINTS = ("max_seqlen_q", "num_splits", "pack_gqa", "scheduler_metadata", "sm_margin")  # not read
+REFUSED = ("attention_chunk", "qv", "q_descale", "k_descale", "v_descale", "cu_seqlens_q",
+           "cu_seqlens_k_new")
 Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
 Layouts = tuple[Tensor | None, str]  # a tensor and the names of its sizes, "B T H D"
-# The fields of a Spec, in its order; a plain tuple, since torch.compile traces how it is made.
+# The fields of a Spec; a plain tuple, since torch.compile traces how it is made.
 Request = namedtuple("Request", "n_head n_kv_head head_dim dtype window dropout segments grad "
                      "cache compiled page_size scale softcap sinks lse right alibi")
-NO_MODE = nullcontext()
 _spec = lru_cache(maxsize=4096)(Spec)
-# [True]: of dropout with the log-sum-exp, which few kernels have.
+# [True]: of dropout with the log-sum-exp
 _plans = {seeded: Plans("auto") for seeded in (False, True)}
-_traced = SimpleNamespace()  # kernels of calls that torch.compile has traced, by the call's repr
+_traced = SimpleNamespace()  # kernels of traced calls, by the call's repr
 _ran: defaultdict[Key, tuple[Any, int]] = defaultdict(lambda: (None, 0))  # choice or error, calls
-
-
-# --- arguments ---
 
 
 def wrong(name: str, expected: str, got: object) -> NoReturn:
@@ -58,8 +45,8 @@ def wrong(name: str, expected: str, got: object) -> NoReturn:
 
 
 def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors: Layouts) -> None:
-    """Raise ValueError unless each tensor that is given has its layout, one of the dtypes, and is
-    `on` this device. `sizes` are those of one call, by the names in its layouts."""
+    """Raise ValueError unless each tensor has its layout, one of the dtypes, and is `on` this
+    device."""
     for name, (t, layout) in tensors.items():
         if t is not None:
             axes, shape = layout.split(), getattr(t, "shape", ())
@@ -68,18 +55,16 @@ def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors:
             must_be(name, t, tuple(want), on, dtypes)
 
 
-def requested(
-    sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, Layouts], dropout: Any,
-    scale: Any, causal: bool, window: Any, softcap: Any, slopes: Tensor | None, lse: bool,
-    others: dict[str, object], deterministic: bool = False,
-) -> Request:
-    """The options that all functions share; a Spec checks their ranges. `tensors`: k, v and others
-    of q's dtype. `others`: HINTS, or REFUSED unless None, False or 0."""
+def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, Layouts],
+              dropout: Any, scale: Any, causal: bool, window: Any, softcap: Any,
+              slopes: Tensor | None, lse: bool, others: dict[str, object],
+              deterministic: bool = False) -> Request:
+    """The options that all functions share. `tensors`: k, v and others of q's dtype."""
     for name, value in others.items():
         if name not in REFUSED and name not in HINTS:
             raise TypeError(f"unexpected keyword argument {name!r}")
         if name in REFUSED and (isinstance(value, Tensor) or value not in (None, False, 0)):
-            raise ValueError(f"{name} is not supported; instead: {REFUSED[name]}")
+            raise ValueError(f"{name} is not supported")
     if deterministic:
         check_deterministic(q)
     dtype = str(q.dtype).removeprefix("torch.")
@@ -110,12 +95,11 @@ def requested(
 
 
 def number(name: str, value: Any) -> float:
-    """A float, also NumPy's or a tensor of one; in a trace a constant, not any float's symbol."""
-    if type(value) is not float:
-        try:
-            value = float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
-            raise TypeError(f"{name} must be a number, got {shape_of(value)}") from None
+    """A float, also of NumPy's or a tensor; in a trace a constant."""
+    try:
+        value = float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
+        raise TypeError(f"{name} must be a number, got {shape_of(value)}") from None
     return math.ldexp(*math.frexp(value)) if torch.compiler.is_compiling() else value
 
 
@@ -136,7 +120,7 @@ def _read(t: Tensor) -> list[int]:
 
 def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
                used: Tensor | None = None) -> tuple[list[int], list[int]]:
-    """The lengths of sequences of `total` tokens, and the first tokens of each that are used."""
+    """The lengths of sequences, and the first tokens of each that are used."""
     ends = _read(cu_seqlens)
     if ends[:1] != [0] or sorted(ends) != ends or total not in (None, ends[-1]):
         wrong(name, f"ascending from 0 to the number of tokens ({total})", ends)
@@ -149,8 +133,8 @@ def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
 
 def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequence[int],
          window: int | None) -> list[tuple[Tensor, int]]:
-    """Of each row of a table its pages from the first one that its queries see, since earlier ones
-    may be absent (-1), and their tokens. Without pages each row of a cache is one."""
+    """Of each row of a table its pages from the first one that its queries see (earlier ones may be
+    absent, -1), and their tokens."""
     n_pages, size = pages.shape[:2]
     columns = -(-max(Tk, default=0) // size)
     if columns > table.shape[1]:
@@ -168,16 +152,13 @@ def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequenc
 
 
 def tokens(pages: Tensor, rows: list[tuple[Tensor, int]], starts: Sequence[int]) -> list[Tensor]:
-    """The tokens (n, Hkv, D) of rows of pages (pages, page_size, Hkv, D), from the first used."""
+    """The tokens (n, Hkv, D) of rows of pages (pages, page_size, Hkv, D)."""
     texts = (pages[used[0]] if len(used) == 1 else pages[used].flatten(0, 1) for used, _ in rows)
     return [text[a:n] for text, (_, n), a in zip(texts, rows, starts)]
 
 
-# --- the kernel ---
-
-
 class Choice(NamedTuple):
-    """The backend of use(). Printed, it is what select() prints for a plain call."""
+    """Prints what select() prints for a plain call."""
 
     backend: str
     policy: Policy
@@ -192,8 +173,7 @@ class Choice(NamedTuple):
 
 
 def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
-    """Choose the backend of all later calls: a name, an alias, "auto", "fastest" or a file, else
-    ValueError. print(use(...)) tries it."""
+    """Choose the backend of all later calls: a name, an alias, "auto", "fastest" or a file."""
     check_name(backend)
     _plans.update({seeded: Plans(backend, policy) for seeded in _plans})
     _ran.clear()
@@ -214,7 +194,6 @@ def report() -> str:
 def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Backend, Spec]:
     """The kernel and the Spec of a call of q (B, Tq, H, D) with Tk keys; `dry`: it may not run."""
     (B, Tq), device = q.shape[:2], str(q.device)
-    # A side that hides nothing is none: more kernels have that.
     if request.cache != "paged" and (request.window or 0) >= Tk:
         request = request._replace(window=None)
     if request.right != 0:
@@ -231,8 +210,6 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
         call = getattr(_traced, _choose_in_trace(device, deterministic, *request))
         return call.chosen.backend, call.spec
     spec = _spec(*request)
-    if shape_only(q):
-        return (tiled if request.lse else manual).BACKEND, spec
     planned = _spec(*request._replace(dropout=0.0)) if seeded else spec
     key = planned.kind, device, deterministic
     if seeded and key not in plans.known:
@@ -252,8 +229,7 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
 
 @outside_a_trace
 def _choose_in_trace(*call: Any) -> str:
-    """The name in _traced of a call's kernel. A trace sees new attributes of an object, but no new
-    keys of a dict that it has read."""
+    """The name in _traced: a trace sees new attributes of an object, but not new keys of a dict."""
     plans = _plans[False]
     plans.choose_in_trace(*call)
     name = "of_" + repr(call).encode().hex()  # without dots
@@ -270,19 +246,18 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
     more = {} if segments is None else {"segments": segments}
     more |= {} if slopes is None else {"alibi_slopes": slopes}
     backend, spec = kernel(q, k.shape[1], request._replace(segments=segments is not None))
-    with getattr(q, "fake_mode", NO_MODE) if shape_only(q) else NO_MODE:
-        if not request.lse:
-            return backend.compute(q, k, v, spec, **more), None
-        if spec.dropout:
-            more["seed"] = torch.randint(2**62, (1,), device=q.device)
-        out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
-        return out, L.float()
+    if not request.lse:
+        return backend.compute(q, k, v, spec, **more), None
+    if spec.dropout:
+        more["seed"] = torch.randint(2**62, (1,), device=q.device)
+    out, L = attention(q, k, v, spec, kernel=backend.partial, **more)
+    return out, L.float()
 
 
 def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request,
           slopes: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-    """out (Tq, H, D) of each text, and its log-sum-exp (H, Tq) if requested. Texts of one length
-    are a batch. NaN in one text reaches no other, as it does through a masked key."""
+    """out (Tq, H, D) and any log-sum-exp (H, Tq) of each text. Texts of one length are a batch: NaN
+    in one reaches no other."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, (q, k) in enumerate(zip(qs, ks)):
         alike.setdefault((len(q), len(k)), []).append(i)
@@ -295,10 +270,6 @@ def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], requ
         for i, row, L_row in zip(group, out, out if L is None else L):
             outs[i], Ls[i] = row, L_row
     return outs, Ls
-
-
-def shape_only(t: Tensor) -> bool:  # meta and fake tensors: no kernel could run
-    return symbolic(t) and not torch.compiler.is_compiling()
 
 
 def returned(out: Tensor, L: Tensor | None, probs: bool = False) -> Returned:

@@ -1,8 +1,7 @@
 """flash_attn_func, flash_attn_varlen_func, their packed forms, and flash_attn_with_kvcache.
 
 Sequences of different lengths are segments of one call, if a CUDA kernel reads each by itself, else
-one call for each length (calls.texts). A cache is a view on CUDA and in pages, else rows. All
-floating dtypes run. Meta and fake tensors give results of the right shape."""
+one call for each length."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from ..caps import INTEGERS
 from ..masks import PagedView, StaticView, kept, symbolic
 from . import calls
-from .calls import Returned, dense, kernel, match, requested, returned, shape_only, texts, wrong
+from .calls import Returned, dense, kernel, match, requested, returned, texts, wrong
 from .rotary import rotate
 
 
@@ -28,14 +27,11 @@ def flash_attn_func(
 ) -> Returned:
     """Attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
-    Args:
-        window_size: (left, right): query i sees the keys i - left + Tk - Tq to i + right + Tk - Tq;
-            -1 is no limit. causal: right is 0.
-        alibi_slopes: (H,) or (B, H) float32: -slope * |i + Tk - Tq - j| is added to a score.
-        deterministic: on CUDA it needs torch.use_deterministic_algorithms(True).
-        return_attn_probs: return (out, softmax_lse, None), the log-sum-exp (B, H, Tq) float32;
-            return_softmax_lse, as FlashAttention-3: (out, softmax_lse).
-    Raises ValueError for arguments that are not supported or contradict one another."""
+    window_size (left, right): query i sees keys i - left + Tk - Tq to i + right + Tk - Tq; -1 is no
+    limit, causal right=0. alibi_slopes: (H,) or (B, H) float32. deterministic: on CUDA it needs
+    torch.use_deterministic_algorithms(True). return_attn_probs: (out, L, None), the log-sum-exp (B,
+    H, Tq) float32; return_softmax_lse, as FlashAttention-3: (out, L). Raises ValueError: arguments
+    are not supported or contradict one another."""
     request = requested(
         {}, q, "B Tq H D", {"k": (k, "B Tk Hkv D"), "v": (v, "B Tk Hkv D")}, dropout_p,
         softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -52,14 +48,12 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
     return_softmax_lse: bool = False, **fa3: object,
 ) -> Returned:
-    """Attention of N sequences, one after the other: out (total_q, H, D), softmax_lse (H, total_q).
+    """Attention of N sequences, one after the other: out (total_q, H, D), L (H, total_q).
 
-    Args:
-        q, k, v: (total_q, H, D) and (total_k, Hkv, D).
-        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: where each begins, and the total. max_seqlen_q
-            and max_seqlen_k are not read.
-        block_table: (N, pages of the longest) int32: pages of k, v (pages, page_size, Hkv, D).
-        seqused_q, seqused_k: (N,) int32: tokens of each that count; other queries get zeros."""
+    q is (total_q, H, D), k and v (total_k, Hkv, D), or with block_table (N, pages of the longest)
+    int32 pages (pages, page_size, Hkv, D). cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 or int64:
+    where each begins, and the total. seqused_q, seqused_k: (N,) int32: tokens of each that count;
+    other queries get zeros."""
     layout = "total_k Hkv D" if block_table is None else "pages page_size Hkv D"
     sizes = {"ends": cu_seqlens_q.shape[0], "B": cu_seqlens_q.shape[0] - 1}
     request = requested(
@@ -71,8 +65,7 @@ def flash_attn_varlen_func(
           seqused_k=(seqused_k, "B"), block_table=(block_table, "B columns"))
     one_call = seqused_q is seqused_k is block_table is None
     one_call &= alibi_slopes is None or alibi_slopes.dim() == 1
-    joined = shape_only(q)
-    joined |= one_call and cu_seqlens_q is cu_seqlens_k and torch.compiler.is_compiling()
+    joined = one_call and cu_seqlens_q is cu_seqlens_k and torch.compiler.is_compiling()
     if not joined:
         total = len(k) if block_table is None else None
         lengths_q, used_q = calls.lengths_of("cu_seqlens_q", cu_seqlens_q, len(q), seqused_q)
@@ -81,9 +74,8 @@ def flash_attn_varlen_func(
             backend, _ = kernel(q[None], len(k), request._replace(segments=True), dry=True)
             joined = "cuda" in backend.varlen
     if joined:
-        segments = None if shape_only(q) else _segments(cu_seqlens_q, q.shape[0])
-        k, v = (t.flatten(0, -3)[None] for t in (k, v))
-        out, L = dense(q[None], k, v, request, alibi_slopes, segments)
+        segments = _segments(cu_seqlens_q, q.shape[0])
+        out, L = dense(q[None], k[None], v[None], request, alibi_slopes, segments)
         return returned(out[0], None if L is None else L[0], return_attn_probs)
     if block_table is None:
         ks, vs = ([text[:n] for text, n in zip(t.split(lengths_k), used_k)] for t in (k, v))
@@ -136,9 +128,8 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) 
 
 
 @_options_of(flash_attn_varlen_func)
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
-) -> Returned:
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any,
+                                     **options: Any) -> Returned:
     """flash_attn_varlen_func() with qkv (total, 3, H, D)."""
     q, k, v = qkv.unbind(-3)
     return flash_attn_varlen_func(
@@ -146,10 +137,9 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 @_options_of(flash_attn_varlen_func)
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, *args: Any, **options: Any,
-) -> Returned:
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor,
+                                    cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+                                    *args: Any, **options: Any) -> Returned:
     """flash_attn_varlen_func() with kv (total_k, 2, Hkv, D)."""
     k, v = kv.unbind(-3)
     return flash_attn_varlen_func(
@@ -170,17 +160,17 @@ def flash_attn_with_kvcache(
     """Attention to a cache, without gradients; k and v are first appended to it, in place.
 
     Args:
-        q: (B, Tq, H, D), aligned with the last keys; if not causal, all queries see those.
+        q: (B, Tq, H, D), aligned with the last keys.
         k_cache, v_cache: (B or more, S, Hkv, D); with block_table (pages, page_size, Hkv, D).
         k, v: (B, T_new, Hkv, D), new tokens.
-        rotary_cos, rotary_sin: (positions, R): token n of q and k is rotated by row cache_seqlens
-            (or rotary_seqlens, (B,)) + n; q by that of n = 0 if neither causal nor windowed.
+        rotary_cos, rotary_sin: (positions, R): row cache_seqlens (or rotary_seqlens (B,)) + n
+            rotates the n-th new key, and query if causal or windowed (else that of n = 0).
         cache_seqlens: tokens of each row before this call, (B,) int32 or one number; None: S.
-        cache_batch_idx: (B,) the cache's row of each row of q. It copies those rows.
-        cache_leftpad: (B,) the first slot of each row that is read; cache_seqlens counts from 0.
+        cache_batch_idx: (B,) the cache's row of each row of q.
+        cache_leftpad: (B,) the first slot that is read; cache_seqlens counts from 0.
         block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
     Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
-    After a ValueError, as in flash_attn_func(), the cache is as it was."""
+    After a ValueError the cache is as it was."""
     table = page_table if block_table is None else block_table
     paged = table is not None
     sizes: dict[str, int] = {}
@@ -196,9 +186,6 @@ def flash_attn_with_kvcache(
     B, Tq, size, n_new = sizes["B"], sizes["Tq"], sizes["S"], sizes.get("T_new", 0)
     if (k is None) != (v is None):
         raise ValueError("k and v, the new tokens, are passed together")
-    if shape_only(q):
-        kv = k_cache.new_empty(B, size, *k_cache.shape[2:])
-        return returned(*dense(q, kv, kv, request, alibi_slopes))
     if paged and (cache_seqlens is None or not cache_batch_idx is cache_leftpad is None):
         raise ValueError("block_table needs cache_seqlens, not cache_batch_idx or cache_leftpad")
     if table is None:  # each row of the cache is a page
@@ -209,7 +196,6 @@ def flash_attn_with_kvcache(
         chosen = calls.on_host(rows) if n_new and cache_batch_idx is not None else None
         if chosen and len(set(chosen)) < B:
             wrong("cache_batch_idx", "of different rows, where k and v are written", chosen)
-    # Values on the host, which waits for a device only if it must.
     wait = request.lse or cache_leftpad is not None
     before = size if cache_seqlens is None else cache_seqlens
     lengths: Any = [before] * B if seqlens is None else calls.on_host(seqlens, wait)
@@ -250,7 +236,7 @@ def flash_attn_with_kvcache(
         copies = backend.name == "paged" and (Tq > 1 or not q.is_cuda)  # rows of the table
         if copies and not (ends or symbolic(q) or torch.cuda.is_current_stream_capturing()):
             ends = total.tolist()
-    # As wide as the longest text may be, with -1 for an absent page.
+    # -1 is an absent page.
     table = (table[:, : max(1, -(-max(ends) // size))] if ends else table).clamp(min=0)
     if k is not None and v is not None:
         at = slot[:, :n_new]
@@ -273,7 +259,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache = k_cache[these], v_cache[these]
     slopes = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
     out = backend.compute(q, k_cache, v_cache, spec, cache=view, **slopes)
-    # Queries before every key; of these `right` lets the last ones see some.
+    # Queries before every key.
     ahead = Tq if request.right is None else request.right
     blind = start[:, None] + torch.arange(Tq, device=q.device) + ahead < 0
     return out.masked_fill((blind | (total == 0)[:, None])[..., None, None], 0)

@@ -1,11 +1,9 @@
 """flash_attn.layers.rotary and ops.triton.rotary: rotary position embeddings (Su et al. 2021, arXiv
 2104.09864).
 
-Pair n of a head, (x_a, x_b), becomes (x_a cos - x_b sin, x_a sin + x_b cos) with row t, column n of
-cos and sin, for the token at position t: a and b are n and n + R, or interleaved 2 n and 2 n + 1.
+    (x_a, x_b) -> (x_a cos - x_b sin, x_a sin + x_b cos)    a, b = n, n + R, or 2 n, 2 n + 1
 
-In place is past autograd, as in flash-attn: also a leaf, and a part of a split tensor. The gradient
-goes through the returned tensor alone."""
+In place is past autograd, as in flash-attn: the gradient goes through the returned tensor alone."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from .calls import lengths_of, match, wrong
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
     """x (..., T, H, D), its first 2 R dimensions rotated by the rows `at` (T,) or (..., T) of cos
-    and sin (n, R). Computes in float32 or better; the result has x's dtype."""
+    and sin (n, R), in float32 or better."""
     sizes: dict[str, int] = {}
     match(sizes, x.device, DTYPES, rotary_cos=(cos, "n R"), rotary_sin=(sin, "n R"))
     n, R = sizes.values()
@@ -60,27 +58,22 @@ def in_place(x: Tensor, new: Tensor) -> Tensor:
     return new if new.requires_grad else x
 
 
-def apply_rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, interleaved: bool = False,
-    inplace: bool = False, conjugate: bool = False,
-) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0,
+                 cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+                 interleaved: bool = False, inplace: bool = False,
+                 conjugate: bool = False) -> Tensor:
     """apply_rotary_emb(); conjugate: backwards."""
     at = positions(x, seqlen_offsets, cu_seqlens)
     new = rotate(x, cos, -sin if conjugate else sin, at, interleaved)
     return in_place(x, new) if inplace else new
 
 
-def apply_rotary_emb(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> Tensor:
-    """x (B, T, H, D), or with cu_seqlens (B + 1,) int32 (total, H, D), rotated.
-
-    cos, sin: (positions, R), R at most D / 2; what is beyond 2 R dimensions stays. inplace: write
-    to x too. seqlen_offsets: each sequence's first position, one number or (B,) integers.
-    max_seqlen is not read."""
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
+                     inplace: bool = False, seqlen_offsets: int | Tensor = 0,
+                     cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+    """x (B, T, H, D), or with cu_seqlens (B + 1,) int32 (total, H, D), rotated. cos, sin:
+    (positions, R), R at most D / 2. seqlen_offsets: first positions, one number or (B,). max_seqlen
+    is not read."""
     return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
 
 
@@ -110,10 +103,8 @@ def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotation of q and k by tables that grow with the sequences.
-
-    dim: 2 R. scale_base: xPos (Sun et al. 2022, arXiv 2212.10554), 512 is usual. pos_idx_in_fp32:
-    an option of older releases, not read: positions are float32."""
+    """dim: 2 R. scale_base: xPos (Sun et al. 2022, arXiv 2212.10554). pos_idx_in_fp32 is not
+    read."""
 
     inv_freq: Tensor
 
@@ -163,12 +154,11 @@ class RotaryEmbedding(torch.nn.Module):
         self._cos_k_cached = (angles.cos() / scale).to(dtype)
         self._sin_k_cached = (angles.sin() / scale).to(dtype)
 
-    def forward(
-        self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
-        max_seqlen: int | None = None, num_heads_q: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotate in place and return qkv, of apply_rotary_emb_qkv_(), or q (B, T, H, D) and kv (B,
-        T, 2, Hkv, D). seqlen_offset: one number, or (B,) with max_seqlen, the tables' length."""
+    def forward(self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
+                max_seqlen: int | None = None,
+                num_heads_q: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotate in place and return qkv, or q (B, T, H, D) and kv (B, T, 2, Hkv, D). max_seqlen:
+        the tables' length for seqlen_offset (B,)."""
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         elif not isinstance(seqlen_offset, Tensor):

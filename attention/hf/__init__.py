@@ -1,8 +1,7 @@
 """Every backend here as an attention implementation of `transformers` (docs/HF.md).
 
-transformers calls `_mask` once a forward pass for each kind of layer, which proves what SDPA's mask
-is (mask.py), and `_attend` in each layer, which runs a kernel. Models that compute their attention
-themselves fail when they are built, at their first mask, or in `report()`."""
+transformers calls `_mask` once a forward pass for each kind of layer, which proves what its mask is
+(mask.py), and `_attend` in each layer."""
 
 from __future__ import annotations
 
@@ -29,21 +28,19 @@ from ..spec import Policy, Spec
 from .mask import Mask, Proof, prove
 
 PREFIX = "nanoattn:"
-# transformers takes a name with one of these words for its own SDPA or flash-attn.
+# transformers takes names with these words for its own.
 RESERVED = ("sdpa", "flash", "flex_attention", "eager")
-# Arguments that do not change attention.
+# They do not change attention.
 IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
            "output_router_logits", "num_items_in_batch", "deterministic"}
 
-
-def implementation(name: str) -> str:
-    """The attn_implementation of a name: "triton" is "nanoattn:triton", "sdpa" "nanoattn:SDPA"."""
-    name = name if name in RULES else get(name).name
-    return PREFIX + (name.upper() if any(word in name for word in RESERVED) else name)
-
-
 _made: dict[str, str] = {}  # registered name -> attn_implementation
 _policy = Policy()  # of the last register()
+
+
+def implementation(name: str) -> str:
+    name = name if name in RULES else get(name).name
+    return PREFIX + (name.upper() if any(word in name for word in RESERVED) else name)
 
 
 def names() -> dict[str, str]:
@@ -52,13 +49,9 @@ def names() -> dict[str, str]:
 
 
 def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
-    """Make every backend and rule an attention implementation; again to replace the policy.
-
-    Args:
-        extra: further names for attention.get(). A kernel file is run here.
-        policy: Policy(fallback=False) makes a refusal an error instead of a warning.
-    Raises ImportError: transformers is missing or older than 4.53; ValueError: two names would give
-    one attn_implementation."""
+    """Make every backend and rule an attention implementation, and the `extra` names for
+    attention.get(), whose files are run here; again to replace the policy. Raises ImportError:
+    transformers is older than 4.53; ValueError: two names give one attn_implementation."""
     global _policy
     _policy, known = policy, [*RULES, *BACKENDS, *extra, *_made]
     _made.clear()
@@ -76,16 +69,14 @@ def _add(name: str) -> str:
     if name not in RULES and any(get(other) is not get(name) for other in alike):
         raise ValueError(f"{name!r} would be {key!r}, the name of another backend")
     _made[name] = key
-    # Both read tensors on the host, so each call is a graph break in a compiled model.
-    untraced = torch.compiler.disable
+    untraced = torch.compiler.disable  # both read tensors on the host
     AttentionInterface.register(key, untraced(partial(_attend, Plans(name, _policy))))
     AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
     return key
 
 
 def _ours(requested: str) -> str:
-    """The attn_implementation that a name in any case means. Other people's code runs here. Raises
-    ValueError: unknown name after "nanoattn:"; lists the accepted ones."""
+    """The attn_implementation that a name in any case means, else ValueError."""
     known = {key.lower(): key for key in _made.values()}
     if found := known.get(requested.lower()):
         return found
@@ -100,9 +91,8 @@ def _ours(requested: str) -> str:
 
 @cache
 def _find_when_named() -> None:
-    """Make transformers 5, which checks names in get_correct_attn_implementation(), take ours in
-    any case, and other people's ("nanoattn:file.py") on request. Older releases have no place that
-    sees the name in time. A downloaded config.json can name an attention, too: it runs no code."""
+    """Make transformers 5 take our names in any case, and other people's ("nanoattn:file.py"), but
+    not from a config.json that was read."""
     from transformers import PretrainedConfig, PreTrainedModel
 
     model: Any = PreTrainedModel
@@ -128,7 +118,6 @@ def _find_when_named() -> None:
 
 
 def _drop_code(config: dict[str, Any]) -> None:
-    """Remove other people's kernels from a config that was read, and from its parts."""
     for key, value in [*config.items()]:
         if key.endswith("attn_implementation"):
             words = value.values() if isinstance(value, dict) else [value]
@@ -141,15 +130,12 @@ def _drop_code(config: dict[str, Any]) -> None:
             _drop_code(value)
 
 
-# --- the mask ---
-
-
 def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Mask:
-    """transformers' mask for SDPA, proved. No mask is built if it is causal, or hides nothing."""
+    """transformers' mask for SDPA, proved. It builds none that is causal, or hides nothing."""
     B, Tk, window = options["batch_size"], options["kv_length"], options.get("local_size")
     Tq = options["q_length"] if "q_length" in options else len(options["cache_position"])
     causal = "allow_is_bidirectional_skip" not in options
-    # With one query, no mask would mean all keys, including the free places of a static cache.
+    # With one query, no mask would mean all keys, also a static cache's free places.
     skip = options.pop("allow_is_causal_skip", True) and Tq > 1
     seen = sdpa_mask(**options, allow_is_causal_skip=skip)
     proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
@@ -162,11 +148,10 @@ def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) ->
     return Mask.of(proof, name, (B, 1, Tq, Tk))
 
 
-def _tokens(
-    Tq: int, *, attention_mask: Tensor | None = None, cache_position: Tensor | None = None,
-    q_offset: int | Tensor = 0, kv_offset: int = 0, kv_length: int = 0, **_: object,
-) -> Tensor | None:
-    """Bool (B, Tq), True for tokens and False for padding, from the caller's 2-D mask."""
+def _tokens(Tq: int, *, attention_mask: Tensor | None = None, cache_position: Tensor | None = None,
+            q_offset: int | Tensor = 0, kv_offset: int = 0, kv_length: int = 0,
+            **_: object) -> Tensor | None:
+    """Bool (B, Tq), False for padding."""
     if attention_mask is None:
         return None
     if cache_position is None:  # transformers 5
@@ -183,16 +168,17 @@ def _proved(mask: Tensor, window: int | None, Tq: int) -> Proof:
 
 def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
            Tq: int, Tk: int) -> Proof:
-    """Proof of a layer's mask: from _mask(), or made here and cached with the mask."""
+    """Of a layer's mask, from _mask() or a caller's 4-D mask."""
     if mask is None:
-        # Eager attention without a mask sees all keys: the layer must declare what it means.
         if is_causal is None or (is_causal and Tq != Tk):
             raise ValueError(f"{Tq} queries and {Tk} keys without a mask, is_causal={is_causal}")
         proof = Proof(Tq, Tk, right=0 if is_causal else None)
-    elif isinstance(mask, Mask) and not hasattr(mask, "proof"):
+    elif not isinstance(mask, Mask):
+        proof = _proved(mask, window, Tq)
+    elif hasattr(mask, "proof"):
+        proof = mask.proof
+    else:
         raise ValueError("the model changed the mask")
-    else:  # of a plain tensor: a 4-D mask of the caller's
-        proof = mask.proof if isinstance(mask, Mask) else _proved(mask, window, Tq)
     if proof.queries != Tq or proof.end > Tk or (mask is not None and mask.shape[-1] < Tk):
         raise ValueError(f"the mask does not fit {Tq} queries and {Tk} keys")
     if proof.right == 0 and window and proof.effective(window) != proof.effective(proof.window):
@@ -201,8 +187,7 @@ def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
 
 
 def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> None:
-    """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts. Once
-    for each mask of _mask(): it synchronizes with the device."""
+    """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts."""
     if symbolic(position_ids) or (isinstance(mask, Mask) and mask.checked is position_ids):
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
@@ -215,31 +200,27 @@ def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> N
         mask.checked = position_ids
 
 
-# --- the call of a layer ---
-
-# The calls of each layer: by Spec, requested name and kernel, how many.
+# of each layer, by Spec, requested name and kernel: how many
 _Calls = dict[tuple[object, ...], tuple[Spec, Resolution, int]]
 _calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
 
-def _attend(
-    plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-    is_causal: bool | None = None, output_attentions: bool | None = None,
-    position_ids: Tensor | None = None, **others: object,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer, as AttentionInterface calls it: query (B, H, Tq, D), key and value
-    (B, Hkv, Tk, D), s_aux (H,) give (B, Tq, H, D), and with output_attentions the weights
-    (B, H, Tq, Tk) without dropout. is_causal is used without a mask, and overrides the module's.
-    Raises BackendUnavailable: an argument is not supported; ValueError: tensors do not fit."""
+def _attend(plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+            attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+            sliding_window: int | None = None, softcap: float | None = None,
+            s_aux: Tensor | None = None, is_causal: bool | None = None,
+            output_attentions: bool | None = None, position_ids: Tensor | None = None,
+            **others: object) -> tuple[Tensor, Tensor | None]:
+    """As AttentionInterface calls it: query (B, H, Tq, D), key and value (B, Hkv, Tk, D), s_aux
+    (H,) give (B, Tq, H, D), and with output_attentions the weights (B, H, Tq, Tk). Raises
+    BackendUnavailable: an argument is not supported."""
     (B, H, Tq, D), (_, Hkv, Tk, _) = query.shape, key.shape
     try:
         if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
             raise ValueError(f"unknown argument {', '.join(unknown)}")
         if others.get("deterministic"):
             check_deterministic(query)
-        # GPT-2 up to transformers 4.57: only its eager function reads this.
+        # GPT-2 up to transformers 4.57
         if scaling is None and getattr(module, "scale_attn_by_inverse_layer_idx", False):
             raise ValueError("the layer does not pass its scale (scale_attn_by_inverse_layer_idx)")
         if half := autocast_dtype(query.device.type):  # as for SDPA
@@ -258,8 +239,7 @@ def _attend(
             segments=proof.segments is not None, grad=grad,
             cache="none" if grad or Tq == proof.end or right != 0 else "dynamic",
             scale=None if scaling is None else float(scaling), softcap=softcap,
-            sinks=s_aux is not None, right=right,
-        )
+            sinks=s_aux is not None, right=right)
     except ValueError as e:
         who = f"{implementation(plans.name)} refuses {type(module).__name__}"
         raise BackendUnavailable(f"{who}: {e}") from None
@@ -274,8 +254,7 @@ def _attend(
         options["segments"] = proof.segments.to(query.device).expand(B, -1)
     if output_attentions:
         warn(f"output_attentions=True stores {Tq} x {Tk} attention weights a head", stacklevel=2)
-    # Views: a static cache is longer than its contents.
-    runs = proof.runs or (([], slice(0, proof.end)),)
+    runs = proof.runs or (([], slice(0, proof.end)),)  # a static cache is longer than its contents
     outs, Ps = [], []
     for rows, J in runs:
         tensors = (t.transpose(1, 2) for t in (query, key[:, :, J], value[:, :, J]))
@@ -290,35 +269,28 @@ def _attend(
     return outs[0].contiguous(), Ps[0] if Ps else None
 
 
-# --- the report ---
-
-
 class Layer(NamedTuple):
-    """An attention layer and the kernels that ran in it."""
-
     name: str  # "model.layers.0.self_attn"
-    ran: tuple[tuple[Spec, Resolution, int], ...]  # and the number of calls
+    ran: tuple[tuple[Spec, Resolution, int], ...]  # and how often
 
     def lines(self) -> tuple[str, ...]:
-        """A text for each kind of call."""
         found = []
-        for spec, chosen, calls in self.ran:
+        for spec, chosen, n in self.ran:
             kernels = ", ".join(chosen.kernels) or "plain operators"
             lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
-            options, _, _ = str(spec).rpartition(", ")  # the last word is training or inference
-            found.append(f"{chosen.backend.name} (kernel: {kernels}), {calls} "
-                         f"call{'s' * (calls > 1)}, {options}, "
-                         f"gradients {'on' if spec.grad else 'off'}{lost}")
+            options, _, _ = str(spec).rpartition(", ")  # less training or inference
+            found.append(f"{chosen.backend.name} (kernel: {kernels}), {n} call{'s' * (n > 1)}, "
+                         f"{options}, gradients {'on' if spec.grad else 'off'}{lost}")
         return tuple(found) or ("NOT CALLED",)
 
 
 class Report(tuple[Layer, ...]):
-    """The attention layers of a model; equal ones are printed once."""
+    """Equal layers are printed once."""
 
     def __str__(self) -> str:
         number = re.compile(r"(?<=\.)\d+(?=\.|$)")
         alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-        for layer in self:  # "model.layers.*.self_attn" for each number
+        for layer in self:
             alike.setdefault((number.sub("*", layer.name), layer.lines()), []).append(layer.name)
         found = []
         for (pattern, lines), names in alike.items():
@@ -329,14 +301,14 @@ class Report(tuple[Layer, ...]):
 
 
 def report(model: torch.nn.Module) -> Report:
-    """The kernel that each attention layer ran, with the names that the profiler saw. Raises
-    RuntimeError if none ran: the model was not called, or ignores its implementation."""
+    """The kernel that each attention layer ran, as the profiler named it. Raises RuntimeError if
+    none ran: the model was not called, or computes its attention itself."""
     modules = {n: m for n, m in model.named_modules()
                if m in _calls or "Attention" in type(m).__name__}
     inner = [n for n in modules if not any(other.startswith(f"{n}.") for other in modules)]
     layers = [Layer(n, tuple(_calls.get(modules[n], {}).values())) for n in inner]
     if not any(layer.ran for layer in layers):
-        none = f"none of the {len(layers)} attention layers of {type(model).__name__}"
-        raise RuntimeError(f"{none} has run through nanoattn: call the model first, or it computes "
-                           "its attention itself")
+        raise RuntimeError(f"none of the {len(layers)} attention layers of {type(model).__name__} "
+                           "has run through nanoattn: call the model first, or it computes its "
+                           "attention itself")
     return Report(layers)

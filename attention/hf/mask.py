@@ -1,7 +1,5 @@
-"""Convert a mask of `transformers` to a window, `right` and segments.
-
-transformers passes a mask (B, 1, Tq, Tk). It is decomposed, rebuilt by
-:func:`visible <attention.spec.visible>`, and compared in every entry. Any other mask is refused."""
+"""A mask (B, 1, Tq, Tk) of `transformers` as a window, `right` and segments. It is rebuilt by
+visible() and compared in every entry; any other mask is refused."""
 
 from __future__ import annotations
 
@@ -19,26 +17,26 @@ from ..masks import mask as visible_mask
 
 @dataclass(frozen=True)
 class Proof:
-    """A mask as window, `right` (bottom-right, over the first `end` keys) and segments. Keys from
-    `end` on, the free places of a static cache, are visible to no query."""
+    """A mask as window, `right` and segments over the first `end` keys; later ones, the free places
+    of a static cache, are visible to no query."""
 
     queries: int
     end: int
     window: int | None = None
-    segments: Tensor | None = None  # (B, end) int32, padding included; None: the sides are enough
-    texts: Tensor | None = None  # (B, end) int32, 0 for padding; None: all keys are one text
+    segments: Tensor | None = None  # (B, end) int32, padding included
+    texts: Tensor | None = None  # (B, end) int32, 0 for padding; None: one text
     right: int | None = 0
-    # Rows of the batch, and the keys that all their queries see; empty: all see the same.
+    # rows of the batch, and the keys that all their queries see
     runs: tuple[tuple[list[int], slice], ...] = ()
 
     def effective(self, window: int | None) -> int | None:
-        """Return the window, or None if it masks nothing."""
+        """None if the window masks nothing."""
         return window if window is not None and window < self.end else None
 
 
 class Mask(Tensor):
-    """A proved mask: shape (B, 1, Tq, Tk), with a Proof in place of entries. Computing with it
-    raises: such a model does not call its attention implementation."""
+    """A proved mask (B, 1, Tq, Tk) without entries. Computing with it raises: such a model does not
+    call its attention implementation."""
 
     proof: Proof
     implementation = "nanoattn"  # attn_implementation
@@ -51,12 +49,11 @@ class Mask(Tensor):
         return mask
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., object], types: object, args: Sequence[Any] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(cls, func: Callable[..., object], types: object,
+                           args: Sequence[Any] = (),
+                           kwargs: dict[str, object] | None = None) -> object:
         called, operands = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
-        # Writes (fill_, __setitem__, __ior__, but not __invert__) would not be in the proof.
+        # Writes: fill_, __setitem__, __ior__, but not __invert__.
         writes = called == "__setitem__" or (called.startswith("__i") and len(operands) > 1)
         writes |= called.endswith("_") and not called.endswith("__")
         if writes or any(isinstance(x, Tensor) and not isinstance(x, Mask) for x in operands):
@@ -64,7 +61,7 @@ class Mask(Tensor):
             text = f"it computes with the mask itself ({called or func})"
             raise BackendUnavailable(f"this model does not call {name!r}: {text}")
         out = super().__torch_function__(func, types, args, kwargs)
-        # Copies, as generate() and hooks make, keep their proof; other results have none.
+        # Copies, as generate() makes, keep their proof.
         if isinstance(out, Mask) and called in ("to", "detach", "contiguous", "clone"):
             segments = args[0].proof.segments
             segments = None if segments is None else segments.to(out.device)
@@ -73,19 +70,14 @@ class Mask(Tensor):
         return out
 
 
-def prove(
-    mask: Tensor, window: int | None = None, real: Tensor | None = None, causal: bool = True
-) -> Proof:
-    """Decompose a mask: causal with a window and segments; or each query of a row sees the same run
-    of keys, as in cross-attention to padded texts; or a window to both sides, and segments. Except
-    in the second form, rows of padding are not compared. Synchronizes with the device.
+def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None,
+          causal: bool = True) -> Proof:
+    """Decompose a mask: causal with a window and segments; each query of a row sees the same run of
+    keys; or a window to both sides, and segments. Else ValueError, with the entry. The host waits.
 
-    Args:
-        mask: (B or 1, 1, Tq, Tk): True or 0.0 where visible, else False or the minimum.
-        window: declared by a causal layer; None: taken from the mask.
-        real: (B, Tq) bool, True for tokens; None: rows with any visible key.
-        causal: the model's request; False: the queries may not be the keys' tokens.
-    Raises ValueError: the mask is not of these forms; names the entry."""
+    mask: (B or 1, 1, Tq, Tk), True or 0.0 where visible, else False or the minimum. window:
+    declared by a causal layer; None: taken from the mask. real: (B, Tq) bool, True for tokens,
+    whose rows are compared; None: rows with any visible key. causal: the model's request."""
     seen = _entries(mask)  # (B, Tq, Tk)
     tokens = seen.any(-1) if real is None else real
     why = ValueError("not causal, and not a window to both sides or one run of keys in each row")
@@ -123,7 +115,7 @@ def _same_keys(seen: Tensor) -> Proof | None:
 
 def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof:
     """The proof of a mask that is causal, or of a window to both sides for as many queries as keys,
-    perhaps with segments. Compares the rows of `real` tokens, (B, Tq)."""
+    perhaps with segments."""
     Tq, Tk = seen.shape[1:]
     if Tq != Tk and not causal:
         raise ValueError(f"not causal, with {Tq} queries and {Tk} keys")
@@ -131,7 +123,7 @@ def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof
     sees = real & seen.any(-1)
     first = seen.to(torch.uint8).argmax(-1)
     last = Tk - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
-    # Query i is at the position of key i + offset: causal, that is the last key that it sees.
+    # Causal, query i sees keys to its own position, i + offset.
     ahead = torch.where(sees, last, -1) - i
     offset = max(0, int(ahead.amax())) if causal else 0
     end, right = offset + Tq, 0 if causal else max(0, int(ahead.amax()))
@@ -140,7 +132,7 @@ def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof
         raise ValueError(f"not causal: query {n} of {Tq} sees key {n + offset} of {Tk}")
 
     seen = seen[:, :, :end]
-    # Neighbors are of one text if one of them sees the other, and of one padding.
+    # Neighbors are of one text if one sees the other, or both are padding.
     sees_last = seen.diagonal(offset - 1, 1, 2)
     joined = F.pad(sees_last, (Tq - sees_last.shape[1], 0))[:, 1:]  # position 0 has no neighbor
     if not causal:
@@ -152,7 +144,7 @@ def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof
     ids = torch.cat([earlier, ids], dim=1)  # (B, end)
 
     windows = [window]
-    if window is None:  # the most keys up to its own that a token sees, by a window or a segment
+    if window is None:  # the most keys up to its own that a token sees
         windows.append(1 + max(0, int(torch.where(sees, i + offset - first, 0).amax())))
     for proof in (Proof(Tq, end, w, ids_, texts, right) for w in windows for ids_ in (None, ids)):
         rebuilt = visible_mask(Tq, end, proof.window, proof.segments, seen.device, right=right)
@@ -168,7 +160,7 @@ def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof
 
 
 def _entries(mask: Tensor) -> Tensor:
-    """Return a mask (B, 1, Tq, Tk) as bool (B, Tq, Tk)."""
+    """As bool (B, Tq, Tk)."""
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise ValueError(f"shape {tuple(mask.shape)}, expected (batch, 1, queries, keys)")
     if mask.dtype == torch.bool:

@@ -1,7 +1,5 @@
-"""Run a function apart from whatever surrounds its caller.
-
-PyTorch keeps its modes per thread (autocast, saved-tensor hooks, dispatch modes, the default
-device, inference mode, tracers, profilers). A new thread begins without any of them."""
+"""Run a function in a thread of its own, without the modes of the caller's: autocast, hooks,
+tracers."""
 
 from __future__ import annotations
 
@@ -19,13 +17,12 @@ F = TypeVar("F", bound=Callable[..., object])
 
 _inside = threading.local()
 _lock = threading.Lock()  # one choice at a time
-PATIENCE = 600  # seconds: a kernel that waits for this thread must not wait for ever
+PATIENCE = 600  # seconds
 
 
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
-    """Return function() from a new thread. Others wait; Ctrl-C lets them go on.
-    Raises RuntimeError: a CUDA graph is being captured, which would break, or another choice does
-    not end: its kernel may wait for this thread."""
+    """Return function() from a new thread; others wait. Raises RuntimeError: a CUDA graph is being
+    captured, or another choice does not end."""
     import torch
 
     if getattr(_inside, "now", False):  # a kernel that calls attention, too
@@ -33,9 +30,7 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     on = torch.device(device)
     if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "no kernel was chosen before this CUDA graph is captured: call model.plan(), or "
-            "the function once with these shapes, before the capture"
-        )
+            "no kernel was chosen for this CUDA graph: call model.plan() or the function before")
     result: Future[T] = Future()
 
     def run() -> None:
@@ -46,7 +41,7 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
         except BaseException as e:
             result.set_exception(e)
 
-    # A kernel that is tried may call attention in autograd's thread, which must not wait for it.
+    # A kernel that is tried may call attention in autograd's thread, which must not wait.
     in_backward = torch._C._current_graph_task_id() != -1
     lock = threading.Lock() if in_backward else _lock
     if not lock.acquire(timeout=PATIENCE):
@@ -59,7 +54,7 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
 
 
 def outside_a_trace(function: F) -> F:
-    """Let torch.compile call a function of constants while it traces, instead of tracing it.
-    As torch.compiler.assume_constant_result, without its import of torch._dynamo (1 s)."""
+    """Let torch.compile call a function of constants while it traces: assume_constant_result
+    without the import of torch._dynamo (1 s)."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

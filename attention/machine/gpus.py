@@ -1,5 +1,5 @@
-"""GPUs by name, and their compute capabilities, from developer.nvidia.com/cuda-gpus and
-/cuda-legacy-gpus. Their rates are in core/gpus.py."""
+"""GPUs by name, and their compute capabilities (developer.nvidia.com/cuda-gpus, cuda-legacy-gpus);
+rates: core/gpus.py."""
 
 from __future__ import annotations
 
@@ -34,25 +34,22 @@ CAPABILITIES: dict[tuple[int, int], str] = {  # -> torch.cuda.get_device_name(),
     (11, 0): "Jetson Thor",
     (12, 0): "GeForce RTX 5090, RTX PRO 6000 Blackwell, GeForce RTX 5080, GeForce RTX 5070, "
             "GeForce RTX 5060",
-    (12, 1): "GB10",
-}
+    (12, 1): "GB10"}
 KNOWN = [
     *(Machine("cuda", name if name.startswith(("Tesla", "Quadro")) else f"NVIDIA {name}", at)
       for at, text in CAPABILITIES.items() for name in text.split(", ")),
     *(Machine("mps", f"Apple {chip}") for chip in ("M1", "M2", "M3", "M4", "M5", "mps")),
-    Machine("cpu", "cpu"),
-]
+    Machine("cpu", "cpu")]
 MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not distinctive
 
 
 def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
-    """Return a known machine by its name or a distinctive part of it: "titan rtx", "4090", "cpu".
-    It has that version of `torch` and packages of these import names. Raises ValueError: unknown,
-    or several machines match; lists the nearest."""
+    """A known machine by its name or a distinctive part of it ("titan rtx", "4090", "cpu"), with
+    packages of these import names. Raises ValueError: none or several match."""
     given = words(text)
     fit = [m for m in KNOWN if words(m.name) - MAKERS <= given]
-    n_words = max((len(words(m.name)) for m in fit), default=0)
-    fit = [m for m in fit if len(words(m.name)) == n_words]
+    longest = max((len(words(m.name)) for m in fit), default=0)
+    fit = [m for m in fit if len(words(m.name)) == longest]
     fit = fit or [m for m in KNOWN if given and given <= words(m.name)]
     if not fit:
         near = nearest(text, [m.name for m in KNOWN])

@@ -1,4 +1,4 @@
-"""Processor, installed packages, cache folder, profiler. torch is imported inside the functions."""
+"""Processor, packages, autocast, profiler. torch is imported inside the functions."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-# Errors after which a CUDA context is lost, as PyTorch, Triton and CUTLASS print them (CUDA
-# Runtime API, cudaError: "the process must be terminated and relaunched").
-LOST = re.compile(
-    "CUDA.*(illegal memory access|illegal address|device-side assert|misaligned address|illegal "
-    "instruction|invalid program counter|unspecified launch failure|hardware stack error|"
-    "ILLEGAL_ADDRESS|MISALIGNED_ADDRESS|LAUNCH_FAILED|ECC error)", re.I | re.S
-)
-UNKNOWN_VERSION = "unknown version"  # for a package that imports but has no version
-
 if TYPE_CHECKING:
     import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+KERNEL_ERRORS = (Exception, SystemExit)  # not Ctrl-C
+# After these a CUDA context is lost.
+LOST = re.compile(
+    "CUDA.*(illegal memory access|illegal address|device-side assert|misaligned address|illegal "
+    "instruction|invalid program counter|unspecified launch failure|hardware stack error|"
+    "ILLEGAL_ADDRESS|MISALIGNED_ADDRESS|LAUNCH_FAILED|ECC error)", re.I | re.S)
+UNKNOWN_VERSION = "unknown version"
 
 
 def cpu_name() -> str | None:
-    """Return the processor's name as Linux reports it, None on other systems."""
+    """On Linux, else None."""
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -41,7 +39,7 @@ def cpu_name() -> str | None:
 
 
 def bfloat16_units() -> str:
-    """This processor's units for bfloat16 products, "AMX" or "AVX512_BF16"; "" if it has none."""
+    """Units for bfloat16 products: "AMX", "AVX512_BF16" or ""."""
     import torch
 
     has = torch.cpu.get_capabilities()
@@ -49,80 +47,50 @@ def bfloat16_units() -> str:
 
 
 def devices() -> list[str]:
-    """The devices of this machine by PyTorch's names: cpu, cuda, cuda:0, mps."""
+    """As PyTorch names them: cpu, cuda, cuda:0, mps."""
     import torch
 
     numbered = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     mps = ["mps"] if torch.backends.mps.is_available() else []
-    return ["cpu", *(["cuda"] if numbered else []), *numbered, *mps]
+    return ["cpu", *["cuda"] * bool(numbered), *numbered, *mps]
 
 
 @cache
 def import_version(package: str) -> str | None:
-    """Import a package; return its version, its import error, or None if it is missing."""
-    top = package.partition(".")[0]
+    """An import's version or error, or None if the package is missing."""
+    def versions() -> dict[str, str]:
+        names = metadata.packages_distributions().get(package.partition(".")[0], ())
+        return {name: metadata.version(name) for name in names}
+
     try:
         found = importlib.util.find_spec(package)
         if found is None or (found.origin is None and found.submodule_search_locations is not None):
-            return None  # a namespace: flash-attn-4 alone has an empty flash_attn
+            return None  # a namespace
         module = importlib.import_module(package)
-    except Exception as e:  # a broken binary can raise anything
+    except Exception as e:  # a broken binary
         if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
             return None  # "a.b" where a is missing
         why = f"{type(e).__name__}: {e}"
-        # As flash-attn 2.8, whose wheel has an old flash_attn/cute, and flash-attn-4.
-        owners = {name: metadata.version(name) for name in _distributions(top)}
-        if len(owners) > 1:
+        # as flash-attn 2.8 and flash-attn-4
+        if len(owners := versions()) > 1:
             both = " and ".join(f"{name} {version}" for name, version in owners.items())
-            why += f"; {both} install into one folder: reinstall the one that you need, with pip "
-            why += "install --force-reinstall --no-deps"
+            why += f"; {both} share a folder: pip install --force-reinstall --no-deps one of them"
         return why
     version = str(getattr(module, "__version__", ""))
     if re.match(r"[\d.]*[1-9]", version):
         return version
-    # No version, or 0.0.0 from a package that looks itself up under its former name.
-    known = [metadata.version(name) for name in _distributions(top)]
+    # none, or 0.0.0 from a package with a former name
     numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]  # noqa: E731
-    return max(known, key=numbers, default=UNKNOWN_VERSION)
-
-
-def _distributions(top: str) -> set[str]:
-    return {*metadata.packages_distributions().get(top, ())}
+    return max(versions().values(), key=numbers, default=UNKNOWN_VERSION)
 
 
 def first_line(e: BaseException) -> str:
-    """Return the first line of the message, or the exception's type if it is empty."""
+    """Of the message, or the exception's type."""
     try:
         text = str(e).strip()
-    except Exception:  # of an exception that cannot print itself
+    except Exception:
         text = ""
     return (text or type(e).__name__).splitlines()[0]
-
-
-KERNEL_ERRORS = (Exception, SystemExit)  # what a kernel may raise; Ctrl-C is not its error
-
-
-@contextmanager
-def settings_stay() -> Iterator[None]:
-    """Restore PyTorch's global settings. Raises RuntimeError if the block changed one."""
-    import torch
-
-    def now() -> tuple[torch.dtype, int, bool]:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return torch.get_default_dtype(), torch.get_num_threads(), deterministic
-
-    before = now()
-    try:
-        yield
-    finally:
-        after = now()
-        if after != before:
-            torch.set_default_dtype(before[0])
-            torch.set_num_threads(before[1])
-            torch.use_deterministic_algorithms(before[2])
-    if after != before:
-        names = "default dtype, threads, deterministic algorithms"
-        raise RuntimeError(f"it changed PyTorch's settings ({names}) from {before} to {after}")
 
 
 def loses_device(e: BaseException) -> bool:
@@ -147,7 +115,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype to which autocast casts on this kind of device; None if it is off."""
+    """None: autocast is off on this kind of device."""
     import torch
 
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
@@ -165,8 +133,8 @@ def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
 
 @contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
-    """Append to `names` the operators that this thread runs in the block. This profiler is one of
-    each thread: it does not disturb a running torch.profiler, of which a process has one."""
+    """Append to `names` the operators that this thread runs in the block. A running torch.profiler,
+    of which a process has one, is not disturbed."""
     from torch.autograd import profiler_legacy
 
     with profiler_legacy.profile() as profile:
@@ -178,8 +146,8 @@ def kineto(device_type: str) -> torch.profiler.profile:
     """PyTorch's profiler of operators, on CUDA of kernels too."""
     import torch
 
-    # Else torch 2.13 prints "USDT: ... profiler_start". Read when a process first profiles.
+    # Else torch 2.13 prints "USDT: ... profiler_start".
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    activity = torch.profiler.ProfilerActivity
-    activities = [activity.CPU, *([activity.CUDA] if device_type == "cuda" else [])]
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, *[kinds.CUDA] * (device_type == "cuda")]
     return torch.profiler.profile(activities=activities, acc_events=True)  # else 2.11 warns

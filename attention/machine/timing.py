@@ -17,27 +17,26 @@ from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable
 from ..masks import filled_cache
-from ..proof import Inputs, KernelFailed, attempt, attend_of, draw_inputs, probe
+from ..proof import KernelFailed, attempt, attend_of, draw_inputs, probe
 from ..select import Shape, admit
 from ..spec import Machine, Policy, Spec
 from .system import own_code, synchronize
 
-BUDGET_S = 0.5  # samples of each call, in all
-SAMPLE_S = 0.005  # a sample is as many calls as fill this time, 20 at most
+BUDGET_S = 0.5  # of each call
+SAMPLE_S = 0.005  # filled by 1 to 20 calls
 
 
 @dataclass(frozen=True)
 class Row:
-    """A backend's row in the table and in --json."""
+    """Of the table and of --json."""
 
     name: str
     title: str
     why: tuple[str, ...] = ()  # why it does not run
-    ms: tuple[float, ...] = ()  # median of each mode that it supports; empty: not timed
-    error: float | None = None  # max |out - float64| over max |float64|, from the probe
+    ms: tuple[float, ...] = ()  # median of each mode
+    error: float | None = None  # max |out - float64| / max |float64|
     kernels: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # why a mode was not timed
-
 
     def as_json(self, modes: Sequence[Spec]) -> dict[str, Any]:
         names = ["forward_backward" if spec.grad else "forward" for spec in modes]
@@ -46,40 +45,11 @@ class Row:
 
 
 Call = Callable[[], None]
-Key = tuple[str, Spec]
+Calls = dict[tuple[str, Spec], tuple[Call, float]]  # and its seconds, roughly
 
 
-def measure(
-    names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
-    device: torch.device, shape: Shape, show: Callable[[str], object] = lambda line: None,
-) -> list[Row]:
-    """Probe and time the backends. The random state is restored.
-
-    Args:
-        modes: without the backward pass, with it, or both in this order.
-        show: called with a line for each backend as soon as it has run once or is refused."""
-    rows: dict[str, Row] = {}
-    calls: dict[Key, tuple[Call, float]] = {}
-    machine = replace(machine, interpreted=False)  # thousands of times slower than a GPU
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        drawn = draw(modes[-1], device, shape)
-        for name in names:
-            row, once = tried(name, modes, machine, policy, device, shape, drawn)
-            text = row.why[0] if row.why else f"{1e3 * [*once.values()][-1][1]:.4g} ms"
-            show(f"{name:14}  {text}")
-            rows[name] = row
-            calls |= {(name, spec): call for spec, call in once.items()}
-        for (name, _), s in race(calls, device).items():
-            rows[name] = replace(rows[name], ms=(*rows[name].ms, 1e3 * s))
-    if device.type == "cuda":  # the run reports its own peak
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    return list(rows.values())
-
-
-def declared(name: str, spec: Spec, machine: Machine,
-             policy: Policy) -> tuple[Row, Backend | None]:
-    """A backend by its Caps, which is None if it is other people's code that does not load."""
+def declared(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[Row, Backend | None]:
+    """A backend by its Caps; None: other people's code that does not load."""
     try:
         backend, why = admit(name, spec, machine, policy)
     except BackendUnavailable as e:
@@ -87,37 +57,48 @@ def declared(name: str, spec: Spec, machine: Machine,
     return Row(name, backend.title, tuple(why)), backend
 
 
-def tried(
-    name: str, modes: Sequence[Spec], machine: Machine, policy: Policy, device: torch.device,
-    shape: Shape, drawn: tuple[Inputs, dict[str, Any]],
-) -> tuple[Row, dict[Spec, tuple[Call, float]]]:
-    """A backend's row, and its call in each mode with roughly the seconds; none if it cannot."""
-    row, backend = declared(name, modes[-1], machine, policy)
-    able = [spec for spec in modes if not declared(name, spec, machine, policy)[0].why]
-    if backend is None or not able:
-        return row, {}
-    # The probe stores all scores in float64: only as long as needed to see the usual kernel.
-    seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
-    row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
-    once: dict[Spec, tuple[Call, float]] = {}
-    try:
-        for spec in () if row.why else able:
-            call = work(backend, spec, *drawn)
-            with attempt(backend, device):
-                once[spec] = call, warmed_up(call, device)
-    except KernelFailed as e:  # such as out of memory
-        return replace(row, why=(f"at this shape: {e}",)), {}
-    return row, once
+def measure(names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
+            device: torch.device, shape: Shape,
+            show: Callable[[str], object] = lambda line: None) -> list[Row]:
+    """Probe and time the backends. modes: without the backward pass, with it, or both in this
+    order; `show` gets a line for each backend as soon as it has run once or is refused."""
+    rows: dict[str, Row] = {}
+    calls: Calls = {}
+    machine = replace(machine, interpreted=False)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        make = calls_of(modes[-1], device, shape)
+        for name in names:
+            row, backend = declared(name, modes[-1], machine, policy)
+            able = [spec for spec in modes if not declared(name, spec, machine, policy)[0].why]
+            once: Calls = {}
+            if backend is not None and able:
+                seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
+                row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
+                try:
+                    for spec in () if row.why else able:
+                        call = make(backend, spec)
+                        with attempt(backend, device):
+                            once[name, spec] = call, warmed_up(call, device)
+                except KernelFailed as e:
+                    row, once = replace(row, why=(f"at this shape: {e}",)), {}
+            text = row.why[0] if row.why else f"{1e3 * [*once.values()][-1][1]:.4g} ms"
+            show(f"{name:14}  {text}")
+            rows[name] = row
+            calls |= once
+        for (name, _), s in race(calls, device).items():
+            rows[name] = replace(rows[name], ms=(*rows[name].ms, 1e3 * s))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return list(rows.values())
 
 
-def race(calls: Mapping[Key, tuple[Call, float]], device: torch.device) -> dict[Key, float]:
-    """Median seconds of each call, in interleaved rounds, 3 to 100 as the budget allows. `calls`
-    come with roughly the seconds of one."""
-    many, rounds = {}, {}
-    for key, (_, s) in calls.items():
-        many[key] = min(20, max(1, round(SAMPLE_S / s)))
-        rounds[key] = min(100, max(3, round(BUDGET_S / s / many[key])))
-    taken: dict[Key, list[float]] = {key: [] for key in calls}
+def race(calls: Calls, device: torch.device) -> Mapping[tuple[str, Spec], float]:
+    """Median seconds of each call, in interleaved rounds, 3 to 100 as the budget allows."""
+    many = {key: min(20, max(1, round(SAMPLE_S / s))) for key, (_, s) in calls.items()}
+    rounds = {key: min(100, max(3, round(BUDGET_S / s / many[key])))
+              for key, (_, s) in calls.items()}
+    taken: dict[tuple[str, Spec], list[float]] = {key: [] for key in calls}
     order = random.Random(0)
     while going := [key for key in calls if len(taken[key]) < rounds[key]]:
         order.shuffle(going)
@@ -127,12 +108,47 @@ def race(calls: Mapping[Key, tuple[Call, float]], device: torch.device) -> dict[
 
 
 def warmed_up(call: Call, device: torch.device) -> float:
-    """Roughly the seconds of a call: the least of 3, or of as many as fit the budget."""
+    """Roughly the seconds of a call."""
     time_call(call, device)  # compiles, loads, allocates
     samples = [time_call(call, device)]
     while len(samples) < 3 and sum(samples) < BUDGET_S:
         samples.append(time_call(call, device))
     return min(samples)
+
+
+def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backend, Spec], Call]:
+    """A function that makes a call of a backend, with the backward pass if its Spec has gradients,
+    on inputs with the strides of a model's."""
+    B, Tq, Tk = shape
+    given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
+    options: dict[str, Any] = dict(given.options)
+    if spec.cache in ("static", "paged"):
+        k, v, view = filled_cache(given.k, given.v, spec)
+        given = given._replace(k=k, v=v)
+        options["cache"] = view([Tk - Tq] * B, [Tq] * B)
+
+    def make(backend: Backend, spec: Spec) -> Call:
+        attend = attend_of(backend, spec)
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            return attend(q, k, v, spec, **options)
+
+        run = forward
+        if spec.compiled:
+            run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
+        tensors = [*given[:3], *([] if given.sinks is None else [given.sinks])]
+        leaves = [t.detach().requires_grad_(spec.grad) for t in tensors]
+        own = options | ({} if given.sinks is None else {"sinks": leaves[3]})
+
+        def call() -> None:
+            with torch.set_grad_enabled(spec.grad):
+                out = run(*leaves[:3], **own)
+                if spec.grad:
+                    torch.autograd.grad(out, leaves, given.dout)
+
+        return call
+
+    return make
 
 
 Stamp = Any  # seconds, on CUDA an event
@@ -143,11 +159,11 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.apart = device.type != "mps"  # stamps within a step are meaningful
+        self.apart = device.type != "mps"  # within a step
 
     def stamp(self) -> Stamp:
         if self.device.type == "cuda":
-            with torch.cuda.device(self.device):  # events belong to the current device
+            with torch.cuda.device(self.device):
                 event = torch.cuda.Event(enable_timing=True)
                 event.record()
             return event
@@ -168,7 +184,7 @@ class Clock:
 
 
 def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> float:
-    """Seconds of one call, the mean of n in a row; on CUDA by the device's clock."""
+    """Seconds of one call, the mean of n in a row."""
     clock = Clock(device)
     start = clock.start()
     for _ in range(n):
@@ -176,49 +192,9 @@ def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> f
     return clock.ms(start, clock.stop()) / 1e3 / n
 
 
-# --- one attention call ---
-
-
-def draw(spec: Spec, device: torch.device, shape: Shape) -> tuple[Inputs, dict[str, Any]]:
-    """Random inputs with the strides of a model's tensors, and the options of attend()."""
-    B, Tq, Tk = shape
-    given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
-    if spec.cache not in ("static", "paged"):
-        return given, dict(given.options)
-    k, v, view = filled_cache(given.k, given.v, spec)
-    return given._replace(k=k, v=v), {**given.options, "cache": view([Tk - Tq] * B, [Tq] * B)}
-
-
-def work(backend: Backend, spec: Spec, given: Inputs, options: dict[str, Any]) -> Call:
-    """One attention call, with the backward if spec.grad."""
-    attend = attend_of(backend, spec)
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return attend(q, k, v, spec, **options)
-
-    run = forward
-    if spec.compiled:
-        run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
-    tensors = [*given[:3], given.sinks] if given.sinks is not None else given[:3]
-    leaves = [t.detach().requires_grad_(spec.grad) for t in tensors]
-    if given.sinks is not None:
-        options = {**options, "sinks": leaves[3]}
-
-    def call() -> None:
-        with torch.set_grad_enabled(spec.grad):
-            out = run(*leaves[:3], **options)
-            if spec.grad:
-                torch.autograd.grad(out, leaves, given.dout)
-
-    return call
-
-
-# --- the table ---
-
-
 def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
     """A line for each backend that runs, fastest first, then notes and the reasons of the others.
-    `modes` are those of measure(); none: nothing was run."""
+    No `modes`: nothing was run."""
     able, lines = [row for row in rows if not row.why], []
     if able and modes:
         times = ["fwd+bwd ms" if spec.grad else "forward ms" for spec in modes]
@@ -243,7 +219,7 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], side: str) -> list[str]:
-    """The rows of a text table; `side`, < or >, aligns all columns but the first."""
+    """A text table; `side`, < or >, aligns all columns but the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = "  ".join(f"{{:{side if n else '<'}{width}}}" for n, width in enumerate(widths))
     return [line.format(*row).rstrip() for row in rows]

@@ -1,41 +1,28 @@
 """Triton kernels of triton_flash.py, and their launch.
 
-tiled.py has the same algorithm and names (Q_i, K_j, S_ij, P_ij, m_i, l_i, O_i, L_i, delta_i) in
-plain PyTorch. Each block of its outer loop is a program here:
+tiled.py has the same algorithm and names. Each block of its outer loop is a program here:
 
     forward_kernel   a block of queries, loops over keys                        writes O_i, L_i
     dq_kernel        a block of queries, loops over keys                        writes dQ_i, delta_i
     dkdv_kernel      a block of keys, loops over queries and over the query     writes dK_j, dV_j
                      heads that share its key/value head
 
-One program sums each entry in a fixed order, without atomics, so results are deterministic. The
-price: both backward kernels compute S and dP, seven matmuls instead of five.
+Without atomics each sum has a fixed order; the price: both backward kernels compute S and dP.
 
-Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row. So a
-                block of rows visits one run of tiles. The inner tiles, which every row sees whole,
-                need no mask:
+Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row; so a
+                block of rows visits one run of tiles, of which the inner ones need no mask:
 
                     begin       inner_begin     inner_end       end
                       |  / x x x x | x x x x x x x | x           |
-                      |    / x x x | x x x x x x x | x x         |     row by row
+                      |    / x x x | x x x x x x x | x x         |
                       |      / x x | x x x x x x x | x x x       |
-                         masked       not masked       masked
 
-                Likewise each key is seen by one interval of rows.
-exp2            The hardware computes 2^x, so scores, m_i and L_i are in units of log 2: S_ij, or
-                its tanh with a softcap, is multiplied by `unit`. ALiBi's bias is divided by it.
-Sinks           The forward sums start with them, and L_i contains them.
-Order           The last rows see most keys, so blocks of queries are numbered from the last one:
-                the short ones fill the gaps at the end.
-Any head_dim    Tiles are padded with zeros to BLOCK_D columns, a power of two and at least 16, as
-                tl.dot requires. If head_dim is one, no mask is compiled.
-Any size        The address of a tile has 64 bits, offsets inside it 32.
-float32         is multiplied in float32 (input_precision="ieee"), without tensor cores; TF32 would
-                keep 10 bits of mantissa.
+exp2            Scores, m_i and L_i are in units of log 2: S_ij is multiplied by `unit`.
+Sizes           Tiles are padded to BLOCK_D columns. Their address has 64 bits, offsets inside 32.
+float32         is multiplied in float32 (input_precision="ieee"), not TF32.
 """
 
 # mypy: allow-untyped-defs
-# ^ the parameters of a kernel have no Python types: pointers, and compile-time values.
 
 import math
 from collections.abc import Sequence
@@ -50,15 +37,9 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
-# --- Shared by the kernels ---
-
-
 @triton.jit
 def tanh(x):
-    """tanh(x) within 4 eps in float32, 6 with a GPU's exp2. Triton's own cannot be interpreted.
-
-    Below 1/4 it is a Taylor series, since 1 - e loses the digits of a small x.
-    """
+    """Within 6 eps in float32: by a Taylor series below 1/4."""
     z = x * x
     series = x + x * (z * (-1 / 3 + z * (2 / 15 - z * (17 / 315))))
     e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
@@ -68,7 +49,6 @@ def tanh(x):
 
 @triton.jit
 def unit_of_scores(tau, softcap):
-    """The factor that converts S_ij to units of log 2."""
     if softcap is None:
         return tau * LOG2_E
     else:
@@ -77,25 +57,24 @@ def unit_of_scores(tau, softcap):
 
 @triton.jit
 def alibi_distance(i, j, offset, Slopes, bh, tau, softcap):
-    """ALiBi's bias of positions that broadcast, without its minus, in units of S_ij."""
+    """ALiBi's bias without its minus, in units of S_ij."""
     slope = tl.load(Slopes + bh) / (unit_of_scores(tau, softcap) / LOG2_E)
     return slope * tl.abs(i + offset - j).to(tl.float32)
 
 
 @triton.jit
 def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
-    """Return i0, the first row of this program's block of queries, then b * H + h, b and h."""
+    """The first row of the block, then b * H + h, b and h."""
     n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // n_blocks
-    i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M  # the last block first
+    i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M
     return i0, bh, (bh // H).to(tl.int64), (bh % H).to(tl.int64)
 
 
 @triton.jit
 def rows_of(X, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
             TMA: tl.constexpr):
-    """What load_rows() takes: the pointer X, or with TMA a descriptor of one head's (T, HEAD_DIM),
-    whose address and stride are multiples of 16 bytes."""
+    """X, or with TMA a descriptor of one head."""
     if TMA:
         return tl.make_tensor_descriptor(X, [T, HEAD_DIM], [stride, 1], [BLOCK, BLOCK_D])
     else:
@@ -105,10 +84,7 @@ def rows_of(X, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: 
 @triton.jit
 def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
               BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr = False):
-    """Load X[start : start + BLOCK] of one head, (BLOCK, BLOCK_D); zeros outside (T, HEAD_DIM).
-
-    Without BOUNDED all rows must exist.
-    """
+    """X[start : start + BLOCK] of one head, with zeros outside if BOUNDED."""
     if TMA:
         return X.load([start, 0])
     else:
@@ -130,7 +106,7 @@ def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
 def store_rows(
     X, x, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """X[start : start + BLOCK] = x, clipped to (T, HEAD_DIM)."""
+    """X[start : start + BLOCK] = x, clipped."""
     t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
     tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
     tl.store(tile, x.to(X.dtype.element_ty), mask=(start + t < T) & (d < HEAD_DIM))
@@ -138,10 +114,7 @@ def store_rows(
 
 @triton.jit
 def first_key(i, offset, window, Run):
-    """Return the first key that query i sees (a scalar or a block); its position is i + offset.
-
-    Run[i] is the first key of its segment, Tk or more if that has none.
-    """
+    """Run[i] is the first key of query i's segment."""
     first = i * 0
     if window is not None:
         first = tl.maximum(first, i + offset - window + 1)
@@ -152,7 +125,7 @@ def first_key(i, offset, window, Run):
 
 @triton.jit
 def last_key(i, Tq, Tk, offset, right, Run):
-    """Return the last key that query i sees; Run[Tq + i] is the last one of its segment."""
+    """Run[Tq + i] is the last key of query i's segment."""
     last = tl.minimum(i + offset + right, Tk - 1)
     if Run is not None:
         last = tl.minimum(last, tl.load(Run + Tq + i))
@@ -161,7 +134,6 @@ def last_key(i, Tq, Tk, offset, right, Run):
 
 @triton.jit
 def first_position(j, start, right, Run):
-    """Return the first query position that sees key j, at least `start`."""
     first = tl.maximum(j - right, start)
     if Run is not None:
         first = tl.maximum(first, tl.load(Run + j))
@@ -170,8 +142,7 @@ def first_position(j, start, right, Run):
 
 @triton.jit
 def last_position(j, end, Tk, window, Run):
-    """Return the last query position that sees key j. Its segment ends at Run[Tk + j], queries at
-    `end`."""
+    """Run[Tk + j] is the last position of key j's segment."""
     last = j * 0 + end - 1
     if window is not None:
         last = tl.minimum(last, j + window - 1)
@@ -182,10 +153,8 @@ def last_position(j, end, Tk, window, Run):
 
 @triton.jit
 def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.constexpr):
-    """Return the tiles to visit, [begin, end), and those without a mask, [inner_begin, inner_end).
-
-    The first row of the block sees [first_begin, first_end), the last [last_begin, last_end).
-    """
+    """[begin, end) and [inner_begin, inner_end) of a block whose first row sees [first_begin,
+    first_end), whose last [last_begin, last_end)."""
     begin = tl.maximum(first_begin, 0) // BLOCK * BLOCK
     inner_begin = (tl.maximum(last_begin, 0) + BLOCK - 1) // BLOCK * BLOCK
     inner_end = tl.maximum(tl.maximum(first_end, 0) // BLOCK * BLOCK, inner_begin)
@@ -194,10 +163,7 @@ def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.conste
 
 @triton.jit
 def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the first and last key of each query of a block, and its visible_tiles().
-
-    Rows past the end get the last row's keys; their results are not stored.
-    """
+    """The first and last key of each query of a block, and its tiles."""
     i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
     i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
     last = last_key(i, Tq, Tk, offset, right, Run)
@@ -216,17 +182,11 @@ def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return Z_ij > 0 for a tile, (BLOCK_M, BLOCK_N) bool; depends on seed, b, h, i and j only.
-
-    Philox with 7 rounds, the fewest that pass BigCrush (Salmon et al. 2011, "Parallel random
-    numbers: as easy as 1, 2, 3"). The counter (i, j // 4, b * H + h, 0) gives the random words of
-    the keys j, j + 1, j + 2 and j + 3.
-    """
+    """Z_ij > 0 for a tile, bool: Philox with 7 rounds (Salmon et al. 2011), four keys a counter."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     j_4 = j0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zeros = tl.full((BLOCK_M, BLOCK_N // 4), 0, tl.int32)
     r0, r1, r2, r3 = tl.philox(seed, i | zeros, j_4 | zeros, bh | zeros, zeros, 7)
-    # join() puts its two along a new last dimension: (BLOCK_M, BLOCK_N // 4, 2, 2) before reshape.
     r = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (BLOCK_M, BLOCK_N))
     return r.to(tl.int32, bitcast=True) >= threshold
 
@@ -267,7 +227,7 @@ def forward_kernel(
         m_i = tl.maximum(m_i, tl.load(Sinks + h) * LOG2_E)
         l_i += 1.0
     unit = unit_of_scores(tau, softcap)
-    for MASKED in tl.static_range(2):  # compiled twice: the inner tiles, then those at both ends
+    for MASKED in tl.static_range(2):  # the inner tiles, then those at both ends
         if MASKED:
             start, stop = begin, end - (inner_end - inner_begin)
         else:
@@ -358,7 +318,7 @@ def dq_kernel(
             S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
             if softcap is not None:
                 S_ij = tanh(S_ij * (tau / softcap))
-                slope = 1 - S_ij * S_ij  # before the mask: 0 * inf is NaN
+                slope = 1 - S_ij * S_ij  # 0 * inf is NaN
             if Slopes is not None:
                 j_all = j0 + tl.arange(0, BLOCK_N)
                 S_ij -= alibi_distance(i[:, None], j_all[None, :], offset, Slopes, bh, tau, softcap)
@@ -390,12 +350,10 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
     """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head.
-
-    Tiles are transposed, (BLOCK_N, BLOCK_M): P_ij^T and dS_ij^T stay in registers between matmuls.
-    """
+    Tiles are transposed, to stay in registers."""
     n_blocks = (Tk + BLOCK_N - 1) // BLOCK_N
     bg = tl.program_id(0) // n_blocks
-    j0 = tl.program_id(0) % n_blocks * BLOCK_N  # the first keys are seen by most rows
+    j0 = tl.program_id(0) % n_blocks * BLOCK_N
     Hkv = H // GROUP
     b, g = (bg // Hkv).to(tl.int64), (bg % Hkv).to(tl.int64)
     K += b * k_b + g * k_h
@@ -407,7 +365,7 @@ def dkdv_kernel(
     if Seed is not None:
         seed = tl.load(Seed)
 
-    # Keys past the end get the last key's interval of rows; their results are not stored.
+    # Keys past the end are not stored.
     j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)
     j_last = tl.minimum(j0 + BLOCK_N, Tk) - 1
     p_end = Tq + offset
@@ -481,16 +439,12 @@ def dkdv_kernel(
     store_rows(dK, dK_j * tau, j0, Tk, d_t, BLOCK_N, HEAD_DIM, BLOCK_D)
 
 
-# --- Tile sizes ---
-
 Tile = tuple[int, int, int, int]  # BLOCK_M queries, BLOCK_N keys, warps, pipeline stages
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 HALF, SINGLE = 2, 4  # bytes an element
 
-# capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}. Other capabilities
-# use the nearest below. Chosen by the compiler's report (docs/SUPPORT.md: registers, spills) and
-# warps that fit an SM; (9, 0) in half precision by timing on an H100 (docs/LOG.md). Written and
-# checked by tests/ptxas.py.
+# capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}, for those above too.
+# By the compiler's report (docs/SUPPORT.md), on 9.0 by time.
 _8_6 = {
     (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
     (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
@@ -519,14 +473,13 @@ TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
     },
     (12, 0): _8_6,
 }
-# In Triton's interpreter, on the CPU: several tiles in a short sequence, and few programs.
+# In Triton's interpreter: several tiles in a short sequence.
 INTERPRETED: dict[str, Tile] = dict.fromkeys(KERNELS, (64, 32, 1, 1)) | {"dkdv": (32, 64, 1, 1)}
 
 
 def default_tile(
     kernel: str, capability: tuple[int, int] | None, head_dim: int, itemsize: int
 ) -> Tile:
-    """Return the tile for a GPU of that capability; None is the interpreter."""
     if capability is None:
         return INTERPRETED[kernel]
     table = TILES[max(c for c in TILES if c <= capability)]
@@ -534,62 +487,53 @@ def default_tile(
     return table[row][list(KERNELS).index(kernel)]
 
 
-# --- Launch ---
-
-
 def _launch(name: str, heads: int, T: int, q: Tensor, *args: object,
             tile: Sequence[int] | None = None, **constants: bool) -> None:
-    """Run a kernel: a program for each head and each block of T queries (for dkdv of T keys)."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     head_dim, itemsize = q.shape[3], q.element_size()
     M, N, warps, stages = tile or default_tile(name, capability, head_dim, itemsize)
     if constants.get("TMA"):
         triton.set_allocator(_descriptors)
     programs = heads * triton.cdiv(T, N if name == "dkdv" else M)
-    with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
+    with torch.cuda.device_of(q):  # where Triton launches
         KERNELS[name][programs,](
             q, *args, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             BLOCK_M=M, BLOCK_N=N, **constants, num_warps=warps, num_stages=stages,
-            # S_ij * tau - m_i should be one instruction. Triton before 3.10 fuses by default.
             enable_fp_fusion=True)
 
 
 def _descriptors(size: int, _alignment: int, _stream: int | None) -> Tensor:
-    """Return the current device's memory in which a kernel writes its descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Return x, copied unless its rows are contiguous and a tile spans fewer than 2^31 elements."""
+    """x, copied if its rows are not contiguous or a tile spans 2^31 elements."""
     return x if x.stride(3) == 1 and 128 * x.stride(1) < 2**31 else x.contiguous()
 
 
 def by_row(slopes: Tensor | None, B: int) -> Tensor | None:
-    """Return ALiBi's slopes (H,) or (B, H) as (B, H), contiguous."""
+    """(H,) or (B, H) as (B, H)."""
     return slopes if slopes is None else slopes.expand(B, -1).contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Return the strides of batch, position and head; head_dim's is 1."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropout: float,
              scale: float, softcap: float | None, offset: int | None) -> tuple[float | None, ...]:
-    """Return Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep and GROUP."""
+    """Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep and GROUP."""
     (Tq, H), Tk = q.shape[1:3], k.shape[1]
     offset = Tk - Tq if offset is None else offset
     right = Tk - 1 - offset if right is None else right  # the first query sees the last key
-    # A random word, read as a signed integer, is at least this with probability 1 - dropout.
+    # A random int32 is at least this with probability 1 - dropout.
     threshold = round(dropout * 2**32) - 2**31
     sizes = Tq, Tk, offset, H
     return *sizes, window, right, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
 
 
-# --- Operators for torch.compile ---
-#
-# custom_op, since Inductor cannot trace triton_op in Triton's interpreter. Schemas come from the
-# annotations, so this file must not import annotations from __future__.
+# custom_op: Inductor cannot trace triton_op in the interpreter. Schemas come from the annotations:
+# no annotations from __future__ here.
 
 
 @torch.library.custom_op("nanoattn::flash_forward", mutates_args=())
@@ -597,24 +541,11 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
                   seed: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
                   window: int | None, right: int | None, dropout: float, scale: float,
                   softcap: float | None, offset: int | None) -> tuple[Tensor, Tensor]:
-    """Attention.
+    """out (B, Tq, H, D) and L (B, H, Tq) float32, log2 of the sum of exp(s).
 
-    Args:
-        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
-        run_q: (B, 2, Tq) int32, the first and the last key of each query's segment; run_k: (B, 2,
-            Tk) int32, the first and the last position of each key's; None without segments. Only
-            the backward pass uses run_k.
-        seed: (1,) int64 on q's device, of the dropout mask; None without dropout.
-        sinks: (H,) float32, or None.
-        slopes: of ALiBi, (H,) or (B, H) float32, or None.
-        window, right, scale, softcap: as in Spec; scale is a number, not None.
-        dropout: the probability that an entry of P is dropped.
-        offset: as in visible(); then the results are float32.
-
-    Returns:
-        out (B, Tq, H, D) in q's dtype, contiguous; L (B, H, Tq) float32, log2 of the sum of
-        exp(s).
-    """
+    run_q (B, 2, Tq) int32: first and last key of each query's segment; run_k (B, 2, Tk): first and
+    last position of each key's. seed (1,) int64; sinks (H,), slopes (H,) or (B, H) float32. offset:
+    as in visible(); with one the results are float32."""
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
     out = _result(q.shape, q, offset)
@@ -627,8 +558,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
 
 
 def _result(shape: tuple[int, ...], q: Tensor, offset: int | None) -> Tensor:
-    """Return an uninitialized tensor in q's dtype; float32 with an offset, since parts are
-    summed."""
+    """In q's dtype; float32 with an offset, since parts are summed."""
     return torch.empty(shape, dtype=q.dtype if offset is None else torch.float32, device=q.device)
 
 
@@ -638,13 +568,8 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    slopes: Tensor | None, tiles: list[int] | None, tma: bool, window: int | None,
                    right: int | None, dropout: float, scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor]:
-    """Return the gradients, to unpack(), and delta (B, H, Tq) float32, the row sums of dO * O.
-
-    Args:
-        out, L: of flash_forward.
-        tiles: the Tiles of dq and dkdv, one after the other; None: default_tile().
-        tma: load tiles by descriptors: rows of 16 bytes, compute capability 9.0.
-    """
+    """The gradients, to unpack(), and delta (B, H, Tq) float32. tiles: of dq and dkdv. tma: rows of
+    16 bytes, capability 9.0."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
@@ -656,25 +581,20 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     dq_tile, dkdv_tile = (tiles[:4], tiles[4:]) if tiles else (None, None)
     _launch("dq", B * H, Tq, q, k, v, out, dout, L, delta, dq, run_q, *before, *dq.stride()[:2],
             *numbers, tile=dq_tile, TMA=tma)  # fmt: skip
-    # After dq: it reads delta.
     _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, delta, dk, dv, run_k, *before, *dk.stride()[:2],
             *numbers, tile=dkdv_tile, TMA=tma)  # fmt: skip
     return grads, delta
 
 
 def _packed(q: Tensor, k: Tensor, offset: int | None) -> Tensor:
-    """Return an uninitialized tensor for the gradients of q, k and v."""
     (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
     flat = (B * (Tq * H + 2 * Tk * Hkv) * D,)
     return _result((B, Tq, (H + 2 * Hkv) * D) if Tq == Tk else flat, q, offset)
 
 
 def unpack(grads: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v, views of flash_backward()'s.
-
-    Of one length they lie next to each other in each row, as q, k and v in the output of their
-    projection: torch.compile then has nothing to concatenate for its gradient.
-    """
+    """The gradients of q, k and v: of one length next to each other, as torch.compile wants q, k
+    and v's."""
     (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
     if Tq == Tk:
         found = grads.split([H * D, Hkv * D, Hkv * D], dim=2)

@@ -1,26 +1,16 @@
 """Triton kernels of paged.py, for one query a sequence, and their launch.
 
-Decoding is bound by memory bandwidth: one query reads all of K and V. One program for each sequence
-and key/value head would leave most of a GPU idle at small batches, so each sequence's keys are
-split into runs, one program each ("split-KV"):
+To fill a GPU at small batches each sequence's keys are split into runs (Dao et al. 2023,
+Flash-Decoding), whose number depends on shapes only:
 
     decode_kernel    one sequence, key/value head, run      writes O~, m and l of the run
     combine_kernel   one sequence, query head               joins the runs as tiled.py joins tiles
 
-Groups  The query heads that share a key/value head are the rows of one matmul, so K and V are read
-        once. tl.dot needs 16 rows; padding to that costs no memory traffic.
-Pages   The page number is looked up for each key, so a block of keys may span several pages and any
-        page_size works. The table stays in cache.
-Bounds  The loop covers [first, last), read from the device. Stale contents of a page are not read.
-Splits  Their number depends on shapes only: no synchronization, and deterministic results.
-
-Source  Dao et al. 2023, "Flash-Decoding for long-context inference" (PyTorch blog), for the split;
-        Kwon et al. 2023 (arXiv 2309.06180), section 5.1, for attention on pages.
+The query heads that share a key/value head are the rows of one matmul, padded to 16. The page is
+looked up for each key. Stale contents of a page are not read.
 """
 
-# The parameters of a Triton kernel have no Python types.
 # mypy: allow-untyped-defs
-
 
 import torch
 import triton
@@ -29,8 +19,8 @@ from torch import Tensor
 
 from .flash_kernels import LOG2_E, LOWEST, by_row, tanh, unit_of_scores
 
-PROGRAMS = 512  # enough to fill a large GPU a few times over
-LEAST_RUN = 256  # keys for a program, at least
+PROGRAMS = 512  # fill a large GPU
+LEAST_RUN = 256  # keys for a program
 
 
 @triton.jit
@@ -38,17 +28,14 @@ def decode_kernel(Q, K, V, Table, Start, Count, Slopes, Partial, M, L, tau, soft
                   max_pages, page_size, q_b, q_h, kv_page, kv_slot, kv_g, R: tl.constexpr,
                   HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
                   BLOCK_D: tl.constexpr):
-    """Attention of R query heads to one run of keys: unnormalised O~, row maximum m, row sum l.
-
-    Partial is (B, Hkv, R, splits, HEAD_DIM), M and L (B, Hkv, R, splits), all float32; m is in
-    units of log 2.
-    """
+    """Attention of R query heads to one run of keys: unnormalised O~ (B, Hkv, R, splits, HEAD_DIM),
+    m in units of log 2 and l (B, Hkv, R, splits), all float32."""
     b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     Hkv, splits = tl.num_programs(1), tl.num_programs(2)
     r, d = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_D)[None, :]
     n = tl.arange(0, BLOCK_N)
 
-    # The query is at position `start`. A row with count 0 is padding and stored no key.
+    # The query is at `start`; count 0 is padding.
     start = tl.load(Start + b)
     last = start + tl.minimum(tl.load(Count + b), 1)
     first = tl.maximum(start - window + 1, 0)
@@ -96,10 +83,7 @@ def combine_kernel(
     Partial, M, L, Sinks, Out, H, splits,
     HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Combine a query head's runs; a run without keys has l = 0 and the lowest m.
-
-    A sink is a run with l = 1 and O~ = 0.
-    """
+    """Join the runs of a query head; a sink is one with l = 1, O~ = 0."""
     at = tl.program_id(0)
     s, d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
     m = tl.load(M + at * splits + s, mask=s < splits, other=LOWEST)
@@ -120,17 +104,13 @@ def combine_kernel(
 
 
 def block_sizes(head_dim: int, element_size: int) -> tuple[int, int]:
-    """Return BLOCK_N and BLOCK_D: a tile of K has at most 16 KB, which fits any GPU."""
+    """BLOCK_N and BLOCK_D: a tile of K has at most 16 KB."""
     BLOCK_D = max(16, triton.next_power_of_2(head_dim))
     return max(16, min(64, 2**14 // (BLOCK_D * element_size))), BLOCK_D
 
 
 def choose_splits(programs: int, keys: int) -> int:
-    """Return the number of runs for at most `keys` keys: a power of two, up to 64.
-
-    Args:
-        programs: number of programs without splitting.
-    """
+    """The number of runs, a power of two."""
     wanted = min(triton.cdiv(PROGRAMS, programs), triton.cdiv(keys, LEAST_RUN))
     return min(64, triton.next_power_of_2(wanted))
 
@@ -139,21 +119,9 @@ def choose_splits(programs: int, keys: int) -> int:
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor,
            count: Tensor, sinks: Tensor | None, slopes: Tensor | None, window: int, scale: float,
            softcap: float | None, splits: int) -> Tensor:
-    """Attention of one query a sequence to its pages, as an operator for torch.compile.
-
-    Args:
-        q: (B, 1, H, D), contiguous along D.
-        k_pages, v_pages, page_table, start, count: as in masks.PagedView, with this call's key and
-            value already stored.
-        sinks: (H,) float32, or None.
-        slopes: of ALiBi, (H,) or (B, H) float32, or None.
-        window: number of visible keys; 0: all.
-        scale, softcap: as in Spec; scale is a number, not None.
-        splits: number of runs; 0: choose_splits() decides.
-
-    Returns:
-        (B, 1, H, D) in q's dtype.
-    """
+    """Attention of one query a sequence, q (B, 1, H, D), to its pages: k_pages to count as in
+    masks.PagedView, with this call's key and value stored; sinks (H,), slopes (H,) or (B, H)
+    float32; window 0: all keys; splits 0: choose_splits()."""
     (B, _, H, D), (_, page_size, Hkv, _) = q.shape, k_pages.shape
     assert q.stride(3) == 1 and k_pages.stride() == v_pages.stride() and k_pages.stride(3) == 1
     assert page_table.is_contiguous()
@@ -164,7 +132,7 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
     partial = q.new_empty(B, H, splits, D, dtype=torch.float32)
     m, l = q.new_empty(2, B, H, splits, dtype=torch.float32)
     out = q.new_empty(B, 1, H, D)
-    with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
+    with torch.cuda.device_of(q):  # where Triton launches
         decode_kernel[B, Hkv, splits](
             q, k_pages, v_pages, page_table, start, count, by_row(slopes, B), partial, m, l, scale,
             softcap, window, page_table.shape[1], page_size, q.stride(0), q.stride(2),
