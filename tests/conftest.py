@@ -21,6 +21,7 @@ if os.name == "posix":  # under nohup, and in a shell's background, they are ign
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for subprocesses
 
+import hypothesis
 import pytest
 import torch
 
@@ -94,9 +95,22 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+class TorchRandom:
+    """torch's generator as hypothesis seeds it, so that an example is the same whenever it runs."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH_RANDOM = TorchRandom()  # hypothesis holds it weakly
+hypothesis.register_random(TORCH_RANDOM)
+
+
 @pytest.fixture(autouse=True)
 def switches_as_they_were() -> Iterator[None]:
     """A run of train.py throws switches of its whole process, which here other tests share."""
+    torch.manual_seed(0)  # whatever ran before
     yield
     torch.set_float32_matmul_precision("highest")
     if torch.are_deterministic_algorithms_enabled():  # to throw the switch imports inductor

@@ -3,8 +3,9 @@ a refusal for all that a backend does not declare. The truth itself against loop
 
 Backends come from the registry, so a new kernel is tested without an edit here. CUDA tests carry
 the marker `gpu`; without a GPU they skip, or fail for the backends that REQUIRE_BACKENDS (names
-separated by commas) lists. On the CPU flex compiles and Triton interprets for seconds a case: of
-their cases CI runs those named here, and `make test-all` those that a hash takes.
+separated by commas) lists. On the CPU `make test` takes those of `check --quick`, `make test-all`
+each; but flex compiles and Triton interprets for seconds a case: of theirs CI runs those named
+here, and `make test-all` those that a hash takes.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ REQUIRED = [name for name in os.environ.get("REQUIRE_BACKENDS", "").split(",") i
 HAS_CUDA = torch.cuda.is_available()
 ITEMS = list(items(DTYPES, length=600))
 
-# All features and borders: the cases that run fast in every dtype.
+QUICK = {item.name for item in items(["float32"], quick=True, length=600)}  # every feature
+# What runs in bfloat16, too.
 FEW = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window7-17x33",
        "BHTD-31x64-window20-packed", "large", "overflow", "dominant",
        "softcap50-large-window16-packed", "sinks-gqa-window16-padded",
-       "scale-softcap-sinks-packed-window20-43x97")
+       "scale-softcap-sinks-packed-window20-43x97", "in a cache, 64-gqa-static",
+       "in parts, merged by L, 50-mqa-lse", "log-sum-exp, 33-mqa-lse")
 # The interpreter's 30 cases of CI in float32; the first line is fast enough for `make test`.
 TRITON = ("1", "2", "1x97", "17", "k BHTD", "beyond the view", "negative-20", "D17", "equal",
           "64x17", "mqa-64x17", "window10-64x17", "packed-97x43", "padded-43x97", "large",
@@ -56,25 +59,21 @@ SLOW = {"flex": (FLEX, 0, 40), "triton": (TRITON, 9, 10)}  # CI's, the fast of t
 
 def tier(name: str, item: Item) -> str:
     """Where a case runs on the CPU: "fast", "ci", "slow" or only in `attention check`."""
-    in_float32, heavy = item.spec.dtype == "float32", item.name.startswith(("one graph", "dropout"))
-    heavy |= item.spec.page_size == 256 or "2049" in item.name or max(item.case.Tk, 0) > 700
-    if name in SLOW:
-        chosen, fast, one_in = SLOW[name]
-        if in_float32 and item.name in chosen:
-            return "fast" if item.name in chosen[:fast] else "ci"
-        if (name, item.name, item.spec.dtype) == ("triton", "overflow", "float16"):
-            return "fast"
-        sampled = zlib.crc32(f"{item.name} {item.spec.dtype}".encode()) % one_in == 0
-        return "slow" if sampled and not heavy and item.spec.dtype != "bfloat16" else ""
-    if in_float32:
-        return "fast" if name in ("sdpa", "tiled") or not heavy else "slow"
-    if name in ("sdpa", "sdpa_math") and item.spec.dtype != "float64":
-        return "slow"  # PyTorch's own numbers
-    own = item.spec.dtype == "bfloat16" and not heavy if item.title else item.name in FEW
-    return "fast" if own else "slow"
+    in_float32 = item.spec.dtype == "float32"
+    if name not in SLOW:
+        chosen = QUICK if in_float32 else FEW if item.spec.dtype == "bfloat16" else ()
+        return "fast" if item.name in chosen else "slow"
+    chosen, fast, one_in = SLOW[name]
+    if in_float32 and item.name in chosen:
+        return "fast" if item.name in chosen[:fast] else "ci"
+    heavy = item.name.startswith(("one graph", "dropout")) or max(item.case.Tk, 0) > 700
+    heavy |= item.spec.page_size == 256 or item.spec.dtype == "bfloat16"
+    sampled = zlib.crc32(f"{item.name} {item.spec.dtype}".encode()) % one_in == 0
+    return "slow" if sampled and not heavy else ""
 
 
-MARKS = {"fast": (), "ci": (pytest.mark.slow, pytest.mark.ci), "slow": (pytest.mark.slow,)}
+MARKS = {"fast": (), "ci": (pytest.mark.slow, pytest.mark.ci), "slow": (pytest.mark.slow,),
+         "gpu": (pytest.mark.gpu,)}
 
 
 @cache
@@ -93,9 +92,8 @@ def grid() -> Iterator[Any]:
         for item, name in itertools.product(ITEMS, BACKENDS):  # the oracle runs once for all
             where = "gpu" if device == "cuda" else tier(name, item)
             if where and not refuses(name, item, device):
-                marks = [pytest.mark.gpu] if where == "gpu" else MARKS[where]
                 id_ = f"{name}-{device}-{item.name}-{item.spec.dtype}"
-                yield pytest.param(name, device, item, marks=marks, id=id_)
+                yield pytest.param(name, device, item, marks=MARKS[where], id=id_)
 
 
 def need(device: str, name: str) -> Machine:
@@ -116,7 +114,7 @@ def test_right(name: str, device: str, item: Item) -> None:
 def test_what_is_refused(name: str, device: str) -> None:
     """By name it is an error with every reason; with fallback another kernel runs."""
     here, asked = need(device, name), set()
-    for item in (i for i in ITEMS if refuses(name, i, device)):
+    for item in (i for i in ITEMS if i.name in QUICK and refuses(name, i, device)):
         there = replace(here, deterministic=item.deterministic)
         why = BACKENDS[name].why_not(item.spec, there)
         if tuple(why) in asked:
@@ -140,9 +138,8 @@ def test_these_refuse_nothing_on_the_cpu(name: str) -> None:
 
 
 def test_names_and_lists_are_of_the_matrix() -> None:
-    names = {item.name for item in ITEMS}
     assert len({(item.name, item.spec.dtype) for item in ITEMS}) == len(ITEMS)
-    assert {*FEW, *TRITON, *FLEX} <= names and len(TRITON) == 30 and len(FLEX) == 5
+    assert {*FEW, *TRITON, *FLEX} <= {item.name for item in ITEMS}
     sample = {*matrix.SAMPLE}
     assert {f for c in sample for f in c.features} == {f for c in CASES for f in c.features}
 
