@@ -6,13 +6,17 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from core import threads
 
 STAT = "cpu  0 0 0 0 0 0 0 0\n{}intr 5\n"  # of Linux: user, nice, system, idle, waiting, ...
+PROGRAM = """import os
+from core.threads import wait_passively
+wait_passively()
+print("policy", os.environ.get("OMP_WAIT_POLICY"))"""
 
 
 @pytest.mark.parametrize("mine, share", [({0}, 0), ({1}, 1), ({0, 1}, 0.5), ({10}, 0.25), ({7}, 0)])
@@ -30,33 +34,23 @@ def test_only_the_cores_that_it_may_use_are_looked_at(mine, share, monkeypatch) 
     assert threads.cores_in_use() == share
 
 
-ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = """import os
-from core.threads import wait_passively
-wait_passively()
-print("policy", os.environ.get("OMP_WAIT_POLICY"))"""
-
-
-def policy(**env: str) -> str:
-    """What the program prints while every core spins."""
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads Linux's /proc/stat")
+def test_on_a_busy_machine_idle_threads_sleep_unless_the_user_says_so() -> None:
+    """By programs that run while every core spins."""
     spin = [sys.executable, "-c", "while True: pass"]
+    unset = {n: x for n, x in os.environ.items() if n not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    cases = [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active"),
+             ({"GOMP_SPINCOUNT": "10000"}, "None"), ({"OMP_NUM_THREADS": "1"}, "None")]
     others = [subprocess.Popen(spin) for _ in range(2 * (os.cpu_count() or 1))]
     try:
-        own = {**os.environ, "OMP_NUM_THREADS": "2", **env}
-        done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=own, text=True,
-                              capture_output=True, check=True)
+        programs = [subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], cwd=ROOT, env={**unset, "OMP_NUM_THREADS": "2", **env},
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for env, _ in cases]
+        found = [program.communicate() for program in programs]
     finally:
         for other in others:
             other.kill()
             other.wait()
-    return done.stderr + done.stdout
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="it reads Linux's /proc/stat")
-def test_on_a_busy_machine_idle_threads_sleep_unless_the_user_says_so(monkeypatch) -> None:
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-    assert 0 <= threads.cores_in_use() <= 1
-    assert policy().endswith("policy passive\n") and "OMP_WAIT_POLICY" in policy()
-    assert policy(OMP_WAIT_POLICY="active") == "policy active\n"
-    assert policy(GOMP_SPINCOUNT="10000") == policy(OMP_NUM_THREADS="1") == "policy None\n"
+    for (out, err), (env, policy) in zip(found, cases, strict=True):
+        assert out == f"policy {policy}\n", env
+        assert bool(err) == (not env)  # what it does it says
