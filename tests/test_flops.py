@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_model import LLAMA
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,20 +29,38 @@ GPT2 = GPTConfig(bias=False)  # 124M, vocabulary 50304, T = 1024
 
 
 def test_gpt2_124m_by_hand() -> None:
+    """Also with a window, which makes only the causal count smaller."""
     N = 123_587_328
-    assert n_params(GPT2) == N
-    assert flops_per_token(GPT2, 1024) == 6 * N + 12 * 12 * 12 * 64 * 1024
-    assert f"{flops_per_token(GPT2, 1024) / 1e6:.2f}" == "854.77"
-    # (T + 1) / 2 keys in the mean, for a query sees itself; T / 2 would give 798.15
-    assert flops_per_token(GPT2, 1024, causal=True) == 6 * N + 12 * 12 * 12 * 64 * 512.5
-    assert f"{flops_per_token(GPT2, 1024, causal=True) / 1e6:.2f}" == "798.20"
+    with torch.device("meta"):
+        model = GPT(GPT2)
+    assert n_params(GPT2) == model.get_num_params() == N
+    assert model.get_num_params(non_embedding=False) == 124_373_760
+    narrow = replace(GPT2, attention_window=128)
+    for config, keys in ((GPT2, (1024 + 1) / 2),  # a query sees itself; T / 2 would give 798.15
+                         (narrow, (128 * 129 / 2 + (1024 - 128) * 128) / 1024)):
+        assert flops_per_token(config, 1024) == 6 * N + 12 * 12 * 12 * 64 * 1024
+        assert flops_per_token(config, 1024, causal=True) == 6 * N + 12 * 12 * 12 * 64 * keys
+    in_millions = [flops_per_token(GPT2, 1024, causal) / 1e6 for causal in (False, True)]
+    assert [f"{n:.2f}" for n in in_millions] == ["854.77", "798.20"]
 
 
-def test_n_params_of_llamas_options() -> None:
-    for name, value in LLAMA.items():
-        config = replace(GPTConfig(16, 65, 3, 4, 48, head_size=8, n_hidden=20), **{name: value})
-        for c in (config, replace(config, **LLAMA)):
-            assert n_params(c) == GPT(c).get_num_params(), name
+@settings(max_examples=60, deadline=None)
+@given(st.fixed_dictionaries({
+    "n_layer": st.integers(1, 3), "vocab_size": st.sampled_from([7, 65, 50304]),
+    "position": st.sampled_from(["learned", "rope", "alibi"]),
+    "norm": st.sampled_from(["layer", "rms"]), "mlp": st.sampled_from(["gelu", "swiglu"]),
+    "bias": st.sampled_from([True, False, "qkv"]), "qk_norm": st.booleans(), "tied": st.booleans(),
+    "head_size": st.sampled_from([None, 8]), "n_hidden": st.sampled_from([None, 20])}),
+    st.sampled_from([(1, None), (4, None), (4, 2), (4, 1), (12, 3)]))
+def test_n_params_is_the_real_models_and_what_it_leaves_out_is_named(changes, heads) -> None:
+    changes |= {"head_size": 8} if changes["position"] == "rope" else {}  # an even width
+    config = GPTConfig(16, n_head=heads[0], n_kv_head=heads[1], n_embd=48, **changes)
+    with torch.device("meta"):
+        model = GPT(config)
+    assert n_params(config) == model.get_num_params()
+    text = flops.uncounted(config)
+    left_out = 16 * 48 * ("position" in text) + config.vocab_size * 48 * ("token" in text)
+    assert sum(p.numel() for p in model.parameters()) - n_params(config) == left_out
 
 
 def test_swiglu_has_as_many_parameters_as_gelu() -> None:
@@ -50,36 +70,12 @@ def test_swiglu_has_as_many_parameters_as_gelu() -> None:
         assert abs(swiglu / gelu - 1) < 0.01
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("n_head, n_kv_head", [(1, None), (4, None), (4, 2), (4, 1), (12, 3)])
-@pytest.mark.parametrize("n_layer, n_embd, vocab_size", [(1, 12, 7), (3, 48, 65), (2, 96, 50304)])
-def test_n_params_is_the_real_models(bias, n_head, n_kv_head, n_layer, n_embd, vocab_size) -> None:
-    config = GPTConfig(16, vocab_size, n_layer, n_head, n_embd, n_kv_head, bias=bias)
-    with torch.device("meta"):
-        model = GPT(config)
-    assert n_params(config) == model.get_num_params()
-    assert model.get_num_params(non_embedding=False) - model.get_num_params() == 16 * n_embd
-
-
-# --- keys seen ---
-
-
 @pytest.mark.parametrize("T", [1, 2, 5, 64, 100, 2048, 2049, 3002])
 def test_mean_keys_counts_what_is_visible(T) -> None:
     for window in (None, 1, 2, 7, T - 1 or 1, T, T + 1, 10 * T):
-        rows = torch.arange(T).split(500)
-        keys = torch.arange(T)[None, :]
-        seen = sum(int(visible(i[:, None], keys, 0, window).sum()) for i in rows)
+        seen = sum(int(visible(i[:, None], torch.arange(T)[None, :], 0, window).sum())
+                   for i in torch.arange(T).split(500))
         assert mean_keys(T, window) == seen / T, window
-    assert mean_keys(T) == (T + 1) / 2
-    assert mean_keys(T, 1) == 1
-
-
-def test_a_window_makes_only_the_causal_count_smaller() -> None:
-    narrow = GPTConfig(bias=False, attention_window=128)
-    assert flops_per_token(narrow, 1024) == flops_per_token(GPT2, 1024)
-    keys = (128 * 129 / 2 + (1024 - 128) * 128) / 1024
-    assert flops_per_token(narrow, 1024, causal=True) == 6 * n_params(GPT2) + 12 * 12 * 768 * keys
 
 
 # --- against torch's counter ---
@@ -89,19 +85,9 @@ def test_a_window_makes_only_the_causal_count_smaller() -> None:
                          ids=["gpt2", "gqa", "llama"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
-    """Exactly equal, after three differences:
-
-    1. FlopCounterMode counts matrix products only. 6 N counts six operations for every parameter,
-       also for biases and norm gains, which are added or multiplied elementwise.
-    2. It knows no addmm_, the in-place form with which the loss sums the gradient of the head; it
-       is told.
-    3. Gradient checkpointing computes each block's forward once more, and it counts what runs: the
-       model's mathematics needs no such thing, and the formula leaves it out.
-
-    The position embeddings multiply nothing: N leaves them out. The token embedding is looked up,
-    which is no product either, but it is also the head: N has it once, rightly. And manual computes
-    the whole square of scores: `causal` is not what it does.
-    """
+    """Equal, but for norm gains and biases, which multiply no matrix; addmm_, which the counter has
+    to learn; and checkpointing, which computes each block's forward once more. manual computes the
+    whole square of scores."""
     B, T = 2, 24
     config = GPTConfig(32, 65, 3, 4, 16, attention_backend="manual", **options)
     model = GPT(config)
@@ -209,27 +195,15 @@ def test_a_device_that_is_not_in_the_table_is_not_taken_for_another(name) -> Non
         assert datasheet_peak(name, dtype, tf32) is None
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """measured_tflops multiplies matrices of at most 64."""
-    cpu_matmul.exact()  # remembered: it is tried at its own sizes
-    randn, sizes = torch.randn, []
-
-    def draw(*shape: int, **kwargs: object) -> torch.Tensor:
-        sizes.append(shape)
-        return randn(2, 64, 64, **kwargs)
-
-    monkeypatch.setattr(torch, "randn", draw)
-    return sizes
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_measured_peak_leaves_the_random_state_alone(dtype, small) -> None:
+def test_a_measured_peak_leaves_the_random_state_alone(dtype, monkeypatch) -> None:
+    cpu_matmul.exact()  # remembered: it is tried at its own sizes
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, **how: randn(2, 64, 64, **how))
     before = torch.get_rng_state()
     found = flops.measured_tflops(torch.device("cpu"), dtype)
     assert torch.equal(before, torch.get_rng_state())
     assert math.isfinite(found) and found > 0
-    assert len(small) == 3
 
 
 def test_mfu() -> None:
@@ -265,7 +239,8 @@ def test_a_measured_peak_is_kept_and_shown_with_its_age(kept: Path) -> None:
     again = flops.peak("cpu", "float32", "measure")
     assert again.tflops == 3.0 and today in again.source
     assert flops.peak("cpu", "float32").tflops == 3.0
-    assert flops.peak("cpu", "float32", 0.5).tflops == 0.5  # the user's
+    own = flops.peak("cpu", "float32", 0.5)
+    assert own.tflops == 0.5 and own.of == " of --peak_tflops" and not Peak(3, "datasheet: x").of
     assert flops.peak("cpu", "bfloat16").tflops == 2
 
 
@@ -280,11 +255,6 @@ def test_a_damaged_file_of_rates_is_measured_again(value: Any, kept: Path, caplo
     kept.mkdir()  # it cannot be kept: measured each time, with a warning
     assert [flops.peak("cpu", "float32").tflops for _ in range(2)] == [3.0, 4.0]
     assert len(caplog.records) == 2
-
-
-def test_the_mark_of_a_peak(kept: Path) -> None:
-    assert flops.peak("cpu", "float32", 3.0).of == " of --peak_tflops"
-    assert Peak(3.0, "datasheet: x").of == ""
 
 
 def test_a_rate_of_a_busy_machine_is_measured_again_when_it_is_idle(
