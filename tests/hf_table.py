@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -120,20 +122,25 @@ def run(model: Any, case: str) -> dict[str, Tensor]:
     return {n: g for n, g in zip(names, grads, strict=True) if g is not None}
 
 
-@cache
-def eager(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The result of transformers' eager attention.
-
-    In float64 its mask's minimum becomes -inf in a float32 softmax, and padding gives NaN: the mask
-    is clamped to the minimum of float32.
-    """
+@contextmanager
+def finite_masks() -> Iterator[None]:
+    """In float64 the minimum of eager attention's mask becomes -inf in a float32 softmax, and
+    padding gives NaN: here it is the minimum of float32."""
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-    def finite(**asked: Any) -> Tensor:
-        return eager_mask(**asked).clamp(min=torch.finfo(torch.float32).min)
+    def finite(**asked: Any) -> Tensor | None:
+        mask: Tensor | None = eager_mask(**asked)
+        return None if mask is None else mask.clamp(min=torch.finfo(torch.float32).min)
 
     masks: Any = AttentionMaskInterface._global_mapping
     with mock.patch.dict(masks, eager=finite):
+        yield
+
+
+@cache
+def eager(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The result of transformers' eager attention."""
+    with finite_masks():
         return run(build(name, "eager", dtype), case)
 
 
