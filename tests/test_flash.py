@@ -1,7 +1,7 @@
 """The flash-attn packages: our calls of their documented functions.
 
-Few machines have the packages, so each has a stand-in here: functions with the documented signature
-(an unknown argument is a TypeError) that refuse what the real ones refuse, and compute what their
+Few machines have the packages, so each has a stand-in here: functions with the documented names of
+what we pass (another is a TypeError) that refuse what the real ones refuse, and compute what their
 docstrings say by `manual` in float64, a sequence at a time. Held to the oracle, a wrong layout,
 window, alignment, cu_seqlens or page table fails. The real packages run in test_attention.py's
 matrix on a GPU, and at the end of this file.
@@ -38,50 +38,35 @@ from attention.select import admit
 # 2.8.3, whose signatures ours have (test_flash_api.py).
 FLASH_2 = {name: ", ".join(text.split()) for name, text in SIGNATURES.items()
            if name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")}
+COMMON = "softmax_scale=None, causal=False, softcap=0.0, "
+RAGGED = "cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
 FLASH_3 = {  # hopper/flash_attn_interface.py
-    "flash_attn_func": "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, "
-    "k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
-    "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False",
+    "flash_attn_func": f"q, k, v, {COMMON}window_size=(-1, -1), deterministic=False",
     "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
-    "seqused_q=None, seqused_k=None, softmax_scale=None, causal=False, qv=None, q_descale=None, "
-    "k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
-    "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0",
-    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, "
-    "rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, "
-    "page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, "
-    "rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, "
-    "causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
-    "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
+    f"{COMMON}window_size=(-1, -1), deterministic=False",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, "
+    f"page_table=None, {COMMON}window_size=(-1, -1)",
 }
 FLASH_4 = {  # flash_attn/cute/interface.py of 4.0.0b27
-    "flash_attn_func": "q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, "
-    "causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, "
-    "pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None, "
-    "aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, "
-    "block_sparse_tensors_bwd=None, return_lse=False",
-    "flash_attn_varlen_func": "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, "
-    "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, seqused_q=None, seqused_k=None, "
-    "gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False, "
-    "window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, "
-    "deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None, "
-    "block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, "
-    "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False",
+    name: f"q, k, v, {more}{COMMON}window_size=(None, None), learnable_sink=None, "
+    "deterministic=False" for name, more in (("flash_attn_func", ""), (
+        "flash_attn_varlen_func", f"{RAGGED}seqused_q=None, seqused_k=None, page_table=None, "))
 }
 
 
 Sequence = tuple[Tensor, Tensor, Tensor]  # q (Tq, H, D), k and v (Tk, Hkv, D)
 
 
-def attend(rows: list[Sequence], left: int | None, right: int | None, scale: float | None,
-           softcap: float, dropout: float = 0.0, sinks: Tensor | None = None,
-           slopes: Tensor | None = None) -> list[Tensor]:
+def attend(rows: list[Sequence], x: dict[str, Any], unbounded: int | None) -> list[Tensor]:
     """"Query at position i will only attend to keys between [i + seqlen_k - seqlen_q -
     window_size[0], i + seqlen_k - seqlen_q + window_size[1]] inclusive" (docstrings of all three):
     our own convention, rounded once."""
+    left, right = (None if n == unbounded else n for n in x["window_size"])
+    sinks, slopes = x.get("learnable_sink"), x.get("alibi_slopes")
     H, Hkv, D = rows[0][0].shape[1], *rows[0][1].shape[1:]
-    spec = Spec(H, Hkv, D, "float64", None if left is None else left + 1, dropout, right=right,
-                scale=scale, softcap=softcap or None, sinks=sinks is not None,
-                alibi=slopes is not None)
+    spec = Spec(H, Hkv, D, "float64", None if left is None else left + 1, x.get("dropout_p") or 0.0,
+                right=0 if x["causal"] else right, scale=x["softmax_scale"],
+                softcap=x["softcap"] or None, sinks=sinks is not None, alibi=slopes is not None)
     own = [None] * len(rows) if slopes is None else [*slopes.expand(len(rows), H)]
     outs = []
     for (q, k, v), m in zip(rows, own, strict=True):
@@ -92,15 +77,17 @@ def attend(rows: list[Sequence], left: int | None, right: int | None, scale: flo
     return outs
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, step: int, sinks: Tensor | None,
-                 slopes: Tensor | None) -> None:
+def check_inputs(x: dict[str, Any], step: int) -> None:
     """What csrc/flash_attn/flash_api.cpp and its successors check of every call."""
-    half = (torch.float16, torch.bfloat16)
+    q, k, v = x["q"], *(x.get(f"{n}_cache", x[n]) for n in "kv")
+    sinks, slopes = x.get("learnable_sink"), x.get("alibi_slopes")
+    half = torch.float16, torch.bfloat16
     assert q.dtype in half and q.dtype == k.dtype == v.dtype, "only fp16 and bf16, all the same"
     assert {t.stride(-1) for t in (q, k, v)} == {1}, "must have contiguous last dimension"
     assert k.shape == v.shape and q.shape[-1] == k.shape[-1] <= 256 and not q.shape[-1] % step
     assert sinks is None or (sinks.shape == (q.shape[-2],) and sinks.dtype in (*half, torch.float))
     assert slopes is None or (slopes.dtype == torch.float32 and slopes.stride(-1) == 1)
+    assert not (x["softcap"] > 0 and x.get("dropout_p")), "Softcapping does not support dropout"
 
 
 def sequences(x: dict[str, Any], step: int) -> list[Sequence]:
@@ -144,14 +131,9 @@ def package(name: str, signatures: dict[str, str], version: str, unbounded: int 
             bound.apply_defaults()
             x = bound.arguments
             module.calls.append({n: t for n, t in x.items() if not isinstance(t, Tensor)})
-            p, sinks, slopes = (x.get(n) for n in ("dropout_p", "learnable_sink", "alibi_slopes"))
-            check_inputs(x["q"], *(x.get(f"{n}_cache", x[n]) for n in "kv"), step, sinks, slopes)
-            assert not (x["softcap"] > 0 and p), "Softcapping does not support dropout for now"
+            check_inputs(x, step)
             assert all(n == unbounded or n >= 0 for n in x["window_size"]), x["window_size"]
-            left, right = (None if n == unbounded else n for n in x["window_size"])
-            rows = sequences(x, step)
-            outs = attend(rows, left, 0 if x["causal"] else right, x["softmax_scale"],
-                          x["softcap"], p or 0.0, sinks, slopes)
+            outs = attend(sequences(x, step), x, unbounded)
             return returns(torch.cat(outs) if x["q"].dim() == 3 else torch.stack(outs))
 
         return call
@@ -161,15 +143,12 @@ def package(name: str, signatures: dict[str, str], version: str, unbounded: int 
     return module
 
 
-def with_lse(out: Tensor) -> Any:
-    return out, torch.empty(0)
-
-
 STAND_INS: dict[str, tuple[str, Any]] = {
     "flash_attn_2": ("flash_attn_2", lambda: package("flash_attn", FLASH_2, "2.8.3", step=1)),
     "flash_attn_3": ("flash_attn_3", lambda: package("flash_attn_interface", FLASH_3, "")),
     "flash_attn_3 of early 2025": (  # until ed209409 (July 2025) each gave (out, softmax_lse)
-        "flash_attn_3", lambda: package("flash_attn_interface", FLASH_3, "", returns=with_lse)),
+        "flash_attn_3", lambda: package("flash_attn_interface", FLASH_3, "",
+                                        returns=lambda out: (out, torch.empty(0)))),
     "flash_attn_4": ("flash_attn_4", lambda: package(
         "flash_attn.cute", FLASH_4, "0.0.0", None, returns=lambda out: (out, None))),
 }
@@ -262,22 +241,18 @@ def check_cache(name: str, start: list[int], count: list[int], Tq: int, places: 
 
     Places that nothing was stored in hold loud numbers. Without page_size the cache is static.
     """
-    B, H, Hkv = len(start), 4, 2
-    draw = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(B, max(start) + Tq, heads, D, generator=draw).to(device, torch.float16)
-               for heads in (H, Hkv, Hkv))
-    stored = [torch.full((B, places, Hkv, D), loud, dtype=torch.float16, device=device)
-              for loud in (9.0, 99.0)]
-    for b, n in enumerate(start):
-        for t, new in zip(stored, (k, v), strict=True):
-            end = min(n + count[b], places)  # this call's tokens are stored, too
-            t[b, :end] = new[b, :end]
-    fresh = torch.stack([q[b, n : n + Tq] for b, n in enumerate(start)])
-    spec = Spec(H, Hkv, D, "float16", window=window, grad=False, page_size=page_size,
+    more = {n: x for n, x in scores.items() if isinstance(x, Tensor)}
+    spec = Spec(4, 2, D, "float16", window=window, grad=False, page_size=page_size,
                 cache="static" if page_size is None else "paged", sinks="sinks" in scores,
                 alibi="alibi_slopes" in scores,
-                **{n: x for n, x in scores.items() if not isinstance(x, Tensor)})
-    more = {n: x for n, x in scores.items() if isinstance(x, Tensor)}
+                **{n: x for n, x in scores.items() if n not in more})
+    q, k, v = (torch.randn(len(start), max(start) + Tq, heads, D).to(device, torch.float16)
+               for heads in (4, 2, 2))
+    stored = [torch.full((len(start), places, 2, D), loud).to(q) for loud in (9.0, 99.0)]
+    for (b, n), (t, new) in itertools.product(enumerate(start), zip(stored, (k, v))):
+        end = min(n + count[b], places)  # this call's tokens are stored, too
+        t[b, :end] = new[b, :end]
+    fresh = torch.stack([q[b, n : n + Tq] for b, n in enumerate(start)])
     k_held, v_held, view = filled_cache(*stored, spec)
     with torch.no_grad():
         out = BACKENDS[name].attend(fresh, k_held, v_held, spec, cache=view(start, count), **more)
@@ -344,12 +319,10 @@ def test_the_hub_is_asked_only_if_it_may_be_and_for_a_fixed_commit(name, monkeyp
                                 ("flash_attn_interface", None)):  # None: an import raises
         monkeypatch.setitem(sys.modules, package_name, found)
     spec, there = Spec(2, 2, 32, "float16"), replace(H100, packages={"kernels": "0.14"})
-    _, why_not = admit(name, spec, there)
-    assert [w.kind for w in why_not] == ["packages"] and "--attention_hub_kernels" in why_not[0]
+    assert "--attention_hub_kernels" in admit(name, spec, there)[1][0]
     backend, why_not = admit(name, spec, there, Policy(hub_kernels=True))
     assert not why_not and not asked
-    for _ in range(2):
-        assert probe(backend, spec, "cpu").why == ()
+    assert probe(backend, spec, "cpu").why == probe(backend, spec, "cpu").why == ()
     [(repository, commit)] = asked  # once a process
     assert repository == f"kernels-community/flash-attn{name[-1]}"
     assert len(commit) == 40 and set(commit) <= set("0123456789abcdef")
