@@ -79,14 +79,16 @@ def test_a_batch_of_matrices_becomes_orthogonal(shapes: list[Any], seed: int) ->
         torch.testing.assert_close(x, u @ vh, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @kinds
-def test_steps_by_the_singular_value_decomposition_and_by_adamw(kind: Any) -> None:
-    """q, k and v apart, and the two parts of SwiGLU; all else by AdamW with its own rates."""
+def test_steps_by_the_singular_value_decomposition_and_by_adamw(kind: Any, dtype: Any) -> None:
+    """q, k and v apart, and the two parts of SwiGLU; all else by AdamW with its own rates. The
+    iterations may be in bfloat16."""
     model = small(kind)
     optimizer, config = muon(model), TrainConfig()
+    optimizer.dtype = dtype
     want = {name: p.detach().clone() for name, p in model.named_parameters()}
-    momentum = {name: torch.zeros_like(p) for name, p in want.items()}
-    rest = {}
+    momentum, rest = {name: torch.zeros_like(p) for name, p in want.items()}, {}
     for name, p in want.items():
         if p.dim() < 2 or ".h." not in name:
             rate = RATES[3] if p.dim() < 2 else RATES[2] if "lm_head" in name else RATES[1]
@@ -106,36 +108,17 @@ def test_steps_by_the_singular_value_decomposition_and_by_adamw(kind: Any) -> No
                 rows -= RATES[0] * math.sqrt(max(1, len(part) / part.shape[1])) * factor(part)
         update(optimizer, NO_SCALER, torch.zeros(()), 0.0, torch.zeros(()))
         for name, p in model.named_parameters():
-            torch.testing.assert_close(p.detach(), want[name], rtol=1e-6, atol=1e-7, msg=name)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_steps_by_torch(dtype: torch.dtype | None) -> None:
-    """torch.optim.Muon always iterates in bfloat16."""
-    model = small({}).float()
-    named = model.named_parameters()
-    theirs = {name: p.detach().clone() for name, p in named if "c_proj.w" in name}
-    how: Any = {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 12, "weight_decay": 0.1}
-    torchs, ours = torch.optim.Muon(theirs.values(), RATES[0], **how), muon(model)
-    ours.dtype = dtype
-    for step in range(4):
-        before = {name: p.clone() for name, p in theirs.items()}
-        gradients(model, step)
-        for name, p in theirs.items():
-            p.grad = model.get_parameter(name).grad
-        torchs.step()
-        ours.step()
-        for name, p in theirs.items():
-            error = (model.get_parameter(name).detach() - p).norm() / (p - before[name]).norm()
-            assert error < (step + 1) * 2**-7, (step, name, error)
+            atol = 1e-3 if dtype and name not in rest else 1e-7
+            torch.testing.assert_close(p.detach(), want[name], rtol=1e-6, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("spoiled", ["gradient", "loss"])
 def test_clipping_and_what_is_not_finite(spoiled: str) -> None:
-    clipped, plain, bad = small(LLAMA).float(), small(LLAMA).float(), torch.zeros(())
+    models, bad = [small(LLAMA).float() for _ in range(2)], torch.zeros(())
+    clipped, plain = models
     ours, theirs = muon(clipped), muon(plain)
     for step in range(3):
-        for m in (clipped, plain):
+        for m in models:
             gradients(m, step)
             for p in m.parameters():
                 p.grad *= 10**step  # type: ignore[operator]
@@ -171,8 +154,7 @@ def test_operations_are_those_of_a_step(kind: Any) -> None:
 
 def test_all_rates_follow_the_schedule() -> None:
     how: dict[str, Any] = {"max_iters": 100, "warmup_iters": 10, "min_lr": 0.0}
-    config = TrainConfig(**HOW, **how, decay_lr="linear")
-    optimizer = muon(small(LLAMA))
+    config, optimizer = TrainConfig(**HOW, **how, decay_lr="linear"), muon(small(LLAMA))
     for step, share in ((0, 1 / 11), (10, 1), (30, 1), (65, 0.5), (93, 0.1), (100, 0)):
         rate = set_learning_rate(optimizer, step, config)
         assert rate == pytest.approx(share * RATES[0])  # the matrices'
@@ -198,15 +180,15 @@ def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def same(out: Path, alone: Path, within: float = 1e-5) -> None:
+def same(out: Path, alone: Path) -> None:
     """Losses and weights are those of one process."""
     want, found = losses(alone / "one"), losses(out)
     assert want["20 loss"] < want["1 loss"] - 0.3
     assert {"20 val_loss", *(f"{step} loss" for step in range(11, 21))} < found.keys()
     for name in found.keys() & want.keys():
-        assert abs(found[name] - want[name]) <= within, (out, name)
+        assert abs(found[name] - want[name]) <= 1e-5, (out, name)
     ours, theirs = (checkpoint.load(checkpoint.latest(p)).weights() for p in (out, alone / "one"))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=within)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -226,14 +208,6 @@ def test_any_number_of_processes_learns_the_same(
 def resume(folder: Path, **how: Any) -> list[str]:
     words = {"out_dir": folder, "init_from": "resume", "max_iters": 20, **how}
     return [f"--{k}={v}" for k, v in words.items()]
-
-
-@pytest.mark.slow
-def test_one_process_resumes_bit_for_bit(alone: Path, tmp_path: Path) -> None:
-    shutil.copytree(alone / "half", tmp_path / "out")
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert train.main(resume(tmp_path / "out")) == 0
-    same(tmp_path / "out", alone, within=0)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from attention import BACKENDS, manual, select
 from attention.__main__ import main
 from attention.caps import BackendUnavailable, DeviceLost
 from attention.proof import probe, probe_long
-from attention.spec import Machine, Policy, Spec
+from attention.spec import DTYPES, Machine, Policy, Spec
 
 SPEC = Spec(4, 2, 32, "float32")
 STRICT = Policy(fallback=False)
@@ -30,43 +30,40 @@ EPS = torch.finfo(torch.float32).eps
 
 # --- right kernels ---
 
-SPECS = [
-    SPEC, Spec(4, 4, 80, "bfloat16"), Spec(3, 1, 20, "float16", window=9),
-    Spec(4, 2, 32, "float32", window=1), Spec(2, 2, 16, "float32", window=1000),
-    Spec(2, 2, 32, "float64", segments=True), Spec(2, 2, 32, "float32", dropout=0.2),
-    Spec(4, 1, 64, "bfloat16", window=16, segments=True, grad=False),
-    Spec(4, 2, 32, "float32", window=9, right=4, scale=0.3, softcap=9.0, sinks=True),
-    Spec(4, 2, 32, "bfloat16", window=9, grad=False, cache="static"),
-    Spec(4, 2, 64, "float32", grad=False, cache="paged", page_size=16),
-    Spec(4, 2, 32, "float32", lse=True)]
+NAMES = [n for n in BACKENDS if n not in ("flex", "triton")]
 
 
-@pytest.mark.parametrize("name, spec", [
-    pytest.param(name, spec, id=f"{name}-{n}", marks=[pytest.mark.slow] * (
-        name == "flex" or (name == "triton" and n not in (2, 6))))
-    for name, b in BACKENDS.items()
-    for n, spec in enumerate(SPECS) if not b.why_not(spec, HERE)])
-def test_a_backend_that_may_run_here_passes(name, spec) -> None:
-    """Short and long; the random state is left alone."""
-    before = torch.get_rng_state()
-    tried = probe(BACKENDS[name], spec, "cpu")
-    assert tried.why == () and tried.proof and tried.proof["canary"]
-    assert tried.error is not None and tried.error < 8 * torch.finfo(getattr(torch, spec.dtype)).eps
-    assert name == "triton" or probe_long(BACKENDS[name], spec, "cpu", (2, 300, 300)) == ()
-    assert torch.equal(before, torch.get_rng_state())
-
-
+@settings(max_examples=70, deadline=None)
 @given(
-    st.sampled_from(["tiled", "sdpa", "sdpa_flash"]), st.sampled_from([1, 8, 32, 64, 128]),
-    st.sampled_from(["float16", "bfloat16"]), st.none() | st.sampled_from([0.5, 1.0, 2.0]),
-    st.none() | st.integers(1, 30), st.sampled_from([0, 0, None, 3]), st.booleans(),
-)
-@settings(max_examples=25, deadline=None)
-def test_a_right_kernel_in_half_precision_passes(name, D, dtype, scale, window, right, lse) -> None:
-    """Its rounded output moves dQ and dK where plain PyTorch, of one key, is exact."""
-    spec = Spec(4, 2, D, dtype, window, scale=scale, right=right, lse=lse)
-    if not BACKENDS[name].why_not(spec, HERE):
-        assert probe(BACKENDS[name], spec, "cpu").why == ()
+    st.sampled_from(NAMES), st.sampled_from([(4, 2), (2, 2), (3, 1)]),
+    st.sampled_from([1, 8, 20, 32, 64, 80, 128]), st.sampled_from(DTYPES),
+    st.none() | st.integers(1, 30) | st.just(1000), st.sampled_from(["none", "static", "paged"]),
+    st.fixed_dictionaries({
+        "right": st.sampled_from([0, 0, None, 3]), "scale": st.sampled_from([None, 0.3, 2.0]),
+        "softcap": st.sampled_from([None, 9.0]), "dropout": st.sampled_from([0.0, 0.0, 0.2]),
+        **dict.fromkeys(("segments", "sinks", "lse", "grad"), st.booleans())}))
+def test_a_right_kernel_passes(name, heads, D, dtype, window, cache, changes) -> None:
+    """Short and long, also where its rounded output moves dQ and dK and plain PyTorch is exact; the
+    random state is left alone."""
+    for lacks in ({}, {"softcap": None}, {"sinks": False}, {"lse": False}, {"dropout": 0.0}):
+        changes |= lacks if cache == "none" else lacks | {"segments": False, "grad": False}
+        spec = Spec(*heads, D, dtype, window, cache=cache,
+                    page_size=16 if cache == "paged" else None, **changes)
+        if not BACKENDS[name].why_not(spec, HERE):
+            before = torch.get_rng_state()
+            tried = probe(BACKENDS[name], spec, "cpu")
+            assert tried.why == () and tried.proof and tried.proof["canary"]
+            assert probe_long(BACKENDS[name], spec, "cpu", (2, 300, 300)) == ()
+            assert torch.equal(before, torch.get_rng_state())
+            return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flex", "triton"])
+def test_a_right_kernel_of_a_compiler_passes(name) -> None:
+    for changes in ({"grad": False, "window": 9}, {"dropout": 0.2}):
+        spec = Spec(4, 2, 32, "float32", **changes)
+        assert BACKENDS[name].why_not(spec, HERE) or probe(BACKENDS[name], spec, "cpu").why == ()
 
 
 # --- wrong kernels: each is right but for one thing ---
@@ -128,12 +125,6 @@ class Unprintable(Exception):
         raise ValueError("no words")
 
 
-def other_heads(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
-    """g(h) = h % Hkv instead of h // (H / Hkv)."""
-    order = torch.arange(spec.n_head) % spec.n_kv_head
-    return manual.attend(q, k[:, :, order], v[:, :, order], replace(spec, n_kv_head=spec.n_head))
-
-
 def by_scores(probs: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     """A kernel that computes the probabilities of scores (B, H, T, T) by itself."""
 
@@ -157,14 +148,13 @@ BROKEN: dict[str, tuple[Callable[..., Any], Spec, str]] = {  # and a word of the
     "sees the future": (pytorch, SPEC, "out"),
     "aligned top-left": (partial(pytorch, is_causal=True), QUIET, "out"),
     "no window": (of(lambda s: replace(s, window=None)), WINDOW, "out"),
-    "no wide window": (of(lambda s: replace(s, window=None)), replace(SPEC, window=1024), "out"),
     "window + 1": (of(lambda s: replace(s, window=s.window + 1)), WINDOW, "out"),
     "no segments": (of(lambda s: replace(s, segments=False)), replace(SPEC, segments=True), "out"),
     "no sinks": (of(lambda s: replace(s, sinks=False)), replace(QUIET, sinks=True), "out"),
     "no view": (lambda q, k, v, s, cache: manual.attend(q, k, v, replace(s, cache="none")),
                 STATIC, "out"),
     "a place late": (moved(1), STATIC, "out"), "a place early": (moved(-1), STATIC, "out"),
-    "other heads": (other_heads, SPEC, "out"),
+    "other heads": (on(lambda q, k, v: (q, k.flip(2), v.flip(2))), SPEC, "out"),
     "dk off": (on(lambda q, k, v: (q, Scaled.apply(k, 1.01), v)), SPEC, "dk"),
     "no gradient": (after(lambda out, v: out.detach()), SPEC, "requires_grad"),
     "transposed": (after(lambda out, v: out.transpose(1, 2)), QUIET, "(2, 4, "),
@@ -185,8 +175,8 @@ BROKEN: dict[str, tuple[Callable[..., Any], Spec, str]] = {  # and a word of the
     **{f"first {name} {value}, {dtype}": (
         of(partial(replace, **{name: min(value, 32) if name in ("window", "right") else value})),
         Spec(4, 2, 32, dtype, **{name: value}), "out")
-       for name, values in (("window", (1, 3, 4, 5, 9, 1000)), ("right", (1, 3, 4, 5, 9, 1000)),
-                            ("scale", (0.05, 0.3, 2.0)), ("softcap", (2.0, 50.0, 1000.0)))
+       for name, values in (("window", (1, 4, 9, 1000)), ("right", (1, 4, 9, 1000)),
+                            ("scale", (0.05, 2.0)), ("softcap", (2.0, 1000.0)))
        for value in values for dtype in ("float32", "bfloat16")},
     # A few percent, where the roundings are a percent.
     **{f"{name}, {dtype}": (attend, replace(SPEC, dtype=dtype), word)
@@ -202,32 +192,26 @@ BROKEN: dict[str, tuple[Callable[..., Any], Spec, str]] = {  # and a word of the
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_kernel_is_refused_with_a_reason(fault: str, tmp_path: Path) -> None:
-    """By the probe, and by select(), which takes another one if it may."""
+    """select() takes another one if it may."""
     attend, spec, word = BROKEN[fault]
-    [reason] = probe(kernels.backend(attend), spec, "cpu").why
-    assert word in reason and "\n" not in reason
     file = kernels.as_file(tmp_path, attend)
     chosen = select(file, spec, "cpu")
-    assert chosen.backend.name == "manual" and chosen.rejected["mine"] == (reason,)
+    [reason] = chosen.rejected["mine"]
+    assert chosen.backend.name == "manual" and word in reason and "\n" not in reason
     with pytest.raises(BackendUnavailable) as e:
         select(file, spec, "cpu", STRICT)
     assert reason in str(e.value)
 
 
-def test_the_kernel_of_these_faults_passes_without_them() -> None:
-    for spec in {spec for _, spec, _ in BROKEN.values()}:
-        assert probe(kernels.backend(manual.attend), spec, "cpu").why == ()
-
-
 # --- at the length of a call ---
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"grad": False}, {"window": 50}, {"segments": True}, {"grad": False, "cache": "dynamic"},
-    {"grad": False, "cache": "static"}, {"dtype": "bfloat16"}, {"right": None}, {"sinks": True}])
-@pytest.mark.parametrize("Tq", [1, 900])
+@pytest.mark.parametrize("Tq, changes", [
+    (1, {"grad": False}), (900, {"window": 50}), (900, {"segments": True, "dtype": "bfloat16"}),
+    (1, {"grad": False, "cache": "dynamic"}), (900, {"grad": False, "cache": "static"}),
+    (900, {"right": None, "sinks": True})])
 def test_a_kernel_wrong_beyond_some_keys_is_refused_where_they_are_used(
-    changes, Tq, tmp_path
+    Tq, changes, tmp_path
 ) -> None:
     spec, file = replace(SPEC, **changes), kernels.as_file(
         tmp_path, kernels.wrong_beyond(700).compute)
@@ -247,8 +231,8 @@ def test_a_gradient_wrong_beyond_some_keys_is_found() -> None:
 
 
 @pytest.mark.parametrize("changes", [
-    {"grad": False}, {"window": 100}, {"softcap": 9.0}, {"sinks": True}, {"right": None},
-    {"segments": True}, {"dtype": "bfloat16"}])
+    {"grad": False}, {"window": 100, "sinks": True}, {"softcap": 9.0, "right": None},
+    {"segments": True, "dtype": "bfloat16"}])
 def test_no_proof_makes_a_tensor_of_keys_times_keys(changes) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, sinks: Any = None, **_: Any) -> Tensor:
         return q + 0 * (k.sum() + v.sum() + (0 if sinks is None else sinks.sum()))
