@@ -1,5 +1,5 @@
-"""ALiBi in the model: the paper's slopes, caches, graphs, explain.py, exports. The kernels' numbers
-are in the matrix of test_attention.py and in test_numbers.py."""
+"""ALiBi in the model: the paper's slopes, explain.py, exports. Its numbers: test_attention.py and
+test_numbers.py; in models with caches and graphs: the shape "alibi-window" of test_model.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 
 import checkpoint
 from core.settings import UserError
-from inference import engine
-from inference.engine import KV_CACHES
 from model import GPT, GPTConfig, alibi_slopes
 from viewer.maps import maps, scores, watched, weights
 
@@ -49,30 +47,6 @@ def test_a_model_has_no_positions_but_in_its_scores() -> None:
     assert not torch.allclose(model(x)[0][:, -1], model(swapped)[0][:, -1])
     half = build().bfloat16()  # whose slopes are not rounded
     torch.testing.assert_close(half(x)[0].float(), build()(x)[0], rtol=0.1, atol=0.5)
-
-
-@pytest.mark.parametrize("kv", KV_CACHES)
-@pytest.mark.parametrize("window", [None, 5, (4, None)])
-def test_every_cache_gives_the_same_tokens(kv: str, window: Any) -> None:
-    """Also past block_size, where texts slide, and with prompts of several lengths."""
-    model = build(n_kv_head=2, attention_window=window)
-    plain = build(n_kv_head=2, attention_window=window, attention_backend="manual")
-    prompts = [torch.arange(T) * 7 % 37 for T in (9, 1, 4)]
-    texts = engine.generate(model, prompts, 20, temperature=0, kv_cache=kv)
-    for text, prompt in zip(texts, prompts, strict=True):
-        assert torch.equal(text, plain.generate(prompt[None], 20, temperature=0)[0])
-        assert len(text.unique()) > 3
-
-
-def test_compiled_and_exported() -> None:
-    model, x = build(attention_backend="sdpa"), torch.arange(20)[None]
-    want = model(x)[0]
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x)[0], want)
-    program = torch.export.export(model, (x,))
-    torch.testing.assert_close(program.module()(x)[0], want)
-    torch._dynamo.reset()
 
 
 def test_the_maps_of_explain_are_of_its_scores() -> None:

@@ -81,23 +81,6 @@ def test_no_weight_is_widened_for_a_decode_step() -> None:
         assert ([96, 256] in shapes) == widened, rows
 
 
-class OnCuda(torch.Tensor):
-    """It says that it is on a GPU, and computes here."""
-
-    device = torch.device("cuda")  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("rows, compiling", [(1, True), (1, False), (3, True)])
-def test_the_product_on_a_gpu_is_exact_in_float32(rows, compiling, monkeypatch) -> None:
-    x, bias = torch.randn(1, rows, 64), torch.randn(24)
-    q, scale = int8.quantize(torch.randn(24, 64))
-    truth = x.double() @ (q.double() * scale.double()[:, None]).t() + bias.double()
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    got = int8.int8_linear(x.as_subclass(OnCuda), q, scale, bias).as_subclass(torch.Tensor)
-    assert got.dtype == torch.float32 and got.shape == truth.shape
-    assert (got.double() - truth).abs().max() <= 1e-6 * truth.abs().max()
-
-
 @pytest.mark.parametrize("kv", ["dynamic", "static", "paged"])
 def test_every_cache_gives_the_same_tokens(kv: str) -> None:
     """Of two lengths, with an untied head too."""

@@ -25,6 +25,7 @@ import processes
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -105,9 +106,10 @@ def test_a_trace_runs_nothing_and_says_that_it_proves_nothing(tmp_path: Path, ca
     assert "not proved" not in caplog.records[1].getMessage()
 
 
-@pytest.mark.parametrize("fallback", [True, False])
-@pytest.mark.parametrize("order", ["trace, plan", "trace, plan, other shape", "plan, trace"])
-def test_what_a_plan_refuses_no_trace_takes_or_goes_on_with(fallback, order, tmp_path) -> None:
+@pytest.mark.parametrize("order, fallback", [
+    ("trace, plan", True), ("trace, plan, other shape", True), ("plan, trace", True),
+    ("trace, plan", False)])
+def test_what_a_plan_refuses_no_trace_takes_or_goes_on_with(order, fallback, tmp_path) -> None:
     """It takes another kernel, or it is an error; also after a plan of eager calls."""
     file = kernels.as_file(tmp_path, lambda q, k, v, spec, **o: manual.attend(q, k, 2 * v, spec))
     model = GPT(replace(TINY, attention_backend=file), Policy(fallback=fallback)).eval()
@@ -125,6 +127,20 @@ def test_what_a_plan_refuses_no_trace_takes_or_goes_on_with(fallback, order, tmp
         right.load_state_dict(model.state_dict())
         torch.testing.assert_close(compiled(idx)[0], right(idx)[0])
         assert wrong is None or not torch.allclose(wrong, right(IDX)[0])
+
+
+@pytest.mark.parametrize("before", ["tiled", "manual"])
+def test_a_graph_that_cannot_hold_a_kernel_says_what_to_do(before) -> None:
+    """Whether or not another kernel was in it first; with breaks it is right."""
+    whole, broken = (torch.compile(lambda q: fa.flash_attn_func(q, q, q, causal=True),
+                                   backend="eager", fullgraph=full) for full in (True, False))
+    fa.use(before)
+    if before != "tiled":
+        whole(Q)
+    fa.use("tiled")
+    with pytest.raises(Unsupported, match="fullgraph=False"):
+        whole(Q)
+    torch.testing.assert_close(broken(Q), fa.flash_attn_func(Q, Q, Q, causal=True))
 
 
 COMPILED = """
@@ -194,40 +210,16 @@ def float64_by_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@contextmanager
-def profiled() -> Iterator[None]:
-    with torch.profiler.profile() as profile:
-        torch.ones(3).exp()
-        yield
-        torch.ones(3).tan()
-    assert {"aten::exp", "aten::tan"} <= {e.key for e in profile.key_averages()}
-
-
 def in_checkpoint(f: Function, q: Tensor) -> Tensor:
-    q = q.clone().requires_grad_()
-    out: Tensor = checkpoint(f, q, use_reentrant=False)
-    if out.requires_grad:
-        out.sum().backward()  # runs f again
-        assert q.grad is not None and q.grad.isfinite().all()
-    return out.detach()
-
-
-def in_backward(f: Function, q: Tensor) -> Tensor:
-    found: list[Tensor] = []
-
-    class Calls(torch.autograd.Function):
-        forward = staticmethod(lambda ctx, x: x.clone())
-        backward = staticmethod(lambda ctx, grad: (found.append(f(q)), grad)[1])
-
-    Calls.apply(q.clone().requires_grad_()).sum().backward()
-    return found[0]
-
-
-def in_hooks(f: Function, q: Tensor) -> Tensor:
-    packed: list[Tensor] = []
-    hooks = (lambda t: (packed.append(t), t)[1]), (lambda t: t)
-    with torch.autograd.graph.saved_tensors_hooks(*hooks):
-        out = f(q.clone().requires_grad_())
+    """Also in a backward pass, which runs f again, and under hooks of saved tensors."""
+    if f is cached:
+        return f(q)  # without gradients
+    q, packed = q.clone().requires_grad_(), list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t)[1], lambda t: t):
+        out: Tensor = checkpoint(f, q, use_reentrant=True)
+    fa.use()  # which forgets all plans
+    out.sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()
     assert all(len(t) <= 64 for t in packed if t.dim() == 4)  # none of the probe's
     return out.detach()
 
@@ -246,12 +238,12 @@ def in_a_graph(f: Function, q: Tensor) -> Tensor:
 
 
 SURROUNDINGS = {
-    "autocast": inside(lambda: torch.autocast("cpu", torch.bfloat16)), "hooks": in_hooks,
-    "checkpoint": in_checkpoint, "backward": in_backward, "no_grad": inside(torch.no_grad),
-    "default device": inside(lambda: torch.device("meta")), "func.grad": under_grad,
+    "autocast": inside(lambda: torch.autocast("cpu", torch.bfloat16)), "func.grad": under_grad,
+    "checkpoint": in_checkpoint, "no_grad": inside(torch.no_grad), "fullgraph": in_a_graph,
+    "default device": inside(lambda: torch.device("meta")),
     "default dtype": inside(float64_by_default), "inference": inside(torch.inference_mode),
-    "FLOP counter": inside(lambda: FlopCounterMode(display=False)), "profiler": inside(profiled),
-    "fullgraph": in_a_graph,
+    "FLOP counter": inside(lambda: FlopCounterMode(display=False)),
+    "profiler": inside(torch.profiler.profile),
 }
 
 
@@ -281,17 +273,16 @@ def test_tracers_record_a_first_call() -> None:
 
 
 def test_a_planned_model_is_copied_pickled_moved_and_exported() -> None:
-    model = GPT(replace(TINY, attention_window=(None, 8))).eval()
+    model, file = GPT(replace(TINY, attention_window=(None, 8))).eval(), io.BytesIO()
     model.plan(grad=False)
-    want, file = model(IDX)[0], io.BytesIO()
+    want = model(IDX)[0]
     torch.save(model, file)
     file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert torch.equal(other(IDX)[0], want)
     rows = {"idx": {0: torch.export.Dim("rows", max=8)}}
-    exported = torch.export.export(model, (IDX.repeat(3, 1),), dynamic_shapes=rows).module()
-    for call in (exported, torch.compile(model, fullgraph=True, backend="eager")):
-        torch.testing.assert_close(call(IDX)[0], want)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False),
+                  torch.export.export(model, (IDX.repeat(3, 1),), dynamic_shapes=rows).module(),
+                  torch.compile(model, fullgraph=True, backend="eager")):
+        torch.testing.assert_close(other(IDX)[0], want)
     torch.testing.assert_close(model.double()(IDX)[0].float(), want)
     assert model.to("meta")(IDX.to("meta"))[0].shape == want.shape
 

@@ -1,27 +1,38 @@
-"""triton_flash.py beyond the matrix of test_attention.py: what is not read, dropout, the operators,
-offsets beyond 32 bits. What a compiler says of the kernels is in test_triton_compiled.py.
+"""Triton's kernels beyond the matrix of test_attention.py: what is not read, dropout, offsets past
+32 bits, other backward kernels; and compiled for GPUs that are not here (ptxas.py).
 
 Without CUDA the kernels run in Triton's interpreter, slowly: the shapes here are small.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from conftest import few
 from torch import Tensor
 
-from attention import Spec
+from attention import Machine, Spec, get, is_code, resolve
 from attention.check import matrix
 from attention.check.matrix import Case
 from attention.masks import mask
+from attention.names import timed
 from attention.proof import run
 from attention.triton_flash import attend
+from attention.triton_tiles import BACKWARD_TILES
 from attention.truth import truth
 
 pytest.importorskip("triton", reason="package 'triton' is not installed")
+import ptxas
+
 from attention.triton import flash_kernels as triton_kernels
 
 HAS_CUDA = torch.cuda.is_available()
@@ -29,6 +40,7 @@ DEVICE = "cuda" if HAS_CUDA else "cpu"  # where the kernels run
 pytestmark = [pytest.mark.gpu] * HAS_CUDA
 interpreted = pytest.mark.skipif(HAS_CUDA, reason="sets the interpreter's tiles; CUDA has its own")
 CI = [pytest.mark.slow, pytest.mark.ci]
+
 
 def both_passes(tensors: list[Tensor], spec: Spec, call: Any = attend) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in tensors[:3]]
@@ -142,3 +154,108 @@ def test_on_cuda_a_large_grid_and_inductor_compute_the_same() -> None:
         compiled = torch.compile(attend, fullgraph=True)
         results = [both_passes(tensors, spec, call) for call in (attend, compiled)]
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# --- other backward kernels: tiles that "fastest" measures, and TMA descriptors ---
+
+TO_TRAIN = Spec(12, 12, 64, "bfloat16")
+H100 = Machine("cuda", "H100", (9, 0), "2.13.0", packages={"triton": "3.7.1"})
+A100 = Machine("cuda", "A100", (8, 0), "2.13.0", packages={"triton": "3.7.1"})
+NAMES = [n for n in timed(TO_TRAIN, H100) if n.startswith("triton:")] + ["triton:tma"]
+CASES = matrix.cases("""97 B1 D64, gqa-packed-40x70 D40 B1, window9-softcap-70 D16,
+    sinks-both-70x40 B1, mqa-alibi-window20-right9-33x70 B1""")
+
+
+@pytest.mark.parametrize("case", few(CASES[::-1]), ids=lambda case: case.name)
+@pytest.mark.parametrize("name", NAMES)
+def test_other_backward_kernels_give_the_numbers_of_the_oracle(name, case) -> None:
+    if why := get(name).why_not(case.spec("float16"), Machine.here(DEVICE)):
+        pytest.skip("; ".join(why))
+    matrix.check(get(name), case, "float16", DEVICE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_run_where_they_fit_else_triton_does(name, monkeypatch) -> None:
+    assert not is_code(name)
+    assert resolve(name, TO_TRAIN, H100).backend.name == name
+    assert (resolve(name, TO_TRAIN, A100).backend.name == name) == (name != "triton:tma")
+    for spec in (Spec(12, 12, 136, "bfloat16"), Spec(12, 12, 64, "float32")):
+        assert resolve(name, spec, H100).backend.name != name
+    monkeypatch.setenv("NANOATTN_DISABLE", "triton")
+    assert resolve(name, TO_TRAIN, H100).backend.name not in ("triton", name)
+
+
+def test_only_where_they_run_and_to_train_there_is_more_to_time() -> None:
+    few = timed(replace(TO_TRAIN, grad=False), H100)
+    assert {*timed(TO_TRAIN, H100)} - {*few} == {*NAMES} - {"triton:tma"}
+    assert timed(replace(TO_TRAIN, head_dim=80), H100) == few
+    assert timed(TO_TRAIN, Machine("cpu", "cpu")) == few
+
+
+# --- compiled for other GPUs ---
+
+PAGE = ptxas.PAGE.read_text(encoding="utf-8")
+# Features beside the causal mask, and the bytes that they may spill by the ptxas of Triton 3.7.1.
+SPILLS: dict[ptxas.Case, int] = {
+    (90, "bf16", 64, "forward", "softcap sinks"): 0,
+    (90, "bf16", 64, "forward", "window run seed"): 0,
+    (90, "bf16", 64, "forward", "slopes window"): 0,
+    (90, "bf16", 64, "dq", "slopes"): 0,
+    (90, "bf16", 64, "dkdv", "slopes group"): 104,
+    (90, "bf16", 256, "decode", "slopes group"): 0,
+    (80, "bf16", 64, "forward", "seed"): 820,
+    (80, "bf16", 64, "dq", "softcap sinks"): 16,
+    (90, "bf16", 128, "dkdv", "group"): 176,
+    (90, "fp16", 80, "dkdv", "window run seed group"): 652,
+    (90, "fp16", 80, "dkdv", "window run seed group softcap"): 992,
+    (75, "fp16", 80, "dkdv", "window run seed group"): 72,
+    (90, "bf16", 256, "decode", "softcap group"): 0,
+    (75, "fp16", 80, "combine", "sinks"): 0,
+}
+SHOWN: list[ptxas.Case] = [  # one cell of the table for each GPU
+    (75, "fp16", 128, "dq", ""), (80, "bf16", 128, "decode", ""), (86, "bf16", 64, "forward", ""),
+    (89, "bf16", 64, "dq", ""), (90, "bf16", 64, "forward", ""), (100, "bf16", 128, "forward", ""),
+    (120, "fp32", 128, "dkdv", "")]
+
+
+def test_the_table_has_the_tiles_that_would_run_and_they_fit() -> None:
+    """python tests/ptxas.py writes it."""
+    bare = re.sub(r": \d+ registers, [^|]*?(?= \|)", "", PAGE)
+    assert ptxas.table(lambda case: ptxas.words_of(ptxas.tile_of(case))) in bare
+    rows = [row.split("|")[2:] for row in PAGE.splitlines() if "registers, " in row]
+    assert len(rows) == len(ptxas.GPUS) * len(ptxas.SHAPES)
+    for limit, *cells in rows:
+        used = [int(kb) for kb in re.findall(r"(\d+) KB", " ".join(cells))]
+        assert len(used) == len(ptxas.COLUMNS) and max(used) <= int(limit), cells
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_real_gpus_and_fit_them() -> None:
+    """The usual ones, with features; with other tiles, and by TMA descriptors."""
+    import triton
+
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 3):
+        pytest.skip(f"triton {triton.__version__} has another compiler interface, this is of 3.3")
+    others = [(c, "bf16", 64, kernel, "", tile) for c in (80, 86, 90, 100, 120)
+              for kernel in ("dq", "dkdv") for tile in BACKWARD_TILES]
+    others += [(c, "bf16", 64, kernel, features) for c in (90, 100) for kernel in ("dq", "dkdv")
+               for features in ("tma", "tma window run seed group")]
+    cases = [*SHOWN, *SPILLS, *others]
+    done = subprocess.run(
+        [sys.executable, ptxas.__file__, json.dumps(cases)], capture_output=True, text=True,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"})
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    for n, (case, got) in enumerate(zip(cases, results, strict=True)):
+        capability, dtype, _, kernel, features = case[:5]
+        assert "error" not in got, (case, got)
+        assert got["shared"] <= ptxas.SHARED[capability] << 10, (case, got)
+        # Registers are dealt out by eights, and an SM has 65,536: one block at least must fit.
+        assert -(-got["registers"] // 8) * 8 * 32 * got["tile"][2] <= 65536, (case, got)
+        if n >= len(cases) - len(others):
+            continue
+        multiplies = dtype != "fp32" and capability >= 80 and kernel != "combine"
+        assert bool(got["tensor_cores"]) == multiplies and not got["atomics"], (case, got)
+        if features:
+            assert got["spilled"] <= SPILLS[case], (case, got)
+        elif f"Triton {triton.__version__} " in PAGE:
+            assert ptxas.text_of(got) in PAGE, (case, got)
