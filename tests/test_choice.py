@@ -22,11 +22,11 @@ from attention.spec import Machine, Policy, Spec
 
 STRICT = Policy(fallback=False)
 TITAN = Machine("cuda", "NVIDIA TITAN RTX", (7, 5), "2.13.0", "12.8")
-A100, RTX3050, RTX4090, H100, B200, RTX5090 = (
+A100, RTX3050, RTX4090, H100, B200 = (
     replace(TITAN, name=name, capability=capability) for name, capability in (
         ("NVIDIA A100-SXM4-80GB", (8, 0)), ("NVIDIA GeForce RTX 3050", (8, 6)),
         ("NVIDIA GeForce RTX 4090", (8, 9)), ("NVIDIA H100 80GB HBM3", (9, 0)),
-        ("NVIDIA B200", (10, 0)), ("NVIDIA GeForce RTX 5090", (12, 0))))
+        ("NVIDIA B200", (10, 0))))
 APPLE = Machine("mps", "Apple M3", None, "2.13.0")
 CPU = Machine("cpu", "AMD EPYC", None, "2.13.0+cpu")
 AMX = replace(CPU, bfloat16_units=True)
@@ -62,9 +62,7 @@ def ids(x: Any) -> str:
       for machine in (A100, H100) for more in ({}, {"window": 9, "segments": True})
       for installed, best in ((FLASH2 | TRITON, "flash_attn_2"), (TRITON, "triton"), ({}, "sdpa"))),
     # Where 4 uses the instructions of Ampere; 2's backward needs 144 KB a block with dropout.
-    (A100, replace(BF16, grad=False), FLASH2 | FLASH4, "flash_attn_2"),
     (A100, replace(BF16, grad=False), FLASH4, "flash_attn_4"),
-    (RTX5090, replace(BF16, grad=False), FLASH4, "sdpa"),
     (A100, WIDE, FLASH2, "flash_attn_2"), (RTX3050, WIDE, FLASH2, "sdpa"),
     (AMX, BF16, {}, "sdpa_bmm"), (AMX, FP32, {}, "sdpa"),
     (AMX, replace(BF16, grad=False), {}, "sdpa"), (AMX, replace(BF16, compiled=True), {}, "sdpa"),
