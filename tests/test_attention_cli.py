@@ -36,6 +36,7 @@ def test_every_backend_is_in_the_table_with_its_time_or_its_reason(capsys, monke
     assert "1 queries" in able and "\npaged  " in able and "manual" in unable
 
 
+@pytest.mark.slow
 def test_one_choice_is_explained_and_a_refusal_is_printed_once() -> None:
     command = [sys.executable, "-m", "attention", "sdpa", *SMALL, "--softcap=9"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

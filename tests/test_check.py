@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
-from conftest import few
 
 from attention import Spec, select
 from attention.check import command as check
@@ -154,7 +153,8 @@ def test_a_planted_bug_is_found_and_named(bug: str, tmp_path: Path, capsys) -> N
     assert row == "dropout" or ("The mistake" in said) == (len(BUGS[bug]) > 3)
 
 
-@pytest.mark.parametrize("bug", few(["window off by one", "gradient assumed dense"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", ["window off by one", "gradient assumed dense"])
 def test_the_script_of_a_case_prints_both_results_anywhere(bug, tmp_path: Path, capsys) -> None:
     words = [planted(bug, tmp_path)[0], *QUICK, "--dtype=float32", "--first", "--json"]
     report = json.loads(ask(capsys, *words)[1])

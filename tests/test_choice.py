@@ -218,6 +218,7 @@ def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
         assert len(why) == bool(word) and all(name in w and word in w for w in why)
 
 
+@pytest.mark.slow
 def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
     """torch._dynamo takes a second or more to import, for a run that may compile nothing."""
     heavy = "not {'torch._dynamo', 'transformers'} & set(sys.modules)"

@@ -135,18 +135,6 @@ def test_any_4_d_mask_is_honoured_or_refused(name: str) -> None:
     check()
 
 
-def test_only_our_attention_can_read_a_mask() -> None:
-    mask = Mask.of(Proof(4, 4), "nanoattn:manual", (2, 1, 4, 4))
-    x, sdpa = torch.randn(2, 3, 4, 4), torch.nn.functional.scaled_dot_product_attention
-    uses: list[Callable[[], Any]] = [
-        lambda: x + mask, lambda: torch.where(mask, x, 0.0), lambda: mask.fill_(True),
-        lambda: sdpa(x, x, x, attn_mask=mask), lambda: x.masked_fill(~mask, 0.0)]
-    for use in uses:
-        with pytest.raises(BackendUnavailable, match="mask"):
-            use()
-    assert mask.clone().proof == mask.to("cpu").proof == mask.proof
-
-
 def test_packed_texts_that_the_mask_joins_and_holes_are_refused() -> None:
     holes, model = torch.ones_like(IDS), build("llama", "nanoattn:manual")
     holes[:, 7] = 0
