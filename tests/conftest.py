@@ -112,6 +112,7 @@ def switches_as_they_were() -> Iterator[None]:
     """A run of train.py throws switches of its whole process, which here other tests share."""
     torch.manual_seed(0)  # whatever ran before
     yield
+    torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")
     if torch.are_deterministic_algorithms_enabled():  # to throw the switch imports inductor
         torch.use_deterministic_algorithms(False)

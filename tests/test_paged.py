@@ -152,18 +152,20 @@ steps = st.lists(st.tuples(*[st.integers(0, 1)] * 3) | st.tuples(*[st.integers(0
 
 @pytest.mark.parametrize("run, device", PATHS)
 def test_any_schedule(run, device, request) -> None:
-    """Prefill, chunks and decode. Sinks are about as large as the log-sum-exp, one is none."""
+    """Prefill, chunks and decode. Sinks are about as large as the log-sum-exp, one is none. No bit
+    depends on padding, on other rows, on a later token, or on one that the window has left."""
     name = request.node.callspec.id
 
-    @settings(max_examples=12 if name == "kernel" else 100, deadline=None)
+    @settings(max_examples=8 if name == "kernel" else 100, deadline=None)
     @given(st.tuples(*[st.integers(0, 13)] * 3), steps, st.sampled_from([(4, 2), (4, 4), (3, 1)]),
            st.fixed_dictionaries({
                "page_size": st.sampled_from([1, 4, 5, 16]), "head_dim": st.sampled_from([20, 32]),
                "window": st.sampled_from([None, 1, 4, 7, 500]),
                "scale": st.sampled_from([None, 0.5]), "softcap": st.sampled_from([None, 1.5]),
                "sinks": st.booleans(), "alibi": st.booleans(),
-               "dtype": st.sampled_from(["float32", *HALF.get(name, HALF["kernel"])])}))
-    def check_schedule(first, later, heads, changes) -> None:
+               "dtype": st.sampled_from(["float32", *HALF.get(name, HALF["kernel"])])}),
+           st.integers(0, 2), st.integers(0, 20))
+    def check_schedule(first, later, heads, changes, b, at) -> None:
         schedule = [counts for counts in (first, *later, (1, 1, 1)) if any(counts)]
         spec = replace(SPEC, n_head=heads[0], n_kv_head=heads[1], **changes)
         more: dict[str, Tensor] = {}
@@ -174,9 +176,17 @@ def test_any_schedule(run, device, request) -> None:
         inputs = draw(spec, [sum(counts) for counts in zip(*schedule)])
         moved = {n: t.to(device) for n, t in more.items()}
         outs = serve(run, spec, schedule, device, inputs, **moved)
-        for b, (out, row) in enumerate(zip(outs, inputs, strict=True)):
-            own = {n: t[b] if n == "alibi_slopes" else t.to(row[0].dtype) for n, t in more.items()}
+        for row_number, (out, row) in enumerate(zip(outs, inputs, strict=True)):
+            own = {n: t[row_number] if n == "alibi_slopes" else t.to(row[0].dtype)
+                   for n, t in more.items()}
             check(out, row, spec, **own)
+        at %= len(outs[b])
+        others = [[x * (1 if n == b else torch.nan) for x in row] for n, row in enumerate(inputs)]
+        for x in others[b]:
+            x[at] *= 3000
+        after = serve(run, spec, schedule, device, others, pad=(-3.0, 3000.0), nan=True, **moved)[b]
+        changed = (outs[b] != after).any(-1).any(-1).nonzero().flatten().tolist()
+        assert changed and set(changed) <= {*range(at, at + (spec.window or 99))}
 
     check_schedule()
 
@@ -270,38 +280,6 @@ def test_opcheck() -> None:
         args = [x.to(KERNEL_DEVICE) if isinstance(x, Tensor) else x
                 for x in (q, pages, pages.flip(0), table, start, count, *more)]
         torch.library.opcheck(paged_kernels.decode, args)
-
-
-# --- what a row does not depend on, to the bit ---
-
-
-@pytest.mark.parametrize("run, device", PATHS)
-def test_padding_and_other_rows_move_nothing_by_a_bit(run, device) -> None:
-    inputs = draw(SPEC, [sum(c) for c in zip(*SCHEDULE, strict=True)])
-    before = serve(run, SPEC, SCHEDULE, device, inputs)
-    after = serve(run, SPEC, SCHEDULE, device, inputs, pad=(-3.0, 3000.0))
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    for b in range(3):
-        others = [row if n == b else [x * torch.nan for x in row] for n, row in enumerate(inputs)]
-        assert torch.equal(before[b], serve(run, SPEC, SCHEDULE, device, others, nan=True)[b])
-
-
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 6])
-@pytest.mark.parametrize("run, device", PATHS)
-def test_canary_a_later_token_moves_nothing_earlier(run, device, window) -> None:
-    spec = replace(SPEC, n_head=2, n_kv_head=1, window=window)
-    schedule = [(7, 2), (5, 3), (1, 1), (1, 1)]
-    inputs = draw(spec, [14, 7])
-    before = serve(run, spec, schedule, device, inputs)[0]
-    for changed in (3, 6, 7, 12, 13):
-        for which in range(3):
-            moved = [[x.clone() for x in row] for row in inputs]
-            moved[0][which][changed] *= 3000
-            after = serve(run, spec, schedule, device, moved)[0]
-            rows = (before != after).any(dim=(1, 2)).nonzero().flatten()
-            assert rows.numel() and rows.min() == changed, (changed, which)
-            if window is not None:  # and what has left the window moves nothing later
-                assert rows.max() < changed + window, (changed, which)
 
 
 @pytest.mark.parametrize("run, device", [PATHS[0], PATHS[2]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from itertools import pairwise
@@ -70,6 +71,30 @@ class Step:
             loss = self()
         assert math.isfinite(loss)
         return watch
+
+
+def test_steps_are_those_of_plain_pytorch() -> None:
+    """The mean over micro-batches, clipped; AdamW decays the matrices, but no biases and norms."""
+    step, config = Step("float32", "float32", 2, bias=True), TrainConfig()
+    for group in step.optimizer.param_groups:
+        group["eps"] = 1e-4  # else it enlarges the noise of a key bias's gradient
+    for p in step.model.parameters():
+        p.data += 0.3 * torch.randn(p.shape)  # nothing is zero
+    plain = copy.deepcopy(step.model)
+    matrices, vectors = ([p for p in plain.parameters() if (p.dim() > 1) == m] for m in (1, 0))
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": config.weight_decay},
+         {"params": vectors, "weight_decay": 0.0}],
+        lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-4)
+    for _ in range(3):
+        losses = [plain(x, y)[1] for x, y in zip(step.x.split(B), step.y.split(B))]
+        loss = torch.stack(losses).mean()
+        adamw.zero_grad()
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 1
+        adamw.step()
+        torch.testing.assert_close(step(), loss.detach())
+        torch.testing.assert_close([*step.model.parameters()], [*plain.parameters()])
 
 
 @kinds
