@@ -158,7 +158,7 @@ def test_any_dense_call(name: str) -> None:
     kind share a plan, and each has its own numbers."""
     nanoattn.use(name)
 
-    @settings(max_examples=120 if name == "auto" else 40, deadline=None)
+    @settings(max_examples=60 if name == "auto" else 25, deadline=None)
     @given(lengths, lengths, st.integers(1, 2), heads, sides, scores, st.data())
     def check(Tq, Tk, B, heads, sides, scores, data) -> None:
         (H, Hkv), (left, right, options) = heads, sides
@@ -193,7 +193,7 @@ def paged(t: Tensor, table: Tensor) -> Tensor:
     return pages
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 4), min_size=1, max_size=4), heads, sides, scores,
        st.sampled_from(["tokens", "used", "pages"]), st.sampled_from(["auto", "manual"]), st.data())
 def test_any_varlen_call(rows, heads, sides, scores, layout, name, data) -> None:
@@ -250,7 +250,7 @@ def test_nan_in_one_text_reaches_no_other(name) -> None:
         assert torch.equal(a[:41], b[:41]) and torch.equal(a[78:], b[78:])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)), min_size=1, max_size=3),
        st.integers(1, 4), st.integers(0, 6), st.integers(0, 4), sides, scores,
        st.sampled_from(["rows", "pads", "pages"]), st.data())
@@ -327,7 +327,7 @@ def test_dropout_with_the_log_sum_exp(name) -> None:
     assert f"backend: {name if name in ('tiled', 'triton') else 'tiled'} (" in nanoattn.report()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), min_size=1, max_size=3),
        st.booleans(), st.integers(1, 4), st.booleans(), st.booleans())
 def test_apply_rotary_emb(rows, interleaved, R, inplace, leaf) -> None:
@@ -353,7 +353,7 @@ def test_apply_rotary_emb(rows, interleaved, R, inplace, leaf) -> None:
     close(back, x)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 9), heads, st.booleans(), st.sampled_from([None, 64.0]),
        st.sampled_from(["qkv", "heads", "q and kv"]), st.integers(0, 5) | st.none())
 def test_rotary_embedding(T, heads, interleaved, scale_base, layout, offset) -> None:

@@ -102,7 +102,7 @@ def test_any_4_d_mask_is_honoured_or_refused(name: str) -> None:
     i, j = torch.arange(20)[:, None], torch.arange(20)
     window = MODELS[name].get("sliding_window")
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=80, deadline=None)
     @given(st.sampled_from([None, 0, 1, 3, 7]), st.tuples(st.integers(0, 9), st.integers(0, 9)),
            st.sampled_from(["bool", "least", "-inf", "bias", "int"]),
            st.sampled_from([0, 0, 1, 19]),
@@ -174,7 +174,7 @@ def test_padding_on_any_side_and_any_positions_of_it(name: str) -> None:
     changes = OPT if name == "opt" else {}
     own, ours = (build(name, how, **changes) for how in ("eager", "nanoattn:manual"))
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(form=st.sampled_from([*FORMS]), masked=st.booleans(), wide=st.booleans(),
            ends=st.tuples(*[st.tuples(st.integers(0, 19), st.integers(0, 19))] * 2))
     def check(form: str, masked: bool, wide: bool, ends: Any) -> None:
