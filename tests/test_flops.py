@@ -52,15 +52,12 @@ def test_gpt2_124m_by_hand() -> None:
     "bias": st.sampled_from([True, False, "qkv"]), "qk_norm": st.booleans(), "tied": st.booleans(),
     "head_size": st.sampled_from([None, 8]), "n_hidden": st.sampled_from([None, 20])}),
     st.sampled_from([(1, None), (4, None), (4, 2), (4, 1), (12, 3)]))
-def test_n_params_is_the_real_models_and_what_it_leaves_out_is_named(changes, heads) -> None:
+def test_n_params_is_the_real_models(changes, heads) -> None:
     changes |= {"head_size": 8} if changes["position"] == "rope" else {}  # an even width
     config = GPTConfig(16, n_head=heads[0], n_kv_head=heads[1], n_embd=48, **changes)
     with torch.device("meta"):
         model = GPT(config)
     assert n_params(config) == model.get_num_params()
-    text = flops.uncounted(config)
-    left_out = 16 * 48 * ("position" in text) + config.vocab_size * 48 * ("token" in text)
-    assert sum(p.numel() for p in model.parameters()) - n_params(config) == left_out
 
 
 def test_swiglu_has_as_many_parameters_as_gelu() -> None:
