@@ -1,5 +1,5 @@
 """ALiBi in the model: the paper's slopes, explain.py, exports. Its numbers: test_attention.py and
-test_numbers.py; in models with caches and graphs: the shape "alibi-window" of test_model.py."""
+test_numbers.py; in models with caches and graphs: the shape "alibi" of test_model.py."""
 
 from __future__ import annotations
 
