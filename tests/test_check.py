@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
-from attention import Spec, select
 from attention.check import command as check
 
 HONEST = ROOT / "tests" / "planted" / "honest.py"

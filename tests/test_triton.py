@@ -26,8 +26,7 @@ from attention.check.matrix import Case
 from attention.masks import mask
 from attention.names import timed
 from attention.proof import run
-from attention.triton_flash import attend
-from attention.triton_tiles import BACKWARD_TILES
+from attention.triton_flash import BACKWARD_TILES, attend
 from attention.truth import truth
 
 pytest.importorskip("triton", reason="package 'triton' is not installed")
