@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
+from attention import Spec, select
 from attention.check import command as check
 
 HONEST = ROOT / "tests" / "planted" / "honest.py"
@@ -227,14 +228,16 @@ def test_a_leak_within_the_tolerance_is_found(tmp_path: Path, capsys) -> None:
         assert ask(capsys, *words)[0] == code, name
 
 
-@pytest.mark.parametrize("line, why", [
-    ("import sys; sys.exit(0)", "SystemExit"),
-    ("import torch; torch.set_default_dtype(torch.float64)", "default dtype"),
-    ("import torch; torch.use_deterministic_algorithms(True)", "deterministic")])
-def test_what_a_kernel_does_to_its_process_is_a_failure(line, why, tmp_path, capsys) -> None:
-    words = [wrapped(tmp_path, "dtypes=('float32',)", line), "--quick", "--first", "--device=cpu"]
-    code, said = ask(capsys, *words)
-    assert code == 1 and why in said
+def test_a_kernel_that_exits_fails(tmp_path: Path, capsys) -> None:
+    path = wrapped(tmp_path, "dtypes=('float32',)", "import sys; sys.exit(0)")
+    code, said = ask(capsys, path, "--quick", "--first", "--device=cpu")
+    assert code == 1 and "SystemExit" in said
+
+
+def test_the_warning_of_a_rejected_file_names_the_command(tmp_path: Path) -> None:
+    path = wrapped(tmp_path, "dtypes=('float32',)", "v = 2 * v")
+    chosen = select(str(path), Spec(2, 2, 16, "float32"), "cpu")
+    assert chosen.backend.name == "sdpa" and f"check {path}" in str(chosen)
 
 
 def test_a_quick_check_ends_in_time(monkeypatch) -> None:
