@@ -88,8 +88,8 @@ def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
         dynamic = DynamicCache(config.n_layer, max_len=max_len, windows=config.windows)
         return lambda T: dynamic.reserve(T)
     if kv == "static":
-        windows = config.windows
-        static = StaticCache(config.n_layer, B, max_len, *heads, windows=windows, **sizes)
+        sizes |= {"windows": config.windows, "in_order": config.position == "alibi"}
+        static = StaticCache(config.n_layer, B, max_len, *heads, **sizes)
         return lambda T: static.reserve(T)
     n_pages = dict.fromkeys(config.windows, B * max_len + 1)
     sizes |= {"n_pages": n_pages, "windows": config.windows, "page_size": 4}

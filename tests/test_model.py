@@ -298,7 +298,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mqa-window": {"n_kv_head": 1, "attention_window": 5},
     "window-no-bias": {"attention_window": (3, 6), "bias": False, "gelu": "tanh"},
     "llama-window": {**LLAMA, "attention_window": (3, 6)},
-    "alibi": {"position": "alibi", "n_kv_head": 2},
+    "alibi": {"position": "alibi", "n_kv_head": 2, "attention_window": (5, None)},
 }
 
 
