@@ -87,11 +87,9 @@ def compiled(case: Case) -> dict[str, Any]:
 def assembled(ptx: str, capability: int) -> tuple[int, int]:
     """Registers of a thread, and the bytes that it stores to and loads from memory for lack of
     more, by Triton's ptxas."""
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    names = ("ptxas-blackwell", "ptxas") if capability >= 100 else ("ptxas",)
-    tool = next(tools / name for name in names if (tools / name).exists())
+    tool = get_ptxas(capability).path
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
         f.write(ptx)
         f.flush()
