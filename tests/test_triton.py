@@ -194,7 +194,7 @@ def test_only_where_they_run_and_to_train_there_is_more_to_time() -> None:
 # --- compiled for other GPUs ---
 
 PAGE = ptxas.PAGE.read_text(encoding="utf-8")
-# Features beside the causal mask, and the bytes that they may spill by Triton 3.7.1 (3.9: an eighth more).
+# Features beside the causal mask, and the bytes that they may spill by Triton 3.7.1; 3.9: 1/8 more.
 SPILLS: dict[ptxas.Case, int] = {
     (90, "bf16", 64, "forward", "softcap sinks"): 0,
     (90, "bf16", 64, "forward", "window run seed"): 0,
