@@ -8,8 +8,8 @@ GPTConfig turn it, one at a time, into Llama 3 or Qwen3.
 Shapes in comments: B sequences of T tokens, C = n_embd channels, H query heads and Hkv key/value
 heads of D channels (C / H, if head_size does not say otherwise), V tokens in the vocabulary.
 
-In CausalSelfAttention.forward, `attend` is any kernel of attention/, chosen by
-`config.attention_backend`. Read next: attention/manual.py, the formula.
+In CausalSelfAttention.forward, `attend` is the kernel named by `config.attention_backend`. Read
+next: attention/manual.py, the formula.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GPTConfig(ModelOptions):
         return tuple(None if w is None or w >= self.block_size else w for w in layers)
 
     def specs(self, phase: Phase) -> list[Spec]:
-        """The attention that each layer requests in a phase."""
+        """Each layer's attention in a phase."""
         heads = self.n_head, self.kv_heads, self.head_dim
         alibi = self.position == "alibi"
         return [phase.spec(*heads, window, self.dropout, alibi) for window in self.windows]
@@ -141,9 +141,8 @@ def rope_rates(config: GPTConfig, device: torch.device) -> Tensor:
 
 
 def alibi_slopes(n_head: int, device: torch.device) -> Tensor:
-    """ALiBi's slopes (H,) float32: 2^(-8 h / H) for h = 1 to H. If H is not a power of 2, those
-    of the next smaller one n, then every second one of 2 n (Press et al. 2022, arXiv
-    2108.12409)."""
+    """ALiBi's slopes (H,) float32: 2^(-8 h / H), h = 1 to H. If H is not a power of 2, those of the
+    next smaller one n, then every second one of 2 n (Press et al. 2022, arXiv 2108.12409)."""
     n = 1 << (n_head.bit_length() - 1)
     h = torch.arange(1, n_head + 1, dtype=torch.float32, device=device)
     return torch.exp2(-8 / n * torch.where(h <= n, h, h - n - 0.5))
@@ -235,7 +234,7 @@ class GPT(nn.Module):
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
         self.ring: Ring | None = None  # context parallelism: idx is a shard of each sequence
-        self.compiled_blocks = False  # each alone, by core/parallel.py
+        self.compiled_blocks = False  # set by core/parallel.py
         self.tokenizer: Any = None  # of inference.load()
         self.packed = False  # segments are where a token's document begins: positions count from it
         self.plans = Plans(config.attention_backend, policy, config.specs, config.block_size)
@@ -311,7 +310,7 @@ class GPT(nn.Module):
 
     def positions(self, T: int, device: torch.device, segments: Tensor | None,
                   cache: Cache) -> Tensor:  # fmt: skip
-        """The positions of T new tokens, (T,), or (B, T) if they differ from text to text."""
+        """Positions of T new tokens: (T,), or (B, T) if they differ between texts."""
         if cache is not None:
             return cache.positions(T)
         if self.ring:
@@ -334,7 +333,7 @@ class GPT(nn.Module):
         return self.transformer.wte.weight if self.lm_head.weight is None else self.lm_head.weight
 
     def phase(self, segments: bool = False, cache: Cache = None, x: Tensor | None = None) -> Phase:
-        """The phase of a forward pass that begins now; x: the embeddings, in the blocks' dtype."""
+        """The phase of a forward pass that begins now; x: embeddings in the blocks' dtype."""
         x = self.transformer.wte.weight if x is None else x
         ring = self.ring is not None and cache is None
         now = Phase.now(x, self.training, segments, cache, ring)
@@ -347,8 +346,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
                  top_k: int | None = None) -> Tensor:  # fmt: skip
-        """Append `max_new_tokens` sampled tokens to idx (B, T) int64, each by a pass over the
-        whole text; inference/engine.py has KV caches."""
+        """Append sampled tokens to idx (B, T) int64. inference/engine.py has KV caches."""
         valid = max_new_tokens >= 0 and temperature >= 0 and (top_k is None or top_k >= 1)
         if not valid or idx.dim() != 2 or not idx.shape[1]:
             raise ValueError(f"got idx {idx.shape}, {max_new_tokens=}, {temperature=}, {top_k=}")
@@ -387,8 +385,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str, override_args: Any = None, **changes: Any) -> GPT:
-        """Load a model of checkpoint/families.py: a folder of transformers, or a name on the
-        hub. override_args (as in nanoGPT) and changes are GPTConfig fields to replace."""
+        """Load a folder of transformers, or a name on the hub. override_args (as in nanoGPT) and
+        changes are GPTConfig fields to replace."""
         from checkpoint import load_hf
 
         return load_hf(source, **{**(override_args or {}), **changes})

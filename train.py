@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
 
 
 def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
-    """Train as the settings say; returns the exit code."""
+    """Train, and return the exit code."""
     distributed.say("\n".join([*loaded.report(), *schedule_warnings(loaded.settings)]))
     run = set_up(loaded, distributed)
     config = run.config
@@ -151,7 +151,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if run.step >= config.max_iters and run.evaluated:
         distributed.say(f"nothing to do: all {config.max_iters} steps (--max_iters) are done")
         return 0
-    distributed.gather(None)  # every process is ready: an earlier run may be moved aside now
+    distributed.gather(None)  # every process is ready: now an earlier run may be moved aside
     if distributed.main:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
             distributed.say(
@@ -175,7 +175,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         return 1
     stopped = stop.agreed()
     alone = checkpoint.gathered(run.model) if config.sample_tokens and not stopped else None
-    meter.close()  # from here on no process waits for the main one, which may take long
+    meter.close()  # from here on no process waits for the main one
     stop.close()
     if stopped:
         distributed.say(f"stopped after step {run.step}; {run.saver.last_good()}")
@@ -187,7 +187,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
 
 
 def loop(run: Run, meter: Meter, stop: Stop) -> bool:
-    """The steps to come; False: a loss is not finite. Stopped: a process was signalled."""
+    """Run the remaining steps; False: a loss is not finite. Raises Stopped."""
     config = run.config
     distributed = run.distributed
     device = distributed.device
@@ -250,7 +250,7 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
 
 
 def save(run: Run, val_loss: float | None) -> None:
-    """Write a checkpoint; val_loss: of this step, if it was evaluated."""
+    """Write a checkpoint; val_loss: of this step, if evaluated."""
     run.saver.save(
         run.model, run.optimizer, run.scaler, asdict(run.config), run.meta["tokenizer"],
         step=run.step, val_loss=val_loss, sequences_seen=run.sequences_seen,
@@ -289,7 +289,7 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None)
 
 
 def sample(run: Run, alone: GPT) -> None:
-    """Print text from the model, unsharded."""
+    """Print text from an unsharded model."""
     torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
     torch.manual_seed(run.config.seed)
     n = run.config.sample_tokens
@@ -320,8 +320,8 @@ def train_step(
         mark: called with "forward", "backward", "update" and "end".
         segments: one (micro_steps * B, T) int32, or none: a token sees all before it.
 
-    Returns the loss, float32 (), in nats per token: its average over processes is the mean over the
-    step's targets. Nothing here waits for a GPU.
+    Returns the loss, float32 (), in nats per token; averaged over processes it is the mean over the
+    step's targets. Nothing waits for a GPU.
     """
     loss = torch.zeros((), device=x.device)
     xs = x.tensor_split(micro_steps)

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-Json = dict[str, Any]  # a JSON object: a row, a record, a request, an answer
+Json = dict[str, Any]  # a JSON object
 
 
 def load(name: str) -> Any:
-    """Return the class that a job names, as in "bench.train:Training"."""
+    """The class of a job's "bench.train:Training"."""
     module, _, kind = name.partition(":")
     return getattr(importlib.import_module(module), kind)

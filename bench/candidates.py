@@ -1,4 +1,4 @@
-"""Candidates in their process: our model with one backend, and nanoGPT's (transformers': hf.py)."""
+"""Candidates in their process: our model with one backend, and nanoGPT (transformers: hf.py)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Job:
         return model
 
     def random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
-        """n sequences, the same for every backend, and their targets: (n, T) int64 each."""
+        """The same n sequences for every backend, and their targets: (n, T) int64 each."""
         draw = torch.Generator().manual_seed(self.config.seed)
         tokens = torch.randint(self.vocab_size, (n, self.config.block_size + 1), generator=draw)
         x, y = tokens[:, :-1], tokens[:, 1:]
@@ -67,7 +67,7 @@ class Candidate:
     model: Any
     run: Any  # the model, compiled or not
     optimizer: torch.optim.AdamW
-    as_reference = False  # has the weights of the reference, so that losses compare
+    as_reference = False  # with the reference's weights: losses compare
 
     def __init__(self, what: str, job: Job) -> None:
         self.job, self.setup, self.config = job, job.setup, job.config
@@ -86,7 +86,7 @@ class Candidate:
         return self
 
     def for_decoding(self, compile: bool, weights: str) -> Candidate:
-        """compile: the decode steps of a static cache; weights: "int8" is ours alone."""
+        """compile: decode steps of a static cache; weights: "int8" for ours only."""
         self.compile = compile
         self.model.to(self.setup.dtype).eval()
         return self
@@ -99,7 +99,7 @@ class Candidate:
         return []
 
     def evidence(self, cache: str | None = None) -> Json:
-        """The kernels of its layers, and the proof with the largest relative error."""
+        """Kernels, and the proof with the largest relative error."""
         chosen = self.chosen(cache)
         proofs = [c.proof for c in chosen if c.proof]
         worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
@@ -114,8 +114,7 @@ class Candidate:
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).float()))
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
-        """Continue `prompt`, (B, T) int64. Returns the times of first and last token
-        (time.perf_counter), and the cache's bytes."""
+        """Continue `prompt` (B, T) int64; returns (first token at, last at, bytes of the cache)."""
         raise NotImplementedError
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -220,7 +219,7 @@ class NanoGPT(Candidate):
             raise UserError("its generate() has no cache and no --constraint")
         began: list[float] = []
 
-        def note(module: object, inputs: object) -> None:  # each call means one more token
+        def note(module: object, inputs: object) -> None:  # once per token
             if len(began) == 1:  # on a GPU the first token may still be computed
                 synchronize(self.setup.device)
             began.append(time.perf_counter())

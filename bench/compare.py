@@ -1,11 +1,11 @@
-"""Whole runs of train.py: next to nanoGPT's train.py, and finished ones side by side.
+"""Whole runs of train.py: next to nanoGPT's, and finished ones side by side.
 
     python bench_mfu.py runs --rival=nanogpt=../nanoGPT
     python -m bench.compare out/adamw-* out/muon-*
 
-runs: new processes on the same tokens and sizes, on the CPU, A B A B ... nanoGPT computes in
-float32. compare: a line for runs that differ in the seed alone; its last columns say when their
-mean curve first had the first line's final loss.
+runs: interleaved processes on a CPU, with the same tokens and sizes; nanoGPT in float32.
+compare: a line for runs that differ in the seed alone; its last columns say when their mean curve
+reached the first line's final loss.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Run = tuple[float, int]  # tokens a second, bytes
 SKIP = 3
 NAMES = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
 SIZES: dict[str, tuple[int, int, int, int, int, str, int]] = {
-    # values of NAMES, and the steps that are counted in a run
+    # NAMES, then the counted steps
     "a": (4, 4, 128, 64, 12, "shakespeare_char", 400),
     "b": (6, 6, 384, 256, 16, "shakespeare_char", 15),
     "c": (12, 12, 768, 512, 2, "shakespeare", 6),
 }
 HEAD = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nanoGPT GB", "ours GB"]
-SAME = ("seed", "out_dir", "init_from")  # settings in which the runs of a line may differ
+SAME = ("seed", "out_dir", "init_from")  # may differ in a line
 
 
 # --- next to nanoGPT ---
@@ -144,7 +144,7 @@ def runs(config: Runs) -> int:
 
 
 def curve(folder: Path) -> np.ndarray:
-    """(3, n): step, seconds, validation loss of each evaluation; the first steps have no time."""
+    """(3, n): step, seconds and validation loss of each evaluation."""
     seconds, last, found = 0.0, 0, []
     rows = metrics.read(folder / "metrics.jsonl")
     first = next((row["ms"] for row in rows if "ms" in row), 0.0)
@@ -172,7 +172,7 @@ def main(argv: list[str]) -> int:
         groups.setdefault(key, []).append(curve(folder))
     known = [json.loads(key) for key in groups]
     differ = [name for name in known[0] if any(s.get(name) != known[0][name] for s in known)]
-    # Seed by seed, one that ends above the mean would never reach it.
+    # Single seeds may end above the mean, and never reach it.
     ends = [min(c.shape[1] for c in curves) for curves in groups.values()]
     means = [np.mean([c[:, :n] for c in cs], axis=0) for n, cs in zip(ends, groups.values())]
     target = float(means[0][2, -1])

@@ -1,5 +1,4 @@
-"""The same training with every backend or precision: the mode converge. A final loss further from
-the baseline's than the tolerance fails, a lower one too."""
+"""The mode converge: the same training with every backend or precision; final losses must agree."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def final_loss(losses: list[float]) -> float:
 
 
 def figures(row: Row, part: Json) -> Json:
-    """A record has the losses of the first seed apart from its rounds."""
+    """A record keeps the first seed's losses apart from its rounds."""
     found = train.figures(row, part)
     seeds, rounds = part["settings"].get("seeds", 1), row["rounds"]
     if all("losses" in r for r in rounds) and len(rounds) >= ROUNDS * seeds:
@@ -63,14 +62,14 @@ def figures(row: Row, part: Json) -> Json:
         found["losses"], finals = runs[0], [final_loss(run) for run in runs]
     elif "losses" in row:
         finals = [final_loss(row["losses"]), *row.get("final_losses", ())[1:]]
-    else:  # a training that has not ended
+    else:  # unfinished
         return found
     return found | {"final_losses": finals, "final_loss": statistics.fmean(finals)}
 
 
 def compare(rows: list[Row], settings: Json) -> None:
-    """Compare final losses with the baseline's, in place. The allowed relative difference is the
-    tolerance, or with several seeds the baseline's standard deviation."""
+    """Compare final losses with the baseline's, in place. Allowed is the tolerance, or with several
+    seeds the baseline's standard deviation, relative."""
     parts, several = MODE.rounds(settings), settings.get("seeds", 1) > 1
     for row in rows:
         if row["status"] == "ok" and len(row["rounds"]) < parts:

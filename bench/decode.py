@@ -1,7 +1,7 @@
-"""Generated tokens, timed by the host: the mode decode.
+"""The mode decode: generated tokens, timed by the host.
 
-Decoding is greedy. MBU, model bandwidth utilization: every token reads all weights but the position
-embeddings (int8: a byte each), and keys and values of a text of mean length:
+Greedy. MBU, model bandwidth utilization: a token reads all weights but position embeddings (int8: a
+byte each), and the cache of a text of mean length:
 
     MBU = (weights + B * context * 2 * L * Hkv * D * bytes) * tokens/s per sequence / bandwidth
 """
@@ -27,7 +27,7 @@ from core.cpu import int8
 from core.settings import UserError
 from inference import constrain
 
-MOST = 1024  # sequences that --batch_size=auto tries
+MOST = 1024  # sequences tried by --batch_size=auto
 
 
 def plans(bench: Bench[Decode]) -> list[Plan]:
@@ -53,7 +53,7 @@ def texts(bench: Bench[Decode]) -> list[Json]:
         given = f"--prompts, --new_tokens: {longest} + {new}"
         raise UserError(f"{given} tokens exceed --block_size={T}")
     caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
-    if config.compile:  # last: a plan for another cache would compile its graphs again
+    if config.compile:  # last: another cache's plan recompiles its graphs
         caches.sort(key="static".__eq__)
     shapes = itertools.product(sizes, prompts, caches, config.constraint)
     keys = ("B", "P", "cache", "constraint")
@@ -66,7 +66,7 @@ def figures(row: Row, part: Json) -> Json:
     B, new = row.get("batch_size", point["B"]), point["new_tokens"]
     N = shape.get("parameters") or flops.n_params(model)
     size = 4 if m["dtype"] == "float32" else 2
-    int8_bytes = shape.get("int8_parameters", 0)  # with int8 the head's, not the embedding's
+    int8_bytes = shape.get("int8_parameters", 0)  # of the head, not the embedding
     bytes_read = (N - int8_bytes) * size + int8_bytes
     heads = [{"n_kv_head": model.kv_heads, "head_dim": model.head_dim}] * model.n_layer
     numbers = sum(2 * at["n_kv_head"] * at["head_dim"] for at in getattr(model, "layers", heads))
@@ -109,10 +109,10 @@ MODE = tables.Mode(
 
 
 class Decoding:
-    keeps_memory = True  # between rounds, which have no warm-up of their own
+    keeps_memory = True  # rounds have no warm-up
 
     def __init__(self, sent: Json) -> None:
-        compile = sent["train"]["compile"] is True  # of single decode steps, not of the model
+        compile = sent["train"]["compile"] is True  # of decode steps
         job = self.job = Job(sent, dropout=0.0, gradient_checkpointing=False, compile=False)
         self.device = job.device
         candidate = candidates.build(sent["rival"], job)
@@ -120,7 +120,7 @@ class Decoding:
         self.about = {"title": self.who.title, "dtype": job.dtype}
 
     def write(self, request: Json, B: int = 0, new: int = 0) -> candidates.Times:
-        """Continue B prompts by `new` tokens; 0: as many as requested."""
+        """Continue B prompts by `new` tokens; 0: as requested."""
         B = B or request["batch_size"] or request["B"]
         draw = torch.Generator().manual_seed(request["P"])
         prompt = torch.randint(self.job.vocab_size, (B, request["P"]), generator=draw)
@@ -134,14 +134,14 @@ class Decoding:
 
     def warm_up(self, request: Json) -> Json:
         who, cache = self.who, request["cache"]
-        # Before the text: plans that come after it compile its graphs again.
+        # Before the text: later plans recompile its graphs.
         evidence = who.evidence(cache) if not self.job.hf and who.chosen(cache) else None
         machine.reset_peak(self.device)
         self.write(request)
         answer: Json = {"peak_bytes": machine.memory(self.device)}
-        if self.job.hf and who.chosen(cache):  # its layers' kernels are known once they ran
+        if self.job.hf and who.chosen(cache):  # known after a run
             evidence = who.evidence(cache)
-        if evidence is None:  # the kernels that torch chose, from the profiler, in two tokens
+        if evidence is None:  # torch's choice, by the profiler
             with kineto(self.device.type) as watched:
                 self.write(request, new=2)
                 synchronize(self.device)

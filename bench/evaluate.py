@@ -3,8 +3,8 @@
     python -m bench.evaluate --model_args pretrained=FOLDER,attention=sdpa --tasks nanoattn
     python -m bench.evaluate tasks FOLDER [--key=value ...]
 
-The first takes the options of `lm_eval run`, and names the kernels that ran. The second writes
-small tasks for it, and text.txt to train on, without the sums of the questions:
+The first takes the options of `lm_eval run`, and prints the kernels that ran. The second writes
+tasks, and text.txt to train on without the sums of the questions:
 
     copy        k q z f = k q z f
     add         4 7 + 8 5 = 1 3 2

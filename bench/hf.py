@@ -1,8 +1,7 @@
-"""Models of transformers with random weights, as a rival or instead of ours (--hf), and the
-reference: loss and FLOPs of the first batch by plain attention in float32.
+"""Models of transformers with random weights, and the float32 reference of all candidates.
 
-FLOPs are counted by FlopCounterMode, of attention by core/flops.py's formula. A rival GPT-2 always
-has biases; its MFU uses the same FLOPs as all others.
+FlopCounterMode counts FLOPs, core/flops.py those of attention. A rival GPT-2 always has biases; its
+MFU uses the same FLOPs as all others.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def model_of(part: Json) -> Sizes:
 
 
 def read(name: str) -> Json:
-    """The config of the model's text part."""
+    """Config of the model's text part."""
     try:
         from transformers import AutoConfig
 
@@ -91,7 +90,7 @@ def ours(backend: str) -> str:
 
 
 def specs_of(model: PreTrainedModel, x: Tensor) -> list[Spec]:
-    """The layers' Specs of x, (B, T) int64; sets eager attention. UserError if it is not causal."""
+    """Layers' Specs for x (B, T) int64; sets eager attention. UserError: it is not causal."""
     with torch.no_grad():
         model(input_ids=x, use_cache=False)
     model.config._attn_implementation = "eager"
@@ -102,7 +101,7 @@ def specs_of(model: PreTrainedModel, x: Tensor) -> list[Spec]:
 
 
 def parameters(model: PreTrainedModel) -> int:
-    """Count the parameters, without embeddings that are only looked up."""
+    """Number of parameters, without embeddings that are only looked up."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= {id(head.weight)} if head is not None else set()
@@ -156,7 +155,7 @@ class HuggingFace(Candidate):
         return torch.optim.AdamW(self.model.parameters(), weight_decay=c.weight_decay, **how)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        # It shifts the labels itself and ignores the last position.
+        # It shifts the labels itself.
         return self.run(input_ids=x, labels=x, use_cache=False).loss
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
@@ -175,8 +174,7 @@ class HuggingFace(Candidate):
 
 
 class Reference:
-    """Loss, gradient norm and counted FLOPs of the first batch by manual (--hf: eager) in float32,
-    one sequence at a time."""
+    """Loss, gradient norm and FLOPs of the first batch by manual (--hf: eager) in float32."""
 
     def __init__(self, sent: Json) -> None:
         exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
@@ -186,12 +184,12 @@ class Reference:
         who = build(kind, job).for_training(job.setup.scaler())
         x, y = job.random_tokens(job.config.batch_size)
         specs = specs_of(who.model, x[:1]) if job.hf else []
-        who.loss(x[:1], y[:1])  # probes the backend, which must not be counted
+        who.loss(x[:1], y[:1])  # probes the backend, uncounted
 
         def addmm(out: object, a: torch.Size, b: torch.Size, out_shape: object, **_: object) -> int:
             return 2 * a[0] * a[1] * b[1]
 
-        # torch does not count addmm_, with which the loss adds up the head's gradient
+        # torch does not count the head's addmm_.
         counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm})
         total = 0.0
         for i in range(len(x)):
@@ -205,7 +203,7 @@ class Reference:
             "loss": total,
             "gradient_norm": who.gradient_norm(),
             "flops_per_token": per_token,
-            # counted by the formula (6 N), but not by torch, which counts matmuls only
+            # in 6 N, but not counted by torch
             "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
         }
         if job.hf:

@@ -21,7 +21,7 @@ from core.options import TrainConfig
 from core.settings import UserError, user_errors
 
 HF = ("eager", "sdpa", "flash_attention_2")
-# Longest sequences of a backend that is not named: full scores, or a loop over tiles.
+# Longest sequences of slow backends that are not named.
 LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
 S = TypeVar("S", bound=Measured)
 
@@ -34,9 +34,9 @@ class Bench(Generic[S]):
     backends: tuple[str, ...]
     machine: Json
     vocab_size: int
-    left_out: Mapping[str, str]  # backends not to measure: reasons
+    left_out: Mapping[str, str]  # backend -> reason
     hf: Json  # of --hf: name, config and, once counted, sizes
-    reference: Json = field(default_factory=dict)  # loss and gradients of the first batch
+    reference: Json = field(default_factory=dict)  # of the first batch
 
     @property
     def cuda(self) -> bool:
@@ -52,7 +52,7 @@ class Bench(Generic[S]):
 
     @property
     def part(self) -> Json:
-        """The entries of a record that are known before the rounds."""
+        """Entries of a record that are known before the rounds."""
         known: Json = {"mode": self.mode, "settings": self.config.flat(), "machine": self.machine}
         known |= {"vocab_size": self.vocab_size, "reference": self.reference}
         return known | ({"hf": self.hf} if self.hf else {})
@@ -63,20 +63,19 @@ class Bench(Generic[S]):
 
     @property
     def layer(self) -> Json:
-        """The fields of the first attention layer's Spec."""
+        """Fields of the first layer's Spec."""
         model = self.model
         own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
         return own | (model.layers[0] if self.hf else {"window": model.windows[0]})
 
     @property
     def slow(self) -> list[str]:
-        """The backends of LONGEST that the user did not name."""
+        """Backends of LONGEST that the user did not name."""
         named = {attention.get(word).name for word in self.config.backends if word != "all"}
         return [name for name in self.backends if name in LONGEST and name not in named]
 
     def candidates(self, implementations: tuple[str, ...] = HF) -> dict[str, str]:
-        """{row: argument of candidates.build()}, the most valuable first: the first backend, the
-        rivals, the other backends, the slow ones last."""
+        """{row: argument of candidates.build()}: first backend, rivals, others, slow ones."""
         ours = dict.fromkeys(sorted(self.backends, key=self.slow.__contains__), "")
         others = rivals(getattr(self.config, "rival", ()), implementations)
         if self.hf:
@@ -103,7 +102,7 @@ class Bench(Generic[S]):
         return found
 
     def job(self, name: str = "", batch_size: int = 1, rival: str = "", **changes: object) -> Json:
-        """A worker's job. `name` is the row, and without a rival the attention backend."""
+        """A worker's job; `name`: the row, and without a rival the backend."""
         ours = {"attention_backend": name} if name and not rival else {}
         changes = {**ours, "attention_fallback": False, "batch_size": batch_size, **changes}
         return {
@@ -128,8 +127,8 @@ class Plan:
     specs: Sequence[Json]  # fields of Specs; a backend that supports none is not started
     points: Sequence[Json] = ({},)
     longest: Mapping[str, int] = field(default_factory=dict)  # tokens of a slow backend
-    skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""  # why not to measure it
-    one_process: bool = False  # for all rounds of a candidate: it compiles, or is one training
+    skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""  # why, or ""
+    one_process: bool = False  # for all rounds of a candidate
     reference: Json | None = None
 
 
@@ -151,7 +150,7 @@ def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dic
 
 
 def names(config: Measured, device: str) -> tuple[list[str], dict[str, str]]:
-    """The backends, and {name: reason} of those of "all" that are not to be measured."""
+    """Backends, and {name: reason} of those of "all" not to measure."""
     words = config.backends if not getattr(config, "paths", ()) else ()
     if words == ("all",) and config.attention_backend != "auto":
         words = (config.attention_backend,)

@@ -1,12 +1,12 @@
-"""Attention alone, timed and compared with float64: the mode kernel.
+"""The mode kernel: attention alone, timed and compared with float64.
 
 FLOPs of a call at (B, T, H, D):
 
     forward   4 * B * H * D * pairs     QK^T and PV
     backward  8 * B * H * D * pairs     dV, dP, dQ and dK, without recomputing the scores
 
-with pairs = the visible pairs of query and key ("causal"), or T * T ("full"). The error is
-max|x - x64| / max|x64| of the output and of the worst gradient, of the first sequence and key head.
+pairs: visible ("causal"), or T * T ("full"). Error: max|x - x64| / max|x64| of the output and of
+the worst gradient, for the first sequence and key head.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, 
 from core.flops import Peak, mean_keys
 
 Call = Callable[[list[Stamp]], tuple[Tensor, ...]]
-LONGEST_CHECKED = 8192  # the truth's scores of one head of one sequence: 0.5 GB, several times
-SURE = 0.1  # seconds above which a call is bound by its work, not by launches
+LONGEST_CHECKED = 8192  # of float64 scores
+SURE = 0.1  # seconds above which launches do not matter
 MOST_CALLS = 1000
 
 
@@ -57,7 +57,7 @@ def grid(bench: Bench[Kernel]) -> list[Json]:
     sizes = config.batch_sizes or (1, 8 if bench.cuda else 4)
     windows = config.windows or tuple(dict.fromkeys(model.windows))
     heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
-    # Without the corner of large batches and long sequences, which takes most of the time.
+    # Without large batches of long sequences, which take most of the time.
     most = math.inf if config.lengths and config.batch_sizes else sorted(lengths)[len(lengths) // 2]
     return [
         {"B": B, "T": T, **heads, "window": window}
@@ -67,7 +67,7 @@ def grid(bench: Bench[Kernel]) -> list[Json]:
 
 
 def too_long(bench: Bench[Kernel], row: Row, rows: Sequence[Row]) -> str:
-    """Why a row is not measured, or "", from calls at other points."""
+    """Why a row is not measured, or "", by calls at other points."""
     point = row["point"]
     for other in (r for r in rows if r["backend"] == row["backend"] and r["rounds"]):
         took, at = min(r["ms"] for r in other["rounds"]) / 1e3, other["point"]
@@ -136,7 +136,7 @@ class Kernels:
         self.device, self.clock = self.job.device, Clock(self.job.device)
         self.about = {"title": attention.get(self.name).title, "dtype": self.job.dtype}
         self.seconds = sent["settings"]["seconds"] / 5
-        self.kernels: dict[Spec, Json] = {}  # what ran, and how exact it was
+        self.kernels: dict[Spec, Json] = {}  # and proofs
 
     def prepare(self, request: Json) -> tuple[Call, Inputs, Spec, Resolution]:
         H, Hkv, D, window = (request[name] for name in ("H", "Hkv", "D", "window"))
@@ -193,7 +193,7 @@ class Kernels:
         for _ in range(calls):
             call(stamps)
         ms = clock.ms(start, clock.stop()) / calls
-        shape = dict(zip(("B", "T", "H", "D"), inputs.q.shape))  # as executed
+        shape = dict(zip(("B", "T", "H", "D"), inputs.q.shape))
         answer: Json = {"ms": ms, "calls": calls, "shape": shape | {"Hkv": inputs.k.shape[2]}}
         if clock.apart:
             pairs = zip(stamps[0::3], stamps[1::3], strict=True)

@@ -1,5 +1,4 @@
-"""Memory (on CUDA of PyTorch's allocator, on the CPU the resident size), bandwidth and description
-of this machine."""
+"""Memory (of PyTorch's allocator, on the CPU resident size), bandwidth, description."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ STATUS = Path("/proc/self/status")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 DRIVER = Path("/proc/driver/nvidia/version")
-CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
+CONTEXT = 600_000_000  # bytes of a CUDA context, which no allocator counts
 LARGEST_COPY = 2**30  # bytes, beyond the caches
 SLICE = 2**26  # bytes of a copy on a CPU: a fraction of a scheduler's turn
 NO_MEMORY = re.compile(f"bad_alloc|could not create a (primitive|memory)|{OUT_OF_MEMORY.pattern}")
@@ -41,7 +40,7 @@ NO_MEMORY = re.compile(f"bad_alloc|could not create a (primitive|memory)|{OUT_OF
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Reset the peak of memory(); False where that is not possible."""
+    """Reset the peak of memory(); False if impossible."""
     gc.collect()
     empty_cache(device)
     if device.type == "cuda":
@@ -53,7 +52,7 @@ def reset_peak(device: torch.device) -> bool:
 
 
 def memory(device: torch.device, peak: bool = True) -> int:
-    """Bytes: the peak since reset_peak, or the current memory."""
+    """Bytes now, or their peak since reset_peak()."""
     if device.type == "cuda" and not peak:
         return torch.cuda.memory_allocated(device)
     if device.type == "cuda" or not STATUS.exists():
@@ -66,7 +65,7 @@ def kilobytes(file: Path, name: str) -> int:
 
 
 def empty_cache(device: torch.device, keep: bool = False) -> int:
-    """Free cached memory before others measure, unless `keep`; return the bytes still held."""
+    """Free cached memory, unless `keep`; return the bytes still held."""
     if device.type == "cuda":
         if not keep:
             torch.cuda.empty_cache()
@@ -92,8 +91,7 @@ def reason(error: ValueError) -> str:
 
 
 def largest(run: Callable[[int], object], device: torch.device, most: int) -> int:
-    """The largest n for which run(n) does not run out of memory, to an eighth: by doubling, then by
-    halving the difference."""
+    """Largest n, to an eighth, for which run(n) fits into memory: doubling, then bisection."""
     good, bad = 0, most + 1
     while bad - good > max(1, good // 8):
         n = min(max(1, 2 * good), most) if bad > most else (good + bad) // 2
@@ -124,8 +122,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def bandwidth(device: torch.device, limit: int | None) -> float:
-    """Bytes read and written a second: the best of copies and reads, on a CPU of short ones, since
-    another program's turn on a core is part of a long one."""
+    """Bytes read and written a second: the best of copies and reads."""
     free = min(f for f in (free_memory(device), limit, 2**50) if f)
     a = torch.ones(min(LARGEST_COPY, free // 4) // 4, device=device)
     b, cuda = torch.ones_like(a), device.type == "cuda"
@@ -145,7 +142,7 @@ def bandwidth(device: torch.device, limit: int | None) -> float:
 
 
 class Description:
-    """What affects a measurement on this machine, as `about`."""
+    """`about`: what affects a measurement on this machine."""
 
     def __init__(self, sent: Json) -> None:
         job = Job(sent)
@@ -177,7 +174,7 @@ class Description:
             # Before the rates, whose memory PyTorch keeps.
             "free_memory": free_memory(device),
             "busy": busy(device),
-            # What matmuls reach now, always below the datasheet's.
+            # What matmuls reach now.
             "products_tflops": None,
         }
         peak, rate, source = None, None, "not measured"

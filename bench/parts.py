@@ -1,12 +1,12 @@
 """Rooflines of a training step, next to the time of its kernels (core/profile.py).
 
-The larger of the time of the FLOPs at peak rate and of the bytes at full bandwidth (Williams,
-Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels.
+The larger of the time of FLOPs at peak rate and of bytes at full bandwidth (Williams, Waterman and
+Patterson 2009, CACM 52(4)), for perfectly fused kernels.
 
-N tokens in a step, L layers, C channels, E = H * D = C, K = Hkv * D, V tokens in the vocabulary, P
-weights; a: bytes of an activation (2 in half precision, 4 in float32); weights, their gradients and
-AdamW's moments are float32. W = C (C + 2 K) + C^2 + 8 C^2: the weights of a layer's matmuls, whose
-inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro-batches in a step.
+A step has N tokens in m micro-batches; L layers, C channels, E = H * D = C, K = Hkv * D, V tokens
+in the vocabulary, P weights; a: bytes of an activation (2 or 4); weights, gradients and AdamW's
+moments are float32. W = C (C + 2 K) + C^2 + 8 C^2: weights of a layer's matmuls;
+S = (2 C + 2 K) + 2 C + 5 C + 5 C: their inputs and outputs.
 
     part                   FLOPs           bytes
     linear                 6 N L W         L (3 a N S + m W (2 a + 4))
@@ -17,7 +17,7 @@ inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro
     optimizer              -               28 P, to clip 4 P more, to accumulate 12 P (m - 1) more
 
 Logits stay on the chip; GELU, biases fused. Attention: 7 products (QK^T twice), 2 C FLOPs per
-visible pair, `keys` per query. 2 L + 1 norms. AdamW writes all that it reads but the gradient.
+visible pair, `keys` per query. AdamW writes all that it reads but the gradient.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from core import flops, profile
 from model import GPTConfig
 
 PARTS = ("linear", "head and loss", "attention", "norms and elementwise", "embedding", "optimizer",
-         "data", "gaps", "unattributed")  # fmt: skip  # the last three only in older records
-OF_CLASS = {  # the parts that a class of kernels computes
+         "data", "gaps", "unattributed")  # fmt: skip  # the last three in older records
+OF_CLASS = {  # class of kernels -> parts
     "products": ("linear", "head and loss"),
     "attention": ("attention",),
     "elementwise": ("norms and elementwise", "embedding"),
@@ -98,8 +98,7 @@ def work(
 
 def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: float,
                 bandwidth: float, peak: float) -> Json:  # fmt: skip
-    """ms, tokens_per_s, mfu and mfu_causal of a step at its roofline. Rates: `tflops` of matmuls,
-    `bandwidth` in bytes/s, `peak` the TFLOP/s of MFU."""
+    """A step at its roofline. `tflops` of matmuls, `bandwidth` in bytes/s, `peak` of MFU."""
     ms, T = sum(w.ms(tflops, bandwidth) for w in parts.values()), config.block_size
     of = flops.Peak(peak, "the roofline's")
     return {"ms": ms, **flops.Speed(config, T, sequences * T / (ms / 1e3), of).row()}
@@ -109,13 +108,12 @@ def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflop
 
 
 def beside(ms: float, least: float) -> float | None:
-    """How often the time at the roofline; None below it: other parts' work, or caches."""
+    """Multiple of the time at the roofline; None below it: other parts' work, or caches."""
     return ms / least if least and ms >= least else None
 
 
 def computed(found: Json, row: Row, part: Json) -> Json:
-    """The entries of a row's profile that follow from its times and the record. Older records have
-    `parts` of one micro-batch."""
+    """Entries of a profile that follow from its times; older records have one micro-batch."""
     model, settings, m = hf.model_of(part), part["settings"], part["machine"]
     old, micro = "parts" in found, settings["gradient_accumulation_steps"]
     batch, micro = (row["batch_size"], 1) if old else (row["batch_size"] * micro, micro)

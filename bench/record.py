@@ -1,5 +1,5 @@
-"""Records: folders with record.json and README.md. complete() computes all figures from the raw
-rounds: when a record is written, and again when it is verified (docs/MEASURE.md)."""
+"""Records: record.json and README.md. complete() computes all figures from the raw rounds, to write
+and to verify a record (docs/MEASURE.md)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from core.settings import UserError, user_errors
 
 FORMAT = 4  # 1: rounds without sizes, no proofs; 2: no digest; 3: other conclusions
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
-SHORT = {  # of the short names (KERNELS in attention/proof.py); empty: none of them
+SHORT = {  # names in attention/proof.py's KERNELS; empty: none
     "manual tiled hf_eager": "",
     "sdpa sdpa_bmm hf_sdpa": ANY,
     "sdpa_flash": r"flash( \((CPU|FA\d)\))?",
@@ -39,7 +39,7 @@ SHORT = {  # of the short names (KERNELS in attention/proof.py); empty: none of 
     "paged": rf"(paged decode \(Triton\)|{ANY})?",
     "nanogpt": rf"({ANY})?",
 }
-ON_GPU = {  # of the names on the device, for kernels without short ones
+ON_GPU = {  # names on the device, for kernels without short ones
     "flex": "flex",
     "flex_flash": "flash",
     # PyTorch's own FlashAttention-2 is not the package.
@@ -48,7 +48,7 @@ ON_GPU = {  # of the names on the device, for kernels without short ones
 FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
 RIVALS = {"nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2"}
 STATUSES = ("ok", "unavailable", "failed", "skipped", "stopped")
-TOLERANCE = 0.01  # of a final loss in converge: a larger one proves nothing
+TOLERANCE = 0.01  # the largest of converge
 
 
 def git_state() -> Json:
@@ -62,7 +62,7 @@ def git_state() -> Json:
 
 
 def complete(content: Json) -> Json:
-    """A record with the figures of its rows, its conclusions and its digest."""
+    """A record with figures, conclusions and digest."""
     content = copy.deepcopy(content)
     if content["mode"] != "qualify":
         if "n_layer" in content["settings"]:  # not of attention alone
@@ -105,7 +105,7 @@ def new_folder(records_dir: str | Path, slug: str, machine: Json) -> Path:
 
 
 def write(folder: Path, content: Json, whole: bool = True) -> None:
-    """Write record.json atomically; if `whole` also README.md."""
+    """Write record.json atomically, if `whole` README.md too."""
     made = {"record.json": json.dumps(content, indent=1, allow_nan=False) + "\n"}
     made |= {"README.md": report.readme(content)} if whole else {}
     with user_errors(f"cannot write record {folder}: "):
@@ -164,8 +164,7 @@ def of_part(part: Json, again: Json) -> Iterator[str]:
 
 
 def differences(got: Any, want: Any, name: str = "") -> Iterator[str]:
-    """Yield a sentence for each value of `want` that differs; the last digits may, between
-    processors."""
+    """Yield a sentence for each value that differs from `want`; the last digits may."""
     if isinstance(want, dict) and isinstance(got, dict):
         for key, value in want.items():
             yield from differences(got.get(key), value, f"{name} {key}".strip())
@@ -180,7 +179,7 @@ def differences(got: Any, want: Any, name: str = "") -> Iterator[str]:
 
 def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
     settings, mode, dtype = part["settings"], row["mode"], part["machine"]["dtype"]
-    old = part["format"] == 1  # no sizes in its rounds, no proofs, no parameters of rivals
+    old = part["format"] == 1
     expected = report.MODES[mode].rounds(settings)
     if len(row["rounds"]) < expected and part.get("complete", True) and not old:
         yield f"it has {len(row['rounds'])} of {expected} rounds"
@@ -235,7 +234,7 @@ def of_kernels(row: Row, cuda: bool) -> Iterator[str]:
 
 def of_proof(row: Row, dtype: str) -> Iterator[str]:
     proof, eps = row.get("proof") or {}, torch.finfo(getattr(torch, dtype)).eps
-    # Above allowed_error(): some roundings of a value that is some times the others' mean.
+    # Above allowed_error(), by some roundings.
     most = 16 * eps + 2048 * min(eps, torch.finfo(torch.float32).eps)
     if proof.get("canary") is not True:
         yield "its causality test did not pass"

@@ -16,7 +16,7 @@ from core import flops
 MODES: dict[str, Mode] = {
     "train": train.MODE, "kernel": kernel.MODE, "decode": decode.MODE, "converge": converge.MODE
 }  # fmt: skip
-SLOW = 0.6  # of the peak: a GPU whose large products are slower is no longer as sold
+SLOW = 0.6  # of the peak: slower large products are suspicious
 SHARES = {"mfu": "mfu", "share": "share of the peak", "mbu": "mbu"}
 MEASURE = "[MEASURE.md](../../../docs/MEASURE.md)"  # as seen from bench/records/NAME
 
@@ -45,7 +45,7 @@ def sections_of(content: Json) -> list[Json]:
 
 
 def incomplete(rows: list[Row], part: Json, why: str) -> str:
-    """Why a record is not complete, and what it lacks; "" if it is."""
+    """Why a record is incomplete, and what it lacks, or ""."""
     none = sum(row["status"] == "stopped" for row in rows)
     rounds = MODES[part["mode"]].rounds(part["settings"])
     few = sum(row["status"] == "ok" and len(row["rounds"]) < rounds for row in rows)
@@ -126,7 +126,7 @@ def readme(content: Json) -> str:
 
 
 def terminal(content: Json) -> str:
-    """The same without what the user knows; the conclusions at the end."""
+    """Without what the user knows; conclusions last."""
     hidden = ("command", "date", "commit", "device", "software")
     known = {"incomplete": content.get("incomplete", ""), **facts(content)}
     known["no reference"] = content.get("reference", {}).get("why", "")
@@ -142,7 +142,7 @@ def terminal(content: Json) -> str:
 
 
 def answers(content: Json) -> list[str]:
-    """What cannot be read at a glance: the fastest, doubtful peaks, wrong numbers."""
+    """The fastest, doubtful peaks, wrong numbers."""
     if content["mode"] == "qualify":
         return of_stages(content)
     rows = [r for r in content["rows"] if r["status"] == "ok"]

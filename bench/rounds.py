@@ -1,9 +1,7 @@
 """Candidates in turn, A B C A B C, each in its own process.
 
-    a group: start, warm up, then a first round each (with a time limit two)
-    all:     the rounds that are left, in turn, so that a drifting clock affects all alike
-
-A group is one candidate, on CUDA three. Nothing else runs while a round is timed.
+A group, one candidate or on CUDA three, starts, warms up and has a first round each (with a time
+limit two). Then all have the other rounds in turn, so that a drifting clock affects all alike.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from bench.job import Bench, Plan
 from bench.tables import Row
 from bench.workers import Failure, Stop, Worker, once
 
-SHOWN = 2  # rounds from which a row is shown
+SHOWN = 2  # rounds of a shown row
 TOGETHER = 3
 
 
@@ -27,7 +25,7 @@ def key(row: Row) -> str:
 
 
 class Turns:
-    """The rows and processes of a run; `save` receives the record after every round."""
+    """Rows and processes of a run; `save` receives the record after every round."""
 
     def __init__(self, bench: Bench[Any], stop: Stop, save: Callable[[Json], object]) -> None:
         self.bench, self.stop, self.save = bench, stop, save
@@ -36,13 +34,13 @@ class Turns:
         self.ended: set[str] = set()
         self.workers: dict[str, Worker] = {}
         self.refused: dict[str, Failure] = {}  # candidates that cannot be built
-        self.peak = 0  # the most bytes that any process needed
-        self.crowded = False  # the sleeping processes do not fit into memory together
-        self.fresh = False  # so every round had a new one
-        self.took: dict[bool, float] = {}  # longest seconds of a group, by: in new processes?
+        self.peak = 0  # bytes of the largest process
+        self.crowded = False  # sleeping processes do not fit into memory
+        self.fresh = False  # every round had a new process
+        self.took: dict[bool, float] = {}  # longest seconds of a group, by: new processes?
 
     def run(self, plan: Plan) -> None:
-        """Measure a plan; rows that are there already get further rounds."""
+        """Measure a plan; known rows get further rounds."""
         self.plan, bench = plan, self.bench
         refused = bench.refused(plan.specs)
         none: Json = {"mode": bench.mode, "status": "stopped", "why": ["no round was measured"]}
@@ -112,7 +110,7 @@ class Turns:
             self.stop.tell(f"{key(row)}: {found['ms']:.4g} ms ({n}{noisy})")
 
     def make_room(self) -> None:
-        """End the processes if they do not fit; those of one process after all their rounds."""
+        """End the processes if they do not fit; with one_process after all rounds."""
         held = sum(w.last["held_bytes"] for w in self.workers.values()) + self.peak
         self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
         if not self.crowded:
@@ -124,7 +122,7 @@ class Turns:
         self.drop(*self.workers)
 
     def prepare(self, group: list[Row]) -> None:
-        """Start and warm up the candidates of a group at the same time."""
+        """Start and warm up a group's candidates at the same time."""
         started, again = [], []
         for row in group:
             try:
@@ -154,8 +152,8 @@ class Turns:
             self.prepare([row])
 
     def start(self, row: Row) -> None:
-        """Send the warm-up. With --batch_size=auto another, uncompiled process finds the batch size
-        before: its memory is in pieces. Failure: the row is not worth a process, or out of time."""
+        """Send the warm-up; with --batch_size=auto another, uncompiled process finds the size before,
+        as its memory fragments. Failure: the row is not worth a process, or time is up."""
         name, plan, stop, timeout = row["backend"], self.plan, self.stop, self.bench.config.timeout
         stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
         if not row["rounds"]:
@@ -202,13 +200,13 @@ class Turns:
         return answer
 
     def failed(self, row: Row, e: Failure) -> None:
-        """Note why a row has no further rounds; with --batch_size=auto try a smaller batch."""
+        """Note why a row ends; with --batch_size=auto try a smaller batch."""
         if e.kind == "died" or not e.built:
             self.drop(row["backend"])
         if not e.built:
             self.refused[row["backend"]] = e
         n = row.get("batch_size", 1) if self.bench.auto and not row["rounds"] else 1
-        if n > 1 and "out of memory" in str(e):  # several steps need more memory than one
+        if n > 1 and "out of memory" in str(e):  # several steps need more than one
             self.drop(row["backend"])
             row.pop("setup_s", None)
             row["batch_size"] = n * 3 // 4

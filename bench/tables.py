@@ -1,7 +1,7 @@
-"""Figures of rounds, columns, tables; a Mode declares what is measured and shown.
+"""Figures of rounds, and tables; a Mode declares what is measured and shown.
 
-A row is a record's: `mode`, `backend`, `point`, `status` (ok, or unavailable, failed, skipped,
-stopped with `why`), `rounds`, and the figures of its mode.
+A row has `mode`, `backend`, `point`, `status` (ok, or unavailable, failed, skipped, stopped with
+`why`), `rounds`, and the figures of its mode.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from bench import Json
 
 Row = Json
 Cells = tuple[list[str], list[list[str]]]  # head, lines
-NOISY = 0.05  # a figure whose quartiles are further apart, over the median, is doubtful
-ENOUGH = 3  # rounds; fewer are called noisy
-WIDE = 40  # characters of a sentence, which is not padded
+NOISY = 0.05  # distance of the quartiles over the median
+ENOUGH = 3  # rounds; fewer are noisy
+WIDE = 40  # characters; longer cells are not padded
 TIMES = ("ms", "forward_ms", "backward_ms", "optimizer_ms", "first_ms")
 RELATIVE = {"mfu", "causal", "roofline ms", "times", "limit"}  # columns that use the peak
 
 
 class Column(NamedTuple):
-    """Title, the field of a row or what is computed of it, and its format."""
+    """Title, field or function of a row, format."""
 
     title: str
     of: str | Callable[[Row], Any]
@@ -39,10 +39,10 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Mode:
-    """What a mode computes and shows; writing, verifying, reading and the board use it.
+    """Figures, columns and plans of a mode.
 
-    figures(row, record): of a row's rounds; compare(rows, settings): what needs other rows, in
-    place; conclude(record): one more conclusion.
+    figures(row, record): of a row's rounds; compare(rows, settings): with other rows, in place;
+    conclude(record): one more conclusion.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Mode:
 
 
 def medians(row: Row) -> Json:
-    """Median of each time; quartiles of `ms` and their relative distance, the spread."""
+    """Median of each time; quartiles of `ms`, and their relative distance."""
     rounds = row["rounds"]
     found: Json = {t: float(np.median([r[t] for r in rounds])) for t in TIMES if t in rounds[0]}
     q1, ms, q3 = np.quantile([r["ms"] for r in rounds], (0.25, 0.5, 0.75)).tolist()
@@ -74,7 +74,7 @@ def medians(row: Row) -> Json:
 
 
 def where(point: Json, *before: str) -> str:
-    """The point after other words: "sdpa B=1 P=64 cache=static"."""
+    """The point after other words: "sdpa B=1 P=64"."""
     return " ".join([*before, *(f"{k}={v}" for k, v in point.items() if v is not None)])
 
 
@@ -85,7 +85,7 @@ def bytes_(n: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, or all before the point: "0.691", "45.1", "5,375"."""
+    """Three digits or more: "0.691", "45.1", "5,375"."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
@@ -132,7 +132,7 @@ def table(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
 
 
 def measured(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
-    """The table of the rows that were measured; "level": with the fastest."""
+    """The table of measured rows; "level": with the fastest."""
     rows = [row for row in rows if row["status"] == "ok"]
     level = [id(row) for group in groups(rows).values() for row in fastest_of(group)[1]]
     head, lines = table([Column("backend", "backend"), *columns], rows, of)
@@ -142,7 +142,7 @@ def measured(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
 
 
 def missing(rows: list[Row]) -> Cells:
-    """What was not measured, one line per backend and reason."""
+    """A line per backend and reason."""
     seen: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row["status"] != "ok":
@@ -156,7 +156,7 @@ def missing(rows: list[Row]) -> Cells:
 
 
 def markdown(cells: Cells, terminal: bool = False) -> str:
-    """Aligned Markdown; the last column in a terminal only, unless it holds sentences."""
+    """Aligned Markdown; the last column only in a terminal, unless it holds sentences."""
     head, lines = cells
     rows = [[cell.replace("|", "/") for cell in row] for row in (head, *lines)]
     widths = [max(3, *map(len, column)) for column in zip(*rows)]
@@ -170,8 +170,7 @@ def markdown(cells: Cells, terminal: bool = False) -> str:
 
 
 def groups(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
-    """The rows that compete, by point and length of attention alone: those of different caches do,
-    of different constraints do not."""
+    """Competing rows, by point and length: of different caches, not of different constraints."""
     found: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         point = row["point"]
@@ -182,8 +181,7 @@ def groups(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
 
 
 def fastest_of(rows: list[Row]) -> tuple[Row, list[Row]]:
-    """The fastest row and those whose quartiles overlap its own, by the time of a sequence: with
-    --batch_size=auto each has its own number of them."""
+    """The fastest row, and those whose quartiles overlap its own, by the time of a sequence."""
 
     def time(row: Row, name: str = "ms") -> float:
         return row[name] / row.get("batch_size", 1)

@@ -1,7 +1,7 @@
-"""Training steps on random tokens, timed: the mode train.
+"""The mode train: training steps on random tokens.
 
-A step is train.train_step; a rival has its own loop's. Our forward pass includes the gradients of
-head and loss: compare whole steps with other models.
+A step is train.train_step; a rival has its own loop's. Compare whole steps: our forward pass
+includes gradients of head and loss.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from core import flops, profile
 from core.runtime import keep_freed_memory
 
 PROFILED_STEPS = 3
-MOST = 4096  # sequences that --batch_size=auto tries
-COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}  # in a compiled step: minutes of compiling
+MOST = 4096  # sequences tried by --batch_size=auto
+COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}  # minutes of compiling
 
 
 def plans(bench: Bench[Train]) -> list[Plan]:
@@ -112,7 +112,7 @@ class Training:
         return self.who.step(x, y, self.micro, mark)
 
     def timed(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Json, list[Tensor]]:
-        """Mean milliseconds of a step on each batch and of its parts, and the losses."""
+        """Mean milliseconds of a step and of its parts, and the losses."""
         stamps: list[list[Stamp]] = []  # of a step: each forward, backward, update, end
         losses, steps, ms = [], len(batches), self.clock.ms
         start = self.clock.start()
@@ -150,7 +150,7 @@ class Training:
         def look(part: str) -> None:
             if part == "update" and self.who.as_reference:
                 norm = self.who.gradient_norm()
-                if math.isfinite(norm):  # else the first scale of float16 was too large
+                if math.isfinite(norm):  # else float16's first scale was too large
                     answer["gradient_norm"] = norm / self.scaler.get_scale()
 
         first = self.step(*self.batch, look)

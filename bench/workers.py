@@ -1,6 +1,6 @@
 """A process for each candidate: the first request builds it, each warms up or measures a round.
 
-An answer is JSON's types, or a Failure. A process ends, with all that it started, with its parent.
+An answer is JSON or a Failure. A process ends with its parent, with all that it started.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from bench import Json, load, machine
 from core.runtime import StopSignal
 from core.settings import UserError
 
-GRACE = 20.0  # seconds that a round may go on after the deadline
-LOOK = 0.2  # seconds between two checks for signals while a worker works
+GRACE = 20.0  # seconds of a round after the deadline
+LOOK = 0.2  # seconds between checks for signals
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -39,14 +39,14 @@ class Failure(Exception):
     def __init__(self, kind: str, why: str, built: bool = True) -> None:
         super().__init__(kind, why, built)  # for pickle
         self.kind, self.why = kind, why
-        self.built = built  # False: the candidate cannot be built, at no point
+        self.built = built  # False: the candidate cannot be built
 
     def __str__(self) -> str:
         return self.why
 
 
 class Stop:
-    """Deadline and signals that end the bench, and its progress on stderr."""
+    """Deadline and signals that end the bench; progress on stderr."""
 
     def __init__(self, deadline: float | None = None, signals: StopSignal | None = None) -> None:
         self.deadline = math.inf if deadline is None else deadline
@@ -82,14 +82,14 @@ class Stop:
         print(f"[{time.monotonic() - self.began:4.0f} s] {line}", file=sys.stderr, flush=True)
 
     def watch(self, what: str) -> None:
-        """Tell at most every two seconds."""
+        """Tell, at most every two seconds."""
         if time.monotonic() - self.told >= 2:
             self.told = time.monotonic()
             self.tell(what)
 
 
 class Worker:
-    """A process that measures by the class `work`, such as "bench.train:Training"."""
+    """A process that measures by `work`, as "bench.train:Training"."""
 
     def __init__(self, work: str, job: Json, timeout: float, stop: Stop) -> None:
         stop.check()
@@ -99,12 +99,12 @@ class Worker:
         self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=serve, args=(theirs, work, job, self.errors.name))
-        # Python removes the semaphores of compilers that close() kills, with a warning.
+        # Python warns of the semaphores of killed compilers.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # else it runs the user's script again
-        # Until it has a process group of its own Ctrl-C reaches it too.
-        resource_tracker.ensure_running()  # with the first process, and it unblocks Ctrl-C
+        # Ctrl-C reaches it until it has its own process group.
+        resource_tracker.ensure_running()  # it unblocks Ctrl-C
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()
@@ -179,7 +179,7 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
     if job.get("memory_limit") and sys.platform == "linux":
         import resource
 
-        # An allocation beyond the limit fails here, before Linux kills some process.
+        # Fail here, before Linux kills some process.
         resource.setrlimit(resource.RLIMIT_DATA, (job["memory_limit"],) * 2)
     if torch.device(job["device"]).index is not None:
         torch.cuda.set_device(job["device"])
@@ -199,7 +199,7 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
             keep = getattr(candidate, "keeps_memory", False)
             answer["held_bytes"] = machine.empty_cache(candidate.device, keep)
             answer["about"] = candidate.about
-            json.dumps(answer, allow_nan=False)  # else it is no row of a record
+            json.dumps(answer, allow_nan=False)  # it becomes a row
         except (BackendUnavailable, UserError) as e:
             answer = Failure("unavailable", machine.reason(e), candidate is not None)
         except Exception as e:
@@ -213,7 +213,7 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
 
 
 def end_with_parent() -> None:
-    """When the parent ends, even by kill -9, end with all that was started."""
+    """End with the parent, even after kill -9, with all that was started."""
     if parent := multiprocessing.parent_process():
         parent.join()
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Work in daemon threads: whatever it does, the process can end."""
+"""Work in daemon threads, which do not keep the process alive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def begin(work: Callable[..., R], *args: Any) -> Future[R]:
-    """Start work(*args) in a thread; a signal interrupts the wait for its result()."""
+    """Run work(*args) in a thread; a signal interrupts result()."""
     future: Future[R] = Future()
 
     def run() -> None:

@@ -17,8 +17,8 @@ from core.runtime import StopSignal, pick_device, random_state, set_random_state
 from core.settings import LaunchError, UserError
 
 T = TypeVar("T")
-SLOW_S = 1800.0  # limit of a collective while ranks start, compile or save
-ROLL_CALL_S = 5.0  # in which the other ranks notice a failed collective
+SLOW_S = 1800.0  # timeout while ranks start, compile or save
+ROLL_CALL_S = 5.0  # for the other ranks to notice a failed collective
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DistInfo:
     world_size: int = 1
     control: dist.ProcessGroup | None = None  # gloo: never waits for the GPU
     disk: dist.ProcessGroup | None = None  # gloo: its timeout stays SLOW_S
-    context_parallel: int = 1  # ranks that share each sequence, neighbours
+    context_parallel: int = 1  # neighbouring ranks that share a sequence
     ring: dist.ProcessGroup | None = None  # their group
     began: float = field(default_factory=time.time)  # by the clock of files
 
@@ -55,8 +55,7 @@ class DistInfo:
         slow = timedelta(seconds=SLOW_S)
         store, rank, n = next(dist.rendezvous("env://", timeout=slow))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # torchrun's store keeps the addresses of an earlier attempt's dead processes
-            # (PyTorch issue 135712). On several nodes see docs/SCALE.md.
+            # torchrun's store keeps addresses of an earlier attempt (PyTorch issue 135712).
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(backend, timeout=slow, store=store, rank=rank, world_size=n)
         control, disk = (dist.new_group(backend="gloo", timeout=slow) for _ in range(2))
@@ -87,7 +86,7 @@ class DistInfo:
 
     @property
     def launcher(self) -> str:
-        """Start of the command, on each node."""
+        """Start of the command on each node."""
         if self.world_size == 1:
             return "python"
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -98,18 +97,18 @@ class DistInfo:
         return f"torchrun {nodes} --rdzv_backend=c10d --rdzv_endpoint={first}"
 
     def job(self) -> str | None:
-        """The torchrun job, the same after a restart, or None. All call it."""
+        """The torchrun job, the same after a restart, or None. Collective."""
         name = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" without --rdzv_id
         return self.gather(f"none {os.getppid()}" if name == "none" else name)[0]
 
     def limit(self, seconds: float) -> None:
-        """Set how long a collective may wait, in all groups but `disk`."""
+        """Set the timeout of all groups but `disk`."""
         for group in [*dist.distributed_c10d._world.pg_map] if self.control is not None else ():
             if group is not self.disk:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def name_missing(self, error: Exception, resume: str) -> None:
-        """After a failed collective: print the ranks that are dead, frozen or busy."""
+        """Print the ranks that do not respond after a failed collective."""
         text = str(error).lower()
         of_group = isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
         if self.control is None or not of_group:
@@ -124,7 +123,7 @@ class DistInfo:
             print(text, file=sys.stderr, flush=True)
 
     def sum(self, values: list[float]) -> list[float]:
-        """The element-wise sum over all processes."""
+        """Element-wise sum over all processes."""
         if self.world_size == 1:
             return values
         t = torch.tensor(values, dtype=torch.float64)
@@ -132,7 +131,6 @@ class DistInfo:
         return t.tolist()
 
     def gather(self, value: T) -> list[T]:
-        """Every process's value."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, group=self.control)
@@ -166,15 +164,15 @@ class Stopped(Exception):
 
 
 class Stop(StopSignal):
-    """The processes' agreement to stop; a lost or frozen process fails in it."""
+    """Agreement of the processes to stop; fails if one is lost or frozen."""
 
     def __init__(self, distributed: DistInfo) -> None:
         super().__init__()
         self.distributed = distributed
-        self.random: dict[str, torch.Tensor] = {}  # state at the beginning of a step
+        self.random: dict[str, torch.Tensor] = {}  # state before the step
 
     def mark(self, part: str) -> None:
-        """Check between the micro-batches of train_step(), as if the step had not begun."""
+        """Check between micro-batches; Stopped leaves the state as before the step."""
         if part == "update":
             self.random = {}
         elif part == "forward" and not self.random:
@@ -184,5 +182,5 @@ class Stop(StopSignal):
             raise Stopped
 
     def agreed(self) -> bool:
-        """True if a process was signalled. All must call it."""
+        """True if a process was signalled. Collective."""
         return any(self.distributed.sum([float(self.noted)]))

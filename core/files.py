@@ -1,4 +1,4 @@
-"""Files written without following links, which may lead anywhere; locks; names as printed."""
+"""Files written without following links, locks, printable names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_link(path: Path, hard: bool = False) -> None:
 
 
 def open_output(path: Path, mode: str) -> IO[str]:
-    """A text file to write. OSError: a link, a hard one too."""
+    """Open a text file to write. OSError: a link, a hard one too."""
     refuse_link(path, hard=True)
     follow = 0 if path.is_symlink() else os.O_NOFOLLOW
     opener = lambda name, flags: os.open(name, flags | follow, 0o666)  # noqa: E731
@@ -42,7 +42,7 @@ def open_output(path: Path, mode: str) -> IO[str]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a new file that then replaces `path`, or a pipe or device. OSError: a link."""
+    """Yield a new file to replace `path`, or a pipe or device. OSError: a link."""
     refuse_link(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
         yield path
@@ -64,7 +64,7 @@ def write_at_once(path: Path, content: str | bytes) -> None:
 
 
 def printable(text: object) -> str:
-    """On one line, control characters escaped."""
+    """One line, control characters escaped."""
     return escaped(str(text)).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -85,8 +85,7 @@ def _quoted(word: str) -> str:
 def locked(folder: Path) -> Iterator[None]:
     """Create --out_dir and keep other processes out of it. Raises UserError.
 
-    By `.lock`, for all machines that share the disk; on Linux also by a socket, which lasts when
-    the folder is deleted. Both end with the process.
+    `.lock` is for all machines that share the disk; Linux's socket outlasts a deleted folder.
     """
     import fcntl
 
@@ -120,4 +119,4 @@ def locked(folder: Path) -> Iterator[None]:
             with suppress(OSError):
                 path.unlink()
                 if not there:
-                    folder.rmdir()  # it stays if something was written
+                    folder.rmdir()  # fails if something was written

@@ -1,4 +1,4 @@
-"""FLOPs per token, the device's peak rate, and MFU: every formula with its source.
+"""FLOPs per token, peak rates and MFU.
 
 Model FLOPs utilization (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B):
 
@@ -6,10 +6,10 @@ Model FLOPs utilization (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix
 
     mfu          6 N + 12 L H Q T per token. N: parameters without embeddings that are only looked
                  up; L layers, H heads of Q channels, T tokens in a sequence.
-    mfu_causal   T replaced by the mean number of keys that a query sees: (T + 1) / 2 or fewer.
+    mfu_causal   T replaced by the mean number of keys that a query sees.
 
-6 N: a multiply and an add per weight forward, twice that backward; QK^T and PV take 2 * 2 * Q * T
-forward per head. Recomputation is never counted.
+6 N: multiply and add per weight, once forward, twice backward; QK^T and PV: 2 * 2 * Q * T forward
+per head. Recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from core.runtime import describe
 Row = dict[str, Any]  # of metrics.jsonl
 Sizes = Any  # a GPTConfig, or bench/hf.py's Counted
 log = logging.getLogger("nanoattn")
-ALONE = 0.9  # share of time in which a thread that always computes has a core
+ALONE = 0.9  # least share of a core that an undisturbed thread gets
 
 
 def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
@@ -60,7 +60,7 @@ def n_params(config: Sizes) -> int:
 
 @cache
 def mean_keys(T: int, window: int | None = None) -> float:
-    """Keys that a query sees in T tokens, the mean."""
+    """Mean number of keys that a query sees."""
     i = torch.arange(T)
     if T <= 2048:  # count the definition itself
         return float(visible(i[:, None], i[None, :], 0, window).sum()) / T
@@ -68,18 +68,15 @@ def mean_keys(T: int, window: int | None = None) -> float:
 
 
 def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Tensor:
-    """Keys that a query sees, the mean over queries and layers, float32 ().
-
-    starts: (B, T), where a query's document begins.
-    """
+    """Mean keys per query and layer, float32 (); starts (B, T): where a query's document begins."""
     T = starts.shape[1]
     keys = torch.arange(1, T + 1, device=starts.device) - starts
     return torch.stack([keys.clamp(max=window or T).float().mean() for window in windows]).mean()
 
 
-@singledispatch  # bench/hf.py adds models that were counted
+@singledispatch  # bench/hf.py adds counted models
 def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
-    """FLOPs forward and backward; causal: of visible pairs."""
+    """FLOPs forward and backward; causal: of visible pairs only."""
     keys = sum(mean_keys(T, window) if causal else T for window in config.windows)
     return 6 * n_params(config) + 12 * config.n_head * config.head_dim * keys
 
@@ -98,24 +95,24 @@ class Peak:
 
     @property
     def of(self) -> str:
-        """The mark of a figure whose peak is no datasheet's."""
+        """Mark of a figure whose peak is not a datasheet's."""
         return " of measured peak" if self.measured else given(self.source)
 
 
 def given(source: str) -> str:
-    """Its mark, if the user gave the peak."""
+    """Mark of a figure whose peak the user gave."""
     return f" of {source}" if source.startswith("--") else ""
 
 
 def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
-    """A GPU's peak in float32 (or TF32), bfloat16 or float16; None: unknown."""
+    """A GPU's datasheet peak, or None."""
     known = datasheet_tflops(name, dtype, tf32)
     return known and Peak(*known)
 
 
 def peak(device: str | torch.device, dtype: str,
          wanted: float | Literal["measure"] | None = None) -> Peak:  # fmt: skip
-    """The user's peak (`wanted`, TFLOP/s), else the datasheet's, else the measured one."""
+    """`wanted` (TFLOP/s), else the datasheet's peak, else a measured one."""
     if wanted is not None and wanted != "measure":
         return Peak(wanted, "--peak_tflops")
     device = torch.device(device)
@@ -131,10 +128,7 @@ def peak(device: str | torch.device, dtype: str,
 
 def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
               again: bool) -> tuple[float, str]:  # fmt: skip
-    """A rate of this machine, and its age in words.
-
-    Measured once and kept in the cache folder; one of a busy machine until nothing else runs.
-    """
+    """A rate from the cache folder, and its age in words; measured again after a busy time."""
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
     today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
     try:
@@ -159,7 +153,7 @@ def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
 
 
 def disturbed(compute: Callable[[], float]) -> tuple[float, bool]:
-    """A result, and True if this thread, which always computed, waited for a core."""
+    """A result, and True if this thread waited for a core."""
     began, used = time.perf_counter(), time.thread_time()
     result = compute()
     passed, used = time.perf_counter() - began, time.thread_time() - used
@@ -174,7 +168,7 @@ def spin() -> float:
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The best rate of several large matrix products."""
+    """Best rate of several large matrix products."""
     best = 0.0
     own = torch.Generator(device).manual_seed(0)
     plain = device.type != "cpu" or dtype != torch.float32 or not cpu_matmul.exact()
@@ -187,7 +181,7 @@ def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
         for count in itertools.count():
             passed = time.perf_counter() - began
             enough = count >= 8 * len(kinds) and passed >= least * (i + 1)
-            if enough or (best and passed > 4):  # float16 on a CPU: 200 times slower
+            if enough or (best and passed > 4):  # float16 is slow on a CPU
                 break
             multiply = kinds[count % len(kinds)]
             synchronize(device)
@@ -211,7 +205,7 @@ class Speed:
     tokens_per_s: float
     peak: Peak
     devices: int = 1
-    keys: float | None = None  # that a query saw (keys_seen); None: without a document mask
+    keys: float | None = None  # keys_seen(); None: no document mask
 
     @property
     def mfu(self) -> tuple[float, float]:
@@ -226,7 +220,7 @@ class Speed:
         return full * at_peak, causal * at_peak
 
     def row(self) -> Row:
-        """The fields of metrics.jsonl and records; MFU above 1 is None, with "mfu_why"."""
+        """Fields of metrics.jsonl and records; MFU above 1 is None, with "mfu_why"."""
         full, causal = self.mfu
         row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
         if causal > 1:  # every kernel has to do these operations

@@ -1,6 +1,6 @@
-"""Peak rates of GPUs, their memory and its bandwidth, and the links of their servers.
+"""Peak rates, memory, bandwidth and links of GPUs.
 
-Rates are dense, from the datasheet in the row; memory from NVIDIA's MIG and NIM, AMD's ROCm
+Dense rates from the datasheet in the row; memory from NVIDIA's MIG and NIM, AMD's ROCm
 documentation, or third parties.
 """
 
@@ -14,7 +14,7 @@ from attention.machine.gpus import MAKERS, describe, nearest, words
 
 @dataclass(frozen=True)
 class GPU:
-    """A row of the table; a longer name ("Laptop GPU", a MIG slice) does not match it."""
+    """A row; a longer name ("Laptop GPU", a MIG slice) does not match it."""
 
     name: str  # torch.cuda.get_device_name()
     tflops: tuple[float, float | None, float]  # in half precision, TF32 and float32
@@ -115,8 +115,7 @@ def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
 
 
 def describe_rated(text: str) -> tuple[GPU, str]:
-    """A GPU by describe()'s names ("H100" is the usual variant), and a note if that was a
-    choice. Raises ValueError."""
+    """A GPU by name ("H100": the usual variant), and a note if several fit. Raises ValueError."""
     given, found = words(text) - MAKERS, find_rated(text)
     fit = [gpu for gpu in RATED if given and given <= words(gpu.name)]
     if not found:

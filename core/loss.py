@@ -1,7 +1,7 @@
-"""Head and loss together: cross entropy of x @ weight.T that never holds all of the logits.
+"""Cross entropy of x @ weight.T without storing all logits.
 
-Their gradient, (softmax - onehot) / n, needs one factor from above: so the forward pass takes a
-chunk of rows at a time, their logits, their loss and their share of both gradients.
+The gradient, (softmax - onehot) / n, needs one factor from above: so the forward pass computes loss
+and both gradients a chunk of rows at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Switch = Callable[[], AbstractContextManager[object]]
 
 
 class Head(nn.Module):
-    """The head; its weights (V, C) are its own (`shape`), or the token embedding's."""
+    """The head; its weights (V, C) are its own, or the token embedding's."""
 
     def __init__(self, shape: tuple[int, int] | None = None) -> None:
         super().__init__()
@@ -40,22 +40,22 @@ class Head(nn.Module):
         return linear_cross_entropy(x, weight, targets, self.matmul_switch(x))
 
     def matmul_switch(self, x: Tensor) -> Switch:
-        """The context of the loss's matrix products (core/cpu/matmul.py)."""
+        """Context of the loss's matrix products (core/cpu/matmul.py)."""
         return nullcontext
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
                          matmul_switch: Switch = nullcontext) -> Tensor:  # fmt: skip
-    """Mean cross entropy of the logits x @ weight.T, in nats: float32 (), or float64 as x.
+    """Mean cross entropy of x @ weight.T in nats: float32 (), or float64 as x.
 
-    NaN, with zero gradients, if all targets are ignored, as F.cross_entropy.
+    NaN with zero gradients if all targets are ignored, as F.cross_entropy.
 
     Args:
-        x: (N, C); weight: (V, C); targets: (N,) int64, IGNORE where ignored.
-        matmul_switch: the context of matrix products (core/cpu/matmul.py).
+        x: (N, C); weight: (V, C); targets: (N,) int64, or IGNORE.
+        matmul_switch: context of matrix products.
     """
     dtype = autocast_dtype(x.device.type) or x.dtype
-    if torch._C._are_functorch_transforms_active():  # for which the Function below has no rule
+    if torch._C._are_functorch_transforms_active():  # the Function below has no rule
         wide = torch.promote_types(dtype, torch.float32)
         logits = (x.to(dtype) @ weight.to(dtype).t()).to(wide)
         return F.cross_entropy(logits, targets, ignore_index=IGNORE)
@@ -73,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 empty_w: Tensor) -> Tensor:  # fmt: skip
         N, V = x.shape[0], weight.shape[0]
         rows = chunk_rows(N, V, x.device.type, dtype)
-        # oneDNN's bfloat16 product of 1024 rows takes longer than two of 512
+        # oneDNN's bfloat16 product is faster in pieces.
         product_rows = 512 if x.device.type == "cpu" and dtype == torch.bfloat16 else None
         wide = torch.promote_types(dtype, torch.float32)
         x_, w = x.to(dtype), weight.to(dtype)
@@ -105,8 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, n, *empty = ctx.saved_tensors
-        # Not in forward: float16 gradients need the loss scale before they underflow. In float32:
-        # bfloat16 would round the scale, and float16 has no 65536.
+        # Not in forward: float16 gradients would underflow. In float32: float16 has no 65536.
         scale = grad.detach() / n.clamp(min=1)
         wide = torch.promote_types(dx.dtype, torch.float32)
         dx, dw = (d.to(wide).mul_(scale).to(t) for d, t in zip((dx, dw), ctx.dtypes, strict=True))
@@ -115,8 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _cross_entropy(logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype,
                    want_grad: bool) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The sum, and its gradient in the logits' dtype; in half precision on the CPU in place,
-    some rows at a time, in the caches."""
+    """Sum, and its gradient in the logits' dtype; half precision on a CPU: in place, in caches."""
     compiling, at_a_time = torch.compiler.is_compiling(), None
     if logits.device.type == "cpu" and logits.dtype != wide and not compiling:
         at_a_time = 2**20 // logits.shape[1]
@@ -146,8 +144,7 @@ def pieces(n: int, size: int | None) -> list[slice]:
 
 def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
                memory: float | None = None) -> int:  # fmt: skip
-    """Rows of logits at a time: what fits into 1/16 of a GPU's memory (bytes), 4 GB at most; on
-    a CPU into its caches."""
+    """Rows of logits at a time: 1/16 of a GPU's memory (bytes), at most 4 GB; or a CPU's caches."""
     if device != "cpu":  # 8 bytes an element
         budget = min(int(memory or gpu_memory()) // 128, 2**29)
     else:
@@ -157,7 +154,7 @@ def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
         most = min(most, 4096)
     if most == N or most < 128:
         return most
-    # Chunks of equal size, or nearly: a product of few rows is slow, and so is an odd number.
+    # Nearly equal chunks: products of few rows or an odd number are slow.
     least = -(-N // (most - most % 128))
     parts = next((n for n in range(least, 2 * least) if N % (128 * n) == 0), least)
     return -(-N // (128 * parts)) * 128
@@ -165,7 +162,7 @@ def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
 
 @torch.compiler.assume_constant_result
 def gpu_memory() -> int:
-    """All of it: what is free would differ from run to run."""
+    """Total bytes: free memory differs from run to run."""
     if not torch.cuda.is_available():
         return 2**35
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

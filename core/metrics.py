@@ -1,7 +1,4 @@
-"""Progress of a run: printed lines, metrics.jsonl, loss.png and Weights & Biases.
-
-A failing logger gives one warning and never ends a run.
-"""
+"""Printed lines, metrics.jsonl, loss.png and Weights & Biases. A failing logger only warns."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class Metrics:
 
     def __init__(self, out_dir: Path, step: int, wandb: Row | None = None,
                  evaluated: bool = True) -> None:  # fmt: skip
-        """Begin after `step` steps; later lines, left by a killed run, are dropped.
+        """Begin after `step` steps, without later lines of a killed run.
 
         wandb: arguments of wandb.init(); evaluated: False if this step's evaluation is to come.
         """
@@ -114,7 +111,7 @@ class Meter:
 
     def __init__(self, distributed: DistInfo, model: Sizes, config: TrainConfig, backend: Backend,
                  step: int) -> None:  # fmt: skip
-        """Print the peak rate, and the time that the steps would take at it."""
+        """Print the peak rate, and the time of the steps at it."""
         device = distributed.device
         self.distributed = distributed
         self.model = model
@@ -122,13 +119,13 @@ class Meter:
         self.tokens = config.global_batch * config.block_size  # of a step
         self.peak = peak(device, config.dtype, config.peak_tflops)
         self.speeds: list[Speed] = []  # of each timed line
-        self.quiet: list[Speed] = []  # of those without other programs
+        self.quiet: list[Speed] = []  # without other programs
         self.printed: set[str] = set()
         self.core_waits = time.perf_counter(), waited()
         self.metrics: Metrics | None = None
-        self.counted: list[Tensor] = []  # keys that queries saw since the last line
-        self.keys: float | None = None  # their mean; None: visible() has it
-        if backend.mods is not None:  # a mask of one's own (flex:FILE.py)
+        self.counted: list[Tensor] = []  # keys_seen() since the last line
+        self.keys: float | None = None  # their mean
+        if backend.mods is not None:  # flex:FILE.py
             self.keys = backend.mods.mean_keys(config.block_size, model.n_head, device)
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, config.max_iters - step)  # s
         size = f"{self.tokens:,} tokens a step, {config.max_iters:,} steps"
@@ -140,11 +137,11 @@ class Meter:
         return Speed(self.model, T, tokens_per_s, self.peak, n, self.keys)
 
     def count(self, *starts: Tensor) -> None:
-        """Count keys that queries see; starts: of keys_seen(), or none."""
+        """Count visible keys; starts: of keys_seen()."""
         self.counted += [keys_seen(t, self.model.windows).expand(len(t)) for t in starts]
 
     def restart(self, step: int, timed: bool) -> None:
-        """Begin the interval of the next line; timed=False: of first steps."""
+        """Begin the next line's interval; timed=False: of first steps."""
         self.step = step
         self.timed = timed
         self.began = now(self.distributed.device)
@@ -154,7 +151,7 @@ class Meter:
         return time.perf_counter() - self.began > 30
 
     def log(self, step: int, loss: float, lr: float) -> None:
-        """Print and log a step; all processes call this, after the device has finished."""
+        """Print and log a step. Collective, after the device has finished."""
         seconds = (time.perf_counter() - self.began) / max(1, step - self.step)
         if self.counted:
             local = torch.cat(self.counted)
@@ -186,7 +183,7 @@ class Meter:
             self.metrics.log(**row)
 
     def _busy(self) -> bool:
-        """True if the peak was measured, and others had this process's core since the last call."""
+        """True if the peak was measured, and others used this core since the last call."""
         since, before = self.core_waits
         self.core_waits = time.perf_counter(), waited()
         share = (self.core_waits[1] - before) / (self.core_waits[0] - since)
@@ -204,7 +201,7 @@ class Meter:
             self.metrics.close()
 
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
-        """Print the median speed, and the losses of simpler models."""
+        """Print the median speed, and simpler models' losses."""
         if self.speeds:
             keys = [speed.keys for speed in self.speeds if speed.keys is not None]
             self.keys = fmean(keys) if keys else None
@@ -235,7 +232,7 @@ def duration(seconds: float) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows, up to an incomplete last line. Raises UserError."""
+    """Rows, up to an incomplete last line. Raises UserError."""
     rows: list[Row] = []
     for number, line in enumerate(path.open("rb") if path.exists() else (), 1):
         try:
@@ -243,7 +240,7 @@ def read(path: Path) -> list[Row]:
             row["iter"] + 0  # a number
             rows.append(row)
         except (ValueError, TypeError, LookupError) as e:
-            if not line.endswith(b"\n"):  # cut short
+            if not line.endswith(b"\n"):
                 return rows
             raise UserError(f"{path}, line {number} is not a row of a run ({first_line(e)})") from e
     return rows

@@ -1,4 +1,4 @@
-"""AdamW and Muon, their learning rate, and an update that clips without waiting for the device."""
+"""AdamW and Muon, learning rates, and an update that does not wait for the device."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ FLAT = 0.3  # of the steps, before a linear decay
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then cosine decay to min_lr; step counts from 0. decay_lr="linear": flat,
-    then a line; False: constant."""
+    """Linear warm-up, then cosine decay to min_lr; decay_lr="linear": flat, then a line."""
     if not config.decay_lr:
         return config.learning_rate
     low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
@@ -43,7 +42,7 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def schedule_warnings(config: Config) -> list[str]:
-    """A warning if the schedule misses learning_rate, ends before the run, or rises to min_lr."""
+    """Warn if the schedule misses learning_rate, ends before the run, or rises to min_lr."""
     if not config.decay_lr or config.eval_only:
         return []
     last, warm = config.max_iters - 1, config.warmup_iters
@@ -60,7 +59,7 @@ def schedule_warnings(config: Config) -> list[str]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
-    """Set a step's rates; return AdamW's, or that of Muon's matrices."""
+    """Set the rates; return AdamW's, or that of Muon's matrices."""
     rate = learning_rate(step, config)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("factor", 1.0)
@@ -70,10 +69,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Confi
 
 def build_optimizer(model: nn.Module, config: Config, device: torch.device,
                     processes: int = 1) -> torch.optim.AdamW:  # fmt: skip
-    """Fused AdamW that decays the matrices only, or Muon.
-
-    processes: that have a copy of the model each (DDP).
-    """
+    """Fused AdamW that decays matrices only, or Muon; processes: with a copy of the model (DDP)."""
     fused = device.type in ("cuda", "cpu")
     how: Group = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
@@ -94,7 +90,7 @@ def build_optimizer(model: nn.Module, config: Config, device: torch.device,
 
 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """The number that optimizer.state_dict() gives each parameter."""
+    """Each parameter's number in optimizer.state_dict()."""
     params = (p for group in optimizer.param_groups for p in group["params"])
     number = {id(p): i for i, p in enumerate(params)}
     return {name: number[id(p)] for name, p in model.state_dict(keep_vars=True).items()}
@@ -131,7 +127,7 @@ ADAMW = {"weight_decay": 1e-3, "eps": 1e-10}
 def muon_groups(model: Any, config: Config) -> list[Group]:
     """The blocks' matrices by shape, then embeddings, head and vectors.
 
-    "rows": of each matrix that a parameter joins; "factor": its highest rate over learning_rate.
+    "rows": of each matrix in a parameter; "factor": highest rate over learning_rate.
     """
     c, rates = model.config, (*config.muon_rates, *[config.learning_rate] * 3)
     q, kv = c.n_head * c.head_dim, c.kv_heads * c.head_dim
@@ -169,11 +165,11 @@ class Muon(torch.optim.AdamW):
     """Muon for the groups with "rows", AdamW for the others.
 
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a matrix by its momentum with
-    all singular values set to 1. Each process orthogonalizes its share of the matrices, whole.
+    all singular values set to 1. Each process orthogonalizes a share of the matrices.
 
     Args:
-        dtype: of the Newton-Schulz iterations; None: of the weights.
-        mesh: of the processes that have a copy of the weights each; None: one, or FSDP.
+        dtype: of Newton-Schulz; None: of the weights.
+        mesh: processes with a copy of the weights each; None: one, or FSDP.
     """
 
     def __init__(self, groups: list[Group], dtype: torch.dtype | None, mesh: DeviceMesh | None,
@@ -185,7 +181,7 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        # As the fused AdamW's: a divisor of the gradients, and a flag to change nothing.
+        # As the fused AdamW's: divisor of gradients, flag to change nothing.
         divisor, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         shares, returns, moved = [], [], []
         for group in muon_only(self):
@@ -225,7 +221,7 @@ class Muon(torch.optim.AdamW):
 
     @property
     def flops(self) -> int:
-        """Operations of the iterations of a step, over all processes."""
+        """FLOPs of the iterations of a step, over all processes."""
         total = 0
         for group in muon_only(self):
             n, C = len(group["params"]), group["params"][0].shape[1]
@@ -258,10 +254,10 @@ def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
 @record_function(profile.UPDATE)
 def update(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, loss: Tensor, clip: float,
            found_inf: Tensor) -> None:  # fmt: skip
-    """Clip the gradients to the global norm `clip` (0: no clipping), and step.
+    """Clip gradients to the global norm `clip` (0: off), and step. Nothing waits for the device.
 
     If the loss or a gradient is not finite, no weight changes and found_inf, float32 (), is set to
-    1; in float16 a gradient only lowers the loss scale. Nothing waits for the device.
+    1; in float16 a gradient only lowers the loss scale.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler.is_enabled():

@@ -1,9 +1,7 @@
-"""A model over several processes: each has all of it (DDP), or a part (FSDP2); docs/SCALE.md.
+"""A model over several processes: copies (DDP) or shards (FSDP2); docs/SCALE.md.
 
-ddp   Gradients are averaged in backward.
-fsdp  Parameters, gradients and optimizer state are sharded along the first dimension (ZeRO-3,
-      Rajbhandari et al. 2020, arXiv 1910.02054). A block's parameters are gathered while it
-      computes.
+FSDP2 shards parameters, gradients and optimizer state along the first dimension (ZeRO-3,
+Rajbhandari et al. 2020, arXiv 1910.02054); it gathers a block's parameters to compute.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from core.settings import UserError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-BUCKET_MB = 100  # of gradients that DDP sends at once; PyTorch's default is 25
+BUCKET_MB = 100  # of gradients in a DDP message
 
 
 def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
-    """Average the gradients over all processes in backward (DDP)."""
+    """Wrap in DDP, if there are several processes."""
     if distributed.world_size == 1:
         return module
     device = distributed.device
@@ -42,9 +40,9 @@ def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
 
 
 def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | None) -> None:
-    """Shard a model on the CPU in place; this process's part moves to the device (FSDP2).
+    """Shard a model on the CPU in place, onto the devices (FSDP2). Raises UserError.
 
-    `size` processes hold one copy together; None: all. Raises UserError.
+    size: processes that hold one copy together; None: all.
     """
     n = distributed.world_size
     size = size or n
@@ -87,15 +85,15 @@ def ring(distributed: DistInfo, T: int) -> Ring | None:
 
 
 def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
-    """Cut (B, T) tokens, targets and perhaps segments along T."""
-    # What fills the last shard is a segment of its own.
+    """Cut (B, T) tokens, targets and segments along T."""
+    # Padding is a segment of its own.
     fillings = 0, IGNORE, batch[0].shape[1]
     return batch if ring is None else (*map(ring.shard, batch, fillings),)
 
 
 def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast: torch.autocast,
               ring: Ring | None, distributed: DistInfo, stop: Stop | None) -> float:  # fmt: skip
-    """The mean loss of all targets in all processes' batches; NaN if there is none.
+    """Mean loss of all processes' targets; NaN without any.
 
     batches: (tokens, targets), and perhaps segments, (B, T) each.
     """
@@ -117,8 +115,7 @@ def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
     """Weights of micro-batches by their numbers of targets, (n,) int64 -> float32 (n,).
 
-    Targets over those of the step, times the processes, over which gradients are averaged; NaN if
-    there is no target.
+    A share of the step's targets, times the processes, over which gradients are averaged.
     """
     total = targets.sum()
     processes = 1
@@ -133,7 +130,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def average_gradients(module: Any, on: bool) -> None:
-    """Average gradients in backward passes, or only add them up."""
+    """Average gradients in backward, or only add them up."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = on
     elif is_sharded(module):
@@ -150,7 +147,7 @@ def reshard(module: Any) -> None:
 
 
 def whole(t: Tensor) -> Tensor:
-    """The full tensor. All processes must call it."""
+    """The full tensor. Collective."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
@@ -160,7 +157,7 @@ def local(t: Tensor) -> Tensor:
 
 
 def local_part(t: Any) -> tuple[list[int], list[int], bool]:
-    """Shape and place of this process's part; False if a process before it has the same."""
+    """Shape and offset of this process's part; False if an earlier process has the same."""
     if not hasattr(t, "placements"):
         return [*t.shape], [0] * t.ndim, True
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
@@ -178,14 +175,14 @@ def fill(target: Any, source: Tensor) -> None:
 
 def deal(rows: Tensor, like: Tensor, mesh: DeviceMesh | None
          ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # fmt: skip
-    """Divide n whole matrices among the processes. All call this, and the returned function.
+    """Divide n matrices among the processes. Collective, as is the returned function.
 
     Args:
-        rows: (n, r, C), the rows that this process has: all, or FSDP's shard.
-        like: a parameter of the shape (R, C) of one matrix, sharded as `rows` are.
-        mesh: of the processes that have all rows (DDP); None: a single one, or FSDP.
+        rows: (n, r, C), this process's rows: all, or FSDP's shard.
+        like: a parameter (R, C), sharded as `rows`.
+        mesh: processes with all rows (DDP); None: one, or FSDP.
 
-    Returns (m, R, C), this process's share, and a function from results of it back to (n, r, C).
+    Returns (m, R, C), this process's share, and a function from its results to (n, r, C).
     """
     mesh = getattr(like, "device_mesh", mesh)
     if mesh is None:

@@ -1,7 +1,7 @@
 """Time of a training step by classes of kernels, from PyTorch's profiler.
 
-On CUDA of kernels, on the CPU of operators without those inside them and of Inductor's kernels; the
-rest of the step is `gaps`. Kernels of several streams overlap.
+CUDA: kernels, which may overlap. CPU: operators without those inside them, and Inductor's kernels.
+The rest of the step is `gaps`.
 
     products        matrix products, of the head too
     attention       attention kernels; manual's batched products and softmax
@@ -37,7 +37,7 @@ log = logging.getLogger("nanoattn")
 UPDATE = "optimizer step"  # the range around core.optimizer.update()
 USER_SCOPE = 7  # at::RecordScope of record_function
 
-# The first that matches a kernel or anything around it.
+# The first match of a kernel or anything around it.
 PATTERNS = {
     "communication": r"nccl|gloo:|c10d|FSDP::|all_?reduce|all_?gather|reduce_?scatter",
     "optimizer": rf"{UPDATE}|Optimizer\.|AccumulateGrad|multi_tensor_apply|_foreach_|_fused_adam",
@@ -48,14 +48,14 @@ PATTERNS = {
     "loss": r"cross_?entropy|nll_?loss|log_?softmax|softmax_online|logsumexp",
 }  # fmt: skip
 RULES = {name: re.compile(text, re.IGNORECASE | re.MULTILINE) for name, text in PATTERNS.items()}
-# Named after its operators, and those of which it takes views.
+# Named after its operators.
 FUSED = re.compile(r"(triton_(poi|red|per)|cpp)_fused_(?P<operators>.*)")
 SOFTMAX = re.compile(r"(?<!log)_softmax(?!_online)")  # manual's
 OPERATOR = re.compile(r"^\w+::\w+$|at::native|elementwise|Memcpy DtoD|Memset")
 
 
 def class_of(name: str, around: Iterable[str] = ()) -> str:
-    """The class of a kernel or operator; `around`: the names of what it ran in."""
+    """Class of a kernel or operator; `around`: names of what it ran in."""
     names = "\n".join([name, *around])
     fused = FUSED.search(name)
     for kind, pattern in RULES.items():
@@ -69,7 +69,7 @@ def class_of(name: str, around: Iterable[str] = ()) -> str:
 
 @dataclass
 class StepProfile:
-    """Milliseconds and calls of each kernel, by class."""
+    """Milliseconds and calls of kernels, by class."""
 
     of: str  # "kernels", or "operators" on the CPU
     trace: Path | None = None
@@ -79,13 +79,13 @@ class StepProfile:
 
     @property
     def classes(self) -> dict[str, float]:
-        """Milliseconds by class and of the gaps, the largest first."""
+        """Milliseconds by class and of the gaps, largest first."""
         times = {c: sum(ms for ms, _ in k.values()) for c, k in self.kernels.items()}
         times["gaps"] = max(0.0, self.ms - self.busy_ms)
         return dict(sorted(times.items(), key=lambda item: -item[1]))
 
     def largest(self, kind: str, n: int = 3) -> list[tuple[str, float, int]]:
-        """Name, milliseconds and calls of the longest kernels of a class."""
+        """(name, milliseconds, calls) of a class's longest kernels."""
         found = sorted(self.kernels.get(kind, {}).items(), key=lambda item: -item[1][0])
         return [(name, ms, calls) for name, (ms, calls) in found[:n]]
 
@@ -105,7 +105,7 @@ class StepProfile:
 
 
 def short(name: str, width: int = 38) -> str:
-    """The beginning and the end of a C++ or Inductor name."""
+    """Beginning and end of a long name."""
     name = re.sub(r"^void |\(anonymous namespace\)::|at::native::", "", name)
     return name if len(name) <= width else f"{name[: width - 13]}..{name[-11:]}"
 
@@ -122,7 +122,7 @@ def prepare(device: torch.device) -> None:
 @contextmanager
 def profiled(device: torch.device, steps: int = 1,
              trace: Path | None = None) -> Iterator[StepProfile]:  # fmt: skip
-    """Profile the block, which runs `steps` steps; the profile is of one."""
+    """Profile the block of `steps` steps; the result is per step."""
     found = StepProfile("kernels" if device.type == "cuda" else "operators", trace)
     synchronize(device)
     with kineto(device.type) as watched:
@@ -178,7 +178,7 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
 
 
 def parents(event: FunctionEvent) -> Iterator[str]:
-    """The operators and ranges around an event."""
+    """Operators and ranges around an event."""
     around = event.cpu_parent
     while around is not None:
         yield around.name

@@ -1,4 +1,4 @@
-"""The set-up of a run, shared by all commands: device, dtype, compilation, signals, memory."""
+"""Set-up of a run: device, dtype, compilation, signals, memory."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> torch.dtype:
-    """The dtype of matrix products; "auto": bfloat16 where the hardware has it.
+    """Dtype of matrix products; "auto": bfloat16 where the hardware has it.
 
-    On a CPU only to train width n_embd: generated text would depend on the cache.
+    On a CPU only in training (n_embd): generated text would depend on the cache.
     """
     if wanted != "auto":
         return getattr(torch, wanted)
@@ -84,16 +84,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class Setup:
-    """Use of the device, the same in training, bench and sampling."""
+    """Use of the device, the same in all commands."""
 
     device: torch.device
     dtype: torch.dtype  # of matrix products; weights stay in float32
     compile: Decision
     compile_mode: str
     onednn: Decision
-    residual: str = "float32"  # dtype between the blocks; or "autocast": as matrix products
+    residual: str = "float32"  # dtype between the blocks, or "autocast"
     why_dtype: str = ""
-    few_rows: bool = True  # decoding may use oneDNN's product of a few rows
+    few_rows: bool = True  # decoding may use oneDNN for a few rows
 
     @classmethod
     def of(cls, device: torch.device, dtype: str = "auto", *, residual_dtype: str = "auto",
@@ -101,7 +101,7 @@ class Setup:
            onednn: bool | None = None, deterministic: bool = False,
            n_embd: int | None = None) -> Setup:  # fmt: skip
         """Decide (None: the faster), and set PyTorch's global switches."""
-        # Not by fp32_precision: after it Inductor fails where it reads the older settings.
+        # Not by fp32_precision: Inductor fails where it reads the older settings.
         torch.set_float32_matmul_precision("highest")  # PyTorch refuses a mix with allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if deterministic:
@@ -126,14 +126,14 @@ class Setup:
 
     @property
     def autocast(self) -> torch.autocast:
-        """The context of a forward pass; reusable."""
+        """Reusable context of a forward pass."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def place(self, model: M, cast: bool = False) -> M:
-        """Move the model to the device; cast=True converts its weights to `dtype` (inference)."""
+        """Move the model to the device; cast=True: with weights in `dtype` (inference)."""
         model = model.to(self.device, self.dtype if cast else None)
         if self.device.type == "cpu":
             decoding = cast and self.few_rows
@@ -148,7 +148,7 @@ class Setup:
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:
-        """torch.compile(model), or the model. UserError: CUDA graphs overwrite the gradients of
+        """torch.compile(model), or the model. UserError: CUDA graphs would overwrite gradients of
         several micro-batches (PyTorch issue 169545)."""
         if not self.compile:
             return model
@@ -190,9 +190,9 @@ def decide_residual(wanted: str, device: str, dtype: str) -> str:
 
 
 class StopSignal:
-    """Notes SIGTERM, Ctrl-C, SIGHUP and the death of torchrun.
+    """Notes SIGTERM, Ctrl-C, SIGHUP and the death of torchrun; a second one ends at once.
 
-    A second one ends at once, but torchrun repeats a scheduler's, and closing terminals SIGHUP.
+    But torchrun repeats a scheduler's, and closing terminals SIGHUP.
     """
 
     def __init__(self, says: str = "stopping; saving the last step") -> None:
@@ -206,7 +206,7 @@ class StopSignal:
     @property
     def noted(self) -> bool:
         if os.getppid() != self.parent and self.torchrun:
-            self.signal = self.signal or signal.SIGTERM  # nobody else can stop this process
+            self.signal = self.signal or signal.SIGTERM  # nobody else would send it
         return self.signal is not None
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: of the GPU, or of this process."""
+    """Peak bytes of the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource
@@ -259,7 +259,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def settle(device: torch.device) -> None:
-    """Exempt what exists from garbage collection; reset peak memory."""
+    """Exempt existing objects from garbage collection; reset peak memory."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -268,7 +268,7 @@ def settle(device: torch.device) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep freed blocks for the next step."""
+    """Let glibc's malloc keep freed blocks."""
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         trim_threshold, mmap_max = -1, -4  # numbers of malloc.h
@@ -277,13 +277,13 @@ def keep_freed_memory() -> None:
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """Copy, without waiting on CUDA."""
+    """Copy, asynchronously on CUDA."""
     cuda = device.type == "cuda"
     return (t.pin_memory() if cuda and t.device.type == "cpu" else t).to(device, non_blocking=cuda)
 
 
 def now(device: torch.device) -> float:
-    """The time in seconds, after the device has finished its work."""
+    """Seconds, after the device has finished."""
     synchronize(device)
     return time.perf_counter()
 
@@ -299,7 +299,7 @@ def show_log() -> None:
     """Print the log and other libraries' warnings."""
     handler = logging.StreamHandler()
     plain = logging.Formatter("%(levelname)s: %(message)s").format
-    # Texts of a checkpoint or dataset steer no terminal.
+    # A checkpoint's text could control the terminal.
     handler.format = lambda record: escaped(plain(record))  # type: ignore[method-assign]
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("nanoattn").setLevel(logging.INFO)

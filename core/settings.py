@@ -63,7 +63,7 @@ def first_line(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """Settings, and the origin of each given one."""
+    """Settings, and origins of the given ones."""
 
     settings: T
     origins: dict[str, str]  # field -> "config/x.py:7" or LINE
@@ -83,7 +83,7 @@ class Loaded(Generic[T]):
 
 
 def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
-    """One checked instance of cls from sys.argv[1:]; options of gather()."""
+    """A checked instance of cls from sys.argv[1:]; options of gather()."""
     values, origins, notes = gather(cls, argv, **options)
     with user_errors():
         return Loaded(cls(**values), origins, notes)
@@ -104,12 +104,11 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
            ignored: Mapping[str, str] = {}, positional: str | None = None,
            shown: Collection[str] | None = None
            ) -> tuple[Values, dict[str, str], tuple[str, ...]]:  # fmt: skip
-    """The given values, their origins and notes.
+    """Given values, their origins and notes.
 
     Args:
-        aliases: other name -> field; ignored: another program's setting -> why it has no value
-            here.
-        positional: the field that bare words set; None: they are config files.
+        aliases: other name -> field; ignored: another program's setting -> why it is ignored.
+        positional: the field of bare words; None: they are config files.
     """
     hints = _hints(cls)
     fields = {name: name for name in hints} | dict(aliases)
@@ -143,7 +142,7 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
             raise UserError(f"{where}: expected a text, got '' (an unset variable of the shell?)")
         if origin == LINE == origins.get(field):
             if _is_tuple(hint):
-                value = values[field] + value  # a repeated list is added to
+                value = values[field] + value  # a repeated list grows
             elif field == positional:
                 raise UserError(f"expected one {field}, got {values[field]} and {value}")
         values[field] = known[field] = value
@@ -154,7 +153,7 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
-    """The checked instance of a saved asdict()."""
+    """A checked instance from a saved asdict()."""
     if not isinstance(mapping, Mapping):
         raise UserError(f"{origin}: expected an object of settings, got {str(mapping)[:60]}")
     hints = _hints(cls)
@@ -203,7 +202,7 @@ def _fail(error: UserError) -> NoReturn:
 
 
 def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
-    """The value, checked; strict=False converts from text."""
+    """The checked value; strict=False converts text."""
     value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
     if isinstance(value, str) and "\0" in value:
         raise UserError(f"{name}: expected a text without NUL bytes, got {value!r:.60}")
@@ -244,7 +243,7 @@ def _may_be_none(hint: object) -> bool:
 
 
 def _split(argv: Sequence[str], switches: Collection[str], bare: str) -> list[tuple[str, str]]:
-    """The (name, text) of each option; bare: the name of a word without one."""
+    """(name, text) of each option; bare: the name of a word without one."""
     options: list[tuple[str, str]] = []
     rest = list(argv)
     while rest:
@@ -323,7 +322,7 @@ _CALLS: Values = {f.__name__: f for f in (str, int, float, min, max)} | {"time.t
 def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool]]:
     """Yield ("path:line", name, value, is it used by another line?) of each assignment.
 
-    Nothing is executed. Expressions may refer to `known`, to which each line is added.
+    Nothing is executed. Expressions may refer to `known`, which grows.
     """
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -363,8 +362,7 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
 
 
 def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
-    """The value. Raises ValueError, among others; also for one that could grow until it takes
-    all memory."""
+    """The value. ValueError, among others, also if it could exhaust the memory."""
     value: Any
     match node:
         case ast.Constant(value=None | str() | int() | float() as value):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 
 def escaped(text: str) -> str:
-    r"""Control characters but newline and tab as \x1b: a terminal would obey them."""
+    r"""Control characters but newline and tab as \x1b, which a terminal does not obey."""
     plain = (c in "\n\t" or unicodedata.category(c) != "Cc" for c in text)
     return "".join(c if p else repr(c)[1:-1] for c, p in zip(text, plain))
 
@@ -25,7 +25,7 @@ class _Lasting(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            # None: a full pipe that another program has set to not block.
+            # None: a full pipe that does not block.
             while (n := super().write(data)) is None:
                 select.select([], [self], [])
             return n
@@ -40,7 +40,7 @@ class _Lasting(io.FileIO):
 
 
 class _Output(io.TextIOWrapper):
-    """Takes any text; other people's texts steer no terminal."""
+    """Takes any text; escapes it in a terminal."""
 
     safe = False
 
@@ -49,7 +49,7 @@ class _Output(io.TextIOWrapper):
 
 
 def prepare(*lasting: str) -> None:
-    """Let the standard streams take any text, and the named ones never fail."""
+    """Let the standard streams take any text, and the `lasting` never fail."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed: a file would take its number
         pass
     os.close(fd)
@@ -76,7 +76,7 @@ def end_at_once() -> None:
 
 
 def raise_on_signals() -> None:
-    """Let SIGNALS raise KeyboardInterrupt(128 + number), once. torchrun's end a process."""
+    """Let SIGNALS raise KeyboardInterrupt(128 + number), once; torchrun's end a process."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         for other in mine:  # a terminal that closes sends SIGHUP twice

@@ -1,4 +1,4 @@
-"""Idle threads of matrix products on a busy machine; imported before torch, which reads it once."""
+"""Idle threads on a busy machine; imported before torch, which reads the setting once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-BUSY = 0.5  # share of the cores that other programs use, from which threads should not spin
+BUSY = 0.5  # share of cores in other use, from which threads should not spin
 
 
 def cores_in_use() -> float:
@@ -28,7 +28,7 @@ def cores_in_use() -> float:
 
 
 def wait_passively() -> None:
-    """Where others use the cores, let OpenMP's idle threads sleep (docs/TRAIN.md)."""
+    """Let OpenMP's idle threads sleep on a busy machine (docs/TRAIN.md)."""
     if os.environ.get("OMP_NUM_THREADS") == "1" or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {
         *os.environ
     }:

@@ -1,7 +1,4 @@
-"""Estimates for `bench_mfu.py plan`: memory, bytes sent and time of a training step.
-
-docs/PLAN.md explains every formula. Sizes are of the largest rank.
-"""
+"""Estimates of a training step, of the largest rank; docs/PLAN.md explains the formulas."""
 
 from __future__ import annotations
 
@@ -19,14 +16,13 @@ from core.parallel import BUCKET_MB
 from model import GPT, GPTConfig
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "ring")  # ring: point to point
-# Latency of a message in seconds, over NVLink and over the network: NCCL's constants for rings of
-# protocol LL128 (src/graph/tuning.cc, hwLat).
+# Seconds of a message over NVLink and network: NCCL's rings in LL128 (src/graph/tuning.cc, hwLat).
 HOPS = 1.9e-6, 4.0e-6
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs, `node` of them in a server. Rates in bytes a second, links each way, per GPU."""
+    """GPUs, `node` of them in a server. Rates: bytes a second, links each way, per GPU."""
 
     dtype: str
     peak: flops.Peak
@@ -78,7 +74,7 @@ def shapes(m: GPTConfig) -> tuple[list[torch.Size], list[torch.Size]]:
 
 
 def shard(shapes: list[torch.Size], ranks: int) -> int:
-    """The elements in a rank's shard; FSDP pads the rows to a multiple of `ranks`."""
+    """Elements in a rank's shard; FSDP pads rows to a multiple of `ranks`."""
     return sum(math.ceil(s[0] / ranks) * math.prod(s[1:]) for s in shapes)
 
 
@@ -89,8 +85,7 @@ def parameters(m: GPTConfig) -> int:
 
 @dataclass
 class Plan:
-    """A job on `gpus` GPUs, each sequence in a ring of `context`. `parallel` is "ddp", "fsdp", or
-    "hybrid": fsdp inside a server, replicated between servers."""
+    """A job on `gpus` GPUs, in rings of `context`; "hybrid" is fsdp inside a server."""
 
     job: Job
     at: Cluster
@@ -101,16 +96,16 @@ class Plan:
     def __post_init__(self) -> None:
         m, gpus, N = self.job.model, self.gpus, self.context
         by_way = {"ddp": 1, "fsdp": gpus, "hybrid": min(self.at.node, gpus)}
-        self.shard = by_way[self.parallel]  # ranks that share one copy of the weights
+        self.shard = by_way[self.parallel]  # ranks of a copy of the weights
         self.copies = gpus // self.shard
         servers = math.ceil(gpus / self.at.node)
         self.group = (self.shard, 1) if self.parallel == "hybrid" else (gpus, servers)
-        # Elements in a rank's shard of a block, and outside the blocks.
+        # Elements in a rank's shard of a block, and outside.
         self.block, self.root = (shard(of, self.shard) for of in shapes(m))
         self.kept = m.n_layer * self.block + self.root
         self.sequences = math.ceil(self.job.sequences * N / gpus)
         self.micro = math.ceil(self.sequences / self.job.batch)
-        # Tokens of a rank in a micro-batch; a ring pads the sequence to 2 N equal chunks.
+        # Per rank and micro-batch; a ring pads to 2 N equal chunks.
         local = m.block_size if N == 1 else 2 * math.ceil(m.block_size / (2 * N))
         self.tokens = math.ceil(self.sequences / self.micro) * local
         self.a = 4 if self.at.dtype == "float32" else 2  # bytes of an activation
@@ -118,7 +113,7 @@ class Plan:
 
     @property
     def per_token(self) -> tuple[int, int]:
-        """Bytes saved per token for the backward pass: (in each layer, outside the layers)."""
+        """Bytes saved per token for backward: (per layer, outside)."""
         m, a, r, C, K = self.job.model, self.a, self.job.residual, self.job.model.n_embd, self.kv
         norms = 2 * (r * C + 8 + a * C)  # input, mean and 1/std; the matmul's input
         Q = m.n_head * m.head_dim
@@ -162,7 +157,7 @@ class Plan:
         return collective(kind, size, *self.group, self.at)
 
     def passed(self, width: int) -> Sent:
-        """K and V of a layer, or their gradients, sent along the ring."""
+        """K and V of a layer, or their gradients, along the ring."""
         size = 2 * self.tokens * self.kv * width
         if self.context <= self.at.node:  # neighbours
             return Sent(size, 0, HOPS[0] + size / self.at.nvlink)
@@ -175,7 +170,7 @@ class Plan:
         for of, n, width in (("", self.block, self.a), (" root", self.root, 4)):
             found[f"gather{of}"] = self.cost("all-gather", width * n * S)
             found[f"scatter{of}"] = self.cost("reduce-scatter", 4 * n * S)
-            # Between the copies of "hybrid", one in each server.
+            # Between the copies of "hybrid", one per server.
             found[f"across{of}"] = collective("all-reduce", 4 * n, copies, copies, self.at)
         return found
 
@@ -191,13 +186,13 @@ class Plan:
                 yield "reduce-scatter", times, cost[f"scatter{of}"]
                 yield "all-reduce", times, cost[f"across{of}"]
         if N > 1:
-            passes = (2 + self.job.checkpointing) * (N - 1)  # forward, perhaps again, and backward
+            passes = (2 + self.job.checkpointing) * (N - 1)  # forward, perhaps twice, backward
             yield "ring", L * self.micro * passes, self.passed(self.a)
             yield "ring", L * self.micro * N, self.passed(4)  # dK and dV
 
     @cached_property
     def computing(self) -> tuple[float, float, float, float]:
-        """Seconds of (a step, a block forward and backward in a micro-batch, its attention)."""
+        """Seconds of (a step, a block's forward, backward, attention) in a micro-batch."""
         job, at, each = self.job, self.at, self.job.model.n_layer * self.micro
         sizes = job.model, self.sequences / self.context
         works = parts.work(*sizes, self.micro, at.dtype, job.clip)
@@ -222,7 +217,7 @@ class Plan:
             last = self.cost("all-reduce", 4 * self.root).seconds
             total = sum(times * s.seconds for kind, times, s in self.sent() if kind != "ring")
             seconds = max(min(last, total), total - L * backward)
-        else:  # a block's all-gather overlaps the block before, its reduce-scatter the one after
+        else:  # a block's all-gather overlaps the previous block, its reduce-scatter the next
             cost = {name: sent.seconds for name, sent in self.costs.items()}
             gather, scatter, across = cost["gather"], cost["scatter"], cost["across"]
             each = cost["gather root"] + gather + (L - 1) * max(0, gather - forward)
@@ -232,7 +227,7 @@ class Plan:
             seconds = m * each + (m - 1) * back + reducing + ends
         if (N := self.context) == 1:
             return seconds
-        # K and V overlap attention to the previous chunk; the last dK and dV overlap nothing.
+        # K and V overlap the previous chunk's attention; the last dK and dV overlap nothing.
         keys, gradients = self.passed(self.a).seconds, self.passed(4).seconds
         ahead = (1 + self.job.checkpointing) * (N - 1) * max(0, keys - scores * 2 / 7 / N)
         behind = (N - 1) * max(0, keys + gradients - scores * 5 / 7 / N) + gradients

@@ -1,8 +1,8 @@
-"""int8 weights for linear layers and head: generation reads a quarter of float32's bytes.
+"""int8 weights for linear layers and head, which generation reads faster.
 
     W[n, k]  ~  scale[n] * q[n, k]      q int8, scale[n] = max_k |W[n, k]| / 127 in bfloat16
 
-Inference only: a few rows by _weight_int8pack_mm on CPUs, one in a compiled decode step on CUDA.
+Inference only: for a few rows on CPUs, for one in a compiled decode step on CUDA.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def why_not(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str |
 
 
 def convert(model: nn.Module, head: Tensor) -> None:
-    """Give the linear layers int8 weights, and the head a copy of `head` (V, C) in int8: a tied
-    embedding stays. Raises ValueError with why_not()."""
+    """Quantize the linear layers, and for the head a copy of `head` (V, C): a tied embedding
+    stays. Raises ValueError."""
     if why := why_not(model, head.device, head.dtype):
         raise ValueError(why)
     model.requires_grad_(False)
@@ -48,7 +48,7 @@ def convert(model: nn.Module, head: Tensor) -> None:
 
 
 def parameters(model: nn.Module) -> int:
-    """The number of int8 weights."""
+    """Number of int8 weights."""
     layers = [m.weight for m in model.modules() if isinstance(m, Int8Linear)]
     heads = [m.q for m in model.modules() if isinstance(m, Int8Head)]
     return sum(q.numel() for q in (*layers, *heads))
@@ -88,9 +88,9 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
         rows = rows.bfloat16()
         if len(rows) <= FEW_ROWS:
             y = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), q, scale)
-        else:  # float32 inside as the kernel is: every cache gives the same tokens
+        else:  # exact as the kernel: every cache gives the same tokens
             y = (F.linear(rows.to(x.dtype), q.to(x.dtype)) * scale.to(x.dtype)).bfloat16()
-    elif len(rows) == 1 and torch.compiler.is_compiling():  # a reduction, fused with the widening
+    elif len(rows) == 1 and torch.compiler.is_compiling():  # a fused reduction
         y = (rows.float() * q).sum(dim=1)[None] * scale
     else:
         y = F.linear(rows, q.to(x.dtype)) * scale.to(x.dtype)

@@ -1,8 +1,8 @@
-"""Matrix products by the faster path of a processor, and when bfloat16 is faster.
+"""Faster matrix products on CPUs by oneDNN, and when bfloat16 is faster.
 
-PyTorch gives float32 products to MKL, on AMD with AVX-512 at half of oneDNN's rate (docs/LOG.md).
-Its switch, set_float32_matmul_precision("medium"), would slow the attention down: it is set around
-single products, and only if oneDNN's error is float32's. A resumed run must decide the same.
+PyTorch gives float32 products to MKL, slow on AMD with AVX-512 (docs/LOG.md). Its switch,
+set_float32_matmul_precision("medium"), would slow attention: it is set around single products, and
+only if oneDNN is as exact as float32. A resumed run must decide the same.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from attention.function import once
 from attention.machine.system import bfloat16_units, cpu_name
 from core.loss import Head, Switch
 
-# By oneDNN; for four rows or more without gradients (decoding); or as PyTorch has them.
+# oneDNN; only for four rows or more in decoding; or PyTorch's choice.
 Float32 = Literal["onednn", "few", "mkl"]
 _compiling = torch.compiler.is_compiling
 
 
 def convert(model: nn.Module, float32: Float32 = "onednn") -> None:
-    """Give the layers the faster products, in bfloat16 too."""
+    """Give the layers the faster products."""
     tied = all(m.weight is None for m in model.modules() if isinstance(m, Head))
     for name, module in model.named_modules():
         if type(module) is nn.Embedding and name.endswith("wte") and tied:
@@ -47,8 +47,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A tied wte with a sparse gradient, if it has more rows than tokens: autograd adds it to
-    the head's."""
+    """A tied wte with a sparse gradient for few tokens: autograd adds it to the head's."""
 
     def forward(self, idx: Tensor) -> Tensor:
         few = idx.numel() < self.num_embeddings and not _compiling()
@@ -90,7 +89,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, float32: Float32 = "o
            packed: bool = False) -> Tensor:  # fmt: skip
     """F.linear and its gradients; x (..., K), weight (N, K) -> (..., N).
 
-    packed: by a copy of the weight in oneDNN's layout, where there is no gradient and no graph.
+    packed: by a copy of the weight in oneDNN's layout, without gradient and graph.
     """
     grad, compiling = torch.is_grad_enabled(), _compiling()
     if torch.is_autocast_enabled("cpu"):
@@ -129,7 +128,7 @@ def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _Linear(torch.autograd.Function):
     """y = x W^T + b;  dx = dy W,  dW = dy^T x,  db = the sum of dy's rows.
 
-    x and bias are float32 or bfloat16; the weight and its gradient are float32.
+    x, bias: float32 or bfloat16; weight and its gradient: float32.
     """
 
     @staticmethod
@@ -151,7 +150,7 @@ class _Linear(torch.autograd.Function):
 
 
 def half_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in bfloat16, (M, K) and (K, N); for two threads faster in two halves."""
+    """a @ b in bfloat16, (M, K) and (K, N); two threads are faster in two halves."""
     M, N = a.shape[0], b.shape[1]
     if torch.get_num_threads() != 2 or not 2**19 < M * N <= 2**20:
         return a @ b
@@ -170,7 +169,7 @@ _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), 
 
 # --- without gradients: oneDNN with a packed copy of the weights ---
 
-ROWS = 8  # of the layout; as good for one and for 512 (docs/LOG.md)
+ROWS = 8  # of the layout, good for any number (docs/LOG.md)
 MOST_BYTES = 2**31  # of a model's weights: the copy doubles them
 
 
@@ -185,10 +184,10 @@ def pack(model: nn.Module) -> None:
 
 
 class _Packed(NamedTuple):
-    alias: Tensor  # of the weight: while it lives no other tensor has its address
+    alias: Tensor  # of the weight: keeps its address from other tensors
     key: tuple[object, ...]
-    sample: Tensor  # its first numbers, a view
-    before: Tensor  # the same as they were
+    sample: Tensor  # a view of its first numbers
+    before: Tensor  # their copy
     weight: Tensor
 
 
@@ -197,13 +196,13 @@ _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> _Packe
 
 def _packed_weight(weight: Tensor) -> Tensor:
     """The weight in oneDNN's layout, packed again when it has changed. A write through .data has
-    no version: it is seen where it changes the first 16 numbers, as that of a whole matrix does."""
+    no version, but changes the first 16 numbers."""
     key = weight._version, weight.data_ptr(), weight.dtype
     found = _packed.get(weight)
     if found is None or found.key != key or not torch.equal(found.sample, found.before):
         alias = weight.detach()
         made = torch.ops.mkldnn._reorder_linear_weight(alias, ROWS)
-        sample = alias[0, :16]  # spread over the weight they are slow
+        sample = alias[0, :16]  # spread ones are slow
         found = _packed[weight] = _Packed(alias, key, sample, sample.clone(), made)
     return found.weight
 
@@ -235,7 +234,7 @@ def _amd() -> bool:
 
 
 def why_not(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> str:
-    """The reason not to use oneDNN for float32 products, or ""; None: where it is faster."""
+    """Why not to use oneDNN for float32 products, or ""; wanted=None: where it is faster."""
     if wanted is False:
         return "--onednn=False"
     if device.type != "cpu" or dtype != torch.float32:
@@ -251,12 +250,12 @@ def why_not(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> st
     return "" if exact() else "its products are less exact than float32 here"
 
 
-# n_embd of the smallest model that was measured, by the units of the processor (docs/SPEED.md)
+# n_embd of the smallest measured model (docs/SPEED.md)
 LEAST_WIDTH = {"AMX": 128, "AVX512_BF16": 384}
 
 
 def why_not_bfloat16(n_embd: int) -> str | None:
-    """The reason why it is slower than float32 here, or None."""
+    """Why it is slower than float32 here, or None."""
     if not (units := bfloat16_units()):
         return "this processor has no units for it (AMX, AVX512_BF16)"
     if units == "AVX512_BF16" and not _amd():  # Intel's do as many operations a cycle as float32's
