@@ -152,7 +152,7 @@ class Turns:
             self.prepare([row])
 
     def start(self, row: Row) -> None:
-        """Send the warm-up; with --batch_size=auto another, uncompiled process finds the size before,
+        """Send the warm-up; with --batch_size=auto another, uncompiled process finds the size,
         as its memory fragments. Failure: the row is not worth a process, or time is up."""
         name, plan, stop, timeout = row["backend"], self.plan, self.stop, self.bench.config.timeout
         stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
