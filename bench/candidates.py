@@ -1,4 +1,4 @@
-"""Candidates in their process: our model with one backend, and nanoGPT (transformers: hf.py)."""
+"""Candidates in their process: ours with one backend, and nanoGPT (transformers: hf.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Job:
     def __init__(self, job: Json, **changes: Any) -> None:
         self.config = replace(from_dict(TrainConfig, job["train"]), **changes)
         self.vocab_size = job["vocab_size"]
-        self.hf = job["hf"]  # config of a model of transformers, or None
+        self.hf = job["hf"]  # transformers' config, or None
         self.device = torch.device(job["device"])
         self.setup = self.config.setup(self.device)
         self.dtype = dtype_name(self.setup.dtype)
@@ -48,7 +48,7 @@ class Job:
         return model
 
     def random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
-        """The same n sequences for every backend, and their targets: (n, T) int64 each."""
+        """n sequences and their targets: (n, T) int64 each."""
         draw = torch.Generator().manual_seed(self.config.seed)
         tokens = torch.randint(self.vocab_size, (n, self.config.block_size + 1), generator=draw)
         x, y = tokens[:, :-1], tokens[:, 1:]
@@ -67,7 +67,7 @@ class Candidate:
     model: Any
     run: Any  # the model, compiled or not
     optimizer: torch.optim.AdamW
-    as_reference = False  # with the reference's weights: losses compare
+    as_reference = False  # with the reference's weights
 
     def __init__(self, what: str, job: Job) -> None:
         self.job, self.setup, self.config = job, job.setup, job.config
@@ -86,7 +86,7 @@ class Candidate:
         return self
 
     def for_decoding(self, compile: bool, weights: str) -> Candidate:
-        """compile: decode steps of a static cache; weights: "int8" for ours only."""
+        """compile: static decode steps; weights: "int8" for ours only."""
         self.compile = compile
         self.model.to(self.setup.dtype).eval()
         return self
@@ -99,7 +99,6 @@ class Candidate:
         return []
 
     def evidence(self, cache: str | None = None) -> Json:
-        """Kernels, and the proof with the largest relative error."""
         chosen = self.chosen(cache)
         proofs = [c.proof for c in chosen if c.proof]
         worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
@@ -114,7 +113,7 @@ class Candidate:
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).float()))
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
-        """Continue `prompt` (B, T) int64; returns (first token at, last at, bytes of the cache)."""
+        """Continue `prompt` (B, T) int64; returns (first token at, last at, cache bytes)."""
         raise NotImplementedError
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Whole runs of train.py: next to nanoGPT's, and finished ones side by side.
+"""Runs of train.py: next to nanoGPT's, and finished ones side by side.
 
     python bench_mfu.py runs --rival=nanogpt=../nanoGPT
     python -m bench.compare out/adamw-* out/muon-*
 
-runs: interleaved processes on a CPU, with the same tokens and sizes; nanoGPT in float32.
-compare: a line for runs that differ in the seed alone; its last columns say when their mean curve
-reached the first line's final loss.
+runs: interleaved on a CPU, same tokens and sizes; nanoGPT in float32.
+compare: a line for runs that differ only in the seed, and when their mean reached the first line's
+loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The mode converge: the same training with every backend or precision; final losses must agree."""
+"""The mode converge: final losses of the same training with every backend or precision."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ def figures(row: Row, part: Json) -> Json:
 
 
 def compare(rows: list[Row], settings: Json) -> None:
-    """Compare final losses with the baseline's, in place. Allowed is the tolerance, or with several
-    seeds the baseline's standard deviation, relative."""
+    """In place. Allowed: the tolerance, or the baseline's standard deviation over seeds."""
     parts, several = MODE.rounds(settings), settings.get("seeds", 1) > 1
     for row in rows:
         if row["status"] == "ok" and len(row["rounds"]) < parts:

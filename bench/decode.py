@@ -1,7 +1,7 @@
 """The mode decode: generated tokens, timed by the host.
 
-Greedy. MBU, model bandwidth utilization: a token reads all weights but position embeddings (int8: a
-byte each), and the cache of a text of mean length:
+Greedy. MBU, model bandwidth utilization: a token reads all weights but position embeddings (int8:
+a byte each), and the cache of a mean text:
 
     MBU = (weights + B * context * 2 * L * Hkv * D * bytes) * tokens/s per sequence / bandwidth
 """
@@ -66,7 +66,7 @@ def figures(row: Row, part: Json) -> Json:
     B, new = row.get("batch_size", point["B"]), point["new_tokens"]
     N = shape.get("parameters") or flops.n_params(model)
     size = 4 if m["dtype"] == "float32" else 2
-    int8_bytes = shape.get("int8_parameters", 0)  # of the head, not the embedding
+    int8_bytes = shape.get("int8_parameters", 0)  # of the head
     bytes_read = (N - int8_bytes) * size + int8_bytes
     heads = [{"n_kv_head": model.kv_heads, "head_dim": model.head_dim}] * model.n_layer
     numbers = sum(2 * at["n_kv_head"] * at["head_dim"] for at in getattr(model, "layers", heads))
@@ -139,9 +139,9 @@ class Decoding:
         machine.reset_peak(self.device)
         self.write(request)
         answer: Json = {"peak_bytes": machine.memory(self.device)}
-        if self.job.hf and who.chosen(cache):  # known after a run
+        if self.job.hf and who.chosen(cache):
             evidence = who.evidence(cache)
-        if evidence is None:  # torch's choice, by the profiler
+        if evidence is None:  # by the profiler
             with kineto(self.device.type) as watched:
                 self.write(request, new=2)
                 synchronize(self.device)

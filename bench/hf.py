@@ -1,7 +1,6 @@
-"""Models of transformers with random weights, and the float32 reference of all candidates.
+"""Models of transformers with random weights, and all candidates' float32 reference.
 
-FlopCounterMode counts FLOPs, core/flops.py those of attention. A rival GPT-2 always has biases; its
-MFU uses the same FLOPs as all others.
+A rival GPT-2 always has biases; its MFU uses the same FLOPs as all others.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sink
 class Counted:
     layers: list[Json]  # FIELDS of each attention layer's Spec
     parameters: int
-    other_flops: float  # a token, forward and backward, without attention's products
+    other_flops: float  # a token, without attention
     n_embd: int
     vocab_size: int
     block_size: int
@@ -73,14 +72,13 @@ def model_of(part: Json) -> Sizes:
 
 
 def read(name: str) -> Json:
-    """Config of the model's text part."""
     try:
         from transformers import AutoConfig
 
         if not Path(name).exists() and (name[:1] in "/.~" or name.count("/") > 1):
             raise FileNotFoundError("no such folder")
         config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
-    except Exception as e:  # a config's own checks may raise anything
+    except Exception as e:  # its checks may raise anything
         raise UserError(f"--hf={name}: cannot read a model's config ({first_line(e)})") from e
     return json.loads(config.to_json_string(use_diff=False))
 
@@ -90,7 +88,7 @@ def ours(backend: str) -> str:
 
 
 def specs_of(model: PreTrainedModel, x: Tensor) -> list[Spec]:
-    """Layers' Specs for x (B, T) int64; sets eager attention. UserError: it is not causal."""
+    """Specs for x (B, T) int64; sets eager attention. UserError: not causal."""
     with torch.no_grad():
         model(input_ids=x, use_cache=False)
     model.config._attn_implementation = "eager"
@@ -101,7 +99,7 @@ def specs_of(model: PreTrainedModel, x: Tensor) -> list[Spec]:
 
 
 def parameters(model: PreTrainedModel) -> int:
-    """Number of parameters, without embeddings that are only looked up."""
+    """Without embeddings that are only looked up."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= {id(head.weight)} if head is not None else set()
@@ -174,7 +172,7 @@ class HuggingFace(Candidate):
 
 
 class Reference:
-    """Loss, gradient norm and FLOPs of the first batch by manual (--hf: eager) in float32."""
+    """Loss, gradients and FLOPs of the first batch by manual (--hf: eager) in float32."""
 
     def __init__(self, sent: Json) -> None:
         exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}

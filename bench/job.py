@@ -35,7 +35,7 @@ class Bench(Generic[S]):
     machine: Json
     vocab_size: int
     left_out: Mapping[str, str]  # backend -> reason
-    hf: Json  # of --hf: name, config and, once counted, sizes
+    hf: Json  # name, config, sizes
     reference: Json = field(default_factory=dict)  # of the first batch
 
     @property
@@ -52,7 +52,6 @@ class Bench(Generic[S]):
 
     @property
     def part(self) -> Json:
-        """Entries of a record that are known before the rounds."""
         known: Json = {"mode": self.mode, "settings": self.config.flat(), "machine": self.machine}
         known |= {"vocab_size": self.vocab_size, "reference": self.reference}
         return known | ({"hf": self.hf} if self.hf else {})
@@ -63,14 +62,12 @@ class Bench(Generic[S]):
 
     @property
     def layer(self) -> Json:
-        """Fields of the first layer's Spec."""
         model = self.model
         own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
         return own | (model.layers[0] if self.hf else {"window": model.windows[0]})
 
     @property
     def slow(self) -> list[str]:
-        """Backends of LONGEST that the user did not name."""
         named = {attention.get(word).name for word in self.config.backends if word != "all"}
         return [name for name in self.backends if name in LONGEST and name not in named]
 
@@ -102,7 +99,7 @@ class Bench(Generic[S]):
         return found
 
     def job(self, name: str = "", batch_size: int = 1, rival: str = "", **changes: object) -> Json:
-        """A worker's job; `name`: the row, and without a rival the backend."""
+        """`name`: the row, and without a rival the backend."""
         ours = {"attention_backend": name} if name and not rival else {}
         changes = {**ours, "attention_fallback": False, "batch_size": batch_size, **changes}
         return {
@@ -119,8 +116,6 @@ class Bench(Generic[S]):
 
 @dataclass(frozen=True)
 class Plan:
-    """What rounds.py runs."""
-
     work: str
     jobs: Mapping[str, Json]  # row -> job, the most valuable first
     rounds: int
@@ -133,7 +128,7 @@ class Plan:
 
 
 def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """{row: argument of candidates.build()} for the values of --rival."""
+    """{row: argument of candidates.build()} for --rival."""
     found: dict[str, str] = {}
     for word in words:
         name, _, path = word.partition("=")
@@ -150,7 +145,7 @@ def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dic
 
 
 def names(config: Measured, device: str) -> tuple[list[str], dict[str, str]]:
-    """Backends, and {name: reason} of those of "all" not to measure."""
+    """Backends, and reasons not to measure some of "all"."""
     words = config.backends if not getattr(config, "paths", ()) else ()
     if words == ("all",) and config.attention_backend != "auto":
         words = (config.attention_backend,)
@@ -173,7 +168,6 @@ def names(config: Measured, device: str) -> tuple[list[str], dict[str, str]]:
 
 
 def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Bench[Any]:
-    """Describe the machine, and count the model of --hf."""
     rivals(getattr(config, "rival", ()))
     backends, left_out = names(config, device.type)
     vocab_size, source = vocabulary(config)

@@ -35,7 +35,7 @@ from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, 
 from core.flops import Peak, mean_keys
 
 Call = Callable[[list[Stamp]], tuple[Tensor, ...]]
-LONGEST_CHECKED = 8192  # of float64 scores
+LONGEST_CHECKED = 8192  # tokens
 SURE = 0.1  # seconds above which launches do not matter
 MOST_CALLS = 1000
 
@@ -57,7 +57,7 @@ def grid(bench: Bench[Kernel]) -> list[Json]:
     sizes = config.batch_sizes or (1, 8 if bench.cuda else 4)
     windows = config.windows or tuple(dict.fromkeys(model.windows))
     heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
-    # Without large batches of long sequences, which take most of the time.
+    # Without large batches of long sequences, the slowest.
     most = math.inf if config.lengths and config.batch_sizes else sorted(lengths)[len(lengths) // 2]
     return [
         {"B": B, "T": T, **heads, "window": window}
@@ -67,7 +67,7 @@ def grid(bench: Bench[Kernel]) -> list[Json]:
 
 
 def too_long(bench: Bench[Kernel], row: Row, rows: Sequence[Row]) -> str:
-    """Why a row is not measured, or "", by calls at other points."""
+    """Why a row is not measured, or ""."""
     point = row["point"]
     for other in (r for r in rows if r["backend"] == row["backend"] and r["rounds"]):
         took, at = min(r["ms"] for r in other["rounds"]) / 1e3, other["point"]
@@ -79,7 +79,7 @@ def too_long(bench: Bench[Kernel], row: Row, rows: Sequence[Row]) -> str:
 
 
 def flops_of(point: Json, causal: bool) -> float:
-    """FLOPs of a forward call; a backward has twice as many."""
+    """Of a forward call; a backward has twice as many."""
     B, T, H, D, window = (point[name] for name in ("B", "T", "H", "D", "window"))
     return 4 * B * H * D * T * (mean_keys(T, window) if causal else T)
 
@@ -136,13 +136,13 @@ class Kernels:
         self.device, self.clock = self.job.device, Clock(self.job.device)
         self.about = {"title": attention.get(self.name).title, "dtype": self.job.dtype}
         self.seconds = sent["settings"]["seconds"] / 5
-        self.kernels: dict[Spec, Json] = {}  # and proofs
+        self.kernels: dict[Spec, Json] = {}
 
     def prepare(self, request: Json) -> tuple[Call, Inputs, Spec, Resolution]:
         H, Hkv, D, window = (request[name] for name in ("H", "Hkv", "D", "window"))
         spec = Spec(H, Hkv, D, self.job.dtype, window=window)
         chosen = select(self.name, spec, self.device, self.job.config.policy)
-        backend = chosen.backend  # a prebuilt one, if that is allowed
+        backend = chosen.backend  # perhaps a prebuilt one
         draw = torch.Generator(self.device).manual_seed(self.job.config.seed)
         q, k, v, dout = (
             torch.randn(request["B"], request["T"], h, spec.head_dim, generator=draw,

@@ -1,4 +1,4 @@
-"""Memory (of PyTorch's allocator, on the CPU resident size), bandwidth, description."""
+"""Memory, bandwidth and description of a machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NO_MEMORY = re.compile(f"bad_alloc|could not create a (primitive|memory)|{OUT_OF
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Reset the peak of memory(); False if impossible."""
+    """Reset memory()'s peak; False if impossible."""
     gc.collect()
     empty_cache(device)
     if device.type == "cuda":
@@ -65,7 +65,7 @@ def kilobytes(file: Path, name: str) -> int:
 
 
 def empty_cache(device: torch.device, keep: bool = False) -> int:
-    """Free cached memory, unless `keep`; return the bytes still held."""
+    """Free cached memory, unless `keep`; return bytes still held."""
     if device.type == "cuda":
         if not keep:
             torch.cuda.empty_cache()
@@ -91,7 +91,7 @@ def reason(error: ValueError) -> str:
 
 
 def largest(run: Callable[[int], object], device: torch.device, most: int) -> int:
-    """Largest n, to an eighth, for which run(n) fits into memory: doubling, then bisection."""
+    """Largest n, to an eighth, for which run(n) fits into memory."""
     good, bad = 0, most + 1
     while bad - good > max(1, good // 8):
         n = min(max(1, 2 * good), most) if bad > most else (good + bad) // 2
@@ -122,7 +122,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def bandwidth(device: torch.device, limit: int | None) -> float:
-    """Bytes read and written a second: the best of copies and reads."""
+    """Bytes a second: the best of copies and reads."""
     free = min(f for f in (free_memory(device), limit, 2**50) if f)
     a = torch.ones(min(LARGEST_COPY, free // 4) // 4, device=device)
     b, cuda = torch.ones_like(a), device.type == "cuda"
@@ -142,8 +142,6 @@ def bandwidth(device: torch.device, limit: int | None) -> float:
 
 
 class Description:
-    """`about`: what affects a measurement on this machine."""
-
     def __init__(self, sent: Json) -> None:
         job = Job(sent)
         self.device = device = job.device
@@ -174,7 +172,6 @@ class Description:
             # Before the rates, whose memory PyTorch keeps.
             "free_memory": free_memory(device),
             "busy": busy(device),
-            # What matmuls reach now.
             "products_tflops": None,
         }
         peak, rate, source = None, None, "not measured"

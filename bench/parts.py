@@ -1,7 +1,7 @@
 """Rooflines of a training step, next to the time of its kernels (core/profile.py).
 
-The larger of the time of FLOPs at peak rate and of bytes at full bandwidth (Williams, Waterman and
-Patterson 2009, CACM 52(4)), for perfectly fused kernels.
+The larger of FLOPs at peak rate and bytes at full bandwidth (Williams, Waterman and Patterson 2009,
+CACM 52(4)), for perfectly fused kernels.
 
 A step has N tokens in m micro-batches; L layers, C channels, E = H * D = C, K = Hkv * D, V tokens
 in the vocabulary, P weights; a: bytes of an activation (2 or 4); weights, gradients and AdamW's
@@ -75,7 +75,7 @@ class Work:
 def work(
     config: GPTConfig, sequences: float, micro: int, dtype: str, clip: bool
 ) -> dict[str, Work]:
-    """By part; `sequences` of a step is fractional with context parallelism."""
+    """`sequences` is fractional with context parallelism."""
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
     a = 4 if dtype == "float32" else 2
@@ -108,12 +108,12 @@ def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflop
 
 
 def beside(ms: float, least: float) -> float | None:
-    """Multiple of the time at the roofline; None below it: other parts' work, or caches."""
+    """Multiple of the roofline; None below it (caches, other parts' work)."""
     return ms / least if least and ms >= least else None
 
 
 def computed(found: Json, row: Row, part: Json) -> Json:
-    """Entries of a profile that follow from its times; older records have one micro-batch."""
+    """What follows from a profile's times; older records have one micro-batch."""
     model, settings, m = hf.model_of(part), part["settings"], part["machine"]
     old, micro = "parts" in found, settings["gradient_accumulation_steps"]
     batch, micro = (row["batch_size"], 1) if old else (row["batch_size"] * micro, micro)

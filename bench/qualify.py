@@ -25,14 +25,14 @@ from core.settings import UserError
 from data.prepare import PrepareConfig
 
 MINUTES = 9.0
-GRAPHS = 120.0  # seconds to compile decode steps and record CUDA graphs
+GRAPHS = 120.0  # seconds, for CUDA graphs
 TRAINED = 4
 LENGTHS = (1024, 4096, 16384, 512, 2048, 8192)  # the most informative first
 # Learns something in a minute.
 SMALL: Json = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "n_kv_head": None}
 SMALL |= {"gradient_accumulation_steps": 1, "dropout": 0.0, "compile": False}
 
-# Stage -> share of the time, mode, changed options.
+# Share of the time, mode, changed options.
 STAGES: dict[str, tuple[float, str, Json]] = {
     "machine": (0.06, "kernel", {}),
     "proof": (0.17, "kernel", {}),
@@ -65,7 +65,7 @@ def measure(name: str, bench: Bench[Any], stop: Stop) -> Json:
 
 
 def kernels(bench: Bench[Any]) -> list[Plan]:
-    """All lengths; at 4,096 tokens also other heads, and a window."""
+    """At 4,096 tokens also other heads, and a window."""
     points = kernel.grid(bench)
     at = next(p for p in points if p["T"] == LENGTHS[1])
     H, width = at["H"], at["H"] * at["D"]
@@ -102,7 +102,7 @@ def convergence(bench: Bench[Any], names: tuple[str, ...], stop: Stop) -> Json:
 
 
 class Proof:
-    """The tests of `python -m attention check`; an error may break the process."""
+    """`python -m attention check`; an error may break the process."""
 
     def __init__(self, sent: Json) -> None:
         self.device = Job(sent).device
@@ -117,7 +117,7 @@ class Proof:
 
 
 def items(dtypes: list[str]) -> list[dict[str, str]]:
-    """Tests of a backend, the most informative first; without torch.compile's, which are slow."""
+    """The most informative first; without torch.compile's, which are slow."""
     order = {"causality": 0, "dropout": 2, "determinism": 2, "caches": 2}  # the cases' features: 1
     return [
         {"what": item.name, "feature": item.features[0], "dtype": dtype}
@@ -128,7 +128,7 @@ def items(dtypes: list[str]) -> list[dict[str, str]]:
 
 
 def proof(bench: Bench[Any], stop: Stop) -> Json:
-    """Test until the time is up, always the backend that used least."""
+    """Test until the time is up, next the backend that used least."""
     others = ("bfloat16", "float16", "float32") if bench.cuda else ("float32",)
     dtypes = list(dict.fromkeys((bench.machine["dtype"], *others)))
     wanted, worker = items(dtypes), None
@@ -173,7 +173,6 @@ def proof(bench: Bench[Any], stop: Stop) -> Json:
 
 def run(bench: Bench[Any], about: Json, given: Container[str], stop: Stop,
         folder: Callable[[], Path]) -> Json:  # fmt: skip
-    """Run the stages; given: the user's options."""
     config, free, names = bench.config, bench.machine["free_memory"], [*STAGES]
     if bench.cuda and "batch_size" not in given:  # what fits, in one micro-batch
         batch = 64 if free >= 70e9 else 16 if free >= 22e9 else 4
@@ -211,7 +210,7 @@ def run(bench: Bench[Any], about: Json, given: Container[str], stop: Stop,
 
 
 def ranked(content: Json, bench: Bench[Any]) -> tuple[str, ...]:
-    """Backends by their time at 1,024 tokens, if known; sdpa runs everywhere."""
+    """By time at 1,024 tokens, if known; sdpa runs everywhere."""
     known = [r for r in rows_of(content, "kernels") if r["status"] == "ok"]
     at = (1, LENGTHS[0])
     ms = {r["backend"]: r["ms"] for r in known if (r["point"]["B"], r["point"]["T"]) == at}

@@ -1,5 +1,4 @@
-"""Records: record.json and README.md. complete() computes all figures from the raw rounds, to write
-and to verify a record (docs/MEASURE.md)."""
+"""Records: record.json and README.md, with figures computed from raw rounds (docs/MEASURE.md)."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ SHORT = {  # names in attention/proof.py's KERNELS; empty: none
     "paged": rf"(paged decode \(Triton\)|{ANY})?",
     "nanogpt": rf"({ANY})?",
 }
-ON_GPU = {  # names on the device, for kernels without short ones
+ON_GPU = {  # names on the device
     "flex": "flex",
     "flex_flash": "flash",
     # PyTorch's own FlashAttention-2 is not the package.
@@ -62,7 +61,6 @@ def git_state() -> Json:
 
 
 def complete(content: Json) -> Json:
-    """A record with figures, conclusions and digest."""
     content = copy.deepcopy(content)
     if content["mode"] != "qualify":
         if "n_layer" in content["settings"]:  # not of attention alone
@@ -105,7 +103,6 @@ def new_folder(records_dir: str | Path, slug: str, machine: Json) -> Path:
 
 
 def write(folder: Path, content: Json, whole: bool = True) -> None:
-    """Write record.json atomically, if `whole` README.md too."""
     made = {"record.json": json.dumps(content, indent=1, allow_nan=False) + "\n"}
     made |= {"README.md": report.readme(content)} if whole else {}
     with user_errors(f"cannot write record {folder}: "):
@@ -164,7 +161,7 @@ def of_part(part: Json, again: Json) -> Iterator[str]:
 
 
 def differences(got: Any, want: Any, name: str = "") -> Iterator[str]:
-    """Yield a sentence for each value that differs from `want`; the last digits may."""
+    """A sentence for each value that is not `want`'s; last digits may differ."""
     if isinstance(want, dict) and isinstance(got, dict):
         for key, value in want.items():
             yield from differences(got.get(key), value, f"{name} {key}".strip())
@@ -220,7 +217,7 @@ def of_kernels(row: Row, cuda: bool) -> Iterator[str]:
             yield f"unknown backend {name!r}"
         return
     wrong = [kernel for kernel in seen if not re.fullmatch(short or "", kernel)]
-    if device:  # only these modes record the names on the device
+    if device:
         some = any(re.search(device, kernel, re.I) for kernel in on_device)
         lacks = cuda and row["mode"] in ("train", "kernel") and not some
     else:

@@ -1,4 +1,4 @@
-"""The text of a record: facts, tables, conclusions, README.md."""
+"""The text of a record: facts, tables, conclusions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sections_of(content: Json) -> list[Json]:
 
 
 def incomplete(rows: list[Row], part: Json, why: str) -> str:
-    """Why a record is incomplete, and what it lacks, or ""."""
+    """Why a record is incomplete, or ""."""
     none = sum(row["status"] == "stopped" for row in rows)
     rounds = MODES[part["mode"]].rounds(part["settings"])
     few = sum(row["status"] == "ok" and len(row["rounds"]) < rounds for row in rows)
@@ -142,7 +142,6 @@ def terminal(content: Json) -> str:
 
 
 def answers(content: Json) -> list[str]:
-    """The fastest, doubtful peaks, wrong numbers."""
     if content["mode"] == "qualify":
         return of_stages(content)
     rows = [r for r in content["rows"] if r["status"] == "ok"]

@@ -1,7 +1,7 @@
 """Candidates in turn, A B C A B C, each in its own process.
 
-A group, one candidate or on CUDA three, starts, warms up and has a first round each (with a time
-limit two). Then all have the other rounds in turn, so that a drifting clock affects all alike.
+A group (one candidate, on CUDA three) starts, warms up and has a first round each (two with a time
+limit); then all have the others in turn, as clocks drift.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def key(row: Row) -> str:
 
 
 class Turns:
-    """Rows and processes of a run; `save` receives the record after every round."""
+    """`save` receives the record after every round."""
 
     def __init__(self, bench: Bench[Any], stop: Stop, save: Callable[[Json], object]) -> None:
         self.bench, self.stop, self.save = bench, stop, save
@@ -37,10 +37,10 @@ class Turns:
         self.peak = 0  # bytes of the largest process
         self.crowded = False  # sleeping processes do not fit into memory
         self.fresh = False  # every round had a new process
-        self.took: dict[bool, float] = {}  # longest seconds of a group, by: new processes?
+        self.took: dict[bool, float] = {}  # longest seconds of a group, by: new?
 
     def run(self, plan: Plan) -> None:
-        """Measure a plan; known rows get further rounds."""
+        """Measure a plan; known rows get more rounds."""
         self.plan, bench = plan, self.bench
         refused = bench.refused(plan.specs)
         none: Json = {"mode": bench.mode, "status": "stopped", "why": ["no round was measured"]}
@@ -110,7 +110,7 @@ class Turns:
             self.stop.tell(f"{key(row)}: {found['ms']:.4g} ms ({n}{noisy})")
 
     def make_room(self) -> None:
-        """End the processes if they do not fit; with one_process after all rounds."""
+        """End processes that do not fit; with one_process after all rounds."""
         held = sum(w.last["held_bytes"] for w in self.workers.values()) + self.peak
         self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
         if not self.crowded:
@@ -122,7 +122,7 @@ class Turns:
         self.drop(*self.workers)
 
     def prepare(self, group: list[Row]) -> None:
-        """Start and warm up a group's candidates at the same time."""
+        """Start and warm up a group at once."""
         started, again = [], []
         for row in group:
             try:
@@ -152,8 +152,8 @@ class Turns:
             self.prepare([row])
 
     def start(self, row: Row) -> None:
-        """Send the warm-up; with --batch_size=auto another, uncompiled process finds the size,
-        as its memory fragments. Failure: the row is not worth a process, or time is up."""
+        """Send the warm-up; with --batch_size=auto find the size in another process, as memory
+        fragments. Failure: the row is not worth a process, or time is up."""
         name, plan, stop, timeout = row["backend"], self.plan, self.stop, self.bench.config.timeout
         stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
         if not row["rounds"]:
@@ -200,7 +200,7 @@ class Turns:
         return answer
 
     def failed(self, row: Row, e: Failure) -> None:
-        """Note why a row ends; with --batch_size=auto try a smaller batch."""
+        """End a row, or with --batch_size=auto try a smaller batch."""
         if e.kind == "died" or not e.built:
             self.drop(row["backend"])
         if not e.built:

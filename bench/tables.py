@@ -1,4 +1,4 @@
-"""Figures of rounds, and tables; a Mode declares what is measured and shown.
+"""Figures of rounds, tables, modes.
 
 A row has `mode`, `backend`, `point`, `status` (ok, or unavailable, failed, skipped, stopped with
 `why`), `rounds`, and the figures of its mode.
@@ -39,11 +39,8 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Mode:
-    """Figures, columns and plans of a mode.
-
-    figures(row, record): of a row's rounds; compare(rows, settings): with other rows, in place;
-    conclude(record): one more conclusion.
-    """
+    """figures(row, record): of a row's rounds; compare(rows, settings): with other rows, in place;
+    conclude(record): one more conclusion."""
 
     title: str
     columns: Sequence[Column]
@@ -61,7 +58,7 @@ class Mode:
 
 
 def medians(row: Row) -> Json:
-    """Median of each time; quartiles of `ms`, and their relative distance."""
+    """Median times; quartiles of `ms`, and their relative distance."""
     rounds = row["rounds"]
     found: Json = {t: float(np.median([r[t] for r in rounds])) for t in TIMES if t in rounds[0]}
     q1, ms, q3 = np.quantile([r["ms"] for r in rounds], (0.25, 0.5, 0.75)).tolist()
@@ -74,7 +71,7 @@ def medians(row: Row) -> Json:
 
 
 def where(point: Json, *before: str) -> str:
-    """The point after other words: "sdpa B=1 P=64"."""
+    """ "sdpa B=1 P=64"."""
     return " ".join([*before, *(f"{k}={v}" for k, v in point.items() if v is not None)])
 
 
@@ -85,7 +82,7 @@ def bytes_(n: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits or more: "0.691", "45.1", "5,375"."""
+    """ "0.691", "45.1", "5,375"."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
@@ -132,7 +129,7 @@ def table(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
 
 
 def measured(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
-    """The table of measured rows; "level": with the fastest."""
+    """Measured rows; "level": with the fastest."""
     rows = [row for row in rows if row["status"] == "ok"]
     level = [id(row) for group in groups(rows).values() for row in fastest_of(group)[1]]
     head, lines = table([Column("backend", "backend"), *columns], rows, of)
@@ -142,7 +139,6 @@ def measured(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
 
 
 def missing(rows: list[Row]) -> Cells:
-    """A line per backend and reason."""
     seen: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row["status"] != "ok":
@@ -156,7 +152,7 @@ def missing(rows: list[Row]) -> Cells:
 
 
 def markdown(cells: Cells, terminal: bool = False) -> str:
-    """Aligned Markdown; the last column only in a terminal, unless it holds sentences."""
+    """Aligned; the last column in a terminal only, unless it holds sentences."""
     head, lines = cells
     rows = [[cell.replace("|", "/") for cell in row] for row in (head, *lines)]
     widths = [max(3, *map(len, column)) for column in zip(*rows)]
@@ -170,7 +166,7 @@ def markdown(cells: Cells, terminal: bool = False) -> str:
 
 
 def groups(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
-    """Competing rows, by point and length: of different caches, not of different constraints."""
+    """Competing rows by point and length: other caches compete, other constraints do not."""
     found: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         point = row["point"]
@@ -181,7 +177,7 @@ def groups(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
 
 
 def fastest_of(rows: list[Row]) -> tuple[Row, list[Row]]:
-    """The fastest row, and those whose quartiles overlap its own, by the time of a sequence."""
+    """The fastest row, and those with overlapping quartiles, per sequence."""
 
     def time(row: Row, name: str = "ms") -> float:
         return row[name] / row.get("batch_size", 1)

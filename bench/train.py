@@ -112,8 +112,8 @@ class Training:
         return self.who.step(x, y, self.micro, mark)
 
     def timed(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Json, list[Tensor]]:
-        """Mean milliseconds of a step and of its parts, and the losses."""
-        stamps: list[list[Stamp]] = []  # of a step: each forward, backward, update, end
+        """Mean milliseconds of steps and parts, and losses."""
+        stamps: list[list[Stamp]] = []  # of a step: forward, backward, ..., update, end
         losses, steps, ms = [], len(batches), self.clock.ms
         start = self.clock.start()
         for x, y in batches:

@@ -1,6 +1,6 @@
-"""A process for each candidate: the first request builds it, each warms up or measures a round.
+"""A process for each candidate: a request builds it, warms it up or measures a round.
 
-An answer is JSON or a Failure. A process ends with its parent, with all that it started.
+An answer is JSON or a Failure. A process ends with its parent, and all that it started.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class Failure(Exception):
-    """ "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
+    """ "unavailable", "failed", "died", "skipped" or "stopped"."""
 
     def __init__(self, kind: str, why: str, built: bool = True) -> None:
         super().__init__(kind, why, built)  # for pickle
@@ -46,7 +46,7 @@ class Failure(Exception):
 
 
 class Stop:
-    """Deadline and signals that end the bench; progress on stderr."""
+    """Deadline and signals that end the bench."""
 
     def __init__(self, deadline: float | None = None, signals: StopSignal | None = None) -> None:
         self.deadline = math.inf if deadline is None else deadline
@@ -63,7 +63,7 @@ class Stop:
         return f"set-up and measuring took {time.monotonic() - self.began:.0f} s so far"
 
     def check(self, late: float = 0.0) -> None:
-        """Raise Failure ("stopped") after a signal, or `late` seconds after the deadline."""
+        """Failure "stopped" after a signal, or `late` seconds after the deadline."""
         if self.signals and (number := self.signals.signal):
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             self.why = f"stopped by {name}"
@@ -89,7 +89,7 @@ class Stop:
 
 
 class Worker:
-    """A process that measures by `work`, as "bench.train:Training"."""
+    """A process of `work`, as "bench.train:Training"."""
 
     def __init__(self, work: str, job: Json, timeout: float, stop: Stop) -> None:
         stop.check()
@@ -99,7 +99,7 @@ class Worker:
         self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=serve, args=(theirs, work, job, self.errors.name))
-        # Python warns of the semaphores of killed compilers.
+        # Python warns of killed compilers' semaphores.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # else it runs the user's script again
@@ -213,7 +213,7 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
 
 
 def end_with_parent() -> None:
-    """End with the parent, even after kill -9, with all that was started."""
+    """End, even after kill -9, with all that was started."""
     if parent := multiprocessing.parent_process():
         parent.join()
     os.killpg(0, signal.SIGKILL)

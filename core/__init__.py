@@ -1,1 +1,1 @@
-"""Settings, set-up of a run, FLOPs and peaks, metrics: independent of the model."""
+"""Settings, set-up, FLOPs, metrics: independent of the model."""

@@ -1,4 +1,4 @@
-"""Work in daemon threads, which do not keep the process alive."""
+"""Work in daemon threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a run: ranks, groups, timeouts, small collectives (docs/SCALE.md)."""
+"""The processes of a run: ranks, timeouts, small collectives (docs/SCALE.md)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ ROLL_CALL_S = 5.0  # for the other ranks to notice a failed collective
 
 @dataclass(frozen=True)
 class DistInfo:
-    """This process's place in the run."""
-
     device: torch.device
     rank: int = 0
     world_size: int = 1
     control: dist.ProcessGroup | None = None  # gloo: never waits for the GPU
     disk: dist.ProcessGroup | None = None  # gloo: its timeout stays SLOW_S
     context_parallel: int = 1  # neighbouring ranks that share a sequence
-    ring: dist.ProcessGroup | None = None  # their group
+    ring: dist.ProcessGroup | None = None
     began: float = field(default_factory=time.time)  # by the clock of files
 
     @classmethod
@@ -77,7 +75,7 @@ class DistInfo:
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
         """Micro-batches per step and process. UserError: a process would have none."""
         n = self.data[1]
-        share = batch_size * accumulated / n  # sequences of a process
+        share = batch_size * accumulated / n
         steps = math.ceil(math.ceil(share) / batch_size)
         if int(share) < steps:
             got = f"--gradient_accumulation_steps={accumulated}"
@@ -86,7 +84,7 @@ class DistInfo:
 
     @property
     def launcher(self) -> str:
-        """Start of the command on each node."""
+        """Command prefix on each node."""
         if self.world_size == 1:
             return "python"
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -108,7 +106,7 @@ class DistInfo:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def name_missing(self, error: Exception, resume: str) -> None:
-        """Print the ranks that do not respond after a failed collective."""
+        """Print the ranks missing after a failed collective."""
         text = str(error).lower()
         of_group = isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
         if self.control is None or not of_group:
@@ -123,7 +121,6 @@ class DistInfo:
             print(text, file=sys.stderr, flush=True)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over all processes."""
         if self.world_size == 1:
             return values
         t = torch.tensor(values, dtype=torch.float64)
@@ -164,7 +161,7 @@ class Stopped(Exception):
 
 
 class Stop(StopSignal):
-    """Agreement of the processes to stop; fails if one is lost or frozen."""
+    """Agreement to stop; fails if a process is lost or frozen."""
 
     def __init__(self, distributed: DistInfo) -> None:
         super().__init__()

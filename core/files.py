@@ -1,4 +1,4 @@
-"""Files written without following links, locks, printable names."""
+"""Output files, locks, printable names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_link(path: Path, hard: bool = False) -> None:
 
 
 def open_output(path: Path, mode: str) -> IO[str]:
-    """Open a text file to write. OSError: a link, a hard one too."""
+    """Open a text file to write. OSError: any link."""
     refuse_link(path, hard=True)
     follow = 0 if path.is_symlink() else os.O_NOFOLLOW
     opener = lambda name, flags: os.open(name, flags | follow, 0o666)  # noqa: E731
@@ -42,7 +42,7 @@ def open_output(path: Path, mode: str) -> IO[str]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a new file to replace `path`, or a pipe or device. OSError: a link."""
+    """Yield a new file that replaces `path`. OSError: a link."""
     refuse_link(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
         yield path
@@ -85,7 +85,7 @@ def _quoted(word: str) -> str:
 def locked(folder: Path) -> Iterator[None]:
     """Create --out_dir and keep other processes out of it. Raises UserError.
 
-    `.lock` is for all machines that share the disk; Linux's socket outlasts a deleted folder.
+    `.lock` serves all machines that share the disk; the socket outlasts a deleted folder.
     """
     import fcntl
 

@@ -60,7 +60,6 @@ def n_params(config: Sizes) -> int:
 
 @cache
 def mean_keys(T: int, window: int | None = None) -> float:
-    """Mean number of keys that a query sees."""
     i = torch.arange(T)
     if T <= 2048:  # count the definition itself
         return float(visible(i[:, None], i[None, :], 0, window).sum()) / T
@@ -87,7 +86,7 @@ def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
 @dataclass(frozen=True)
 class Peak:
     tflops: float  # 1e12 FLOP/s of one device
-    source: str  # "datasheet: ...", "measured 2026-11-22, today: ..." or "--peak_tflops"
+    source: str  # "datasheet: ...", "measured ...: ..." or "--peak_tflops"
     measured: bool = False
 
     def __str__(self) -> str:
@@ -95,24 +94,22 @@ class Peak:
 
     @property
     def of(self) -> str:
-        """Mark of a figure whose peak is not a datasheet's."""
+        """Suffix of a figure with another peak than the datasheet's."""
         return " of measured peak" if self.measured else given(self.source)
 
 
 def given(source: str) -> str:
-    """Mark of a figure whose peak the user gave."""
     return f" of {source}" if source.startswith("--") else ""
 
 
 def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
-    """A GPU's datasheet peak, or None."""
     known = datasheet_tflops(name, dtype, tf32)
     return known and Peak(*known)
 
 
 def peak(device: str | torch.device, dtype: str,
          wanted: float | Literal["measure"] | None = None) -> Peak:  # fmt: skip
-    """`wanted` (TFLOP/s), else the datasheet's peak, else a measured one."""
+    """`wanted` (TFLOP/s), else the datasheet's, else a measured peak."""
     if wanted is not None and wanted != "measure":
         return Peak(wanted, "--peak_tflops")
     device = torch.device(device)
@@ -128,7 +125,7 @@ def peak(device: str | torch.device, dtype: str,
 
 def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
               again: bool) -> tuple[float, str]:  # fmt: skip
-    """A rate from the cache folder, and its age in words; measured again after a busy time."""
+    """A kept rate and its age in words; measured again after a busy time."""
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
     today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
     try:
@@ -168,7 +165,7 @@ def spin() -> float:
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Best rate of several large matrix products."""
+    """Best rate of large matrix products."""
     best = 0.0
     own = torch.Generator(device).manual_seed(0)
     plain = device.type != "cpu" or dtype != torch.float32 or not cpu_matmul.exact()
@@ -198,8 +195,6 @@ def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of all devices, and their share of the peak."""
-
     model: Sizes
     T: int
     tokens_per_s: float
@@ -220,7 +215,7 @@ class Speed:
         return full * at_peak, causal * at_peak
 
     def row(self) -> Row:
-        """Fields of metrics.jsonl and records; MFU above 1 is None, with "mfu_why"."""
+        """Fields of records; MFU above 1 is None, with "mfu_why"."""
         full, causal = self.mfu
         row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
         if causal > 1:  # every kernel has to do these operations
@@ -236,7 +231,7 @@ class Speed:
 
 
 def in_words(row: Row, of: str = "") -> str:
-    """ "mfu 41.2% (causal 39.6%)", or why it is not known."""
+    """ "mfu 41.2% (causal 39.6%)", or why not."""
     known = None if row["mfu_causal"] is None else f"(causal {row['mfu_causal']:.1%}){of}"
     if row["mfu"] is None:
         return f"mfu not known{f' {known}' if known else ''}: {row['mfu_why']}"

@@ -1,7 +1,6 @@
 """Peak rates, memory, bandwidth and links of GPUs.
 
-Dense rates from the datasheet in the row; memory from NVIDIA's MIG and NIM, AMD's ROCm
-documentation, or third parties.
+Dense rates from the row's datasheet; memory from NVIDIA (MIG, NIM), AMD's ROCm or third parties.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from attention.machine.gpus import MAKERS, describe, nearest, words
 
 @dataclass(frozen=True)
 class GPU:
-    """A row; a longer name ("Laptop GPU", a MIG slice) does not match it."""
+    """A longer name ("Laptop GPU", a MIG slice) does not match a row."""
 
     name: str  # torch.cuda.get_device_name()
-    tflops: tuple[float, float | None, float]  # in half precision, TF32 and float32
-    bandwidth: float  # GB/s of its memory
+    tflops: tuple[float, float | None, float]  # half, TF32, float32
+    bandwidth: float  # GB/s
     memory: float  # GB
     source: str
     pattern: str = ""  # end of the device name; empty: `short`
@@ -73,14 +72,14 @@ RATED = [  # of several variants the usual one first
 class Server:
     """Links of a GPU, per direction."""
 
-    nvlink: float  # GB/s to the other GPUs, all links together
-    network: float | None  # GB/s to other servers, its share
+    nvlink: float  # GB/s, all links
+    network: float | None  # GB/s, its share
     source: str
 
 
 _DGX_H = "DGX H100/H200 user guide: NVLink 900 GB/s, 8 x 400 Gb/s"
 _DGX_A = "DGX A100 user guide: NVLink 600 GB/s, 8 x 200 Gb/s"
-SERVERS = {  # the name of a row above -> its server of eight
+SERVERS = {  # name above -> its server of eight
     "Tesla V100-SXM2-16GB": Server(150, 6.25, "DGX-1 whitepaper: 300 GB/s, 4 x 100 Gb/s"),
     "NVIDIA A100-SXM4-40GB": Server(300, 25, _DGX_A),
     "NVIDIA A100-SXM4-80GB": Server(300, 25, _DGX_A),
@@ -115,7 +114,7 @@ def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
 
 
 def describe_rated(text: str) -> tuple[GPU, str]:
-    """A GPU by name ("H100": the usual variant), and a note if several fit. Raises ValueError."""
+    """A GPU ("H100": the usual variant), and a note if several fit. Raises ValueError."""
     given, found = words(text) - MAKERS, find_rated(text)
     fit = [gpu for gpu in RATED if given and given <= words(gpu.name)]
     if not found:

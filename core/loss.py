@@ -1,7 +1,6 @@
 """Cross entropy of x @ weight.T without storing all logits.
 
-The gradient, (softmax - onehot) / n, needs one factor from above: so the forward pass computes loss
-and both gradients a chunk of rows at a time.
+The forward pass computes loss and both gradients, (softmax - onehot) / n, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Switch = Callable[[], AbstractContextManager[object]]
 
 
 class Head(nn.Module):
-    """The head; its weights (V, C) are its own, or the token embedding's."""
+    """Its weights (V, C) are its own, or the token embedding's."""
 
     def __init__(self, shape: tuple[int, int] | None = None) -> None:
         super().__init__()
@@ -50,9 +49,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
 
     NaN with zero gradients if all targets are ignored, as F.cross_entropy.
 
-    Args:
-        x: (N, C); weight: (V, C); targets: (N,) int64, or IGNORE.
-        matmul_switch: context of matrix products.
+    x: (N, C); weight: (V, C); targets: (N,) int64, or IGNORE.
     """
     dtype = autocast_dtype(x.device.type) or x.dtype
     if torch._C._are_functorch_transforms_active():  # the Function below has no rule
@@ -62,7 +59,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
     # ctx.needs_input_grad is True under no_grad too.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     how = targets, dtype, want_grad, matmul_switch
-    # A second derivative must find what the gradient depends on; views would keep x in memory.
+    # For a second derivative to fail; views would keep x in memory.
     return _LinearCrossEntropy.apply(x, weight, *how, x[:0].clone(), weight[:0].clone())
 
 
@@ -73,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 empty_w: Tensor) -> Tensor:  # fmt: skip
         N, V = x.shape[0], weight.shape[0]
         rows = chunk_rows(N, V, x.device.type, dtype)
-        # oneDNN's bfloat16 product is faster in pieces.
+        # Few rows are faster in oneDNN's bfloat16.
         product_rows = 512 if x.device.type == "cpu" and dtype == torch.bfloat16 else None
         wide = torch.promote_types(dtype, torch.float32)
         x_, w = x.to(dtype), weight.to(dtype)
@@ -114,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _cross_entropy(logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype,
                    want_grad: bool) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Sum, and its gradient in the logits' dtype; half precision on a CPU: in place, in caches."""
+    """Sum, and its gradient in the logits' dtype; half precision on a CPU: in place."""
     compiling, at_a_time = torch.compiler.is_compiling(), None
     if logits.device.type == "cpu" and logits.dtype != wide and not compiling:
         at_a_time = 2**20 // logits.shape[1]
@@ -144,17 +141,17 @@ def pieces(n: int, size: int | None) -> list[slice]:
 
 def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
                memory: float | None = None) -> int:  # fmt: skip
-    """Rows of logits at a time: 1/16 of a GPU's memory (bytes), at most 4 GB; or a CPU's caches."""
+    """Rows of logits in 1/16 of a GPU's memory (bytes), at most 4 GB; or in a CPU's caches."""
     if device != "cpu":  # 8 bytes an element
         budget = min(int(memory or gpu_memory()) // 128, 2**29)
     else:
         budget = 2**26 if dtype == torch.bfloat16 else 2**24  # 128 MB, 64 MB
     most = max(1, min(N, budget // V))
-    if dtype == torch.float16:  # a sum over more rows, all of one token, could pass 65504
+    if dtype == torch.float16:  # a sum over more rows could pass 65504
         most = min(most, 4096)
     if most == N or most < 128:
         return most
-    # Nearly equal chunks: products of few rows or an odd number are slow.
+    # Equal chunks: products of few or odd rows are slow.
     least = -(-N // (most - most % 128))
     parts = next((n for n in range(least, 2 * least) if N % (128 * n) == 0), least)
     return -(-N // (128 * parts)) * 128
@@ -162,7 +159,7 @@ def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
 
 @torch.compiler.assume_constant_result
 def gpu_memory() -> int:
-    """Total bytes: free memory differs from run to run."""
+    """Total bytes: free memory varies."""
     if not torch.cuda.is_available():
         return 2**35
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

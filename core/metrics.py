@@ -1,4 +1,4 @@
-"""Printed lines, metrics.jsonl, loss.png and Weights & Biases. A failing logger only warns."""
+"""Progress in print, metrics.jsonl, loss.png, Weights & Biases. A failing logger only warns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ BUSY = "other programs use this machine's cores"
 
 @contextmanager
 def warned(failure: str) -> Iterator[None]:
-    """Print an error of the block as a warning."""
     try:
         yield
     except (Exception, SystemExit) as e:
@@ -37,14 +36,11 @@ def warned(failure: str) -> Iterator[None]:
 
 
 class Metrics:
-    """Writes out_dir/metrics.jsonl, a JSON object a line."""
+    """Writes out_dir/metrics.jsonl."""
 
     def __init__(self, out_dir: Path, step: int, wandb: Row | None = None,
                  evaluated: bool = True) -> None:  # fmt: skip
-        """Begin after `step` steps, without later lines of a killed run.
-
-        wandb: arguments of wandb.init(); evaluated: False if this step's evaluation is to come.
-        """
+        """Begin after `step`, without a killed run's later lines; wandb: of wandb.init()."""
         self.path = out_dir / "metrics.jsonl"
         self.failed = False
         self.wandb: Any = None
@@ -107,18 +103,16 @@ class Metrics:
 
 
 class Meter:
-    """Prints and logs a run's loss, speed, memory and remaining time."""
-
     def __init__(self, distributed: DistInfo, model: Sizes, config: TrainConfig, backend: Backend,
                  step: int) -> None:  # fmt: skip
-        """Print the peak rate, and the time of the steps at it."""
+        """Print the peak, and the time of the steps at it."""
         device = distributed.device
         self.distributed = distributed
         self.model = model
         self.config = config
         self.tokens = config.global_batch * config.block_size  # of a step
         self.peak = peak(device, config.dtype, config.peak_tflops)
-        self.speeds: list[Speed] = []  # of each timed line
+        self.speeds: list[Speed] = []
         self.quiet: list[Speed] = []  # without other programs
         self.printed: set[str] = set()
         self.core_waits = time.perf_counter(), waited()
@@ -151,7 +145,7 @@ class Meter:
         return time.perf_counter() - self.began > 30
 
     def log(self, step: int, loss: float, lr: float) -> None:
-        """Print and log a step. Collective, after the device has finished."""
+        """Collective, after the device has finished."""
         seconds = (time.perf_counter() - self.began) / max(1, step - self.step)
         if self.counted:
             local = torch.cat(self.counted)
@@ -183,14 +177,14 @@ class Meter:
             self.metrics.log(**row)
 
     def _busy(self) -> bool:
-        """True if the peak was measured, and others used this core since the last call."""
+        """True if the peak was measured, and others used this core."""
         since, before = self.core_waits
         self.core_waits = time.perf_counter(), waited()
         share = (self.core_waits[1] - before) / (self.core_waits[0] - since)
         return self.peak.measured and share > 1 - ALONE
 
     def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
-        """Print the error; good: the checkpoint before, and the command to continue."""
+        """good: the checkpoint before, and the command to continue."""
         name = "+".join([kernel.backend.name, *kernel.kernels])
         found = f"(loss {loss}, lr {lr:.2e}, kernel {name}; docs/TRAIN.md)"
         why = f"a loss or gradient is not finite at step {step} or shortly before {found}"
@@ -201,7 +195,6 @@ class Meter:
             self.metrics.close()
 
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
-        """Print the median speed, and simpler models' losses."""
         if self.speeds:
             keys = [speed.keys for speed in self.speeds if speed.keys is not None]
             self.keys = fmean(keys) if keys else None
@@ -214,7 +207,7 @@ class Meter:
 
 
 def waited() -> float:
-    """Seconds that this thread waited for a core; 0: unknown."""
+    """Seconds that this thread waited for a core, or 0."""
     try:
         text = Path("/proc/thread-self/schedstat").read_text(encoding="ascii")
         return int(text.split()[1]) / 1e9
@@ -223,7 +216,7 @@ def waited() -> float:
 
 
 def duration(seconds: float) -> str:
-    """'40 s', '12 min', '3.5 h', '9.1 days', '2.5 years'."""
+    """'40 s', '12 min', '3.5 h', '9.1 days'."""
     for unit, size, limit in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48), ("days", 86400, 730)):
         if seconds < size * limit:
             digits = 0 if unit in ("s", "min") else 1
@@ -232,7 +225,7 @@ def duration(seconds: float) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """Rows, up to an incomplete last line. Raises UserError."""
+    """Rows up to an incomplete last line. Raises UserError."""
     rows: list[Row] = []
     for number, line in enumerate(path.open("rb") if path.exists() else (), 1):
         try:
@@ -259,7 +252,7 @@ def draw(path: Path, picture: Path) -> None:
         if points := [(r["iter"], r[key]) for r in rows if key in r]:
             axes.plot(*zip(*points), label=label, color=color, marker=marker, linewidth=1.2)
             axes.legend(frameon=False)
-    if points:  # the last validation
+    if points:
         x, y = points[-1]
         axes.annotate(f"{y:.3f}", (x, y), (0, 9), "data", "offset points", color=color, ha="right")
     axes.locator_params(axis="x", integer=True)

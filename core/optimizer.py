@@ -18,7 +18,7 @@ from core.parallel import deal, local, whole
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Config = Any  # TrainConfig, or the course's Task, which has fewer fields
+Config = Any  # TrainConfig, or the course's Task
 Group = dict[str, Any]  # of parameters
 
 FLAT = 0.3  # of the steps, before a linear decay
@@ -42,7 +42,6 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def schedule_warnings(config: Config) -> list[str]:
-    """Warn if the schedule misses learning_rate, ends before the run, or rises to min_lr."""
     if not config.decay_lr or config.eval_only:
         return []
     last, warm = config.max_iters - 1, config.warmup_iters
@@ -59,7 +58,7 @@ def schedule_warnings(config: Config) -> list[str]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
-    """Set the rates; return AdamW's, or that of Muon's matrices."""
+    """Return AdamW's rate, or that of Muon's matrices."""
     rate = learning_rate(step, config)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("factor", 1.0)
@@ -69,7 +68,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Confi
 
 def build_optimizer(model: nn.Module, config: Config, device: torch.device,
                     processes: int = 1) -> torch.optim.AdamW:  # fmt: skip
-    """Fused AdamW that decays matrices only, or Muon; processes: with a copy of the model (DDP)."""
+    """Fused AdamW that decays matrices only, or Muon; processes: copies of the model (DDP)."""
     fused = device.type in ("cuda", "cpu")
     how: Group = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
@@ -97,7 +96,6 @@ def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int
 
 
 def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """A parameter's state before its first step."""
     weight = p.detach()
     if any(p is q for group in muon_only(optimizer) for q in group["params"]):
         return {"momentum_buffer": torch.zeros_like(weight)}
@@ -125,10 +123,8 @@ ADAMW = {"weight_decay": 1e-3, "eps": 1e-10}
 
 
 def muon_groups(model: Any, config: Config) -> list[Group]:
-    """The blocks' matrices by shape, then embeddings, head and vectors.
-
-    "rows": of each matrix in a parameter; "factor": highest rate over learning_rate.
-    """
+    """The blocks' matrices by shape, then the rest. "rows": of matrices joined in a parameter;
+    "factor": highest rate over learning_rate."""
     c, rates = model.config, (*config.muon_rates, *[config.learning_rate] * 3)
     q, kv = c.n_head * c.head_dim, c.kv_heads * c.head_dim
     joined: dict[str, tuple[int, ...]] = {"attn.c_attn.weight": (q, kv, kv)}
@@ -150,7 +146,6 @@ def muon_groups(model: Any, config: Config) -> list[Group]:
 
 
 def about(optimizer: torch.optim.Optimizer) -> list[str]:
-    """A line on Muon to print."""
     if not isinstance(optimizer, Muon):
         return []
     flops = f"{optimizer.flops / 1e9:,.4g} GFLOP a step, which MFU does not count"
@@ -165,7 +160,7 @@ class Muon(torch.optim.AdamW):
     """Muon for the groups with "rows", AdamW for the others.
 
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a matrix by its momentum with
-    all singular values set to 1. Each process orthogonalizes a share of the matrices.
+    all singular values set to 1; each process orthogonalizes some matrices.
 
     Args:
         dtype: of Newton-Schulz; None: of the weights.
@@ -181,7 +176,7 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        # As the fused AdamW's: divisor of gradients, flag to change nothing.
+        # as in fused AdamW
         divisor, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         shares, returns, moved = [], [], []
         for group in muon_only(self):
@@ -221,7 +216,7 @@ class Muon(torch.optim.AdamW):
 
     @property
     def flops(self) -> int:
-        """FLOPs of the iterations of a step, over all processes."""
+        """Of a step's iterations, over all processes."""
         total = 0
         for group in muon_only(self):
             n, C = len(group["params"]), group["params"][0].shape[1]

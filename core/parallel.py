@@ -1,7 +1,7 @@
 """A model over several processes: copies (DDP) or shards (FSDP2); docs/SCALE.md.
 
-FSDP2 shards parameters, gradients and optimizer state along the first dimension (ZeRO-3,
-Rajbhandari et al. 2020, arXiv 1910.02054); it gathers a block's parameters to compute.
+FSDP2 shards parameters, gradients, optimizer state along the first dimension (ZeRO-3, Rajbhandari
+et al. 2020, arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ BUCKET_MB = 100  # of gradients in a DDP message
 
 
 def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
-    """Wrap in DDP, if there are several processes."""
     if distributed.world_size == 1:
         return module
     device = distributed.device
@@ -40,10 +39,7 @@ def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
 
 
 def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | None) -> None:
-    """Shard a model on the CPU in place, onto the devices (FSDP2). Raises UserError.
-
-    size: processes that hold one copy together; None: all.
-    """
+    """Shard a CPU model in place (FSDP2), a copy in `size` processes (None: all). UserError."""
     n = distributed.world_size
     size = size or n
     if distributed.control is None:
@@ -69,7 +65,7 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
         if setup.compile:
             block.compile(mode=setup.compile_mode)
         fully_shard(block, **how)
-    if setup.compile:  # the head reads what this call of the model has gathered: its loss alone
+    if setup.compile:  # the head's loss alone: this call of the model gathers its weights
         head: Any = model.get_submodule("lm_head")
         model.__dict__["compiled_blocks"] = True
         head.loss = torch.compile(head.loss, mode=setup.compile_mode)
@@ -93,10 +89,7 @@ def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
 
 def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast: torch.autocast,
               ring: Ring | None, distributed: DistInfo, stop: Stop | None) -> float:  # fmt: skip
-    """Mean loss of all processes' targets; NaN without any.
-
-    batches: (tokens, targets), and perhaps segments, (B, T) each.
-    """
+    """Mean loss over all processes; NaN without targets. batches: x, y, perhaps segments (B, T)."""
     total = torch.zeros((), device=distributed.device)
     targets = torch.zeros((), dtype=torch.int64, device=distributed.device)
     for batch in batches:
@@ -113,9 +106,9 @@ def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast
 
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
-    """Weights of micro-batches by their numbers of targets, (n,) int64 -> float32 (n,).
+    """Weights of micro-batches by their targets, (n,) int64 -> float32 (n,).
 
-    A share of the step's targets, times the processes, over which gradients are averaged.
+    Scaled by the number of processes, over which gradients are averaged.
     """
     total = targets.sum()
     processes = 1
@@ -130,7 +123,6 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def average_gradients(module: Any, on: bool) -> None:
-    """Average gradients in backward, or only add them up."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = on
     elif is_sharded(module):
@@ -152,7 +144,6 @@ def whole(t: Tensor) -> Tensor:
 
 
 def local(t: Tensor) -> Tensor:
-    """This process's part."""
     return t.to_local() if hasattr(t, "to_local") else t
 
 
@@ -168,7 +159,6 @@ def local_part(t: Any) -> tuple[list[int], list[int], bool]:
 
 
 def fill(target: Any, source: Tensor) -> None:
-    """Copy a full tensor into the target."""
     shape, at, _ = local_part(target)
     local(target).copy_(source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))])
 

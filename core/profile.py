@@ -1,7 +1,7 @@
 """Time of a training step by classes of kernels, from PyTorch's profiler.
 
-CUDA: kernels, which may overlap. CPU: operators without those inside them, and Inductor's kernels.
-The rest of the step is `gaps`.
+CUDA: kernels, which may overlap. CPU: operators without those inside, and Inductor's kernels.
+`gaps`: the rest of the step.
 
     products        matrix products, of the head too
     attention       attention kernels; manual's batched products and softmax
@@ -37,8 +37,7 @@ log = logging.getLogger("nanoattn")
 UPDATE = "optimizer step"  # the range around core.optimizer.update()
 USER_SCOPE = 7  # at::RecordScope of record_function
 
-# The first match of a kernel or anything around it.
-PATTERNS = {
+PATTERNS = {  # the first match
     "communication": r"nccl|gloo:|c10d|FSDP::|all_?reduce|all_?gather|reduce_?scatter",
     "optimizer": rf"{UPDATE}|Optimizer\.|AccumulateGrad|multi_tensor_apply|_foreach_|_fused_adam",
     "attention": r"flash|fmha|sdpa|attention|attn_|flex|^forward_kernel|dq_kernel|dkdv"
@@ -55,7 +54,7 @@ OPERATOR = re.compile(r"^\w+::\w+$|at::native|elementwise|Memcpy DtoD|Memset")
 
 
 def class_of(name: str, around: Iterable[str] = ()) -> str:
-    """Class of a kernel or operator; `around`: names of what it ran in."""
+    """Class of a kernel; `around`: names of what it ran in."""
     names = "\n".join([name, *around])
     fused = FUSED.search(name)
     for kind, pattern in RULES.items():
@@ -69,23 +68,21 @@ def class_of(name: str, around: Iterable[str] = ()) -> str:
 
 @dataclass
 class StepProfile:
-    """Milliseconds and calls of kernels, by class."""
-
     of: str  # "kernels", or "operators" on the CPU
     trace: Path | None = None
     ms: float = 0.0  # of the step under the profiler
-    busy_ms: float = 0.0  # of the device, or on the CPU of operators
+    busy_ms: float = 0.0  # of the device, or of operators
     kernels: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
 
     @property
     def classes(self) -> dict[str, float]:
-        """Milliseconds by class and of the gaps, largest first."""
+        """Milliseconds by class and of gaps, largest first."""
         times = {c: sum(ms for ms, _ in k.values()) for c, k in self.kernels.items()}
         times["gaps"] = max(0.0, self.ms - self.busy_ms)
         return dict(sorted(times.items(), key=lambda item: -item[1]))
 
     def largest(self, kind: str, n: int = 3) -> list[tuple[str, float, int]]:
-        """(name, milliseconds, calls) of a class's longest kernels."""
+        """(name, ms, calls) of a class's longest kernels."""
         found = sorted(self.kernels.get(kind, {}).items(), key=lambda item: -item[1][0])
         return [(name, ms, calls) for name, (ms, calls) in found[:n]]
 
@@ -105,13 +102,12 @@ class StepProfile:
 
 
 def short(name: str, width: int = 38) -> str:
-    """Beginning and end of a long name."""
     name = re.sub(r"^void |\(anonymous namespace\)::|at::native::", "", name)
     return name if len(name) <= width else f"{name[: width - 13]}..{name[-11:]}"
 
 
 def prepare(device: torch.device) -> None:
-    """Let Inductor's kernels for the CPU appear in a profile. Raises UserError."""
+    """Let a profile show Inductor's CPU kernels. Raises UserError."""
     import torch._inductor.config as inductor
 
     if device.type not in ("cpu", "cuda"):
@@ -122,7 +118,7 @@ def prepare(device: torch.device) -> None:
 @contextmanager
 def profiled(device: torch.device, steps: int = 1,
              trace: Path | None = None) -> Iterator[StepProfile]:  # fmt: skip
-    """Profile the block of `steps` steps; the result is per step."""
+    """Profile a block of `steps` steps, per step."""
     found = StepProfile("kernels" if device.type == "cuda" else "operators", trace)
     synchronize(device)
     with kineto(device.type) as watched:
@@ -155,7 +151,7 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
                 add(e.name, parents(e), e.self_cpu_time_total)
         busy = sum(sum(us) for names in samples.values() for us in names.values())
     else:
-        # A range appears on the device too, from its first kernel to its last.
+        # A range appears on the device too.
         ranges = {e.name for e in on_host if e.scope == USER_SCOPE}
         kernels = [e for e in events if e.device_type != DeviceType.CPU and e.name not in ranges]
         launched = [(k, e) for e in on_host for k in e.kernels if k.name not in ranges]
@@ -178,7 +174,6 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
 
 
 def parents(event: FunctionEvent) -> Iterator[str]:
-    """Operators and ranges around an event."""
     around = event.cpu_parent
     while around is not None:
         yield around.name

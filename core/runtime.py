@@ -50,10 +50,8 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> torch.dtype:
-    """Dtype of matrix products; "auto": bfloat16 where the hardware has it.
-
-    On a CPU only in training (n_embd): generated text would depend on the cache.
-    """
+    """Dtype of matrix products; "auto": bfloat16 if the hardware has it. On a CPU only in training
+    (n_embd): generated text would depend on the cache."""
     if wanted != "auto":
         return getattr(torch, wanted)
     if device.type == "cuda":
@@ -70,8 +68,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """On, or off with the reason."""
-
     on: bool
     reason: str = ""
 
@@ -84,8 +80,6 @@ class Decision:
 
 @dataclass(frozen=True)
 class Setup:
-    """Use of the device, the same in all commands."""
-
     device: torch.device
     dtype: torch.dtype  # of matrix products; weights stay in float32
     compile: Decision
@@ -133,7 +127,7 @@ class Setup:
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def place(self, model: M, cast: bool = False) -> M:
-        """Move the model to the device; cast=True: with weights in `dtype` (inference)."""
+        """Move the model to the device; cast=True: weights in `dtype` (inference)."""
         model = model.to(self.device, self.dtype if cast else None)
         if self.device.type == "cpu":
             decoding = cast and self.few_rows
@@ -148,8 +142,8 @@ class Setup:
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:
-        """torch.compile(model), or the model. UserError: CUDA graphs would overwrite gradients of
-        several micro-batches (PyTorch issue 169545)."""
+        """Compile, if decided. UserError: CUDA graphs would overwrite gradients of several
+        micro-batches (PyTorch issue 169545)."""
         if not self.compile:
             return model
         if self.device.type == "cuda" and self.compile_mode in CUDA_GRAPHS and micro_steps > 1:
@@ -183,17 +177,14 @@ def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
 
 
 def decide_residual(wanted: str, device: str, dtype: str) -> str:
-    """The dtype between blocks."""
     if wanted == "auto":
         return "autocast" if device == "cuda" and dtype == "bfloat16" else "float32"
     return wanted
 
 
 class StopSignal:
-    """Notes SIGTERM, Ctrl-C, SIGHUP and the death of torchrun; a second one ends at once.
-
-    But torchrun repeats a scheduler's, and closing terminals SIGHUP.
-    """
+    """Notes SIGTERM, Ctrl-C, SIGHUP, torchrun's death; a second one ends at once, except where
+    torchrun repeats a scheduler's, or a closing terminal SIGHUP."""
 
     def __init__(self, says: str = "stopping; saving the last step") -> None:
         self.signal: int | None = None
@@ -249,7 +240,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of the GPU, or of this process."""
+    """Bytes, of the GPU or this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource
@@ -259,7 +250,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def settle(device: torch.device) -> None:
-    """Exempt existing objects from garbage collection; reset peak memory."""
+    """Exempt objects from garbage collection; reset peak memory."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -268,7 +259,6 @@ def settle(device: torch.device) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep freed blocks."""
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         trim_threshold, mmap_max = -1, -4  # numbers of malloc.h
@@ -296,7 +286,6 @@ def describe(device: torch.device) -> str:
 
 
 def show_log() -> None:
-    """Print the log and other libraries' warnings."""
     handler = logging.StreamHandler()
     plain = logging.Formatter("%(levelname)s: %(message)s").format
     # A checkpoint's text could control the terminal.

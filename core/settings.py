@@ -1,4 +1,4 @@
-"""Settings of a command: defaults, config files, command line -> one checked, frozen dataclass.
+"""Settings: defaults, config files, command line -> one checked, frozen dataclass.
 
 n_layer: PositiveInt = 12  # transformer blocks: the comment is the --help
 """
@@ -40,16 +40,16 @@ SWITCH_WORDS = {*["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f",
 
 
 class UserError(ValueError):
-    """A mistake of the user, in one sentence."""
+    """A mistake of the user."""
 
 
 class LaunchError(UserError):
-    """Wrong variables of a launcher: every process prints it."""
+    """Wrong launcher variables: every process prints it."""
 
 
 @contextmanager
 def user_errors(where: str = "") -> Iterator[None]:
-    """Raise ValueError and OSError as UserError that begins with `where`."""
+    """Raise ValueError and OSError as UserError after `where`."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -63,8 +63,6 @@ def first_line(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """Settings, and origins of the given ones."""
-
     settings: T
     origins: dict[str, str]  # field -> "config/x.py:7" or LINE
     notes: tuple[str, ...] = ()  # on ignored names
@@ -83,7 +81,7 @@ class Loaded(Generic[T]):
 
 
 def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
-    """A checked instance of cls from sys.argv[1:]; options of gather()."""
+    """Checked settings from sys.argv[1:]; options of gather()."""
     values, origins, notes = gather(cls, argv, **options)
     with user_errors():
         return Loaded(cls(**values), origins, notes)
@@ -104,11 +102,10 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
            ignored: Mapping[str, str] = {}, positional: str | None = None,
            shown: Collection[str] | None = None
            ) -> tuple[Values, dict[str, str], tuple[str, ...]]:  # fmt: skip
-    """Given values, their origins and notes.
+    """Given values, origins, notes.
 
-    Args:
-        aliases: other name -> field; ignored: another program's setting -> why it is ignored.
-        positional: the field of bare words; None: they are config files.
+    aliases: other name -> field; ignored: other program's setting -> why; positional: field of bare
+    words, or None for config files.
     """
     hints = _hints(cls)
     fields = {name: name for name in hints} | dict(aliases)
@@ -153,7 +150,7 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
-    """A checked instance from a saved asdict()."""
+    """From a saved asdict()."""
     if not isinstance(mapping, Mapping):
         raise UserError(f"{origin}: expected an object of settings, got {str(mapping)[:60]}")
     hints = _hints(cls)
@@ -165,7 +162,7 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
 
 
 def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) -> NoReturn:
-    """Run main and exit with its code, or 2 (UserError), 130, 143, 129 (signals).
+    """Exit with main's code, 2 (UserError), or 130, 143, 129 (signals).
 
     lasting: a closed or full stdout does not end main.
     """
@@ -177,7 +174,7 @@ def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) ->
         sys.exit(code)
     except UserError as error:
         _fail(error)
-    except OSError as error:  # a file, or while writing: a closed pipe (... | head), a full disk
+    except OSError as error:  # a file; a closed pipe (... | head); a full disk
         if error.filename is not None:
             _fail(UserError(f"cannot use {str(error.filename)!r:.99} ({error.strerror})"))
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -219,7 +216,7 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
 
 
 def check_fields(settings: object) -> None:
-    """Check a dataclass's fields, in __post_init__; lists become tuples."""
+    """For __post_init__; lists become tuples."""
     for name, hint in _hints(type(settings)).items():
         value = check(hint, getattr(settings, name), name)
         if isinstance(value, tuple):
@@ -243,7 +240,7 @@ def _may_be_none(hint: object) -> bool:
 
 
 def _split(argv: Sequence[str], switches: Collection[str], bare: str) -> list[tuple[str, str]]:
-    """(name, text) of each option; bare: the name of a word without one."""
+    """(name, text) of options; bare: the name of a word without one."""
     options: list[tuple[str, str]] = []
     rest = list(argv)
     while rest:
@@ -320,9 +317,9 @@ _CALLS: Values = {f.__name__: f for f in (str, int, float, min, max)} | {"time.t
 
 
 def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield ("path:line", name, value, is it used by another line?) of each assignment.
+    """Yield ("path:line", name, value, is it used later?) of each assignment, added to `known`.
 
-    Nothing is executed. Expressions may refer to `known`, which grows.
+    Nothing is executed.
     """
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -362,7 +359,7 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
 
 
 def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
-    """The value. ValueError, among others, also if it could exhaust the memory."""
+    """ValueError, among others, also if it could exhaust memory."""
     value: Any
     match node:
         case ast.Constant(value=None | str() | int() | float() as value):

@@ -1,4 +1,4 @@
-"""A command's standard streams and signals."""
+"""Standard streams and signals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 
 def escaped(text: str) -> str:
-    r"""Control characters but newline and tab as \x1b, which a terminal does not obey."""
+    r"""Control characters but newline and tab as \x1b, for terminals."""
     plain = (c in "\n\t" or unicodedata.category(c) != "Cc" for c in text)
     return "".join(c if p else repr(c)[1:-1] for c, p in zip(text, plain))
 
 
 class _Lasting(io.FileIO):
-    """Drops what cannot be written, with one warning on the other stream."""
+    """Drops what cannot be written, with one warning."""
 
     warned = False
 
@@ -49,7 +49,7 @@ class _Output(io.TextIOWrapper):
 
 
 def prepare(*lasting: str) -> None:
-    """Let the standard streams take any text, and the `lasting` never fail."""
+    """Let standard streams take any text, and the `lasting` never fail."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed: a file would take its number
         pass
     os.close(fd)
@@ -70,13 +70,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def end_at_once() -> None:
-    """Let Ctrl-C end the process without a trace of slow imports."""
+    """Let Ctrl-C interrupt slow imports silently."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def raise_on_signals() -> None:
-    """Let SIGNALS raise KeyboardInterrupt(128 + number), once; torchrun's end a process."""
+    """Let SIGNALS raise KeyboardInterrupt(128 + number) once; torchrun's end a process."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         for other in mine:  # a terminal that closes sends SIGHUP twice

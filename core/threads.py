@@ -1,4 +1,4 @@
-"""Idle threads on a busy machine; imported before torch, which reads the setting once."""
+"""Idle threads on a busy machine; imported before torch, which reads it once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import sys
 import time
 
-BUSY = 0.5  # share of cores in other use, from which threads should not spin
+BUSY = 0.5  # share of cores in other use
 
 
 def cores_in_use() -> float:
-    """The share of this process's cores in use in the next 0.1 s; 0: unknown."""
+    """Share of cores in use in the next 0.1 s; 0: unknown."""
 
     def times() -> list[int]:
         ours = {f"cpu{i}" for i in os.sched_getaffinity(0)}
@@ -28,7 +28,7 @@ def cores_in_use() -> float:
 
 
 def wait_passively() -> None:
-    """Let OpenMP's idle threads sleep on a busy machine (docs/TRAIN.md)."""
+    """Let OpenMP's idle threads sleep (docs/TRAIN.md)."""
     if os.environ.get("OMP_NUM_THREADS") == "1" or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {
         *os.environ
     }:

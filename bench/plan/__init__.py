@@ -1,4 +1,4 @@
-"""`bench_mfu.py plan`: its GPUs, and tables of the estimates in bench/plan/scale.py."""
+"""`bench_mfu.py plan`: its GPUs, and tables of bench/plan/scale.py's estimates."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def row(plan: Plan) -> Json:
 
 
 def sections(rows: list[Json], given: str = "") -> list[tuple[str, Cells]]:
-    """The tables of one number of GPUs; `given` marks the times."""
+    """`given` marks the times."""
 
     def gb(n: float) -> str:
         return "-" if not n else f"{n / 1e9:.2g}" if n < 1e8 else tables.number(n / 1e9)
@@ -170,7 +170,7 @@ def sections(rows: list[Json], given: str = "") -> list[tuple[str, Cells]]:
 
 
 def nearest(at: Cluster, gpu: str, gpus: int) -> str:
-    """The step in docs/MEASURE.md on the GPUs nearest in name, peak rate and number."""
+    """Measured step in docs/MEASURE.md, nearest by name, rate, number."""
     page = (ROOT / "docs" / "MEASURE.md").read_text(encoding="utf-8").partition("## MFU anchors")[2]
     lines = (line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|"))
     head, _, *anchors = [[cell.strip(" `") for cell in line] for line in lines]

@@ -1,4 +1,4 @@
-"""Estimates of a training step, of the largest rank; docs/PLAN.md explains the formulas."""
+"""Estimates of a training step for the largest rank; docs/PLAN.md explains the formulas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOPS = 1.9e-6, 4.0e-6
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs, `node` of them in a server. Rates: bytes a second, links each way, per GPU."""
+    """`node` GPUs in a server. Rates: bytes a second, links each way, per GPU."""
 
     dtype: str
     peak: flops.Peak
@@ -74,7 +74,7 @@ def shapes(m: GPTConfig) -> tuple[list[torch.Size], list[torch.Size]]:
 
 
 def shard(shapes: list[torch.Size], ranks: int) -> int:
-    """Elements in a rank's shard; FSDP pads rows to a multiple of `ranks`."""
+    """Elements of a rank; FSDP pads rows to a multiple of `ranks`."""
     return sum(math.ceil(s[0] / ranks) * math.prod(s[1:]) for s in shapes)
 
 
@@ -85,7 +85,7 @@ def parameters(m: GPTConfig) -> int:
 
 @dataclass
 class Plan:
-    """A job on `gpus` GPUs, in rings of `context`; "hybrid" is fsdp inside a server."""
+    """`context`: GPUs of a ring; "hybrid": fsdp inside a server."""
 
     job: Job
     at: Cluster
@@ -100,7 +100,7 @@ class Plan:
         self.copies = gpus // self.shard
         servers = math.ceil(gpus / self.at.node)
         self.group = (self.shard, 1) if self.parallel == "hybrid" else (gpus, servers)
-        # Elements in a rank's shard of a block, and outside.
+        # Elements of a rank in a block, and outside.
         self.block, self.root = (shard(of, self.shard) for of in shapes(m))
         self.kept = m.n_layer * self.block + self.root
         self.sequences = math.ceil(self.job.sequences * N / gpus)
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def per_token(self) -> tuple[int, int]:
-        """Bytes saved per token for backward: (per layer, outside)."""
+        """Bytes saved for backward: (per layer, outside)."""
         m, a, r, C, K = self.job.model, self.a, self.job.residual, self.job.model.n_embd, self.kv
         norms = 2 * (r * C + 8 + a * C)  # input, mean and 1/std; the matmul's input
         Q = m.n_head * m.head_dim
@@ -125,7 +125,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> dict[str, int]:
-        """Peak bytes by purpose, perhaps at different times."""
+        """Peak bytes by purpose."""
         m, a, r, n = self.job.model, self.a, self.job.residual, self.tokens
         C, V, L, half, S = m.n_embd, m.vocab_size, m.n_layer, a < 4, self.shard
         layer, ends = self.per_token
@@ -157,7 +157,7 @@ class Plan:
         return collective(kind, size, *self.group, self.at)
 
     def passed(self, width: int) -> Sent:
-        """K and V of a layer, or their gradients, along the ring."""
+        """K and V of a layer, or gradients, along the ring."""
         size = 2 * self.tokens * self.kv * width
         if self.context <= self.at.node:  # neighbours
             return Sent(size, 0, HOPS[0] + size / self.at.nvlink)
@@ -170,7 +170,7 @@ class Plan:
         for of, n, width in (("", self.block, self.a), (" root", self.root, 4)):
             found[f"gather{of}"] = self.cost("all-gather", width * n * S)
             found[f"scatter{of}"] = self.cost("reduce-scatter", 4 * n * S)
-            # Between the copies of "hybrid", one per server.
+            # Between the copies of "hybrid".
             found[f"across{of}"] = collective("all-reduce", 4 * n, copies, copies, self.at)
         return found
 
@@ -192,7 +192,7 @@ class Plan:
 
     @cached_property
     def computing(self) -> tuple[float, float, float, float]:
-        """Seconds of (a step, a block's forward, backward, attention) in a micro-batch."""
+        """Seconds of (a step, a block's forward, backward, attention)."""
         job, at, each = self.job, self.at, self.job.model.n_layer * self.micro
         sizes = job.model, self.sequences / self.context
         works = parts.work(*sizes, self.micro, at.dtype, job.clip)

@@ -1,8 +1,8 @@
-"""int8 weights for linear layers and head, which generation reads faster.
+"""int8 weights for linear layers and head.
 
     W[n, k]  ~  scale[n] * q[n, k]      q int8, scale[n] = max_k |W[n, k]| / 127 in bfloat16
 
-Inference only: for a few rows on CPUs, for one in a compiled decode step on CUDA.
+Inference only: fast for a few rows on CPUs, for one in a compiled decode step on CUDA.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ def convert(model: nn.Module, head: Tensor) -> None:
 
 
 def parameters(model: nn.Module) -> int:
-    """Number of int8 weights."""
     layers = [m.weight for m in model.modules() if isinstance(m, Int8Linear)]
     heads = [m.q for m in model.modules() if isinstance(m, Int8Head)]
     return sum(q.numel() for q in (*layers, *heads))

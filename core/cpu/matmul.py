@@ -1,8 +1,7 @@
 """Faster matrix products on CPUs by oneDNN, and when bfloat16 is faster.
 
-PyTorch gives float32 products to MKL, slow on AMD with AVX-512 (docs/LOG.md). Its switch,
-set_float32_matmul_precision("medium"), would slow attention: it is set around single products, and
-only if oneDNN is as exact as float32. A resumed run must decide the same.
+PyTorch gives float32 products to MKL, slow on AMD with AVX-512 (docs/LOG.md). Its switch would slow
+attention: it is set around single products, if oneDNN is exact. A resumed run must decide the same.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ _compiling = torch.compiler.is_compiling
 
 
 def convert(model: nn.Module, float32: Float32 = "onednn") -> None:
-    """Give the layers the faster products."""
     tied = all(m.weight is None for m in model.modules() if isinstance(m, Head))
     for name, module in model.named_modules():
         if type(module) is nn.Embedding and name.endswith("wte") and tied:
@@ -67,7 +65,7 @@ class OneDNNHead(Head):
 
 
 class onednn:
-    """A context in which float32 products go to oneDNN."""
+    """Context in which float32 products go to oneDNN."""
 
     def __enter__(self) -> None:
         self.before = torch.get_float32_matmul_precision()
@@ -87,10 +85,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, float32: Float32 = "onednn",
            packed: bool = False) -> Tensor:  # fmt: skip
-    """F.linear and its gradients; x (..., K), weight (N, K) -> (..., N).
-
-    packed: by a copy of the weight in oneDNN's layout, without gradient and graph.
-    """
+    """F.linear; x (..., K), weight (N, K) -> (..., N); packed: in oneDNN's layout."""
     grad, compiling = torch.is_grad_enabled(), _compiling()
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu") == torch.bfloat16
@@ -174,7 +169,6 @@ MOST_BYTES = 2**31  # of a model's weights: the copy doubles them
 
 
 def pack(model: nn.Module) -> None:
-    """Let converted layers use packed weights."""
     layers = [m for m in model.modules() if isinstance(m, Linear | OneDNNHead)]
     weights = [m.weight for m in layers if m.weight is not None]
     half = any(w.dtype == torch.bfloat16 for w in weights)
@@ -184,9 +178,9 @@ def pack(model: nn.Module) -> None:
 
 
 class _Packed(NamedTuple):
-    alias: Tensor  # of the weight: keeps its address from other tensors
+    alias: Tensor  # keeps the weight's address from other tensors
     key: tuple[object, ...]
-    sample: Tensor  # a view of its first numbers
+    sample: Tensor  # view of its first numbers
     before: Tensor  # their copy
     weight: Tensor
 
@@ -195,14 +189,13 @@ _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> _Packe
 
 
 def _packed_weight(weight: Tensor) -> Tensor:
-    """The weight in oneDNN's layout, packed again when it has changed. A write through .data has
-    no version, but changes the first 16 numbers."""
+    """The weight in oneDNN's layout. A write through .data has no version: see `sample`."""
     key = weight._version, weight.data_ptr(), weight.dtype
     found = _packed.get(weight)
     if found is None or found.key != key or not torch.equal(found.sample, found.before):
         alias = weight.detach()
         made = torch.ops.mkldnn._reorder_linear_weight(alias, ROWS)
-        sample = alias[0, :16]  # spread ones are slow
+        sample = alias[0, :16]
         found = _packed[weight] = _Packed(alias, key, sample, sample.clone(), made)
     return found.weight
 
@@ -234,7 +227,7 @@ def _amd() -> bool:
 
 
 def why_not(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> str:
-    """Why not to use oneDNN for float32 products, or ""; wanted=None: where it is faster."""
+    """Why not to use oneDNN for float32 products, or ""."""
     if wanted is False:
         return "--onednn=False"
     if device.type != "cpu" or dtype != torch.float32:
@@ -255,10 +248,10 @@ LEAST_WIDTH = {"AMX": 128, "AVX512_BF16": 384}
 
 
 def why_not_bfloat16(n_embd: int) -> str | None:
-    """Why it is slower than float32 here, or None."""
+    """Why bfloat16 is slower here, or None."""
     if not (units := bfloat16_units()):
         return "this processor has no units for it (AMX, AVX512_BF16)"
-    if units == "AVX512_BF16" and not _amd():  # Intel's do as many operations a cycle as float32's
+    if units == "AVX512_BF16" and not _amd():  # Intel's units are as slow as float32's
         return "AVX512_BF16 is faster on AMD's processors only"
     if n_embd < LEAST_WIDTH[units]:
         return f"bfloat16 is measured faster from n_embd={LEAST_WIDTH[units]} on, this is {n_embd}"
