@@ -39,7 +39,7 @@ Cache = Any  # one step of a KV cache, or a layer of it: inference/cache.py
 
 @dataclass(frozen=True)
 class GPTConfig(ModelOptions):
-    """ModelOptions and what few models need. Raises ValueError if they are inconsistent."""
+    """ModelOptions and what few models need. Raises ValueError if inconsistent."""
 
     vocab_size: Size = 50304  # GPT-2's 50257, rounded up to a multiple of 64 for speed
     bias: bool | Literal["qkv"] = True  # as GPT-2's checkpoints; train.py's default is False
@@ -181,7 +181,7 @@ class CausalSelfAttention(nn.Module):
         view = None  # how to read a static or a paged cache: attention/masks.py
         if cache is not None:
             k, v, view = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
-            if segments is not None:  # of the keys that this layer's window has kept
+            if segments is not None:  # of the keys that the window has kept
                 segments = segments[:, -k.shape[1] :]
         alibi = {} if slopes is None else {"alibi_slopes": slopes}
         y = attend(q, k, v, spec, segments=segments, cache=view, **alibi)  # (B, T, H, D)
@@ -340,7 +340,7 @@ class GPT(nn.Module):
         return now._replace(compiled=now.compiled or self.compiled_blocks)
 
     def plan(self, B: int = 1, ranks: Ranks | None = None, **changes: Any) -> Plan:
-        """Choose each layer's kernel for a phase in advance: as phase(), with `changes`."""
+        """Choose each layer's kernel in advance, for phase() with `changes`."""
         return self.plans.plan(self.phase()._replace(**changes), B, ranks)
 
     @torch.no_grad()

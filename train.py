@@ -21,7 +21,7 @@ from typing import Any
 from core.options import ALIASES, IGNORED, TrainConfig
 from core.settings import Loaded, exit_on_user_error, read, read_early, user_errors
 
-if __name__ == "__main__":  # --help and mistakes come before torch, which takes seconds
+if __name__ == "__main__":  # mistakes come before torch, which takes seconds
     read_early(TrainConfig, sys.argv[1:], aliases=ALIASES, ignored=IGNORED)
 
 import torch
@@ -55,15 +55,15 @@ class Run:
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
     splits: dict[str, data.Tokens]  # "train" and "val": (N,) tokens
-    borders: data.loader.Documents | None  # of the documents that the mask keeps apart
-    attention: Resolution  # the kernel of the training steps
+    borders: data.loader.Documents | None  # of documents, for the mask
+    attention: Resolution  # of the training steps
     micro_steps: int  # micro-batches per step in this process
     saver: checkpoint.Saver
     step: int  # steps done
     saved_step: int  # of the newest checkpoint
     sequences_seen: int
     evaluated: bool  # False: the evaluation after this step is to come
-    val_loss: float | None = None  # of the last evaluation
+    val_loss: float | None = None
 
 
 def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
@@ -192,7 +192,7 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
     distributed = run.distributed
     device = distributed.device
     warm = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
-    found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
+    found_inf = torch.zeros((), device=device)  # 1: a loss or gradient is not finite
     batches = data.Batches(run.splits["train"], config.block_size, config.global_batch, config.seed,
                            device, run.borders, (run.step, run.sequences_seen))  # fmt: skip
     runtime.settle(device)

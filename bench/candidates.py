@@ -86,7 +86,7 @@ class Candidate:
         return self
 
     def for_decoding(self, compile: bool, weights: str) -> Candidate:
-        """compile: static decode steps; weights: "int8" for ours only."""
+        """compile: decode steps of a static cache; weights: "int8" for ours only."""
         self.compile = compile
         self.model.to(self.setup.dtype).eval()
         return self

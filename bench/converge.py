@@ -169,7 +169,6 @@ class Converging(train.Training):
         return {**answer, "peak_bytes": machine.memory(self.device)}
 
     def warm_up(self, request: Json) -> Json:
-        """Compile without an update: every step counts."""
         if self.compiled:
             with self.setup.autocast:
                 self.who.loss(*self.batches.get(0)).backward()

@@ -53,7 +53,7 @@ def texts(bench: Bench[Decode]) -> list[Json]:
         given = f"--prompts, --new_tokens: {longest} + {new}"
         raise UserError(f"{given} tokens exceed --block_size={T}")
     caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
-    if config.compile:  # last: another cache's plan recompiles its graphs
+    if config.compile:  # last: see warm_up()
         caches.sort(key="static".__eq__)
     shapes = itertools.product(sizes, prompts, caches, config.constraint)
     keys = ("B", "P", "cache", "constraint")

@@ -1,7 +1,5 @@
-"""Models of transformers with random weights, and all candidates' float32 reference.
-
-A rival GPT-2 always has biases; its MFU uses the same FLOPs as all others.
-"""
+"""Models of transformers with random weights, and all candidates' float32 reference. A rival GPT-2
+always has biases; its MFU uses the same FLOPs as all others."""
 
 from __future__ import annotations
 
@@ -31,14 +29,14 @@ from model import GPTConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KIND = "bench.hf:HuggingFace="  # and the name of an attention
+KIND = "bench.hf:HuggingFace="
 CACHES = ("dynamic", "static")
 FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sinks")
 
 
 @dataclass(frozen=True)
 class Counted:
-    layers: list[Json]  # FIELDS of each attention layer's Spec
+    layers: list[Json]  # FIELDS
     parameters: int
     other_flops: float  # a token, without attention
     n_embd: int
@@ -88,7 +86,7 @@ def ours(backend: str) -> str:
 
 
 def specs_of(model: PreTrainedModel, x: Tensor) -> list[Spec]:
-    """Specs for x (B, T) int64; sets eager attention. UserError: not causal."""
+    """Layers' Specs for x (B, T) int64; sets eager attention. UserError: not causal."""
     with torch.no_grad():
         model(input_ids=x, use_cache=False)
     model.config._attn_implementation = "eager"
@@ -99,7 +97,7 @@ def specs_of(model: PreTrainedModel, x: Tensor) -> list[Spec]:
 
 
 def parameters(model: PreTrainedModel) -> int:
-    """Without embeddings that are only looked up."""
+    """Number of parameters but embeddings that are only looked up."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= {id(head.weight)} if head is not None else set()
@@ -201,7 +199,7 @@ class Reference:
             "loss": total,
             "gradient_norm": who.gradient_norm(),
             "flops_per_token": per_token,
-            # in 6 N, but not counted by torch
+            # in 6 N, not counted by torch
             "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
         }
         if job.hf:

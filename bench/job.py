@@ -21,7 +21,7 @@ from core.options import TrainConfig
 from core.settings import UserError, user_errors
 
 HF = ("eager", "sdpa", "flash_attention_2")
-# Longest sequences of slow backends that are not named.
+# Longest sequences, unless they are named.
 LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
 S = TypeVar("S", bound=Measured)
 
@@ -117,18 +117,17 @@ class Bench(Generic[S]):
 @dataclass(frozen=True)
 class Plan:
     work: str
-    jobs: Mapping[str, Json]  # row -> job, the most valuable first
+    jobs: Mapping[str, Json]  # row -> job, most valuable first
     rounds: int
     specs: Sequence[Json]  # fields of Specs; a backend that supports none is not started
     points: Sequence[Json] = ({},)
     longest: Mapping[str, int] = field(default_factory=dict)  # tokens of a slow backend
-    skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""  # why, or ""
+    skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""
     one_process: bool = False  # for all rounds of a candidate
     reference: Json | None = None
 
 
 def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """{row: argument of candidates.build()} for --rival."""
     found: dict[str, str] = {}
     for word in words:
         name, _, path = word.partition("=")

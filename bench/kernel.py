@@ -67,7 +67,7 @@ def grid(bench: Bench[Kernel]) -> list[Json]:
 
 
 def too_long(bench: Bench[Kernel], row: Row, rows: Sequence[Row]) -> str:
-    """Why a row is not measured, or ""."""
+    """Reason not to measure a row, or ""."""
     point = row["point"]
     for other in (r for r in rows if r["backend"] == row["backend"] and r["rounds"]):
         took, at = min(r["ms"] for r in other["rounds"]) / 1e3, other["point"]
@@ -79,7 +79,7 @@ def too_long(bench: Bench[Kernel], row: Row, rows: Sequence[Row]) -> str:
 
 
 def flops_of(point: Json, causal: bool) -> float:
-    """Of a forward call; a backward has twice as many."""
+    """FLOPs of a forward call; a backward has twice as many."""
     B, T, H, D, window = (point[name] for name in ("B", "T", "H", "D", "window"))
     return 4 * B * H * D * T * (mean_keys(T, window) if causal else T)
 

@@ -31,7 +31,7 @@ MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 DRIVER = Path("/proc/driver/nvidia/version")
 CONTEXT = 600_000_000  # bytes of a CUDA context, which no allocator counts
-LARGEST_COPY = 2**30  # bytes, beyond the caches
+LARGEST_COPY = 2**30
 SLICE = 2**26  # bytes of a copy on a CPU: a fraction of a scheduler's turn
 NO_MEMORY = re.compile(f"bad_alloc|could not create a (primitive|memory)|{OUT_OF_MEMORY.pattern}")
 
@@ -131,7 +131,7 @@ def bandwidth(device: torch.device, limit: int | None) -> float:
         (2, lambda x, y: y.copy_(x)), (1, lambda x, y: x.sum())
     ]  # fmt: skip
     clock, best, began = Clock(device), 0.0, time.perf_counter()
-    least, sweeps = 0.5 if cuda else 0.0, 0  # seconds in which a GPU raises its clocks
+    least, sweeps = 0.5 if cuda else 0.0, 0  # seconds: a GPU raises its clocks
     while (passed := time.perf_counter() - began) < least or sweeps < (5 if passed < 4 else 2):
         for (x, y), (moved, move) in itertools.product(slices, kinds):
             start = clock.start()

@@ -1,7 +1,5 @@
-"""Rooflines of a training step, next to the time of its kernels (core/profile.py).
-
-The larger of FLOPs at peak rate and bytes at full bandwidth (Williams, Waterman and Patterson 2009,
-CACM 52(4)), for perfectly fused kernels.
+"""Rooflines of a training step: the larger of FLOPs at peak rate and bytes at full bandwidth
+(Williams, Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels.
 
 A step has N tokens in m micro-batches; L layers, C channels, E = H * D = C, K = Hkv * D, V tokens
 in the vocabulary, P weights; a: bytes of an activation (2 or 4); weights, gradients and AdamW's
@@ -75,7 +73,7 @@ class Work:
 def work(
     config: GPTConfig, sequences: float, micro: int, dtype: str, clip: bool
 ) -> dict[str, Work]:
-    """`sequences` is fractional with context parallelism."""
+    """Work by part; `sequences` may be fractional (context parallelism)."""
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
     a = 4 if dtype == "float32" else 2
@@ -113,7 +111,7 @@ def beside(ms: float, least: float) -> float | None:
 
 
 def computed(found: Json, row: Row, part: Json) -> Json:
-    """What follows from a profile's times; older records have one micro-batch."""
+    """Figures from a profile's times; older records have one micro-batch."""
     model, settings, m = hf.model_of(part), part["settings"], part["machine"]
     old, micro = "parts" in found, settings["gradient_accumulation_steps"]
     batch, micro = (row["batch_size"], 1) if old else (row["batch_size"] * micro, micro)

@@ -65,7 +65,7 @@ def measure(name: str, bench: Bench[Any], stop: Stop) -> Json:
 
 
 def kernels(bench: Bench[Any]) -> list[Plan]:
-    """At 4,096 tokens also other heads, and a window."""
+    """All lengths; at 4,096 tokens also other heads, and a window."""
     points = kernel.grid(bench)
     at = next(p for p in points if p["T"] == LENGTHS[1])
     H, width = at["H"], at["H"] * at["D"]
@@ -102,7 +102,7 @@ def convergence(bench: Bench[Any], names: tuple[str, ...], stop: Stop) -> Json:
 
 
 class Proof:
-    """`python -m attention check`; an error may break the process."""
+    """Tests of `python -m attention check`; an error may break the process."""
 
     def __init__(self, sent: Json) -> None:
         self.device = Job(sent).device
@@ -117,7 +117,7 @@ class Proof:
 
 
 def items(dtypes: list[str]) -> list[dict[str, str]]:
-    """The most informative first; without torch.compile's, which are slow."""
+    """Tests, the most informative first, without torch.compile's, which are slow."""
     order = {"causality": 0, "dropout": 2, "determinism": 2, "caches": 2}  # the cases' features: 1
     return [
         {"what": item.name, "feature": item.features[0], "dtype": dtype}
@@ -174,7 +174,7 @@ def proof(bench: Bench[Any], stop: Stop) -> Json:
 def run(bench: Bench[Any], about: Json, given: Container[str], stop: Stop,
         folder: Callable[[], Path]) -> Json:  # fmt: skip
     config, free, names = bench.config, bench.machine["free_memory"], [*STAGES]
-    if bench.cuda and "batch_size" not in given:  # what fits, in one micro-batch
+    if bench.cuda and "batch_size" not in given:  # what fits
         batch = 64 if free >= 70e9 else 16 if free >= 22e9 else 4
         config = replace(config, gradient_accumulation_steps=1, batch_size=batch)
         bench = replace(bench, config=config)
@@ -210,7 +210,7 @@ def run(bench: Bench[Any], about: Json, given: Container[str], stop: Stop,
 
 
 def ranked(content: Json, bench: Bench[Any]) -> tuple[str, ...]:
-    """By time at 1,024 tokens, if known; sdpa runs everywhere."""
+    """Backends by time at 1,024 tokens, if known; sdpa runs everywhere."""
     known = [r for r in rows_of(content, "kernels") if r["status"] == "ok"]
     at = (1, LENGTHS[0])
     ms = {r["backend"]: r["ms"] for r in known if (r["point"]["B"], r["point"]["T"]) == at}

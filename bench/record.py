@@ -41,7 +41,7 @@ SHORT = {  # names in attention/proof.py's KERNELS; empty: none
 ON_GPU = {  # names on the device
     "flex": "flex",
     "flex_flash": "flash",
-    # PyTorch's own FlashAttention-2 is not the package.
+    # Not PyTorch's own FlashAttention-2.
     "flash_attn_2 flash_attn_3 flash_attn_4 hf_flash_attention_2": "^(?!.*pytorch_).*flash",
 }
 FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
@@ -63,7 +63,7 @@ def git_state() -> Json:
 def complete(content: Json) -> Json:
     content = copy.deepcopy(content)
     if content["mode"] != "qualify":
-        if "n_layer" in content["settings"]:  # not of attention alone
+        if "n_layer" in content["settings"]:
             model, both = hf.model_of(content), {"mfu": False, "mfu_causal": True}
             counts = {
                 of: flops.flops_per_token(model, model.block_size, c) for of, c in both.items()

@@ -16,7 +16,7 @@ from core import flops
 MODES: dict[str, Mode] = {
     "train": train.MODE, "kernel": kernel.MODE, "decode": decode.MODE, "converge": converge.MODE
 }  # fmt: skip
-SLOW = 0.6  # of the peak: slower large products are suspicious
+SLOW = 0.6  # of the peak, for large products
 SHARES = {"mfu": "mfu", "share": "share of the peak", "mbu": "mbu"}
 MEASURE = "[MEASURE.md](../../../docs/MEASURE.md)"  # as seen from bench/records/NAME
 
@@ -45,7 +45,7 @@ def sections_of(content: Json) -> list[Json]:
 
 
 def incomplete(rows: list[Row], part: Json, why: str) -> str:
-    """Why a record is incomplete, or ""."""
+    """Reason why a record is incomplete, or ""."""
     none = sum(row["status"] == "stopped" for row in rows)
     rounds = MODES[part["mode"]].rounds(part["settings"])
     few = sum(row["status"] == "ok" and len(row["rounds"]) < rounds for row in rows)
@@ -126,7 +126,7 @@ def readme(content: Json) -> str:
 
 
 def terminal(content: Json) -> str:
-    """Without what the user knows; conclusions last."""
+    """Text without what the user knows; conclusions last."""
     hidden = ("command", "date", "commit", "device", "software")
     known = {"incomplete": content.get("incomplete", ""), **facts(content)}
     known["no reference"] = content.get("reference", {}).get("why", "")

@@ -1,8 +1,5 @@
-"""Candidates in turn, A B C A B C, each in its own process.
-
-A group (one candidate, on CUDA three) starts, warms up and has a first round each (two with a time
-limit); then all have the others in turn, as clocks drift.
-"""
+"""Candidates in turn, A B C A B C, each in its own process. Groups (of one, on CUDA three) start
+and have a first round; then all have the others: a drifting clock affects all alike."""
 
 from __future__ import annotations
 
@@ -33,14 +30,13 @@ class Turns:
         self.rows: dict[str, Row] = {}
         self.ended: set[str] = set()
         self.workers: dict[str, Worker] = {}
-        self.refused: dict[str, Failure] = {}  # candidates that cannot be built
+        self.refused: dict[str, Failure] = {}
         self.peak = 0  # bytes of the largest process
         self.crowded = False  # sleeping processes do not fit into memory
         self.fresh = False  # every round had a new process
         self.took: dict[bool, float] = {}  # longest seconds of a group, by: new?
 
     def run(self, plan: Plan) -> None:
-        """Measure a plan; known rows get more rounds."""
         self.plan, bench = plan, self.bench
         refused = bench.refused(plan.specs)
         none: Json = {"mode": bench.mode, "status": "stopped", "why": ["no round was measured"]}
@@ -122,7 +118,6 @@ class Turns:
         self.drop(*self.workers)
 
     def prepare(self, group: list[Row]) -> None:
-        """Start and warm up a group at once."""
         started, again = [], []
         for row in group:
             try:
@@ -153,7 +148,7 @@ class Turns:
 
     def start(self, row: Row) -> None:
         """Send the warm-up; with --batch_size=auto find the size in another process, as memory
-        fragments. Failure: the row is not worth a process, or time is up."""
+        fragments. Failure: not worth a process, or time is up."""
         name, plan, stop, timeout = row["backend"], self.plan, self.stop, self.bench.config.timeout
         stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
         if not row["rounds"]:

@@ -1,8 +1,5 @@
-"""Figures of rounds, tables, modes.
-
-A row has `mode`, `backend`, `point`, `status` (ok, or unavailable, failed, skipped, stopped with
-`why`), `rounds`, and the figures of its mode.
-"""
+"""Figures of rounds, tables, modes. A row has `mode`, `backend`, `point`, `status` (ok; with `why`
+unavailable, failed, skipped, stopped), `rounds`, and its mode's figures."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ NOISY = 0.05  # distance of the quartiles over the median
 ENOUGH = 3  # rounds; fewer are noisy
 WIDE = 40  # characters; longer cells are not padded
 TIMES = ("ms", "forward_ms", "backward_ms", "optimizer_ms", "first_ms")
-RELATIVE = {"mfu", "causal", "roofline ms", "times", "limit"}  # columns that use the peak
+RELATIVE = {"mfu", "causal", "roofline ms", "times", "limit"}  # of the peak
 
 
 class Column(NamedTuple):

@@ -1,8 +1,5 @@
-"""The mode train: training steps on random tokens.
-
-A step is train.train_step; a rival has its own loop's. Compare whole steps: our forward pass
-includes gradients of head and loss.
-"""
+"""The mode train: training steps on random tokens, by train.train_step or a rival's own loop.
+Compare whole steps: our forward pass includes gradients of head and loss."""
 
 from __future__ import annotations
 

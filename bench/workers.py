@@ -1,7 +1,5 @@
-"""A process for each candidate: a request builds it, warms it up or measures a round.
-
-An answer is JSON or a Failure. A process ends with its parent, and all that it started.
-"""
+"""A process for each candidate: a request builds it, warms it up or measures a round. An answer is
+JSON or a Failure. A process ends with its parent, and all that it started."""
 
 from __future__ import annotations
 
@@ -46,8 +44,6 @@ class Failure(Exception):
 
 
 class Stop:
-    """Deadline and signals that end the bench."""
-
     def __init__(self, deadline: float | None = None, signals: StopSignal | None = None) -> None:
         self.deadline = math.inf if deadline is None else deadline
         self.signals = signals
@@ -82,7 +78,6 @@ class Stop:
         print(f"[{time.monotonic() - self.began:4.0f} s] {line}", file=sys.stderr, flush=True)
 
     def watch(self, what: str) -> None:
-        """Tell, at most every two seconds."""
         if time.monotonic() - self.told >= 2:
             self.told = time.monotonic()
             self.tell(what)
@@ -102,7 +97,7 @@ class Worker:
         # Python warns of killed compilers' semaphores.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")  # else it runs the user's script again
+        sys.modules["__main__"] = ModuleType("__main__")  # else it runs again
         # Ctrl-C reaches it until it has its own process group.
         resource_tracker.ensure_running()  # it unblocks Ctrl-C
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -128,7 +123,7 @@ class Worker:
                     raise EOFError
             answer = self.pipe.recv()
         except (EOFError, OSError):
-            self.stop.check()  # perhaps ended by Ctrl-C, too
+            self.stop.check()  # perhaps by Ctrl-C
             raise Failure("died", self.death()) from None
         if isinstance(answer, Failure):
             raise answer
@@ -151,7 +146,7 @@ class Worker:
     def close(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
-        self.process.kill()  # it may have no group of its own yet
+        self.process.kill()  # it may have no group yet
         self.process.join()
         self.pipe.close()
         self.errors.close()

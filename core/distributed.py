@@ -106,7 +106,6 @@ class DistInfo:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def name_missing(self, error: Exception, resume: str) -> None:
-        """Print the ranks missing after a failed collective."""
         text = str(error).lower()
         of_group = isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
         if self.control is None or not of_group:
@@ -166,7 +165,7 @@ class Stop(StopSignal):
     def __init__(self, distributed: DistInfo) -> None:
         super().__init__()
         self.distributed = distributed
-        self.random: dict[str, torch.Tensor] = {}  # state before the step
+        self.random: dict[str, torch.Tensor] = {}  # before the step
 
     def mark(self, part: str) -> None:
         """Check between micro-batches; Stopped leaves the state as before the step."""

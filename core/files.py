@@ -64,7 +64,6 @@ def write_at_once(path: Path, content: str | bytes) -> None:
 
 
 def printable(text: object) -> str:
-    """One line, control characters escaped."""
     return escaped(str(text)).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -83,10 +82,8 @@ def _quoted(word: str) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create --out_dir and keep other processes out of it. Raises UserError.
-
-    `.lock` serves all machines that share the disk; the socket outlasts a deleted folder.
-    """
+    """Create --out_dir and keep other processes out: by `.lock`, on a shared disk too; by a socket,
+    also if the folder is deleted. Raises UserError."""
     import fcntl
 
     path, there, option = folder / ".lock", os.path.exists(folder), f"--out_dir={printable(folder)}"

@@ -218,7 +218,7 @@ class Speed:
         """Fields of records; MFU above 1 is None, with "mfu_why"."""
         full, causal = self.mfu
         row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
-        if causal > 1:  # every kernel has to do these operations
+        if causal > 1:  # every kernel does these operations
             why = f"the run exceeds the peak of {self.peak}"
             row |= {"mfu": None, "mfu_causal": None, "mfu_why": why}
         elif full > 1:  # a kernel may leave out the masked pairs

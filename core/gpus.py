@@ -1,7 +1,5 @@
-"""Peak rates, memory, bandwidth and links of GPUs.
-
-Dense rates from the row's datasheet; memory from NVIDIA (MIG, NIM), AMD's ROCm or third parties.
-"""
+"""Peak rates, memory, bandwidth and links of GPUs. Dense rates from the row's datasheet; memory
+from NVIDIA (MIG, NIM), AMD's ROCm or third parties."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from attention.machine.gpus import MAKERS, describe, nearest, words
 
 @dataclass(frozen=True)
 class GPU:
-    """A longer name ("Laptop GPU", a MIG slice) does not match a row."""
+    """A row; a longer name ("Laptop GPU", a MIG slice) does not match it."""
 
     name: str  # torch.cuda.get_device_name()
     tflops: tuple[float, float | None, float]  # half, TF32, float32

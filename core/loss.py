@@ -1,7 +1,5 @@
-"""Cross entropy of x @ weight.T without storing all logits.
-
-The forward pass computes loss and both gradients, (softmax - onehot) / n, chunk by chunk.
-"""
+"""Cross entropy of x @ weight.T without storing all logits: the forward pass computes loss and
+both gradients, (softmax - onehot) / n, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -45,9 +43,8 @@ class Head(nn.Module):
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
                          matmul_switch: Switch = nullcontext) -> Tensor:  # fmt: skip
-    """Mean cross entropy of x @ weight.T in nats: float32 (), or float64 as x.
-
-    NaN with zero gradients if all targets are ignored, as F.cross_entropy.
+    """Mean cross entropy of x @ weight.T in nats: float32 (), or float64 as x. All targets ignored:
+    NaN with zero gradients, as F.cross_entropy.
 
     x: (N, C); weight: (V, C); targets: (N,) int64, or IGNORE.
     """

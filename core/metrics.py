@@ -105,12 +105,11 @@ class Metrics:
 class Meter:
     def __init__(self, distributed: DistInfo, model: Sizes, config: TrainConfig, backend: Backend,
                  step: int) -> None:  # fmt: skip
-        """Print the peak, and the time of the steps at it."""
         device = distributed.device
         self.distributed = distributed
         self.model = model
         self.config = config
-        self.tokens = config.global_batch * config.block_size  # of a step
+        self.tokens = config.global_batch * config.block_size
         self.peak = peak(device, config.dtype, config.peak_tflops)
         self.speeds: list[Speed] = []
         self.quiet: list[Speed] = []  # without other programs
@@ -118,7 +117,7 @@ class Meter:
         self.core_waits = time.perf_counter(), waited()
         self.metrics: Metrics | None = None
         self.counted: list[Tensor] = []  # keys_seen() since the last line
-        self.keys: float | None = None  # their mean
+        self.keys: float | None = None
         if backend.mods is not None:  # flex:FILE.py
             self.keys = backend.mods.mean_keys(config.block_size, model.n_head, device)
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, config.max_iters - step)  # s
@@ -131,7 +130,6 @@ class Meter:
         return Speed(self.model, T, tokens_per_s, self.peak, n, self.keys)
 
     def count(self, *starts: Tensor) -> None:
-        """Count visible keys; starts: of keys_seen()."""
         self.counted += [keys_seen(t, self.model.windows).expand(len(t)) for t in starts]
 
     def restart(self, step: int, timed: bool) -> None:
@@ -184,7 +182,7 @@ class Meter:
         return self.peak.measured and share > 1 - ALONE
 
     def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
-        """good: the checkpoint before, and the command to continue."""
+        """good: the last checkpoint, and the command to continue."""
         name = "+".join([kernel.backend.name, *kernel.kernels])
         found = f"(loss {loss}, lr {lr:.2e}, kernel {name}; docs/TRAIN.md)"
         why = f"a loss or gradient is not finite at step {step} or shortly before {found}"

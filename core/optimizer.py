@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Config = Any  # TrainConfig, or the course's Task
-Group = dict[str, Any]  # of parameters
+Group = dict[str, Any]
 
 FLAT = 0.3  # of the steps, before a linear decay
 
@@ -216,7 +216,6 @@ class Muon(torch.optim.AdamW):
 
     @property
     def flops(self) -> int:
-        """Of a step's iterations, over all processes."""
         total = 0
         for group in muon_only(self):
             n, C = len(group["params"]), group["params"][0].shape[1]
@@ -249,11 +248,9 @@ def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
 @record_function(profile.UPDATE)
 def update(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, loss: Tensor, clip: float,
            found_inf: Tensor) -> None:  # fmt: skip
-    """Clip gradients to the global norm `clip` (0: off), and step. Nothing waits for the device.
-
-    If the loss or a gradient is not finite, no weight changes and found_inf, float32 (), is set to
-    1; in float16 a gradient only lowers the loss scale.
-    """
+    """Clip gradients to the global norm `clip` (0: off), and step. If the loss or a gradient is not
+    finite, no weight changes and found_inf, float32 (), is set to 1; in float16 a gradient only
+    lowers the loss scale. Nothing waits for the device."""
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler.is_enabled():
         scaler.unscale_(optimizer)

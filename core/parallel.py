@@ -1,8 +1,5 @@
-"""A model over several processes: copies (DDP) or shards (FSDP2); docs/SCALE.md.
-
-FSDP2 shards parameters, gradients, optimizer state along the first dimension (ZeRO-3, Rajbhandari
-et al. 2020, arXiv 1910.02054).
-"""
+"""A model over several processes: copies (DDP) or shards (FSDP2, as ZeRO-3, Rajbhandari et al.
+2020, arXiv 1910.02054); docs/SCALE.md."""
 
 from __future__ import annotations
 
@@ -73,7 +70,6 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
 
 
 def ring(distributed: DistInfo, T: int) -> Ring | None:
-    """The processes that share T tokens. Raises UserError."""
     if distributed.context_parallel > T:
         n = distributed.context_parallel
         raise UserError(f"--context_parallel={n} processes cannot share --block_size={T} tokens")
@@ -106,10 +102,8 @@ def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast
 
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
-    """Weights of micro-batches by their targets, (n,) int64 -> float32 (n,).
-
-    Scaled by the number of processes, over which gradients are averaged.
-    """
+    """Weights (n,) float32 of micro-batches by their targets (n,) int64, times the processes, over
+    which gradients are averaged."""
     total = targets.sum()
     processes = 1
     if isinstance(module, DistributedDataParallel) or is_sharded(module):
@@ -171,7 +165,6 @@ def deal(rows: Tensor, like: Tensor, mesh: DeviceMesh | None
         rows: (n, r, C), this process's rows: all, or FSDP's shard.
         like: a parameter (R, C), sharded as `rows`.
         mesh: processes with all rows (DDP); None: one, or FSDP.
-
     Returns (m, R, C), this process's share, and a function from its results to (n, r, C).
     """
     mesh = getattr(like, "device_mesh", mesh)

@@ -1,7 +1,5 @@
-"""Time of a training step by classes of kernels, from PyTorch's profiler.
-
-CUDA: kernels, which may overlap. CPU: operators without those inside, and Inductor's kernels.
-`gaps`: the rest of the step.
+"""Time of a training step by classes of kernels, from PyTorch's profiler:
+on CUDA of kernels, which may overlap, on CPUs of operators and Inductor's kernels.
 
     products        matrix products, of the head too
     attention       attention kernels; manual's batched products and softmax

@@ -81,20 +81,20 @@ class Decision:
 @dataclass(frozen=True)
 class Setup:
     device: torch.device
-    dtype: torch.dtype  # of matrix products; weights stay in float32
+    dtype: torch.dtype  # weights stay in float32
     compile: Decision
     compile_mode: str
     onednn: Decision
     residual: str = "float32"  # dtype between the blocks, or "autocast"
     why_dtype: str = ""
-    few_rows: bool = True  # decoding may use oneDNN for a few rows
+    few_rows: bool = True  # in decoding, by oneDNN
 
     @classmethod
     def of(cls, device: torch.device, dtype: str = "auto", *, residual_dtype: str = "auto",
            tf32: bool = True, compile: bool | None = False, compile_mode: str = "default",
            onednn: bool | None = None, deterministic: bool = False,
            n_embd: int | None = None) -> Setup:  # fmt: skip
-        """Decide (None: the faster), and set PyTorch's global switches."""
+        """Decide, and set PyTorch's global switches."""
         # Not by fp32_precision: Inductor fails where it reads the older settings.
         torch.set_float32_matmul_precision("highest")  # PyTorch refuses a mix with allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32

@@ -102,11 +102,8 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
            ignored: Mapping[str, str] = {}, positional: str | None = None,
            shown: Collection[str] | None = None
            ) -> tuple[Values, dict[str, str], tuple[str, ...]]:  # fmt: skip
-    """Given values, origins, notes.
-
-    aliases: other name -> field; ignored: other program's setting -> why; positional: field of bare
-    words, or None for config files.
-    """
+    """Given values, origins, notes. aliases: other name -> field; ignored: other setting -> why;
+    positional: field of bare words, or None for config files."""
     hints = _hints(cls)
     fields = {name: name for name in hints} | dict(aliases)
     switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
@@ -150,7 +147,6 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
-    """From a saved asdict()."""
     if not isinstance(mapping, Mapping):
         raise UserError(f"{origin}: expected an object of settings, got {str(mapping)[:60]}")
     hints = _hints(cls)
@@ -162,10 +158,8 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
 
 
 def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) -> NoReturn:
-    """Exit with main's code, 2 (UserError), or 130, 143, 129 (signals).
-
-    lasting: a closed or full stdout does not end main.
-    """
+    """Exit with main's code, 2 (UserError), or 130, 143, 129 (signals). lasting: a closed or full
+    stdout does not end main."""
     terminal.prepare("stderr", *["stdout"] * lasting)
     try:
         terminal.raise_on_signals()
@@ -216,7 +210,7 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
 
 
 def check_fields(settings: object) -> None:
-    """For __post_init__; lists become tuples."""
+    """Check in __post_init__; lists become tuples."""
     for name, hint in _hints(type(settings)).items():
         value = check(hint, getattr(settings, name), name)
         if isinstance(value, tuple):
@@ -317,10 +311,8 @@ _CALLS: Values = {f.__name__: f for f in (str, int, float, min, max)} | {"time.t
 
 
 def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield ("path:line", name, value, is it used later?) of each assignment, added to `known`.
-
-    Nothing is executed.
-    """
+    """Yield ("path:line", name, value, is it used later?) of each assignment, added to `known`;
+    nothing is executed."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(LARGEST + 1)
@@ -359,7 +351,7 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
 
 
 def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
-    """ValueError, among others, also if it could exhaust memory."""
+    """The value. ValueError, among others, also if it could exhaust memory."""
     value: Any
     match node:
         case ast.Constant(value=None | str() | int() | float() as value):

@@ -17,7 +17,7 @@ from core.runtime import decide_residual
 from core.settings import UserError
 from model import GPTConfig
 
-SHARE = 0.95  # of the memory that may be used
+SHARE = 0.95  # of the memory
 
 
 def cluster(config: Settings) -> tuple[Cluster, list[str]]:
@@ -137,7 +137,6 @@ def row(plan: Plan) -> Json:
 
 
 def sections(rows: list[Json], given: str = "") -> list[tuple[str, Cells]]:
-    """`given` marks the times."""
 
     def gb(n: float) -> str:
         return "-" if not n else f"{n / 1e9:.2g}" if n < 1e8 else tables.number(n / 1e9)

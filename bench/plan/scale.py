@@ -62,7 +62,7 @@ class Job:
     batch: int
     checkpointing: bool = False
     clip: bool = True
-    residual: int = 4  # bytes of an element of the residual stream
+    residual: int = 4  # bytes of an element between blocks
 
 
 @cache
@@ -85,7 +85,7 @@ def parameters(m: GPTConfig) -> int:
 
 @dataclass
 class Plan:
-    """`context`: GPUs of a ring; "hybrid": fsdp inside a server."""
+    """A job in rings of `context` GPUs; "hybrid" is fsdp inside a server."""
 
     job: Job
     at: Cluster
@@ -157,7 +157,6 @@ class Plan:
         return collective(kind, size, *self.group, self.at)
 
     def passed(self, width: int) -> Sent:
-        """K and V of a layer, or gradients, along the ring."""
         size = 2 * self.tokens * self.kv * width
         if self.context <= self.at.node:  # neighbours
             return Sent(size, 0, HOPS[0] + size / self.at.nvlink)
@@ -213,7 +212,7 @@ class Plan:
         """Seconds of communication that computing does not hide."""
         _, forward, backward, scores = self.computing
         L, m = self.job.model.n_layer, self.micro
-        if self.parallel == "ddp":  # the last bucket, the embeddings', is never hidden
+        if self.parallel == "ddp":  # the last bucket is never hidden
             last = self.cost("all-reduce", 4 * self.root).seconds
             total = sum(times * s.seconds for kind, times, s in self.sent() if kind != "ring")
             seconds = max(min(last, total), total - L * backward)

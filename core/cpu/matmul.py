@@ -122,9 +122,7 @@ def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     """y = x W^T + b;  dx = dy W,  dW = dy^T x,  db = the sum of dy's rows.
-
-    x, bias: float32 or bfloat16; weight and its gradient: float32.
-    """
+    x, bias: float32 or bfloat16; weight and its gradient: float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -181,7 +179,7 @@ class _Packed(NamedTuple):
     alias: Tensor  # keeps the weight's address from other tensors
     key: tuple[object, ...]
     sample: Tensor  # view of its first numbers
-    before: Tensor  # their copy
+    before: Tensor
     weight: Tensor
 
 
