@@ -8,8 +8,8 @@ GPTConfig turn it, one at a time, into Llama 3 or Qwen3.
 Shapes in comments: B sequences of T tokens, C = n_embd channels, H query heads and Hkv key/value
 heads of D channels (C / H, if head_size does not say otherwise), V tokens in the vocabulary.
 
-In CausalSelfAttention.forward, `attend` is the kernel named by `config.attention_backend`. Read
-next: attention/manual.py, the formula.
+In CausalSelfAttention.forward, `attend` is the kernel that `config.attention_backend` chooses.
+Read next: attention/manual.py, the formula.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 from core.options import ALIASES, IGNORED, TrainConfig
 from core.settings import Loaded, exit_on_user_error, read, read_early, user_errors
 
-if __name__ == "__main__":  # mistakes come before torch, which takes seconds
+if __name__ == "__main__":  # --help and mistakes come before torch, which is slow
     read_early(TrainConfig, sys.argv[1:], aliases=ALIASES, ignored=IGNORED)
 
 import torch

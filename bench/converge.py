@@ -68,7 +68,7 @@ def figures(row: Row, part: Json) -> Json:
 
 
 def compare(rows: list[Row], settings: Json) -> None:
-    """In place. Allowed: the tolerance, or the baseline's standard deviation over seeds."""
+    """Compare in place. Allowed: the tolerance, or the baseline's deviation over seeds."""
     parts, several = MODE.rounds(settings), settings.get("seeds", 1) > 1
     for row in rows:
         if row["status"] == "ok" and len(row["rounds"]) < parts:

@@ -36,7 +36,7 @@ FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sink
 
 @dataclass(frozen=True)
 class Counted:
-    layers: list[Json]  # FIELDS
+    layers: list[Json]  # with FIELDS
     parameters: int
     other_flops: float  # a token, without attention
     n_embd: int

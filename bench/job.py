@@ -21,7 +21,7 @@ from core.options import TrainConfig
 from core.settings import UserError, user_errors
 
 HF = ("eager", "sdpa", "flash_attention_2")
-# Longest sequences, unless they are named.
+# Longest sequences of backends that are not named.
 LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
 S = TypeVar("S", bound=Measured)
 
@@ -122,7 +122,7 @@ class Plan:
     specs: Sequence[Json]  # fields of Specs; a backend that supports none is not started
     points: Sequence[Json] = ({},)
     longest: Mapping[str, int] = field(default_factory=dict)  # tokens of a slow backend
-    skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""
+    skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""  # reason, or ""
     one_process: bool = False  # for all rounds of a candidate
     reference: Json | None = None
 

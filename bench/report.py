@@ -206,4 +206,4 @@ def of_stages(content: Json) -> list[str]:
     found += [f"Suspicious: {text}." for text in doubts]
     for s in content["stages"]:
         found += [f"Missing: {s['name']}: {s['status']}: {s['why']}."] * (s["status"] != "done")
-    return list(dict.fromkeys(found))  # the stages have one peak
+    return list(dict.fromkeys(found))

@@ -23,8 +23,6 @@ RELATIVE = {"mfu", "causal", "roofline ms", "times", "limit"}  # of the peak
 
 
 class Column(NamedTuple):
-    """Title, field or function of a row, format."""
-
     title: str
     of: str | Callable[[Row], Any]
     show: Callable[[Any], str] = str

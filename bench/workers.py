@@ -97,7 +97,7 @@ class Worker:
         # Python warns of killed compilers' semaphores.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")  # else it runs again
+        sys.modules["__main__"] = ModuleType("__main__")  # else the user's script runs again
         # Ctrl-C reaches it until it has its own process group.
         resource_tracker.ensure_running()  # it unblocks Ctrl-C
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -208,7 +208,7 @@ def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
 
 
 def end_with_parent() -> None:
-    """End, even after kill -9, with all that was started."""
+    """End with the parent, even after kill -9, and all that was started."""
     if parent := multiprocessing.parent_process():
         parent.join()
     os.killpg(0, signal.SIGKILL)

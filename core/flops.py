@@ -125,7 +125,7 @@ def peak(device: str | torch.device, dtype: str,
 
 def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
               again: bool) -> tuple[float, str]:  # fmt: skip
-    """A kept rate and its age in words; measured again after a busy time."""
+    """A rate, kept for later, and its age in words; measured again after a busy time."""
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
     today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
     try:

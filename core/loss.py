@@ -148,7 +148,7 @@ def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
         most = min(most, 4096)
     if most == N or most < 128:
         return most
-    # Equal chunks: products of few or odd rows are slow.
+    # Equal chunks: products of few rows, or of an odd number, are slow.
     least = -(-N // (most - most % 128))
     parts = next((n for n in range(least, 2 * least) if N % (128 * n) == 0), least)
     return -(-N // (128 * parts)) * 128

@@ -117,7 +117,7 @@ class Meter:
         self.core_waits = time.perf_counter(), waited()
         self.metrics: Metrics | None = None
         self.counted: list[Tensor] = []  # keys_seen() since the last line
-        self.keys: float | None = None
+        self.keys: float | None = None  # their mean
         if backend.mods is not None:  # flex:FILE.py
             self.keys = backend.mods.mean_keys(config.block_size, model.n_head, device)
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, config.max_iters - step)  # s

@@ -176,7 +176,7 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        # as in fused AdamW
+        # As in fused AdamW: divisor of gradients, flag to change nothing.
         divisor, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         shares, returns, moved = [], [], []
         for group in muon_only(self):

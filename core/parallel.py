@@ -1,5 +1,5 @@
-"""A model over several processes: copies (DDP) or shards (FSDP2, as ZeRO-3, Rajbhandari et al.
-2020, arXiv 1910.02054); docs/SCALE.md."""
+"""A model over several processes: copies (DDP) or shards along the first dimension (FSDP2, as
+ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054); docs/SCALE.md."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
     """Weights (n,) float32 of micro-batches by their targets (n,) int64, times the processes, over
-    which gradients are averaged."""
+    which gradients are averaged; NaN without targets."""
     total = targets.sum()
     processes = 1
     if isinstance(module, DistributedDataParallel) or is_sharded(module):
@@ -159,7 +159,7 @@ def fill(target: Any, source: Tensor) -> None:
 
 def deal(rows: Tensor, like: Tensor, mesh: DeviceMesh | None
          ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # fmt: skip
-    """Divide n matrices among the processes. Collective, as is the returned function.
+    """Divide n whole matrices among the processes. Collective, as is the returned function.
 
     Args:
         rows: (n, r, C), this process's rows: all, or FSDP's shard.

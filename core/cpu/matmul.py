@@ -115,7 +115,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Inductor's operator for linear layers."""
     bias = None if bias is None else bias.contiguous()  # the operator ignores its stride
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
@@ -179,7 +178,7 @@ class _Packed(NamedTuple):
     alias: Tensor  # keeps the weight's address from other tensors
     key: tuple[object, ...]
     sample: Tensor  # view of its first numbers
-    before: Tensor
+    before: Tensor  # their copy
     weight: Tensor
 
 
@@ -249,7 +248,7 @@ def why_not_bfloat16(n_embd: int) -> str | None:
     """Why bfloat16 is slower here, or None."""
     if not (units := bfloat16_units()):
         return "this processor has no units for it (AMX, AVX512_BF16)"
-    if units == "AVX512_BF16" and not _amd():  # Intel's units are as slow as float32's
+    if units == "AVX512_BF16" and not _amd():  # Intel's are as slow as float32
         return "AVX512_BF16 is faster on AMD's processors only"
     if n_embd < LEAST_WIDTH[units]:
         return f"bfloat16 is measured faster from n_embd={LEAST_WIDTH[units]} on, this is {n_embd}"
