@@ -9,7 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
-from .spec import DTYPES, Machine, Spec
+from .spec import CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,7 @@ class Caps:
     right: bool = False  # later keys: all of them, or with `window` a number
     window: bool = True
     dropout: bool = True
-    dropout_step: float | None = None  # dropout must be a multiple of it
+    dropout_step: float | None = None  # 1/16: dropout must be a multiple of it
     segments: bool = True
     scale: bool = False
     softcap: bool = False
@@ -92,7 +92,15 @@ class Caps:
     packages: tuple[str, ...] = ()  # import names, or "a>=2.1"
     interpreted: bool = False  # only in Triton's interpreter
 
-    def lacks(self, spec: Spec, device: str) -> list[Refusal]:
+    def __post_init__(self) -> None:
+        for name, known in (("dtypes", DTYPES), ("caches", CACHES)):
+            if not {*getattr(self, name)} <= {*known}:
+                got = getattr(self, name)
+                raise ValueError(f"{name} must be some of {', '.join(known)}, got {got!r}")
+        if self.dropout_step not in (None, DROPOUT_STEP):  # other steps are one kind (Spec.kind)
+            raise ValueError(f"dropout_step must be {DROPOUT_STEP}, got {self.dropout_step!r}")
+
+    def lacks(self, spec: Spec, on: str) -> list[Refusal]:
         requested = {name: getattr(spec, name) for name in LACKS}
         requested["right"] = spec.right != 0
         # A limit on either side is a window.
@@ -103,7 +111,7 @@ class Caps:
             apart = able and split and name in ("dropout", "sinks")
             if requested[name] and (apart or not able):
                 text = f"it does not support {text}" + " when the sequence is split" * apart
-                found.append(Refusal(text.format(spec, device), name))
+                found.append(Refusal(text.format(spec, on), name))
         caches = [cache for cache in self.caches if cache == "none" or not split]
         if spec.cache not in caches:
             text = f"its caches are {', '.join(caches)}, not {spec.cache} (--kv_cache)"
@@ -127,6 +135,8 @@ class Caps:
         """Every reason why this cannot do `spec` on `machine`; empty if it can."""
         low, high = self.min_capability or (0, 0), self.max_capability or (99, 0)
         need = f"{dotted(low)} to {dotted(high)}" if self.max_capability else f">= {dotted(low)}"
+        need = dotted(low) if low == high else need
+        on = machine.name if machine.device == "cuda" else machine.device
         limits = [  # kind, refused, reason
             ("device", machine.device not in self.devices,
              f"it runs on {' and '.join(self.devices)}, not on {machine.device}"),
@@ -144,7 +154,7 @@ class Caps:
              f"it takes a head_dim up to {self.head_dim_max}, not {spec.head_dim}"),
             ("head_dim", spec.head_dim % self.head_dim_multiple,
              f"head_dim must be a multiple of {self.head_dim_multiple}, not {spec.head_dim}"),
-            *((why.kind, True, why) for why in self.lacks(spec, machine.device)),
+            *((why.kind, True, why) for why in self.lacks(spec, on)),
             ("dropout", self.dropout_step and spec.dropout % self.dropout_step,
              f"dropout must be a multiple of {self.dropout_step}, not {spec.dropout:g}"),
             ("deterministic", spec.grad and machine.deterministic and not self.deterministic,
@@ -214,16 +224,26 @@ class Backend:
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """The reasons of the Caps row with the fewest; empty if one has none."""
-        rows = [c.why_not(spec, machine) for c in self.caps if machine.device in c.devices]
+        rows = [(c.why_not(spec, machine), c) for c in self.caps if machine.device in c.devices]
         if not rows:
             devices = dict.fromkeys(d for c in self.caps for d in c.devices)
             text = f"it runs on {' and '.join(devices)}, not on {machine.device}"
             return [Refusal(text, "device")]
-        hard = {"capability": 1, "grad": 2}  # after what a user can change, the dtype
-        why = min(rows, key=lambda row: (len(row), max((hard.get(w.kind, 0) for w in row),
-                                                       default=0)))
-        install = f" ({self.install})" if self.install else ""
-        return [Refusal(w + install * (w.kind == "packages"), w.kind) for w in why]
+
+        at, hard = machine.capability or (0, 0), {"capability": 1, "grad": 2}
+
+        def distance(row: tuple[list[Refusal], Caps]) -> tuple[int, int, int]:
+            # In a tie: the nearest GPU, then what a user can change, the dtype.
+            near = max(row[1].min_capability or at, min(at, row[1].max_capability or at))
+            apart = abs(10 * (near[0] - at[0]) + near[1] - at[1])
+            return len(row[0]), apart, max((hard.get(w.kind, 0) for w in row[0]), default=0)
+
+        why = min(rows, key=distance)[0]
+        more = {"packages": f" ({self.install})"} if self.install else {}
+        if self.prebuilt and "capability" not in [
+                w.kind for w in self.prebuilt.why_not(spec, machine)]:
+            more["capability"] = "; a prebuilt kernel runs there (--attention_hub_kernels=True)"
+        return [Refusal(w + more.get(w.kind, ""), w.kind) for w in why]
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -173,7 +173,8 @@ def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
 
 
 class KernelFailed(RuntimeError):
-    pass
+    """The type and first line of a kernel's exception."""
+
 
 @contextmanager
 def attempt(backend: Backend, device: torch.device) -> Iterator[None]:

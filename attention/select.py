@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from . import hub, manual
+from . import hub
 from .caps import Backend, BackendUnavailable, Refusal, version
 from .machine.apart import apart
 from .names import RULES, get, is_backend, is_code
@@ -228,11 +228,18 @@ def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = P
     def choose() -> Resolution:
         here = Machine.here(str(device))
         chosen = resolve(name, spec, here, policy, failed, prove=prove, ranks=ranks)
+        B, Tq, Tk = shape or (0, 0, 0)  # scores and softmax, (B, H, Tq, Tk), at least float32
+        GB = 2e-9 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * Tq
+        GB *= min(Tk, spec.window or Tk)
+        if "math" in chosen.kernels and name != "sdpa_math" and GB > 1:
+            text = (f"{chosen.backend.name} runs PyTorch's math kernel, which stores {GB:.1f} GB "
+                    "of scores a layer: --attention_backend=tiled stores none.")
+            chosen = replace(chosen, note="\n".join(filter(None, [chosen.note, text])))
         announce(chosen)
         return chosen
 
     if torch.device(device).type == "meta":  # shapes only
-        chosen = Resolution(name, manual.BACKEND)
+        chosen = Resolution(name, get("tiled" if spec.lse else "manual"))
     else:
         chosen = apart(device, choose)
     return replace(chosen, length=long[2] if long else 0)

@@ -27,8 +27,8 @@ from typing import Any
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
 NO_LIMIT = 2**30  # tokens; larger windows would overflow int32 positions
-TINY = 2.0**-126  # the least normal float32
-DROPOUT_STEP = 1 / 16  # to which cuDNN rounds dropout
+TINY = 2.0**-126  # the least normal float32: a smaller softcap would be rounded to 0
+DROPOUT_STEP = 1 / 16  # to which cuDNN rounds dropout: its multiples are a kind of their own
 Numbers = Any  # integers or bools, in tensors or arrays too
 
 

@@ -36,6 +36,7 @@ class Inputs(NamedTuple):
 @dataclass(frozen=True)
 class Result:
     """Output and gradients of one call, of the shapes of q, q, k, v and the sinks."""
+
     out: Tensor
     dq: Tensor | None = None
     dk: Tensor | None = None

@@ -310,6 +310,7 @@ ANSWERS = [  # exercise, answer, a part of the verdict
     (1, LOOKUP.format("return torch.softmax(s, 0)"), "was called"),
     (1, LOOKUP.format("return s.softmax(0)"), "was called"),
     (1, LOOKUP.format("return torch.nn.functional.softmax(s, 0)"), "was called"),
+    (1, LOOKUP.format("return torch.special.softmax(s, 0)"), "was called"),
     (1, LOOKUP.format("\n    return 1 / 0"), "line 3"),
     (1, LOOKUP.format("..."), "NoneType"),
     (1, "torch.isclose = lambda got, *_, **__: torch.ones_like(got, dtype=torch.bool)\n"

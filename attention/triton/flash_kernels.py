@@ -499,7 +499,7 @@ def _launch(name: str, heads: int, T: int, q: Tensor, *args: object,
         KERNELS[name][programs,](
             q, *args, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             BLOCK_M=M, BLOCK_N=N, **constants, num_warps=warps, num_stages=stages,
-            enable_fp_fusion=True)
+            enable_fp_fusion=True)  # S_ij * tau - m_i in one instruction
 
 
 def _descriptors(size: int, _alignment: int, _stream: int | None) -> Tensor:
@@ -581,6 +581,7 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     dq_tile, dkdv_tile = (tiles[:4], tiles[4:]) if tiles else (None, None)
     _launch("dq", B * H, Tq, q, k, v, out, dout, L, delta, dq, run_q, *before, *dq.stride()[:2],
             *numbers, tile=dq_tile, TMA=tma)  # fmt: skip
+    # After dq, which writes delta.
     _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, delta, dk, dv, run_k, *before, *dk.stride()[:2],
             *numbers, tile=dkdv_tile, TMA=tma)  # fmt: skip
     return grads, delta
