@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """"2.13.0+cpu" as (2, 13, 0); a beta, "4.0.0b26", sorts before its release: (4, 0, -1, 26)."""
+    """Parse "2.13.0+cpu" as (2, 13, 0); a beta, "4.0.0b26", sorts before its release: (4, 0, -1,
+    26)."""
     leading = re.match(r"(\d+(?:\.\d+)*)(?:\.?b(?:eta)?(\d+))?", text)
     if not leading:
         return ()
@@ -336,7 +337,7 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
 
 
 def shape_of(t: Any) -> str:
-    """"(2, 3) float32 on cpu"; of an array the type, else repr()."""
+    """As "(2, 3) float32 on cpu"; of an array the type, else repr()."""
     import torch
 
     if not isinstance(t, torch.Tensor):

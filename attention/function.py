@@ -1,7 +1,7 @@
-"""Kernels that compute their own gradient (caps.Partial), for autograd and torch.compile.
+"""Kernels with their own gradient (caps.Partial), for autograd and torch.compile.
 
-A gradient is computed in another Function, Once, whose own backward raises RuntimeError, where
-once_differentiable would leave a zero. torch.compile has no second derivatives.
+A second derivative raises RuntimeError (once_differentiable would give zero); torch.compile has
+none.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def attention(
     segments: Tensor | Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
     offset: int | None = None, alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by a kernel: out (B, Tq, H, D) in q's dtype and L (B, H, Tq), which has no
-    gradient. `segments` of the keys (B, Tk) or of both; offset None: Tk - Tq."""
+    """out (B, Tq, H, D) in q's dtype and L (B, H, Tq), without gradient. `segments` of the keys (B,
+    Tk) or of both; offset None: Tk - Tq."""
     if isinstance(segments, Tensor):
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
     offset = k.shape[1] - q.shape[1] if offset is None else offset
     pair = (None, None) if segments is None else segments
     inputs = kernel, spec, offset, q, k, v, sinks, seed, alibi_slopes, *pair
-    if not torch.is_grad_enabled():  # apply() would double the time of decoding
+    if not torch.is_grad_enabled():  # apply() is slow in decoding
         return Attention.forward(*inputs)
     return Attention.apply(*inputs)
 
@@ -50,11 +50,11 @@ def whole(backend: Backend) -> Callable[..., Tensor]:
 def _run(f: Callable[..., Any], spec: Spec, offset: int, tensors: tuple[Tensor, ...],
          sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None,
          *pair: Tensor | None) -> Any:
-    """Call a function of Partial, without the arguments that the kernel may not have."""
+    """Call a function of Partial, less arguments that it may not have."""
     segments = None if pair[0] is None else pair
     more = () if sinks is None and seed is None else (sinks, seed)
     slopes = {} if alibi is None else {"alibi_slopes": alibi}
-    with autocast_off(tensors[0]):  # autograd calls the backward in whatever context
+    with autocast_off(tensors[0]):  # backward runs in autograd's context
         return f(*tensors, spec, offset, segments, *more, **slopes)
 
 
@@ -65,11 +65,11 @@ class Attention(torch.autograd.Function):
         sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None, seg_q: Tensor | None,
         seg_k: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        # No *args: torch.compile counts one parameter less.
+        # torch.compile counts *args as one parameter less.
         options = sinks, seed, alibi, seg_q, seg_k
         out, L = _run(kernel.forward, spec, offset, (q, k, v), *options)
         out = out.to(q.dtype)
-        # Dynamo (2.11) returns intermediate tensors too: dout would go to `out` before `to`.
+        # Dynamo (2.11) also returns intermediates: dout would go to `out` before `to`.
         return out.view_as(out), L
 
     @staticmethod
@@ -112,7 +112,7 @@ class Once(torch.autograd.Function):
 
 
 def once(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The first n tensors, gradients of all others, whose own derivative raises RuntimeError."""
+    """The first n tensors, gradients of the others, whose derivative raises RuntimeError."""
 
     def first(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(None if t is None else t.view_as(t) for t in tensors[:n])
@@ -121,7 +121,7 @@ def once(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class Dense(torch.autograd.Function):
-    """The identity; the gradient becomes contiguous and aligned."""
+    """The identity; its gradient becomes contiguous and aligned."""
 
     @staticmethod
     def forward(out: Tensor) -> Tensor:
@@ -135,13 +135,13 @@ class Dense(torch.autograd.Function):
 
 
 def dense_gradient(out: Tensor) -> Tensor:
-    """out of a library, whose gradient comes back contiguous: cuDNN's plan in PyTorch (2.11) gives
-    wrong numbers for a gradient in another layout than the first call's."""
+    """A library's out, whose gradient comes back contiguous: cuDNN's plan in PyTorch (2.11) is
+    wrong for another layout than the first call's."""
     return Dense.apply(out) if out.is_cuda and out.requires_grad else out
 
 
 def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
-    """torch.compiler.disable(f), but torch._dynamo is not imported for it (1 s or more)."""
+    """torch.compiler.disable(f) without importing torch._dynamo, which is slow."""
     made: list[Callable[P, R]] = []
 
     @wraps(f)
@@ -152,7 +152,7 @@ def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
             made.append(torch.compiler.disable(f))
         return made[0](*args, **kwargs)
 
-    # As disable() marks its functions: Dynamo stops here, and prints why.
+    # As disable() does: Dynamo stops here, and prints why.
     vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=(
         "no graph can hold it: take another attention backend, or fullgraph=False"))
     return call

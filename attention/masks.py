@@ -48,7 +48,7 @@ def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | Non
 
 
 def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> str:
-    """"full", "causal" (of a square), or "" for another mask."""
+    """Return "full", "causal" (of a square), or "" for any other mask."""
     if sees_all(Tq, Tk, window, offset, right):
         return "full"
     square = Tq == Tk and offset == 0 and right == 0
