@@ -32,7 +32,7 @@ def dotted(capability: tuple[int, int] | None) -> str:
 
 
 class Refusal(str):
-    """A reason to refuse; `kind` is the field of Spec or Machine that causes it."""
+    """A reason; `kind`: the field of Spec or Machine that causes it."""
 
     kind: str
 
@@ -43,14 +43,14 @@ class Refusal(str):
 
 
 class BackendUnavailable(ValueError):
-    """No allowed backend can compute the request."""
+    """No allowed backend can run the request."""
 
 
 class DeviceLost(RuntimeError):
     """A kernel crashed: this process can no longer use the GPU."""
 
 
-# Fields of both Spec and Caps: what a kernel without them lacks.
+# Fields of Spec and Caps.
 LACKS = {
     "right": "later keys (right={0.right})",
     "window": "a sliding window",
@@ -79,7 +79,7 @@ class Caps:
     right: bool = False  # later keys: all of them, or with `window` a number
     window: bool = True
     dropout: bool = True
-    dropout_step: float | None = None  # dropout must be a multiple of it
+    dropout_step: float | None = None  # divides dropout
     segments: bool = True
     scale: bool = False
     softcap: bool = False
@@ -125,7 +125,7 @@ class Caps:
         return found
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
-        """The reasons why this cannot do `spec` on `machine`."""
+        """All reasons against `spec` on `machine`."""
         low, high = self.min_capability or (0, 0), self.max_capability or (99, 0)
         need = f"{dotted(low)} to {dotted(high)}" if self.max_capability else f">= {dotted(low)}"
         limits = [  # kind, refused, reason
@@ -158,16 +158,16 @@ class Caps:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention to some of the keys (ring.py), and L (B, H, Tq): each row's log-sum-exp, natural,
-    in float32, or float64 for float64.
+    """Attention to some of the keys (ring.py), and L (B, H, Tq): each row's natural log-sum-exp,
+    float32, or float64 for float64.
 
-    ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D) is normalized over
-    these keys; a fully masked row has out 0 and L -inf.
+    ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D), normalized over
+    these keys; 0 and L -inf in fully masked rows.
     ``backward(dout, q, k, v, out, L, spec, offset, segments) -> (dq, dk, dv)``: the share of these
-    keys; out and L are those of whole rows.
+    keys; out and L of whole rows.
 
-    `offset` is as in visible(), `segments` None or ids (B, Tq) and (B, Tk); with spec.alibi both
-    take `alibi_slopes=`. A Spec that is not causal gets all keys at once.
+    `offset` as in visible(), `segments` None or ids (B, Tq) and (B, Tk); with spec.alibi also
+    `alibi_slopes=`. A Spec that is not causal gets all keys at once.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -228,7 +228,7 @@ class Backend:
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """attend() in its inputs' dtype under autocast."""
+    """attend() under autocast, in its inputs' dtype."""
     import torch
 
     is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # faster than a context
@@ -245,7 +245,6 @@ def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def checked(name: str, compute: Callable[..., Tensor],
             caps: tuple[Caps, ...]) -> Callable[..., Tensor]:
-    """compute() with its arguments checked, in a trace too."""
     admitted: dict[tuple[str, object], bool] = {}  # by kind and device
 
     @wraps(compute)
@@ -270,7 +269,7 @@ INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None, cache: Any = None,
                sinks: Any = None, alibi_slopes: Any = None) -> None:
-    """Raise ValueError if arguments of attend() contradict the Spec or one another."""
+    """Raise ValueError if arguments contradict the Spec or one another."""
     shape, kv_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     buffers = cache is not None or spec.cache in ("static", "paged")
@@ -326,7 +325,7 @@ def _check_cache(q: Tensor, k: Tensor, spec: Spec, segments: object, cache: Any)
 
 
 def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...]) -> None:
-    """Raise ValueError if t is not such a tensor; -1 in `shape` is any size."""
+    """-1 in `shape`: any size."""
     import torch
 
     if isinstance(t, torch.Tensor) and t.device == on and str(t.dtype)[6:] in dtypes and (

@@ -69,7 +69,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if package.dropout:
         options["dropout_p"] = spec.dropout
-    if package.accepts is not None:  # Caps refuse all but the defaults of the others
+    if package.accepts is not None:  # Caps refuse other values
         options = {name: x for name, x in options.items() if name in package.accepts}
     if segments is not None:
         return _varlen(flash, q, k, v, segments, options)
@@ -92,7 +92,7 @@ def _varlen(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor
 
 def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
                 package: Package, options: dict[str, object]) -> Tensor:
-    # Aligned with the end; only padding sees the null page, or zeros.
+    # Only padding sees the null page, or zeros.
     Tq = q.shape[1]
     seen, i = cache.start + Tq, torch.arange(Tq, device=q.device)
     row, back = torch.arange(q.shape[0], device=q.device)[:, None], None
@@ -118,7 +118,7 @@ def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     return out if isinstance(out, Tensor) else out[0]
 
 
-# torch.compile can trace neither an import nor functools.cache.
+# torch.compile cannot trace functools.cache.
 _loaded: dict[object, ModuleType] = {}
 
 
@@ -135,7 +135,7 @@ def load(package: Package) -> ModuleType:
     return _loaded[key]
 
 
-# csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3. Older ones give a softcap wrong gradients.
+# csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3; before, softcap's gradients are wrong.
 _FA2 = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, dropout=False, scale=True,
             softcap=True, alibi=True, caches=CACHES, page_multiple=256,
             packages=("flash_attn>=2.6.2",))

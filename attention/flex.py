@@ -71,7 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: str | None,
          softcap: str | None, sinks: Tensor | None, flash: bool, slopes: Tensor | None,
          shift: Tensor, own_score: Mod | None) -> Tensor:
-    """flex_attention, times the weight that sinks (H,) leave. slopes: (1 or B, H)."""
+    """flex_attention, less the weight of sinks (H,). slopes: (1 or B, H)."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     options: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
@@ -99,7 +99,7 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
 
 
 class Graph(NamedTuple):
-    """A key to copies of flex(): torch.compile recompiles each at most 8 times."""
+    """Key of a copy of flex(), which torch.compile recompiles at most 8 times."""
 
     spec: Spec  # window and `right` are tensors
     sizes: tuple[int, ...]  # in training; else the special ones
@@ -130,14 +130,14 @@ def compiled(graph: Graph) -> Callable[..., Tensor]:
 
 
 def flash_rows(device: torch.device) -> int:
-    """FlashAttention-4 takes two tiles at a time on Blackwell."""
+    """FlashAttention-4 takes two tiles at once on Blackwell."""
     return 2 * TILE if torch.cuda.get_device_properties(device).major >= 10 else TILE
 
 
 def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, window: int | None,
                right: int | None = 0, rows: int | None = None) -> BlockMask:
-    """visible() as a BlockMask, with segments for Tq <= Tk, from the corners of tiles. rows: a
-    tile's, for FlashAttention-4, whose mask_mod has constants."""
+    """visible() by the corners of tiles, with segments for Tq <= Tk. rows: a tile's, for
+    FlashAttention-4, whose mask_mod has constants."""
     # Only j - i matters.
     offset = Tk - Tq
     top, bottom = corners(Tq, rows or TILE, device)
@@ -169,14 +169,13 @@ def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, 
 
 
 def corners(T: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First and last position of each tile."""
     first = torch.arange(0, T, size, device=device)
     return first, (first + size).clamp(max=T) - 1
 
 
 def listed(some: Tensor, every: Tensor, lengths: tuple[int, int], rows: int,
            mask_mod: Mod) -> BlockMask:
-    """A BlockMask from bool (1 or B, 1 or H, tiles, tiles): is some, is every pair visible?"""
+    """From bool (1 or B, 1 or H, tiles, tiles): is some, is every pair visible?"""
     from torch.nn.attention.flex_attention import BlockMask
 
     def of_rows(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,8 +198,7 @@ def _by_segments(segments: Tensor, Tq: int, Tk: int, *sides: Any) -> BlockMask:
 
 
 def room(segments: Tensor) -> tuple[int, int]:
-    """(B, the least 128 * 2^n >= Tk), to which segments are padded: for a symbolic size PyTorch
-    2.13 may generate invalid C++."""
+    """(B, 128 * 2^n >= Tk), padded: for a symbolic size PyTorch 2.13 may generate invalid C++."""
     Tk = segments.shape[1]
     return len(segments), TILE << ((Tk - 1) // TILE).bit_length()
 

@@ -26,8 +26,8 @@ def attention(
     segments: Tensor | Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
     offset: int | None = None, alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Tq, H, D) in q's dtype and L (B, H, Tq), without gradient. `segments` of the keys (B,
-    Tk) or of both; offset None: Tk - Tq."""
+    """out (B, Tq, H, D) in q's dtype and L (B, H, Tq), without gradient; segments (B, Tk) or of
+    both; offset None: Tk - Tq."""
     if isinstance(segments, Tensor):
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
     offset = k.shape[1] - q.shape[1] if offset is None else offset
@@ -50,7 +50,7 @@ def whole(backend: Backend) -> Callable[..., Tensor]:
 def _run(f: Callable[..., Any], spec: Spec, offset: int, tensors: tuple[Tensor, ...],
          sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None,
          *pair: Tensor | None) -> Any:
-    """Call a function of Partial, less arguments that it may not have."""
+    """Pass only arguments that the kernel has."""
     segments = None if pair[0] is None else pair
     more = () if sinks is None and seed is None else (sinks, seed)
     slopes = {} if alibi is None else {"alibi_slopes": alibi}
@@ -95,7 +95,7 @@ class Attention(torch.autograd.Function):
 
 
 class Once(torch.autograd.Function):
-    """compute(*tensors), a gradient whose own derivative is an error."""
+    """A gradient whose own derivative is an error."""
 
     @staticmethod
     def forward(compute: Callable[..., Any], *tensors: Tensor | None) -> Any:
@@ -112,7 +112,7 @@ class Once(torch.autograd.Function):
 
 
 def once(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The first n tensors, gradients of the others, whose derivative raises RuntimeError."""
+    """The first n tensors, gradients of the others, whose derivative is an error."""
 
     def first(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(None if t is None else t.view_as(t) for t in tensors[:n])
@@ -121,8 +121,6 @@ def once(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class Dense(torch.autograd.Function):
-    """The identity; its gradient becomes contiguous and aligned."""
-
     @staticmethod
     def forward(out: Tensor) -> Tensor:
         return out.view_as(out)
@@ -135,8 +133,8 @@ class Dense(torch.autograd.Function):
 
 
 def dense_gradient(out: Tensor) -> Tensor:
-    """A library's out, whose gradient comes back contiguous: cuDNN's plan in PyTorch (2.11) is
-    wrong for another layout than the first call's."""
+    """Make out's gradient contiguous: cuDNN's plan in PyTorch (2.11) is wrong for another layout
+    than the first call's."""
     return Dense.apply(out) if out.is_cuda and out.requires_grad else out
 
 
@@ -152,7 +150,7 @@ def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
             made.append(torch.compiler.disable(f))
         return made[0](*args, **kwargs)
 
-    # As disable() does: Dynamo stops here, and prints why.
+    # Dynamo stops here, and prints why.
     vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=(
         "no graph can hold it: take another attention backend, or fullgraph=False"))
     return call

@@ -17,12 +17,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .machine.system import R
 from .spec import Numbers, Spec, alibi_bias, visible
 
-Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
+Pair = tuple[Tensor, Tensor] | None  # segments of queries and keys
 
 
 def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | Pair, device: torch.device,
          offset: int | None = None, right: int | None = 0) -> Tensor:
-    """visible() as bool (1 or B, 1, Tq, Tk); segments of the keys (B, Tk), or of both."""
+    """visible() as bool (1 or B, 1, Tq, Tk); segments (B, Tk) or of both."""
     i = torch.arange(Tq, device=device)[:, None]
     j = torch.arange(Tk, device=device)[None, :]
     offset = Tk - Tq if offset is None else offset
@@ -35,7 +35,7 @@ def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | Pair, device: 
 
 
 def alibi(slopes: Tensor, Tq: int, Tk: int, offset: Numbers, dtype: torch.dtype) -> Tensor:
-    """alibi_bias() (1 or B, H, Tq, Tk), rounded once, for slopes (H,) or (B, H)."""
+    """alibi_bias() (1 or B, H, Tq, Tk), rounded once; slopes (H,) or (B, H)."""
     slopes = slopes.to(torch.promote_types(dtype, slopes.dtype))
     i = torch.arange(Tq, device=slopes.device)[:, None]
     j = torch.arange(Tk, device=slopes.device)
@@ -57,12 +57,12 @@ def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | Non
 
 # --- any shape, any stride ---
 
-Parts = tuple[Tensor, ...]  # out, and with `lse` the log-sum-exp
+Parts = tuple[Tensor, ...]  # out, and any log-sum-exp
 
 
 def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
-    """Extend an attend() for 0 < Tq <= Tk to any lengths and strides; with `lse` it also returns
-    the log-sum-exp (B, H, Tq)."""
+    """Extend an attend() for 0 < Tq <= Tk to any lengths and strides; `lse`: it also returns L (B,
+    H, Tq)."""
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
@@ -85,8 +85,8 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
 
 def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                         options: dict[str, Any]) -> Parts:
-    """Two calls: the first Tq - Tk queries come before every key and see the first `right` keys
-    (none with segments); the rest are as many as the keys."""
+    """Two calls: the first Tq - Tk queries, before every key, see the first `right` keys (none with
+    segments); the rest are as many as the keys."""
     n, Tk = q.shape[1] - k.shape[1], k.shape[1]
     n_seen = Tk if spec.right is None else min(spec.right, Tk)
     if options.get("segments") is not None:
@@ -102,9 +102,8 @@ def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: T
 
 def early_by_alibi(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                    options: dict[str, Any]) -> Parts:
-    """The early queries with ALiBi. The last of them see all keys. The others' scores, -m * (j -
-    p), are those of causal attention with slopes -m, but for m * right, which is added to the sinks
-    and taken from L."""
+    """Early queries with ALiBi. The last see all keys. The others' scores, -m * (j - p), are those
+    of causal attention with slopes -m, but for m * right: added to the sinks, taken from L."""
     slopes, sinks = options["alibi_slopes"], options.get("sinks")
     if sinks is not None and slopes.dim() == 2:  # other sinks in each row
         rows = (early_by_alibi(attend, q[b : b + 1], k[b : b + 1], v[b : b + 1], spec,
@@ -139,8 +138,8 @@ def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) ->
 
 
 def loadable(t: Tensor) -> Tensor:
-    """t, copied unless rows are contiguous and on CUDA aligned: fused kernels load 16 bytes at
-    once, unchecked."""
+    """t, copied unless rows are contiguous and on CUDA aligned: fused kernels load 16 bytes,
+    unchecked."""
     if t.stride(-1) != 1:  # contiguous() keeps the stride of a single number
         return t.clone(memory_format=torch.contiguous_format)
     n = 16 // t.element_size()
@@ -168,7 +167,7 @@ def symbolic(t: Tensor) -> bool:
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:
     """Cache make(t, *args), which must not refer to t, until args or t's values change (off the CPU
-    its version, which a write through .data leaves)."""
+    its version: not a write through .data)."""
     known = WeakTensorKeyDictionary()
 
     @wraps(make)
@@ -196,7 +195,7 @@ def begins(segments: Tensor) -> Tensor:
 
 @kept
 def in_pieces(segments: Tensor) -> bool:
-    """True if an id of segments (B, Tk) comes again after others; checked on the CPU only."""
+    """True if an id (B, Tk) comes again after others; checked on the CPU only."""
     if segments.device.type != "cpu" or symbolic(segments):
         return False
     return bool(begins(segments).sum() != begins(segments.sort(dim=1).values).sum())
@@ -204,14 +203,14 @@ def in_pieces(segments: Tensor) -> bool:
 
 @kept
 def borders(segments: Tensor) -> list[list[int]]:
-    """Where segments begin in each row of (B, T). The host waits for the device."""
+    """Starts of segments in each row of (B, T). The host waits for the device."""
     return [row.nonzero().flatten().tolist() for row in begins(segments).cpu()]
 
 
 class Runs(NamedTuple):
-    """Segments that hold queries, as varlen functions take them."""
+    """Segments that hold queries, for varlen functions."""
 
-    cu_q: Tensor  # (runs + 1,) int32: where each begins, and the end
+    cu_q: Tensor  # (runs + 1,) int32: starts, and the end
     cu_k: Tensor  # of the keys
     max_q: int
     max_k: int
@@ -222,14 +221,14 @@ class Runs(NamedTuple):
         return self.cu_q, self.cu_k, self.max_q, self.max_k
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """q, k and v as (tokens, heads, head_dim)."""
+        """(tokens, heads, head_dim) each."""
         packed = [t.flatten(0, 1) for t in (q, k, v)]
         return packed if self.keys is None else [packed[0], *(t[self.keys] for t in packed[1:])]
 
 
 @kept
 def runs(segments: Tensor, Tq: int) -> Runs:
-    """The runs of `segments` (B, Tk) that hold the last Tq positions."""
+    """Runs of segments (B, Tk) that hold the last Tq positions."""
     B, Tk = segments.shape
     cu_k = F.pad(begins(segments).flatten().nonzero().flatten(), (0, 1), value=B * Tk)
     row, j = cu_k // Tk, cu_k % Tk
@@ -252,7 +251,7 @@ def runs(segments: Tensor, Tq: int) -> Runs:
 @dataclass(frozen=True)
 class StaticView:
     """A static cache: k and v are buffers (B, length, Hkv, D). Token i of row b in this call is at
-    ``start[b] + i``; tokens from ``count[b]`` on are padding, with finite, meaningless outputs."""
+    ``start[b] + i``; from ``count[b]`` on tokens are padding, with finite, meaningless outputs."""
 
     start: Tensor  # (B,) int32, tokens before this call
     count: Tensor  # (B,) int32, in this call, 0 .. Tq
@@ -260,10 +259,10 @@ class StaticView:
     kind: ClassVar[str] = "static"  # Spec.cache
 
     def seen(self, Tq: int, window: int | None, right: int | None = 0) -> Tensor:
-        """The mask, bool (B, 1, Tq, length)."""
+        """bool (B, 1, Tq, length)."""
         i = torch.arange(Tq, device=self.start.device)
         j = torch.arange(self.length, device=self.start.device)
-        # Padding past `length` sees what the last position sees.
+        # Padding past `length` sees as its last position.
         last: Numbers = self.length - 1
         if right != 0:
             last = (self.start + self.count).clamp(1, self.length)[:, None, None, None] - 1
@@ -291,7 +290,7 @@ MakeView = Callable[[Numbers, Numbers], StaticView | PagedView | None]
 
 
 def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, MakeView]:
-    """k and v (B, T, Hkv, D) in the cache of `spec`, and its view(start, count)."""
+    """k and v (B, T, Hkv, D) in the cache of `spec`, and view(start, count)."""
     B, T = k.shape[:2]
 
     def view(*rows: Numbers) -> StaticView | PagedView | None:
@@ -316,18 +315,18 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Make
 
 @dataclass(frozen=True, eq=False)
 class Mods:
-    """Functions of a file (mods.py), of indices that broadcast."""
+    """Functions of a file (mods.py)."""
 
     mask_mod: Callable[..., Tensor]
     score_mod: Callable[..., Tensor] | None = None
 
     def seen(self, B: int, H: int, i: Tensor, Tk: int) -> Tensor:
-        """bool (B, H, len(i), Tk), of queries at positions i."""
+        """bool (B, H, len(i), Tk) for positions i."""
         seen = self.mask_mod(*indices(B, H, i, Tk))
         return torch.as_tensor(seen, device=i.device).bool().expand(B, H, len(i), Tk)
 
     def scored(self, scores: Tensor, H: int, i: Tensor) -> Tensor:
-        """Scores (B, Hkv, H / Hkv * len(i), Tk) after score_mod."""
+        """(B, Hkv, H / Hkv * len(i), Tk)."""
         if self.score_mod is None:
             return scores
         B, Tk = len(scores), scores.shape[-1]
@@ -336,7 +335,7 @@ class Mods:
         return moved.expand_as(by_head).reshape(scores.shape)
 
     def mean_keys(self, T: int, H: int, device: str | torch.device = "cpu") -> float:
-        """Mean number of keys that a query sees, over T queries of H heads."""
+        """Mean number of visible keys a query."""
         rows = torch.arange(T, device=device).split(128)
         return sum(int(self.seen(1, H, i, T).sum()) for i in rows) / (H * T)
 

@@ -29,7 +29,7 @@ PREFIX = "flex:"
 @torch.inference_mode(False)  # its tensors cannot be used in training
 def block_mask(mods: Mods, B: int, H: int, Tq: int, Tk: int,
                device: torch.device) -> tuple[flex.BlockMask, flex.Mod | None]:
-    """BlockMask of mask_mod, and score_mod, for the last Tq of Tk positions."""
+    """mask_mod as a BlockMask, and score_mod, for the last Tq of Tk positions."""
     if Tq > Tk:
         raise ValueError(f"a mask of one's own needs at least as many keys as queries: {Tq} > {Tk}")
     some, every = [], []

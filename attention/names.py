@@ -19,7 +19,7 @@ from .machine.system import KERNEL_ERRORS, first_line
 from .spec import Machine, Spec
 from .triton_flash import TILED, TMA
 
-# Import a new kernel above and list it here.
+# New kernels are listed here.
 BACKENDS: dict[str, Backend] = {b.name: b for b in (
     manual.BACKEND, tiled.BACKEND, sdpa.BACKEND, sdpa.FLASH, sdpa.EFFICIENT, sdpa.CUDNN, sdpa.MATH,
     sdpa_bmm.BACKEND, flex.BACKEND, flex.FLASH, triton_flash.BACKEND, flash.V2, flash.V3, flash.V4,
@@ -47,14 +47,14 @@ def is_backend(name: str) -> bool:
 
 
 def entry_points() -> dict[str, str]:
-    """Values, "package.module:BACKEND" of installed packages, by name. Imports none."""
+    """As "package.module:BACKEND" by name, of installed packages."""
     found = metadata.entry_points(group=ENTRY_POINTS)
     return {e.name: e.value for e in found if e.name not in _BY_ANY_NAME}
 
 
 def get(name: str) -> Backend:
-    """The backend of a name or alias; a file or module is run. Raises ValueError: unknown name.
-    BackendUnavailable: no valid backend."""
+    """A file or module is run. Raises ValueError: unknown name. BackendUnavailable: no valid
+    backend."""
     if name in _BY_ANY_NAME:
         return _BY_ANY_NAME[name]
     if name.startswith(hub.PREFIX):
@@ -70,7 +70,7 @@ def get(name: str) -> Backend:
 
 
 def timed(spec: Spec, machine: Machine) -> list[str]:
-    """Candidates for "fastest": in training also triton with other tiles."""
+    """Training also times triton with other tiles."""
     others = (b for b in TILED if spec.grad and not b.why_not(spec, machine))
     return [*BACKENDS, *(b.name for b in others)]
 
@@ -84,8 +84,8 @@ def check_name(name: str) -> None:
 
 
 def register(backend: Backend) -> Backend:
-    """Add a backend to this process, also for "fastest", the bench and `python -m attention`, and
-    return it. Raises ValueError: its names are taken or invalid."""
+    """Add a backend to this process, also for "fastest", the bench and `python -m attention`.
+    Raises ValueError: its names are taken or invalid."""
     names = backend.name, *backend.aliases
     if backend.mods or any(is_path(name) or ":" in name for name in names):
         raise ValueError(f"{names} look like a path or a module, or have a mask of their own")
@@ -107,7 +107,7 @@ def valid(backend: object, taken: Iterable[str]) -> Backend:
 
 @cache
 def load(name: str) -> Backend:
-    """Run a path, flex: with one, or package.module:BACKEND. Raises BackendUnavailable."""
+    """A path, flex: with one, or package.module:BACKEND. Raises BackendUnavailable."""
     path = name.removeprefix(mods.PREFIX)
     try:
         if is_path(path):
@@ -141,7 +141,7 @@ def run(path: str, wanted: str) -> object:
 
 
 def packages(*names: str) -> tuple[str, ...]:
-    """Import names of the packages of all backends, and of `names`, other people's code."""
+    """Import names that the backends need, and `names`."""
     backends = [*BACKENDS.values(), *(get(name) for name in names if is_code(name))]
     backends = [b for own in backends for b in (own, own.prebuilt) if b]
     return tuple(dict.fromkeys(package for b in backends for package in b.packages))

@@ -31,7 +31,7 @@ BLOCK = 256  # queries in gather()
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attend to pages or buffers k and v. Queries from cache.count on are padding."""
+    """k and v are pages or buffers. Queries from cache.count on are padding."""
     assert cache is not None, "paged reads a cache"
     cache = cache.as_pages() if isinstance(cache, StaticView) else cache
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
@@ -53,8 +53,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attention of q (B, Tq, H, D) to copies of its tokens. A row's tokens end at cache.start +
-    cache.count, perhaps past the queries."""
+    """q (B, Tq, H, D) with copies of its tokens, which end at cache.start + cache.count, perhaps
+    past the queries."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)[None]
@@ -109,7 +109,6 @@ def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec
 
 def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
           *_: object) -> Tensor:
-    """Query heads of a key/value head are rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
     call = q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, mask
@@ -133,7 +132,7 @@ def _triton_capability() -> tuple[int, int]:
 
 _PAGED = Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
               alibi=True, grad=False, caches=("paged",))
-# On CUDA decode only: gather() would copy the whole cache.
+# On CUDA decode only: gather() copies the whole cache.
 _STATIC = replace(_PAGED, devices=("cuda",), dtypes=("float16", "bfloat16", "float32"),
                   min_capability=(8, 0), head_dim_max=256, caches=("static",), packages=("triton",))
 BACKEND = Backend(

@@ -37,7 +37,7 @@ MARGIN = 0.02  # over auto's choice
 
 
 class Phase(NamedTuple):
-    """One kind of forward pass; fields as in Spec and Machine."""
+    """One kind of forward pass, as in Spec and Machine."""
 
     device: str
     dtype: str
@@ -52,7 +52,7 @@ class Phase(NamedTuple):
 
     @classmethod
     def now(cls, weight: Tensor, training: bool, segments: bool, cache: Any, ring: bool) -> Phase:
-        """The phase of the next call; `cache`: a step of inference/cache.py or None."""
+        """`cache`: a step of inference/cache.py or None."""
         dtype = str(autocast_dtype(weight.device.type) or weight.dtype).removeprefix("torch.")
         kind, page_size = ("none", None) if cache is None else (cache.kind, cache.page_size)
         return cls(
@@ -84,8 +84,8 @@ Key = tuple[str, str, bool]  # Spec.kind, device, deterministic algorithms
 
 
 class Plans:
-    """Plans of one backend name; copies and pickles are empty. `specs`: of a model's layers in a
-    phase; `length`: tokens in a sequence."""
+    """Of one backend name; copies and pickles are empty. `specs`: of a model's layers in a phase;
+    `length`: tokens in a sequence."""
 
     def __init__(self, name: str, policy: Policy = Policy(),
                  specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0) -> None:
@@ -101,8 +101,8 @@ class Plans:
 
     def choose(self, spec: Spec, device: str, shape: Shape, label: str = "",
                ranks: Ranks | None = None) -> Resolution:
-        """The kernel for a call of this shape, chosen and announced if its kind is new or longer
-        than proved; all `ranks` choose now. Raises BackendUnavailable."""
+        """The kernel of a call, chosen and announced if its kind is new or longer than proved; all
+        `ranks` choose now. Raises BackendUnavailable."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
         return self._proved(key, shape, ranks) or apart(
             device, partial(self._prove, key, spec, device, shape, label, ranks))
@@ -118,7 +118,7 @@ class Plans:
                ranks: Ranks | None) -> Resolution:
         if chosen := self._proved(key, shape, ranks):
             return chosen
-        self.known.pop(key, None)  # traced code must not go on if this raises
+        self.known.pop(key, None)  # stops traced code if this raises
         if self.name == "fastest":
             chosen = fastest(spec, device, shape, self.policy, ranks)
         else:
@@ -136,7 +136,7 @@ class Plans:
         self.known[call] = (Call.of(spec, self._traced(spec, device)),)
 
     def _traced(self, spec: Spec, device: str) -> Resolution:
-        """Nothing runs: it would wait for the tracer."""
+        """Runs nothing: it would wait for the tracer."""
         on = device, torch.are_deterministic_algorithms_enabled()
         key, eager = (spec.kind, *on), (replace(spec, compiled=False).kind, *on)
         if key not in self.known:
@@ -165,7 +165,7 @@ class Plans:
             self.known[phase] = self._layers(phase, lambda spec: self._traced(spec, phase.device))
 
     def plan(self, phase: Phase, B: int = 1, ranks: Ranks | None = None) -> Plan:
-        """Choose and announce the kernels of a phase; B sequences at a time."""
+        """Choose and announce, for B sequences at a time."""
         # With a cache nearly all calls decode.
         T, cached = min(self.length, PROBE_LEN), phase.cache != "none"
         label = f" with the {phase.cache} cache" if cached else " without gradients"
@@ -188,8 +188,8 @@ class Plans:
 
 def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(),
             ranks: Ranks | None = None) -> Resolution:
-    """The fastest backend here, remembered or measured by rank 0 for all ranks, at (B, T, T) in
-    training, (B, 1, T) for decoding. Raises BackendUnavailable: "auto" finds none."""
+    """The fastest backend, remembered or measured by rank 0 for all, at (B, T, T) in training, (B,
+    1, T) for decoding. Raises BackendUnavailable: "auto" finds none."""
     name = "auto"
     if ranks is None or ranks.rank == 0:
         with suppress(BackendUnavailable):  # select() gives the reasons, on every rank
@@ -200,7 +200,7 @@ def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
 
 
 def memory() -> Path:
-    """The file of remembered names. Raises OSError: no home folder."""
+    """Raises OSError: no home folder."""
     if own := os.environ.get("NANOATTN_CACHE"):
         return Path(own) / "fastest.json"
     try:

@@ -21,7 +21,7 @@ from .truth import Deviation, Inputs, Result, errors, plain, truth, wrong
 
 BUFFERS = ("static", "paged")  # caches that a view reads
 SHORT = 64
-LONG = 256  # keys; a longer call is also probed at its length
+LONG = 256  # keys; longer calls are probed too
 ROWS = 32  # compared queries of a longer call
 LARGE = 32  # factor of q: exp() of scores overflows
 KERNELS = {  # of the profiler -> usual name
@@ -57,9 +57,9 @@ class Probe:
 
 
 def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHORT) -> Probe:
-    """Run `backend` at batch 2 and length T, with gradients if `spec.grad`: on ordinary and on
-    large scores, then with other numbers, since one plan serves a kind. A cache is read in chunks,
-    then by tokens. Unless the mask is its own, a later token must not move earlier outputs."""
+    """Run `backend` at batch 2 and length T, with any gradients: on ordinary and large scores, then
+    with other numbers, since one plan serves a kind; a cache in chunks, then by tokens. A later
+    token must not move earlier outputs, unless the mask is its own."""
     device, cached = torch.device(device), spec.cache in BUFFERS
     window, right = (n and min(n, T // 2) for n in (spec.window, spec.right))  # hide something
     spec = replace(spec, window=window, right=right, grad=spec.grad and not cached)
@@ -107,8 +107,8 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
 
 def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
                shape: tuple[int, int, int]) -> tuple[str, ...]:
-    """Errors of one call of shape (B, Tq, Tk), of one sequence and key/value head, in at most ROWS
-    queries and their gradients: O(ROWS * Tk)."""
+    """Errors of one call (B, Tq, Tk), of one sequence and key/value head, in at most ROWS queries
+    and their gradients: O(ROWS * Tk)."""
     (_, Tq, Tk), cached = shape, spec.cache in BUFFERS
     Tq = min(Tq, ROWS) if cached else Tq
     spec = replace(spec, n_head=spec.n_head // spec.n_kv_head, n_kv_head=1, dropout=0.0,
@@ -124,8 +124,8 @@ def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
 
 def trial(backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, int, int],
           draw: torch.Generator, size: float = 1.0, rows: Tensor | None = None) -> list[Deviation]:
-    """Errors of a run of random inputs without dropout. With `rows` only these queries have a
-    gradient and are compared, and a cache is read once."""
+    """Errors on random inputs without dropout. `rows`: only these queries have a gradient and
+    count, and a cache is read once."""
     given, spec = draw_inputs(spec, device, shape, draw, size), replace(spec, dropout=0.0)
     Tq, ends = shape[1], [] if rows is None else [[shape[1]]]
     if rows is None and spec.cache in BUFFERS and spec.right != 0:
@@ -148,8 +148,8 @@ def trial(backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, 
 
 def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
                 draw: torch.Generator, size: float = 1.0) -> Inputs:
-    """Random inputs for (B, Tq, Tk), slices of one tensor as in a model; `size`: a factor of q.
-    ALiBi's slopes are (H,) if it is 1, else (B, H)."""
+    """Slices of one random tensor, as in a model; `size`: a factor of q. ALiBi's slopes are (H,) if
+    it is 1, else (B, H)."""
     (B, Tq, Tk), dtype = shape, getattr(torch, spec.dtype)
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     qkv = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=draw, dtype=torch.float32)
@@ -176,7 +176,7 @@ class KernelFailed(RuntimeError):
 
 @contextmanager
 def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
-    """Run a kernel with autograd and its own random state. Raises KernelFailed or DeviceLost."""
+    """Autograd and its own random state. Raises KernelFailed or DeviceLost."""
     cuda = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(cuda), torch.enable_grad():
@@ -192,7 +192,7 @@ def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
 
 
 def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
-    """An attend() for `spec`: for the log-sum-exp the partial, in parts where a ring can."""
+    """For the log-sum-exp the partial, in parts where a ring can."""
     if not spec.lse:
         return backend.compute
 
@@ -207,8 +207,8 @@ def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
 def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
         wrt: Sequence[str] = ("q", "k", "v", "sinks"), times: int = 1,
         ends: Sequence[Sequence[int]] = ()) -> Result:
-    """Output, and with spec.grad the gradients of the inputs `wrt` after `times` backward passes;
-    `ends` as in run_cached()."""
+    """Output and any gradients of the inputs `wrt` after `times` backward passes; `ends` as in
+    run_cached()."""
     if spec.cache in BUFFERS:
         return run_cached(attend, given, spec, ends)
     leaves = {
@@ -231,8 +231,8 @@ def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
 @torch.no_grad()
 def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
                ends: Sequence[Sequence[int]] = ()) -> Result:
-    """Output through a cache: each call takes each row's next queries, up to `ends`; default: of
-    two rows two chunks, then single tokens."""
+    """Each call takes each row's next queries, up to `ends`; default: of two rows two chunks, then
+    single tokens."""
     (B, T), out, before = given.q.shape[:2], torch.empty_like(given.q), given.k.shape[1]
     k, v, view = filled_cache(given.k, given.v, spec)
     done: Sequence[int] = [0] * B
@@ -254,7 +254,7 @@ def must_be_like(out: object, q: Tensor) -> None:
 
 
 def leakage(attend: Callable[..., Tensor], given: Inputs, spec: Spec, ahead: int | None) -> float:
-    """Largest change of outputs more than `ahead` before the last token, when that changes."""
+    """Largest change of outputs more than `ahead` before a changed last token."""
     if ahead is None:
         return 0.0
     q, k, v = (torch.cat((t[:, :-1], 3 - t[:, -1:]), dim=1) for t in given[:3])
@@ -268,7 +268,6 @@ def leakage(attend: Callable[..., Tensor], given: Inputs, spec: Spec, ahead: int
 
 
 def kernels_of(events: Sequence[str]) -> tuple[str, ...]:
-    """Attention kernels among the profiler's events."""
     found = []
     for event in events:
         library, _, operator = event.partition("::")

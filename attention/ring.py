@@ -34,7 +34,7 @@ Tile = tuple[slice, slice, int]  # queries, keys, offset
 
 
 class Ring:
-    """Processes of a torch.distributed group that share each sequence; None: this one."""
+    """Processes of a torch.distributed group that share a sequence; None: this one."""
 
     def __init__(self, group: Any = None) -> None:
         self.group, self.rank, self.size = group, 0, 1
@@ -62,7 +62,7 @@ class Ring:
         return torch.cat([*early, *late[::-1]], dim=1)[:, :T]
 
     def positions(self, T_r: int, last: int, device: torch.device | None = None) -> Tensor:
-        """Positions (T_r,) int64 of this process's tokens, at most `last`, else ValueError."""
+        """(T_r,) int64, at most `last`, else ValueError."""
         c = T_r // 2
         if 2 * self.size * (c - 1) > last:
             got = f"{self.size} processes with {T_r} tokens each"
@@ -84,7 +84,7 @@ class Ring:
                     yield I, J, (a - b) * c
 
     def pass_on(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start sending tensors to the next process; the result waits for the previous one's."""
+        """Start sending to the next process; the result waits for the previous one's."""
         if self.size == 1:
             return lambda: tensors
         after, before = (
@@ -110,8 +110,8 @@ class Ring:
 def with_segments(
     tiles: Iterator[Tile], segments: Tensor | None, key_segments: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor] | None]]:
-    """Tiles with the segments (B, T_r) of their queries and keys. Queries of a later chunk see only
-    a segment that it continues."""
+    """With the segments (B, T_r) of queries and keys. Queries of a later chunk see only a segment
+    that it continues."""
     for I, J, offset in tiles:
         if segments is None or key_segments is None:
             yield I, J, offset, None
@@ -150,7 +150,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments:
     acc = torch.promote_types(q.dtype, torch.float32)
     O = torch.zeros(q.shape, dtype=acc, device=q.device)
     wide = acc if q.device.type == "mps" else torch.float64
-    # Finite: where nothing is seen yet, L_i - L_new is 0. float64: its rounding moves all of P.
+    # Finite: before any key L_i - L_new is 0. float64: its rounding moves all of P.
     L = torch.full((B, H, T_r), torch.finfo(wide).min, dtype=wide, device=q.device)
     here = segments[1] if segments else None
     block = [k, v] if here is None else [k, v, here]

@@ -37,7 +37,7 @@ varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None, alibi_slopes: Tensor | None = None,
            kernel: SDPBackend | None = None) -> Tensor:
-    """Shapes as in caps.Backend; kernel: the only one that may run, else RuntimeError."""
+    """Shapes as in caps.Backend; kernel: the only one, else RuntimeError."""
     Tq, Tk = q.shape[1], k.shape[1]
     if cache is not None:
         return from_cache(q, k, v, spec, cache, alibi_slopes, kernel)
@@ -64,7 +64,7 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int, segme
 
 def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
                alibi_slopes: Tensor | None, kernel: SDPBackend | None) -> Tensor:
-    """Each block of queries masks all keys: only the device knows a row's positions."""
+    """Masks all keys: only the device knows a row's positions."""
     outs, size = [], block_size(q)
     for a in range(0, q.shape[1], size):
         part = replace(cache, start=cache.start + a, count=cache.count - a) if a else cache
@@ -104,7 +104,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
 
 
 def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool) -> bool:
-    """True if flash or cuDNN, which take grouped heads, can run."""
+    """True if flash or cuDNN can run."""
     if masked or kernel == SDPBackend.EFFICIENT_ATTENTION:
         return False
     major = torch.cuda.get_device_properties(q.device).major
@@ -112,9 +112,9 @@ def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool
 
 
 def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
-    """PyTorch's choices on CUDA; None: all. cuDNN plans each new length (slow), rounds dropout to
-    sixteenths (pull request 174245), and with a mask dq may be NaN if keys do not fill tiles of 128
-    (issue 196678)."""
+    """Kernels to choose from on CUDA; None: all. cuDNN plans each new length (slow), rounds dropout
+    to sixteenths (pull request 174245), and with a mask dq may be NaN if keys do not fill tiles of
+    128 (issue 196678)."""
     if masked or not spec.grad or spec.dropout % DROPOUT_STEP:
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return None

@@ -82,7 +82,6 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
 
 def rectangles(q: Tensor, k: Tensor, spec: Spec, offset: int,
                segmented: bool) -> list[tuple[slice, slice]]:
-    """Queries and keys that hold the visible pairs."""
     Tq, Tk = q.shape[1], k.shape[1]
     if q.is_cpu:
         masked = segmented or spec.alibi
@@ -90,7 +89,7 @@ def rectangles(q: Tensor, k: Tensor, spec: Spec, offset: int,
         return [(slice(Q.start - offset, Q.stop - offset), J) for Q, J in found]
     if spec.right is None:
         return [(slice(0, Tq), slice(0, Tk))]
-    # Queries in line with keys are causal, later ones see all.
+    # In line with keys causal; later queries see all.
     first, whole = min(max(-offset, 0), Tq), min(max(Tk - offset, 0), Tq)
     both = (slice(first, whole), slice(0, whole + offset)), (slice(whole, Tq), slice(0, Tk))
     return [(I, J) for I, J in both if I.start < I.stop]
@@ -98,7 +97,6 @@ def rectangles(q: Tensor, k: Tensor, spec: Spec, offset: int,
 
 def masking(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair, slopes: Tensor | None,
             I: slice, J: slice) -> tuple[bool, dict[str, Tensor]]:
-    """is_causal and any attn_mask of a rectangle."""
     at = offset + I.start - J.start
     if not q.is_cpu:
         return not sees_all(I.stop - I.start, J.stop, None, at, spec.right), {}

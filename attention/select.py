@@ -40,7 +40,7 @@ PREFERENCE = {
 
 @dataclass(frozen=True)
 class Resolution:
-    """The backend that will run, and why those before it are refused."""
+    """The backend that will run, and reasons against others."""
 
     requested: str
     backend: Backend
@@ -78,7 +78,7 @@ class Resolution:
 
 
 def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[str]:
-    """The named backend, its fallback, then PREFERENCE for this machine."""
+    """The name, its fallback, then PREFERENCE."""
     if machine.device not in PREFERENCE:
         raise BackendUnavailable(f"no kernel runs on {machine.device}")
     order = [*PREFERENCE[machine.device]]
@@ -122,8 +122,7 @@ def disabled() -> set[str]:
 
 def admit(name: str, spec: Spec, machine: Machine,
           policy: Policy = Policy()) -> tuple[Backend, list[Refusal]]:
-    """The named backend, or its prebuilt kernel, and every declared reason against `spec` on
-    `machine`."""
+    """A backend, or its prebuilt kernel, and every declared reason against it."""
     backend = get(name)
     family = name.partition(":")[0]
     if disabled() & {name, family, backend.name, *backend.aliases}:
@@ -163,9 +162,8 @@ def gather(ranks: Ranks | None, value: T) -> list[T]:
 def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
             failed: Failed | None = None, *, prove: Callable[[Backend], Probe] | None = None,
             ranks: Ranks | None = None) -> Resolution:
-    """The first backend that all ranks admit, by declared Caps, and `prove`; rank 0 proposes. It
-    reports the reasons against the named backend and undeclared ones; `failed` holds those of
-    proofs.
+    """The first backend that all ranks admit by Caps and `prove`; rank 0 proposes. It reports
+    reasons against the named backend and undeclared ones; `failed` holds those of proofs.
 
     Raises ValueError: unknown name. BackendUnavailable: no fallback is left or allowed."""
     failed = {} if failed is None else failed
@@ -215,8 +213,7 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
 def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
            shape: Shape | None = None, ranks: Ranks | None = None,
            failed: Failed | None = None) -> Resolution:
-    """resolve() here, proved by a probe, past LONG keys also at `shape`. `ranks` call this
-    together."""
+    """resolve() proved by a probe, past LONG keys also at `shape`. `ranks` call it together."""
     long = shape if shape and shape[2] > LONG else None
 
     def prove(backend: Backend) -> Probe:
@@ -251,7 +248,7 @@ def configuration(spec: Spec, machine: Machine, policy: Policy,
 
 
 def announce(chosen: Resolution, info: str = "") -> None:
-    """Log a choice's warnings, and `info`, once per process, on rank 0."""
+    """Log warnings and `info` once per process, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         for warning in chosen.warnings():
             _once(logging.WARNING, warning.replace("\n", "\n         "))

@@ -66,8 +66,7 @@ def alibi_bias(slope: Numbers, i: Numbers, j: Numbers, offset: Numbers = 0) -> N
 
 @dataclass(frozen=True)
 class Spec:
-    """The requested attention. `kind` names its features without numbers. Raises ValueError: an
-    option is out of range."""
+    """`kind` names its features without numbers. Raises ValueError: an option is out of range."""
 
     n_head: int
     n_kv_head: int
@@ -149,7 +148,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Policy:
-    """Permissions in choosing a backend; they do not change the result."""
+    """Permissions, which do not change the result."""
 
     fallback: bool = True  # False: a refusal is an error
     hub_kernels: bool = False  # download prebuilt kernels

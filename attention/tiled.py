@@ -47,8 +47,8 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
                   on_tile: Callable[..., object] = lambda *_: None,
                   alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: out and L as in caps.Partial. A tile's dropout seed is `seed` plus its number.
-    `on_tile` gets i, j, S_ij, rescale, m_i, l_i, O_i."""
+    """Algorithm 1: out and L as in caps.Partial. A tile's seed is `seed` plus its number. `on_tile`
+    gets i, j, S_ij, rescale, m_i, l_i, O_i."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
     acc = torch.promote_types(q.dtype, torch.float32)
     offset = Tk - Tq if offset is None else offset
@@ -114,7 +114,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
             S_seen = masked(S_ij, I, J, offset, spec, segments, alibi_slopes)
             P_ij = torch.exp(S_seen - L[..., I, :])
             Z_ij = dropout(P_ij, spec.dropout, seed, i * len(cols) + j)
-            # Query heads of one key/value head add to its dK_j and dV_j.
+            # Query heads of one key/value head add up.
             dropped = (Z_ij * P_ij).to(q.dtype).to(acc)
             dV_j += (dropped.mT @ dO_i).sum(dim=2, keepdim=True)
             dP_ij = Z_ij * (dO_i @ V_j.mT)
@@ -142,7 +142,7 @@ def blocks(T: int, size: int) -> list[slice]:
 
 def wholly_masked(I: slice, J: slice, offset: int, window: int | None,
                   right: int | None = 0) -> bool:
-    """True if no query of block I sees a key of J: the pair nearest the diagonal decides."""
+    """The pair nearest the diagonal decides."""
     least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # of j - i
     nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset
     return not visible(0, nearest, offset, window, right=right)
@@ -166,7 +166,6 @@ def masked_tiles(rows: list[slice], cols: list[slice], offset: int, spec: Spec,
 
 def masked(S_ij: Tensor, I: slice, J: slice, offset: int, spec: Spec, segments: Pair,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """S_ij with ALiBi's bias, and -inf where masked."""
     (n, m), at = S_ij.shape[-2:], offset + I.start - J.start
     if alibi_slopes is not None:
         bias = alibi(alibi_slopes, n, m, at, S_ij.dtype)

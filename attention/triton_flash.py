@@ -77,7 +77,6 @@ WHOLE = Partial(partial(forward, whole=True), partial(backward, whole=True))
 
 def _given(k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | None,
            whole: bool) -> tuple[tuple[Tensor, Tensor] | tuple[None, None], tuple[Any, ...]]:
-    """run_q and run_k, and the kernels' numbers."""
     p = 0.0 if seed is None else spec.dropout
     numbers = spec.window, spec.right, p, spec.softmax_scale, spec.softcap
     if whole:
@@ -86,8 +85,8 @@ def _given(k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | No
 
 
 def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """run_q and run_k for keys and queries `offset` apart. Queries past the last key are moved next
-    to it: a shared segment stays one run."""
+    """run_q and run_k. Queries past the last key are moved next to it: a shared segment stays one
+    run."""
     if segments is None:
         return None, None
     seg_q, seg_k = segments
@@ -127,7 +126,7 @@ BACKEND = Backend(
 
 def other(name: str, about: str, capability: tuple[int, int], head_dim: int,
           **options: Any) -> Backend:
-    """triton with `options` of backward(), in half precision."""
+    """`options` of backward(), in half precision."""
     kernel = replace(WHOLE, backward=partial(WHOLE.backward, **options))
     caps = replace(_AMPERE, dtypes=("float16", "bfloat16"), min_capability=capability,
                    head_dim_max=head_dim, head_dim_multiple=8, lse=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .masks import Mods
 from .spec import Spec, alibi_bias, visible
 
-ON_A_GPU = 1.5  # exp2 is approximate, sums have no order
+ON_A_GPU = 1.5  # exp2 is approximate
 
 
 class Inputs(NamedTuple):
@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
     k: Tensor  # (B, Tk, Hkv, D)
     v: Tensor  # (B, Tk, Hkv, D)
     dout: Tensor  # (B, Tq, H, D)
-    segments: Tensor | None = None  # (B, Tk); the queries are the last Tq positions
+    segments: Tensor | None = None
     sinks: Tensor | None = None  # (H,)
     alibi_slopes: Tensor | None = None  # (H,) or (B, H)
 
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Output and gradients of one call, shaped as q, q, k, v and sinks."""
+    """Shaped as q, q, k, v and sinks."""
     out: Tensor
     dq: Tensor | None = None
     dk: Tensor | None = None
@@ -55,8 +55,8 @@ def grouped(t: Tensor, Hkv: int) -> Tensor:
 
 def changed(raw: Tensor, given: Inputs, spec: Spec, rows: Tensor,
             mods: Mods | None = None) -> tuple[Tensor, Tensor | float, Tensor]:
-    """Scores after softcap and score_mod, ALiBi's bias, and visible() or mask_mod as bool, for
-    `raw`, tau q . k of grouped() queries: (B, Hkv, H / Hkv * rows, Tk)."""
+    """Scores after softcap and score_mod, ALiBi's bias, and visible() or mask_mod as bool, from tau
+    q . k of grouped() queries: (B, Hkv, H / Hkv * rows, Tk)."""
     (B, Tq, H, _), (_, Tk, Hkv, _) = given.q.shape, given.k.shape
     s = raw
     bias: Tensor | float = 0.0
@@ -172,7 +172,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
 @torch.enable_grad()
 def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
           mods: Mods | None = None) -> Result:
-    """truth() by PyTorch in the inputs' dtype, with autograd."""
+    """truth() in the inputs' dtype, by autograd."""
     Tk, H, Hkv, dtype = given.k.shape[1], spec.n_head, spec.n_kv_head, given.q.dtype
     rows = torch.arange(given.q.shape[1], device=given.q.device) if rows is None else rows
     q, k, v = (t.detach().requires_grad_() for t in (given.q[:, rows], given.k, given.v))
@@ -197,14 +197,12 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
 def allowed_error(plain: float, size: float, largest: float, dtype: torch.dtype,
                   m: int = 2) -> float:
     """m times the error of plain PyTorch, which may be exact by luck, plus one rounding error at
-    the `size` of the true values and 32 at the `largest`."""
+    `size` and 32 at `largest`."""
     eps = torch.finfo(dtype).eps
     return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
 
 
 class Deviation(NamedTuple):
-    """A tensor's largest error, or root mean square."""
-
     name: str
     where: str  # " at [0, 3, 1, 7]", or " in the mean"
     off: float
@@ -250,6 +248,6 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
 
 
 def wrong(found: Sequence[Deviation]) -> list[str]:
-    """A text for each tensor past its limit, or with NaN."""
+    """A text for each tensor past its limit, or NaN."""
     first = {d.name: d for d in reversed(found) if not d.off <= d.allowed}
     return [str(d) for d in reversed(first.values())]

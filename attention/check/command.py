@@ -35,7 +35,6 @@ QUICK_S = 120  # for --quick, a device
 
 def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
           caps: Sequence[Caps] = ()) -> Iterator[Item]:
-    """All tests (quick: a sample): cases, simple ones first, then properties."""
     for dtype in dtypes:
         for case in matrix.in_order()[: len(matrix.SAMPLE) if quick else None]:
             yield Item(case, dtype, matrix.accuracy, case.features)
@@ -43,8 +42,8 @@ def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
 
 
 def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequence[Refusal]]:
-    """The Spec as the backend takes it, at the nearest head_dim, of a case also without gradients;
-    or why not."""
+    """The Spec at the nearest head_dim, of a case also without gradients; or why the backend
+    refuses."""
     specs = [item.spec]
     for row in backend.caps if item.title or item.case.D == Case.D else ():
         D = -(-item.spec.head_dim // row.head_dim_multiple) * row.head_dim_multiple
@@ -59,8 +58,7 @@ def failed(item: Item, e: BaseException) -> Item:
 
 
 def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
-    """Run one test at sizes that the backend takes, and add `verdict` and `why`. An exception: the
-    device is lost."""
+    """Run one test at sizes that the backend takes. An exception: the device is lost."""
     spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
     item = item.of(backend, spec, device)
     if why:
@@ -80,7 +78,7 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
 
 def untested(caps: Iterable[Caps], ran: Iterable[Item], machine: Machine,
              dtypes: Sequence[str]) -> list[str]:
-    """Capabilities that Caps declare for this machine and dtypes, and no test used."""
+    """Declared capabilities that no test used."""
     declared: dict[str, None] = {}
     elsewhere = {"device", "torch", "interpreted", "packages", "capability"}
     for row in caps:
@@ -138,8 +136,7 @@ class Report:
 
 def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
           first: bool = False, length: int = 0, test: str = "") -> Report:
-    """Run the tests of a backend, a name, alias or file. Raises ValueError: unknown backend or
-    test, or no backend in the file."""
+    """Raises ValueError: unknown backend or test, or no backend in the file."""
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = get(name), time.monotonic()

@@ -19,8 +19,6 @@ from ..spec import Spec
 
 @dataclass(frozen=True)
 class Case:
-    """A call; the defaults are the simplest."""
-
     name: str
     Tq: int
     Tk: int
@@ -69,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Item:
-    """One test: `test` raises AssertionError if the backend fails."""
+    """`test` raises AssertionError if the backend fails."""
 
     case: Case
     dtype: str
@@ -123,8 +121,8 @@ WORDS: dict[str, dict[str, Any]] = {  # of a case's text
 
 
 def cases(*texts: str) -> list[Case]:
-    """A case for each combination of texts: "window16-43x97 B1" has the name before the space, a
-    window of 16, 43 queries, 97 keys (by default 97 of both) and batch 1."""
+    """Each combination of texts: "window16-43x97 B1" has the name before the space, a window of 16,
+    43 queries, 97 keys (default: 97 of both), batch 1."""
     found = []
     for words in itertools.product(*(text.split(",") for text in texts)):
         text = "-".join(word.strip() for word in words if word.strip())
@@ -184,7 +182,7 @@ CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203-H4 Hkv4, 128x217, 2x
 
 
 def in_order() -> list[Case]:
-    """SAMPLE, then the rest; in each the cases with fewer features first."""
+    """SAMPLE, then the rest, each by number of features."""
     parts = SAMPLE, CASES[len(SAMPLE) :]
     return [case for part in parts for case in sorted(
         part, key=lambda case: len({*case.features} - {"causal"}))]
@@ -194,7 +192,7 @@ IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
 
 def segments(case: Case) -> Tensor:
-    """Ids (B, Tk) int32, in each row other borders."""
+    """Ids (B, Tk) int32; each row has its own borders."""
     Tk, rows = case.Tk, []
     for b in range(case.B):
         starts = {"packed": [Tk // 3 + b, Tk // 2 + 3 * b], "left": [10 * b],
@@ -282,8 +280,8 @@ def compare(got: Result, case: Case, dtype: str, device: str) -> None:
 
 def check(backend: Backend, case: Case, dtype: str, device: str = "cpu",
           attend: Callable[..., Tensor] | None = None) -> None:
-    """Run the case by `attend` or the backend, with gradients if it has any, and without. Raises
-    AssertionError: wrong numbers, or an input was overwritten."""
+    """With gradients if the case has any, and without. Raises AssertionError: wrong numbers, or an
+    input was overwritten."""
     given = inputs(case, dtype, device)
     before = {name: t.clone() for name, t in given._asdict().items() if t is not None}
     for grad in (True, False)[not case.grad :]:

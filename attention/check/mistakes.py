@@ -1,5 +1,5 @@
-"""Names a kernel's mistake: a plain program that makes it gives the kernel's output (or, if that is
-right, gradients) in the failing case, and without it does not."""
+"""A kernel's mistake: a plain program with it gives the kernel's output (or, if right, gradients)
+in the failing case, and without it does not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def program(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
             sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
             keep: Tensor | None = None, **mistake: Any) -> Tensor:
     """attend() by the formula, in q's dtype. keep (B, H, Tq, Tk): dropout's factors. `mistake`:
-    changes of RIGHT or of the Spec."""
+    changes of RIGHT or the Spec."""
     of = {**vars(spec), "scale": spec.softmax_scale, **RIGHT, **mistake}
     Tq, Tk, H, group = q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2]
     i, j, h = (torch.arange(n, device=q.device) for n in (Tq, Tk, H))
@@ -97,7 +97,6 @@ PLACES = "q, k and v are", "q . k is", "the scores are", "the softmax is"
 
 
 def mistakes(spec: Spec) -> list[tuple[str, Options]]:
-    """Names, and options of program()."""
     scale, D, window, right = spec.softmax_scale, spec.head_dim, spec.window, spec.right
     group = spec.n_head // spec.n_kv_head
     table: dict[str, list[Options]] = {
@@ -141,7 +140,7 @@ def mistakes(spec: Spec) -> list[tuple[str, Options]]:
 
 
 def named(item: Item) -> list[str]:
-    """The mistake of a kernel that fails a case, in a line; empty if none explains it."""
+    """A line; empty if no mistake explains the failure."""
     case, dtype, device = item.case, item.dtype, item.device
     for grad in (True, False)[not case.grad :] if not item.title else ():
         spec = case.spec(dtype, grad=grad)
@@ -163,8 +162,8 @@ def named(item: Item) -> list[str]:
 
 def reproduces(case: Case, spec: Spec, got: Result, errors: list[proof.Deviation],
                options: Options) -> bool:
-    """True if the program gives the kernel's numbers with the mistake only. Queries that it leaves
-    without keys are not compared."""
+    """True if only the mistake gives these numbers. Queries that it leaves without keys do not
+    count."""
     names = {e.name for e in errors if not e.off <= e.allowed}
     names = {"out"} & names or ({*got.tensors} - {"out"} if options else {"dq"} & names)
     given, exact = matrix.inputs(case, spec.dtype), matrix.truth(case, spec.dtype)

@@ -31,9 +31,8 @@ HUGE = 3000.0  # finite in float16, times a value too
 
 
 def unseen(item: Item) -> None:
-    """Multiply one position of q, k or v by HUGE: outputs that do not see it keep their bits, and
-    some others change. With dout 0 in the second half, what the first half does not see has
-    gradient 0."""
+    """HUGE times one position of q, k or v: outputs that do not see it keep their bits, and others
+    change. With dout 0 in the second half, what the first does not see has gradient 0."""
     if item.case.Tk > 2000 and on_cuda(item):  # a kernel may take another path
         item = replace(item, case=replace(item.case, Tq=8193, Tk=8193))
     given, spec, (B, Tq), Tk = item.given, item.spec, item.given.q.shape[:2], item.case.Tk
@@ -70,7 +69,7 @@ def unseen(item: Item) -> None:
 
 
 def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
-    """P after dropout, (B, Tq, H, Tk): outputs with columns of the identity as v."""
+    """P after dropout, (B, Tq, H, Tk): outputs for v = identity."""
     given, spec, found = item.given, replace(item.spec, grad=False, dropout=dropout), []
     Tk, D = item.case.Tk, item.case.D
     eye = F.pad(torch.eye(Tk, device=given.v.device, dtype=given.v.dtype), (0, -Tk % D))
@@ -82,7 +81,6 @@ def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
 
 
 def autocorrelation(x: Tensor) -> Tensor:
-    """For each shift along all axes."""
     sizes = [2 * n for n in x.shape]  # zero padding: no shift wraps around
     return torch.fft.irfftn(torch.fft.rfftn(x, sizes).abs().square(), sizes)
 
@@ -119,7 +117,7 @@ def rate(item: Item) -> None:
 
 
 def replay(item: Item) -> None:
-    """One seed gives one mask, forward and backward; another call another mask."""
+    """One seed, one mask, forward and backward; another call, another mask."""
     given, spec, p = item.given, item.spec, item.spec.dropout
     kept = weights(item, p, 5) != 0  # (B, Tq, H, Tk)
     require(kept.equal(weights(item, p, 5) != 0), "one seed gives different masks")
@@ -147,15 +145,15 @@ def empty(item: Item) -> None:
 
 
 def some_gradients(item: Item) -> None:
-    """Gradients of each input alone, and of all but it, twice from one graph."""
+    """Of each input alone, and of all but it, twice from one graph."""
     names = ["q", "k", "v", *["sinks"] * item.spec.sinks]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
         item.compare(item.run(item.given, item.spec, wrt=wrt, times=2))
 
 
 def again(item: Item) -> None:
-    """Other values in the same memory: no random number is drawn, and the first result stays. On
-    the CPU PyTorch does not see the change (masks.kept)."""
+    """Other values in the same memory draw no random number and keep the first result. On the CPU
+    PyTorch does not see the change (masks.kept)."""
 
     def random_states() -> list[Tensor]:
         cuda = [torch.cuda.get_rng_state(item.device)] if on_cuda(item) else []
@@ -218,8 +216,7 @@ def probed_at_length(item: Item) -> None:
 
 
 def log_sum_exp(item: Item) -> None:
-    """L (B, H, Tq) joins whole rows to one more key, of score a and value 0: the result is that of
-    a sink a."""
+    """L (B, H, Tq) joins rows to a key of score a and value 0: a sink a."""
     kernel = item.backend.partial
     item.compare(run(whole(item.backend), item.given, item.spec))
     joined = replace(item.case, sinks=True, grad=False)
@@ -234,7 +231,7 @@ def log_sum_exp(item: Item) -> None:
     require(masked.equal(L.isneginf()), "L must be -inf in fully masked rows only")
 
 
-# Cases in --quick, title, row of the report, test, texts of its cases.
+# Cases in --quick, title, row of the report, test, texts.
 Row = tuple[Any, ...]
 SIDES = (", window9, packed, both, right5, window9-right5, window9-both, window9-packed,"
          "window9-both-packed, both-packed")
@@ -278,7 +275,7 @@ PROPERTIES: list[Row] = [
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = (),
                quick: bool = False) -> Iterator[Item]:
-    """All (quick: some of each row), also at `length` tokens and the limits of `caps`."""
+    """Quick: some of each row. Also at `length` tokens and the limits of `caps`."""
     rows = [*PROPERTIES]
     if length:
         rows.append((4, f"{length:,} tokens", "long sequences", probed_at_length,

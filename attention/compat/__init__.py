@@ -1,5 +1,4 @@
-"""flash-attn 2.8's functions on any device (docs/ATTENTION.md); calls.py chooses the kernel of each
-call."""
+"""flash-attn 2.8's functions on any device (docs/ATTENTION.md)."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from . import bert_padding, functions, rotary
 
 
 def as_flash_attn() -> None:
-    """Make later `import flash_attn` find these functions. Raises ImportError: flash-attn is
-    installed."""
+    """Let `import flash_attn` find these. Raises ImportError: it is installed."""
     known = sys.modules.get("flash_attn")
     if getattr(known, "flash_attn_func", None) is functions.flash_attn_func:
         return

@@ -1,5 +1,5 @@
-"""Arguments of flash-attn's functions, the kernel of each call, and what ran since use(). Rows that
-see no key give zeros and L = -inf, where flash-attn has inf."""
+"""Arguments of flash-attn's functions, kernels, and calls since use(). Fully masked rows give zeros
+and L = -inf, where flash-attn has inf."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from ..spec import DTYPES, NO_LIMIT, Policy, Spec
 HINTS = ("max_seqlen_q", "num_splits", "pack_gqa", "scheduler_metadata", "sm_margin")  # not read
 REFUSED = ("attention_chunk", "qv", "q_descale", "k_descale", "v_descale", "cu_seqlens_q",
            "cu_seqlens_k_new")
-Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
+Returned = Any  # out, (out, L), or (out, L, None)
 Layouts = tuple[Tensor | None, str]  # a tensor and its sizes, "B T H D"
-# A Spec as a plain tuple: torch.compile traces how it is made.
+# A plain tuple: torch.compile traces how it is made.
 Request = namedtuple("Request", "n_head n_kv_head head_dim dtype window dropout segments grad "
                      "cache compiled page_size scale softcap sinks lse right alibi")
 _spec = lru_cache(maxsize=4096)(Spec)
@@ -45,8 +45,7 @@ def wrong(name: str, expected: str, got: object) -> NoReturn:
 
 
 def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors: Layouts) -> None:
-    """Raise ValueError unless each tensor has its layout, a dtype of `dtypes`, and is `on` this
-    device."""
+    """Raise ValueError if a tensor has another layout, dtype or device."""
     for name, (t, layout) in tensors.items():
         if t is not None:
             axes, shape = layout.split(), getattr(t, "shape", ())
@@ -59,7 +58,7 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
               dropout: Any, scale: Any, causal: bool, window: Any, softcap: Any,
               slopes: Tensor | None, lse: bool, others: dict[str, object],
               deterministic: bool = False) -> Request:
-    """Options of all functions. `tensors`: k, v and others of q's dtype."""
+    """`tensors`: k, v and others of q's dtype."""
     for name, value in others.items():
         if name not in REFUSED and name not in HINTS:
             raise TypeError(f"unexpected keyword argument {name!r}")
@@ -95,7 +94,7 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
 
 
 def number(name: str, value: Any) -> float:
-    """float(value); in a trace a constant."""
+    """A float; in a trace a constant."""
     try:
         value = float(value)
     except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
@@ -120,7 +119,7 @@ def _read(t: Tensor) -> list[int]:
 
 def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
                used: Tensor | None = None) -> tuple[list[int], list[int]]:
-    """Lengths of sequences, and how many first tokens of each are used."""
+    """Lengths, and used first tokens of each."""
     ends = _read(cu_seqlens)
     if ends[:1] != [0] or sorted(ends) != ends or total not in (None, ends[-1]):
         wrong(name, f"ascending from 0 to the number of tokens ({total})", ends)
@@ -133,8 +132,7 @@ def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
 
 def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequence[int],
          window: int | None) -> list[tuple[Tensor, int]]:
-    """Each row's pages from the first one that its queries see (earlier ones may be absent, -1),
-    and their tokens."""
+    """Each row's visible pages (earlier ones may be absent, -1), and tokens."""
     n_pages, size = pages.shape[:2]
     columns = -(-max(Tk, default=0) // size)
     if columns > table.shape[1]:
@@ -152,7 +150,7 @@ def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequenc
 
 
 def tokens(pages: Tensor, rows: list[tuple[Tensor, int]], starts: Sequence[int]) -> list[Tensor]:
-    """Tokens (n, Hkv, D) of rows of pages (pages, page_size, Hkv, D)."""
+    """(n, Hkv, D) each, of rows of pages (pages, page_size, Hkv, D)."""
     texts = (pages[used[0]] if len(used) == 1 else pages[used].flatten(0, 1) for used, _ in rows)
     return [text[a:n] for text, (_, n), a in zip(texts, rows, starts)]
 
@@ -173,7 +171,7 @@ class Choice(NamedTuple):
 
 
 def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
-    """Set the backend of later calls: a name, an alias, "auto", "fastest" or a file."""
+    """Backend of later calls: a name, an alias, "auto", "fastest" or a file."""
     check_name(backend)
     _plans.update({seeded: Plans(backend, policy) for seeded in _plans})
     _ran.clear()
@@ -182,7 +180,7 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
 
 
 def report() -> str:
-    """Each kind of call since use(): kernel, number of calls, refusals."""
+    """Kinds of calls since use(): kernel, number, refusals."""
     known: Any = _plans[False].known
     found = [(key, f"{n} call{'s' * (n > 1)}", chosen) for key, (chosen, n) in _ran.items() if n]
     found += [(key, "traced, calls not counted", plan[0].chosen) for key, plan in known.items()
@@ -192,7 +190,7 @@ def report() -> str:
 
 
 def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Backend, Spec]:
-    """Kernel and Spec of a call of q (B, Tq, H, D) with Tk keys; `dry`: not counted."""
+    """For q (B, Tq, H, D) and Tk keys; `dry`: not counted."""
     (B, Tq), device = q.shape[:2], str(q.device)
     if request.cache != "paged" and (request.window or 0) >= Tk:
         request = request._replace(window=None)
@@ -229,7 +227,7 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
 
 @outside_a_trace
 def _choose_in_trace(*call: Any) -> str:
-    """Name in _traced: a trace sees new attributes, but no new keys of a dict."""
+    """A name in _traced: a trace sees new attributes, but no new keys of a dict."""
     plans = _plans[False]
     plans.choose_in_trace(*call)
     name = "of_" + repr(call).encode().hex()  # without dots
@@ -239,7 +237,7 @@ def _choose_in_trace(*call: Any) -> str:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | None,
           segments: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """out (B, Tq, H, D), and any log-sum-exp (B, H, Tq) float32."""
+    """out (B, Tq, H, D), and any L (B, H, Tq) float32."""
     if not (q.numel() and k.numel()):
         out, L = nothing(q, k, v, None, lse=True)
         return out, L.float() if request.lse else None
@@ -256,7 +254,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
 
 def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request,
           slopes: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-    """out (Tq, H, D) and any log-sum-exp (H, Tq) of each text. Texts of one length are a batch."""
+    """out (Tq, H, D) and any L (H, Tq) of each text; those of one length are a batch."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, (q, k) in enumerate(zip(qs, ks)):
         alike.setdefault((len(q), len(k)), []).append(i)

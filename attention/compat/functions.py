@@ -1,7 +1,7 @@
 """flash_attn_func, flash_attn_varlen_func, their packed forms, and flash_attn_with_kvcache.
 
-Sequences of several lengths are segments of one call if a CUDA kernel reads each separately, else
-one call a length."""
+Sequences of several lengths are segments if a CUDA kernel reads each separately, else one call a
+length."""
 
 from __future__ import annotations
 
@@ -99,8 +99,6 @@ def _segments(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def _options_of(function: Callable[..., Returned]) -> Callable[..., Any]:
-    """Add `function`'s options to a packed function's signature."""
-
     def show(packed: Any) -> Any:
         shown = signature(packed)
         own = [p for p in shown.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]

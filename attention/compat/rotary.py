@@ -18,8 +18,8 @@ from .calls import lengths_of, match, wrong
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first 2 R dimensions of x (..., T, H, D) by rows `at` (T,) or (..., T) of cos and
-    sin (n, R), in float32 or better."""
+    """Rotate 2 R dimensions of x (..., T, H, D) by rows `at` (T,) or (..., T) of cos and sin (n,
+    R), in float32 or better."""
     sizes: dict[str, int] = {}
     match(sizes, x.device, DTYPES, rotary_cos=(cos, "n R"), rotary_sin=(sin, "n R"))
     n, R = sizes.values()
@@ -156,8 +156,8 @@ class RotaryEmbedding(torch.nn.Module):
     def forward(self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
                 max_seqlen: int | None = None,
                 num_heads_q: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotate in place and return qkv, or q (B, T, H, D) and kv (B, T, 2, Hkv, D). max_seqlen:
-        table length for seqlen_offset (B,)."""
+        """Rotate in place: qkv, or q (B, T, H, D) and kv (B, T, 2, Hkv, D). max_seqlen: table
+        length for seqlen_offset (B,)."""
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         elif not isinstance(seqlen_offset, Tensor):

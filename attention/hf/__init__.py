@@ -28,7 +28,7 @@ from ..spec import Policy, Spec
 from .mask import Mask, Proof, prove
 
 PREFIX = "nanoattn:"
-# Words in names that transformers takes for its own.
+# Words that transformers claims.
 RESERVED = ("sdpa", "flash", "flex_attention", "eager")
 # These do not change attention.
 IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
@@ -48,9 +48,9 @@ def names() -> dict[str, str]:
 
 
 def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
-    """Make every backend, every rule and the `extra` names for attention.get() (whose files are
-    run) an attention implementation; again to replace the policy. Raises ImportError: transformers
-    is older than 4.53; ValueError: two names give one attn_implementation."""
+    """Make every backend, rule and `extra` name for attention.get() (files run) an attention
+    implementation; again to replace the policy. Raises ImportError: transformers before 4.53;
+    ValueError: two names give one attn_implementation."""
     global _policy
     _policy, known = policy, [*RULES, *BACKENDS, *extra, *_made]
     _made.clear()
@@ -90,7 +90,7 @@ def _ours(requested: str) -> str:
 
 @cache
 def _find_when_named() -> None:
-    """Let transformers 5 take our names in any case, and files ("nanoattn:file.py"), but not from a
+    """transformers 5 takes our names in any case, and files ("nanoattn:file.py"), but not from a
     config.json."""
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -130,11 +130,11 @@ def _drop_code(config: dict[str, Any]) -> None:
 
 
 def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Mask:
-    """Prove transformers' mask for SDPA; it makes none that is causal, or hides nothing."""
+    """transformers' mask for SDPA, proved; it makes none that is causal or hides nothing."""
     B, Tk, window = options["batch_size"], options["kv_length"], options.get("local_size")
     Tq = options["q_length"] if "q_length" in options else len(options["cache_position"])
     causal = "allow_is_bidirectional_skip" not in options
-    # With one query, no mask means all keys, even free places of a static cache.
+    # With one query, no mask means all keys, even free places.
     skip = options.pop("allow_is_causal_skip", True) and Tq > 1
     seen = sdpa_mask(**options, allow_is_causal_skip=skip)
     proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
@@ -186,7 +186,7 @@ def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
 
 
 def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> None:
-    """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins texts."""
+    """Raises ValueError: position_ids (B or 1, Tq) restart where the mask joins texts."""
     if symbolic(position_ids) or (isinstance(mask, Mask) and mask.checked is position_ids):
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
@@ -211,8 +211,7 @@ def _attend(plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, v
             output_attentions: bool | None = None, position_ids: Tensor | None = None,
             **others: object) -> tuple[Tensor, Tensor | None]:
     """As AttentionInterface calls it: query (B, H, Tq, D), key and value (B, Hkv, Tk, D), s_aux
-    (H,) -> (B, Tq, H, D), with output_attentions also the weights (B, H, Tq, Tk). Raises
-    BackendUnavailable: an argument is not supported."""
+    (H,) -> (B, Tq, H, D), and any weights (B, H, Tq, Tk). Raises BackendUnavailable."""
     (B, H, Tq, D), (_, Hkv, Tk, _) = query.shape, key.shape
     try:
         if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
@@ -300,7 +299,7 @@ class Report(tuple[Layer, ...]):
 
 
 def report(model: torch.nn.Module) -> Report:
-    """The kernel that each attention layer ran, by the profiler. Raises RuntimeError: none ran."""
+    """The kernels of each attention layer, by the profiler. Raises RuntimeError: none ran."""
     modules = {n: m for n, m in model.named_modules()
                if m in _calls or "Attention" in type(m).__name__}
     inner = [n for n in modules if not any(other.startswith(f"{n}.") for other in modules)]

@@ -1,5 +1,5 @@
-"""A mask (B, 1, Tq, Tk) of `transformers` as a window, `right` and segments. visible() rebuilds it,
-every entry is compared, and any other mask is refused."""
+"""A mask (B, 1, Tq, Tk) of `transformers` as window, `right` and segments: visible() rebuilds it,
+and any difference is refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..masks import mask as visible_mask
 
 @dataclass(frozen=True)
 class Proof:
-    """A mask as window, `right` and segments over the first `end` keys; no query sees later ones,
-    the free places of a static cache."""
+    """Window, `right` and segments over the first `end` keys; later ones, free places of a static
+    cache, are masked."""
 
     queries: int
     end: int
@@ -35,8 +35,8 @@ class Proof:
 
 
 class Mask(Tensor):
-    """A proved mask (B, 1, Tq, Tk) without entries. Computing with it raises: the model does not
-    call its attention implementation."""
+    """A proved mask (B, 1, Tq, Tk) without entries. Computing with it raises: the model computes
+    its own attention."""
 
     proof: Proof
     implementation = "nanoattn"  # attn_implementation
@@ -99,7 +99,6 @@ def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None,
 
 
 def _same_keys(seen: Tensor) -> Proof | None:
-    """All queries of a row see the same run of keys."""
     Tq, Tk = seen.shape[1:]
     first = seen[:, 0].to(torch.uint8).argmax(-1)
     stop = first + seen[:, 0].sum(-1)
@@ -115,8 +114,7 @@ def _same_keys(seen: Tensor) -> Proof | None:
 
 
 def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof:
-    """A causal mask, or a window to both sides for as many queries as keys; perhaps with
-    segments."""
+    """Causal, or a window to both sides for as many queries as keys; perhaps segments."""
     Tq, Tk = seen.shape[1:]
     if Tq != Tk and not causal:
         raise ValueError(f"not causal, with {Tq} queries and {Tk} keys")

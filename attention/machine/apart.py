@@ -21,7 +21,7 @@ PATIENCE = 600  # seconds
 
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     """Return function() from a new thread; others wait. Raises RuntimeError: a CUDA graph is being
-    captured, or another choice does not end."""
+    captured, or another choice hangs."""
     import torch
 
     if getattr(_inside, "now", False):  # a kernel calls attention
@@ -40,7 +40,7 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
         except BaseException as e:
             result.set_exception(e)
 
-    # A tried kernel may call attention in autograd's thread, which must not wait.
+    # In autograd's thread a tried kernel must not wait.
     in_backward = torch._C._current_graph_task_id() != -1
     lock = threading.Lock() if in_backward else _lock
     if not lock.acquire(timeout=PATIENCE):
@@ -53,7 +53,7 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
 
 
 def outside_a_trace(function: F) -> F:
-    """Let torch.compile call a function of constants while it traces: assume_constant_result
-    without the slow import of torch._dynamo."""
+    """Call a function of constants in a trace, as assume_constant_result without the slow import of
+    torch._dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

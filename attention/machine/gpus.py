@@ -1,4 +1,4 @@
-"""GPUs and their compute capabilities (developer.nvidia.com/cuda-gpus, cuda-legacy-gpus); rates:
+"""Compute capabilities of GPUs (developer.nvidia.com/cuda-gpus, cuda-legacy-gpus); rates:
 core/gpus.py."""
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not 
 
 
 def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
-    """A known machine by a distinctive part of its name ("4090", "cpu"), with packages of these
-    import names. Raises ValueError: none or several match."""
+    """A machine by a distinctive part of its name ("4090", "cpu"). Raises ValueError: none or
+    several match."""
     given = words(text)
     fit = [m for m in KNOWN if words(m.name) - MAKERS <= given]
     longest = max((len(words(m.name)) for m in fit), default=0)

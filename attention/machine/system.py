@@ -47,7 +47,6 @@ def bfloat16_units() -> str:
 
 
 def devices() -> list[str]:
-    """As PyTorch names them: cpu, cuda, cuda:0, mps."""
     import torch
 
     numbered = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -57,7 +56,7 @@ def devices() -> list[str]:
 
 @cache
 def import_version(package: str) -> str | None:
-    """A package's version, or the error of its import; None: missing."""
+    """Version, or error of the import; None: missing."""
     def versions() -> dict[str, str]:
         names = metadata.packages_distributions().get(package.partition(".")[0], ())
         return {name: metadata.version(name) for name in names}
@@ -85,7 +84,6 @@ def import_version(package: str) -> str | None:
 
 
 def first_line(e: BaseException) -> str:
-    """Of the message, else the exception's type."""
     try:
         text = str(e).strip()
     except Exception:
@@ -94,12 +92,12 @@ def first_line(e: BaseException) -> str:
 
 
 def loses_device(e: BaseException) -> bool:
-    """True if CUDA refuses all further work after this error."""
+    """True if CUDA refuses all further work."""
     return isinstance(e, RuntimeError) and bool(LOST.search(str(e)))
 
 
 def own_code(f: Callable[P, R], name: str) -> Callable[P, R]:
-    """Copy f with its own code object, which torch.compile recompiles at most 8 times."""
+    """Its own code object: torch.compile recompiles each at most 8 times."""
     assert isinstance(f, FunctionType)
     code = f.__code__.replace(co_name=name)
     return FunctionType(code, f.__globals__, name, f.__defaults__, f.__closure__)
@@ -133,8 +131,7 @@ def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
 
 @contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
-    """Append the operators that this thread runs to `names`, without disturbing a
-    torch.profiler."""
+    """Append the operators that this thread runs; a torch.profiler is not disturbed."""
     from torch.autograd import profiler_legacy
 
     with profiler_legacy.profile() as profile:
@@ -143,7 +140,6 @@ def profiled(names: list[str]) -> Iterator[None]:
 
 
 def kineto(device_type: str) -> torch.profiler.profile:
-    """Profiler of operators, on CUDA also of kernels."""
     import torch
 
     # Silences "USDT: ... profiler_start" of torch 2.13.

@@ -49,7 +49,7 @@ Calls = dict[tuple[str, Spec], tuple[Call, float]]  # and its approximate second
 
 
 def declared(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[Row, Backend | None]:
-    """A backend by its Caps; None: code that does not load."""
+    """The backend is None if its code does not load."""
     try:
         backend, why = admit(name, spec, machine, policy)
     except BackendUnavailable as e:
@@ -60,8 +60,8 @@ def declared(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[R
 def measure(names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
             device: torch.device, shape: Shape,
             show: Callable[[str], object] = lambda line: None) -> list[Row]:
-    """Probe and time backends. modes: without the backward pass, with it, or both in this order;
-    `show` gets a line for each backend that ran or is refused."""
+    """Probe and time. modes: without the backward pass, with it, or both in this order; `show` gets
+    a line for each backend."""
     rows: dict[str, Row] = {}
     calls: Calls = {}
     machine = replace(machine, interpreted=False)
@@ -94,7 +94,7 @@ def measure(names: Iterable[str], modes: Sequence[Spec], machine: Machine, polic
 
 
 def race(calls: Calls, device: torch.device) -> Mapping[tuple[str, Spec], float]:
-    """Median seconds of each call, in 3 to 100 interleaved rounds."""
+    """Median seconds of each call, in interleaved rounds."""
     many = {key: min(20, max(1, round(SAMPLE_S / s))) for key, (_, s) in calls.items()}
     rounds = {key: min(100, max(3, round(BUDGET_S / s / many[key])))
               for key, (_, s) in calls.items()}
@@ -117,8 +117,8 @@ def warmed_up(call: Call, device: torch.device) -> float:
 
 
 def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backend, Spec], Call]:
-    """A function that makes a backend's call, with the backward pass if its Spec has gradients, on
-    inputs strided as a model's."""
+    """Makes calls of a backend, with backward if its Spec has gradients, on inputs strided as a
+    model's."""
     B, Tq, Tk = shape
     given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
     options: dict[str, Any] = dict(given.options)
@@ -174,7 +174,7 @@ class Clock:
         return self.stamp()
 
     def stop(self) -> Stamp:
-        """Stamp the end of all work; earlier stamps are then readable."""
+        """After the end of all work; earlier stamps are then readable."""
         stamp = self.stamp()
         synchronize(self.device)
         return stamp if self.device.type == "cuda" else self.stamp()
@@ -193,8 +193,8 @@ def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> f
 
 
 def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
-    """Backends that run, fastest first, then notes and the reasons of the others. No `modes`:
-    nothing ran."""
+    """Backends that run, fastest first, notes, and reasons of the others. No `modes`: nothing
+    ran."""
     able, lines = [row for row in rows if not row.why], []
     if able and modes:
         times = ["fwd+bwd ms" if spec.grad else "forward ms" for spec in modes]
@@ -219,7 +219,7 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], side: str) -> list[str]:
-    """A text table; `side`, < or >, aligns all columns but the first."""
+    """`side`, < or >, aligns all columns but the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = "  ".join(f"{{:{side if n else '<'}{width}}}" for n, width in enumerate(widths))
     return [line.format(*row).rstrip() for row in rows]

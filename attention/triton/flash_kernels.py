@@ -81,7 +81,7 @@ def rows_of(X, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: 
 @triton.jit
 def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
               BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr = False):
-    """X[start : start + BLOCK] of a head, with zeros outside if BOUNDED."""
+    """Zeros outside X if BOUNDED."""
     if TMA:
         return X.load([start, 0])
     else:
@@ -160,7 +160,7 @@ def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.conste
 
 @triton.jit
 def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Each query's first and last key, and the block's tiles."""
+    """First and last key of each query; the block's tiles."""
     i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
     i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
     last = last_key(i, Tq, Tk, offset, right, Run)
@@ -224,7 +224,7 @@ def forward_kernel(
         m_i = tl.maximum(m_i, tl.load(Sinks + h) * LOG2_E)
         l_i += 1.0
     unit = unit_of_scores(tau, softcap)
-    for MASKED in tl.static_range(2):  # the inner tiles, then those at both ends
+    for MASKED in tl.static_range(2):  # inner tiles, then both ends
         if MASKED:
             start, stop = begin, end - (inner_end - inner_begin)
         else:
@@ -262,7 +262,7 @@ def forward_kernel(
     tl.store(L + i, m_i + tl.log2(l_i), mask=i < Tq)
 
 
-# --- Backward: FlashAttention-2, Algorithm 2, once for dQ and once for dK and dV ---
+# --- Backward: FlashAttention-2, Algorithm 2, for dQ, then for dK and dV ---
 
 
 @triton.jit
@@ -441,7 +441,7 @@ KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 HALF, SINGLE = 2, 4  # bytes an element
 
 # capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}, for later ones too.
-# From the compiler's report (docs/SUPPORT.md), on 9.0 from times.
+# By the compiler (docs/SUPPORT.md), on 9.0 by time.
 _8_6 = {
     (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
     (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
@@ -470,7 +470,7 @@ TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
     },
     (12, 0): _8_6,
 }
-# In Triton's interpreter: small, so that short sequences have several.
+# Small: short sequences have several.
 INTERPRETED: dict[str, Tile] = dict.fromkeys(KERNELS, (64, 32, 1, 1)) | {"dkdv": (32, 64, 1, 1)}
 
 
@@ -504,7 +504,7 @@ def _descriptors(size: int, _alignment: int, _stream: int | None) -> Tensor:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """A copy if rows are not contiguous or a tile spans 2^31 elements."""
+    """Copied if rows are not contiguous or a tile spans 2^31 elements."""
     return x if x.stride(3) == 1 and 128 * x.stride(1) < 2**31 else x.contiguous()
 
 
@@ -519,7 +519,6 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropout: float,
              scale: float, softcap: float | None, offset: int | None) -> tuple[float | None, ...]:
-    """Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep and GROUP."""
     (Tq, H), Tk = q.shape[1:3], k.shape[1]
     offset = Tk - Tq if offset is None else offset
     right = Tk - 1 - offset if right is None else right  # the first query sees the last key
@@ -529,7 +528,7 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropou
     return *sizes, window, right, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
 
 
-# Not triton_op: Inductor cannot trace it in the interpreter. Schemas are read from annotations:
+# Inductor cannot trace triton_op in the interpreter. Schemas are read from annotations:
 # no `from __future__ import annotations` here.
 
 
@@ -565,8 +564,8 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    slopes: Tensor | None, tiles: list[int] | None, tma: bool, window: int | None,
                    right: int | None, dropout: float, scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor]:
-    """The gradients, packed, and delta (B, H, Tq) float32. tiles: of dq and dkdv. tma: rows of 16
-    bytes, capability 9.0."""
+    """Packed gradients, and delta (B, H, Tq) float32. tiles: of dq and dkdv. tma: rows of 16 bytes,
+    capability 9.0."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
@@ -590,7 +589,7 @@ def _packed(q: Tensor, k: Tensor, offset: int | None) -> Tensor:
 
 
 def unpack(grads: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v; of one length they are packed as torch.compile wants q, k and v."""
+    """Gradients of q, k and v; of one length side by side, as torch.compile wants them."""
     (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
     if Tq == Tk:
         found = grads.split([H * D, Hkv * D, Hkv * D], dim=2)

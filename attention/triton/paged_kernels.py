@@ -104,13 +104,13 @@ def combine_kernel(
 
 
 def block_sizes(head_dim: int, element_size: int) -> tuple[int, int]:
-    """BLOCK_N and BLOCK_D: a tile of K has at most 16 KB."""
+    """A tile of K has at most 16 KB."""
     BLOCK_D = max(16, triton.next_power_of_2(head_dim))
     return max(16, min(64, 2**14 // (BLOCK_D * element_size))), BLOCK_D
 
 
 def choose_splits(programs: int, keys: int) -> int:
-    """Number of runs, a power of two."""
+    """A power of two."""
     wanted = min(triton.cdiv(PROGRAMS, programs), triton.cdiv(keys, LEAST_RUN))
     return min(64, triton.next_power_of_2(wanted))
 
@@ -119,9 +119,8 @@ def choose_splits(programs: int, keys: int) -> int:
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor,
            count: Tensor, sinks: Tensor | None, slopes: Tensor | None, window: int, scale: float,
            softcap: float | None, splits: int) -> Tensor:
-    """q (B, 1, H, D); k_pages to count as in masks.PagedView, with this call's key and value
-    stored; sinks (H,), slopes (H,) or (B, H) float32; window 0: all keys; splits 0:
-    choose_splits()."""
+    """q (B, 1, H, D); k_pages to count as in masks.PagedView, this call's key and value stored;
+    sinks (H,), slopes (H,) or (B, H) float32; window 0: all keys; splits 0: choose_splits()."""
     (B, _, H, D), (_, page_size, Hkv, _) = q.shape, k_pages.shape
     assert q.stride(3) == 1 and k_pages.stride() == v_pages.stride() and k_pages.stride(3) == 1
     assert page_table.is_contiguous()
