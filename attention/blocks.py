@@ -7,8 +7,7 @@ the first to the last that any of its queries sees:
         q4   .   .   x   x   x   .   .   .
         q5   .   .   .   x   x   x   .   .
 
-A block ends where a long segment ends, and a whole segment needs no mask.
-"""
+A block ends where a long segment ends, and a whole segment needs no mask."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ CUDA_BLOCK = 1024  # each block is a kernel launch
 
 def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = None,
               alibi_slopes: Tensor | None = None) -> tuple[Tensor | None, bool]:
-    """attn_mask, None, bool (1 or B, 1, Tq, Tk), or with ALiBi biases (1 or B, H, Tq, Tk); and
-    is_causal."""
+    """Return SDPA's attn_mask, None, bool (1 or B, 1, Tq, Tk) or biases, and is_causal."""
     Tq, Tk = q.shape[1], k.shape[1]
     bare = segments is None and alibi_slopes is None
     if bare and (kind := maskless(Tq, Tk, spec.window, offset, spec.right)):
@@ -38,7 +36,7 @@ def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = No
 
 
 def biased(seen: Tensor, q: Tensor, alibi_slopes: Tensor, offset: Numbers) -> Tensor:
-    """ALiBi's biases and -inf; float32 for half precision on the CPU."""
+    """ALiBi's biases, -inf where masked; float32 for half precision on the CPU."""
     dtype = torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
     bias = alibi(alibi_slopes, seen.shape[-2], seen.shape[-1], offset, dtype)
     return bias.masked_fill(~seen, -torch.inf)
@@ -57,7 +55,7 @@ def block_size(q: Tensor) -> int:
 
 def blocks(queries: slice, keys: slice, spec: Spec, size: int,
            masked: bool) -> list[tuple[slice, slice]]:
-    """`size` queries each, with the keys that any of them sees; one block if nothing masks."""
+    """Blocks of `size` queries with the keys that any of them sees; one block if nothing masks."""
     n_queries, n_keys = queries.stop - queries.start, keys.stop - keys.start
     offset = queries.start - keys.start
     if not masked and maskless(n_queries, n_keys, spec.window, offset, spec.right):
@@ -73,7 +71,7 @@ def blocks(queries: slice, keys: slice, spec: Spec, size: int,
 
 
 def blocks_of_segments(segments: Tensor, offset: int, spec: Spec, size: int) -> list[Block]:
-    """By row of segments (B, Tk); short neighbors share a block."""
+    """Blocks for each row of segments (B, Tk); short neighbors share a block."""
     starts, found = borders(segments), []
     alike = all(row == starts[0] for row in starts)
     for b, row in enumerate(starts[:1] if alike else starts):
@@ -94,7 +92,7 @@ def blocks_of_segments(segments: Tensor, offset: int, spec: Spec, size: int) -> 
 def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
               segments: Tensor | None = None, alibi_slopes: Tensor | None = None,
               **options: Any) -> Tensor:
-    """attend(q, k, v, spec, offset=) for each block; one block, or a trace, masks segments too."""
+    """Call attend(q, k, v, spec, offset=) on blocks; one block, or a trace, masks segments too."""
     size = block_size(q)
     (Tq, Tk), offset = (q.shape[1], k.shape[1]), k.shape[1] - q.shape[1]
     if segments is None or Tq <= size or symbolic(segments):
@@ -120,7 +118,7 @@ def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sp
 
 
 def slices(t: Tensor, at: list[tuple[slice, slice]]) -> tuple[Tensor, ...]:
-    """t[b, J] each; autograd's own gradients would have t's size."""
+    """Take t[b, J] for each (b, J). Indexing would make a gradient of t's size for each."""
     if len(at) > 1 and t.requires_grad and not torch.compiler.is_compiling():
         return Slices.apply(t, at)
     return tuple(t if (b, J) == (slice(None), slice(0, t.shape[1])) else t[b, J] for b, J in at)

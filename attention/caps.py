@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Parse "2.13.0+cpu" as (2, 13, 0); a beta, "4.0.0b26", sorts before its release: (4, 0, -1,
-    26)."""
+    """Parse "2.13.0+cpu" as (2, 13, 0), and a beta, "4.0.0b26", as (4, 0, -1, 26), before its
+    release."""
     leading = re.match(r"(\d+(?:\.\d+)*)(?:\.?b(?:eta)?(\d+))?", text)
     if not leading:
         return ()
@@ -32,7 +32,7 @@ def dotted(capability: tuple[int, int] | None) -> str:
 
 
 class Refusal(str):
-    """A reason; `kind`: the field of Spec or Machine that causes it."""
+    """A reason to refuse; `kind`: the field of Spec or Machine that causes it."""
 
     kind: str
 
@@ -50,8 +50,7 @@ class DeviceLost(RuntimeError):
     """A kernel crashed: this process can no longer use the GPU."""
 
 
-# Fields of Spec and Caps.
-LACKS = {
+LACKS = {  # fields of Spec and Caps
     "right": "later keys (right={0.right})",
     "window": "a sliding window",
     "segments": "segments (packed or padded)",
@@ -96,7 +95,6 @@ class Caps:
     def lacks(self, spec: Spec, device: str) -> list[Refusal]:
         requested = {name: getattr(spec, name) for name in LACKS}
         requested["right"] = spec.right != 0
-        # A limit on either side is a window.
         requested["window"] = spec.window or (spec.right and self.right)
         found, split = [], spec.lse and self.lse
         for name, text in LACKS.items():
@@ -125,7 +123,6 @@ class Caps:
         return found
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
-        """All reasons against `spec` on `machine`."""
         low, high = self.min_capability or (0, 0), self.max_capability or (99, 0)
         need = f"{dotted(low)} to {dotted(high)}" if self.max_capability else f">= {dotted(low)}"
         limits = [  # kind, refused, reason
@@ -167,8 +164,7 @@ class Partial:
     keys; out and L of whole rows.
 
     `offset` as in visible(), `segments` None or ids (B, Tq) and (B, Tk); with spec.alibi also
-    `alibi_slopes=`. A Spec that is not causal gets all keys at once.
-    """
+    `alibi_slopes=`. A Spec that is not causal gets all keys at once."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
@@ -183,8 +179,7 @@ class Backend:
     dtype: segments ``(B, Tk)`` int32, the last Tq of them the queries'; with spec.sinks ``sinks=``
     ``(H,)``, with spec.alibi ``alibi_slopes=`` ``(H,)`` or ``(B, H)`` float32; `cache`: a view
     (masks.py) of k and v. Raises ValueError if Caps refuse the options, or tensors contradict the
-    Spec; ``compute`` does not check.
-    """
+    Spec; ``compute`` does not check."""
 
     name: str
     title: str
@@ -228,7 +223,7 @@ class Backend:
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """attend() under autocast, in its inputs' dtype."""
+    """Run attend() in its inputs' dtype, under autocast too."""
     import torch
 
     is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # faster than a context
@@ -325,7 +320,6 @@ def _check_cache(q: Tensor, k: Tensor, spec: Spec, segments: object, cache: Any)
 
 
 def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...]) -> None:
-    """-1 in `shape`: any size."""
     import torch
 
     if isinstance(t, torch.Tensor) and t.device == on and str(t.dtype)[6:] in dtypes and (
@@ -336,7 +330,7 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
 
 
 def shape_of(t: Any) -> str:
-    """As "(2, 3) float32 on cpu"; of an array the type, else repr()."""
+    """Describe a tensor as "(2, 3) float32 on cpu", an array by its type, else by repr()."""
     import torch
 
     if not isinstance(t, torch.Tensor):

@@ -5,8 +5,7 @@
     flash_attn_4  import flash_attn.cute       8.0 to 12.1
 
 Layout  (B, T, H, D); with segments all sequences are concatenated, (total, H, D).
-Masks   aligned bottom-right. W keys and n later ones: window_size=(W - 1, n).
-"""
+Masks   aligned bottom-right. W keys and n later ones: window_size=(W - 1, n)."""
 
 from __future__ import annotations
 
@@ -50,7 +49,6 @@ HUB3 = "kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None, package: Package) -> Tensor:
-    """Shapes as in caps.Backend."""
     flash = load(package)
     causal, left = spec.right == 0, package.unbounded
     right = package.unbounded if spec.right is None or causal else spec.right
@@ -92,7 +90,6 @@ def _varlen(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor
 
 def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
                 package: Package, options: dict[str, object]) -> Tensor:
-    # Only padding sees the null page, or zeros.
     Tq = q.shape[1]
     seen, i = cache.start + Tq, torch.arange(Tq, device=q.device)
     row, back = torch.arange(q.shape[0], device=q.device)[:, None], None
@@ -101,7 +98,7 @@ def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: Paged
         q, back = q[row, (i - shift) % Tq], (i + shift) % Tq
         seen = cache.start + cache.count
     if isinstance(cache, PagedView):
-        table = F.pad(cache.page_table, (0, (Tq - 1) // k.shape[1] + 1))
+        table = F.pad(cache.page_table, (0, (Tq - 1) // k.shape[1] + 1))  # padding sees a null page
         options["page_table" if package.kvcache is None else package.kvcache] = table
     else:
         if Tq > 1:
@@ -118,8 +115,7 @@ def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     return out if isinstance(out, Tensor) else out[0]
 
 
-# torch.compile cannot trace functools.cache.
-_loaded: dict[object, ModuleType] = {}
+_loaded: dict[object, ModuleType] = {}  # torch.compile cannot trace functools.cache
 
 
 def load(package: Package) -> ModuleType:
@@ -140,21 +136,19 @@ _FA2 = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, dropout=False
             softcap=True, alibi=True, caches=CACHES, page_multiple=256,
             packages=("flash_attn>=2.6.2",))
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
-# Past head_dim 192 with dropout the backward on 8.6, 8.9 and 12.0 silently launches nothing
-# (flash_bwd_launch_template.h).
+# 8.6, 8.9, 12.0: dropout past head_dim 192 silently has no backward (flash_bwd_launch_template.h).
 FA2_CAPS = (
     _FA2,
     replace(_FA2_DROPOUT, head_dim_max=192),
     replace(_FA2_DROPOUT, max_capability=(8, 0)),
     replace(_FA2_DROPOUT, min_capability=(9, 0), max_capability=(10, 3)))
 
-# hopper/flash_api.cpp at 0251105a.
+# from hopper/flash_api.cpp at 0251105a
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), right=True, head_dim_max=256, head_dim_multiple=8,
             dropout=False, scale=True, softcap=True, deterministic=False, caches=CACHES,
             packages=("flash_attn_interface",))
 FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
-# Also for 8.0 (flash-attn3/build.toml of kernels-community).
-FA3_HUB_CAPS = (
+FA3_HUB_CAPS = (  # also for 8.0 (flash-attn3/build.toml of kernels-community)
     *FA3_CAPS, *(replace(c, min_capability=(8, 0), max_capability=(8, 0)) for c in FA3_CAPS))
 
 # flash_attn/cute/interface.py of 4.0.0b36; a sink has a gradient from b26 on.
@@ -165,7 +159,6 @@ _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 # Wrong gradients if head_dim is not a multiple of 32 (flash-attention pull requests 2896,
 # 2698), and at 256 on Blackwell (TransformerEngine issue 3216); softcap hangs (issue 2466).
 _FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32, softcap=False)
-# 8.x has no backward.
 _FA4_MMA = replace(_FA4, max_capability=(8, 9), min_capability=(8, 0), softcap=False, sinks=False,
                    caches=("none", "dynamic"))
 _FA4_12 = replace(_FA4_MMA, min_capability=(12, 0), max_capability=(12, 1))

@@ -5,8 +5,7 @@ tiles of 128 x 128 scores that need a mask ("partial") and those that need none 
 and ALiBi are a score_mod. Sinks: out * sigmoid(L - sink).
 
 Memory  O(T): q, k, v, out and L; the lists are (T / 128)^2 integers.
-Source  Dong et al. 2024 (arXiv 2412.05496). flex_flash: the same on FlashAttention-4.
-"""
+Source  Dong et al. 2024 (arXiv 2412.05496). flex_flash: the same on FlashAttention-4."""
 
 from __future__ import annotations
 
@@ -41,7 +40,6 @@ SPOILT = (8, 16)
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
            flash: bool = False, own_mask: OwnMask | None = None) -> Tensor:
-    """Shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
     (B, Tq, H, D), Tk, on = q.shape, k.shape[1], q.device
     scale, score_mod = spec.scale, None
@@ -71,7 +69,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: str | None,
          softcap: str | None, sinks: Tensor | None, flash: bool, slopes: Tensor | None,
          shift: Tensor, own_score: Mod | None) -> Tensor:
-    """flex_attention, less the weight of sinks (H,). slopes: (1 or B, H)."""
+    """Call flex_attention, and take off the weight of sinks (H,). slopes: (1 or B, H)."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     options: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
@@ -125,7 +123,6 @@ def graph_of(q: Tensor, Tk: int, spec: Spec, segments: Tensor | None, slopes: Te
 @lru_cache(maxsize=4096)
 def compiled(graph: Graph) -> Callable[..., Tensor]:
     own = own_code(flex, f"flex_{hash(graph) & 0xFFFFFFFF:x}")
-    # Training has few lengths; constants need no bounds.
     return torch.compile(own, fullgraph=True, dynamic=not (graph.spec.grad or graph.flash))
 
 
@@ -136,10 +133,8 @@ def flash_rows(device: torch.device) -> int:
 
 def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, window: int | None,
                right: int | None = 0, rows: int | None = None) -> BlockMask:
-    """visible() by the corners of tiles, with segments for Tq <= Tk. rows: a tile's, for
-    FlashAttention-4, whose mask_mod has constants."""
-    # Only j - i matters.
-    offset = Tk - Tq
+    """visible() as a BlockMask, with segments for Tq <= Tk. rows: of FlashAttention-4's tiles."""
+    offset = Tk - Tq  # only j - i matters
     top, bottom = corners(Tq, rows or TILE, device)
     first, last = corners(Tk, TILE, device)
     least, most = first - bottom[:, None], last - top[:, None]  # (tiles, tiles) each
@@ -175,7 +170,7 @@ def corners(T: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def listed(some: Tensor, every: Tensor, lengths: tuple[int, int], rows: int,
            mask_mod: Mod) -> BlockMask:
-    """From bool (1 or B, 1 or H, tiles, tiles): is some, is every pair visible?"""
+    """A BlockMask from bool (1 or B, 1 or H, tiles, tiles): is some, is every pair visible?"""
     from torch.nn.attention.flex_attention import BlockMask
 
     def of_rows(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,7 +193,8 @@ def _by_segments(segments: Tensor, Tq: int, Tk: int, *sides: Any) -> BlockMask:
 
 
 def room(segments: Tensor) -> tuple[int, int]:
-    """(B, 128 * 2^n >= Tk), padded: for a symbolic size PyTorch 2.13 may generate invalid C++."""
+    """(B, 128 * 2^n >= Tk), the padded size: for a symbolic one PyTorch 2.13 may make invalid
+    C++."""
     Tk = segments.shape[1]
     return len(segments), TILE << ((Tk - 1) // TILE).bit_length()
 

@@ -1,8 +1,6 @@
 """Kernels with their own gradient (caps.Partial), for autograd and torch.compile.
 
-A second derivative raises RuntimeError (once_differentiable would give zero); torch.compile has
-none.
-"""
+A second derivative raises RuntimeError (once_differentiable would give zero)."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ def attention(
     segments: Tensor | Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
     offset: int | None = None, alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Tq, H, D) in q's dtype and L (B, H, Tq), without gradient; segments (B, Tk) or of
-    both; offset None: Tk - Tq."""
+    """Return out in q's dtype and L (B, H, Tq), without gradient; segments (B, Tk) or of both."""
     if isinstance(segments, Tensor):
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
     offset = k.shape[1] - q.shape[1] if offset is None else offset
@@ -39,8 +36,6 @@ def attention(
 
 
 def whole(backend: Backend) -> Callable[..., Tensor]:
-    """An attend() by Backend.partial."""
-
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:
         return attention(q, k, v, spec, kernel=backend.partial, **options)[0]
 
@@ -133,8 +128,7 @@ class Dense(torch.autograd.Function):
 
 
 def dense_gradient(out: Tensor) -> Tensor:
-    """Make out's gradient contiguous: cuDNN's plan in PyTorch (2.11) is wrong for another layout
-    than the first call's."""
+    """Make out's gradient contiguous: cuDNN in PyTorch 2.11 is wrong for a second layout."""
     return Dense.apply(out) if out.is_cuda and out.requires_grad else out
 
 

@@ -31,7 +31,7 @@ def not_loaded(*args: object, **options: object) -> NoReturn:
 
 @cache
 def unloaded(name: str) -> Backend:
-    """Before its code is loaded, with all possible Caps."""
+    """The backend before its code is loaded, with all possible Caps."""
     if not (found := NAME.fullmatch(name)):
         raise ValueError(f"expected hub:org/repo@ and the 40 hex digits of a commit, got {name!r}")
     title = f"{found[1]} of the hub at {found[2][:8]}"
@@ -63,7 +63,6 @@ def loaded(name: str) -> Backend:
 
 
 def admit(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[Backend, list[Refusal]]:
-    """As select.admit(); loads a permitted kernel."""
     backend = unloaded(name)
     if not policy.hub_kernels:
         text = "it is downloaded code, which runs with --attention_hub_kernels=True only"

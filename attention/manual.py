@@ -8,8 +8,7 @@ for every head of every sequence (Vaswani et al. 2017, section 3.2.1). Course: p
 
 Memory  O(Tq * Tk) a head: P is kept for the backward pass.
 FLOPs   4 * Tq * Tk * D a head forward, twice that backward; masked pairs are computed too.
-Layout  (B, G, R, T, D) inside: G = Hkv groups of R = H / Hkv query heads that share k and v.
-"""
+Layout  (B, G, R, T, D) inside: G = Hkv groups of R = H / Hkv query heads that share k and v."""
 
 from __future__ import annotations
 

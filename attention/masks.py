@@ -61,8 +61,7 @@ Parts = tuple[Tensor, ...]  # out, and any log-sum-exp
 
 
 def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
-    """Extend an attend() for 0 < Tq <= Tk to any lengths and strides; `lse`: it also returns L (B,
-    H, Tq)."""
+    """Extend an attend() for 0 < Tq <= Tk to any lengths and strides; `lse`: it also returns L."""
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
@@ -85,8 +84,7 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
 
 def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                         options: dict[str, Any]) -> Parts:
-    """Two calls: the first Tq - Tk queries, before every key, see the first `right` keys (none with
-    segments); the rest are as many as the keys."""
+    """Two calls: the Tq - Tk queries before every key see `right` keys, none with segments."""
     n, Tk = q.shape[1] - k.shape[1], k.shape[1]
     n_seen = Tk if spec.right is None else min(spec.right, Tk)
     if options.get("segments") is not None:
@@ -138,8 +136,7 @@ def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) ->
 
 
 def loadable(t: Tensor) -> Tensor:
-    """t, copied unless rows are contiguous and on CUDA aligned: fused kernels load 16 bytes,
-    unchecked."""
+    """Copy unless rows are contiguous and aligned: fused CUDA kernels load 16 bytes, unchecked."""
     if t.stride(-1) != 1:  # contiguous() keeps the stride of a single number
         return t.clone(memory_format=torch.contiguous_format)
     n = 16 // t.element_size()
@@ -221,7 +218,7 @@ class Runs(NamedTuple):
         return self.cu_q, self.cu_k, self.max_q, self.max_k
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """(tokens, heads, head_dim) each."""
+        """q, k and v as (tokens, heads, head_dim)."""
         packed = [t.flatten(0, 1) for t in (q, k, v)]
         return packed if self.keys is None else [packed[0], *(t[self.keys] for t in packed[1:])]
 
@@ -259,11 +256,10 @@ class StaticView:
     kind: ClassVar[str] = "static"  # Spec.cache
 
     def seen(self, Tq: int, window: int | None, right: int | None = 0) -> Tensor:
-        """bool (B, 1, Tq, length)."""
+        """The mask, bool (B, 1, Tq, length)."""
         i = torch.arange(Tq, device=self.start.device)
         j = torch.arange(self.length, device=self.start.device)
-        # Padding past `length` sees as its last position.
-        last: Numbers = self.length - 1
+        last: Numbers = self.length - 1  # padding past `length` sees as its last position
         if right != 0:
             last = (self.start + self.count).clamp(1, self.length)[:, None, None, None] - 1
         at = (self.start[:, None, None, None] + i[:, None]).clamp(max=last)
@@ -315,18 +311,16 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Make
 
 @dataclass(frozen=True, eq=False)
 class Mods:
-    """Functions of a file (mods.py)."""
-
     mask_mod: Callable[..., Tensor]
     score_mod: Callable[..., Tensor] | None = None
 
     def seen(self, B: int, H: int, i: Tensor, Tk: int) -> Tensor:
-        """bool (B, H, len(i), Tk) for positions i."""
+        """The mask, bool (B, H, len(i), Tk), for positions i."""
         seen = self.mask_mod(*indices(B, H, i, Tk))
         return torch.as_tensor(seen, device=i.device).bool().expand(B, H, len(i), Tk)
 
     def scored(self, scores: Tensor, H: int, i: Tensor) -> Tensor:
-        """(B, Hkv, H / Hkv * len(i), Tk)."""
+        """Scores (B, Hkv, H / Hkv * len(i), Tk) after score_mod."""
         if self.score_mod is None:
             return scores
         B, Tk = len(scores), scores.shape[-1]
@@ -335,7 +329,6 @@ class Mods:
         return moved.expand_as(by_head).reshape(scores.shape)
 
     def mean_keys(self, T: int, H: int, device: str | torch.device = "cpu") -> float:
-        """Mean number of visible keys a query."""
         rows = torch.arange(T, device=device).split(128)
         return sum(int(self.seen(1, H, i, T).sum()) for i in rows) / (H * T)
 

@@ -4,8 +4,7 @@
     def mask_mod(b, h, q_idx, kv_idx):           instead of visible(); q_idx is among the keys
     def score_mod(score, b, h, q_idx, kv_idx):   optional: changes the scaled score, before the mask
 
-Tiles are listed once a shape: O(B * H * Tq * Tk) work, O(B * H * 128 * Tk) memory.
-"""
+Tiles are listed once a shape: O(B * H * Tq * Tk) work, O(B * H * 128 * Tk) memory."""
 
 from __future__ import annotations
 

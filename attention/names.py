@@ -19,8 +19,7 @@ from .machine.system import KERNEL_ERRORS, first_line
 from .spec import Machine, Spec
 from .triton_flash import TILED, TMA
 
-# New kernels are listed here.
-BACKENDS: dict[str, Backend] = {b.name: b for b in (
+BACKENDS: dict[str, Backend] = {b.name: b for b in (  # new kernels are listed here
     manual.BACKEND, tiled.BACKEND, sdpa.BACKEND, sdpa.FLASH, sdpa.EFFICIENT, sdpa.CUDNN, sdpa.MATH,
     sdpa_bmm.BACKEND, flex.BACKEND, flex.FLASH, triton_flash.BACKEND, flash.V2, flash.V3, flash.V4,
     paged.BACKEND)}
@@ -47,14 +46,14 @@ def is_backend(name: str) -> bool:
 
 
 def entry_points() -> dict[str, str]:
-    """As "package.module:BACKEND" by name, of installed packages."""
+    """Values "package.module:BACKEND" by name, of installed packages."""
     found = metadata.entry_points(group=ENTRY_POINTS)
     return {e.name: e.value for e in found if e.name not in _BY_ANY_NAME}
 
 
 def get(name: str) -> Backend:
-    """A file or module is run. Raises ValueError: unknown name. BackendUnavailable: no valid
-    backend."""
+    """Return or load a backend. Raises ValueError: unknown name; BackendUnavailable: it is
+    invalid."""
     if name in _BY_ANY_NAME:
         return _BY_ANY_NAME[name]
     if name.startswith(hub.PREFIX):
@@ -70,7 +69,7 @@ def get(name: str) -> Backend:
 
 
 def timed(spec: Spec, machine: Machine) -> list[str]:
-    """Training also times triton with other tiles."""
+    """Candidates for "fastest"; training also times triton with other tiles."""
     others = (b for b in TILED if spec.grad and not b.why_not(spec, machine))
     return [*BACKENDS, *(b.name for b in others)]
 
@@ -84,8 +83,7 @@ def check_name(name: str) -> None:
 
 
 def register(backend: Backend) -> Backend:
-    """Add a backend to this process, also for "fastest", the bench and `python -m attention`.
-    Raises ValueError: its names are taken or invalid."""
+    """Add a backend, also for "fastest" and the tables. Raises ValueError: a bad or taken name."""
     names = backend.name, *backend.aliases
     if backend.mods or any(is_path(name) or ":" in name for name in names):
         raise ValueError(f"{names} look like a path or a module, or have a mask of their own")
@@ -107,7 +105,7 @@ def valid(backend: object, taken: Iterable[str]) -> Backend:
 
 @cache
 def load(name: str) -> Backend:
-    """A path, flex: with one, or package.module:BACKEND. Raises BackendUnavailable."""
+    """Run a path, flex: with one, or package.module:BACKEND. Raises BackendUnavailable."""
     path = name.removeprefix(mods.PREFIX)
     try:
         if is_path(path):
@@ -141,7 +139,6 @@ def run(path: str, wanted: str) -> object:
 
 
 def packages(*names: str) -> tuple[str, ...]:
-    """Import names that the backends need, and `names`."""
     backends = [*BACKENDS.values(), *(get(name) for name in names if is_code(name))]
     backends = [b for own in backends for b in (own, own.prebuilt) if b]
     return tuple(dict.fromkeys(package for b in backends for package in b.packages))

@@ -5,8 +5,7 @@
 One query a row on CUDA: triton/paged_kernels.py. Else gather() copies the tokens, for PyTorch's
 SDPA, or with softcap, sinks or ALiBi the formula of manual.py.
 
-Source  Kwon et al. 2023 (arXiv 2309.06180).
-"""
+Source  Kwon et al. 2023 (arXiv 2309.06180)."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ BLOCK = 256  # queries in gather()
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """k and v are pages or buffers. Queries from cache.count on are padding."""
+    """Attend to pages or buffers k and v. Queries from cache.count on are padding."""
     assert cache is not None, "paged reads a cache"
     cache = cache.as_pages() if isinstance(cache, StaticView) else cache
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
@@ -53,8 +52,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
-    """q (B, Tq, H, D) with copies of its tokens, which end at cache.start + cache.count, perhaps
-    past the queries."""
+    """Attend with q (B, Tq, H, D) to copies of its tokens, which end at cache.start +
+    cache.count."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)[None]
@@ -124,7 +123,6 @@ def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
 
 @outside_a_trace  # torch 2.13 cannot pass a Spec's integers
 def _triton_capability() -> tuple[int, int]:
-    """(0, 0) without Triton."""
     from importlib.util import find_spec
 
     return (0, 0) if find_spec("triton") is None else torch.cuda.get_device_capability(None)

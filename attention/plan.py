@@ -1,8 +1,7 @@
 """Plans: the kernel for each kind of calls (Spec.kind), device, and deterministic algorithms or not
 (docs/DESIGN.md, docs/ATTENTION.md).
 
-Eager, a new kind is proved; in a trace resolve() or the stored `fastest` decides.
-"""
+Eager, a new kind is proved; in a trace resolve() or the stored `fastest` decides."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ class Phase(NamedTuple):
 
     @classmethod
     def now(cls, weight: Tensor, training: bool, segments: bool, cache: Any, ring: bool) -> Phase:
-        """`cache`: a step of inference/cache.py or None."""
+        """The phase of a call; `cache`: a step of inference/cache.py or None."""
         dtype = str(autocast_dtype(weight.device.type) or weight.dtype).removeprefix("torch.")
         kind, page_size = ("none", None) if cache is None else (cache.kind, cache.page_size)
         return cls(
@@ -68,8 +67,6 @@ class Phase(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A layer calls attend(q, k, v, spec, ...), unchecked."""
-
     attend: Callable[..., Tensor]
     spec: Spec
     chosen: Resolution
@@ -84,14 +81,12 @@ Key = tuple[str, str, bool]  # Spec.kind, device, deterministic algorithms
 
 
 class Plans:
-    """Of one backend name; copies and pickles are empty. `specs`: of a model's layers in a phase;
-    `length`: tokens in a sequence."""
+    """Plans of one backend; copies and pickles are empty. `specs`: of the layers in a phase."""
 
     def __init__(self, name: str, policy: Policy = Policy(),
                  specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0) -> None:
         self.name, self.policy, self.specs, self.length = name, policy, specs, length
-        # By Key, Phase, or traced call: plain tuples.
-        self.known: dict[Hashable, Plan] = {}
+        self.known: dict[Hashable, Plan] = {}  # by Key, Phase, or traced call: plain tuples
         self.refused: dict[Key, Failed] = {}  # by proofs
 
     def __reduce__(self) -> tuple[type[Plans], tuple[object, ...]]:
@@ -101,8 +96,8 @@ class Plans:
 
     def choose(self, spec: Spec, device: str, shape: Shape, label: str = "",
                ranks: Ranks | None = None) -> Resolution:
-        """The kernel of a call, chosen and announced if its kind is new or longer than proved; all
-        `ranks` choose now. Raises BackendUnavailable."""
+        """Choose and announce if the kind is new or longer than proved. Raises
+        BackendUnavailable."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
         return self._proved(key, shape, ranks) or apart(
             device, partial(self._prove, key, spec, device, shape, label, ranks))
@@ -136,7 +131,7 @@ class Plans:
         self.known[call] = (Call.of(spec, self._traced(spec, device)),)
 
     def _traced(self, spec: Spec, device: str) -> Resolution:
-        """Runs nothing: it would wait for the tracer."""
+        """Choose without a run, which would wait for the tracer."""
         on = device, torch.are_deterministic_algorithms_enabled()
         key, eager = (spec.kind, *on), (replace(spec, compiled=False).kind, *on)
         if key not in self.known:
@@ -165,7 +160,7 @@ class Plans:
             self.known[phase] = self._layers(phase, lambda spec: self._traced(spec, phase.device))
 
     def plan(self, phase: Phase, B: int = 1, ranks: Ranks | None = None) -> Plan:
-        """Choose and announce, for B sequences at a time."""
+        """Choose and announce the kernels of a phase, for B sequences at a time."""
         # With a cache nearly all calls decode.
         T, cached = min(self.length, PROBE_LEN), phase.cache != "none"
         label = f" with the {phase.cache} cache" if cached else " without gradients"
@@ -188,8 +183,8 @@ class Plans:
 
 def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(),
             ranks: Ranks | None = None) -> Resolution:
-    """The fastest backend, remembered or measured by rank 0 for all, at (B, T, T) in training, (B,
-    1, T) for decoding. Raises BackendUnavailable: "auto" finds none."""
+    """The fastest, remembered or measured by rank 0 (Tq = 1: decoding). Raises
+    BackendUnavailable."""
     name = "auto"
     if ranks is None or ranks.rank == 0:
         with suppress(BackendUnavailable):  # select() gives the reasons, on every rank
@@ -200,7 +195,7 @@ def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
 
 
 def memory() -> Path:
-    """Raises OSError: no home folder."""
+    """The file of remembered names. Raises OSError: no home folder."""
     if own := os.environ.get("NANOATTN_CACHE"):
         return Path(own) / "fastest.json"
     try:

@@ -29,8 +29,7 @@ def weights(
             included: the result has no gradient. None: computed here.
 
     Raises:
-        ValueError: tensors contradict the Spec or one another. IndexError: no such row.
-    """
+        ValueError: tensors contradict the Spec or one another. IndexError: no such row."""
     (B, Tq, H, _), (Tk, Hkv) = q.shape, k.shape[1:3]
     check_call(q, k, k, spec, segments, None, sinks, alibi_slopes)
     if L is not None:

@@ -107,8 +107,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
 
 def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
                shape: tuple[int, int, int]) -> tuple[str, ...]:
-    """Errors of one call (B, Tq, Tk), of one sequence and key/value head, in at most ROWS queries
-    and their gradients: O(ROWS * Tk)."""
+    """Errors of one (B, Tq, Tk) call in at most ROWS queries and their gradients: O(ROWS * Tk)."""
     (_, Tq, Tk), cached = shape, spec.cache in BUFFERS
     Tq = min(Tq, ROWS) if cached else Tq
     spec = replace(spec, n_head=spec.n_head // spec.n_kv_head, n_kv_head=1, dropout=0.0,
@@ -124,8 +123,7 @@ def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
 
 def trial(backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, int, int],
           draw: torch.Generator, size: float = 1.0, rows: Tensor | None = None) -> list[Deviation]:
-    """Errors on random inputs without dropout. `rows`: only these queries have a gradient and
-    count, and a cache is read once."""
+    """Errors without dropout. `rows`: only these queries have a gradient; a cache is read once."""
     given, spec = draw_inputs(spec, device, shape, draw, size), replace(spec, dropout=0.0)
     Tq, ends = shape[1], [] if rows is None else [[shape[1]]]
     if rows is None and spec.cache in BUFFERS and spec.right != 0:
@@ -148,8 +146,7 @@ def trial(backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, 
 
 def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
                 draw: torch.Generator, size: float = 1.0) -> Inputs:
-    """Slices of one random tensor, as in a model; `size`: a factor of q. ALiBi's slopes are (H,) if
-    it is 1, else (B, H)."""
+    """Slices of one tensor; `size`: a factor of q. ALiBi's slopes: (H,) if it is 1, else (B, H)."""
     (B, Tq, Tk), dtype = shape, getattr(torch, spec.dtype)
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     qkv = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=draw, dtype=torch.float32)
@@ -176,7 +173,7 @@ class KernelFailed(RuntimeError):
 
 @contextmanager
 def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
-    """Autograd and its own random state. Raises KernelFailed or DeviceLost."""
+    """Run with autograd and an own random state. Raises KernelFailed or DeviceLost."""
     cuda = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(cuda), torch.enable_grad():
@@ -192,7 +189,7 @@ def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
 
 
 def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
-    """For the log-sum-exp the partial, in parts where a ring can."""
+    """An attend() for `spec`: for the log-sum-exp the partial, in parts where a ring can."""
     if not spec.lse:
         return backend.compute
 
@@ -207,8 +204,7 @@ def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
 def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
         wrt: Sequence[str] = ("q", "k", "v", "sinks"), times: int = 1,
         ends: Sequence[Sequence[int]] = ()) -> Result:
-    """Output and any gradients of the inputs `wrt` after `times` backward passes; `ends` as in
-    run_cached()."""
+    """Output, and gradients of `wrt` after `times` backward passes; `ends` as in run_cached()."""
     if spec.cache in BUFFERS:
         return run_cached(attend, given, spec, ends)
     leaves = {
@@ -231,8 +227,7 @@ def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
 @torch.no_grad()
 def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
                ends: Sequence[Sequence[int]] = ()) -> Result:
-    """Each call takes each row's next queries, up to `ends`; default: of two rows two chunks, then
-    single tokens."""
+    """Run each row's next queries up to `ends`; default: chunks, then single tokens."""
     (B, T), out, before = given.q.shape[:2], torch.empty_like(given.q), given.k.shape[1]
     k, v, view = filled_cache(given.k, given.v, spec)
     done: Sequence[int] = [0] * B

@@ -10,8 +10,7 @@ Late queries see more keys, so process r holds chunks r and 2 N - 1 - r of 2 N (
 sends K, V to r + 1; backward the sums dK, dV follow their block home.
 
 Memory  O(T / N): its own K and V, the current block and the incoming one.
-Source  Liu et al. 2023 (arXiv 2310.01889); Brandon et al. 2023 (arXiv 2311.09431).
-"""
+Source  Liu et al. 2023 (arXiv 2310.01889); Brandon et al. 2023 (arXiv 2311.09431)."""
 
 from __future__ import annotations
 
@@ -42,7 +41,6 @@ class Ring:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """A process's two of 2 N chunks."""
         return rank, 2 * self.size - 1 - rank
 
     def shard(self, t: Tensor, pad: float = 0) -> Tensor:
@@ -62,7 +60,7 @@ class Ring:
         return torch.cat([*early, *late[::-1]], dim=1)[:, :T]
 
     def positions(self, T_r: int, last: int, device: torch.device | None = None) -> Tensor:
-        """(T_r,) int64, at most `last`, else ValueError."""
+        """Positions (T_r,) int64 of this process's tokens, at most `last`, else ValueError."""
         c = T_r // 2
         if 2 * self.size * (c - 1) > last:
             got = f"{self.size} processes with {T_r} tokens each"
@@ -95,8 +93,7 @@ class Ring:
             [dist.P2POp(dist.isend, t, after, self.group) for t in sent]
             + [dist.P2POp(dist.irecv, t, before, self.group) for t in came])
 
-        # gloo has no limit of its own.
-        on = came[0].device
+        on = came[0].device  # gloo has no limit of its own
         limit = [self.group._get_backend(on).options._timeout] if on.type == "cpu" else []
 
         def wait(_until_sent: list[Tensor] = sent) -> list[Tensor]:
@@ -110,8 +107,7 @@ class Ring:
 def with_segments(
     tiles: Iterator[Tile], segments: Tensor | None, key_segments: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor] | None]]:
-    """With the segments (B, T_r) of queries and keys. Queries of a later chunk see only a segment
-    that it continues."""
+    """Add segments; queries of a later chunk see only a segment that it continues."""
     for I, J, offset in tiles:
         if segments is None or key_segments is None:
             yield I, J, offset, None

@@ -7,8 +7,7 @@
     sdpa            PyTorch's choice among these (permitted())
 
 Masks   `is_causal=True` is aligned top-left: for Tq == Tk only. All else gets a mask in blocks of
-        queries (blocks.py); pinned flash on CUDA takes none (sdpa_flash.py).
-"""
+        queries (blocks.py); pinned flash on CUDA takes none (sdpa_flash.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None, alibi_slopes: Tensor | None = None,
            kernel: SDPBackend | None = None) -> Tensor:
-    """Shapes as in caps.Backend; kernel: the only one, else RuntimeError."""
+    """Shapes as in caps.Backend; kernel: the only one that may run, else RuntimeError."""
     Tq, Tk = q.shape[1], k.shape[1]
     if cache is not None:
         return from_cache(q, k, v, spec, cache, alibi_slopes, kernel)
@@ -64,7 +63,7 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int, segme
 
 def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
                alibi_slopes: Tensor | None, kernel: SDPBackend | None) -> Tensor:
-    """Masks all keys: only the device knows a row's positions."""
+    """Mask all keys: only the device knows a row's positions."""
     outs, size = [], block_size(q)
     for a in range(0, q.shape[1], size):
         part = replace(cache, start=cache.start + a, count=cache.count - a) if a else cache
@@ -104,7 +103,6 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
 
 
 def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool) -> bool:
-    """True if flash or cuDNN can run."""
     if masked or kernel == SDPBackend.EFFICIENT_ATTENTION:
         return False
     major = torch.cuda.get_device_properties(q.device).major

@@ -4,8 +4,7 @@ the kernel's own in bfloat16 multiplies small tiles. Of a few heads at a time:
     S = scale * Q K^T       P = softmax(S)
     dV = P^T dO             dP = dO V^T
     dS = P * (dP - rowsum(P * dP))
-    dQ = scale * dS K       dK = scale * dS^T Q
-"""
+    dQ = scale * dS K       dK = scale * dS^T Q"""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ Failed = MutableMapping[str, Sequence[str]]  # names refused by proofs, and why
 
 DISABLE = "NANOATTN_DISABLE"  # refused names
 REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory: not probed at length
-# Order of "auto"; on a CPU flex needs a C++ compiler.
-PREFERENCE = {
+PREFERENCE = {  # order of "auto"; on a CPU flex needs a C++ compiler
     "cuda": ("flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "paged", "sdpa_flash", "flex",
              "triton", "manual", "tiled"),
     "cpu": ("sdpa", "paged", "sdpa_flash", "manual", "tiled"),
@@ -213,7 +212,7 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
 def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
            shape: Shape | None = None, ranks: Ranks | None = None,
            failed: Failed | None = None) -> Resolution:
-    """resolve() proved by a probe, past LONG keys also at `shape`. `ranks` call it together."""
+    """resolve() proved by a probe, past LONG keys also at `shape`; `ranks` call it together."""
     long = shape if shape and shape[2] > LONG else None
 
     def prove(backend: Backend) -> Probe:
@@ -248,7 +247,6 @@ def configuration(spec: Spec, machine: Machine, policy: Policy,
 
 
 def announce(chosen: Resolution, info: str = "") -> None:
-    """Log warnings and `info` once per process, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         for warning in chosen.warnings():
             _once(logging.WARNING, warning.replace("\n", "\n         "))

@@ -11,8 +11,7 @@ before the mask (Press et al. 2022, arXiv 2108.12409).
 
 Layout: q and out ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``. Query head h reads key/value head
 ``g(h) = h // (H / Hkv)``. A fully masked row gives zeros and zero gradients. A segment is a run of
-positions with one id in `segments`, such as a document or padding.
-"""
+positions with one id in `segments`, such as a document or padding."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def visible(i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = No
         i, j: positions, integers or integer tensors that broadcast.
         window: keys up to its own that a query attends to, itself included; None: all.
         seg_i, seg_j: segment ids, which must be equal.
-        right: later keys that a query attends to; None: all.
-    """
+        right: later keys that a query attends to; None: all."""
     seen = (i == i) & (j == j) if right is None else j <= i + offset + right
     if window is not None:
         seen = seen & (j > i + offset - window)
@@ -66,7 +64,7 @@ def alibi_bias(slope: Numbers, i: Numbers, j: Numbers, offset: Numbers = 0) -> N
 
 @dataclass(frozen=True)
 class Spec:
-    """`kind` names its features without numbers. Raises ValueError: an option is out of range."""
+    """A requested attention. Raises ValueError: an option is out of range."""
 
     n_head: int
     n_kv_head: int
@@ -148,8 +146,6 @@ class Spec:
 
 @dataclass(frozen=True)
 class Policy:
-    """Permissions, which do not change the result."""
-
     fallback: bool = True  # False: a refusal is an error
     hub_kernels: bool = False  # download prebuilt kernels
     mps_sdpa: bool = False  # SDPA on Apple's Metal despite known bugs

@@ -13,8 +13,7 @@ the sums: m_i = sink, l_i = 1. Course: pages 4 to 6.
 
 Memory  O(T): q, k, v, out and L stay for the backward pass.
 FLOPs   4 Tq Tk D a head forward, 10 Tq Tk D backward, less the wholly masked tiles.
-Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2; Dao et al. 2022 (arXiv 2205.14135).
-"""
+Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2; Dao et al. 2022 (arXiv 2205.14135)."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
                   on_tile: Callable[..., object] = lambda *_: None,
                   alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: out and L as in caps.Partial. A tile's seed is `seed` plus its number. `on_tile`
-    gets i, j, S_ij, rescale, m_i, l_i, O_i."""
+    """Algorithm 1: out and L as in caps.Partial. A tile's dropout seed is `seed` plus its
+    number."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
     acc = torch.promote_types(q.dtype, torch.float32)
     offset = Tk - Tq if offset is None else offset
@@ -114,9 +113,8 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
             S_seen = masked(S_ij, I, J, offset, spec, segments, alibi_slopes)
             P_ij = torch.exp(S_seen - L[..., I, :])
             Z_ij = dropout(P_ij, spec.dropout, seed, i * len(cols) + j)
-            # Query heads of one key/value head add up.
             dropped = (Z_ij * P_ij).to(q.dtype).to(acc)
-            dV_j += (dropped.mT @ dO_i).sum(dim=2, keepdim=True)
+            dV_j += (dropped.mT @ dO_i).sum(dim=2, keepdim=True)  # query heads add up
             dP_ij = Z_ij * (dO_i @ V_j.mT)
             dS_ij = P_ij * (dP_ij - delta[..., I, :])
             if spec.softcap is not None:
@@ -132,7 +130,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
 
 
 def by_kv_head(x: Tensor, Hkv: int) -> Tensor:
-    """(B, T, H, D) as (B, Hkv, H/Hkv, T, D); k and v as (B, Hkv, 1, T, D)."""
+    """(B, T, H, D) as (B, Hkv, H/Hkv, T, D)."""
     return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4)
 
 
@@ -142,7 +140,7 @@ def blocks(T: int, size: int) -> list[slice]:
 
 def wholly_masked(I: slice, J: slice, offset: int, window: int | None,
                   right: int | None = 0) -> bool:
-    """The pair nearest the diagonal decides."""
+    """True if no pair is visible: the one nearest the diagonal decides."""
     least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # of j - i
     nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset
     return not visible(0, nearest, offset, window, right=right)

@@ -5,8 +5,7 @@ Dropout is Philox's, of a seed and b, h, i, j. Course: page 7.
 
 Memory  O(T): q, k, v, out and L; backward also delta_i = rowsum(dO_i * O_i).
 CPU     In Triton's interpreter, for tests (TRITON_INTERPRET=1).
-Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2.
-"""
+Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ def _given(k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | No
 
 
 def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """run_q and run_k. Queries past the last key are moved next to it: a shared segment stays one
-    run."""
+    """run_q, run_k. Queries past the last key move next to it: a shared segment stays one run."""
     if segments is None:
         return None, None
     seg_q, seg_k = segments
@@ -99,8 +97,7 @@ def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] 
 
 
 def borders(segments: Tensor) -> Tensor:
-    """First and last position of each segment: [[5, 5, 2]], (B, T), gives [[[0, 0, 2], [1, 1, 2]]],
-    (B, 2, T) int32."""
+    """First and last positions (B, 2, T) int32: [[5, 5, 2]] gives [[[0, 0, 2], [1, 1, 2]]]."""
     j = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device)
     changes = segments[:, 1:] != segments[:, :-1]
     begins, ends = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)
@@ -126,7 +123,7 @@ BACKEND = Backend(
 
 def other(name: str, about: str, capability: tuple[int, int], head_dim: int,
           **options: Any) -> Backend:
-    """`options` of backward(), in half precision."""
+    """triton with `options` of backward(), in half precision."""
     kernel = replace(WHOLE, backward=partial(WHOLE.backward, **options))
     caps = replace(_AMPERE, dtypes=("float16", "bfloat16"), min_capability=capability,
                    head_dim_max=head_dim, head_dim_multiple=8, lse=False)

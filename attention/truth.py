@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Shaped as q, q, k, v and sinks."""
+    """Output and gradients, shaped as q, q, k, v and sinks."""
     out: Tensor
     dq: Tensor | None = None
     dk: Tensor | None = None
@@ -97,8 +97,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
     `condition` is each tensor's rounding error to first order, in eps: of scores relative to
     |q||k|, of capped ones and sinks to themselves, of ALiBi's bias in root mean square under p; of
     dp and sum p dp relative to their terms; of the softcap's slope. `rounded`: the change of
-    gradients if sum_l p_l dp_l is dout . out of a rounded output, as in FlashAttention.
-    """
+    gradients if sum_l p_l dp_l is dout . out of a rounded output, as in FlashAttention."""
     on = torch.device("cpu") if given.q.device.type == "mps" else given.q.device
     Tq, H, Hkv = given.q.shape[1], spec.n_head, spec.n_kv_head
     rows = torch.arange(Tq, device=on) if rows is None else rows.to(on)
@@ -196,8 +195,7 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
 
 def allowed_error(plain: float, size: float, largest: float, dtype: torch.dtype,
                   m: int = 2) -> float:
-    """m times the error of plain PyTorch, which may be exact by luck, plus one rounding error at
-    `size` and 32 at `largest`."""
+    """m * plain (which may be 0 by luck), one rounding error at `size` and 32 at `largest`."""
     eps = torch.finfo(dtype).eps
     return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
 
@@ -219,8 +217,7 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
         m * |plain - truth| + eps(dtype) * |truth| + eps(compute) * condition
         + eps(dtype) * rounded, in half precision
 
-    with m = 2 for the output and 3 for gradients. The mean finds errors of a few percent.
-    """
+    with m = 2 for the output and 3 for gradients. The mean finds errors of a few percent."""
     sizes: dict[str, Callable[[Tensor], float]] = {
         "": lambda x: float(x.abs().max()),
         " in the mean": lambda x: float(x.square().mean() ** 0.5),
@@ -248,6 +245,5 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
 
 
 def wrong(found: Sequence[Deviation]) -> list[str]:
-    """A text for each tensor past its limit, or NaN."""
     first = {d.name: d for d in reversed(found) if not d.off <= d.allowed}
     return [str(d) for d in reversed(first.values())]

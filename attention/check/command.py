@@ -42,8 +42,7 @@ def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
 
 
 def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequence[Refusal]]:
-    """The Spec at the nearest head_dim, of a case also without gradients; or why the backend
-    refuses."""
+    """The Spec at the nearest head_dim, perhaps without gradients; or the reasons against it."""
     specs = [item.spec]
     for row in backend.caps if item.title or item.case.D == Case.D else ():
         D = -(-item.spec.head_dim // row.head_dim_multiple) * row.head_dim_multiple
@@ -58,7 +57,7 @@ def failed(item: Item, e: BaseException) -> Item:
 
 
 def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
-    """Run one test at sizes that the backend takes. An exception: the device is lost."""
+    """Run one test at sizes that the backend takes. Raises RuntimeError: the device is lost."""
     spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
     item = item.of(backend, spec, device)
     if why:
@@ -136,7 +135,7 @@ class Report:
 
 def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
           first: bool = False, length: int = 0, test: str = "") -> Report:
-    """Raises ValueError: unknown backend or test, or no backend in the file."""
+    """Test a backend. Raises ValueError: unknown backend or test, or no backend in the file."""
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = get(name), time.monotonic()

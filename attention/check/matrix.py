@@ -67,8 +67,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Item:
-    """`test` raises AssertionError if the backend fails."""
-
     case: Case
     dtype: str
     test: Callable[[Item], None]
@@ -121,8 +119,8 @@ WORDS: dict[str, dict[str, Any]] = {  # of a case's text
 
 
 def cases(*texts: str) -> list[Case]:
-    """Each combination of texts: "window16-43x97 B1" has the name before the space, a window of 16,
-    43 queries, 97 keys (default: 97 of both), batch 1."""
+    """Cases by texts: "window16-43x97 B1" has window 16, Tq 43, Tk 97, and its first word as
+    name."""
     found = []
     for words in itertools.product(*(text.split(",") for text in texts)):
         text = "-".join(word.strip() for word in words if word.strip())
@@ -140,8 +138,7 @@ def cases(*texts: str) -> list[Case]:
     return found
 
 
-# --quick: every feature and every kind of border
-SAMPLE = [
+SAMPLE = [  # --quick: every feature and every kind of border
     *cases("""97, 1 B4, 2 B4, 17 B4, 64, 113x203 B1, 1x97, 64x17, 63x64, long-600 B1 H1,
         gqa 17 H16 B1, mqa-64x17 H3, split 64 H4, window16, window64-113x203 B1, window10-64x17,
         packed, packed-97x43, padded-43x97, packed-window16-gqa, BHTD-31x64-window20-packed H4,
@@ -254,7 +251,6 @@ def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
 
 
 def require(ok: bool | Tensor, text: str) -> None:
-    """assert, also under `python -O`."""
     if not ok:
         raise AssertionError(text)
 
@@ -280,8 +276,8 @@ def compare(got: Result, case: Case, dtype: str, device: str) -> None:
 
 def check(backend: Backend, case: Case, dtype: str, device: str = "cpu",
           attend: Callable[..., Tensor] | None = None) -> None:
-    """With gradients if the case has any, and without. Raises AssertionError: wrong numbers, or an
-    input was overwritten."""
+    """Test with any gradients, and without. Raises AssertionError: wrong numbers, changed
+    inputs."""
     given = inputs(case, dtype, device)
     before = {name: t.clone() for name, t in given._asdict().items() if t is not None}
     for grad in (True, False)[not case.grad :]:

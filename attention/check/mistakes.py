@@ -1,5 +1,5 @@
-"""A kernel's mistake: a plain program with it gives the kernel's output (or, if right, gradients)
-in the failing case, and without it does not."""
+"""A kernel's mistake: a plain program with it gives the kernel's numbers, and without it does
+not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cast(given: Inputs, dtype: str) -> Inputs:
     return Inputs(*found)  # type: ignore[arg-type]
 
 
-RIGHT: dict[str, Any] = {  # program() without a mistake
+RIGHT: dict[str, Any] = {  # program() without a mistake; others change it, or the Spec
     "without": "", "offset": None, "shift": 0, "inverted": False, "order": 0, "modulo": False,
     "gradient_of": None, "dims": None, "late": False, "tile": 0, "stale": "", "rounded": ("", ""),
     "no_rowsum": False, "factor": {}}
@@ -34,8 +34,7 @@ RIGHT: dict[str, Any] = {  # program() without a mistake
 def program(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
             sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
             keep: Tensor | None = None, **mistake: Any) -> Tensor:
-    """attend() by the formula, in q's dtype. keep (B, H, Tq, Tk): dropout's factors. `mistake`:
-    changes of RIGHT or the Spec."""
+    """Compute attend() by the formula, in q's dtype. keep (B, H, Tq, Tk): dropout's factors."""
     of = {**vars(spec), "scale": spec.softmax_scale, **RIGHT, **mistake}
     Tq, Tk, H, group = q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2]
     i, j, h = (torch.arange(n, device=q.device) for n in (Tq, Tk, H))
@@ -140,7 +139,7 @@ def mistakes(spec: Spec) -> list[tuple[str, Options]]:
 
 
 def named(item: Item) -> list[str]:
-    """A line; empty if no mistake explains the failure."""
+    """A line with the mistake of a failing kernel; empty if none explains it."""
     case, dtype, device = item.case, item.dtype, item.device
     for grad in (True, False)[not case.grad :] if not item.title else ():
         spec = case.spec(dtype, grad=grad)
@@ -162,8 +161,7 @@ def named(item: Item) -> list[str]:
 
 def reproduces(case: Case, spec: Spec, got: Result, errors: list[proof.Deviation],
                options: Options) -> bool:
-    """True if only the mistake gives these numbers. Queries that it leaves without keys do not
-    count."""
+    """True if only the mistake gives these numbers, but for queries that it leaves without keys."""
     names = {e.name for e in errors if not e.off <= e.allowed}
     names = {"out"} & names or ({*got.tensors} - {"out"} if options else {"dq"} & names)
     given, exact = matrix.inputs(case, spec.dtype), matrix.truth(case, spec.dtype)
@@ -176,8 +174,7 @@ def reproduces(case: Case, spec: Spec, got: Result, errors: list[proof.Deviation
         rows = wide.out.any(3) if name == "out" or not options else ...
         x, want, *others = (of.tensors[name].cpu().double()[rows] for of in (got, wide, exact, low))
         finite = want.isfinite()
-        # A kernel may round up where a program rounds down.
-        off, effect, noise = (
+        off, effect, noise = (  # A kernel may round up where a program rounds down
             float((t - want)[finite].nan_to_num(0).square().mean().nan_to_num(0).sqrt())
             for t in (x, *others))
         allowed = max(e.allowed for e in errors if e.name == name and "mean" in e.where)

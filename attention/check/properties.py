@@ -145,15 +145,14 @@ def empty(item: Item) -> None:
 
 
 def some_gradients(item: Item) -> None:
-    """Of each input alone, and of all but it, twice from one graph."""
+    """Gradients of each input alone, and of all but it, twice from one graph."""
     names = ["q", "k", "v", *["sinks"] * item.spec.sinks]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
         item.compare(item.run(item.given, item.spec, wrt=wrt, times=2))
 
 
 def again(item: Item) -> None:
-    """Other values in the same memory draw no random number and keep the first result. On the CPU
-    PyTorch does not see the change (masks.kept)."""
+    """Other values in the same memory; on the CPU PyTorch does not see the change (masks.kept)."""
 
     def random_states() -> list[Tensor]:
         cuda = [torch.cuda.get_rng_state(item.device)] if on_cuda(item) else []
@@ -216,7 +215,7 @@ def probed_at_length(item: Item) -> None:
 
 
 def log_sum_exp(item: Item) -> None:
-    """L (B, H, Tq) joins rows to a key of score a and value 0: a sink a."""
+    """Join rows by L (B, H, Tq) to a key of score a and value 0, which is a sink a."""
     kernel = item.backend.partial
     item.compare(run(whole(item.backend), item.given, item.spec))
     joined = replace(item.case, sinks=True, grad=False)
@@ -231,8 +230,7 @@ def log_sum_exp(item: Item) -> None:
     require(masked.equal(L.isneginf()), "L must be -inf in fully masked rows only")
 
 
-# Cases in --quick, title, row of the report, test, texts.
-Row = tuple[Any, ...]
+Row = tuple[Any, ...]  # cases in --quick, title, row of the report, test, texts
 SIDES = (", window9, packed, both, right5, window9-right5, window9-both, window9-packed,"
          "window9-both-packed, both-packed")
 SOME = ", packed, sinks, both"
@@ -250,8 +248,7 @@ PROPERTIES: list[Row] = [
     (2, "other values in the same memory", "repeated calls", again, "33-gqa", SOME),
     (1, "autocast", "surroundings", autocast, "33-gqa", SOME),
     (1, "inference mode", "surroundings", inference, "33-gqa-inference"),
-    # A mask may repeat in tiles of 128 queries and keys.
-    (2, "dropout rate", "dropout", rate,
+    (2, "dropout rate", "dropout", rate,  # A mask may repeat in tiles of 128 queries and keys
      "16-gqa-B8-D16-dropout.25, 300-B1-D128-dropout.5, 20x128-gqa-B8-D128-dropout.5"),
     (6, "the same mask again", "dropout", replay,
      "9x16-gqa-D16-dropout.25, 16-gqa-B4-D16-dropout.25",
@@ -275,7 +272,6 @@ PROPERTIES: list[Row] = [
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = (),
                quick: bool = False) -> Iterator[Item]:
-    """Quick: some of each row. Also at `length` tokens and the limits of `caps`."""
     rows = [*PROPERTIES]
     if length:
         rows.append((4, f"{length:,} tokens", "long sequences", probed_at_length,

@@ -11,7 +11,7 @@ from . import bert_padding, functions, rotary
 
 
 def as_flash_attn() -> None:
-    """Let `import flash_attn` find these. Raises ImportError: it is installed."""
+    """Let `import flash_attn` find these functions. Raises ImportError: flash-attn is installed."""
     known = sys.modules.get("flash_attn")
     if getattr(known, "flash_attn_func", None) is functions.flash_attn_func:
         return

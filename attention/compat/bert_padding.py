@@ -23,8 +23,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
                 unused_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Rows (total, ...) of hidden_states (B, T, ...) without padding, their indices (total,) int64,
     cu_seqlens (B + 1,) int32, the longest length, and token counts (B,) int32; the host waits.
-    attention_mask (B, T), bool or integers: 1 for tokens; unused_mask (B, T): 1 for kept places
-    without a token."""
+    attention_mask (B, T): 1 for tokens; unused_mask (B, T): 1 for kept places without one."""
     spare = torch.zeros_like(attention_mask) if unused_mask is None else unused_mask
     kept = attention_mask.int() + spare.int()
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", spare)):

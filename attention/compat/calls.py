@@ -1,5 +1,5 @@
-"""Arguments of flash-attn's functions, kernels, and calls since use(). Fully masked rows give zeros
-and L = -inf, where flash-attn has inf."""
+"""Arguments and kernels of flash-attn's calls. Fully masked rows have L = -inf (flash-attn:
+inf)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def wrong(name: str, expected: str, got: object) -> NoReturn:
 
 
 def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors: Layouts) -> None:
-    """Raise ValueError if a tensor has another layout, dtype or device."""
     for name, (t, layout) in tensors.items():
         if t is not None:
             axes, shape = layout.split(), getattr(t, "shape", ())
@@ -58,7 +57,6 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
               dropout: Any, scale: Any, causal: bool, window: Any, softcap: Any,
               slopes: Tensor | None, lse: bool, others: dict[str, object],
               deterministic: bool = False) -> Request:
-    """`tensors`: k, v and others of q's dtype."""
     for name, value in others.items():
         if name not in REFUSED and name not in HINTS:
             raise TypeError(f"unexpected keyword argument {name!r}")
@@ -94,7 +92,6 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
 
 
 def number(name: str, value: Any) -> float:
-    """A float; in a trace a constant."""
     try:
         value = float(value)
     except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
@@ -119,7 +116,7 @@ def _read(t: Tensor) -> list[int]:
 
 def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
                used: Tensor | None = None) -> tuple[list[int], list[int]]:
-    """Lengths, and used first tokens of each."""
+    """Lengths of sequences, and how many first tokens of each are used."""
     ends = _read(cu_seqlens)
     if ends[:1] != [0] or sorted(ends) != ends or total not in (None, ends[-1]):
         wrong(name, f"ascending from 0 to the number of tokens ({total})", ends)
@@ -132,7 +129,7 @@ def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
 
 def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequence[int],
          window: int | None) -> list[tuple[Tensor, int]]:
-    """Each row's visible pages (earlier ones may be absent, -1), and tokens."""
+    """Each row's visible pages (earlier ones may be absent, -1), and their number of tokens."""
     n_pages, size = pages.shape[:2]
     columns = -(-max(Tk, default=0) // size)
     if columns > table.shape[1]:
@@ -150,14 +147,12 @@ def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequenc
 
 
 def tokens(pages: Tensor, rows: list[tuple[Tensor, int]], starts: Sequence[int]) -> list[Tensor]:
-    """(n, Hkv, D) each, of rows of pages (pages, page_size, Hkv, D)."""
+    """Tokens (n, Hkv, D) of each row of pages (pages, page_size, Hkv, D)."""
     texts = (pages[used[0]] if len(used) == 1 else pages[used].flatten(0, 1) for used, _ in rows)
     return [text[a:n] for text, (_, n), a in zip(texts, rows, starts)]
 
 
 class Choice(NamedTuple):
-    """Prints as select() for a plain call."""
-
     backend: str
     policy: Policy
 
@@ -171,7 +166,7 @@ class Choice(NamedTuple):
 
 
 def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
-    """Backend of later calls: a name, an alias, "auto", "fastest" or a file."""
+    """Set the backend of later calls: a name, an alias, "auto", "fastest" or a file."""
     check_name(backend)
     _plans.update({seeded: Plans(backend, policy) for seeded in _plans})
     _ran.clear()
@@ -180,7 +175,7 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
 
 
 def report() -> str:
-    """Kinds of calls since use(): kernel, number, refusals."""
+    """List the kinds of calls since use(): kernel, number of calls, refusals."""
     known: Any = _plans[False].known
     found = [(key, f"{n} call{'s' * (n > 1)}", chosen) for key, (chosen, n) in _ran.items() if n]
     found += [(key, "traced, calls not counted", plan[0].chosen) for key, plan in known.items()
@@ -190,7 +185,7 @@ def report() -> str:
 
 
 def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Backend, Spec]:
-    """For q (B, Tq, H, D) and Tk keys; `dry`: not counted."""
+    """Kernel and Spec for q (B, Tq, H, D) and Tk keys; `dry`: the call is not counted."""
     (B, Tq), device = q.shape[:2], str(q.device)
     if request.cache != "paged" and (request.window or 0) >= Tk:
         request = request._replace(window=None)
@@ -254,7 +249,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
 
 def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request,
           slopes: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-    """out (Tq, H, D) and any L (H, Tq) of each text; those of one length are a batch."""
+    """Compute out (Tq, H, D) and any L (H, Tq) of each text; those of one length are a batch."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, (q, k) in enumerate(zip(qs, ks)):
         alike.setdefault((len(q), len(k)), []).append(i)

@@ -1,7 +1,6 @@
 """flash_attn_func, flash_attn_varlen_func, their packed forms, and flash_attn_with_kvcache.
 
-Sequences of several lengths are segments if a CUDA kernel reads each separately, else one call a
-length."""
+Sequences of several lengths are segments if a CUDA kernel reads each separately."""
 
 from __future__ import annotations
 
@@ -215,8 +214,7 @@ def flash_attn_with_kvcache(
         q = rotate(q, rotary_cos, rotary_sin, of_q, rotary_interleaved)
         k = rotate(k, rotary_cos, rotary_sin, at[:, :n_new], rotary_interleaved)
 
-    # A refusal must come before the cache is written.
-    by_row = wait or not (paged or q.is_cuda)
+    by_row = wait or not (paged or q.is_cuda)  # A refusal must come before the cache is written
     ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
     even = not paged and cache_batch_idx is None and len({*zip(starts, ends)}) < 2
     used = []
@@ -256,7 +254,6 @@ def flash_attn_with_kvcache(
         k_cache, v_cache = k_cache[these], v_cache[these]
     slopes = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
     out = backend.compute(q, k_cache, v_cache, spec, cache=view, **slopes)
-    # Queries before every key.
-    ahead = Tq if request.right is None else request.right
+    ahead = Tq if request.right is None else request.right  # queries before every key
     blind = start[:, None] + torch.arange(Tq, device=q.device) + ahead < 0
     return out.masked_fill((blind | (total == 0)[:, None])[..., None, None], 0)

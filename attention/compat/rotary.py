@@ -18,8 +18,7 @@ from .calls import lengths_of, match, wrong
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
-    """Rotate 2 R dimensions of x (..., T, H, D) by rows `at` (T,) or (..., T) of cos and sin (n,
-    R), in float32 or better."""
+    """Rotate 2 R dimensions of x (..., T, H, D) by rows `at` of cos and sin (n, R)."""
     sizes: dict[str, int] = {}
     match(sizes, x.device, DTYPES, rotary_cos=(cos, "n R"), rotary_sin=(sin, "n R"))
     n, R = sizes.values()
@@ -38,7 +37,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -
 
 
 def positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """(T,) or (B, T) of the tokens of x; with cu_seqlens (B + 1,) (total,)."""
+    """Positions (T,) or (B, T) of the tokens of x; with cu_seqlens (B + 1,) (total,)."""
     at = torch.arange(x.shape[-3], device=x.device)
     B, row = x.shape[0], None
     if cu_seqlens is not None:
@@ -62,7 +61,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tens
                  cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
                  interleaved: bool = False, inplace: bool = False,
                  conjugate: bool = False) -> Tensor:
-    """apply_rotary_emb(); conjugate: backwards."""
+    """As apply_rotary_emb(); conjugate: backwards."""
     at = positions(x, seqlen_offsets, cu_seqlens)
     new = rotate(x, cos, -sin if conjugate else sin, at, interleaved)
     return in_place(x, new) if inplace else new
@@ -102,8 +101,7 @@ def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """dim: 2 R. scale_base: xPos (Sun et al. 2022, arXiv 2212.10554). pos_idx_in_fp32 is not
-    read."""
+    """dim: 2 R. scale_base: xPos (Sun et al. 2022, arXiv 2212.10554). pos_idx_in_fp32 is unused."""
 
     inv_freq: Tensor
 
@@ -156,8 +154,7 @@ class RotaryEmbedding(torch.nn.Module):
     def forward(self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
                 max_seqlen: int | None = None,
                 num_heads_q: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotate in place: qkv, or q (B, T, H, D) and kv (B, T, 2, Hkv, D). max_seqlen: table
-        length for seqlen_offset (B,)."""
+        """Rotate qkv, or q and kv (B, T, 2, Hkv, D), in place. max_seqlen: length of the tables."""
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         elif not isinstance(seqlen_offset, Tensor):

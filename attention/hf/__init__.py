@@ -1,6 +1,6 @@
 """Every backend here as an attention implementation of `transformers` (docs/HF.md).
 
-transformers calls `_mask` once a forward pass for each kind of layer, and `_attend` in each layer.
+transformers calls `_mask` once a forward pass and kind of layer, and `_attend` in each layer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from ..spec import Policy, Spec
 from .mask import Mask, Proof, prove
 
 PREFIX = "nanoattn:"
-# Words that transformers claims.
-RESERVED = ("sdpa", "flash", "flex_attention", "eager")
+RESERVED = ("sdpa", "flash", "flex_attention", "eager")  # words that transformers claims
 # These do not change attention.
 IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
            "output_router_logits", "num_items_in_batch", "deterministic"}
@@ -48,9 +47,9 @@ def names() -> dict[str, str]:
 
 
 def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
-    """Make every backend, rule and `extra` name for attention.get() (files run) an attention
-    implementation; again to replace the policy. Raises ImportError: transformers before 4.53;
-    ValueError: two names give one attn_implementation."""
+    """Make backends, rules and `extra` names (files are run) attention implementations; again to
+    replace the policy. Raises ImportError: transformers is older than 4.53; ValueError: two names
+    give one attn_implementation."""
     global _policy
     _policy, known = policy, [*RULES, *BACKENDS, *extra, *_made]
     _made.clear()
@@ -75,7 +74,7 @@ def _add(name: str) -> str:
 
 
 def _ours(requested: str) -> str:
-    """Raises ValueError: unknown name."""
+    """The attn_implementation of a name. Raises ValueError: unknown name."""
     known = {key.lower(): key for key in _made.values()}
     if found := known.get(requested.lower()):
         return found
@@ -90,8 +89,7 @@ def _ours(requested: str) -> str:
 
 @cache
 def _find_when_named() -> None:
-    """transformers 5 takes our names in any case, and files ("nanoattn:file.py"), but not from a
-    config.json."""
+    """Let transformers 5 take our names in any case, and files, but not from a config.json."""
     from transformers import PretrainedConfig, PreTrainedModel
 
     model: Any = PreTrainedModel
@@ -167,7 +165,6 @@ def _proved(mask: Tensor, window: int | None, Tq: int) -> Proof:
 
 def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
            Tq: int, Tk: int) -> Proof:
-    """Of _mask()'s mask, or a caller's 4-D one."""
     if mask is None:
         if is_causal is None or (is_causal and Tq != Tk):
             raise ValueError(f"{Tq} queries and {Tk} keys without a mask, is_causal={is_causal}")
@@ -186,7 +183,7 @@ def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
 
 
 def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> None:
-    """Raises ValueError: position_ids (B or 1, Tq) restart where the mask joins texts."""
+    """Raise ValueError if position_ids (B or 1, Tq) restart where the mask joins texts."""
     if symbolic(position_ids) or (isinstance(mask, Mask) and mask.checked is position_ids):
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]

@@ -1,5 +1,4 @@
-"""A mask (B, 1, Tq, Tk) of `transformers` as window, `right` and segments: visible() rebuilds it,
-and any difference is refused."""
+"""A mask of `transformers` as window, `right` and segments, which visible() must reproduce."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from ..masks import mask as visible_mask
 
 @dataclass(frozen=True)
 class Proof:
-    """Window, `right` and segments over the first `end` keys; later ones, free places of a static
-    cache, are masked."""
+    """Window, `right` and segments over the first `end` keys; free places after them are masked."""
 
     queries: int
     end: int
@@ -26,17 +24,14 @@ class Proof:
     segments: Tensor | None = None  # (B, end) int32, with padding
     texts: Tensor | None = None  # (B, end) int32, 0 for padding; None: one text
     right: int | None = 0
-    # rows, and the keys that all their queries see
-    runs: tuple[tuple[list[int], slice], ...] = ()
+    runs: tuple[tuple[list[int], slice], ...] = ()  # rows, and the keys that all their queries see
 
     def effective(self, window: int | None) -> int | None:
-        """None if it masks nothing."""
         return window if window is not None and window < self.end else None
 
 
 class Mask(Tensor):
-    """A proved mask (B, 1, Tq, Tk) without entries. Computing with it raises: the model computes
-    its own attention."""
+    """A proved mask (B, 1, Tq, Tk) without entries. Computing with it raises."""
 
     proof: Proof
     implementation = "nanoattn"  # attn_implementation
@@ -114,7 +109,7 @@ def _same_keys(seen: Tensor) -> Proof | None:
 
 
 def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof:
-    """Causal, or a window to both sides for as many queries as keys; perhaps segments."""
+    """A causal mask, or a window to both sides for Tq == Tk; perhaps with segments."""
     Tq, Tk = seen.shape[1:]
     if Tq != Tk and not causal:
         raise ValueError(f"not causal, with {Tq} queries and {Tk} keys")
@@ -122,8 +117,7 @@ def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof
     sees = real & seen.any(-1)
     first = seen.to(torch.uint8).argmax(-1)
     last = Tk - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
-    # Causal, query i sees keys up to i + offset.
-    ahead = torch.where(sees, last, -1) - i
+    ahead = torch.where(sees, last, -1) - i  # causal, query i sees keys up to i + offset
     offset = max(0, int(ahead.amax())) if causal else 0
     end, right = offset + Tq, 0 if causal else max(0, int(ahead.amax()))
     if end > Tk:

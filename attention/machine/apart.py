@@ -20,8 +20,8 @@ PATIENCE = 600  # seconds
 
 
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
-    """Return function() from a new thread; others wait. Raises RuntimeError: a CUDA graph is being
-    captured, or another choice hangs."""
+    """Return function() from a new thread. Raises RuntimeError: a CUDA graph is captured, a
+    hang."""
     import torch
 
     if getattr(_inside, "now", False):  # a kernel calls attention
@@ -53,7 +53,6 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
 
 
 def outside_a_trace(function: F) -> F:
-    """Call a function of constants in a trace, as assume_constant_result without the slow import of
-    torch._dynamo."""
+    """assume_constant_result() without the slow import of torch._dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

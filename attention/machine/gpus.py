@@ -1,5 +1,4 @@
-"""Compute capabilities of GPUs (developer.nvidia.com/cuda-gpus, cuda-legacy-gpus); rates:
-core/gpus.py."""
+"""Compute capabilities of GPUs (developer.nvidia.com/cuda-gpus, cuda-legacy-gpus)."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not 
 
 
 def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
-    """A machine by a distinctive part of its name ("4090", "cpu"). Raises ValueError: none or
-    several match."""
+    """A machine by part of its name ("4090", "cpu"). Raises ValueError: none or several match."""
     given = words(text)
     fit = [m for m in KNOWN if words(m.name) - MAKERS <= given]
     longest = max((len(words(m.name)) for m in fit), default=0)

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 KERNEL_ERRORS = (Exception, SystemExit)  # not Ctrl-C
-# These lose a CUDA context.
-LOST = re.compile(
+LOST = re.compile(  # these lose a CUDA context
     "CUDA.*(illegal memory access|illegal address|device-side assert|misaligned address|illegal "
     "instruction|invalid program counter|unspecified launch failure|hardware stack error|"
     "ILLEGAL_ADDRESS|MISALIGNED_ADDRESS|LAUNCH_FAILED|ECC error)", re.I | re.S)
@@ -29,7 +28,6 @@ UNKNOWN_VERSION = "unknown version"
 
 
 def cpu_name() -> str | None:
-    """None except on Linux."""
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -70,8 +68,7 @@ def import_version(package: str) -> str | None:
         if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
             return None  # "a.b" where a is missing
         why = f"{type(e).__name__}: {e}"
-        # flash-attn 2.8 and flash-attn-4
-        if len(owners := versions()) > 1:
+        if len(owners := versions()) > 1:  # flash-attn 2.8 and flash-attn-4
             both = " and ".join(f"{name} {version}" for name, version in owners.items())
             why += f"; {both} share a folder: pip install --force-reinstall --no-deps one of them"
         return why
@@ -92,12 +89,12 @@ def first_line(e: BaseException) -> str:
 
 
 def loses_device(e: BaseException) -> bool:
-    """True if CUDA refuses all further work."""
+    """True if CUDA refuses all further work after this error."""
     return isinstance(e, RuntimeError) and bool(LOST.search(str(e)))
 
 
 def own_code(f: Callable[P, R], name: str) -> Callable[P, R]:
-    """Its own code object: torch.compile recompiles each at most 8 times."""
+    """Give f its own code object: torch.compile recompiles each at most 8 times."""
     assert isinstance(f, FunctionType)
     code = f.__code__.replace(co_name=name)
     return FunctionType(code, f.__globals__, name, f.__defaults__, f.__closure__)
@@ -113,7 +110,6 @@ def synchronize(device: torch.device) -> None:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """None: autocast is off."""
     import torch
 
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
@@ -122,7 +118,6 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
-    """Operators keep their inputs' dtype on t's device."""
     import torch
 
     kind = t.device.type
@@ -131,7 +126,7 @@ def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
 
 @contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
-    """Append the operators that this thread runs; a torch.profiler is not disturbed."""
+    """Append operators that this thread runs to `names`, without disturbing a torch.profiler."""
     from torch.autograd import profiler_legacy
 
     with profiler_legacy.profile() as profile:

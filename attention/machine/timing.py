@@ -1,5 +1,4 @@
-"""Time of one attention call as a model makes it: median of interleaved rounds, after a warm-up; on
-CUDA by the device's clock."""
+"""Time of one attention call: median of interleaved rounds; on CUDA by the device's clock."""
 
 from __future__ import annotations
 
@@ -28,8 +27,6 @@ SAMPLE_S = 0.005  # of 1 to 20 calls
 
 @dataclass(frozen=True)
 class Row:
-    """Of the table and --json."""
-
     name: str
     title: str
     why: tuple[str, ...] = ()  # of not running
@@ -60,8 +57,7 @@ def declared(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[R
 def measure(names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
             device: torch.device, shape: Shape,
             show: Callable[[str], object] = lambda line: None) -> list[Row]:
-    """Probe and time. modes: without the backward pass, with it, or both in this order; `show` gets
-    a line for each backend."""
+    """Probe and time; modes: without backward, with it, or both; `show` gets a line each."""
     rows: dict[str, Row] = {}
     calls: Calls = {}
     machine = replace(machine, interpreted=False)
@@ -117,8 +113,7 @@ def warmed_up(call: Call, device: torch.device) -> float:
 
 
 def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backend, Spec], Call]:
-    """Makes calls of a backend, with backward if its Spec has gradients, on inputs strided as a
-    model's."""
+    """A maker of calls, with backward if the Spec has gradients, on inputs as in a model."""
     B, Tq, Tk = shape
     given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
     options: dict[str, Any] = dict(given.options)
@@ -174,7 +169,7 @@ class Clock:
         return self.stamp()
 
     def stop(self) -> Stamp:
-        """After the end of all work; earlier stamps are then readable."""
+        """Stamp the end of all work; earlier stamps are then readable."""
         stamp = self.stamp()
         synchronize(self.device)
         return stamp if self.device.type == "cuda" else self.stamp()
@@ -193,8 +188,7 @@ def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> f
 
 
 def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
-    """Backends that run, fastest first, notes, and reasons of the others. No `modes`: nothing
-    ran."""
+    """Backends that run, fastest first, notes, and reasons. No `modes`: nothing ran."""
     able, lines = [row for row in rows if not row.why], []
     if able and modes:
         times = ["fwd+bwd ms" if spec.grad else "forward ms" for spec in modes]
@@ -219,7 +213,6 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], side: str) -> list[str]:
-    """`side`, < or >, aligns all columns but the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = "  ".join(f"{{:{side if n else '<'}{width}}}" for n, width in enumerate(widths))
     return [line.format(*row).rstrip() for row in rows]

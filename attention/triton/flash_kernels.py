@@ -17,8 +17,7 @@ Visible tiles   Each row sees one interval of keys, whose ends never decrease fr
 
 exp2            Scores, m_i and L_i are in units of log 2: S_ij is multiplied by `unit`.
 Sizes           Tiles are padded to BLOCK_D columns. Their address has 64 bits, offsets inside 32.
-float32         is multiplied in float32 (input_precision="ieee"), not TF32.
-"""
+float32         is multiplied in float32 (input_precision="ieee"), not TF32."""
 
 # mypy: allow-untyped-defs
 
@@ -81,7 +80,7 @@ def rows_of(X, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: 
 @triton.jit
 def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
               BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr = False):
-    """Zeros outside X if BOUNDED."""
+    """X[start : start + BLOCK] of a head, with zeros outside if BOUNDED."""
     if TMA:
         return X.load([start, 0])
     else:
@@ -122,7 +121,7 @@ def first_key(i, offset, window, Run):
 
 @triton.jit
 def last_key(i, Tq, Tk, offset, right, Run):
-    """Run[Tq + i] is its last."""
+    """Run[Tq + i] is the last key of query i's segment."""
     last = tl.minimum(i + offset + right, Tk - 1)
     if Run is not None:
         last = tl.minimum(last, tl.load(Run + Tq + i))
@@ -150,8 +149,7 @@ def last_position(j, end, Tk, window, Run):
 
 @triton.jit
 def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.constexpr):
-    """Of a block whose first row sees [first_begin, first_end), whose last [last_begin,
-    last_end)."""
+    """[begin, end) and [inner_begin, inner_end) of a block, by what its first and last row see."""
     begin = tl.maximum(first_begin, 0) // BLOCK * BLOCK
     inner_begin = (tl.maximum(last_begin, 0) + BLOCK - 1) // BLOCK * BLOCK
     inner_end = tl.maximum(tl.maximum(first_end, 0) // BLOCK * BLOCK, inner_begin)
@@ -160,7 +158,6 @@ def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.conste
 
 @triton.jit
 def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First and last key of each query; the block's tiles."""
     i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
     i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
     last = last_key(i, Tq, Tk, offset, right, Run)
@@ -218,8 +215,7 @@ def forward_kernel(
     Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     O_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
-    # Finite: before any visible key m_i - m_new is 0.
-    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)  # finite: before any visible key m_i - m_new is 0
     if Sinks is not None:
         m_i = tl.maximum(m_i, tl.load(Sinks + h) * LOG2_E)
         l_i += 1.0
@@ -346,8 +342,7 @@ def dkdv_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
-    """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i. Tiles are transposed, to stay in
-    registers."""
+    """dV_j = sum_i P_ij dO_i, dK_j = tau * sum_i dS_ij Q_i. Transposed, to stay in registers."""
     n_blocks = (Tk + BLOCK_N - 1) // BLOCK_N
     bg = tl.program_id(0) // n_blocks
     j0 = tl.program_id(0) % n_blocks * BLOCK_N
@@ -362,8 +357,7 @@ def dkdv_kernel(
     if Seed is not None:
         seed = tl.load(Seed)
 
-    # Keys past the end are not stored.
-    j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)
+    j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)  # keys past the end are not stored
     j_last = tl.minimum(j0 + BLOCK_N, Tk) - 1
     p_end = Tq + offset
     seen_from = first_position(j, offset, right, Run)
@@ -470,7 +464,6 @@ TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
     },
     (12, 0): _8_6,
 }
-# Small: short sequences have several.
 INTERPRETED: dict[str, Tile] = dict.fromkeys(KERNELS, (64, 32, 1, 1)) | {"dkdv": (32, 64, 1, 1)}
 
 
@@ -504,7 +497,7 @@ def _descriptors(size: int, _alignment: int, _stream: int | None) -> Tensor:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Copied if rows are not contiguous or a tile spans 2^31 elements."""
+    """x, copied if rows are not contiguous or a tile spans 2^31 elements."""
     return x if x.stride(3) == 1 and 128 * x.stride(1) < 2**31 else x.contiguous()
 
 
@@ -528,8 +521,7 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropou
     return *sizes, window, right, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
 
 
-# Inductor cannot trace triton_op in the interpreter. Schemas are read from annotations:
-# no `from __future__ import annotations` here.
+# Not triton_op: Inductor cannot trace it in the interpreter. Schemas are read from annotations.
 
 
 @torch.library.custom_op("nanoattn::flash_forward", mutates_args=())
@@ -564,8 +556,8 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    slopes: Tensor | None, tiles: list[int] | None, tma: bool, window: int | None,
                    right: int | None, dropout: float, scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor]:
-    """Packed gradients, and delta (B, H, Tq) float32. tiles: of dq and dkdv. tma: rows of 16 bytes,
-    capability 9.0."""
+    """Packed gradients, delta (B, H, Tq) float32. tiles: dq, dkdv. tma: on 9.0, rows of 16
+    bytes."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]

@@ -7,8 +7,7 @@ Flash-Decoding), whose number depends on shapes only:
     combine_kernel   one sequence, query head               joins the runs as tiled.py joins tiles
 
 The query heads of a key/value head are the rows of one matmul, padded to 16. The page is looked up
-for each key.
-"""
+for each key."""
 
 # mypy: allow-untyped-defs
 
@@ -35,8 +34,7 @@ def decode_kernel(Q, K, V, Table, Start, Count, Slopes, Partial, M, L, tau, soft
     r, d = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_D)[None, :]
     n = tl.arange(0, BLOCK_N)
 
-    # The query is at `start`; count 0 is padding.
-    start = tl.load(Start + b)
+    start = tl.load(Start + b)  # the query is at `start`; count 0 is padding
     last = start + tl.minimum(tl.load(Count + b), 1)
     first = tl.maximum(start - window + 1, 0)
     run = tl.cdiv(tl.cdiv(last - first, splits), BLOCK_N) * BLOCK_N
@@ -104,13 +102,13 @@ def combine_kernel(
 
 
 def block_sizes(head_dim: int, element_size: int) -> tuple[int, int]:
-    """A tile of K has at most 16 KB."""
+    """BLOCK_N and BLOCK_D: a tile of K has at most 16 KB."""
     BLOCK_D = max(16, triton.next_power_of_2(head_dim))
     return max(16, min(64, 2**14 // (BLOCK_D * element_size))), BLOCK_D
 
 
 def choose_splits(programs: int, keys: int) -> int:
-    """A power of two."""
+    """The number of runs, a power of two."""
     wanted = min(triton.cdiv(PROGRAMS, programs), triton.cdiv(keys, LEAST_RUN))
     return min(64, triton.next_power_of_2(wanted))
 
