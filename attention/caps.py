@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Parse "2.13.0+cpu" as (2, 13, 0), and a beta, "4.0.0b26", as (4, 0, -1, 26), before its
-    release."""
+    """Parse "2.13.0+cpu" as (2, 13, 0); "4.0.0b26", a beta, is earlier than 4.0.0: (4, 0, -1,
+    26)."""
     leading = re.match(r"(\d+(?:\.\d+)*)(?:\.?b(?:eta)?(\d+))?", text)
     if not leading:
         return ()

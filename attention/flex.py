@@ -193,8 +193,7 @@ def _by_segments(segments: Tensor, Tq: int, Tk: int, *sides: Any) -> BlockMask:
 
 
 def room(segments: Tensor) -> tuple[int, int]:
-    """(B, 128 * 2^n >= Tk), the padded size: for a symbolic one PyTorch 2.13 may make invalid
-    C++."""
+    """The padded size, (B, 128 * 2^n >= Tk): a symbolic one may fail to compile in PyTorch 2.13."""
     Tk = segments.shape[1]
     return len(segments), TILE << ((Tk - 1) // TILE).bit_length()
 

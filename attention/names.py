@@ -52,8 +52,8 @@ def entry_points() -> dict[str, str]:
 
 
 def get(name: str) -> Backend:
-    """Return or load a backend. Raises ValueError: unknown name; BackendUnavailable: it is
-    invalid."""
+    """Return or load a backend. Raises ValueError: unknown name; BackendUnavailable: invalid
+    code."""
     if name in _BY_ANY_NAME:
         return _BY_ANY_NAME[name]
     if name.startswith(hub.PREFIX):

@@ -52,8 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attend with q (B, Tq, H, D) to copies of its tokens, which end at cache.start +
-    cache.count."""
+    """Attend with q (B, Tq, H, D) to copies of its tokens, up to cache.start + cache.count."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)[None]

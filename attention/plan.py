@@ -96,8 +96,7 @@ class Plans:
 
     def choose(self, spec: Spec, device: str, shape: Shape, label: str = "",
                ranks: Ranks | None = None) -> Resolution:
-        """Choose and announce if the kind is new or longer than proved. Raises
-        BackendUnavailable."""
+        """The proved kernel, chosen and announced if the kind is new. Raises BackendUnavailable."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
         return self._proved(key, shape, ranks) or apart(
             device, partial(self._prove, key, spec, device, shape, label, ranks))
@@ -183,8 +182,8 @@ class Plans:
 
 def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(),
             ranks: Ranks | None = None) -> Resolution:
-    """The fastest, remembered or measured by rank 0 (Tq = 1: decoding). Raises
-    BackendUnavailable."""
+    """The fastest, remembered or measured by rank 0. Raises BackendUnavailable: "auto" finds
+    none."""
     name = "auto"
     if ranks is None or ranks.rank == 0:
         with suppress(BackendUnavailable):  # select() gives the reasons, on every rank

@@ -27,7 +27,7 @@ from .function import attention, not_compiled
 from .masks import Pair, alibi, begins, mask, sees_all, symbolic
 from .spec import Spec, visible
 
-BLOCK_M = BLOCK_N = 64  # B_r queries and B_c keys
+BLOCK_M = BLOCK_N = 64  # B_r queries and B_c keys of a tile
 
 
 @not_compiled  # traced, the loops would be unrolled
@@ -46,8 +46,8 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
                   on_tile: Callable[..., object] = lambda *_: None,
                   alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: out and L as in caps.Partial. A tile's dropout seed is `seed` plus its
-    number."""
+    """Algorithm 1: out and L as in caps.Partial. A tile's dropout seed is `seed` plus its number.
+    `on_tile` gets the tile's numbers and tensors."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
     acc = torch.promote_types(q.dtype, torch.float32)
     offset = Tk - Tq if offset is None else offset

@@ -119,8 +119,8 @@ WORDS: dict[str, dict[str, Any]] = {  # of a case's text
 
 
 def cases(*texts: str) -> list[Case]:
-    """Cases by texts: "window16-43x97 B1" has window 16, Tq 43, Tk 97, and its first word as
-    name."""
+    """Cases by texts: "window16-43x97 B1", its first word the name, has window 16, Tq 43, Tk 97 (by
+    default both 97) and batch 1. Several texts are combined."""
     found = []
     for words in itertools.product(*(text.split(",") for text in texts)):
         text = "-".join(word.strip() for word in words if word.strip())
@@ -276,8 +276,7 @@ def compare(got: Result, case: Case, dtype: str, device: str) -> None:
 
 def check(backend: Backend, case: Case, dtype: str, device: str = "cpu",
           attend: Callable[..., Tensor] | None = None) -> None:
-    """Test with any gradients, and without. Raises AssertionError: wrong numbers, changed
-    inputs."""
+    """Test with any gradients and without. Raises AssertionError: wrong or changed tensors."""
     given = inputs(case, dtype, device)
     before = {name: t.clone() for name, t in given._asdict().items() if t is not None}
     for grad in (True, False)[not case.grad :]:

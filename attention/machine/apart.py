@@ -20,7 +20,7 @@ PATIENCE = 600  # seconds
 
 
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
-    """Return function() from a new thread. Raises RuntimeError: a CUDA graph is captured, a
+    """Return function() from a new thread. Raises RuntimeError: in a CUDA graph capture, after a
     hang."""
     import torch
 

@@ -556,8 +556,7 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    slopes: Tensor | None, tiles: list[int] | None, tma: bool, window: int | None,
                    right: int | None, dropout: float, scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor]:
-    """Packed gradients, delta (B, H, Tq) float32. tiles: dq, dkdv. tma: on 9.0, rows of 16
-    bytes."""
+    """Packed gradients, delta (B, H, Tq) float32. tiles: dq, dkdv. tma: 16-byte rows, on 9.0."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
